@@ -66,11 +66,7 @@ def pack(samples: Sequence[Sample], length: int) -> Packed:
 
 
 def check_known(packed: Packed, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
-    """Check that a target knows all tokens of its data: a tokenizer may have some that its embedding lacks.
-
-    Raises:
-        ValueError: a token is outside its vocabulary.
-    """
+    """Refuse data with a token that the target does not know: a tokenizer may have some that its embedding lacks."""
     last = int(packed.token.max())
     if last >= vocabulary:
         raise ValueError(
@@ -125,11 +121,6 @@ class Batches:
         self.packed, self.seed, self.rank, self.world = packed, seed, rank, world
         self.rows_per_step, self.micro_rows = rows_per_step, micro_rows
         self._order: tuple[int, Int[Tensor, " R"]] | None = None
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps until every row was seen once."""
-        return -(-len(self.packed.token) // self.rows_per_step)
 
     def rows(self, step: int) -> Int[Tensor, " S"]:
         """Return the row numbers of a step's global batch, of all ranks."""

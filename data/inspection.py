@@ -3,20 +3,20 @@
 Not inspect.py: `python data/run.py` would then import this file instead of Python's own module.
 """
 
-import html
 import re
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from jinja2 import Environment, StrictUndefined
 from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import fingerprint, pack
-from data.features.store_files import write_whole
 from data.text.masks import Sample
+from heads.common.files import write_whole
 from heads.common.untrusted import visible
 from inference.text_stream import TextStream
 
@@ -35,28 +35,7 @@ NAMES = {
     "tool_results": "tool",
     "tools": "system",
 }
-STYLE = """
-:root{color-scheme:light dark;--on:#b6e8c0;--ink:#1a1a1a;--dim:#666;--page:#fff;--line:#ddd}
-@media(prefers-color-scheme:dark){:root{--on:#1d5b31;--ink:#eee;--dim:#a0a0a0;--page:#16181c;--line:#3a3d44}}
-body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:auto;padding:1rem 1rem 4rem;color:var(--ink);
-background:var(--page)}
-h1{font-size:1.3rem}h1,h2,p{overflow-wrap:anywhere}
-h2{font-size:1rem;margin:2rem 0 .3rem}p{margin:.3rem 0;color:var(--dim)}
-pre{white-space:pre-wrap;overflow-wrap:anywhere;font:.85rem/1.6 ui-monospace,monospace;color:var(--dim);
-border:1px solid var(--line);border-radius:6px;padding:.7rem;margin:.4rem 0}
-pre span:hover{outline:1px solid currentcolor}
-.on{background:var(--on);color:var(--ink)}
-b{font:600 .7rem system-ui,sans-serif;color:var(--page);background:var(--dim);border-radius:3px;padding:0 .3rem;
-margin-right:.2rem}
-meter{width:100%;height:.7rem}
-output{position:fixed;left:0;right:0;bottom:0;padding:.5rem 1rem;background:var(--page);
-border-top:1px solid var(--line)}
-"""
-SCRIPT = """
-const output = document.querySelector('output');
-for (const event of ['pointerover', 'click'])
-  document.addEventListener(event, e => { if (e.target.title) output.textContent = e.target.title; });
-"""
+TEMPLATE = Path(__file__).with_name("inspection.html.j2")
 
 
 class Piece(NamedTuple):
@@ -92,14 +71,11 @@ def show(samples: Sequence[Sample], count: int, length: int, tokenizer: PreTrain
 
 def write_page(samples: Sequence[Sample], count: int, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
     """Write the same as one page of HTML that needs no other file: hover over a token, or tap it, for its id."""
-    title = f"{len(samples)} samples: {coverage(samples)}"
-    body = "\n".join(_section(sample, tokenizer) for sample in samples[:count])
-    page = (
-        '<!doctype html>\n<html lang="en"><meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
-        f"<title>Loss masks</title>\n<style>{STYLE}</style>\n<h1>{title}</h1>\n"
-        f'<p><span class="on">Coloured</span>: trained on. Fingerprint {fingerprint(samples)}</p>\n'
-        f"{body}\n<output>hover over a token, or tap it</output>\n<script>{SCRIPT}</script>\n</html>\n"
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        title=f"{len(samples)} samples: {coverage(samples)}",
+        fingerprint=fingerprint(samples),
+        sections=[_section(sample, tokenizer) for sample in samples[:count]],
     )
     write_whole(path, page.encode())
 
@@ -141,18 +117,13 @@ def _coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase, brackets: bool
     return text
 
 
-def _section(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
+def _section(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return what the page shows of a sample: its pieces, each behind the roles whose turns begin in it."""
     trained, tokens = _counts([sample])
     labels, start, spans = roles(sample, tokenizer), 0, []
-    for text, token, on in pieces(sample, tokenizer):
-        start += len(text)
-        while labels and labels[0][0] < start:
-            spans.append(f"<b>{html.escape(labels.pop(0)[1])}</b>")
-        title = (
-            f"{'token' if len(token) == 1 else 'tokens'} {' '.join(map(str, token))}, {'' if on else 'not '}trained on"
-        )
-        spans.append(f'<span{" class=on" if on else ""} title="{title}">{html.escape(visible(text))}</span>')
-    return (
-        f"<h2>{html.escape(visible(sample.id))}</h2><p>{coverage([sample])}</p>"
-        f'<meter value="{trained}" max="{tokens}"></meter>\n<pre>{"".join(spans)}</pre>'
-    )
+    for piece in pieces(sample, tokenizer):
+        start += len(piece.text)
+        begun = [labels.pop(0)[1] for at, _ in list(labels) if at < start]
+        spans.append({"roles": begun, "piece": piece, "text": visible(piece.text)})
+    counts = {"coverage": coverage([sample]), "trained": trained, "tokens": tokens}
+    return {"id": visible(sample.id), "spans": spans, **counts}

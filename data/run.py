@@ -7,7 +7,7 @@ torchrun the processes share the work.
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from accelerate import PartialState
 from omegaconf import DictConfig
 from rich.console import Console
 
-from data.answers.chats import Answerer, AnswerSettings, TopP
+from data.answers.chats import Answerer, AnswerSettings
 from data.answers.client import Client, EndpointConfig, check_url
 from data.answers.endpoint import Endpoint
 from data.answers.engine import Engine, check_drafter, drafter_of
@@ -34,46 +34,21 @@ from data.text.sources import check_sources
 from heads import head_config
 from heads.base import HeadConfig
 from heads.common.command import command
-from heads.common.errors import user_errors
 from heads.common.files import check_writable
-from heads.common.ranges import Amount, Count, Number
-from heads.common.resolvers import register_resolvers
+from heads.common.ranges import Count, Number
 from heads.common.typed import typed
 from inference.target.config import ModelConfig, device_named
 from inference.target.loading import load_tokenizer
 from inference.target.placement import check_alone
 from inference.target.target import Target
 
-register_resolvers()
-
 PATIENCE = timedelta(days=30)  # for which a process that has answered its chats waits for the others
 URLS = ("http://", "https://")
 
 
 @dataclass(frozen=True)
-class JobConfig:
-    """One call, as conf/data.yaml composes it.
-
-    Attributes:
-        model: the target; its path, dtype, quantize, adapter, device and trust_remote_code are read here.
-        data: the prompts or documents.
-        features: the store; with features=stored the features are extracted.
-        head: the head whose feature layers are extracted.
-        objective, trainer: not read.
-        layers: the feature layers, instead of the head's; null: the head's.
-        vllm_prompts: the file to write the packed documents' tokens to, for vLLM; null: none.
-        workload: of the training that will read the features; no sample may hold its prompts.
-        answers: the file that the target's answers are written to; null: none.
-        by: the answerer: engine, our own, or the URL of an OpenAI-compatible endpoint.
-        run: a head that drafts our engine's answers, its run's folder or Hub id.
-        drafter: a source that drafts them, its name and options; `plain` is none.
-        tree: of the head; a null is the value that it was saved with.
-        endpoint: the settings of requests to the URL.
-        inspect: samples to show with their loss masks.
-        inspect_html: a page to write them to as well; null: none.
-        limit: prompts to answer at most, or samples that the figures below the shown ones cover.
-        batch_size: chats that our engine answers at once; the rest is AnswerSettings'.
-    """
+class JobConfig(AnswerSettings):
+    """One call; conf/data.yaml says what each key means. `head` is the one whose feature layers are extracted."""
 
     model: ModelConfig
     data: DataConfig
@@ -94,13 +69,6 @@ class JobConfig:
     inspect_html: str | None
     limit: Count | None
     batch_size: Count
-    temperature: Amount
-    top_p: TopP
-    max_new_tokens: Count
-    keep_unfinished: bool
-    seed: Number
-    thinking: bool | None
-    template_args: dict[str, Any]
 
     def __post_init__(self) -> None:
         """Refuse a `by` that is neither the engine nor a URL."""
@@ -111,8 +79,7 @@ class JobConfig:
 
     def settings(self) -> AnswerSettings:
         """Return the sampling of the target's answers."""
-        length = self.max_new_tokens, self.keep_unfinished
-        return AnswerSettings(self.temperature, self.top_p, *length, self.seed, self.thinking, self.template_args)
+        return AnswerSettings(**{field.name: getattr(self, field.name) for field in fields(AnswerSettings)})
 
 
 def answer(job: JobConfig, out: Path) -> None:
@@ -150,11 +117,7 @@ def answerer_of(job: JobConfig, settings: AnswerSettings) -> Answerer:
 
 
 def check_early(job: JobConfig) -> None:
-    """Check before anything is loaded: the data, the folders that are written, the draft source.
-
-    Raises:
-        ValueError: naming the key and the remedy.
-    """
+    """Refuse data, folders to write and draft sources that will not do, before anything is loaded."""
     check_sources(job.data)
     written = {"answers": job.answers, "vllm_prompts": job.vllm_prompts, "inspect_html": job.inspect_html}
     for key, file in written.items():
@@ -170,8 +133,7 @@ def check_early(job: JobConfig) -> None:
 @command("data")
 def main(cfg: DictConfig) -> None:
     """Run the command on its configuration."""
-    with user_errors():
-        run(typed(JobConfig, cfg, ready={"head": head_config(cfg.head)}))
+    run(typed(JobConfig, cfg, ready={"head": head_config(cfg.head)}))
 
 
 def run(job: JobConfig) -> None:

@@ -55,11 +55,7 @@ class TunerConfig:
     batch_sizes: list[Count]
 
     def __post_init__(self) -> None:
-        """Check that the lists of which one value at least is tried have one.
-
-        Raises:
-            ValueError: naming the key.
-        """
+        """Refuse empty lists of which one value at least is tried."""
         for key in ("depths", "top_k", "nodes", "batch_sizes"):
             if not getattr(self, key):
                 raise ValueError(f"tuner.{key} is empty: give at least one number")
@@ -204,11 +200,7 @@ class EvalConfig(SourcesConfig, Selection, DecodingConfig, EndpointConfig):
     tuner: TunerConfig
 
     def __post_init__(self) -> None:
-        """Check the values beyond their types.
-
-        Raises:
-            ValueError: naming the key, its value and the remedy.
-        """
+        """Refuse values that are out of their range, or that contradict each other."""
         if not self.drafter:
             raise ValueError("drafter is empty: name at least one draft source, or plain")
         for key, kind in (("run", "a run's folder"), ("workload", "a name, a file or a Hub data set")):
@@ -287,11 +279,7 @@ def eval_config(**values: Any) -> EvalConfig:
 
 
 def items_of(key: str, value: Any, right: Callable[[Any], bool], remedy: str) -> list[Any]:
-    """Return a value or a list of values as a list.
-
-    Raises:
-        ValueError: the list is empty, or an item is not right; with the key and the remedy.
-    """
+    """Return a value or a list of values as a list; refuse an empty one, and an item that is not right."""
     items = value if isinstance(value, list) else [value]
     if not items or not all(map(right, items)):
         raise ValueError(f"{key} is {value!r}: {remedy}")
@@ -304,11 +292,7 @@ def is_number(value: Any) -> bool:
 
 
 def check_endpoint(config: EvalConfig) -> None:
-    """Refuse settings that an endpoint does not support.
-
-    Raises:
-        ValueError: naming the key and the remedy.
-    """
+    """Refuse settings that an endpoint does not support."""
     if config.endpoint is None:
         if config.baseline is not None:
             raise ValueError(f"baseline is {config.baseline}, but there is no endpoint: give endpoint= as well")

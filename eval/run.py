@@ -34,9 +34,7 @@ from eval.tiers import recorded, replayed
 from eval.tune import TunePlan, tune
 from eval.tuning.results import TUNED
 from heads.common.command import command
-from heads.common.errors import user_errors
 from heads.common.files import check_writable
-from heads.common.resolvers import register_resolvers
 from heads.common.typed import bracketed, typed
 from heads.common.untrusted import visible
 from inference.decode import autoregress
@@ -61,6 +59,8 @@ def evaluate(config: EvalConfig) -> Report:
     Raises:
         ValueError: an unknown drafter, run, model, workload or tree, or a head of another target.
     """
+    if config.reports():
+        return beside(config)
     if config.endpoint is not None:
         return served(config)
     check_sources(config)
@@ -146,8 +146,7 @@ def from_log(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
 def tuned(config: EvalConfig) -> bool:
     """Find the best tree for a run's head on this device, in the dtype that speed is measured in; print and write it.
 
-    Returns:
-        Whether every tree that was timed is lossless.
+    Returns whether every tree that was timed is lossless.
 
     Raises:
         ValueError: no such run, model or workload, a head of another target, or a target that answers nothing.
@@ -275,14 +274,8 @@ def publish(report: Report, out: Path) -> None:
 @command("eval")
 def main(cfg: DictConfig) -> None:
     """Evaluate; exit with 1 if a drafter is not lossless, with 2 for an error of the user's."""
-    register_resolvers()
-    with user_errors():
-        config = typed(EvalConfig, cfg)
-        if config.reports():
-            passed = beside(config).passed
-        else:
-            passed = tuned(config) if config.tune else evaluate(config).passed
-    if not passed:
+    config = typed(EvalConfig, cfg)
+    if not (tuned(config) if config.tune else evaluate(config).passed):
         raise SystemExit(1)
 
 

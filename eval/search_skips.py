@@ -15,8 +15,6 @@ from omegaconf import DictConfig
 
 from eval.inputs.workloads import load_workload
 from heads.common.command import command
-from heads.common.errors import user_errors
-from heads.common.resolvers import register_resolvers
 from heads.common.typed import typed
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters.contrib.layer_skip import (
@@ -97,9 +95,7 @@ def measured(plain: list[Generation], drafted: list[Generation]) -> dict[str, fl
 @command("search")
 def main(cfg: DictConfig) -> None:
     """Run the command."""
-    register_resolvers()
-    with user_errors():
-        find(typed(JobConfig, cfg))
+    find(typed(JobConfig, cfg))
 
 
 if __name__ == "__main__":

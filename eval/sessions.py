@@ -109,11 +109,7 @@ def along_texts(
 
 
 def check_sources(config: EvalConfig) -> None:
-    """Check that every source can be measured in some tier.
-
-    Raises:
-        ValueError: one cannot.
-    """
+    """Refuse sources that can be measured in none of the tiers that are asked for."""
     tiers = config.tiers()
     takes = {name for name, options in config.drafter.items() if REPLAY in tiers and reads_text_alone(name, options)}
     takes |= {"head"} if TEACHER_FORCED in tiers else set()

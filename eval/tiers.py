@@ -71,11 +71,7 @@ def written(config: DecodingConfig, target: Target, workloads: Sequence[Workload
 def recorded(
     selection: Selection, config: DecodingConfig, reads: Reads | Target, names: Sequence[str]
 ) -> list[Material]:
-    """Return the logs' own answers, for every temperature the same.
-
-    Raises:
-        ValueError: a log without answers, or one that a target's context cannot hold.
-    """
+    """Return the logs' own answers, for every temperature the same; refuse logs without, or beyond the context."""
     materials = []
     for name in names:
         workload = read_log(name, reads, selection, config.max_new_tokens)

@@ -181,7 +181,6 @@ class DeviceStep:
             self.enter(sessions)
         assert self.slots is not None
         laps, settings = Laps(self.target.device), sessions[0].settings
-        rule = self.rule(settings)
         laps.mark(None)
         slots = self.slots if self.static else Slots(*(buffer[: len(sessions)] for buffer in self.slots))
         longest = max(session.cache.length for session in sessions)
@@ -189,7 +188,7 @@ class DeviceStep:
         result, out, accepted = self.run(slots, self.reach(longest), settings, laps)
         rows = result.tolist()  # the one place where the host waits for the device
         begin = time.perf_counter()
-        rule = verify.GREEDY_WALK if settings.sampling.temperature == 0 else rule
+        rule = verify.GREEDY_WALK if settings.sampling.temperature == 0 else self.rule(settings)
         steps = [self.emit(session, row, rule) for session, row in zip(sessions, rows, strict=False)]
         emitting = time.perf_counter() - begin
         if not self.static and not all(session.generation.finish for session in sessions):

@@ -23,11 +23,9 @@ class WholeConfig:
 
 @dataclass(frozen=True)
 class LoraAdapterConfig:
-    """Train LoRA adapters of rank `rank` on some of the head's linear layers.
+    """Train LoRA adapters on some of the head's linear layers; conf/peft/lora.yaml says what each key means.
 
-    Their output is scaled by alpha / rank, or with `rslora` by alpha / sqrt(rank) (Kalajdzievski, arXiv 2312.03732).
-    `target_modules` are the layers' names or suffixes of them; null is all linear layers. Embeddings, norms and an
-    lm_head that is not a linear layer of its own stay frozen.
+    `rslora`: Kalajdzievski, arXiv 2312.03732. Embeddings, norms and an lm_head that is no linear layer stay frozen.
     """
 
     method: str
@@ -43,11 +41,7 @@ METHODS: dict[str, type[AdaptConfig]] = {"none": WholeConfig, "lora": LoraAdapte
 
 
 def peft_config(values: DictConfig) -> AdaptConfig:
-    """Return a configuration of conf/peft as the Config of its method.
-
-    Raises:
-        ValueError: an unknown method or key, or a value out of range.
-    """
+    """Return a configuration of conf/peft as the Config of its method; refuse unknown methods and keys."""
     method = values.get("method")
     if method not in METHODS:
         raise ValueError(f"peft.method is {method!r}: choose one of {', '.join(METHODS)}")

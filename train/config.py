@@ -72,15 +72,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class SlurmConfig:
-    """Configure the SLURM job that the processes run in; null takes the cluster's default.
-
-    Attributes:
-        cluster: "slurm", or "local" for this machine: to try out what a job will do.
-        folder: of the submitted script and the processes' output.
-        minutes: the job's time limit; the run then resumes in a new job.
-        setup: shell lines that come before the command in each job.
-        extra: further options of sbatch, without their dashes.
-    """
+    """Configure the SLURM job that the processes run in; conf/launcher/slurm.yaml says what each key means."""
 
     cluster: Annotated[str, OneOf(("slurm", "local"))]
     folder: str
@@ -140,18 +132,7 @@ class EvalSettings:
 
 @dataclass(frozen=True)
 class DeviceConfig:
-    """Describe a device and the efficiency that a plan assumes on it; a YAML of conf/device.
-
-    Attributes:
-        match: a substring of the name that the driver reports; None: the device is not looked up by name.
-        type: cuda or cpu; None for this machine's.
-        count: accelerators of a node; None for as many as processes.
-        memory_gb: GiB of an accelerator, or of a CPU node, which its processes share; None for this machine's.
-        tflops: peak, in 10^12 floating-point operations a second, of dense bf16 products; None: not known.
-        mfu: the fraction of it that is reached.
-        context_gb: GiB that a process takes before it loads anything.
-        slack: overhead of the allocator, as a fraction of the requested bytes.
-    """
+    """Describe a device and the efficiency assumed on it; conf/device/here.yaml says what each key means."""
 
     name: str
     match: str | None
@@ -194,22 +175,14 @@ class RunConfig:
 
 
 def run_config(cfg: DictConfig) -> RunConfig:
-    """Return the composed configuration as typed objects.
-
-    Raises:
-        ValueError: a key is unknown, missing or of the wrong type, or a value breaks an invariant.
-    """
+    """Return the composed configuration as typed objects; refuse unknown keys, wrong types and broken invariants."""
     data = typed(DataConfig, cfg.data)  # first, since the trainer's batch follows from its length
     chosen = {"head": head_config(cfg.head), "peft": peft_config(cfg.peft)}  # a name in them chooses their types
     return checked(typed(RunConfig, cfg, ready={"data": data, **chosen}))
 
 
 def checked(run: RunConfig) -> RunConfig:
-    """Return a run after checking its sections against each other.
-
-    Raises:
-        ValueError: two of them contradict each other.
-    """
+    """Return a run; refuse one whose sections contradict each other."""
     if run.trainer.optimizer == "muon" and run.launcher.strategy.startswith("zero"):
         raise ValueError(
             f"trainer.optimizer=muon does not run under launcher.strategy={run.launcher.strategy}, which cuts matrices "
@@ -221,11 +194,7 @@ def checked(run: RunConfig) -> RunConfig:
 
 
 def check_batch_and_name(name: str, trainer: TrainerConfig, length: int) -> None:
-    """Check that a run's name stays within the folder of runs, and that its batches hold a row of `length` tokens.
-
-    Raises:
-        ValueError: one does not.
-    """
+    """Refuse a name that leads out of the folder of runs, and batches that hold no row of `length` tokens."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ValueError(
             f"name is {shown(name)}, a folder below outputs: give it without .., and another folder by out"

@@ -13,7 +13,6 @@ if __name__ == "__main__":  # the checkout's root instead of train/, so that its
 from omegaconf import DictConfig
 
 from heads.common.command import command
-from heads.common.errors import user_errors
 from heads.common.typed import typed
 from heads.formats.pickles import convert, find_pickle
 
@@ -27,7 +26,6 @@ class ConvertConfig:
 
 
 @command("convert")
-@user_errors()
 def main(cfg: DictConfig) -> None:
     """Run the command."""
     config = typed(ConvertConfig, cfg)

@@ -70,11 +70,7 @@ def origin_of(source: FeatureSource) -> dict[str, Any]:
 
 
 def check_teacher(store: FeatureStore, head: DraftHead, objective: ObjectiveConfig) -> None:
-    """Check that nothing reads the last hidden state where it was not kept.
-
-    Raises:
-        ValueError: the head or the objective does.
-    """
+    """Refuse a store without the last hidden state to a head or an objective that reads it."""
     if store.spec.teacher == "state":
         return
     reader = None

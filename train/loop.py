@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from data.features.store_files import write_whole
 from heads.common.errors import one_line
+from heads.common.files import write_whole
 from heads.formats.store import load_head, save_head
 from inference.drafters.policy import TreeConfig
 from inference.target.embeddings_only import EmbeddingsOnly
@@ -51,11 +51,7 @@ class KeptHead:
         save_head(self.folder, decoding_copy(self.head, weights, None), self.target.spec, vars(self.tree))
 
     def read(self) -> dict[str, Tensor]:
-        """Return the tensors that are there.
-
-        Raises:
-            ValueError: there is no head, or it is damaged or of another target.
-        """
+        """Return the tensors that are there; refuse a missing or damaged head, and one of another target."""
         return load_head(self.folder, self.target.embeddings, self.target.spec).state_dict()
 
 

@@ -16,10 +16,10 @@ from huggingface_hub import HfApi, get_token
 from omegaconf import DictConfig, OmegaConf
 
 from heads.common.command import command
-from heads.common.errors import user_errors
+from heads.common.files import last_good
 from heads.common.typed import typed
 from heads.common.untrusted import visible
-from heads.formats.store import CONFIG, last_good, read_config
+from heads.formats.store import CONFIG, read_config
 from train.release import doctor
 from train.release.card.engines import misleading
 from train.release.config import DoctorConfig, PublishConfig
@@ -99,7 +99,6 @@ def _assert_has_head(run: Path) -> None:
 
 
 @command("publish")
-@user_errors()
 def main(cfg: DictConfig) -> None:
     """Run the command."""
     if cfg.doctor is not None:

@@ -26,12 +26,12 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches, check_known, fingerprint, pack, token_counts
 from data.features.source import FeatureSource
-from data.features.store_files import write_whole
-from data.text.prompts import Prompt, load_training, save_prompts
-from data.text.sources import source_records
+from data.text.prompts import TrainingData, load_training, save_prompts
+from data.text.sources import open_sources
 from data.text.template import template_sha256
 from eval.config import eval_config
 from eval.measures.machine import revision
@@ -39,8 +39,8 @@ from eval.run import evaluate
 from heads.base import frozen_count, parameter_count
 from heads.common.command import command
 from heads.common.errors import user_errors
+from heads.common.files import write_whole
 from heads.common.redact import redacted_values, redacted_words
-from heads.common.resolvers import register_resolvers
 from heads.common.typed import bracketed
 from heads.modules.layers import Recomputing
 from heads.modules.vocab import prune
@@ -62,8 +62,6 @@ from train.start import CHECKPOINT, LAST_LAYER, first_head, resolve_init
 from train.step import Loss, Stepper
 from train.tracking import sweep
 
-register_resolvers()
-
 WRITTEN = (  # by a run, beside its weights
     "checkpoints", "bad", "tensorboard", "wandb", "metrics.jsonl", "report.json", "report.md", "report.html",
     "training.json", "prompts.jsonl", "wandb-id.txt",
@@ -71,10 +69,13 @@ WRITTEN = (  # by a run, beside its weights
 
 
 def prepare_out(
-    run: Any, resolved: dict[str, Any], lock: RunLock, settings: dict[str, Any], prompts: list[Prompt],
+    run: Any, resolved: dict[str, Any], lock: RunLock, settings: dict[str, Any], data: TrainingData,
     origin: dict[str, Any], weights: str = "head",
 ) -> None:  # fmt: skip
-    """Create the output folder, once everything that a run needs has loaded: a mistake costs no earlier run."""
+    """Create the output folder, once everything that a run needs has loaded: a mistake costs no earlier run.
+
+    Then say what became of the data.
+    """
     out = Path(run.out)
     if run.resume:
         resume.check(out, settings)
@@ -90,12 +91,13 @@ def prepare_out(
             else:
                 path.unlink(missing_ok=True)
     write_whole(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)).encode())
-    save_prompts(prompts, out / "prompts.jsonl")
+    save_prompts(data.held_out, out / "prompts.jsonl")
     write_whole(out / "provenance.json", (json.dumps(redacted_values(origin), indent=2) + "\n").encode())
+    Console().print(data.counts.line(run.data), highlight=False)
 
 
-def provenance(world: int, strategy: str, data: str) -> dict[str, Any]:
-    """Return the provenance of this run: code, versions, command, processes and their strategy, data fingerprint."""
+def provenance(world: int, strategy: str, data: TrainingData, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the provenance of this run: code, versions, command, processes and their strategy, and the data."""
     code = revision()
     return {
         "git_revision": code["revision"],
@@ -108,7 +110,9 @@ def provenance(world: int, strategy: str, data: str) -> dict[str, Any]:
         "command": " ".join(redacted_words(sys.argv)),
         "world_size": world,
         "strategy": strategy,
-        "data_fingerprint": data,
+        "data_fingerprint": fingerprint(data.samples),
+        "chat_template_sha256": template_sha256(tokenizer),
+        "data": data.counts.report(),
     }
 
 
@@ -181,20 +185,16 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
 
     def begin() -> None:
         origin = {
-            **provenance(accelerator.num_processes, run.launcher.strategy, fingerprint(data.samples)),
-            "chat_template_sha256": template_sha256(target.tokenizer),
-            "data": data.counts.report(),
-            "sources": source_records(run.data),
+            **provenance(accelerator.num_processes, run.launcher.strategy, data, target.tokenizer),
+            "sources": [source.provenance() for source in open_sources(run.data)],
             **({} if run.init is None else {"init": run.init, "peft": asdict(run.peft)}),
             **origin_of(source),
         }
-        prepare_out(run, resolved, lock, identity(run, target, batches, 1).settings, data.held_out, origin)
+        prepare_out(run, resolved, lock, identity(run, target, batches, 1).settings, data, origin)
         started = f"starts from {run.init}, whose numbers replace those of head={run.head.name}; " if run.init else ""
         beside = f" beside {frozen:,} frozen ones" if (frozen := frozen_count(head)) else ""
         filled = float((packed.document >= 0).float().mean())
-        console = Console()
-        console.print(data.counts.line(run.data), highlight=False)
-        console.print(
+        Console().print(
             f"{run.name}: {started}{parameter_count(head):,} trained parameters{beside}, {len(data.samples):,} "
             f"samples, {len(packed.token):,} rows of {run.data.length} tokens ({filled:.0%} filled)",
             highlight=False,

@@ -46,11 +46,7 @@ def resolve_init(init: str | None, config: HeadConfig, target: Target | Embeddin
 
 
 def check_start(config: AdaptConfig, init: str | None, placement: str) -> None:
-    """Check that the weights to adapt or to copy will exist, before anything is loaded.
-
-    Raises:
-        ValueError: a LoRA adapter would be trained on random weights, or the layer to copy is whole on no device.
-    """
+    """Refuse to train an adapter on random weights, and `check_copied`, before anything is loaded."""
     check_copied(init, placement)
     if isinstance(config, LoraAdapterConfig) and init in (None, AUTO):
         raise ValueError(
@@ -59,11 +55,7 @@ def check_start(config: AdaptConfig, init: str | None, placement: str) -> None:
 
 
 def check_copied(init: str | None, placement: str) -> None:
-    """Check that a layer to copy is whole on some device.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Refuse to copy a layer of the target that is whole on no device."""
     if init == CHECKPOINT and placement != REPLICATE:
         raise ValueError(
             "init=checkpoint copies a layer of a target that lies whole on a device: not with model.placement="

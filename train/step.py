@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from data.batches import Batch, Batches
 from data.features.source import FeatureSource, TrainingInput
-from data.features.store_files import write_whole
 from eval.measures.machine import peak_memory
 from heads.base import Features, frozen_count, parameter_count
+from heads.common.files import write_whole
 from heads.modules.top_k import TopLogProbs
 from train.checkpoints.state import TrainState
 from train.config import LauncherConfig, TrainerConfig

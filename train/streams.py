@@ -28,16 +28,13 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from torch import Tensor, nn
 
-from data.batches import Batch, Batches, check_known, fingerprint, pack
+from data.batches import Batch, Batches, check_known, pack
 from data.config import DataConfig
 from data.features.source import Live
 from data.text.prompts import load_training
-from data.text.template import template_sha256
 from heads.base import Features, parameter_count
 from heads.common.command import command
-from heads.common.errors import user_errors
 from heads.common.ranges import Count, Within
-from heads.common.resolvers import register_resolvers
 from heads.common.target_config import check_rows, context_of
 from heads.common.typed import typed
 from heads.formats.store import read_tensors
@@ -60,18 +57,10 @@ from train.planning.check import check_out
 from train.run import alone, batches_for, prepare_out, provenance, resolved_values
 from train.step import Stepper
 
-register_resolvers()
-
 
 @dataclass(frozen=True)
 class StreamsRunConfig:
-    """One training run of streams, as conf/streams.yaml composes it.
-
-    Attributes:
-        every: one in so many of the target's own rows is an anchor.
-        decay: the weight of stream j's loss is this to the power j - 1.
-        tree: the tree that acceptance is measured with.
-    """
+    """One training run of streams; conf/streams.yaml says what each key means."""
 
     name: str
     out: str
@@ -190,11 +179,7 @@ class KeptStreams:
         save_streams(self.folder, self.config, weights, self.target.spec)
 
     def read(self) -> dict[str, Tensor]:
-        """Return the tensors that are there.
-
-        Raises:
-            ValueError: there are none, or they are damaged.
-        """
+        """Return the tensors that are there; refuse missing and damaged ones."""
         return read_tensors(self.folder)
 
 
@@ -245,15 +230,9 @@ def job(run: StreamsRunConfig, resolved: dict[str, Any], accelerator: Accelerato
     batches = batches_for(run, packed, accelerator)
 
     def begin() -> None:
-        origin = {
-            **provenance(accelerator.num_processes, run.launcher.strategy, fingerprint(data.samples)),
-            "chat_template_sha256": template_sha256(target.tokenizer),
-            "data": data.counts.report(),
-        }
-        prepare_out(run, resolved, lock, identity(run, batches).settings, data.held_out, origin, KIND)
-        console = Console()
-        console.print(data.counts.line(run.data), highlight=False)
-        console.print(
+        origin = provenance(accelerator.num_processes, run.launcher.strategy, data, target.tokenizer)
+        prepare_out(run, resolved, lock, identity(run, batches).settings, data, origin, KIND)
+        Console().print(
             f"{run.name}: {parameter_count(streams):,} trained parameters, {len(data.samples):,} samples, "
             f"{len(packed.token):,} rows of {run.data.length} tokens",
             highlight=False,
@@ -275,7 +254,7 @@ def streams_config(cfg: DictConfig) -> StreamsRunConfig:
 @command("streams")
 def main(cfg: DictConfig) -> None:
     """Compose, check, and launch or train."""
-    with user_errors(), launch.main_first():
+    with launch.main_first():
         launch.check_mode()
         run = streams_config(cfg)
         if launch.missing(run.launcher):

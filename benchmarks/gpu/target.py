@@ -31,7 +31,6 @@ from benchmarks.gpu.card import card, figures_of, tables_of
 from benchmarks.gpu.common import Asked, arguments, product_rate, record
 from benchmarks.gpu.text import KINDS, Chat, Text, embedded_text, gathered, own_text
 from benchmarks.gpu.workloads import choose, training_prompts, write_lines
-from data.features.store_files import write_whole
 from eval.measures.machine import peak_memory, synchronize
 from examples.tiny.recipe import (
     BACK,
@@ -51,6 +50,7 @@ from examples.tiny.recipe import (
     stack,
     train,
 )
+from heads.common.files import write_whole
 
 # SmolLM2-135M's widths at 24 layers: 94 M parameters.
 LARGE = Recipe(

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.gpu.text import Chat
-from data.features.store_files import write_whole
 from examples.tiny.make_prompts import greedy, loops
+from heads.common.files import write_whole
 
 WANTED, LEAST = 48, 4  # prompts of a workload; so many even where their answers repeat themselves
 LOOKED = 160  # candidates

@@ -18,7 +18,7 @@ from data.text.prompts import prompt_of
 from data.text.reasoning import OPENED, THOUGHT, split_reasoning
 from data.text.records import Message, Record
 from data.text.template import encode, render, turn_end_tokens
-from heads.common.ranges import Amount, Count, Within
+from heads.common.ranges import Amount, Count, Number, Within
 from inference.chat_template import RenderError
 from inference.text_stream import UNFINISHED
 from inference.verification.rng import hashed
@@ -41,23 +41,13 @@ CAUSES = {
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """Settings of the target's answers.
-
-    Attributes:
-        temperature: 0 is greedy.
-        top_p: 1 is off (Holtzman et al., 2020).
-        max_new_tokens: most tokens of an answer, its reasoning included.
-        keep_unfinished: keep answers that reach max_new_tokens without an end token.
-        seed: of the sampling; an answer depends only on it, on the chat's id and on the turn.
-        thinking: the chat template's enable_thinking; None leaves it out.
-        template_args: further values for the chat template.
-    """
+    """Settings of the target's answers (top_p: Holtzman et al., 2020); conf/data.yaml says what each key means."""
 
     temperature: Amount
     top_p: TopP
     max_new_tokens: Count
     keep_unfinished: bool
-    seed: int
+    seed: Number
     thinking: bool | None
     template_args: dict[str, Any]
 
@@ -91,23 +81,14 @@ class Reply(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Outcome of a chat.
+    """Outcome of a chat."""
 
-    Attributes:
-        id: the record's id.
-        chat: the record to train on; None if it is left out.
-        answers: number of answers in the chat.
-        cause: why the chat ends early, a key of CAUSES or an answerer's failure; empty for a complete chat.
-        failed: whether the answerer failed: then nothing of the chat is kept, and a later call answers it anew.
-        detail: the failure's message.
-    """
-
-    id: str
-    chat: dict[str, Any] | None
-    answers: int = 0
-    cause: str = ""
-    failed: bool = False
-    detail: str = ""
+    id: str  # the record's id
+    chat: dict[str, Any] | None  # the record to train on; None if it is left out
+    answers: int = 0  # number of answers in the chat
+    cause: str = ""  # why the chat ends early, a key of CAUSES or an answerer's failure; empty for a complete chat
+    failed: bool = False  # whether the answerer failed: nothing is kept, and a later call answers it anew
+    detail: str = ""  # the failure's message
 
 
 class Conversation:

@@ -24,6 +24,7 @@ from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandl
 
 from data.answers.chats import Reply
 from data.text.files import CHUNK
+from heads.common.ranges import Amount, Count, Number, Positive
 from heads.common.redact import HIDDEN, redacted
 from heads.common.untrusted import parse_json
 
@@ -46,45 +47,21 @@ DONE = b"[DONE]"  # the last event of a complete stream
 
 @dataclass(frozen=True)
 class EndpointConfig:
-    """Configuration of the requests to an endpoint.
-
-    Attributes:
-        model: the served name of the target; None takes the only model.
-        concurrency: chats in flight.
-        timeout: seconds for a whole reply, to its last byte.
-        retries: attempts after a request's first temporary failure.
-        backoff: seconds before the first retry, doubled for each further one, with jitter; Retry-After overrides it.
-        max_wait: longest pause before a retry in seconds; where the server wants more, the chat fails.
-        max_failures: consecutive failed chats after which the job stops.
-        api_key_env: the environment variable that holds the key; without it, no key is sent.
-        extra: further fields of every request, such as top_k.
-    """
+    """Configuration of the requests to an endpoint; conf/data.yaml says what each key means."""
 
     model: str | None
-    concurrency: int
-    timeout: float
-    retries: int
-    backoff: float
-    max_wait: float
-    max_failures: int
+    concurrency: Count
+    timeout: Positive
+    retries: Number
+    backoff: Amount
+    max_wait: Amount
+    max_failures: Count
     api_key_env: str
     extra: dict[str, Any]
 
-    def __post_init__(self) -> None:
-        """Refuse counts and times out of range."""
-        for name in ("concurrency", "timeout", "max_failures"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"endpoint.{name}={getattr(self, name)}: must be positive")
-        if min(self.retries, self.backoff, self.max_wait) < 0:
-            raise ValueError("endpoint.retries, endpoint.backoff and endpoint.max_wait must not be negative")
-
 
 def check_url(key: str, url: str) -> None:
-    """Refuse a URL that is no endpoint's, or that carries a secret.
-
-    Raises:
-        ValueError: the URL is refused; the message names `key`, the option that held it.
-    """
+    """Refuse a URL that is no endpoint's, or that carries a secret; `key` is the option that held it."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{key}={url}: give a URL such as http://localhost:8000")
@@ -280,11 +257,7 @@ class Client:
 
 
 def _pieces(response: HTTPResponse) -> Iterator[bytes]:
-    """Yield the body's bytes as they arrive.
-
-    Raises:
-        EndpointError: the body is shorter than announced.
-    """
+    """Yield the body's bytes as they arrive; refuse a body that is shorter than announced."""
     while piece := response.read1(CHUNK):  # without a limit, read1 allocates whatever size a chunk announces
         yield piece
     if response.length:
@@ -305,11 +278,7 @@ def _lines(response: HTTPResponse) -> Iterator[bytes]:
 
 
 def read_object(content: bytes) -> dict[str, Any]:
-    """Parse a JSON object.
-
-    Raises:
-        EndpointError: the text is not JSON, or another value.
-    """
+    """Parse a JSON object; anything else is an EndpointError."""
     text = content[:CHUNK].decode(errors="replace")
     try:
         value = parse_json(content)

@@ -114,11 +114,7 @@ def check_drafter(options: Mapping[str, Any], run: str | None, tree: Mapping[str
 
 
 def drafter_of(options: Mapping[str, Any], run: str | None, tree: Mapping[str, Any], target: Target) -> Drafter:
-    """Load the configured draft source for a target.
-
-    Raises:
-        ValueError: as `check_drafter`, or the head is another target's.
-    """
+    """Load the configured draft source for a target, after `check_drafter`; refuse a head of another target."""
     name, values = check_drafter(options, run, tree)
     if run is None:
         return Plain(target.device) if name == "plain" else make(name, values, target)

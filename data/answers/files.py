@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from data.answers.chats import CAUSES, Outcome
-from data.features.store_files import claim, write_whole
 from data.text.files import META, PARTS, SETTINGS
+from heads.common.files import claim, write_whole
 from heads.common.typed import fits
-from heads.common.untrusted import DEEPEST, inside, parse_json
+from heads.common.untrusted import DEEPEST, inside, parse_json, parsed_file
 
 SCHEMA = 1
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -145,11 +145,7 @@ class Answers:
 
     @contextmanager
     def part(self, rank: int, world: int) -> Iterator["Part"]:
-        """Open this process's part behind its last complete line.
-
-        Raises:
-            ValueError: the disk is full.
-        """
+        """Open this process's part behind its last complete line; refuse a full disk."""
         path = self.parts / f"{rank:05d}-of-{world:05d}.jsonl"
         with self._disk_errors(), inside(self.parts, path.name).open("ab") as file:
             file.truncate(complete_bytes(path))
@@ -266,10 +262,7 @@ def _no_answer(path: Path, start: int) -> ValueError:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = parse_json(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: is damaged ({error}); remove it, and name another file") from error
+    value = parsed_file(path, "remove it, and name another file")
     meta: dict[str, Any] = {key: {} for key in META_KEYS} | value if isinstance(value, dict) else {}
     if not all(fits(kind, meta.get(key)) for key, kind in META_KEYS.items()):
         raise ValueError(f"{path}: is damaged, it is no provenance of answers; remove it, and name another file")

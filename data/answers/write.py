@@ -38,21 +38,13 @@ ALONE = Worker(0, 1, lambda: None)
 
 
 class Work(NamedTuple):
-    """Prompts and settings of the job.
+    """Prompts and settings of the job."""
 
-    Attributes:
-        records: the chats and texts, in the order of the file.
-        source: identity of the prompts, by `source_of`.
-        settings: sampling and chat template.
-        sync_every: chats between two flushes to the device.
-        notes: further provenance; unlike the settings it may change when the job resumes.
-    """
-
-    records: Sequence[Record]
-    source: dict[str, Any]
-    settings: AnswerSettings
-    sync_every: int
-    notes: dict[str, Any]
+    records: Sequence[Record]  # the chats and texts, in the order of the file
+    source: dict[str, Any]  # identity of the prompts, by `source_of`
+    settings: AnswerSettings  # sampling and chat template
+    sync_every: int  # chats between two flushes to the device
+    notes: dict[str, Any]  # further provenance; unlike the settings it may change when the job resumes
 
 
 def write_answers(work: Work, answerer: Answerer, out: Path, worker: Worker = ALONE) -> dict[str, Any] | None:

@@ -3,7 +3,6 @@
 source.py         sources of features, and live ones
 quantize.py       quantisation of hidden states
 store.py          a store of features on disk: shards, index, checksums
-store_files.py    atomic writes of the store's files, each by one process at a time
 coding.py         conversion between features and the tensors of a store's row
 extraction.py     extraction of all rows into a store: the estimate, then shard after shard
 vllm_features.py  hidden states that vLLM wrote

@@ -33,21 +33,13 @@ class FeatureRequest(NamedTuple):
 
 
 def compute(target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], spec: StoreSpec) -> Row:
-    """Compute the tensors that a store of this kind holds of packed rows, by a forward pass of the target.
-
-    Raises:
-        ValueError: a hidden state is not finite.
-    """
+    """Return what `to_row` does of packed rows, by a forward pass of the target."""
     features = forward(target, token, document, spec.layers)
     return to_row(States(features.hidden, features.last), target.embeddings, spec)
 
 
 def to_row(states: States, embeddings: Embeddings, spec: StoreSpec) -> Row:
-    """Return the tensors that a store of this kind holds of hidden states.
-
-    Raises:
-        ValueError: one is not finite.
-    """
+    """Return the tensors that a store of this kind holds of hidden states; refuse one that is not finite."""
     floats = {HIDDEN: states.hidden} if spec.layers else {}
     row: Row = {}
     if spec.teacher == "state":

@@ -21,11 +21,11 @@ from data.config import DataConfig
 from data.features.coding import compute, join, to_row
 from data.features.source import FeaturesConfig
 from data.features.store import META, FeatureStore, Row, StoreSpec, packed_fingerprint
-from data.features.store_files import claim
 from data.features.vllm_features import VllmFiles, write_prompts
 from data.text.prompts import load_training
 from heads import HEADS
 from heads.base import HeadConfig
+from heads.common.files import claim
 from heads.common.target_config import check_rows, context_of
 from inference.target.config import ModelConfig
 from inference.target.embeddings import final_norm
@@ -45,11 +45,7 @@ class Layers(NamedTuple):
     named: list[int] | None
 
     def of(self, target: Target | EmbeddingsOnly) -> tuple[int, ...]:
-        """Return the layers for a target.
-
-        Raises:
-            ValueError: the target has no such layer, or not the layers of the head's configuration.
-        """
+        """Return the layers for a target; refuse those that it has not."""
         if self.named is None:
             kind: Any = HEADS[self.head.name]
             with torch.device("meta"):
@@ -64,11 +60,7 @@ class Layers(NamedTuple):
 def spec_of(
     target: Target | EmbeddingsOnly, packed: Packed, layers: tuple[int, ...], config: FeaturesConfig
 ) -> StoreSpec:
-    """Return the spec of a new store of these rows.
-
-    Raises:
-        ValueError: features.k is larger than the vocabulary.
-    """
+    """Return the spec of a new store of these rows; refuse a features.k that is larger than the vocabulary."""
     spec, k = target.spec, config.k if config.teacher == "top_k" else 0
     if k > spec.vocab_size:
         raise ValueError(f"features.k is {k}, but {target.name} has {spec.vocab_size} tokens: lower it")

@@ -19,24 +19,7 @@ from heads.modules.top_k import TopLogProbs
 
 @dataclass(frozen=True)
 class FeaturesConfig:
-    """Where features come from, as conf/features/ has it.
-
-    Attributes:
-        mode: "live", by a pass of the target; "stored", from a store; "hybrid", from it where present, else computed
-            and kept there while the budget lasts.
-        path: the store's folder.
-        dtype: a new store's hidden states, a key of `data.features.quantize.DTYPES`; an existing store keeps
-            its own, as for `teacher`, `k` and `shard_mb`.
-        teacher: "state" keeps the last hidden state, "top_k" the target's top-k tokens in its place.
-        k: of those.
-        budget_gb: the store's size at most, in 10^9 bytes; None for what the disk has free.
-        on_missing: "compute" a row that a store lacks or that is damaged, or "fail".
-        shard_mb: size of a shard, in 10^6 bytes.
-        prefetch: micro-batches read ahead of training.
-        micro_rows: packed rows in one forward pass of an extraction.
-        vllm: a folder of hidden-state files that vLLM wrote, to extract from in place of the target's pass; None: none.
-        vllm_layers: the layer ids that vLLM was started with.
-    """
+    """Where features come from; conf/features/live.yaml says what each key means."""
 
     mode: Annotated[str, OneOf(("live", "stored", "hybrid"))]
     path: str | None
@@ -90,15 +73,10 @@ class Forward(Protocol):
 
 @runtime_checkable
 class FeatureSource(Protocol):
-    """The micro-batches of a step with the features to train on.
+    """The micro-batches of a step with the features to train on."""
 
-    Attributes:
-        batches: which rows a step takes.
-        stall: seconds that the caller has waited for features to be read.
-    """
-
-    batches: Batches
-    stall: float
+    batches: Batches  # which rows a step takes
+    stall: float  # seconds that the caller has waited for features to be read
 
     def __call__(self, step: int) -> list[MicroBatch]:
         """Return the micro-batches of a step, whose features are read when they are asked for."""

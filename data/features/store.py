@@ -25,7 +25,7 @@ from torch import Tensor
 
 from data.batches import Packed
 from data.features.quantize import DTYPES, size
-from data.features.store_files import claim, read_checked, write_checked, write_whole
+from heads.common.files import claim, read_checked, write_checked, write_whole
 from heads.common.ranges import Count, Number, OneOf
 from heads.common.typed import fits, typed
 from heads.common.untrusted import inside
@@ -50,31 +50,21 @@ class DamagedError(ValueError):
 
 @dataclass(frozen=True)
 class StoreSpec:
-    """The contents of a store.
+    """The contents of a store."""
 
-    Attributes:
-        target, name: the target's fingerprint, and its name for people; quantize: how its weights were quantised.
-        layers: the feature layers, as `heads.base` counts them.
-        width, vocab: of the target.
-        data, rows, length: the fingerprint of the packed rows, how many they are, and their tokens.
-        dtype: of the hidden states, a key of `data.features.quantize.DTYPES`.
-        teacher: "state", the last hidden state, or "top_k", the log-probs of the top `k` tokens.
-        shard_rows: rows of a shard at most.
-    """
-
-    target: str
-    name: str
-    quantize: str | None
-    layers: tuple[int, ...]
-    width: Count
-    vocab: Count
-    data: str
-    rows: Number
-    length: Count
-    dtype: Annotated[str, OneOf(tuple(DTYPES))]
-    teacher: Annotated[str, OneOf(("state", "top_k"))]
+    target: str  # the target's fingerprint
+    name: str  # the target's, for people
+    quantize: str | None  # how the target's weights were quantised
+    layers: tuple[int, ...]  # the feature layers, as `heads.base` counts them
+    width: Count  # of the target
+    vocab: Count  # of the target
+    data: str  # the fingerprint of the packed rows
+    rows: Number  # how many packed rows there are
+    length: Count  # tokens of a packed row
+    dtype: Annotated[str, OneOf(tuple(DTYPES))]  # of the hidden states
+    teacher: Annotated[str, OneOf(("state", "top_k"))]  # the last hidden state, or the top k log-probs
     k: Number
-    shard_rows: Count
+    shard_rows: Count  # of a shard at most
 
     @property
     def row_bytes(self) -> int:
@@ -110,19 +100,10 @@ def packed_fingerprint(packed: Packed) -> str:
 
 
 class FeatureStore:
-    """The store in a folder, open for reading and writing.
-
-    Attributes:
-        spec: its contents.
-        damaged: the shards that are ignored, since they or their entries are damaged: name to reason.
-    """
+    """The store in a folder, open for reading and writing; `spec` is its contents."""
 
     def __init__(self, folder: Path) -> None:
-        """Open a store.
-
-        Raises:
-            ValueError: there is none, its meta file is damaged, or it is of another format.
-        """
+        """Open a store; refuse a folder without one, a damaged meta file, and another format."""
         self.folder = folder
         try:
             meta = read_checked(folder / META)
@@ -139,7 +120,7 @@ class FeatureStore:
             self.spec = typed(StoreSpec, meta)
         except ValueError as error:
             raise ValueError(f"{folder / META}: {error}; put a copy in its place, or extract again elsewhere") from None
-        self.damaged: dict[str, str] = {}
+        self.damaged: dict[str, str] = {}  # shards that are ignored, and why: they or their entries are damaged
         self.entries: dict[str, Entry] = {}
         self._location: dict[int, tuple[str, int]] = {}  # of each row: its shard's name and its index in there
         # Closed with their last reference.
@@ -148,11 +129,7 @@ class FeatureStore:
 
     @classmethod
     def create(cls, folder: Path, spec: StoreSpec) -> "FeatureStore":
-        """Open the store in a folder, or create it.
-
-        Raises:
-            ValueError: there is one of other features, or the disk refused.
-        """
+        """Open the store in a folder, or create it; refuse one of other features, and a full disk."""
         with claim(folder / LOCKS / META, wait=True):
             if not (folder / META).exists():
                 try:
@@ -164,11 +141,7 @@ class FeatureStore:
         return store
 
     def check(self, spec: StoreSpec, keys: Iterable[str] = MUST_AGREE) -> None:
-        """Check that the store agrees with a spec in these keys; it may hold more layers.
-
-        Raises:
-            ValueError: naming the difference.
-        """
+        """Refuse a spec that differs from the store's in one of these keys, but for layers that it has beside."""
         for key in keys:
             held, expected = getattr(self.spec, key), getattr(spec, key)
             if held != expected and not (key == "layers" and set(expected) <= set(held)):
@@ -219,11 +192,7 @@ class FeatureStore:
         return sum(entry.bytes for entry in self.entries.values())
 
     def read(self, row: int) -> Row:
-        """Return a row's tensors, each with one row.
-
-        Raises:
-            DamagedError: its shard is gone, or the row is not what was written.
-        """
+        """Return a row's tensors, each with one row; a DamagedError where it is not what was written, or gone."""
         name, index = self._location[row]
         try:
             opened = self._opened(name)

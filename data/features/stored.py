@@ -20,7 +20,7 @@ from data.batches import Batch, Batches
 from data.features.coding import FeatureRequest, decode_rows, join, split
 from data.features.source import MicroBatch, TrainingInput
 from data.features.store import DamagedError, FeatureStore, Row
-from data.features.store_files import claim
+from heads.common.files import claim
 
 log = logging.getLogger(__name__)
 
@@ -30,19 +30,14 @@ Compute = Callable[[Int[Tensor, "B T"], Int[Tensor, "B T"]], Row]
 
 
 class StoreWriter:
-    """Gathers rows to shards and writes those one at a time, among all processes.
-
-    Attributes:
-        pending: the rows that wait to be written, or are being written.
-        rows_written: how many rows this process has added to the store.
-        is_full: whether the budget or the disk is used up, after which nothing more is written.
-    """
+    """Gathers rows to shards and writes those one at a time, among all processes."""
 
     def __init__(self, store: FeatureStore, budget: float | None) -> None:
         """Take a store object of its own, since it is used in another thread, and the limit of the store's bytes."""
         self.store, self.budget = store, budget
-        self.pending: dict[int, Row] = {}
-        self.rows_written, self.is_full = 0, False
+        self.pending: dict[int, Row] = {}  # rows that wait to be written, or are being written
+        self.rows_written = 0  # to the store, by this process
+        self.is_full = False  # whether budget or disk are used up, after which nothing more is written
         self._gathered: list[int] = []
         self._writer = ThreadPoolExecutor(1)
         self._written: list[Future[None]] = []
@@ -125,10 +120,6 @@ class Stored:
 
     A computed row is encoded and decoded as the store does, so that training is the same whatever the store holds
     already.
-
-    Attributes:
-        stall: seconds that the caller has waited for rows.
-        read, computed: how many rows came from the store, and from the target.
     """
 
     def __init__(
@@ -140,7 +131,8 @@ class Stored:
         self.ahead = ahead
         self.compute = fallback.compute if fallback else None
         self.writer = fallback.writer if fallback else None
-        self.stall, self.computed, self.read = 0.0, 0, 0
+        self.stall = 0.0  # seconds that the caller has waited for rows
+        self.computed = self.read = 0  # rows, by the target and from the store
         self._reader = ThreadPoolExecutor(1)
         self._jobs: deque[Job] = deque()
         self._coming: Iterator[tuple[int, Batch]] = iter(())

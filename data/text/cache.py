@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 import tokenizers
 import transformers
-from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
 from data.config import DataConfig
 from data.text.files import content_hash
 from data.text.masks import Sample
-from heads.common.files import replacing
-from heads.common.untrusted import inside, parse_json
+from heads.common.files import claim, read_checked, replacing, write_checked
+from heads.common.untrusted import inside
 
 log = logging.getLogger(__name__)
 
@@ -123,33 +122,30 @@ def cached(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, An
         ValueError: the folder cannot be written.
     """
     report = _read(folder, logging.DEBUG)
-    return _filled(folder, fill) if report is None else report
-
-
-def _filled(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    lock = FileLock(str(folder.with_suffix(".lock")))
+    if report is not None:
+        return report
+    lock = folder.with_suffix(".lock")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            log.info("another process tokenises the data; waiting for %s", folder)
-            lock.acquire()
-        try:
-            report = _read(folder, logging.WARNING)
-            if report is None:
-                with replacing(folder) as rough:
-                    report = fill(rough)
-                    sums = {name: content_hash(rough / name) for name in (SAMPLES, PROMPTS)}
-                    meta = {"sha256": sums, "report": report}
-                    (rough / META).write_text(json.dumps({**meta, "self": _checksum(meta)}), encoding="utf-8")
-            return report
-        finally:
-            lock.release()
-    except (OSError, NotImplementedError) as error:  # the latter from a file system without locks
+        with claim(lock, wait=False) as free:
+            if free:
+                return _filled(folder, fill)
+        log.info("another process tokenises the data; waiting for %s", folder)
+        with claim(lock, wait=True):
+            return _filled(folder, fill)
+    except OSError as error:
         raise ValueError(
             f"data.cache={folder.parent}: cannot be written ({error}); make room, name another folder, or null for none"
         ) from error
+
+
+def _filled(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    report = _read(folder, logging.WARNING)
+    if report is None:
+        with replacing(folder) as rough:
+            report = fill(rough)
+            sums = {name: content_hash(rough / name) for name in (SAMPLES, PROMPTS)}
+            write_checked(rough / META, {"files": sums, "report": report})
+    return report
 
 
 def _read(folder: Path, level: int) -> dict[str, Any] | None:
@@ -157,18 +153,12 @@ def _read(folder: Path, level: int) -> dict[str, Any] | None:
     if not folder.is_dir():
         return None
     try:
-        meta = parse_json((folder / META).read_bytes())
-        if meta.pop("self") != _checksum(meta):
-            raise ValueError(f"{META} is not what was written")
+        meta = read_checked(folder / META)
         for name in (SAMPLES, PROMPTS):
-            if content_hash(inside(folder, name)) != meta["sha256"][name]:
+            if content_hash(inside(folder, name)) != meta["files"][name]:
                 raise ValueError(f"{name} is not what was written")
         report: dict[str, Any] = meta["report"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         log.log(level, "%s: damaged (%s); tokenising anew", folder, error)
         return None
     return report
-
-
-def _checksum(meta: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()

@@ -85,11 +85,7 @@ class Unpacked(RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Read what comes next.
-
-        Raises:
-            ValueError: it is a bomb.
-        """
+        """Read what comes next; refuse a bomb."""
         count: int = self.file.readinto(buffer)
         self.left -= count
         if self.left < 0:
@@ -103,11 +99,7 @@ class Unpacked(RawIOBase):
 
 
 def check_file(path: Path) -> str:
-    """Return a file's format, once it is known and the file can be opened.
-
-    Raises:
-        ValueError: it is none of FORMATS, or the file cannot be read.
-    """
+    """Return a file's format; refuse a file that has none of FORMATS, or cannot be opened."""
     kind = kind_of(path)
     if not kind:
         raise ValueError(f"{path}: the formats read are {', '.join(FORMATS)}, all but .parquet also as .gz or .xz")

@@ -41,11 +41,7 @@ class Prompt(NamedTuple):
 
     @classmethod
     def read(cls, raw: Raw, index: int, path: str) -> "Prompt":
-        """Return the prompt that `save_prompts` wrote as a record of a file.
-
-        Raises:
-            ValueError: a key is missing or unknown, or a value is of another type.
-        """
+        """Return the prompt that `save_prompts` wrote as a record of a file; refuse other keys and types."""
         kinds = {key: list if key == "token" else str for key in cls._fields}
         right = raw.keys() == kinds.keys() and all(isinstance(raw[key], kind) for key, kind in kinds.items())
         if not right or any(type(token) is not int for token in raw["token"]):
@@ -119,11 +115,7 @@ def load_prompts(path: str, tokenizer: PreTrainedTokenizerBase, limit: int | Non
 
 
 def locate(name: str) -> str:
-    """Return the path or Hub name behind a workload's name.
-
-    Raises:
-        ValueError: it is none of these.
-    """
+    """Return the path or Hub name behind a workload's name; refuse what is neither of them nor a key of WORKLOADS."""
     if name in WORKLOADS:
         return str(WORKLOADS[name])
     if Path(name).expanduser().exists() or "/" in name or has_magic(name):

@@ -50,23 +50,14 @@ SETS = (
 
 
 class Record(NamedTuple):
-    """One document.
+    """One document."""
 
-    Attributes:
-        id: its own, or its index in its source.
-        category: its own, or empty.
-        messages: a chat's, with OpenAI's keys and role names; empty for a plain text.
-        text: a plain text's; of a chat, the same as one text where the record has it.
-        tools: the definitions of the functions that the assistant may call, as OpenAI has them.
-        source: the name of its source.
-    """
-
-    id: str
-    category: str
-    messages: list[Message]
-    text: str
-    tools: tuple[dict[str, Any], ...] = ()
-    source: str = ""
+    id: str  # its own, or its index in its source
+    category: str  # its own, or empty
+    messages: list[Message]  # a chat's, with OpenAI's keys and role names; empty for a plain text
+    text: str  # a plain text's; of a chat, the same as one text where the record has it
+    tools: tuple[dict[str, Any], ...] = ()  # the functions that the assistant may call, as OpenAI has them
+    source: str = ""  # the name of its source
 
 
 def parse(raw: dict[str, Any], index: int, path: str) -> Record:

@@ -32,7 +32,7 @@ from data.text.files import (
 from data.text.records import Record, parse, readable
 from heads.common.errors import one_line
 from heads.common.redact import redacted_values
-from heads.common.untrusted import parse_json, regular
+from heads.common.untrusted import parsed_file, regular
 from heads.formats.hub import cache_alone_without_connection
 
 T = TypeVar("T")
@@ -67,7 +67,10 @@ class Files:
         return repr([(kind_of(file), content_hash(file)) for file in self.files])
 
     def provenance(self) -> dict[str, Any]:
-        """Return the number of files, their hash if they are read to their end, and who wrote answers in them."""
+        """Return the number of files, their hash if they are read to their end, and the settings of answers in them.
+
+        The hash of several is that of the list of theirs. The settings are those in the metadata beside a file.
+        """
         record: dict[str, Any] = {"name": self.name, "files": len(self.files)}
         if not self.streaming:
             hashes = [content_hash(file) for file in self.files]
@@ -151,11 +154,7 @@ def open_source(name: str, split: str, streaming: bool = False) -> Source:
 
 
 def check_sources(config: DataConfig) -> None:
-    """Check that the data and its prompts are there.
-
-    Raises:
-        ValueError: as `check_source`.
-    """
+    """Refuse data or prompts that are not there, as `check_source` does."""
     for name in config.paths:
         check_source(name, config.split)
     if config.prompts:
@@ -163,12 +162,10 @@ def check_sources(config: DataConfig) -> None:
 
 
 def check_source(name: str, split: str = "") -> None:
-    """Check what can be known of a source without reading it whole.
+    """Refuse a source of which it is known, without reading it whole, that it cannot be read.
 
-    Its files are there, can be read and are of a known format, and the first one's first line is a record.
-
-    Raises:
-        ValueError: naming what is not. What a Hub data set holds is not asked.
+    Its files are there, can be read and are of a known format, and the first one's first line is a record. What a Hub
+    data set holds is not asked.
     """
     if not Path(name).expanduser().exists() and not glob.has_magic(name):
         _check_hub_name(name)
@@ -227,29 +224,12 @@ def _hub(name: str, split: str, streaming: bool) -> Hub:
     return Hub(name, table, f"{revision}/{split}")
 
 
-def source_records(config: DataConfig) -> list[dict[str, Any]]:
-    """Return the provenance of each source of `data.path`, for provenance.json.
-
-    Returns:
-        for each its `name`; a Hub data set's `revision`, or the files' `sha256` (of several, that of the list of
-        theirs; none of streamed ones, which are not read to their end); `answers`: the settings that data/run.py wrote
-        them with, from the metadata beside the file.
-
-    Raises:
-        ValueError: a source or the metadata beside it cannot be read.
-    """
-    return [source.provenance() for source in open_sources(config)]
-
-
 def _answer_settings(file: Path) -> dict[str, Any]:
     """Return the settings by which a file's answers were written; empty where there are none beside it."""
     meta = file.with_name(file.name + META)
     if not meta.is_file():
         return {}
-    try:
-        metadata = parse_json(meta.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{meta}: damaged ({error}); restore it, or remove it") from None
+    metadata = parsed_file(meta, "restore it, or remove it")
     settings = metadata.get("settings") if isinstance(metadata, dict) else None
     if not isinstance(settings, dict):
         return {}

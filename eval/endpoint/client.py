@@ -114,11 +114,7 @@ class Server:
         self.engine = counters.engine if counters is not None else ""
 
     def counters(self) -> Counters | None:
-        """Read the server's counters; None where it has no metrics of a known engine.
-
-        Raises:
-            ValueError: the server does not answer.
-        """
+        """Read the server's counters, None without metrics of a known engine; refuse a server that does not answer."""
         try:
             status, page = self.root.page("/metrics")
         except EndpointError as failure:
@@ -139,11 +135,7 @@ class Server:
         return {key: info[key] for key in keys if isinstance(info, dict) and isinstance(info.get(key), str)}
 
     def send(self, request: Request, settings: Mapping[str, Any]) -> Answer:
-        """Send a request, once, and return the answer.
-
-        Raises:
-            ValueError: no answer arrived, or a malformed one.
-        """
+        """Send a request, once, and return the answer; refuse a missing or malformed one."""
         stream = {"stream": True, "stream_options": {"include_usage": True}}
         more = {"return_meta_info": True} if self.engine == SGLANG else {}
         body = {"model": self.model, **request.body, **settings, "n": 1, **stream, **more, **self.config.extra}
@@ -197,11 +189,7 @@ class Server:
         return ([answers[0]._replace(passes=total)] if len(answers) == 1 else answers), total
 
     def refuse_drafts(self) -> None:
-        """Check that the server, as a baseline, counts no drafts.
-
-        Raises:
-            ValueError: it does: it speculates.
-        """
+        """Refuse a baseline that counts drafts: it speculates."""
         counters = self.counters()
         if counters is not None and counters.drafts is not None:
             raise ValueError(self._speculates())

@@ -32,26 +32,16 @@ SGLANG_KEYS = ("spec_verify_ct", "spec_num_correct_drafts", "spec_num_proposed_d
 
 @dataclass(frozen=True)
 class Counters:
-    """A server's counts since its start, None where it has no such counter.
+    """A server's counts since its start, None where it has no such counter."""
 
-    Attributes:
-        engine: one of ENGINES.
-        drafts: passes that verified a draft; SGLang's, all passes. None: no speculation, or none so far.
-        draft_tokens, accepted: drafted tokens, and the accepted ones among them.
-        by_depth: passes that accepted at least one token, at least two, and so on.
-        width: tokens that a pass verifies, root included, where that is a setting.
-        finished: finished requests.
-        started: start of the process, in seconds since the epoch.
-    """
-
-    engine: str
-    drafts: float | None
-    draft_tokens: float | None
-    accepted: float | None
-    by_depth: tuple[float, ...]
-    width: float | None
-    finished: float | None
-    started: float | None
+    engine: str  # one of ENGINES
+    drafts: float | None  # passes that verified a draft; SGLang's, all passes. None: no speculation, or none so far
+    draft_tokens: float | None  # drafted tokens
+    accepted: float | None  # of these
+    by_depth: tuple[float, ...]  # passes that accepted at least one token, at least two, and so on
+    width: float | None  # tokens that a pass verifies, root included, where that is a setting
+    finished: float | None  # finished requests
+    started: float | None  # start of the process, in seconds since the epoch
 
 
 def samples(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
@@ -128,11 +118,9 @@ def verified(passes: int, drafted: int | None, accepted: int, by_depth: tuple[in
 
 
 def of_reply(reply: Mapping[str, Any], decoded: int) -> Passes | None:
-    """Return the counts in a reply, or in an event of it; None where it has none, or inconsistent ones.
+    """Return the counts in a reply or an event of it, given its tokens after the first; None without consistent ones.
 
-    Args:
-        reply: with vLLM's `metrics.speculative_decoding`, or SGLang's `meta_info` in its only choice.
-        decoded: its tokens after the first.
+    vLLM has them in `metrics.speculative_decoding`, SGLang in `meta_info` of the only choice.
     """
     metrics, choices = reply.get("metrics"), reply.get("choices")
     record = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None

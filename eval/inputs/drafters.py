@@ -20,11 +20,7 @@ Drafters = dict[str, Drafter]
 
 
 def check_drafters(config: SourcesConfig) -> None:
-    """Check every draft source as far as is possible without the target.
-
-    Raises:
-        ValueError: an unknown source or option, no run for `head`, no head in a run, or an invalid tree.
-    """
+    """Refuse unknown draft sources and options, runs without a head, and invalid trees, before the target is loaded."""
     for name, options in config.drafter.items():
         if name in ("head", "hybrid"):
             for folder in _folders(config).values():

@@ -51,11 +51,7 @@ class TokenLog(NamedTuple):
 
     @classmethod
     def read(cls, raw: Raw, index: int, path: str) -> "TokenLog":
-        """Return the record with TOKENS at an index of its file.
-
-        Raises:
-            ValueError: one of these is no list of tokens.
-        """
+        """Return the record with TOKENS at an index of its file; refuse one where these are no lists of tokens."""
         name = label(raw.get("id", raw.get("request_id", index)))
         for key in TOKENS:
             if not isinstance(raw[key], list) or not all(type(token) is int for token in raw[key]):

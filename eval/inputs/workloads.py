@@ -177,11 +177,7 @@ def fit(prompt: Prompt, target: Target, truncate: bool) -> Prompt:
 
 
 def check_known(tokens: Sequence[Any], where: str, target: Target) -> None:
-    """Check that all tokens are in a target's vocabulary.
-
-    Raises:
-        ValueError: some are not; `where` names the text in the message.
-    """
+    """Refuse tokens that are outside of a target's vocabulary; `where` names the text in the message."""
     vocabulary = range(target.spec.vocab_size)
     if not all(token in vocabulary for token in tokens):
         raise ValueError(

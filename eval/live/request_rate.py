@@ -129,11 +129,12 @@ def waited(rows: Sequence[Row], rounds: Rounds, measurement: Measurement) -> lis
 
 def _waited(row: Row, rounds: Rounds, subset: Subset, seed: int) -> Row:
     mine, plain = ([rounds[name][index] for index in subset.indices] for name in (row.drafter, PLAIN))
+    fast, slow = latencies(mine), latencies(plain)
     served = list(chain.from_iterable(mine))
-    latencies = [request.generation.latency_s for request in served]
+    waits = [request.generation.latency_s for request in served]
     by_request: dict[str, Sequence[float | None]] = {
         "tau": [metrics.ratio(metrics.decoded(one.generation), len(one.generation.steps)) for one in served],
-        "latency_s": latencies,
+        "latency_s": waits,
         "ttft_s": [request.ttft_s for request in served],
         "queue_s": [request.queue_s for request in served],
     }
@@ -141,9 +142,9 @@ def _waited(row: Row, rounds: Rounds, subset: Subset, seed: int) -> Row:
     return replace(
         row,
         tokens_per_second=throughput(mine),
-        latency_s=statistics.median(latencies),
-        speedup=latency_ratio(mine, plain) if trusted else None,
-        speedup_ci=latency_interval(mine, plain, seed, subset.groups) if trusted else None,
+        latency_s=statistics.median(waits),
+        speedup=metrics.over(fast, slow) if trusted else None,
+        speedup_ci=metrics.paired_interval(fast, slow, seed, subset.groups) if trusted else None,
         speedup_hf=None,
         whole_tokens_per_second=None,
         whole_speedup=None,
@@ -159,19 +160,6 @@ def throughput(rounds: Sequence[Sequence[Served]]) -> float | None:
     return metrics.ratio(sum(metrics.decoded(one.generation) for turn in by_round for one in turn), seconds)
 
 
-def latency_ratio(rounds: Sequence[Sequence[Served]], plain: Sequence[Sequence[Served]]) -> float | None:
-    """Return the baseline's mean latency over that of `rounds`, which hold the same requests: above 1 is faster."""
-    return metrics.ratio(sum(map(_latency, plain)), sum(map(_latency, rounds)))
-
-
-def latency_interval(
-    rounds: Sequence[Sequence[Served]], plain: Sequence[Sequence[Served]], seed: int, groups: metrics.Groups = None
-) -> metrics.Interval | None:
-    """Return its interval: prompts are resampled, those of a group together, each with its rounds on both sides."""
-    both = [[_latency(slow), _latency(fast)] for slow, fast in zip(plain, rounds, strict=True)]
-    columns = metrics.within(torch.tensor(both, dtype=torch.float64), groups)
-    return metrics.bootstrap(columns, lambda total: total[:, 0] / total[:, 1], seed)
-
-
-def _latency(rounds: Sequence[Served]) -> float:
-    return sum(request.generation.latency_s for request in rounds)
+def latencies(rounds: Sequence[Sequence[Served]]) -> metrics.Pairs:
+    """Return one and the total latency of each request, whose speeds compare as mean latencies do: higher is faster."""
+    return [(1, sum(request.generation.latency_s for request in repeats)) for repeats in rounds]

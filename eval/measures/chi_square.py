@@ -22,27 +22,17 @@ LEAST = 5.0  # samples expected in a cell, below which the chi-square distributi
 
 @dataclass(frozen=True)
 class ChiSquareTest:
-    """Result of the test for the rule in use, and for a rule that is known to be broken (the negative control).
+    """Result of the test for the rule in use, and for a rule that is known to be broken (the negative control)."""
 
-    Attributes:
-        draws: samples, over all prefixes.
-        prefixes: texts after which the next token's distribution was tested.
-        freedom: degrees of freedom.
-        statistic, p_value: of the rule in use.
-        tv: the total variation, over the cells, that is rejected with the power.
-        alpha: below this p-value the distribution is rejected.
-        control_p: the p-value of the negative control.
-    """
-
-    draws: int
-    prefixes: int
-    freedom: int
-    statistic: float
-    p_value: float
-    tv: float
+    draws: int  # samples, over all prefixes
+    prefixes: int  # texts after which the next token's distribution was tested
+    freedom: int  # degrees of freedom
+    statistic: float  # of the rule in use
+    p_value: float  # of the rule in use
+    tv: float  # the total variation, over the cells, that is rejected with the power
     power: float
-    alpha: float
-    control_p: float
+    alpha: float  # below this p-value the distribution is rejected
+    control_p: float  # the p-value of the negative control
 
     @property
     def caught(self) -> bool:

@@ -4,13 +4,14 @@ Pure functions: nothing here decodes or reads a clock. Costs are in seconds; tre
 root left out.
 """
 
-from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
 from typing import NamedTuple, TypeVar
+
+import numpy as np
 
 from inference.drafters.policy import CONFIDENT, TreeConfig
 
@@ -64,21 +65,13 @@ class Costs:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted speed of a tree.
+    """The predicted speed of a tree."""
 
-    Attributes:
-        tau: tokens a step.
-        nodes: drafted nodes a step.
-        seconds: the seconds of a step by part, those of forward passes divided among their sequences.
-        tokens_per_second: of all sequences together.
-        speedup: over autoregressive decoding, in batches of the same size.
-    """
-
-    tau: float
-    nodes: float
-    seconds: dict[str, float]
-    tokens_per_second: float
-    speedup: float
+    tau: float  # tokens a step
+    nodes: float  # drafted nodes a step
+    seconds: dict[str, float]  # the seconds of a step by part, those of forward passes divided among their sequences
+    tokens_per_second: float  # of all sequences together
+    speedup: float  # over autoregressive decoding, in batches of the same size
 
 
 def predict(texts: Sequence[Replayed], tree: TreeConfig, costs: Mapping[int, Costs], batch: int) -> Prediction:
@@ -199,14 +192,7 @@ def cycled(items: Sequence[T], least: int) -> list[T]:
 def between(values: Mapping[int, float], x: float | int) -> float:
     """Return the value at x: linearly interpolated, constant beyond the given points."""
     points = sorted(values)
-    if x <= points[0]:
-        return values[points[0]]
-    if x >= points[-1]:
-        return values[points[-1]]
-    index = bisect_right(points, x)
-    low, high = points[index - 1], points[index]
-    weight = (x - low) / (high - low)
-    return values[low] + weight * (values[high] - values[low])
+    return float(np.interp(x, points, [values[point] for point in points]))
 
 
 def rising(values: Mapping[int, float]) -> dict[int, float]:

@@ -42,21 +42,13 @@ Groups = Sequence[int] | None  # of each request, such as the conversation that 
 
 @dataclass(frozen=True)
 class Passes:
-    """Target passes and what they committed; expectations where drafts are sampled.
+    """Target passes and what they committed; expectations where drafts are sampled."""
 
-    Attributes:
-        tokens: committed after the first one, which is the prefill's.
-        steps: the passes.
-        drafted: tokens of all drafts; None where nobody counts them.
-        accepted: of these.
-        by_depth: passes that accepted 1, 2, … drafted tokens or more; empty where nobody counts them.
-    """
-
-    tokens: Number
-    steps: Number
-    drafted: Number | None
-    accepted: Number
-    by_depth: Sequence[Number]
+    tokens: Number  # committed after the first one, which is the prefill's
+    steps: Number  # the passes
+    drafted: Number | None  # tokens of all drafts; None where nobody counts them
+    accepted: Number  # of these
+    by_depth: Sequence[Number]  # passes that accepted 1, 2, … drafted tokens or more; empty where nobody counts them
 
 
 @dataclass(frozen=True)

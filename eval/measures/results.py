@@ -157,12 +157,7 @@ def result(
 ) -> Row:
     """Return the result of a source on a subset of a measurement, without a speedup, which `with_speedups` adds.
 
-    Args:
-        source: the draft source.
-        measurement: the settings that the rows share.
-        subset: the requests that count.
-        requests: these requests.
-        whole: the sum of their counts, where that is known without those of each request, or better.
+    `whole` is the sum of the counts of `requests`, where that is known without those of each request, or better.
     """
     counts = _known(requests, "passes")
     acceptance = metrics.pooled(counts, whole)
@@ -208,15 +203,9 @@ def with_speedups(
     seed: int,
     hf: Sequence[Request] | None = None,
 ) -> Row:
-    """Return a result with the columns that only a lossless drafter has.
+    """Return a result with the columns that only a lossless drafter has; `seed` is that of the intervals.
 
-    Args:
-        row: the result.
-        requests: the requests that it was built from.
-        base: the same requests by the baseline, autoregressive decoding.
-        subset: their indices and groups.
-        seed: of the intervals.
-        hf: the same requests by HF generate.
+    `requests` are those that it was built from, `base` and `hf` the same ones by the baseline and by HF generate.
     """
     ours, theirs = _known(requests, "end_to_end"), _known(base, "end_to_end")
     fast, slow = _known(requests, "decoding"), _known(base, "decoding")

@@ -34,29 +34,19 @@ FIXED = 16  # a head with no more depths than these has all of them unrolled: so
 
 @dataclass(frozen=True)
 class Reach:
-    """Accepted tokens of a grown tree, cut to any depth and budget.
+    """Accepted tokens of a grown tree, cut to any depth and budget."""
 
-    Attributes:
-        needed: needed[d][j] is the budget that a tree of depth d needs to accept j + 1 tokens.
-        size: size[d] is the number of nodes that a tree of depth d drafts before it is cut.
-    """
-
-    needed: list[list[int]]
-    size: list[int]
+    needed: list[list[int]]  # needed[d][j] is the budget that a tree of depth d needs to accept j + 1 tokens
+    size: list[int]  # size[d] is the number of nodes that a tree of depth d drafts before it is cut
 
 
 @dataclass(frozen=True)
 class Record:
-    """A text with a head's guesses, an entry for each of its tokens that a step may begin after.
-
-    Attributes:
-        rank: rank of the token at depth d among the head's guesses for it; negative after the text's last token.
-        grown: by `growth`, one tree a token.
-    """
+    """A text with a head's guesses, an entry for each of its tokens that a step may begin after."""
 
     text: Text
-    rank: list[list[int]]
-    grown: dict[str, list[Reach]]
+    rank: list[list[int]]  # of the token at depth d among the head's guesses; negative after the text's end
+    grown: dict[str, list[Reach]]  # by `growth`, one tree a token
 
 
 @torch.inference_mode()

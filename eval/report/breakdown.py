@@ -37,11 +37,7 @@ def with_breakdowns(rows: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def speedup_breakdown(row: Record, plain: Record | None) -> dict[str, Any] | None:
-    """Return a row's breakdown from τ to its speedup.
-
-    Args:
-        row: a drafter's row.
-        plain: the baseline's of the same session.
+    """Return a row's breakdown from τ to its speedup, given the baseline's row of the same session.
 
     Returns:
         `rungs`: τ, and the speedup that is left after each cost, the last being the measured one. `oracle`: the speedup

@@ -30,11 +30,7 @@ class RenderError(Exception):
 
 
 def page(report: Record, failures: Sequence[str]) -> str:
-    """Return the page.
-
-    Args:
-        report: what report.json holds.
-        failures: a line for each failed losslessness check.
+    """Return the page of a report.json, with a line for each failed losslessness check.
 
     Raises:
         RenderError: the plotting library cannot be had.

@@ -1,7 +1,7 @@
 """Reading a report.json back: checked against this schema, or refused with one line that says why."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from eval.measures.results import Row
 from eval.report.breakdown import with_breakdowns
 from eval.report.write import SCHEMA, Report
 from heads.common.typed import fits, typed
-from heads.common.untrusted import names_code, parse_json, regular, shown
+from heads.common.untrusted import entries, names_code, parse_json, regular, shown
 
 REPORT_KEYS = ("schema", "target", "device", "settings", "rows")  # all other keys are extras
 EXTRAS = {  # by eval/live/extras.py, the tiers and side_by_side.py
@@ -87,10 +87,9 @@ def read_report(file: Path) -> dict[str, Any]:
             f"report {file} has {len(content['rows'])} rows, {MOST_ROWS} are read: evaluate fewer drafters, "
             "workloads or settings at once"
         )
-    if odd := next(((key, value) for key, value in _nested(content) if _is_odd(value)), None):
-        raise ValueError(
-            f"report {file}: {shown(odd[0])} is {shown(odd[1])}, no number that is measured: evaluate again"
-        )
+    if odd := next(((key, value) for key, value in entries(content) if _is_odd(value)), None):
+        name = odd[0].rpartition(".")[2]
+        raise ValueError(f"report {file}: {shown(name)} is {shown(odd[1])}, no number that is measured: evaluate again")
     _check_extras(content, file)
     for number, row in enumerate(content["rows"]):
         try:
@@ -121,30 +120,15 @@ def report_of(content: Mapping[str, Any], file: str) -> Report:
     return Report(content["target"], content["device"], settings, gates, rows, sampled, extras)
 
 
-def _nested(value: Any, key: str = "it") -> Iterator[tuple[str, Any]]:
-    """Yield a value and all values nested in it, each with its key."""
-    yield key, value
-    if isinstance(value, dict):
-        for inner, item in value.items():
-            yield from _nested(item, inner)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _nested(item, key)
-
-
 def _is_odd(value: Any) -> bool:
     """Whether a number cannot have been measured, such as one that is not finite."""
     return isinstance(value, int | float) and not abs(value) <= GREATEST
 
 
 def _check_breakdowns(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Check that the numbers of rows that are compared with each other are consistent.
-
-    Raises:
-        ValueError: they give no finite speedup breakdown; the file is named.
-    """
+    """Refuse rows whose numbers contradict each other, so that they give no finite speedup breakdown."""
     try:
-        right = not any(_is_odd(value) for row in with_breakdowns(rows) for _, value in _nested(row["ladder"]))
+        right = not any(_is_odd(value) for row in with_breakdowns(rows) for _, value in entries(row["ladder"]))
     except ArithmeticError:
         right = False
     if not right:
@@ -152,11 +136,7 @@ def _check_breakdowns(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 
 def _check_extras(content: dict[str, Any], file: Path) -> None:
-    """Check the extras of a report: known keys, values of their type, and none that names code.
-
-    Raises:
-        ValueError: the file and the key are named.
-    """
+    """Refuse extras of a report under unknown keys, of another type, and those that name code."""
     if code := names_code(content):
         raise ValueError(f"report {file} names code to run by the key {code}, which is refused: evaluate again")
     for key in content.keys() - {*REPORT_KEYS}:
@@ -179,14 +159,10 @@ def _check_extras(content: dict[str, Any], file: Path) -> None:
 
 
 def row_of(record: Any) -> Row:
-    """Return a row of report.json.
-
-    Raises:
-        ValueError: a key is unknown or missing, or its value of another type.
-    """
+    """Return a row of report.json; refuse unknown and missing keys, and values of other types."""
     if not isinstance(record, dict):
         raise ValueError(f"{shown(record)} is no row")
-    for key, value in _nested(record):
+    for key, value in entries(record):
         if isinstance(value, str | list | dict) and len(value) > LONGEST:
             raise ValueError(f"{shown(key)} has a length of {len(value)}, at most {LONGEST} is read")
     row = typed(Row, {key: value for key, value in record.items() if key != "ladder"})

@@ -24,12 +24,7 @@ def title(report: Record) -> str:
 
 
 def markdown(report: Record, failures: Sequence[str]) -> str:
-    """Return the report for reading.
-
-    Args:
-        report: what report.json holds.
-        failures: a line for each failed losslessness check.
-    """
+    """Return a report.json for reading, with a line for each failed losslessness check."""
     settings = report["settings"].items()
     plain = {key: value for key, value in settings if key != "sampled_gate" and not isinstance(value, dict)}
     groups = {"Settings": plain, "Device": report["device"], "Provenance": report["settings"].get("provenance", {})}

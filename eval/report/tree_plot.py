@@ -37,9 +37,7 @@ class Box(NamedTuple):
 def tree(name: str, record: Record) -> list[Plot]:
     """Return a tree, its root on the left: the fuller a node and the thicker its edge, the more often it was accepted.
 
-    Args:
-        name: the drafter's.
-        record: the tree as report.json has it, with one node or more.
+    `record` is the tree as report.json has it, with one node or more.
     """
     accepted: dict[Path, float] = dict(zip(map(tuple, record["paths"]), record["accepted"], strict=True))
     deepest, leaf_count = max(map(len, accepted)), len(leaves(accepted))

@@ -16,22 +16,14 @@ DISTINGUISHING = ("report", "workload", "category", "tier")  # in a result's nam
 
 @dataclass(frozen=True)
 class Result:
-    """A row of the report with its name and its status among all rows.
-
-    Attributes:
-        name: unique among all results.
-        label: its drafter, batch size, rate and report, for tables that have a column for the rest.
-        overall: whether it is of a whole workload, and by decoding where anything was decoded.
-        clocked: whether it is by decoding, or nothing was decoded.
-        failed: whether it failed a losslessness check.
-    """
+    """A row of the report with its name and its status among all rows."""
 
     row: Record
-    name: str
-    label: str
-    overall: bool
-    clocked: bool
-    failed: bool
+    name: str  # unique among all results
+    label: str  # its drafter, batch size, rate and report, for tables that have a column for the rest
+    overall: bool  # whether it is of a whole workload, and by decoding where anything was decoded
+    clocked: bool  # whether it is by decoding, or nothing was decoded
+    failed: bool  # whether it failed a losslessness check
 
 
 def results_of(report: Record) -> list[Result]:

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data.features.store_files import write_whole
 from eval.measures.losslessness import WITHHELD, FailedChecks, Gate, SampledGate
 from eval.measures.results import Row, finite
 from eval.report.breakdown import with_breakdowns
 from eval.report.page import RenderError, page
 from eval.report.text import markdown
+from heads.common.files import write_whole
 
 SCHEMA = 1
 READ = ("report.md", "report.html")  # by people

@@ -1,6 +1,6 @@
 """Utilities of every layer: typed configurations, one-line errors, redaction of secrets, parsing of untrusted files.
 
-files.py          atomic folder replacement
+files.py          files and folders written whole or not at all, checksums, locks
 ranges.py         ranges of numbers and choices in configurations, stated beside their types
 typed.py          the one border between YAML or JSON and dataclasses
 resolvers.py      computed values in conf/, as ${root:…} and ${by_device:…}

@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from heads.common.errors import user_errors
 from heads.common.redact import replaced_word
+from heads.common.resolvers import register_resolvers
 
 VARIABLE = "HEADSTART_{}_SECRET"  # by which heads/common/redact.py knows its value for a secret
 
@@ -32,7 +33,9 @@ def command(config: str) -> Callable[[Callable[[DictConfig], object]], Callable[
     """
 
     def decorate(task: Callable[[DictConfig], object]) -> Callable[[], None]:
-        composed = hydra.main(version_base="1.3", config_path="../conf", config_name=config)(task)
+        register_resolvers()
+        # Errors of the task end within: Hydra would print them, overrides and all, before it lets them through.
+        composed = hydra.main(version_base="1.3", config_path="../conf", config_name=config)(user_errors()(task))
 
         @wraps(task)
         def main() -> None:

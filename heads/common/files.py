@@ -1,11 +1,22 @@
-"""Atomic folder replacement: readers see the old folder until the new one is complete."""
+"""Files and folders that are written whole or not at all, with checksums, and locks on them.
 
+Readers see the old file or folder until the new one is complete and on the disk.
+"""
+
+import fcntl
+import hashlib
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from heads.common.untrusted import parse_json, regular
+
+CHECKSUM = "sha256"
 
 
 def last_good(folder: Path) -> Path:
@@ -19,11 +30,7 @@ def _aside(folder: Path) -> Path:
 
 
 def check_writable(folder: Path, key: str) -> None:
-    """Check that a folder can be written, or created; nothing is left there.
-
-    Raises:
-        ValueError: it cannot; `key` is the setting that names it.
-    """
+    """Refuse a folder that cannot be written or created, leaving nothing there; `key` is the setting that names it."""
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=parent):
@@ -75,3 +82,72 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def write_whole(path: Path, content: bytes | Iterator[bytes]) -> None:
+    """Write a file, or its pieces in turn, under a temporary name beside it, flush it to the disk, and rename it.
+
+    Raises:
+        OSError: the disk refused; an earlier file stays as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".partial-{path.name}")
+    try:
+        partial.unlink(missing_ok=True)  # one left by a killed process, or a link in a foreign folder
+        with partial.open("xb") as file:
+            file.writelines([content] if isinstance(content, bytes) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        flush(path.parent)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def write_checked(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON object with a checksum of itself, whole or not at all."""
+    write_whole(path, (json.dumps({**content, CHECKSUM: checksum(content)}, indent=1) + "\n").encode())
+
+
+def read_checked(path: Path) -> dict[str, Any]:
+    """Return the content of a file of `write_checked`.
+
+    Raises:
+        ValueError: its checksum is missing or differs.
+        OSError: it cannot be read.
+    """
+    regular(path)
+    try:
+        content = parse_json(path.read_bytes())
+        recorded = content.pop(CHECKSUM)
+        right = recorded == checksum(content)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: damaged, it is no JSON object with a checksum") from error
+    if not right:
+        raise ValueError(f"{path}: damaged, its checksum is not that of its content")
+    return {str(key): value for key, value in content.items()}
+
+
+def checksum(content: dict[str, Any]) -> str:
+    """Return the SHA-256 of a JSON object, independent of the order of its keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@contextmanager
+def claim(path: Path, *, wait: bool) -> Iterator[bool]:
+    """Hold a file's lock for a block, and yield whether it was acquired; with `wait` it always is.
+
+    The kernel releases it when the process exits or is killed. The empty file stays: removing it would let two hold it.
+
+    Raises:
+        OSError: it cannot be opened, or is a link.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        yield True

@@ -5,8 +5,8 @@ import json
 import os
 from pathlib import Path
 
-import torch
 from omegaconf import OmegaConf
+from torch import cuda
 
 from heads.common.target_config import row_length
 
@@ -27,15 +27,11 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("root", lambda path: str(ROOT / path), replace=True)
     OmegaConf.register_new_resolver("if_same", lambda a, b, value: value if a == b else "", replace=True)
     OmegaConf.register_new_resolver("stem", lambda path: os.path.basename(os.path.abspath(path)), replace=True)
-    OmegaConf.register_new_resolver("by_device", _by_device, replace=True)
+    OmegaConf.register_new_resolver("by_device", lambda cpu, gpu: gpu if cuda.is_available() else cpu, replace=True)
     OmegaConf.register_new_resolver("cache_folder", _cache_folder, replace=True)
     OmegaConf.register_new_resolver("digest", _digest, replace=True)
     OmegaConf.register_new_resolver("made", _created, replace=True)
     OmegaConf.register_new_resolver("row_length", row_length, replace=True)
-
-
-def _by_device(cpu: object, accelerator: object) -> object:
-    return accelerator if torch.cuda.is_available() else cpu
 
 
 def _cache_folder(name: str) -> str:

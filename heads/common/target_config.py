@@ -55,8 +55,7 @@ def read_target_config(path: str, trust_remote_code: bool, cached_alone: bool = 
 def read_target_values(path: str, trust_remote_code: bool, cached_alone: bool) -> dict[str, Any]:
     """Return the values of a config.json alone: transformers takes two seconds to import what makes more of them.
 
-    Raises:
-        ValueError: there is none, or one is refused; in one line, without the path.
+    A missing or refused one is a ValueError in one line, without the path.
     """
     try:
         regular(Path(path))
@@ -105,21 +104,13 @@ def row_length(path: str, length: int) -> int:
 
 
 def check_rows(length: int, context: int, name: str) -> None:
-    """Check that a target can read rows of this length.
-
-    Raises:
-        ValueError: the rows are longer than its context.
-    """
+    """Refuse rows that are longer than a target's context."""
     if length > context:
         raise ValueError(f"data.length is {length}, but {name} reads at most {context} tokens: give {context} or less")
 
 
 def _check(values: Any, trust_remote_code: bool) -> None:
-    """Check the values of a config.json before transformers reads it.
-
-    Raises:
-        ValueError: naming the key.
-    """
+    """Refuse values of a config.json that transformers must not read, naming the key."""
     if not isinstance(values, dict):
         raise ValueError(f"its config.json is {shown(values)}, expected a mapping")
     for key, value in entries(values):

@@ -125,11 +125,7 @@ def convert_scalar(kind: type, value: Any, key: str, within: Within | OneOf) -> 
 
 
 def check(value: Any, within: Within | OneOf, key: str) -> None:
-    """Check that a number is finite and in the range, or that a name is one of the choice.
-
-    Raises:
-        ValueError: it is not; naming the key.
-    """
+    """Refuse a number that is not finite or outside the range, and a name that is none of the choice."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{key} is {value}: give a finite number")
     ranged = isinstance(value, str if isinstance(within, OneOf) else int | float)

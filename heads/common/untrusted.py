@@ -7,7 +7,7 @@ code to run, and a file name in them leads to no other folder.
 import importlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,14 @@ def parse_yaml(content: bytes) -> Any:
         raise ValueError(TOO_DEEP) from None
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
+
+
+def parsed_file(path: Path, remedy: str, parse: Callable[[bytes], Any] = parse_json) -> Any:
+    """Return the value of a file; refuse a damaged one with the remedy, and what is not `regular`."""
+    try:
+        return parse(regular(path).read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged ({error}); {remedy}") from None
 
 
 def shallow(value: Any, deepest: int = DEEPEST) -> Any:

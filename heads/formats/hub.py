@@ -13,10 +13,11 @@ from torch import nn
 
 from heads.base import Embeddings
 from heads.common.errors import one_line
+from heads.common.files import last_good
 from heads.common.resolvers import ROOT
 from heads.formats.published import format_of, is_published, load_published
 from heads.formats.published.files import INDEX, SAFE, further_files
-from heads.formats.store import CONFIG, SCHEDULE, TargetSpec, last_good, load_head, read_config
+from heads.formats.store import CONFIG, SCHEDULE, TargetSpec, load_head, read_config
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +62,7 @@ def load_found(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Mod
 
 
 def kind_of(folder: Path) -> str:
-    """Return the kind of a folder's head.
-
-    Raises:
-        ValueError: it holds none.
-    """
+    """Return the kind of a folder's head; refuse a folder without one."""
     return format_of(folder) if is_published(folder) else str(read_config(folder)["head"]["name"])
 
 

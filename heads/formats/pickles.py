@@ -14,10 +14,11 @@ from pathlib import Path
 from huggingface_hub import HfApi
 
 from heads.common.errors import one_line
+from heads.common.files import replacing
 from heads.common.redact import SECRET_NAME
 from heads.formats.hub import REPO, hub_errors
 from heads.formats.published.files import PICKLED
-from heads.formats.store import CONFIG, WEIGHTS, replacing
+from heads.formats.store import CONFIG, WEIGHTS
 from heads.formats.weights import header
 
 CHILD = """

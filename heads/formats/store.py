@@ -6,7 +6,6 @@ whole head can be loaded.
 
 import json
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -20,14 +19,14 @@ from torch import Tensor, nn
 from heads import HEADS
 from heads.base import DraftVocabulary, Embeddings
 from heads.common.errors import one_line
-from heads.common.files import flush, last_good, replacing
+from heads.common.files import last_good, replacing, write_whole
 from heads.common.typed import typed
-from heads.common.untrusted import names_code, parse_json, shown
+from heads.common.untrusted import names_code, parsed_file, shown
 from heads.formats.weights import check_fit, outline, read_weights
 
 log = logging.getLogger(__name__)
 
-__all__ = ["flush", "last_good", "replacing"]  # re-exported for writers of heads
+__all__ = ["last_good"]  # re-exported for readers of streams
 
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -129,16 +128,9 @@ def save_tree(folder: Path, tree: dict[str, Any], schedule: list[dict[str, Any]]
     if schedule is None:
         del content[SCHEDULE]
     path = last_good(folder) / CONFIG
-    new = path.with_name(f".{CONFIG}.new")
     try:
-        new.unlink(missing_ok=True)  # one that was left, or a link in an untrusted folder
-        with new.open("x", encoding="utf-8") as file:
-            file.write(json.dumps(content, indent=2) + "\n")
-        flush(new)
-        os.replace(new, path)
-        flush(path.parent)
+        write_whole(path, (json.dumps(content, indent=2) + "\n").encode())
     except OSError as error:
-        new.unlink(missing_ok=True)
         raise OSError(f"{path}: could not be written ({error}); the tree in it is the one of before") from error
 
 
@@ -154,11 +146,7 @@ def load_head(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Modu
 
 
 def read_head(folder: Path, content: dict[str, Any], embeddings: Embeddings) -> nn.Module:
-    """Load a head whose config.json is read already; whether it belongs to this target is not checked.
-
-    Raises:
-        ValueError: it is damaged, or its tensors do not fit.
-    """
+    """Load a head whose config.json is read already, of whatever target; refuse tensors that do not fit it."""
     kind, config = _kind(folder, content), head_config(folder, content)
     check_fit(last_good(folder) / WEIGHTS, outline(kind, config, embeddings, f"{folder}/{CONFIG}: "), CONFIG)
     head: nn.Module = kind(config, embeddings)
@@ -167,11 +155,7 @@ def read_head(folder: Path, content: dict[str, Any], embeddings: Embeddings) -> 
 
 
 def fill(module: nn.Module, folder: Path) -> None:
-    """Load a folder's tensors into a module, which takes on their dtypes.
-
-    Raises:
-        ValueError: they are damaged, or not those that the module has.
-    """
+    """Load a folder's tensors into a module, which takes on their dtypes; refuse damaged ones, and others than its."""
     parameters: dict[str, Tensor] = module.state_dict(keep_vars=True)
     check_fit(last_good(folder) / WEIGHTS, parameters, CONFIG)
     tensors = read_tensors(folder)
@@ -209,10 +193,7 @@ def read_folder(folder: Path, kind: str, keys: tuple[str, ...], optional: tuple[
         raise ValueError(f"{folder}: no such folder; give one that training or publishing has written")
     if not path.is_file():
         raise ValueError(f"{folder}: not a folder of kind {kind}, it holds no {CONFIG}; a run keeps it in {kind}/")
-    try:
-        content = parse_json(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: damaged ({error}); save or download it again") from None
+    content = parsed_file(path, "save or download it again")
     if code := names_code(content):
         raise ValueError(f"{path}: names code to run by the key {code}, which is refused; remove the key")
     if not isinstance(content, dict) or set(content) - {*optional} != {"format", *keys}:
@@ -230,11 +211,7 @@ def read_folder(folder: Path, kind: str, keys: tuple[str, ...], optional: tuple[
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return a folder's tensors.
-
-    Raises:
-        ValueError: the file is missing, truncated or damaged, or holds numbers that are not finite.
-    """
+    """Return a folder's tensors; refuse files that are missing or damaged, and numbers that are not finite."""
     tensors = read_weights(last_good(folder) / WEIGHTS)
     _assert_finite(tensors, folder, "train again from an earlier checkpoint")
     return tensors
@@ -260,11 +237,7 @@ def head_config(folder: Path, content: dict[str, Any]) -> Any:
 
 
 def assert_same_target(folder: Path, saved: TargetSpec, target: TargetSpec) -> None:
-    """Refuse a head of another target; warn where quantised weights leave that open.
-
-    Raises:
-        ValueError: naming both targets and where they differ.
-    """
+    """Refuse a head of another target, naming both; warn where quantised weights leave that open."""
     for field, what in MUST_AGREE.items():
         theirs, ours = getattr(saved, field), getattr(target, field)
         if theirs != ours and field == "fingerprint" and QUANTISED in (theirs + ours):

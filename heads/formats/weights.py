@@ -57,11 +57,7 @@ def header(path: Path) -> dict[str, Entry]:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return a file's tensors.
-
-    Raises:
-        ValueError: as `header`.
-    """
+    """Return a file's tensors, after the checks of `header`."""
     names = header(path)
     with _whole(path), safe_open(path, "pt") as opened:
         return {name: opened.get_tensor(name) for name in names}
@@ -93,11 +89,7 @@ def outline(kind: Any, config: Any, embeddings: Embeddings, where: str) -> dict[
 
 
 def check_fit(path: Path, expected: Mapping[str, Tensor], name_of: str) -> None:
-    """Check that a file holds exactly these tensors, in shape and kind.
-
-    Raises:
-        ValueError: naming the first difference.
-    """
+    """Refuse a file that does not hold exactly these tensors, in shape and kind, naming the first difference."""
     entries = header(path)
     missing, unknown = sorted(expected.keys() - entries.keys()), sorted(entries.keys() - expected.keys())
     if missing or unknown:

@@ -9,6 +9,7 @@ from data.answers.client import Client, EndpointConfig
 from data.answers.endpoint import Endpoint
 from data.answers.write import write_answers
 from data.text.records import Record
+from heads.common.typed import typed
 from tests.data.answering import records, settings, words, work
 from tests.data.chat_server import Server
 
@@ -32,7 +33,7 @@ def config(**changed: Any) -> EndpointConfig:
         "model": None, "concurrency": 1, "timeout": 10.0, "retries": 2, "backoff": 1.0, "max_wait": 60.0,
         "max_failures": 3, "api_key_env": "KEY", "extra": {},
     }  # fmt: skip
-    return EndpointConfig(**{**values, **changed})
+    return typed(EndpointConfig, {**values, **changed}, "endpoint")
 
 
 def connect(server: Server, key: str | None = None, **changed: Any) -> Client:

@@ -101,7 +101,7 @@ config = DataConfig(**json.loads(values))
 samples = prompts.load_training(config, AutoTokenizer.from_pretrained(folder), 2).samples
 batches = Batches(pack(samples, config.length), 7, 2, 0, state.process_index, state.num_processes)
 state.wait_for_everyone()
-steps = [len(batches(step)) for step in range(batches.steps_per_epoch)]
+steps = [len(batches(step)) for step in range(-(-len(batches.packed.token) // 7))]
 Path(folder, f"rank{state.process_index}").write_text(json.dumps([fingerprint(samples), steps]))
 """
 

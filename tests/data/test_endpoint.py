@@ -193,9 +193,9 @@ def test_proxies_of_the_environment_are_used(server: Server, monkeypatch: pytest
 
 
 def test_impossible_ways_to_ask_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"endpoint.concurrency=0: must be positive"):
+    with pytest.raises(ValueError, match=r"endpoint.concurrency is 0: give 1 or more"):
         config(concurrency=0)
-    with pytest.raises(ValueError, match=r"must not be negative"):
+    with pytest.raises(ValueError, match=r"endpoint.retries is -1: give 0 or more"):
         config(retries=-1)
 
 

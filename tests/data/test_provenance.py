@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 
 from data.config import DataConfig
-from data.text import sources as module
-from data.text.sources import Hub, source_records
+from data.text.sources import Hub, open_sources
 
 Make = Callable[..., DataConfig]
+
+
+def source_records(config: DataConfig) -> list[dict[str, Any]]:
+    """Return the provenance of each source."""
+    return [source.provenance() for source in open_sources(config)]
 
 
 def test_files_are_told_by_their_hash_and_their_writer(tmp_path: Path, config: Make) -> None:
@@ -40,10 +44,8 @@ def test_a_folder_is_told_by_all_of_its_files(tmp_path: Path, config: Make) -> N
     assert "answers" not in before
 
 
-def test_a_hub_data_set_is_told_by_its_revision(monkeypatch: pytest.MonkeyPatch, config: Make) -> None:
-    found: Any = [Hub("me/chats:en", [], "abc")]
-    monkeypatch.setattr(module, "open_sources", lambda _: found)
-    assert source_records(config("me/chats:en")) == [{"name": "me/chats:en", "revision": "abc"}]
+def test_a_hub_data_set_is_told_by_its_revision() -> None:
+    assert Hub("me/chats:en", [], "abc").provenance() == {"name": "me/chats:en", "revision": "abc"}
 
 
 def test_damaged_provenance_of_answers_is_one_line(tmp_path: Path, config: Make) -> None:

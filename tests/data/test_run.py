@@ -97,7 +97,7 @@ def test_an_endpoint_answers_instead_of_the_target(
         (["answers=a.jsonl", "temperature=-1"], "temperature is -1.0: give 0 or more"),
         (["answers=a.jsonl", "by=ftp://x"], "by=ftp://x: give engine, or the URL of an endpoint"),
         (["answers=a.jsonl", "by='http://me:password@h/v1'"], "by: the URL of h carries a user or a query, which"),
-        (["answers=a.jsonl", "endpoint.timeout=0"], "endpoint.timeout=0.0: must be positive"),
+        (["answers=a.jsonl", "endpoint.timeout=0"], "endpoint.timeout is 0.0: give a number above 0"),
         (["answers=a.jsonl", "+endpoint.retry=0"], "endpoint.retry is not a known key"),
         (["answers=a.jsonl", "data.path=/nowhere/chats.jsonl"], "/nowhere/chats.jsonl: neither a file here nor"),
         (["answers=/dev/null/a.jsonl"], "answers=/dev/null: cannot be written"),

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from data.features import store_files
 from data.features.extraction import extract
 from data.features.store import INDEX, META, SHARDS, DamagedError, FeatureStore, StoreSpec
-from data.features.store_files import claim, read_checked, write_checked
+from heads.common import files
+from heads.common.files import claim, read_checked, write_checked
 from tests.data import stores
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,7 +185,7 @@ def test_a_full_disk_costs_the_unfinished_shard_alone(tmp_path: Path, monkeypatc
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         sync(number)
 
-    monkeypatch.setattr(store_files.os, "fsync", full)
+    monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(ValueError, match=r"shard 000002 could not be written \(No space left on device\).*goes on"):
         extract(store, stores.made, 2, 0, 1)
     monkeypatch.undo()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from data.features.store import INDEX, META, SHARDS, DamagedError, FeatureStore
-from data.features.store_files import CHECKSUM, claim, read_checked, write_checked, write_whole
+from heads.common.files import CHECKSUM, claim, read_checked, write_checked, write_whole
 from tests.data import stores
 
 

@@ -10,6 +10,7 @@ from hydra import compose, initialize_config_dir
 
 from eval.config import EvalConfig, eval_config
 from eval.run import main
+from heads.common.errors import user_errors
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.common.typed import bracketed
 from heads.formats.store import save_head
@@ -34,7 +35,8 @@ def run_main(*words: str) -> int:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("eval", bracketed(words, "run", "compare"))
     try:
-        main.__wrapped__(config)
+        with user_errors():
+            main.__wrapped__(config)
     except SystemExit as ended:
         return int(str(ended.code))
     return 0

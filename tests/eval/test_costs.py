@@ -88,9 +88,9 @@ def test_the_played_back_text_is_what_plain_decoding_writes(monkeypatch: pytest.
     ranked = PlaybackBatch.ranked
 
     def noted(self: PlaybackBatch, *args: Any, **named: Any) -> Any:
-        tree, above = ranked(self, *args, **named)
+        tree, above, q = ranked(self, *args, **named)
         shapes.append(tree.token.shape)
-        return tree, above
+        return tree, above, q
 
     monkeypatch.setattr(costing, "decode", kept)
     monkeypatch.setattr(PlaybackBatch, "ranked", noted)

@@ -12,7 +12,8 @@ import torch
 from data.text.prompts import Prompt
 from eval.config import eval_config
 from eval.live import interleaved, request_rate
-from eval.live.request_rate import Served, arrivals, latency_interval, latency_ratio, measure, serve, throughput, waited
+from eval.live.request_rate import Served, arrivals, latencies, measure, serve, throughput, waited
+from eval.measures import metrics
 from eval.measures.losslessness import Divergence, Gate
 from eval.measures.results import Measurement, Row
 from eval.run import evaluate
@@ -161,13 +162,13 @@ FAST = [[served(1.0), served(2.0)], [served(2.0, 3.0), served(3.0, 1.0, 9)]]
 
 
 def test_the_ratio_is_one_of_mean_latencies() -> None:
-    assert latency_ratio(FAST, PLAIN) == 20 / 8
-    assert latency_ratio(PLAIN, PLAIN) == 1
-    assert latency_interval(FAST, PLAIN, 0) == (2.0, pytest.approx(10 / 3))  # only the second prompt, only the first
+    fast, plain = latencies(FAST), latencies(PLAIN)
+    assert metrics.over(fast, plain) == pytest.approx(20 / 8)
+    assert metrics.over(plain, plain) == 1
+    bounds = (2.0, 10 / 3)  # only the second prompt, only the first
+    assert metrics.paired_interval(fast, plain, 0) == pytest.approx(bounds)
     halved = [[served(each.generation.latency_s / 2) for each in repeats] for repeats in PLAIN]
-    assert latency_interval(halved, PLAIN, 0) == (2.0, 2.0)
-    assert latency_interval(FAST[:1], PLAIN[:1], 0) is None
-    assert latency_interval(FAST, PLAIN, 0, [5, 5]) is None  # two turns of one conversation
+    assert metrics.paired_interval(latencies(halved), plain, 0) == pytest.approx((2.0, 2.0))
 
 
 def test_throughput_runs_from_the_first_arrival_to_the_last_end() -> None:
@@ -196,7 +197,7 @@ def test_a_row_has_what_its_requests_waited() -> None:
 
 def test_categories_have_the_latencies_of_their_own_requests() -> None:
     rows = {(row.drafter, row.category): row for row in loaded(GREEN, categories={"a": [0], "b": [1]})}
-    assert rows["eagle", "a"].speedup == 10 / 3
+    assert rows["eagle", "a"].speedup == pytest.approx(10 / 3)
     assert rows["eagle", "b"].speedup == 2
 
 

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from data.text.filters import Counts
+from data.text.prompts import TrainingData
 from eval.measures import machine
 from heads.common.resolvers import ROOT
+from tests import toys
 from train.run import provenance as train_provenance
 
 CPU = torch.device("cpu")
@@ -64,4 +67,5 @@ def test_a_training_run_needs_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
         raise FileNotFoundError("git")
 
     monkeypatch.setattr(subprocess, "run", absent)
-    assert train_provenance(1, "none", "0")["git_revision"] is None
+    data = TrainingData([], [], Counts())
+    assert train_provenance(1, "none", data, toys.target().tokenizer)["git_revision"] is None

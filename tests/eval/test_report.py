@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from data.features.store_files import write_whole
 from eval.measures.losslessness import UNCHECKED, Divergence, Gate
 from eval.measures.results import TEACHER_FORCED, Row
 from eval.report import page
 from eval.report.page import library
 from eval.report.text import terminal
 from eval.report.write import Report
+from heads.common.files import write_whole
 from tests.eval.stubs import ROW, markdown
 
 GREEN = Gate(8, 7, 1, 0)

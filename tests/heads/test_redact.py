@@ -4,9 +4,12 @@ import logging
 
 import pytest
 
+from data.text.filters import Counts
+from data.text.prompts import TrainingData
 from eval.measures import machine
 from heads.common.errors import one_line, user_errors
 from heads.common.redact import HIDDEN, redact_logs, redacted, redacted_values, redacted_words
+from tests import toys
 from train.run import provenance
 
 HUB, OPENAI, KEY = "hf_" + "aB3" * 10, "sk-proj-" + "x1" * 12, "0123456789abcdef" * 2 + "01234567"
@@ -60,7 +63,8 @@ def test_a_configuration_is_hidden_by_its_keys_too() -> None:
 
 def test_provenance_has_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["train/run.py", f"+hub.token={HUB[:9]} rest", f"a={OPENAI}", "steps=3"])
-    for told in (provenance(1, "ddp", "f")["command"], machine.provenance()["command"]):
+    trained = provenance(1, "ddp", TrainingData([], [], Counts()), toys.target().tokenizer)
+    for told in (trained["command"], machine.provenance()["command"]):
         assert HIDDEN in told
         assert "steps=3" in told
         assert not any(part in told for part in (HUB[:9], OPENAI, "rest"))

@@ -87,7 +87,7 @@ def test_a_header_of_more_tensors_than_any_head_has(tmp_path: Path, monkeypatch:
 def test_a_link_in_a_heads_folder_is_not_written_through(folder: Path) -> None:
     precious = folder.parent / "precious"
     precious.write_text("mine")
-    (folder / ".config.json.new").symlink_to(precious)
+    (folder / ".partial-config.json").symlink_to(precious)
     save_tree(folder, {**TREE, "depth": 5})
     assert precious.read_text() == "mine"
     assert json.loads((folder / "config.json").read_text())["tree"]["depth"] == 5

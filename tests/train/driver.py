@@ -18,10 +18,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from heads.common.errors import user_errors
+from heads.common.resolvers import register_resolvers
 from train import acceptance
 from train.checkpoints import format
 from train.config import run_config
-from train.run import register_resolvers, train
+from train.run import train
 from train.step import Stepper
 
 ROOT = Path(__file__).resolve().parents[2]

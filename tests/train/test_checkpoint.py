@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from data.features.store_files import read_checked, write_checked
+from heads.common.files import read_checked, write_checked
 from train.checkpoints import format, resume
 from train.checkpoints.saver import Saver, partition
 from train.checkpoints.state import TrainState

@@ -22,11 +22,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data.features.store_files import read_checked, write_checked, write_whole
 from data.text.files import content_hash
 from heads.common.errors import one_line
+from heads.common.files import flush, read_checked, write_checked, write_whole
 from heads.common.untrusted import inside, shown
-from heads.formats.store import flush
 
 FORMAT = 2
 NAME = re.compile(r"step-[0-9]{8,}")
@@ -152,11 +151,7 @@ def _check_state(path: Path) -> None:
 
 
 def state_of(path: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's state.json.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """Return the content of a checkpoint's state.json; refuse a damaged one."""
     try:
         return read_checked(path / STATE)
     except OSError as error:

@@ -59,11 +59,7 @@ def numerics(trainer: TrainerConfig, objective: ObjectiveConfig, strategy: str, 
 
 
 def check(out: Path, now: dict[str, Any]) -> None:
-    """Check that the settings are those that the newest readable checkpoint was written with.
-
-    Raises:
-        ValueError: they differ; each difference is listed with both values.
-    """
+    """Refuse other settings than those of the newest readable checkpoint, listing each with both values."""
     for path in reversed(format.checkpoints(out / "checkpoints")):
         try:
             then = format.state_of(path)["settings"]

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from heads.common.errors import one_line
-from heads.formats.store import flush
+from heads.common.files import flush
 from train.checkpoints import format
 from train.checkpoints.state import TrainState
 from train.distributed.control import ProcessControl
@@ -25,16 +25,12 @@ REFUSED = OSError, SafetensorError, RuntimeError, ValueError  # by the disk
 
 
 class Saver:
-    """Write and find the checkpoints of a run; all processes make the same calls.
-
-    Attributes:
-        seconds: how long training has waited for saves.
-        saved: the step that was saved last, or loaded.
-    """
+    """Write and find the checkpoints of a run; all processes make the same calls."""
 
     def __init__(self, out: Path, control: ProcessControl, keep: int) -> None:
         self.folder, self.metrics, self.control, self.keep = out / "checkpoints", out / "metrics.jsonl", control, keep
-        self.seconds, self.saved = 0.0, -1
+        self.seconds = 0.0  # that training has waited for saves
+        self.saved = -1  # the step that was saved last, or loaded
         self._name = control.share(f"{time.time_ns():x}")  # distinguishes this run's folders from an earlier attempt's
         self._count = 0
         self._pending: Future[None] | None = None
@@ -62,11 +58,7 @@ class Saver:
         self.seconds += time.perf_counter() - begin
 
     def finish(self) -> None:
-        """Wait until the pending checkpoint is written.
-
-        Raises:
-            ValueError: it could not be written.
-        """
+        """Wait until the pending checkpoint is written; refuse to go on if it could not be."""
         begin = time.perf_counter()
         failed = self._wait()
         self.seconds += time.perf_counter() - begin

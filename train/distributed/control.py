@@ -57,14 +57,11 @@ def on_main(accelerator: Accelerator, action: Callable[[], None]) -> None:
 
 
 class Heartbeat:
-    """Write the heartbeat of one process and read those of the others; with one process it does nothing.
-
-    Attributes:
-        progress: micro-batches of this process since the start.
-    """
+    """Write the heartbeat of one process and read those of the others; with one process it does nothing."""
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
-        self.folder, self.rank, self.world, self.progress = folder, rank, world, 0
+        self.folder, self.rank, self.world = folder, rank, world
+        self.progress = 0  # micro-batches of this process since the start
         self._beat, self._moved = 0, time.monotonic()
         self._end, self._thread = threading.Event(), threading.Thread(target=self._run, daemon=True)
         self._lost: list[int] = []
@@ -168,9 +165,7 @@ def who(sign: dict[str, Any]) -> str:
 class ProcessControl:
     """Control of the processes of a run: stop requests, gathered values, and detection of lost ones.
 
-    Attributes:
-        rank, world: this process's rank and the number of processes.
-        timeout: seconds that one process waits for another.
+    `timeout` is how many seconds one process waits for another.
     """
 
     def __init__(self, accelerator: Accelerator, out: Path, timeout: int) -> None:

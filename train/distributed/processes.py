@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs
 
-from data.features.store_files import claim, write_whole
+from heads.common.files import claim, write_whole
 from inference.target.config import ModelConfig, device_named, fast_dtype
 from train.config import LauncherConfig, TrainerConfig
 
@@ -72,12 +72,9 @@ def accelerator_for(launcher: LauncherConfig, trainer: TrainerConfig, model: Mod
 
 
 def check_world(launcher: LauncherConfig, here: int, started: int) -> None:
-    """Check the size of the process group, `here`, and the number of `started` processes against the launcher's.
+    """Refuse a process group, of `here` processes of the `started` ones, that is not the launcher's or the strategy's.
 
     A launcher of one process accepts any number that the user's own command started.
-
-    Raises:
-        ValueError: the numbers differ, or are too small for the strategy.
     """
     configured = launcher.num_processes * launcher.num_nodes
     if here != started or configured not in (1, started):
@@ -93,11 +90,7 @@ def check_world(launcher: LauncherConfig, here: int, started: int) -> None:
 
 
 def check_machine(launcher: LauncherConfig, model: ModelConfig) -> None:
-    """Check that this machine can run the launcher's settings, before anything is started or written.
-
-    Raises:
-        ValueError: it has too few devices, or lacks a library.
-    """
+    """Refuse settings of the launcher that this machine cannot run, before anything is started or written."""
     processes = max(launcher.num_processes, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if device_named(model.device).type == "cuda" and processes > torch.cuda.device_count():
         raise ValueError(
@@ -122,11 +115,7 @@ class RunLock(ExitStack):
         self.out, self.held = out, False
 
     def take(self) -> None:
-        """Take the lock unless it is held already or the folder does not exist.
-
-        Raises:
-            ValueError: another process holds it; the message names it.
-        """
+        """Take the lock unless it is held already or there is no folder; refuse one that another process holds."""
         if self.held or not self.out.is_dir():
             return
         if not self.enter_context(claim(self.out / LOCK, wait=False)):

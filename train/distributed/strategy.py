@@ -30,15 +30,10 @@ BUCKET = 200_000_000  # most gradients that DeepSpeed reduces at once
 
 
 class Strategy:
-    """A strategy's part of an optimiser step; here the whole head on every process: one process, or DDP.
+    """A strategy's part of an optimiser step; here the whole head on every process: one process, or DDP."""
 
-    Attributes:
-        module: the loss module as the strategy wraps it.
-        optimizer: has the parameter groups whose learning rates are set, and the state that `TrainState` reads.
-    """
-
-    module: Any
-    optimizer: Any
+    module: Any  # the loss module as the strategy wraps it
+    optimizer: Any  # of whose parameter groups the learning rates are set; `TrainState` reads its state
 
     def __init__(self, accelerator: Accelerator, loss: Any, make: MakeOptimizer) -> None:
         self.module, self.optimizer = accelerator.prepare(loss), make(loss.head)

@@ -35,11 +35,7 @@ def reads_target(run: RunConfig) -> bool:
 
 
 def check_run(run: RunConfig) -> None:
-    """Check a run that will start on this machine.
-
-    Raises:
-        ValueError: names the key and the remedy.
-    """
+    """Refuse a run that cannot start on this machine, naming the key and the remedy."""
     processes.check_machine(run.launcher, run.model)
     check_out(Path(run.out), replaces=run.resume or run.overwrite)
     check_writable(Path(run.out), "out")
@@ -76,11 +72,7 @@ def evaluation(run: RunConfig) -> dict[str, Any]:
 
 
 def check_target(run: RunConfig) -> None:
-    """Check that data and head fit the target, by its configuration.
-
-    Raises:
-        ValueError: there is no such target, its context is shorter than a row, or the head does not fit it.
-    """
+    """Refuse a target that is not there or reads shorter rows, and a head that does not fit, by its configuration."""
     model = run.model
     check_method(model.quantize)
     if model.adapter not in (None, AS_IT_IS):

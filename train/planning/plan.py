@@ -106,11 +106,7 @@ def resolved(device: DeviceConfig, requested: str | None) -> DeviceConfig:
 
 
 def plan_inputs(run: RunConfig) -> PlanInputs:
-    """Return the inputs of a plan.
-
-    Raises:
-        ValueError: as `plan`.
-    """
+    """Return the inputs of a plan, with its errors."""
     if run.init not in (None, AUTO, LAST_LAYER, CHECKPOINT):
         raise ValueError(f"init={run.init} brings the head's numbers, and plan=true loads nothing: leave init out")
     check_copied(run.init, run.model.placement)

@@ -92,11 +92,7 @@ def configuration(model: ModelConfig) -> PretrainedConfig:
 
 
 def target_shape(model: ModelConfig) -> TargetShape:
-    """Return a target's shape; its parameters are counted on the meta device.
-
-    Raises:
-        ValueError: its configuration cannot be read, or no model can be built from it.
-    """
+    """Return a target's shape, its parameters counted on the meta device; refuse one of which no model can be made."""
     config = configuration(model)
     try:
         with torch.device("meta"):

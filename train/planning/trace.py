@@ -72,17 +72,13 @@ class Embeddings:
 
 
 class Shadow(TorchDispatchMode):
-    """Record allocations on fake tensors while entered.
-
-    Attributes:
-        peak: the peak of live bytes, of each kind of block by itself; most: of both together.
-    """
+    """Record allocations on fake tensors while entered."""
 
     def __init__(self, tokens: int, anchored: float, used: int) -> None:
         init: Any = super().__init__
         init()
         self.tokens, self.anchored, self.used = tokens, anchored, used
-        self.live, self.peak, self.most = NONE, NONE, 0
+        self.live, self.peak, self.most = NONE, NONE, 0  # peak: of each kind of block by itself; most: of both together
         self.counted: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -158,11 +154,7 @@ _traced: dict[str, Trace] = {}
 
 
 def trace(job: Job) -> Trace:
-    """Return the trace of one micro-batch; traces are cached.
-
-    Raises:
-        ValueError: the head does not fit the target, for instance if its default layers coincide.
-    """
+    """Return the trace of one micro-batch; traces are cached, and a head that does not fit the target is refused."""
     key = repr(job)  # configurations are not hashable
     if key not in _traced:
         _traced[key] = _run_trace(job)

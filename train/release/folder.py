@@ -21,12 +21,13 @@ from data.text.files import content_hash
 from eval.live.extras import METRICS
 from eval.report.reading import read_report
 from heads.common.errors import one_line
+from heads.common.files import last_good, replacing
 from heads.common.resolvers import ROOT
-from heads.common.untrusted import parse_json, parse_yaml
+from heads.common.untrusted import parse_json, parse_yaml, parsed_file
 from heads.formats.custom_generate import bundle
 from heads.formats.hub import on_hub, target_path
 from heads.formats.published.export import Served, export
-from heads.formats.store import CONFIG, WEIGHTS, last_good, load_head, read_config, read_tensors, replacing
+from heads.formats.store import CONFIG, WEIGHTS, load_head, read_config, read_tensors
 from inference.target.config import DTYPES
 from inference.target.embeddings import TargetEmbeddings
 from inference.target.embeddings_only import EmbeddingsOnly
@@ -128,11 +129,7 @@ def portable(text: str) -> str:
 
 
 def _safe(run: Path, name: str, text: str) -> str:
-    """Return a file's text as it may be published.
-
-    Raises:
-        ValueError: it holds a token of the Hub.
-    """
+    """Return a file's text as it may be published; refuse one that holds a token of the Hub."""
     if TOKEN.search(text):
         raise ValueError(f"{run}: {name} would hold an access token; remove it from the run's files")
     return portable(text)
@@ -142,10 +139,7 @@ def _read(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
     """Return a file's mapping, empty where the run has none."""
     if not path.is_file():
         return {}
-    try:
-        content = parse(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: damaged ({error}); write it again by evaluating the run, or remove it") from None
+    content = parsed_file(path, "write it again by evaluating the run, or remove it", parse)
     return content if isinstance(content, dict) else {}
 
 
@@ -188,11 +182,7 @@ def _load(path: str, adapter: str | None) -> Target | EmbeddingsOnly:
 
 @torch.no_grad()
 def _assert_plain(embeddings: TargetEmbeddings, path: str) -> None:
-    """Check that embedding and lm_head are plain table look-ups, for engines read the tables.
-
-    Raises:
-        ValueError: the embedding is scaled, or the logits have a bias or a cap.
-    """
+    """Refuse an embedding that is scaled and logits with a bias or a cap: engines read the plain tables."""
     few = torch.arange(min(embeddings.vocab_size, 64))
     state = torch.randn(4, embeddings.hidden_size, generator=torch.Generator().manual_seed(0)) * 9
     embedded, logits = embeddings.embed(few), embeddings.logits(state)

@@ -13,9 +13,10 @@ from data.text.prompts import load_prompts
 from eval.inputs.runs import own_prompts
 from eval.measures import metrics
 from heads.common.errors import one_line
+from heads.common.files import last_good
 from heads.common.typed import typed
 from heads.formats.hub import load_found, on_hub, target_path
-from heads.formats.store import last_good, read_config
+from heads.formats.store import read_config
 from inference.decode import Generation, Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig, check_tree

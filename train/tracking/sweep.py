@@ -28,11 +28,7 @@ def sweeping() -> bool:
 
 
 def check(prompts: int, *, waits: bool) -> None:
-    """Refuse to search for the largest τ where no run measures one, or this command does not see the end of a run.
-
-    Raises:
-        ValueError: no run measures τ, or this command does not see it.
-    """
+    """Refuse to search for the largest τ where no run measures one, or this command does not see the end of a run."""
     if not sweeping() or "direction" not in HydraConfig.get().sweeper:
         return
     if prompts == 0:

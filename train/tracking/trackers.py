@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -29,16 +29,6 @@ log = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 REFRESH = 2  # redraws of the bar a second: its thread takes time from the step's own
 WAIT = 10.0  # seconds to wait for wandb's server before training begins
-
-
-class Sink(Protocol):
-    """The interface of a tracker; any of its methods may fail."""
-
-    def log(self, record: dict[str, Any]) -> None:
-        """Take one record."""
-
-    def close(self) -> None:
-        """Finish."""
 
 
 def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -147,6 +137,8 @@ class TensorBoard:
         """Flush and close the writer."""
         self.writer.close()
 
+
+Sink = Jsonl | Wandb | TensorBoard  # any of whose methods may fail
 
 # Each is made of the run's folder, the number of steps done before, and the whole configuration.
 TRACKERS: dict[str, Callable[[Path, int, dict[str, Any]], Sink]] = {

@@ -50,12 +50,7 @@ class Written(NamedTuple):
 
 
 class Drafts:
-    """A head with the state of one sequence.
-
-    Attributes:
-        depth: how many tokens the head drafts at most.
-        feature_layers: which of the model's layers it reads.
-    """
+    """A head with the state of one sequence; it drafts up to `depth` tokens from the model's `feature_layers`."""
 
     def __init__(self, head: Any) -> None:
         self.head, self.depth = head, int(head.max_depth)

@@ -121,11 +121,7 @@ class Target:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the model's decoder layers.
-
-    Raises:
-        ValueError: there is no such stack, or it remembers by other means than attention.
-    """
+    """Return the model's decoder layers; refuse a model without such a stack, or with other memory than attention."""
     config, name = model.config.get_text_config(), type(model).__name__
     kinds = set(getattr(config, "layer_types", None) or ATTENTION)
     if model.config.is_encoder_decoder or not kinds <= ATTENTION:

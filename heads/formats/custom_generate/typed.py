@@ -5,11 +5,7 @@ from typing import Any
 
 
 def typed(schema: Any, values: Any) -> Any:
-    """Build the dataclass `schema` from a mapping.
-
-    Raises:
-        ValueError: no mapping, or a key that is unknown or missing.
-    """
+    """Build the dataclass `schema` from a mapping; refuse unknown and missing keys."""
     valid = {field.name: field for field in fields(schema)}
     if not isinstance(values, dict):
         raise ValueError(f"{schema.__name__} is {values!r}, expected a mapping with the keys {', '.join(valid)}")

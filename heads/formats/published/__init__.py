@@ -69,11 +69,7 @@ def load_published(folder: Path, embeddings: Embeddings) -> nn.Module:
 
 
 def read_published(source: Source, embeddings: Embeddings) -> nn.Module:
-    """Load a published head from what its files hold.
-
-    Raises:
-        ValueError: as `load_published`.
-    """
+    """Load a published head from what its files hold, with the errors of `load_published`."""
     try:
         plan = FORMATS[_matching(source.folder, source.tensors.keys())].read(source, embeddings)
     except (TypeError, AttributeError, KeyError, IndexError) as error:  # a value or a tensor of quite another kind
@@ -84,11 +80,7 @@ def read_published(source: Source, embeddings: Embeddings) -> nn.Module:
 
 
 def format_of(folder: Path) -> str:
-    """Return the name of a published head's format, from the names of its tensors.
-
-    Raises:
-        ValueError: it is none of FORMATS, or a file is damaged.
-    """
+    """Return the name of a published head's format, by the names of its tensors; refuse one that is none of FORMATS."""
     return _matching(folder, names_of(folder))
 
 

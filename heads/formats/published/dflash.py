@@ -92,11 +92,7 @@ def _confidence(source: Source, markov: Tensor | None) -> dict[str, Tensor]:
 
 
 def engines(source: Export) -> Foreign:
-    """Return the head for the format's engines, or the one that is asked for.
-
-    Raises:
-        ValueError: it has options that they do not run.
-    """
+    """Return the head for the format's engines, or the one that is asked for; refuse options that they do not run."""
     options, markov = source.config, source.config.markov_rank
     source.refuse(qk_norm=True)
     if source.head.vocab is None:

@@ -34,12 +34,8 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
 
 
 def engines(source: Export) -> Foreign:
-    """Return the head for vLLM and SGLang.
-
-    Raises:
-        ValueError: it has options that they do not run.
-    """
-    _refuse(source)
+    """Return the head for vLLM and SGLang; refuse options that they do not run."""
+    source.refuse(lm_head="shared", draft_vocab=None)
     tensors = source.tensors
     bias = tensors.get("fc.bias")
     if source.form == "vllm" and bias is not None and bool(bias.any()):
@@ -59,10 +55,9 @@ def engines(source: Export) -> Foreign:
 def authors(source: Export) -> Foreign:
     """Return the head for the authors' code, which loads strictly and so expects the target's embedding too.
 
-    Raises:
-        ValueError: it has options that their code does not run.
+    Options that their code does not run are refused.
     """
-    _refuse(source)
+    source.refuse(lm_head="shared", draft_vocab=None)
     config = {
         "model_type": "llama",
         "torch_dtype": source.dtype,
@@ -83,7 +78,3 @@ def shapes(config: dict[str, Any]) -> Shapes:
     for i in range(config["num_hidden_layers"]):
         expected |= layer_shapes(config, f"layers.{i}.", width, NORMS[i == 0 :])
     return expected
-
-
-def _refuse(source: Export) -> None:
-    source.refuse(lm_head="shared", draft_vocab=None)

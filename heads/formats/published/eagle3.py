@@ -141,11 +141,7 @@ def _deeper(source: Source, layers: int) -> tuple[dict[str, str], set[str]]:
 
 
 def engines(source: Export) -> Foreign:
-    """Return the head for all engines at once.
-
-    Raises:
-        ValueError: it has options that they, or the one asked for, do not run.
-    """
+    """Return the head for all engines at once; refuse options that they, or the one asked for, do not run."""
     options = source.config
     source.refuse(kv_injection=False, qk_norm=False)
     if options.norm_before_residual and source.form not in NORMED_RESIDUAL:
@@ -184,8 +180,7 @@ def engines(source: Export) -> Foreign:
 def authors(source: Export) -> Foreign:
     """Return the head for the authors' code, which has one layer and always reads the same three of the target.
 
-    Raises:
-        ValueError: it has options that their code does not run.
+    Options that their code does not run are refused.
     """
     source.refuse(
         layers=1, kv_injection=False, qk_norm=False, norm_before_residual=False, feature_norm=False, norm_output=False

@@ -47,10 +47,6 @@ def export(head: nn.Module, form: str, served: Served, folder: Path) -> None:
 
 
 def assert_known(form: str) -> None:
-    """Check a format's name.
-
-    Raises:
-        ValueError: it is none of FORMATS.
-    """
+    """Refuse a name that is none of FORMATS."""
     if form not in FORMATS:
         raise ValueError(f"format is {form!r}: choose one of {', '.join(FORMATS)}, or null for headstart's own")

@@ -27,33 +27,20 @@ NORMS = ("input_layernorm", "post_attention_layernorm")  # of a Llama's decoder 
 
 
 class EngineClass(NamedTuple):
-    """The class by which engines read a format.
+    """The class by which engines read a format."""
 
-    Attributes:
-        architectures: the names that config.json has.
-        model_type: its `model_type`.
-        found: the names by which each engine finds the class, as a regular expression.
-    """
-
-    architectures: list[str]
-    model_type: str
-    found: dict[str, str]
+    architectures: list[str]  # the names that config.json has
+    model_type: str  # its `model_type`
+    found: dict[str, str]  # the names by which each engine finds the class, as a regular expression
 
 
 class Served(NamedTuple):
-    """Facts of the target for an export, which the head does not hold.
+    """Facts of the target for an export, which the head does not hold."""
 
-    Attributes:
-        name: the target, its Hub id or the last part of its folder.
-        config: the target's own config.json.
-        dtype: of the exported tensors.
-        draft_tokens: how many tokens an engine drafts a pass where it takes that from the repository.
-    """
-
-    name: str
-    config: dict[str, Any]
-    dtype: torch.dtype
-    draft_tokens: int
+    name: str  # the target, its Hub id or the last part of its folder
+    config: dict[str, Any]  # the target's own config.json
+    dtype: torch.dtype  # of the exported tensors
+    draft_tokens: int  # how many tokens an engine drafts a pass where it takes that from the repository
 
 
 class Export(NamedTuple):
@@ -88,11 +75,7 @@ class Export(NamedTuple):
         return ValueError(f"format={self.form}: the head has {what}, {why}")
 
     def refuse(self, **expected: Any) -> None:
-        """Check values of the head's configuration that have no other form in the format.
-
-        Raises:
-            ValueError: one is another.
-        """
+        """Refuse values of the head's configuration that have no other form in the format."""
         for key, value in expected.items():
             if (actual := getattr(self.config, key)) != value:
                 remedy = f"which the format cannot say; train with head.{key}={written(value)}"
@@ -226,11 +209,7 @@ def put(folder: Path, foreign: Foreign, dtype: torch.dtype) -> None:
 
 
 def check(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-    """Check that the tensors of an exported folder are those of the format and no others.
-
-    Raises:
-        ValueError: naming the tensor, and what is expected of it.
-    """
+    """Refuse an exported folder whose tensors are not those of the format and no others, naming the tensor."""
     config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     tensors = load_file(folder / WEIGHTS)
     missing, unknown = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())

@@ -61,11 +61,7 @@ def without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def stored_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors by their names as they stand in the files.
-
-    Raises:
-        ValueError: as `names_of`.
-    """
+    """Return the tensors by their names as they stand in the files, with the errors of `names_of`."""
     if (folder / INDEX).is_file() and not any((folder / name).is_file() for name in SAFE):
         files = sorted(set(_shards(folder).values()))
         return {name: tensor for file in files for name, tensor in weights.read_weights(inside(folder, file)).items()}

@@ -87,11 +87,7 @@ def _duplicates(heads: int, block_numbers: list[int]) -> dict[str, str]:
 
 
 def authors(source: Export) -> Foreign:
-    """Return the head for the authors' code.
-
-    Raises:
-        ValueError: it has options that their code does not run.
-    """
+    """Return the head for the authors' code; refuse options that it does not run."""
     source.refuse(draft_vocab=None)
     options, served = source.config, source.served.config
     if options.layers > 2 and not options.tied:

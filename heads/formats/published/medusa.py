@@ -72,11 +72,7 @@ def _any_bias(source: Source) -> bool:
 
 
 def engines(source: Export) -> Foreign:
-    """Return the head for vLLM.
-
-    Raises:
-        ValueError: it has options that vLLM does not run.
-    """
+    """Return the head for vLLM; refuse options that it does not run."""
     source.refuse(draft_vocab=None)
     options, shared = source.config, source.config.lm_head == "shared"
     config = {
@@ -94,11 +90,7 @@ def engines(source: Export) -> Foreign:
 
 
 def authors(source: Export) -> Foreign:
-    """Return the head for the authors' code.
-
-    Raises:
-        ValueError: it has options that their code does not run.
-    """
+    """Return the head for the authors' code; refuse options that it does not run."""
     source.refuse(draft_vocab=None)
     options, tensors = source.config, _blocks(source, AUTHORS)
     for name, tensor in tensors.items():

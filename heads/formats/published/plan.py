@@ -34,11 +34,7 @@ class Source(NamedTuple):
     tensors: dict[str, Tensor]
 
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor.
-
-        Raises:
-            ValueError: it is not there.
-        """
+        """Return one tensor; refuse a folder that lacks it."""
         if name not in self.tensors:
             raise self.error(f"the tensor {name} is missing; download it again")
         return self.tensors[name]
@@ -68,31 +64,18 @@ class Source(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The mapping of a published folder to a head.
+    """The mapping of a published folder to a head."""
 
-    Attributes:
-        head: which of HEADS.
-        config: its configuration but for the name and the size of its vocabulary.
-        rename: a tensor's name in the head to its name in the file.
-        filled: tensors of the head that the file does not hold as they are.
-        unread: names in the file that the head has no use for.
-        ids: the drafted tokens in the order of the lm_head's rows, None for the whole vocabulary.
-    """
-
-    head: str
-    config: dict[str, Any]
-    rename: Callable[[str], str]
-    filled: dict[str, Tensor]
-    unread: set[str]
-    ids: Tensor | None
+    head: str  # which of HEADS
+    config: dict[str, Any]  # its configuration but for the name and the size of its vocabulary
+    rename: Callable[[str], str]  # a tensor's name in the head to its name in the file
+    filled: dict[str, Tensor]  # tensors of the head that the file does not hold as they are
+    unread: set[str]  # names in the file that the head has no use for
+    ids: Tensor | None  # the drafted tokens in the order of the lm_head's rows, None for the whole vocabulary
 
 
 def assemble(source: Source, plan: Plan, embeddings: Embeddings) -> nn.Module:
-    """Return the head, each of its tensors in the file's dtype.
-
-    Raises:
-        ValueError: a tensor is missing, unknown, of another shape or not finite.
-    """
+    """Return the head in the file's dtypes; refuse a tensor that is missing, unknown, misshapen or not finite."""
     checked = _checked_embeddings(source, embeddings)
     kind: Any = HEADS[plan.head]
     try:
@@ -129,11 +112,7 @@ def assemble(source: Source, plan: Plan, embeddings: Embeddings) -> nn.Module:
 
 
 def drafted(source: Source, ids: Tensor, what: str, embeddings: Embeddings) -> Tensor:
-    """Return the drafted tokens, checked.
-
-    Raises:
-        ValueError: they repeat, or are not of the target's vocabulary.
-    """
+    """Return the drafted tokens; refuse repeated ones, and those that are not of the target's vocabulary."""
     ids = ids.long()
     if not len(ids) or len(ids.unique()) != len(ids) or int(ids.min()) < 0 or int(ids.max()) >= embeddings.vocab_size:
         raise source.error(f"{what} does not name {len(ids)} different tokens of the target's {embeddings.vocab_size}")
@@ -166,11 +145,7 @@ def are_masked(ids: Tensor, mask: Tensor, full: int) -> bool:
 
 
 def check_width(source: Source, name: str, embeddings: Embeddings) -> None:
-    """Check that a head's states, the rows of one of its tensors, are as wide as the target's.
-
-    Raises:
-        ValueError: they are not.
-    """
+    """Refuse a head whose states, the rows of one of its tensors, are not as wide as the target's."""
     width = source.tensor(name).shape[0]
     if width != embeddings.hidden_size:
         raise source.error(

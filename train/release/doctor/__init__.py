@@ -61,10 +61,7 @@ CHECKS = {
 
 
 def examine(config: DoctorConfig) -> list[Finding]:
-    """Examine a head.
-
-    Returns:
-        The findings of every check, in order.
+    """Return the findings of every check on a head, in order.
 
     Raises:
         ValueError: there is no head, no target, or no workload of the name that is given.
@@ -87,11 +84,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
 
 
 def report(config: DoctorConfig) -> tuple[str, int]:
-    """Return the findings of an examination as text, and the exit status: 1 where something is wrong.
-
-    Raises:
-        ValueError: as `examine`.
-    """
+    """Return the findings of `examine` as text, and the exit status: 1 where something is wrong."""
     findings = examine(config)
     return written(findings), int(any(finding.verdict == WRONG for finding in findings))
 

@@ -16,13 +16,14 @@ from data.text.files import content_hash
 from eval.report.reading import read_report
 from heads.base import Embeddings
 from heads.common.errors import one_line
+from heads.common.files import last_good
 from heads.common.target_config import context_of, read_target_config
-from heads.common.untrusted import parse_json, parse_yaml, regular
+from heads.common.untrusted import parse_yaml, parsed_file
 from heads.formats.hub import hub_errors, resolve_head, target_path
 from heads.formats.published import FORMATS
 from heads.formats.published.files import stored_tensors, without_prefix
 from heads.formats.published.plan import positions_of
-from heads.formats.store import CONFIG, WEIGHTS, TargetSpec, last_good
+from heads.formats.store import CONFIG, WEIGHTS, TargetSpec
 from heads.formats.weights import read_weights
 from heads.modules.rope import Rope
 from inference.target.embeddings_only import EmbeddingsOnly
@@ -37,44 +38,27 @@ BY_ARCHITECTURE = {"Eagle3": "eagle3", "EAGLE3": "eagle3", "Eagle": "eagle", "Me
                    "DSpark": "dflash"}  # fmt: skip
 
 
-def _parsed(parse: Callable[[bytes], Any], path: Path) -> Any:
-    try:
-        return parse(regular(path).read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: damaged ({error}); download or write it again") from None
-
-
+_parsed = partial(parsed_file, remedy="download or write it again")
 SIDES: dict[str, Callable[[Path], Any]] = {
-    "report.json": read_report, "tokenizer_reference.json": partial(_parsed, parse_json),
-    "provenance.json": partial(_parsed, parse_json), "config.yaml": partial(_parsed, parse_yaml),
+    "report.json": read_report, "tokenizer_reference.json": _parsed, "provenance.json": _parsed,
+    "config.yaml": partial(_parsed, parse=parse_yaml),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Examined:
-    """A head's folder with the files beside it.
+    """A head's folder with the files beside it; of what is missing the value is empty."""
 
-    Attributes:
-        name: as the user gave it.
-        folder: the head's.
-        config: its config.json, empty where that cannot be read.
-        tensors: by their names in the files.
-        report: report.json; reference: tokenizer_reference.json; origin: provenance.json; run: config.yaml; each empty
-            where it is missing.
-        prompts: the file of held-out prompts that its run keeps here, None if there is none.
-        trouble: the error of each file that cannot be read, by its name.
-    """
-
-    name: str
-    folder: Path
-    config: dict[str, Any]
-    tensors: dict[str, Tensor]
-    report: dict[str, Any]
-    reference: dict[str, Any]
-    origin: dict[str, Any]
-    run: dict[str, Any]
-    prompts: str | None
-    trouble: dict[str, str]
+    name: str  # as the user gave it
+    folder: Path  # the head's
+    config: dict[str, Any]  # its config.json, empty where that cannot be read
+    tensors: dict[str, Tensor]  # by their names in the files
+    report: dict[str, Any]  # report.json
+    reference: dict[str, Any]  # tokenizer_reference.json
+    origin: dict[str, Any]  # provenance.json
+    run: dict[str, Any]  # config.yaml
+    prompts: str | None  # the file of held-out prompts that its run keeps here, None if there is none
+    trouble: dict[str, str]  # the error of each file that cannot be read, by its name
 
     @cached_property
     def stripped(self) -> dict[str, Tensor]:
@@ -126,11 +110,7 @@ class Examined:
 
 
 def read(run_or_repo: str) -> Examined:
-    """Read a head's folder, a run's folder or a repository.
-
-    Raises:
-        ValueError: there is no head, or the Hub does not give it.
-    """
+    """Read a head's folder, a run's folder or a repository; refuse one without a head."""
     folder = resolve_head(run_or_repo)
     local = Path(run_or_repo).expanduser().is_dir()
     if not local:
@@ -154,7 +134,7 @@ def read(run_or_repo: str) -> Examined:
         path = next((parent / name for parent in folders if (parent / name).is_file()), None)
         return {} if path is None else taken(name, parse, path)
 
-    config = taken(CONFIG, partial(_parsed, parse_json), last_good(folder) / CONFIG)
+    config = taken(CONFIG, _parsed, last_good(folder) / CONFIG)
     is_own = "format" in config
     weights, parent = (read_weights, last_good(folder) / WEIGHTS) if is_own else (stored_tensors, folder)
     tensors = taken(WEIGHTS, weights, parent)
@@ -166,27 +146,16 @@ def read(run_or_repo: str) -> Examined:
 
 @dataclass(frozen=True)
 class Against:
-    """The target.
+    """The target."""
 
-    Attributes:
-        path: folder or Hub id.
-        config: its text model's config.json.
-        layers: how many decoder layers it has.
-        width: its hidden size.
-        context: the most tokens that a text may have, UNBOUNDED where it does not say.
-        tokenizer: None where none loads.
-        model: the whole of it, its embedding and lm_head alone, or None where neither loads.
-        why: the reason that not all of it loads.
-    """
-
-    path: str
-    config: dict[str, Any]
-    layers: int
-    width: int
-    context: int
-    tokenizer: PreTrainedTokenizerBase | None
-    model: Target | EmbeddingsOnly | None
-    why: str
+    path: str  # folder or Hub id
+    config: dict[str, Any]  # its text model's config.json
+    layers: int  # how many decoder layers it has
+    width: int  # its hidden size
+    context: int  # the most tokens that a text may have, UNBOUNDED where it does not say
+    tokenizer: PreTrainedTokenizerBase | None  # None where none loads
+    model: Target | EmbeddingsOnly | None  # whole, its embedding and lm_head alone, or None where neither loads
+    why: str  # the reason that not all of it loads
 
     @property
     def whole(self) -> Target | None:

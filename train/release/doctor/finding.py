@@ -8,23 +8,14 @@ ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM", "specul
 
 
 class Finding(NamedTuple):
-    """One line of the examination.
+    """One line of the examination."""
 
-    Attributes:
-        verdict: one of VERDICTS.
-        says: the observation.
-        costs: the effect on each engine; for wrong ones only.
-        remedy: the key and value, or the command, that fixes it; for wrong ones only.
-        engines: the engines it harms, keys of ENGINES; empty: all.
-        check: the name of its check.
-    """
-
-    verdict: str
-    says: str
-    costs: str = ""
-    remedy: str = ""
-    engines: tuple[str, ...] = ()
-    check: str = ""
+    verdict: str  # one of VERDICTS
+    says: str  # the observation
+    costs: str = ""  # the effect on each engine; for wrong ones only
+    remedy: str = ""  # the key and value, or the command, that fixes it; for wrong ones only
+    engines: tuple[str, ...] = ()  # the engines it harms, keys of ENGINES; empty: all
+    check: str = ""  # the name of its check
 
 
 Findings = Iterator[Finding]

@@ -89,11 +89,7 @@ def expected(head: Examined, against: Against) -> dict[str, tuple[int, ...]] | N
 
 
 def completed(head: Examined) -> dict[str, Any]:
-    """Return config.json with the engines' defaults for missing keys.
-
-    Raises:
-        ValueError: a number is missing for which they take one of another model.
-    """
+    """Return config.json with the engines' defaults for missing keys; refuse gaps that they fill from another model."""
     config = head.layer
     lacking = [key for key in NEEDED if not isinstance(config.get(key), int)]
     if lacking:
