@@ -154,8 +154,8 @@ class DeviceStep:
         self.drafts.catch_up([session.cache.length for session in sessions])
         self.current = list(sessions)
         if self.graphs is not None:
-            kept = [*slots, *self.cache.storage.blocks, *self.drafts.tensors()]
-            if self.addresses != (addresses := [tensor.data_ptr() for tensor in kept]):
+            tensors = [*slots, *self.cache.storage.blocks, *self.drafts.tensors()]
+            if self.addresses != (addresses := [tensor.data_ptr() for tensor in tensors]):
                 self.graphs.clear()
                 self.addresses = addresses
 

@@ -269,8 +269,8 @@ class HeadBatch:
     def tensors(self) -> list[Tensor]:
         """Return the KV cache's buffers, the roots' level, and the rotary tables."""
         assert self.buffers is not None
-        own: Any = self.head
-        tables = [module.rotary.table for module in own.modules() if isinstance(module, Attention)]
+        head: Any = self.head
+        tables = [module.rotary.table for module in head.modules() if isinstance(module, Attention)]
         level = [self.buffers.logits, self.buffers.hidden, *self.buffers.root]
         caches = [] if self.cache is None else self.cache.tensors()
         return [*level, *tables, *caches, *([] if self.deferred is None else self.deferred.tensors())]
