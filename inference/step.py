@@ -131,7 +131,7 @@ class DeviceStep:
         self.target, self.cache, self.drafts = target, cache, drafts
         on_cuda = target.device.type == "cuda"
         self.static = on_cuda if static is None else static
-        self.graphs = Graphs() if on_cuda else None
+        self.graphs = Graphs() if on_cuda and not target.routed else None
         self.slots: Slots | None = None
         self.ends: Tensor | None = None  # which tokens "V" end an answer
         self.late = False  # whether an answer of these may not end at once

@@ -29,6 +29,7 @@ from inference.verification import tree
 from inference.verification.tree import DraftTree, LookAhead
 
 log = logging.getLogger(__name__)
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in the configs of targets that have some
 
 
 class TargetOutput(NamedTuple):
@@ -139,6 +140,7 @@ class TargetModel:
         context: the most tokens that a sequence may have.
         eos: the tokens that end an answer.
         quantized: how its weights are quantised, None if they are not.
+        routed: whether it has experts, of whose counts the host may read in a pass.
     """
 
     def __init__(
@@ -165,6 +167,7 @@ class TargetModel:
         self.context: int = context_of(self.config)
         self.eos = end_tokens(model.generation_config, tokenizer)
         self.quantized = loading.method_of(model)
+        self.routed = any(getattr(self.config, key, None) for key in EXPERTS)
         sizes = self.embeddings.vocab_size, self.embeddings.hidden_size, self.config.num_hidden_layers
         digest, attached = (self.placed.fingerprint, None) if adapter is None else (adapter.fingerprint, adapter.name)
         self.spec = TargetSpec(name, *sizes, digest, attached)

@@ -15,6 +15,7 @@ from inference.laps import Laps
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling
 from tests import toys
+from tests.inference.step_graph import decoded
 
 pytestmark = pytest.mark.gpu
 On = Callable[[str, torch.dtype], Target]
@@ -29,7 +30,7 @@ def test_nothing_of_a_step_waits(name: str, tree: str, sampling: Sampling, targe
     requests = [(toys.prompt(slot, 5 + slot), Settings(40, sampling)) for slot in range(2)]
     batch = batch_of(target, HeadDrafter(head, toys.TREES[tree], name), 2, requests)
     step: Any = batch.device_step
-    step.static = True
+    step.static, step.graphs = True, None
     for slot, request in enumerate(requests):
         batch.admit(slot, *request)
     batch.step()  # tables are made
@@ -43,6 +44,30 @@ def test_nothing_of_a_step_waits(name: str, tree: str, sampling: Sampling, targe
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
     assert (result[:, 0] >= 1).all(), "every sequence commits a token"
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, 0, 0.9)], ids=["T0", "T0.9"])
+@pytest.mark.parametrize(
+    ("name", "tree"), [("eagle3", "dynamic"), ("medusa", "static"), ("block", "chain"), ("mtp", "sampled")]
+)
+def test_replayed_graphs_write_the_tokens_of_a_step_that_is_not_captured(
+    name: str, tree: str, sampling: Sampling, target_on: On, device: torch.device
+) -> None:
+    """Sequences of different lengths come and go, and the replays wait for nothing."""
+    target = target_on("llama", torch.float32)
+    head: Any = toys.head(name, target).to(device)
+    requests = [(toys.prompt(seed, 5 + 9 * seed), Settings(30 + 5 * seed, sampling, seed=seed)) for seed in range(5)]
+    texts = {}
+    for captures in (False, True):
+        batch = batch_of(target, HeadDrafter(head, toys.TREES[tree], name), 2, requests)
+        step: Any = batch.device_step
+        step.static = True
+        if not captures:
+            step.graphs = None
+        texts[captures] = [answer.tokens for answer in decoded(batch, requests)]
+        if captures and device.type == "cuda":
+            assert len(step.graphs.captured) >= 5, "each stage is captured"
+    assert texts[True] == texts[False]
 
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
