@@ -14,6 +14,8 @@ from inference.step import DeviceStep, fits
 from inference.target.cache import roomy
 from inference.target.target import Target
 
+KEPT = 8  # batches of one slot, with their graphs and caches, that wait for another request: one for each drafter
+
 
 class Running(NamedTuple):
     """A sequence in the batch: its request's number, its session, and when it came."""
@@ -130,6 +132,21 @@ class Batch:
 def batch_of(target: Target, drafter: Drafter, size: int, requests: Sequence[tuple[list[int], Settings]] = ()) -> Batch:
     """Return a batch of `size` slots, each with a clone of the drafter, and room for the longest of some requests."""
     return Batch(target, *drafter.clones(size), max((entries(target, *request) for request in requests), default=0))
+
+
+def lend(target: Target, drafter: Drafter, request: tuple[list[int], Settings]) -> Batch:
+    """Return a batch of one slot for a request: the one that was given back for this drafter, or a new one."""
+    idle: Batch | None = target.idle.pop(drafter, None)
+    return batch_of(target, drafter, 1, [request]) if idle is None else idle
+
+
+def give_back(target: Target, drafter: Drafter, batch: Batch) -> None:
+    """Keep a batch whose request is done, if it holds graphs that would have to be captured anew."""
+    batch.release()
+    if batch.device_step is not None and batch.device_step.graphs is not None:
+        target.idle[drafter] = batch
+        if len(target.idle) > KEPT:
+            del target.idle[next(iter(target.idle))]
 
 
 def entries(target: Target, prompt: list[int], settings: Settings) -> int:

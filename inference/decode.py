@@ -6,7 +6,7 @@ from typing import Any, overload
 
 import torch
 
-from inference.batch import batch_of
+from inference.batch import batch_of, give_back, lend
 from inference.drafters.plain import Plain
 from inference.limits import check_prompt
 from inference.protocol import Drafter
@@ -76,13 +76,14 @@ def speculate(
         return _several(target, drafter, list(zip(prompts, several, strict=True)), on_tokens, batch_size)
     if not shared:
         raise ValueError("settings is a list, but the prompt is one: give its settings, or a list of prompts")
-    batch, reported = batch_of(target, drafter, 1, [(prompts, settings)]), 0
+    batch, reported = lend(target, drafter, (prompts, settings)), 0
     generation = batch.admit(0, prompts, settings)
     while True:
         if on_tokens is not None:
             on_tokens(generation.tokens[reported:], generation.sources[reported:])
             reported = len(generation.tokens)
         if generation.finish:
+            give_back(target, drafter, batch)
             generation.latency_s = generation.prefill_s + generation.decode_s
             return generation
         batch.step()

@@ -9,6 +9,7 @@ against, and the way of the sources and settings that `fits` does not name. Both
 import struct
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -100,7 +101,7 @@ class Drafted(NamedTuple):
         tree: their trees "B N".
         above: each node's ancestors, itself included.
         depth: of each node.
-        noise: of the P positions below the roots, where the target's tokens there are followed.
+        noise: of the P positions below the roots, under which coupled drafts are ranked.
         q: the probs that children were sampled from, of the M nodes that have some.
     """
 
@@ -129,14 +130,12 @@ class DeviceStep:
 
     def __init__(self, target: Target, cache: BatchCache, drafts: DraftBatch, static: bool | None = None) -> None:
         self.target, self.cache, self.drafts = target, cache, drafts
-        on_cuda = target.device.type == "cuda"
-        self.static = on_cuda if static is None else static
-        self.graphs = Graphs() if on_cuda and not target.routed else None
+        self.static = target.device.type == "cuda" if static is None else static
+        self.graphs = Graphs(target.device) if target.captures else None
         self.slots: Slots | None = None
         self.ends: Tensor | None = None  # which tokens "V" end an answer
         self.late = False  # whether an answer of these may not end at once
         self.current: list[Session] = []  # whose state the slots hold
-        self.addresses: list[int] = []  # of the buffers, as the graphs know them
 
     def enter(self, sessions: Sequence[Session]) -> None:
         """Write the state of sequences to the slots: others came or left, or these were decoded in another way."""
@@ -153,11 +152,6 @@ class DeviceStep:
         self.late = bool(self.target.eos) and any(session.settings.min_new_tokens for session in sessions)
         self.drafts.catch_up([session.cache.length for session in sessions])
         self.current = list(sessions)
-        if self.graphs is not None:
-            tensors = [*slots, *self.cache.storage.blocks, *self.drafts.tensors()]
-            if self.addresses != (addresses := [tensor.data_ptr() for tensor in tensors]):
-                self.graphs.clear()
-                self.addresses = addresses
 
     def buffers(self, vocab: int) -> Slots:
         """Return the slots, which note `vocab` seen tokens, and have what ends an answer at hand."""
@@ -185,10 +179,13 @@ class DeviceStep:
         slots = self.slots if self.static else Slots(*(buffer[: len(sessions)] for buffer in self.slots))
         longest = max(session.cache.length for session in sessions)
         self.drafts.begin(len(sessions), longest)
+        rule = self.rule(settings)
+        if self.graphs is not None:
+            self.graphs.keep([*self.slots, *self.cache.storage.blocks, *self.drafts.tensors()])
         result, out, accepted = self.run(slots, self.reach(longest), settings, laps)
         rows = result.tolist()  # the one place where the host waits for the device
         begin = time.perf_counter()
-        rule = verify.GREEDY_WALK if settings.sampling.temperature == 0 else self.rule(settings)
+        rule = verify.GREEDY_WALK if settings.sampling.temperature == 0 else rule
         steps = [self.emit(session, row, rule) for session, row in zip(sessions, rows, strict=False)]
         emitting = time.perf_counter() - begin
         if not self.static and not all(session.generation.finish for session in sessions):
@@ -216,7 +213,7 @@ class DeviceStep:
     def launch(self, key: tuple[Any, ...], stage: Stage, *args: Any) -> Any:
         """Run a stage of a step that this key tells from others of other shapes."""
         run = compiled(stage) if self.compiles and stage in HEADS_OWN else stage
-        if self.graphs is None or self.drafts.form is None:
+        if self.graphs is None or self.drafts.form is None or not self.static:
             return run(self, *args)
         return self.graphs((stage, *key), run, self, *args)
 
@@ -230,10 +227,10 @@ class DeviceStep:
         drafted = self.launch(key, DeviceStep.draft, self.slots if self.compiles else slots, held, settings)
         drafted = drafted.first(len(slots.root))
         laps.mark("draft")
-        out, scores = self.launch(key, DeviceStep.score, slots, drafted, reach, settings.sampling)
-        laps.mark("verify")
-        result, accepted = self.launch(key, DeviceStep.accept, slots, drafted, scores, settings)
-        laps.mark("other")
+        captured = self.graphs is not None
+        judge = DeviceStep.judge, slots, drafted, reach, settings, None if captured else laps
+        out, result, accepted = self.launch(key, *judge)
+        laps.mark("verify" if captured else "other")
         if self.static:
             self.commit(slots, out, accepted, accepted.path.shape[1], key, laps)
         return result, out, accepted
@@ -279,11 +276,20 @@ class DeviceStep:
         return device.accepted(tree, above, last, token, self.drafts.deepest)
 
     def noise(self, slots: Slots, settings: Settings) -> Float[Tensor, "B P V"] | None:
-        """Return the noise of the positions below the roots, where the target's tokens there are followed."""
-        if settings.sampling.temperature == 0 or verify.RULES[self.rule(settings)].sampled:
+        """Return the noise of the positions below the roots, under which coupled drafts are ranked."""
+        if settings.sampling.temperature == 0 or settings.rule != verify.COUPLED or not self.drafts.deepest:
             return None
         position = slots.length[:, None] + 1 + torch.arange(self.drafts.deepest + 1, device=slots.root.device)
         return noise_at(slots.key[:, None].expand_as(position), position, self.target.embeddings.vocab_size)
+
+    def judge(
+        self, slots: Slots, drafted: Drafted, reach: int, settings: Settings, laps: Laps | None
+    ) -> tuple[TargetOutput, Int[Tensor, "B X"], Accepted]:
+        """Run the target over the trees and choose what is accepted: one stage, for scores are too large to keep."""
+        out, scores = self.score(slots, drafted, reach, settings.sampling)
+        if laps is not None:
+            laps.mark("verify")
+        return out, *self.accept(slots, drafted, scores, settings)
 
     def score(
         self, slots: Slots, drafted: Drafted, reach: int, sampling: Sampling
@@ -307,7 +313,7 @@ class DeviceStep:
         end = reach if self.static else reach + size
         columns = slots.length[:, None] + torch.arange(size, device=token.device)
         seen, column = _layout(slots.length, above, depth, end)
-        rows = self.cache.over(columns, end)._replace(steady=self.static)
+        rows = self.cache.over(columns, end, steady=self.static)
         return self.target.run(token, position, seen, rows, layers, column)
 
     def processed(
@@ -330,17 +336,21 @@ class DeviceStep:
         self, slots: Slots, drafted: Drafted, scores: Float[Tensor, "B N V"], settings: Settings
     ) -> tuple[Int[Tensor, "B X"], Accepted]:
         """Return what the host reads of a step, and the accepted paths."""
-        tree, above, depth, noise, q = drafted
+        tree, above, depth, _, q = drafted
         if not self.drafts.deepest:  # nothing to accept
-            best = _best(scores, depth, noise, settings.sampling)
-            root = torch.zeros_like(best)
-            accepted = Accepted(root, slots.active, best)
-            results = [slots.active[:, None], root, best, root]
+            root = torch.zeros_like(tree.token)
+            token = argmax(scores)
+            if settings.sampling.temperature > 0:
+                token = self.sampled(slots, scores, settings.sampling, root[:, 0], 0)[:, None]
+            accepted = Accepted(root, slots.active, token)
+            results = [slots.active[:, None], root, token, root]
         else:
             present = device.present(tree, above, depth, slots.room)
-            if q is None or noise is not None:
-                best = _best(scores, depth, noise, settings.sampling)
-                accepted = device.follow(tree, above, present, best, self.drafts.deepest)
+            if settings.sampling.temperature == 0:
+                accepted = device.follow(tree, above, present, argmax(scores), self.drafts.deepest)
+            elif q is None or settings.rule == verify.COUPLED:
+                choose = partial(self.sampled, slots, scores, settings.sampling)
+                accepted = device.walk(tree, above, present, choose, self.drafts.deepest, waits=not self.static)
             else:
                 accepted = self.verified(slots, drafted, present, scores, settings)
             accepted = accepted._replace(committed=accepted.committed * slots.active)
@@ -350,6 +360,13 @@ class DeviceStep:
             best_two = scores.take_along_dim(accepted.path[..., None], 1).float().topk(2).values
             results.append((best_two[..., 0] - best_two[..., 1]).view(torch.int32).long())
         return torch.cat(results, 1), accepted
+
+    def sampled(
+        self, slots: Slots, scores: Float[Tensor, "B N V"], sampling: Sampling, node: Int[Tensor, "B"], depth: int
+    ) -> Int[Tensor, "B"]:
+        """Return the target's tokens after nodes at a depth: the winners under the noise of the next positions."""
+        probs = distribution(scores[torch.arange(len(node), device=node.device), node], sampling)
+        return (probs / noise_at(slots.key, slots.length + 1 + depth, probs.shape[-1])).argmax(-1)
 
     def commit(
         self,
@@ -411,16 +428,6 @@ class DeviceStep:
         accepted = min(count - 1, committed)
         rule = rule if drafted else verify.NOTHING
         return Step(drafted, accepted, committed, 0.0, 0.0, 0.0, rule, tuple(ranks[1 : accepted + 1]))
-
-
-def _best(
-    scores: Float[Tensor, "B N V"], depth: Int[Tensor, "B N"], noise: Float[Tensor, "B P V"] | None, sampling: Sampling
-) -> Int[Tensor, "B N"]:
-    """Return the target's own token after each node: its best, or the winner under the noise of the next position."""
-    if noise is None:
-        return argmax(scores)
-    race = noise.gather(1, depth[..., None].expand(-1, -1, noise.shape[2]))
-    return (distribution(scores, sampling) / race).argmax(-1)
 
 
 def _layout(

@@ -14,7 +14,7 @@ For a batch on its device (`ranked`) the same trees grow as for one sequence aft
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -314,7 +314,7 @@ class ShapeLevel(NamedTuple):
     inner: Int[Tensor, "k"]
 
 
-@lru_cache(64)
+@cache
 def _levels(paths: tuple[tuple[int, ...], ...], device: torch.device) -> list[ShapeLevel]:
     """Return the levels of a fixed shape, whose index tensors are made once."""
     levels: list[ShapeLevel] = []
@@ -329,7 +329,7 @@ def _levels(paths: tuple[tuple[int, ...], ...], device: torch.device) -> list[Sh
     return levels
 
 
-@lru_cache(64)
+@cache
 def _ancestors(paths: tuple[tuple[int, ...], ...], device: torch.device) -> Bool[Tensor, "1 N N"]:
     """Return the ancestors of a fixed shape's nodes, the root and then those of `paths`, which are made once."""
     parent = torch.tensor(_parents(paths), device=device)

@@ -187,10 +187,10 @@ class BatchPass(NamedTuple):
         )
 
 
-def _pass(storage: Storage, columns: Int[Tensor, "B N"], end: int) -> BatchPass:
-    # Nodes of a fixed storage's passes may be padded to twice as many, and their ends to a stride.
-    layers = storage.up_to(roomy(end + columns.shape[1]) if storage.fixed else end)
-    return BatchPass([keys for keys, _ in layers], [values for _, values in layers], columns, end)
+def _pass(storage: Storage, columns: Int[Tensor, "B N"], end: int, steady: bool = False) -> BatchPass:
+    # Nodes of a fixed storage's passes may be padded to twice as many, and their ends to a stride; not those of graphs.
+    layers = storage.up_to(roomy(end + columns.shape[1]) if storage.fixed and not steady else end)
+    return BatchPass([keys for keys, _ in layers], [values for _, values in layers], columns, end, steady)
 
 
 def roomy(end: int) -> int:
@@ -279,9 +279,9 @@ class BatchCache:
         self.active[source].move(slot)
         self.active[slot] = self.active[source]
 
-    def over(self, columns: Int[Tensor, "B N"], end: int) -> BatchPass:
+    def over(self, columns: Int[Tensor, "B N"], end: int, *, steady: bool = False) -> BatchPass:
         """Return a pass over the first sequences; entries behind the others count after `TargetCache.set_length`."""
-        return _pass(self.storage, columns, end)
+        return _pass(self.storage, columns, end, steady)
 
 
 class Pool:

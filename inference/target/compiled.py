@@ -55,7 +55,7 @@ class Compiled:
         if seen is None:
             seen = torch.ones(batch, count, rows.end, dtype=torch.bool, device=token.device)
         if rows.steady:
-            with self.compiled_layers():
+            with self.said(), self.compiled_layers():
                 return self.target.forward(
                     token, position, self.target.attention_mask(seen, position, column), rows, layers
                 )
@@ -97,14 +97,20 @@ class Compiled:
     def call(
         self, token: Tensor, position: Tensor, mask: Any, rows: BatchPass, layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Run the compiled pass, which compiles it where its form is new.
+        """Run the compiled pass, which compiles it where its form is new."""
+        with self.said():
+            return self.compiled(token, position, mask, rows.keys, rows.values, rows.columns, layers)
+
+    @contextmanager
+    def said(self) -> Iterator[None]:
+        """Say in one line that a pass cannot be compiled, and why.
 
         Raises:
-            ValueError: it cannot be compiled, and why.
+            ValueError: as it says.
         """
         try:
-            return self.compiled(token, position, mask, rows.keys, rows.values, rows.columns, layers)
-        except torch._dynamo.exc.TorchDynamoException as error:
+            yield
+        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             reason = str(getattr(error, "inner_exception", error)).strip().split("\n")[0]
             raise ValueError(
                 f"{self.target.name}: torch.compile fails on its passes ({reason}): give engine.compile=false"

@@ -29,7 +29,7 @@ from inference.verification import tree
 from inference.verification.tree import DraftTree, LookAhead
 
 log = logging.getLogger(__name__)
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in the configs of targets that have some
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config")  # in configs
 
 
 class TargetOutput(NamedTuple):
@@ -101,7 +101,10 @@ def fix_rope(model: nn.Module) -> None:
     """
     module: Any
     for module in model.modules():
-        if getattr(module, "rope_type", None) == "dynamic":
+        kind = getattr(module, "rope_type", None)  # some have one for a kind of layer
+        if isinstance(kind, dict):
+            module.rope_type = {name: "default" if one == "dynamic" else one for name, one in kind.items()}
+        elif kind == "dynamic":
             module.rope_type = "default"
 
 
@@ -140,7 +143,9 @@ class TargetModel:
         context: the most tokens that a sequence may have.
         eos: the tokens that end an answer.
         quantized: how its weights are quantised, None if they are not.
-        routed: whether it has experts, of whose counts the host may read in a pass.
+        captures: whether decoding steps are captured in CUDA graphs. The host reads in passes of targets with experts,
+            and others may copy between devices or compute as a library of quantisation does.
+        idle: by drafter, batches of one slot that wait for another request (inference/batch.py).
     """
 
     def __init__(
@@ -167,7 +172,10 @@ class TargetModel:
         self.context: int = context_of(self.config)
         self.eos = end_tokens(model.generation_config, tokenizer)
         self.quantized = loading.method_of(model)
-        self.routed = any(getattr(self.config, key, None) for key in EXPERTS)
+        here = all(weights.device == self.device for weights in model.parameters())
+        routed = any(getattr(self.config, key, None) for key in EXPERTS)
+        self.idle: dict[Any, Any] = {}
+        self.captures = self.device.type == "cuda" and here and not routed and self.quantized is None
         sizes = self.embeddings.vocab_size, self.embeddings.hidden_size, self.config.num_hidden_layers
         digest, attached = (self.placed.fingerprint, None) if adapter is None else (adapter.fingerprint, adapter.name)
         self.spec = TargetSpec(name, *sizes, digest, attached)

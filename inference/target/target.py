@@ -101,6 +101,6 @@ class Target(TargetModel):
         Raises:
             ValueError: its attention takes no mask of ours, without which the passes have too many forms.
         """
-        self.compiles_drafts = True
         if not drafts_alone:
             self.compiled = Compiled(self)
+        self.compiles_drafts = True

@@ -5,7 +5,7 @@ of sampled drafts walk is a fixed shape, which the host knows: it visits all nod
 sequence comes to.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,7 +65,7 @@ def present(
 def follow(
     tree: DraftTree, above: Bool[Tensor, "#B N N"], present: Bool[Tensor, "B N"], best: Int[Tensor, "B N"], deepest: int
 ) -> Accepted:
-    """Follow the target's token at each node while it was drafted; of equal siblings the one that leads deepest.
+    """Follow the target's best token at each node while it was drafted; siblings are different tokens.
 
     Args:
         tree: the trees "B N".
@@ -78,6 +78,39 @@ def follow(
     alive = ~(above & ~right[:, None]).any(-1) & present
     last = torch.where(alive, above.sum(-1) - 1, -1).argmax(1)
     return accepted(tree, above, last, best.gather(1, last[:, None])[:, 0], deepest)
+
+
+def walk(
+    tree: DraftTree,
+    above: Bool[Tensor, "#B N N"],
+    present: Bool[Tensor, "B N"],
+    choose: Callable[[Int[Tensor, "B"], int], Int[Tensor, "B"]],
+    deepest: int,
+    *,
+    waits: bool,
+) -> Accepted:
+    """Walk down each tree while the token that `choose` names after a node was drafted there, the first of equal ones.
+
+    So a distribution is made of the nodes on the accepted paths alone, of which there is one a depth.
+
+    Args:
+        tree: the trees "B N".
+        above: each node's ancestors, itself included.
+        present: which nodes are drafted.
+        choose: the target's own tokens after nodes "B" at a depth.
+        deepest: the depth of the deepest node.
+        waits: whether the host may read, to end where all paths have.
+    """
+    node = torch.zeros_like(tree.token[:, 0])
+    walks, token = torch.ones_like(node, dtype=torch.bool), node
+    for depth in range(deepest + 1):
+        token = torch.where(walks, choose(node, depth), token)
+        child = present & (tree.parent == node[:, None]) & (tree.token == token[:, None]) & walks[:, None]
+        walks = child.any(1)
+        if waits and not bool(walks.any()):
+            break
+        node = torch.where(walks, child.int().argmax(1), node)
+    return accepted(tree, above, node, token, deepest)
 
 
 def accepted(

@@ -146,7 +146,7 @@ class Recorded(Graphs):
     """Captures stages by recording their operations: numbers that the host knew stay what they were."""
 
     def __init__(self, step: DeviceStep) -> None:
-        super().__init__()
+        super().__init__(step.target.device)
         self.step, self.replays = step, 0
 
     def __call__(self, key: Any, stage: Any, *args: Any) -> Any:

@@ -18,6 +18,7 @@ from inference.decode import Generation, Settings, reference, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.drafters.policy import TreeConfig
+from inference.graphs import Graphs
 from inference.laps import Laps
 from inference.protocol import Drafter
 from inference.target.target import Target
@@ -357,3 +358,51 @@ def test_the_step_is_one_graph_that_serves_all_that_come_and_go(cases: list[str]
     counts = {"compiled": 1, "split": 1, "drafts": 2, "layers": 3}
     graphs = [{case: {"same": True, "graphs": counts.get(case.split(":")[-1], 0)}} for case in cases]
     assert found == graphs, run.stderr[-2000:]
+
+
+class Uncaptured(Graphs):
+    """Graphs of a device that captures nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.able = False
+
+
+def test_single_requests_share_a_batch_for_each_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its graphs would have to be captured anew: in an evaluation of single prompts at each of them."""
+    target, made = toys.target("llama", DOUBLE), []
+    original = Batch.__init__
+
+    def noted(self: Batch, *args: Any, **named: Any) -> None:
+        made.append(self)
+        original(self, *args, **named)
+
+    monkeypatch.setattr(Batch, "__init__", noted)
+    monkeypatch.setattr("inference.step.Graphs", Uncaptured)
+    monkeypatch.setattr(target, "captures", True)
+    sources = [Plain(target.device), source("eagle", "dynamic", target)]
+    requests = [(toys.prompt(i, 3 + 8 * i), Settings(6 + 9 * i, GREEDY)) for i in (2, 0, 3)]
+    for request in requests:
+        texts = [speculate(target, drafter, *request).tokens for drafter in sources]
+        assert texts == [reference(target, drafter, *request).tokens for drafter in sources]
+    assert len(made) == len(target.idle) == 2
+    target.idle.clear()
+
+
+def test_a_step_that_cannot_be_captured_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Graphs):
+        def capture(self, stage: Any, *args: Any) -> tuple[Any, Any]:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    batch = full(toys.target("llama"), source("eagle", "chain", toys.target("llama")))
+    alike = full(toys.target("llama"), source("eagle", "chain", toys.target("llama")))
+    assert batch.device_step is not None
+    batch.device_step.graphs = Failing(torch.device("cpu"))
+    for _ in range(4):
+        batch.step()
+        alike.step()
+    texts = [[sequence.session.context for sequence in one.running] for one in (batch, alike)]
+    assert texts[0] == texts[1]
+    assert [record.getMessage() for record in caplog.records] == [
+        "decoding steps are not captured in CUDA graphs: operation not permitted when stream is capturing"
+    ]
