@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as torch_flex
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from heads import rows
 from heads.modules import attention, flex
@@ -105,6 +105,15 @@ def test_the_kernel_skips_tiles_that_nobody_sees() -> None:
     whole, window = (pattern(rows.positions(document), length, 2).mask(4096, 2) for length in (None, 256))
     assert (whole.kv_num_blocks.sum(), whole.full_kv_num_blocks.sum()) == (32 + 2 * 32, 4 * 28)
     assert window.kv_num_blocks.sum() + window.full_kv_num_blocks.sum() <= 3 * 32 + 2 * 32
+
+
+def test_the_mask_is_made_without_a_read_of_the_device() -> None:
+    """Tensors without values: whoever asks for one fails, as the blocks do."""
+    with FakeTensorMode():
+        seen = pattern(torch.zeros(2, T, dtype=torch.long), 50, 2)
+        assert seen.mask(T, 2).shape == (2, 1, T, 3 * T)
+        with pytest.raises(DataDependentOutputException):
+            seen.blocks(T)
 
 
 def test_the_mask_is_made_once_for_all_layers() -> None:
