@@ -182,7 +182,7 @@ class _Rows(torch.autograd.Function):
         wide = _wide(query.dtype)
         out = query.new_empty((*query.shape[:3], value.shape[-1]))
         lse = torch.empty(query.shape[:3], dtype=wide, device=query.device)
-        k, v = key.to(wide), value.to(wide)
+        k = key.to(wide)
         ctx.blocks = seen.blocks(key.shape[2])
         for block in ctx.blocks:
             q, *drafts = _queries(block, key.shape[1], query, *drafted)
@@ -190,7 +190,7 @@ class _Rows(torch.autograd.Function):
             largest = torch.maximum(s.amax(-1), s_drafted.amax(-1)) if drafted else s.amax(-1)
             p, p_drafted = s.sub_(largest[..., None]).exp2_(), (s_drafted - largest[..., None]).exp2()
             total = p.sum(-1) + p_drafted.sum(-1)
-            o = (_fold(p) @ v[:, :, block.least : block.most]).view(*p.shape[:-1], -1)
+            o = _product(_fold(p), value[:, :, block.least : block.most]).view(*p.shape[:-1], -1)
             for i, v_drafted in enumerate(drafts[1::2]):
                 o = o + p_drafted[..., i, None] * v_drafted
             out[:, :, block.begin : block.end] = (o / total[..., None]).flatten(1, 2)
@@ -203,8 +203,8 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients, from P that is recomputed a block at a time."""
         query, key, value, out, lse, *drafted = ctx.saved_tensors
-        scale, groups, (k, v) = query.shape[-1] ** -0.5, key.shape[1], (key.to(lse.dtype), value.to(lse.dtype))
-        d_query, d_key, d_value = torch.empty_like(query), torch.zeros_like(k), torch.zeros_like(v)
+        scale, groups, k = query.shape[-1] ** -0.5, key.shape[1], key.to(lse.dtype)
+        d_query, d_key, d_value = torch.empty_like(query), torch.zeros_like(k), torch.zeros_like(value, dtype=lse.dtype)
         d_drafted = [torch.empty_like(tensor) for tensor in drafted]
         for block in ctx.blocks:
             queries, keys = slice(block.begin, block.end), slice(block.least, block.most)
@@ -212,11 +212,11 @@ class _Rows(torch.autograd.Function):
             s, s_drafted = _scores(q, k, drafts[::2], ctx.seen, block)
             p, p_drafted = s.sub_(lse_block).exp2_(), (s_drafted - lse_block).exp2()
             delta = (d_o * o).sum(-1, keepdim=True)
-            d_value[:, :, keys] += _fold(p).mT @ _fold(d_o)
-            d_p = (_fold(d_o) @ v[:, :, keys].mT).view_as(p)
+            d_value[:, :, keys] += _product(_fold(p).mT, _fold(d_o).to(value.dtype))
+            d_p = _product(_fold(d_o), value[:, :, keys].mT).view_as(p)
             d_s = _fold(p.mul_(d_p.sub_(delta)))
-            d_q = (d_s @ k[:, :, keys]).view_as(q) * scale
-            d_key[:, :, keys] += d_s.mT @ (_fold(q) * scale)
+            d_q = _product(d_s, key[:, :, keys]).view_as(q) * scale
+            d_key[:, :, keys] += _product(d_s.mT, (_fold(q) * scale).to(key.dtype))
             for i, (k_i, v_i) in enumerate(zip(drafts[::2], drafts[1::2], strict=True)):
                 p_i = p_drafted[..., i, None]
                 d_s_i = p_i * ((d_o * v_i).sum(-1, keepdim=True) - delta) * scale
@@ -225,6 +225,11 @@ class _Rows(torch.autograd.Function):
                 d_drafted[2 * i + 1][:, :, queries] = (p_i * d_o).sum(2)
             d_query[:, :, queries] = d_q.flatten(1, 2)
         return (None, d_query, d_key.to(key.dtype), d_value.to(value.dtype), *d_drafted)
+
+
+def _product(a: Float[Tensor, "*n M K"], b: Float[Tensor, "*n K N"]) -> Float[Tensor, "*n M N"]:
+    """Multiply in the dtype of `b`, as fused kernels do with P and dS; the result is as wide as `a`, for sums."""
+    return (a.to(b.dtype) @ b).to(a.dtype)
 
 
 def _queries(block: QueryBlock, groups: int, *tensors: Tensor) -> list[Float[Tensor, "B G r N E"]]:
