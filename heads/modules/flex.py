@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 TILE = 128  # queries, and keys, of a block of the mask
 WIDTHS = range(16, 257)  # of a head that the kernel takes
+KERNELS = 64  # for as many shapes of heads, one run after another
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # that it takes
 
 
@@ -32,11 +33,13 @@ def runs(query: Tensor, value: Tensor) -> bool:
 
 @cache
 def kernel() -> Callable[..., Tensor]:
-    """Return flex_attention, compiled: as it is, it makes all scores at once."""
+    """Return flex_attention, compiled: as it is, or beyond torch's limit of kernels, it makes all scores at once."""
+    from torch._dynamo import config
     from torch.nn.attention.flex_attention import flex_attention
 
-    compiled: Callable[..., Tensor] = torch.compile(flex_attention)
-    return compiled
+    compiled = torch.compile(flex_attention, fullgraph=True)
+    limited: Callable[..., Tensor] = config.patch(recompile_limit=KERNELS)(compiled)
+    return limited
 
 
 def columns(length: int, queries: int, steps: int, device: torch.device) -> Int[Tensor, "S"]:
