@@ -143,7 +143,7 @@ class Block(nn.Module):
         seen = self._pattern(chosen, position.gather(1, chosen), at)
 
         def attend(pair: KeyValue, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend_rows(query, pair, list(zip(*map(self._shared, (key, value)), strict=True)), seen)
+            return attend_rows(query, pair, [(key, value)], seen)
 
         for layer, pair in zip(self.layers, context, strict=True):
             x = layer(x, at.flatten(1), last, lambda *qkv, pair=pair: attend(pair, *qkv))
@@ -152,18 +152,13 @@ class Block(nn.Module):
             self._draft(features, states[:, :, depth - 1 + self.idle], chosen, depth) for depth in range(1, depths + 1)
         ]
 
-    def _shared(self, x: Float[Tensor, "B G N E"]) -> list[Float[Tensor, "B G N E"]]:
-        """Return each slot's rows for all queries of its block."""
-        blocks = x.unflatten(2, (-1, self.size))
-        return [blocks[:, :, :, i, None].expand(-1, -1, -1, self.size, -1).flatten(2, 3) for i in range(self.size)]
-
     def _pattern(self, chosen: Int[Tensor, "B n"], position: Int[Tensor, "B n"], at: Int[Tensor, "B n S"]) -> Pattern:
         """Return the slots' pattern: they see the features up to the anchor's row, within `length`, and their block."""
         row = chosen[..., None].expand_as(at)
         first = row - position[..., None]
         if self.config.length is not None:
             first = torch.maximum(first, row + (at - position[..., None]) - self.config.length + 1)
-        return Pattern(first.flatten(1), row.flatten(1), drafted=self._block_mask(at.device).repeat(at.shape[1], 1))
+        return Pattern(first.flatten(1), row.flatten(1), size=self.size, causal=self.config.causal)
 
     def _block_mask(self, device: torch.device) -> Bool[Tensor, "S S"]:
         """Return which slots of its block each slot sees."""

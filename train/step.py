@@ -23,6 +23,7 @@ from data.features.source import FeatureSource, TrainingInput
 from eval.measures.machine import peak_memory
 from heads.base import Features, frozen_count, parameter_count
 from heads.common.files import write_whole
+from heads.modules.layers import compile_layers
 from heads.modules.top_k import TopLogProbs
 from train.checkpoints.state import TrainState
 from train.config import LauncherConfig, TrainerConfig
@@ -44,7 +45,8 @@ class Loss(nn.Module):
         super().__init__()
         self.head, self.config, self.noise, self.quick = head, config, config.noise, quick
         unroll: Any = head.unroll
-        self.unroll = torch.compile(unroll) if compiled else unroll
+        whole = compiled and not compile_layers(head)  # a head without decoder layers is short enough
+        self.unroll = torch.compile(unroll) if whole else unroll
 
     def forward(
         self, features: Features, weight: Tensor, anchors: Tensor | None, top: TopLogProbs | None = None

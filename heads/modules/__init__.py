@@ -3,7 +3,8 @@
 top_k.py           the target's distribution by its top-k tokens
 rope.py            rotary positions, scaled as published heads' are
 split_keys.py      masked attention split over its keys, where the device needs it
-layers.py          the decoder layer that heads share
+layers.py          the decoder layer that heads share, and compiling a head's
+flex.py            the same attention as the next file's in one kernel of a device, and its mask
 attention.py       training-time-test attention over packed sequences: exact, block-wise, in linear memory
 autoregressive.py  unroll, extend and expand of heads that draft one token after another
 kv_cache.py        the head's KV cache of verified rows, and how far back it looks

@@ -12,51 +12,101 @@ A row sees an interval of the context: from the start of its document or its win
 """
 
 import math
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from heads.modules.flex import block_mask, columns, kernel
+from heads.modules.flex import runs as runs_fused
+
 KeyValue = tuple[Tensor, Tensor]
 BLOCK = 128  # queries at a time
 
 
-class Pattern(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Pattern:
     """The attention pattern of N queries: each sees an interval of the context, `first` to `upto`, both included.
 
-    `upto` is None where query n stands for row n and sees up to itself; then none of the rows that it sees lies more
-    than `reach` rows before it. `drafted` says which of the drafted steps each query sees, None for all.
+    Attributes:
+        first: the first row that each query sees.
+        upto: the last one; None where query n stands for row n and sees up to itself.
+        reach: without `upto` no query sees a row that lies more rows than this before it; None for no such bound.
+        size: how many queries after another share the rows that were drafted for them.
+        causal: whether a query does not see those of later queries.
+        earlier: a pattern of which no query begins before this one's; it spares the host a read of the device.
     """
 
     first: Int[Tensor, "B N"]
     upto: Int[Tensor, "B N"] | None = None
     reach: int | None = None
-    drafted: Bool[Tensor, "N n"] | None = None
+    size: int = 1
+    causal: bool = False
+    earlier: "Pattern | None" = None
+    masks: dict[int, Any] = field(default_factory=dict)  # of the fused kernel, by how many keys there are
 
     def seen(self, block: "QueryBlock") -> Bool[Tensor, "B N S"]:
         """Return which context rows a block of queries sees."""
         column = torch.arange(block.least, block.most, device=self.first.device)
-        upto = torch.arange(self.first.shape[1], device=self.first.device)[None] if self.upto is None else self.upto
         queries = slice(block.begin, block.end)
-        return (column >= self.first[:, queries, None]) & (column <= upto[:, queries, None])
+        return (column >= self.first[:, queries, None]) & (column <= self.last[:, queries, None])
+
+    def seen_drafted(self, block: "QueryBlock", count: int) -> Bool[Tensor, "N n"]:
+        """Return which of `count` drafted rows, `size` a step, a block of queries sees."""
+        slot = torch.arange(block.begin, block.end, device=self.first.device) % self.size
+        return torch.arange(count, device=slot.device) % self.size <= slot[:, None]
+
+    @cached_property
+    def last(self) -> Int[Tensor, "B N"]:
+        """The last context row that each query sees."""
+        if self.upto is not None:
+            return self.upto
+        return torch.arange(self.first.shape[1], device=self.first.device).expand_as(self.first)
 
     def blocks(self, length: int) -> list["QueryBlock"]:
         """Return the blocks of queries over a context of `length` rows, with the rows that each may see."""
         blocks = []
-        lows = None if torch.compiler.is_compiling() else self.lows()
         for i, begin in enumerate(range(0, self.first.shape[1], BLOCK)):
             end = min(begin + BLOCK, self.first.shape[1])
-            least = 0 if self.upto is not None or self.reach is None else max(0, begin - self.reach)
             most = length if self.upto is not None else end
-            if lows is not None:
-                least = min(lows[i], most - 1)  # who sees no context row is scored with one all the same, and masked
-            blocks.append(QueryBlock(begin, end, least, most))
+            least = self.lows[i] if self.reach is None else max(self.lows[i], begin - self.reach)
+            # Who sees no context row is scored with one all the same, and masked.
+            blocks.append(QueryBlock(begin, end, min(least, most - 1), most))
         return blocks
 
+    @cached_property
     def lows(self) -> list[int]:
-        """Return the first context row that each block sees: documents packed in a row do not see the others."""
+        """The first context row that each block sees, or one before it: documents do not see the others of a row."""
+        if self.earlier is not None:
+            return self.earlier.lows
         return [int(low) for low in torch.stack([block.min() for block in self.first.split(BLOCK, 1)]).tolist()]
+
+    def bounds(self) -> Int[Tensor, "4 B N"]:
+        """Return the first and the last row that each query sees, of the context and then of the drafted ones.
+
+        Rows drafted for query n count as -1 - n, so that they fall as queries rise.
+        """
+        query = torch.arange(self.first.shape[1], device=self.first.device).expand_as(self.first)
+        begin = query - query % self.size
+        return torch.stack([self.first, self.last, -1 - (query if self.causal else begin + self.size - 1), -1 - begin])
+
+    def shared(self, x: Float[Tensor, "B G N E"]) -> list[Float[Tensor, "B G N E"]]:
+        """Return drafted rows as each query sees them, the first of its `size` ones, the second and so on."""
+        if self.size == 1:
+            return [x]
+        groups = x.unflatten(2, (-1, self.size))
+        return [groups[:, :, :, i, None].expand(-1, -1, -1, self.size, -1).flatten(2, 3) for i in range(self.size)]
+
+    def mask(self, length: int, steps: int) -> Any:
+        """Return the fused kernel's mask over `length` context rows and the rows of `steps` drafted steps."""
+        queries = self.first.shape[1]
+        key = length + steps * queries
+        if key not in self.masks:
+            self.masks[key] = block_mask(self.bounds(), columns(length, queries, steps, self.first.device))
+        return self.masks[key]
 
 
 class QueryBlock(NamedTuple):
@@ -68,17 +118,20 @@ class QueryBlock(NamedTuple):
     most: int
 
 
-def pattern(position: Int[Tensor, "B T"], length: int | None, ahead: int = 0) -> Pattern:
+def pattern(
+    position: Int[Tensor, "B T"], length: int | None, ahead: int = 0, earlier: Pattern | None = None
+) -> Pattern:
     """Return the pattern of rows drafted `ahead` positions behind their row.
 
     Args:
         position: the rows' positions within their documents, 0, 1, 2, … each.
         length: how many positions a row looks back over, its own included; None for all.
         ahead: the distance of the drafted row to row t, from which it is drafted.
+        earlier: the pattern of the same rows at a lesser distance.
     """
     row = torch.arange(position.shape[1], device=position.device)
     back = position if length is None else position.clamp_max(length - 1 - ahead)
-    return Pattern(row - back, reach=None if length is None else max(length - 1 - ahead, 0))
+    return Pattern(row - back, reach=None if length is None else max(length - 1 - ahead, 0), earlier=earlier)
 
 
 def attend_rows(
@@ -86,17 +139,34 @@ def attend_rows(
 ) -> Float[Tensor, "B H N F"]:
     """Attend from each query to the context rows that `seen` gives it and to the rows drafted for it.
 
+    In training on CUDA by one fused kernel (heads/modules/flex.py), everywhere else block by block.
+
     Args:
         query: the queries.
         context: keys and values "B G T E" of the true rows.
-        drafted: keys and values "B G N E" of each step drafted so far, seen by the query of the same n alone.
+        drafted: keys and values "B G N E" of each step drafted so far, row n of which was drafted for query n.
         seen: the rows of both that each query sees, at least one.
     """
-    apply: Any = _Rows.apply
     # Under autocast values come from a linear layer, but normed queries and keys are wider; the products are not.
     dtype = context[1].dtype
-    inputs = [tensor.to(dtype) for tensor in (query, *context, *(tensor for pair in drafted for tensor in pair))]
-    out: Tensor = apply(seen, *inputs)
+    query, pairs = query.to(dtype), [(key.to(dtype), value.to(dtype)) for key, value in (context, *drafted)]
+    if runs_fused(query, context[1]):
+        return attend_fused(query, pairs, seen)
+    return attend_blocks(query, pairs, seen)
+
+
+def attend_fused(query: Float[Tensor, "B H N E"], pairs: list[KeyValue], seen: Pattern) -> Float[Tensor, "B H N F"]:
+    """Attend to the context, the first of `pairs`, and to drafted rows, the others, by one kernel."""
+    mask = seen.mask(pairs[0][0].shape[2], len(pairs) - 1)
+    key, value = (torch.cat(halves, 2) for halves in zip(*pairs, strict=True))
+    return kernel()(query, key, value, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
+
+
+def attend_blocks(query: Float[Tensor, "B H N E"], pairs: list[KeyValue], seen: Pattern) -> Float[Tensor, "B H N F"]:
+    """Attend as `attend_fused` does, block by block: on every device and in every dtype; its reference."""
+    apply: Any = _Rows.apply
+    drafted = [half for pair in pairs[1:] for halves in zip(*map(seen.shared, pair), strict=True) for half in halves]
+    out: Tensor = apply(seen, query, *pairs[0], *drafted)
     return out
 
 
@@ -109,21 +179,22 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, seen: Pattern, query: Tensor, key: Tensor, value: Tensor, *drafted: Tensor) -> Tensor:
         """Return O, and keep its LSE."""
+        wide = _wide(query.dtype)
         out = query.new_empty((*query.shape[:3], value.shape[-1]))
-        lse = torch.empty(query.shape[:3], dtype=_wide(query.dtype), device=query.device)
+        lse = torch.empty(query.shape[:3], dtype=wide, device=query.device)
+        k = key.to(wide)
         ctx.blocks = seen.blocks(key.shape[2])
         for block in ctx.blocks:
-            queries = slice(block.begin, block.end)
-            s, s_drafted = _scores(query, key, drafted, seen, block)
+            q, *drafts = _queries(block, key.shape[1], query, *drafted)
+            s, s_drafted = _scores(q, k, drafts[::2], seen, block)
             largest = torch.maximum(s.amax(-1), s_drafted.amax(-1)) if drafted else s.amax(-1)
             p, p_drafted = s.sub_(largest[..., None]).exp2_(), (s_drafted - largest[..., None]).exp2()
             total = p.sum(-1) + p_drafted.sum(-1)
-            o = _fold(p.to(value.dtype)) @ value[:, :, block.least : block.most]
-            o = o.view(*p.shape[:-1], -1)
-            for i, v_drafted in enumerate(drafted[1::2]):
-                o = o + p_drafted[..., i, None].to(value.dtype) * v_drafted[:, :, None, queries]
-            out[:, :, queries] = (o / total[..., None].to(o.dtype)).flatten(1, 2)
-            lse[:, :, queries] = (total.log2() + largest).flatten(1, 2)
+            o = _product(_fold(p), value[:, :, block.least : block.most]).view(*p.shape[:-1], -1)
+            for i, v_drafted in enumerate(drafts[1::2]):
+                o = o + p_drafted[..., i, None] * v_drafted
+            out[:, :, block.begin : block.end] = (o / total[..., None]).flatten(1, 2)
+            lse[:, :, block.begin : block.end] = (total.log2() + largest).flatten(1, 2)
         ctx.seen = seen
         ctx.save_for_backward(query, key, value, out, lse, *drafted)
         return out
@@ -132,52 +203,60 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients, from P that is recomputed a block at a time."""
         query, key, value, out, lse, *drafted = ctx.saved_tensors
-        scale, groups = query.shape[-1] ** -0.5, key.shape[1]
-        d_query, d_key, d_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        scale, groups, k = query.shape[-1] ** -0.5, key.shape[1], key.to(lse.dtype)
+        d_query, d_key, d_value = torch.empty_like(query), torch.zeros_like(k), torch.zeros_like(value, dtype=lse.dtype)
         d_drafted = [torch.empty_like(tensor) for tensor in drafted]
         for block in ctx.blocks:
             queries, keys = slice(block.begin, block.end), slice(block.least, block.most)
-            s, s_drafted = _scores(query, key, drafted, ctx.seen, block)
-            q, d_o, o = (_grouped(x[:, :, queries], groups) for x in (query, grads[0], out))
-            lse_block = lse[:, :, queries].unflatten(1, (groups, -1))[..., None]
+            q, d_o, o, lse_block, *drafts = _queries(block, groups, query, grads[0], out, lse[..., None], *drafted)
+            s, s_drafted = _scores(q, k, drafts[::2], ctx.seen, block)
             p, p_drafted = s.sub_(lse_block).exp2_(), (s_drafted - lse_block).exp2()
-            delta = (d_o.to(lse.dtype) * o).sum(-1, keepdim=True)
-            d_value[:, :, keys] += _fold(p.to(value.dtype)).mT @ _fold(d_o)
-            d_p = (_fold(d_o) @ value[:, :, keys].mT).view_as(p)
-            d_s = _fold(p.mul_(d_p.sub_(delta)).to(query.dtype))
-            d_q = (d_s @ key[:, :, keys]).view_as(q) * scale
-            d_key[:, :, keys] += d_s.mT @ (_fold(q) * scale)
-            for i in range(len(drafted) // 2):
-                p_i, v_i = p_drafted[..., i, None], drafted[2 * i + 1][:, :, None, queries]
-                d_s_i = (p_i * ((d_o * v_i).sum(-1, keepdim=True) - delta) * scale).to(query.dtype)
-                d_q = d_q + d_s_i * drafted[2 * i][:, :, None, queries]
+            delta = (d_o * o).sum(-1, keepdim=True)
+            d_value[:, :, keys] += _product(_fold(p).mT, _fold(d_o).to(value.dtype))
+            d_p = _product(_fold(d_o), value[:, :, keys].mT).view_as(p)
+            d_s = _fold(p.mul_(d_p.sub_(delta)))
+            d_q = _product(d_s, key[:, :, keys]).view_as(q) * scale
+            d_key[:, :, keys] += _product(d_s.mT, (_fold(q) * scale).to(key.dtype))
+            for i, (k_i, v_i) in enumerate(zip(drafts[::2], drafts[1::2], strict=True)):
+                p_i = p_drafted[..., i, None]
+                d_s_i = p_i * ((d_o * v_i).sum(-1, keepdim=True) - delta) * scale
+                d_q = d_q + d_s_i * k_i
                 d_drafted[2 * i][:, :, queries] = (d_s_i * q).sum(2)
-                d_drafted[2 * i + 1][:, :, queries] = (p_i.to(d_o.dtype) * d_o).sum(2)
+                d_drafted[2 * i + 1][:, :, queries] = (p_i * d_o).sum(2)
             d_query[:, :, queries] = d_q.flatten(1, 2)
-        return (None, d_query, d_key, d_value, *d_drafted)
+        return (None, d_query, d_key.to(key.dtype), d_value.to(value.dtype), *d_drafted)
+
+
+def _product(a: Float[Tensor, "*n M K"], b: Float[Tensor, "*n K N"]) -> Float[Tensor, "*n M N"]:
+    """Multiply in the dtype of `b`, as fused kernels do with P and dS; the result is as wide as `a`, for sums."""
+    return (a.to(b.dtype) @ b).to(a.dtype)
+
+
+def _queries(block: QueryBlock, groups: int, *tensors: Tensor) -> list[Float[Tensor, "B G r N E"]]:
+    """Return a block's rows of tensors, split into the groups' heads, wide enough to sum up in."""
+    slices = [tensor[:, :, block.begin : block.end] for tensor in tensors]
+    return [x.to(_wide(x.dtype)).unflatten(1, (groups, -1)) for x in slices]
 
 
 def _scores(
-    query: Tensor, key: Tensor, drafted: Any, seen: Pattern, block: QueryBlock
+    q: Float[Tensor, "B G r N E"],
+    key: Float[Tensor, "B G T E"],
+    drafted: list[Tensor],
+    seen: Pattern,
+    block: QueryBlock,
 ) -> tuple[Float[Tensor, "B G r N S"], Float[Tensor, "B G r N n"]]:
-    """Return a block's scores with the context, and with each drafted step's row, in a wide dtype and for base 2.
+    """Return a block's scores with the context, and with each drafted step's row, for base 2.
 
     Base 2, since a CPU's exp takes ten to fifty times longer where it underflows, as at all that is not seen.
     """
-    queries = slice(block.begin, block.end)
-    q = _grouped(query[:, :, queries], key.shape[1])
-    scale, wide, never = query.shape[-1] ** -0.5 / math.log(2), _wide(query.dtype), float("-inf")
+    scale, never = q.shape[-1] ** -0.5 / math.log(2), float("-inf")
     # The scale goes to the queries, and the rest works in place: scores are by far the largest tensor here.
-    s = ((_fold(q) * scale) @ key[:, :, block.least : block.most].mT).view(*q.shape[:-1], -1).to(wide)
+    s = ((_fold(q) * scale) @ key[:, :, block.least : block.most].mT).view(*q.shape[:-1], -1)
     s += torch.zeros_like(s[:, 0, 0]).masked_fill_(~seen.seen(block), never)[:, None, None]
     if not drafted:
         return s, s.new_zeros((*s.shape[:-1], 0))
-    s_drafted = torch.stack([(q * k[:, :, None, queries]).sum(-1).to(wide) * scale for k in drafted[::2]], -1)
-    return s, s_drafted if seen.drafted is None else s_drafted.masked_fill(~seen.drafted[queries], never)
-
-
-def _grouped(x: Float[Tensor, "B H N E"], groups: int) -> Float[Tensor, "B G r N E"]:
-    return x.unflatten(1, (groups, -1))
+    s_drafted = torch.stack([(q * k).sum(-1) * scale for k in drafted], -1)
+    return s, s_drafted.masked_fill(~seen.seen_drafted(block, len(drafted)), never) if seen.causal else s_drafted
 
 
 def _fold(x: Float[Tensor, "B G r N E"]) -> Float[Tensor, "B G M E"]:

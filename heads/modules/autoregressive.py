@@ -81,9 +81,9 @@ def unroll(head: Recurrent, features: Features, depths: int, *, predicts: bool, 
     state = head.begin(features)
     context = list(head.inject(state, position, last))
     drafted: list[list[KeyValue]] = [[] for _ in range(head.attentions)]
-    injected, drafts = bool(context), []
+    injected, drafts, seen = bool(context), [], None
     for depth in range(1, depths + 1):
-        seen = pattern(position, head.config.length, depth - 1)
+        seen = pattern(position, head.config.length, depth - 1, seen)
 
         def attend(i: int, query: Tensor, key: Tensor, value: Tensor, depth: int = depth, seen: Any = seen) -> Tensor:
             if depth == 1 and not injected:

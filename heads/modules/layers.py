@@ -123,8 +123,13 @@ class Attention(Recomputing):
         self, x: Float[Tensor, "B T X"], position: Int[Tensor, "B T"], last: int, attend: Attend
     ) -> Float[Tensor, "B T D"]:
         """Project, rotate, attend by `attend(query, key, value)` and project back."""
-        out = attend(*self.checkpointed(self.project, x, position, last))
+        out = self.apart(attend, *self.checkpointed(self.project, x, position, last))
         return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    @staticmethod
+    def apart(attend: Attend, *states: Tensor) -> Tensor:
+        """Attend; `compile_layers` keeps this out of what is compiled."""
+        return attend(*states)
 
     def project(self, x: Float[Tensor, "B T X"], position: Int[Tensor, "B T"], last: int) -> tuple[Tensor, ...]:
         """Return queries, keys and values, rotated."""
@@ -197,3 +202,18 @@ class Block(nn.Module):
         """Apply the layer with the caller's attention pattern."""
         x = x + self.self_attn(self.input_layernorm(x), position, last, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def compile_layers(head: nn.Module) -> bool:
+    """Compile each decoder layer of a head, and return whether it has any.
+
+    One layer serves all depths that it is unrolled to, so that they are compiled once. Attention, which differs from
+    depth to depth and is a kernel of its own, stays between what is compiled.
+    """
+    layers = [layer for layer in head.modules() if any(isinstance(child, Attention) for child in layer.children())]
+    for layer in layers:
+        layer.compile()
+        for child in layer.children():
+            if isinstance(child, Attention):
+                vars(child)["apart"] = torch.compiler.disable(Attention.apart)
+    return bool(layers)

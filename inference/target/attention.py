@@ -112,9 +112,12 @@ def within(
     window: int | None,
 ) -> Float[Tensor, "1 H N F"]:
     """Return one document's causal attention, over the last `window` tokens if that is given."""
-    attend = partial(scaled_dot_product_attention, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
     length = query.shape[2]
-    if window is None or length <= window:
+    masked = window is not None and length > window
+    if query.shape[1] != key.shape[1] and not takes_groups(query, masked=masked):
+        key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+    attend = partial(scaled_dot_product_attention, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+    if window is None or not masked:
         return attend(query, key, value, is_causal=True)
     parts = []
     for begin in range(0, length, BLOCK):
@@ -123,6 +126,11 @@ def within(
         seen = (back >= 0) & (back < window)
         parts.append(attend(query[:, :, begin:end], key[:, :, least:end], value[:, :, least:end], attn_mask=seen))
     return torch.cat(parts, 2)
+
+
+def takes_groups(query: Tensor, *, masked: bool) -> bool:
+    """Whether a kernel in linear memory takes groups; CUDA's only such one takes them without a mask, in 16 bits."""
+    return query.device.type != "cuda" or (query.dtype in (torch.float16, torch.bfloat16) and not masked)
 
 
 def use_kernels(device: torch.device) -> None:

@@ -10,8 +10,11 @@ from torch import Tensor
 
 from heads import HEADS
 from heads.base import Features
+from heads.modules import flex
+from heads.modules.attention import attend_rows, pattern
 from inference.target.target import Target
 from tests import toys
+from tests.heads.test_flex import CASES, STEPS, T
 from tests.train.test_objective import batch, config, loss_of
 
 pytestmark = pytest.mark.gpu
@@ -56,3 +59,36 @@ def test_a_step_is_that_of_the_cpu(name: str, quick: bool, near: float, device: 
     assert found == pytest.approx(loss, rel=near)
     assert torch.cosine_similarity(grad, theirs, dim=0) > (0.98 if quick else 0.9999)
     assert float(theirs.norm()) == pytest.approx(float(grad.norm()), rel=2 * near)
+
+
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 2e-3), (torch.bfloat16, 2e-2)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_the_attention_of_drafted_rows_is_that_of_the_blocks(
+    name: str, dtype: torch.dtype, near: float, device: torch.device
+) -> None:
+    """Forward and gradient against the CPU's blocks in fp64, on the same numbers; on CUDA by the fused kernel."""
+    torch.manual_seed(0)
+    seen, queries = CASES[name]()
+    sizes = [(6, queries), (2, T), (2, T), *[(2, queries)] * (2 * STEPS.get(name, 1))]
+    inputs = [torch.randn(2, heads, rows, 64).to(dtype) for heads, rows in sizes]
+    upstream, results = torch.randn(2, 6, queries, 64).to(dtype), []
+    for on, wide in ((device, dtype), (torch.device("cpu"), torch.float64)):
+        here = replace(seen, first=seen.first.to(on), upto=None if seen.upto is None else seen.upto.to(on), masks={})
+        query, *halves = leaves = [x.to(on, wide).requires_grad_() for x in inputs]
+        pairs = list(zip(halves[::2], halves[1::2], strict=True))
+        assert flex.runs(query, halves[1]) == (on.type == "cuda")
+        out = attend_rows(query, pairs[0], pairs[1:], here)
+        results.append([out.detach(), *torch.autograd.grad((out * upstream.to(on, wide)).sum(), leaves)])
+    for found, expected in zip(*results, strict=True):
+        assert (found.cpu() - expected).norm() <= near * expected.norm()
+
+
+def test_the_attention_of_a_long_row_takes_no_square_of_it(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("a CUDA device counts its memory")
+    query, *halves = (torch.randn(1, heads, 16384, 64, device=device, requires_grad=True) for heads in (8, 2, 2, 2, 2))
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    seen = pattern(torch.arange(16384, device=device)[None], None, 1)
+    attend_rows(query, (halves[0], halves[1]), [(halves[2], halves[3])], seen).square().sum().backward()
+    assert torch.cuda.max_memory_allocated(device) - before < 20 * query.nbytes  # scores of all heads: 256 times it

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -85,6 +86,43 @@ def test_a_window_goes_over_a_document_in_blocks(window: int | None, monkeypatch
     both = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
     expected = scaled_dot_product_attention(query, *both, attn_mask=mask, scale=0.3)
     torch.testing.assert_close(within(query, key, value, 0.3, window), expected)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("window", [None, 5])
+def test_groups_are_copied_where_no_kernel_takes_them(
+    window: int | None, grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[int, bool]] = []
+
+    def attend(*states: Any, enable_gqa: bool, **options: Any) -> Any:
+        calls.append((states[2].shape[1], enable_gqa))
+        return scaled_dot_product_attention(*states, enable_gqa=enable_gqa, **options)
+
+    query, key, value = (torch.randn(1, count, 30, 8, dtype=torch.float64) for count in (8, 2, 2))
+    expected = within(query, key, value, None, window)
+    monkeypatch.setattr(packed, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(packed, "takes_groups", lambda _query, **_: grouped)
+    torch.testing.assert_close(within(query, key, value, None, window), expected)
+    assert set(calls) == {(2, True) if grouped else (8, False)}
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "masked", "takes"),
+    [
+        ("cuda", torch.bfloat16, False, True),
+        ("cuda", torch.bfloat16, True, False),
+        ("cuda", torch.float32, False, False),
+        ("cpu", torch.float32, True, True),
+    ],
+)
+def test_cudas_kernels_take_groups_in_16_bits_without_a_mask(
+    device: str, dtype: torch.dtype, masked: bool, takes: bool
+) -> None:
+    """With the rest torch would write out the scores of all heads. A tensor without values stands for the device."""
+    with FakeTensorMode():
+        query = torch.empty(1, 8, 30, 16, dtype=dtype, device=device)
+    assert packed.takes_groups(query, masked=masked) == takes
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])

@@ -34,6 +34,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "muon": ("eagle3", ["head=eagle3", "objective.depths=3", "trainer.optimizer=muon"]),
     "bf16": ("eagle3", ["head=eagle3", "objective.depths=3", "trainer.precision=bf16"]),
     "compiled": ("medusa shared", ["head=medusa", "objective.depths=4", "trainer.compile=true"]),
+    "layers compiled": ("eagle3", ["head=eagle3", "objective.depths=3", "trainer.compile=true"]),
 }
 
 

@@ -150,7 +150,8 @@ from tests.train.test_acceptance import same, step
 torch.compile = lambda f, compile=torch.compile: compile(f, backend="eager")
 target = toys.target("llama", torch.float64)
 for name in NAMES:
-    same(step(toys.head(name, target)), step(toys.head(name, target), compiled=True))
+    for recompute in (False, True):
+        same(step(toys.head(name, target)), step(toys.head(name, target), compiled=True, recompute=recompute))
 frames = torch._dynamo.utils.counters["frames"]
 assert frames["ok"] >= len(NAMES), frames
 """
@@ -158,12 +159,39 @@ assert frames["ok"] >= len(NAMES), frames
 
 @pytest.mark.parametrize(
     "names",
-    [["medusa"], pytest.param(["eagle", "hass", "eagle3", "hydra", "mlp", "mtp", "block"], marks=pytest.mark.slow)],
-    ids=["one", "all"],
+    [["medusa", "eagle3"], pytest.param(["eagle", "hass", "hydra", "mlp", "mtp", "block"], marks=pytest.mark.slow)],
+    ids=["two", "all"],
 )
 def test_a_compiled_step_has_the_same_gradient(names: list[str]) -> None:
     """In a process without the checks of shapes, which torch.compile cannot follow."""
     subprocess.run([sys.executable, "-c", f"NAMES = {names}\n{COMPILED}"], cwd=ROOT, check=True)
+
+
+ONCE = """
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from heads.base import Features
+from heads.modules.layers import compile_layers
+from tests import toys
+head = toys.head("eagle3", toys.target()).requires_grad_()
+counter = CompileCounterWithBackend("eager")
+torch.compile = lambda f, compile=torch.compile: compile(f, backend=counter)
+assert compile_layers(head)
+token = torch.zeros(2, 20, dtype=torch.long)
+width = head.embeddings.hidden_size
+features = Features(token, torch.randn(2, 20, len(head.feature_layers), width), torch.randn(2, 20, width), token)
+counts = []
+for depths in (1, 3, 8):  # the first makes the rotary table
+    counter.clear()
+    torch.compiler.reset()
+    sum(draft.state.sum() for draft in head.unroll(features, depths)).backward()
+    counts.append(counter.op_count)
+assert counts[1] == counts[2] > 0, counts
+"""
+
+
+def test_a_layer_is_compiled_once_for_all_depths() -> None:
+    subprocess.run([sys.executable, "-c", ONCE], cwd=ROOT, check=True)
 
 
 def test_muon_moves_matrices_and_adamw_all_else_and_both_are_saved() -> None:

@@ -92,7 +92,7 @@ def job(target: Target, name: str, **changes: Any) -> Job:
 @pytest.mark.parametrize("name", list(toys.HEAD_CONFIGS))
 def test_the_operations_are_those_of_a_real_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "block":  # its attention leaves out rows before a block's documents, which numbers alone show
-        monkeypatch.setattr(Pattern, "lows", lambda seen: [0] * len(seen.first.split(BLOCK, 1)))
+        monkeypatch.setattr(Pattern, "lows", property(lambda seen: [0] * len(seen.first.split(BLOCK, 1))))
     target = toys.target()
     head: Any = toys.head(name, target).float().requires_grad_(True)
     depths = min(4, head.max_depth)

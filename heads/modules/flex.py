@@ -1,0 +1,100 @@
+"""Attention of drafted rows in one kernel of the device: torch's flex_attention (arXiv 2412.05496) under our mask.
+
+Keys and values of the true rows and of all drafted ones stand side by side, and a query sees two intervals of them
+(`Pattern.bounds`). The mask is made on the device, from the bounds of whole blocks: neither a mask nor scores of all
+pairs are ever made, nothing is read by the host, and no number is compiled in, so that one kernel serves all depths.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+TILE = 128  # queries, and keys, of a block of the mask
+WIDTHS = range(16, 257)  # of a head that the kernel takes
+KERNELS = 64  # for as many shapes of heads, one run after another
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # that it takes
+
+
+def runs(query: Tensor, value: Tensor) -> bool:
+    """Whether the kernel runs: in training on CUDA, for what it takes.
+
+    A dispatch mode, such as the counter of operations, keeps torch from compiling; flex_attention would then make all
+    scores at once. Decoding is left out, since texts of ever new lengths would be compiled anew.
+    """
+    fits = query.shape[-1] in WIDTHS and value.shape[-1] in WIDTHS and query.dtype in DTYPES
+    trained = torch.is_grad_enabled() and query.requires_grad
+    return query.device.type == "cuda" and fits and trained and _get_current_dispatch_mode() is None
+
+
+@cache
+def kernel() -> Callable[..., Tensor]:
+    """Return flex_attention, compiled: as it is, or beyond torch's limit of kernels, it makes all scores at once."""
+    from torch._dynamo import config
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled = torch.compile(flex_attention, fullgraph=True)
+    limited: Callable[..., Tensor] = config.patch(recompile_limit=KERNELS)(compiled)
+    return limited
+
+
+def columns(length: int, queries: int, steps: int, device: torch.device) -> Int[Tensor, "S"]:
+    """Return the number of each key: true rows count from 0, and the rows drafted for query n are -1 - n."""
+    drafted = -1 - torch.arange(queries, device=device, dtype=torch.int32)
+    return torch.cat([torch.arange(length, device=device, dtype=torch.int32), drafted.repeat(steps)])
+
+
+def block_mask(bounds: Int[Tensor, "4 B N"], column: Int[Tensor, "S"]) -> Any:
+    """Return flex_attention's mask of queries that see keys between two bounds, or between two others.
+
+    Args:
+        bounds: the least and the largest number of the true rows that each query sees, and of the drafted ones.
+        column: the keys' numbers (`columns`).
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    first, upto, least, most = bounds.to(torch.int32).unbind()
+
+    some, every = _tiles(bounds, column)
+    counts, indices = _listed(some & ~every)
+    # A lambda, since torch compiles it, and could not follow a check of its arguments.
+    return BlockMask.from_kv_blocks(
+        counts, indices, *_listed(every), BLOCK_SIZE=TILE, seq_lengths=(bounds.shape[2], len(column)),
+        mask_mod=lambda b, _head, n, key: ((column[key] >= first[b, n]) & (column[key] <= upto[b, n]))
+        | ((column[key] >= least[b, n]) & (column[key] <= most[b, n])),
+    )  # fmt: skip
+
+
+def _tiles(
+    bounds: Int[Tensor, "4 B N"], column: Int[Tensor, "S"]
+) -> tuple[Bool[Tensor, "B n s"], Bool[Tensor, "B n s"]]:
+    """Return of which tiles some pairs may be seen, and of which surely all are."""
+    low, high = (end[..., None] for end in _extremes(bounds))
+    never, true = torch.iinfo(column.dtype).max, column >= 0
+    true_low, drafted_low = (_extremes(column.where(kind, never))[0] for kind in (true, ~true))
+    true_high, drafted_high = (_extremes(column.where(kind, -never))[1] for kind in (true, ~true))
+    some = (true_high >= low[0]) & (true_low <= high[1]) | (drafted_high >= low[2]) & (drafted_low <= high[3])
+    smallest, largest = _extremes(column)
+    every = (smallest >= high[0]) & (largest <= low[1])
+    whole_queries, whole_keys = (
+        torch.arange(-(-size // TILE), device=column.device) < size // TILE for size in (bounds.shape[2], len(column))
+    )
+    return some, every & whole_queries[:, None] & whole_keys
+
+
+def _extremes(x: Int[Tensor, "*n S"]) -> tuple[Int[Tensor, "*n s"], Int[Tensor, "*n s"]]:
+    """Return the least and the largest number in each tile."""
+    size = x.shape[-1]
+    index = torch.arange(-(-size // TILE) * TILE, device=x.device).clamp_max(size - 1)
+    return x[..., index].unflatten(-1, (-1, TILE)).aminmax(dim=-1)
+
+
+def _listed(tiles: Bool[Tensor, "B n s"]) -> tuple[Int[Tensor, "B 1 n"], Int[Tensor, "B 1 n s"]]:
+    """Return for each tile of queries how many tiles of keys it has, and their indices first."""
+    flags = tiles[:, None].to(torch.int32)
+    order = flags.argsort(dim=-1, descending=True, stable=True)
+    return flags.sum(-1, dtype=torch.int32), order.to(torch.int32)

@@ -1,0 +1,178 @@
+"""The fused kernel gives what the blocks give, its mask is exact tile by tile, and the host says where it runs."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as torch_flex
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from heads import rows
+from heads.modules import attention, flex
+from heads.modules.attention import Pattern, attend_blocks, attend_fused, pattern
+
+T = 300  # rows, over tiles of 128
+
+
+def documents() -> Tensor:
+    """Documents that begin within tiles and at their bounds, and padding."""
+    return torch.tensor([[0] * 128 + [1] * 140 + [2] * 32, [0] * 3 + [1] * 287 + [-1] * 10])
+
+
+def chain(steps: int, length: int | None) -> tuple[Pattern, int]:
+    return pattern(rows.positions(documents()), length, steps), T
+
+
+def blocks(size: int, causal: bool) -> tuple[Pattern, int]:
+    """As a block head drafts: slots of 50 anchors a row, which see the rows up to their anchor."""
+    chosen = torch.randperm(T, generator=torch.Generator().manual_seed(1))[:50].sort().values.expand(2, -1)
+    begin = chosen - rows.positions(documents()).gather(1, chosen)
+    first, upto = (x[..., None].expand(-1, -1, size).flatten(1) for x in (begin, chosen))
+    return Pattern(first, upto, size=size, causal=causal), 50 * size
+
+
+CASES: dict[str, Callable[[], tuple[Pattern, int]]] = {
+    "true rows": lambda: chain(0, None),
+    "drafted": lambda: chain(3, None),
+    "window": lambda: chain(2, 20),
+    "a window of one step": lambda: chain(3, 3),
+    "blocks": lambda: blocks(3, False),
+    "causal blocks": lambda: blocks(4, True),
+}
+STEPS = {"true rows": 0, "drafted": 3, "window": 2, "a window of one step": 3}
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let flex_attention make all scores at once, which on a CPU has a gradient if one insists."""
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(attention, "kernel", lambda: torch_flex.flex_attention)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_gives_what_the_blocks_give(name: str, uncompiled: None) -> None:
+    torch.manual_seed(0)
+    seen, queries = CASES[name]()
+    pairs = [(random(2, 2, T, 16), random(2, 2, T, 24))]
+    pairs += [(random(2, 2, queries, 16), random(2, 2, queries, 24)) for _ in range(STEPS.get(name, 1))]
+    inputs = [random(2, 6, queries, 16), *(half for pair in pairs for half in pair)]
+    found, expected = (attend(inputs[0], pairs, seen) for attend in (attend_fused, attend_blocks))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    upstream = torch.randn_like(found)
+    mine, theirs = (torch.autograd.grad((out * upstream).sum(), inputs) for out in (found, expected))
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def written_out(seen: Pattern, queries: int, steps: int) -> Tensor:
+    """Which key each query sees, by the pattern's own words."""
+    row, query = torch.arange(T), torch.arange(queries)
+    true = (row >= seen.first[..., None]) & (row <= seen.last[..., None])
+    drafted = (query // seen.size == query[:, None] // seen.size) & ((query <= query[:, None]) | (not seen.causal))
+    return torch.cat([true, drafted.repeat(1, steps).expand(2, -1, -1)], 2)
+
+
+def listed(counts: Tensor, indices: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Which pairs "B N S" lie in the tiles of a list."""
+    tiles = torch.zeros(indices.shape, dtype=torch.bool)
+    tiles.scatter_(-1, indices.long(), torch.arange(indices.shape[-1]) < counts[..., None])
+    return tiles[:, 0].repeat_interleave(flex.TILE, 1).repeat_interleave(flex.TILE, 2)[:, : shape[0], : shape[1]]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_masks_tiles_are_exact(name: str) -> None:
+    """What the kernel works through: tiles that it masks pair by pair, and those that it does not."""
+    seen, queries = CASES[name]()
+    steps = STEPS.get(name, 1)
+    expected, mask = written_out(seen, queries, steps), seen.mask(T, steps)
+    assert mask.shape == (2, 1, *expected.shape[1:])
+    some = listed(mask.kv_num_blocks, mask.kv_indices, expected.shape[1:])
+    every = listed(mask.full_kv_num_blocks, mask.full_kv_indices, expected.shape[1:])
+    pair = torch.meshgrid(*map(torch.arange, expected.shape), indexing="ij")
+    assert torch.equal(some & mask.mask_mod(pair[0], 0, *pair[1:]) | every, expected)
+    assert not (some & every).any()
+
+
+def test_the_kernel_skips_tiles_that_nobody_sees() -> None:
+    """Of 32 x 32 tiles those of a row's own document and window, and of each drafted step one for each of queries."""
+    document = torch.arange(4096)[None] // 1024
+    whole, window = (pattern(rows.positions(document), length, 2).mask(4096, 2) for length in (None, 256))
+    assert (whole.kv_num_blocks.sum(), whole.full_kv_num_blocks.sum()) == (32 + 2 * 32, 4 * 28)
+    assert window.kv_num_blocks.sum() + window.full_kv_num_blocks.sum() <= 3 * 32 + 2 * 32
+
+
+def test_the_mask_is_made_without_a_read_of_the_device() -> None:
+    """Tensors without values: whoever asks for one fails, as the blocks do."""
+    with FakeTensorMode():
+        seen = pattern(torch.zeros(2, T, dtype=torch.long), 50, 2)
+        assert seen.mask(T, 2).shape == (2, 1, T, 3 * T)
+        with pytest.raises(DataDependentOutputException):
+            seen.blocks(T)
+
+
+def test_the_mask_is_made_once_for_all_layers() -> None:
+    seen, _ = chain(2, None)
+    assert seen.mask(T, 2) is seen.mask(T, 2)
+
+
+@pytest.fixture
+def counter(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
+    """Let the kernel be compiled for no device, and counted."""
+    count, compiling = CompileCounterWithBackend("eager"), torch.compile
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            torch, "compile", lambda function, fullgraph: compiling(function, backend=count, fullgraph=fullgraph)
+        )
+        kernel = flex.kernel.__wrapped__()
+    monkeypatch.setattr(attention, "kernel", lambda: kernel)
+    torch.compiler.reset()
+    return count
+
+
+def drafted(width: int, depths: int) -> None:
+    """Attend to documents of random lengths at several depths."""
+    document = torch.randint(0, 3, (2, 256)).sort().values
+    pairs = []
+    for depth in range(depths):
+        pairs.append((random(2, 2, 256, width), random(2, 2, 256, width)))
+        attend_fused(random(2, 4, 256, width), pairs, pattern(rows.positions(document), 100, depth))
+
+
+def test_one_kernel_serves_all_depths_and_documents(counter: CompileCounterWithBackend) -> None:
+    for _ in range(2):
+        drafted(16, 6)
+    assert counter.frame_count == 2, "one for the first depth, and one for the others"
+
+
+def test_many_heads_have_a_kernel_each(counter: CompileCounterWithBackend) -> None:
+    """Runs of a multirun share a process: beyond torch's limit it would make all scores at once."""
+    for width in range(16, 25):
+        drafted(width, 1)
+    assert counter.frame_count == 9
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "width", "trained", "fused"),
+    [
+        ("cuda", torch.bfloat16, 128, True, True),
+        ("cuda", torch.float32, 64, True, True),
+        ("cuda", torch.float64, 64, True, False),
+        ("cuda", torch.float32, 8, True, False),
+        ("cuda", torch.bfloat16, 128, False, False),
+        ("cpu", torch.float32, 64, True, False),
+    ],
+)
+def test_where_the_kernel_runs(device: str, dtype: torch.dtype, width: int, trained: bool, fused: bool) -> None:
+    with FakeTensorMode():
+        query = torch.empty(1, 4, 32, width, dtype=dtype, device=device, requires_grad=trained)
+        assert not flex.runs(query, query)  # under a mode
+    assert flex.runs(query, query) == fused
+    with torch.no_grad():
+        assert not flex.runs(query, query)
