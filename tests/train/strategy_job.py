@@ -23,7 +23,8 @@ from heads.common.resolvers import ROOT, register_resolvers
 from tests import toys
 from train.adapt import adapt
 from train.config import RunConfig, run_config
-from train.step import Loss, Stepper, number
+from train.sampling import row_keys
+from train.step import Loss, Stepper
 
 BEFORE, AFTER = 3, 3  # steps, with what is kept of the run between
 CASES: dict[str, tuple[str, list[str]]] = {
@@ -74,10 +75,11 @@ def snapshot(step: Stepper) -> dict[str, torch.Tensor]:
 def spoiled(step: Stepper) -> float:
     """Add a gradient, far larger than that of any step, and drop it; return its norm."""
     for micro in step.source(9):
-        anchors, weight = step.loss.sampled(micro.batch, number(micro.batch, 9), step.trainer.seed)
+        keys = row_keys(step.trainer.seed, 9, micro.batch.index)
+        anchors, weight = step.loss.sampled(micro.batch, keys)
         read = micro.read()
-        step.backward(read, micro.batch.index, anchors, 1e3 * weight.row, last=False)
-    step.backward(read, micro.batch.index, anchors, weight.row, last=True)
+        step.backward(read, keys, anchors, 1e3 * weight.row, last=False)
+    step.backward(read, keys, anchors, weight.row, last=True)
     norm = float(step.strategy.clip(1.0))
     step.strategy.drop()
     return norm
