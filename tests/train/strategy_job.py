@@ -21,6 +21,7 @@ from data.batches import Batches, Packed
 from data.features.source import Live
 from heads.common.resolvers import ROOT, register_resolvers
 from tests import toys
+from train import optim
 from train.adapt import adapt
 from train.config import RunConfig, run_config
 from train.sampling import row_keys
@@ -33,6 +34,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "medusa": ("medusa", ["head=medusa", "objective.depths=4"]),
     "lora": ("eagle pruned", ["head=eagle", "peft=lora", "peft.rank=2", "init=x", "trainer.ema=0.5"]),
     "muon": ("eagle3", ["head=eagle3", "objective.depths=3", "trainer.optimizer=muon"]),
+    "fused": ("eagle3", ["head=eagle3", "objective.depths=3", "trainer.weight_decay=0.1"]),
     "bf16": ("eagle3", ["head=eagle3", "objective.depths=3", "trainer.precision=bf16"]),
     "compiled": ("medusa shared", ["head=medusa", "objective.depths=4", "trainer.compile=true"]),
 }
@@ -51,6 +53,7 @@ def stepper(run: RunConfig, case: str, accelerator: Accelerator) -> Stepper:
     """Return a toy head at its start, with rows of which the second process has fewer."""
     target, head = toys.target(), toys.head(CASES[case][0], toys.target()).requires_grad_().train()
     made: Any = head
+    optim.FUSED = ("cpu",) if case == "fused" else ("cuda",)
     torch.manual_seed(4)
     adapt(head, run.peft)
     token = torch.randint(toys.VOCAB, (24, 16), generator=torch.Generator().manual_seed(5))
