@@ -189,6 +189,7 @@ def test_a_run_adapts_resumes_bit_for_bit_and_leaves_a_plain_head(toy: tuple[Pat
     )
     origin = json.loads((whole / "provenance.json").read_text())
     assert (origin["init"], origin["peft"]["rank"]) == (str(folder / "base"), 4)
+    assert origin["micro_tokens"] == 64
     row = json.loads((whole / "report.json").read_text())["rows"][-1]
     assert row["lossless"]["identical"] == row["lossless"]["checked"] > 0
 
