@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.engine import random_target
+from data.batches import Batch
 from eval.measures.machine import device_facts
 from heads import HEADS
 from heads.base import Draft, Features
@@ -37,7 +38,9 @@ from inference.target.target import Target
 from train.config import RunConfig, run_config
 from train.distributed.processes import keep_freed
 from train.losses import ObjectiveConfig
-from train.objective import AUTO, objective, sample_anchors, weights
+from train.objective import AUTO, objective
+from train.sampling import row_keys
+from train.step import Loss
 
 WIDTH, LENGTH = 256, 512
 register_resolvers()
@@ -127,8 +130,9 @@ def step_over_products(target: Target, name: str, tokens: int) -> tuple[float, f
     token = torch.randint(target.embeddings.vocab_size, (tokens // LENGTH, LENGTH))
     document, config = torch.zeros_like(token), run.objective
     features = target.features(token, document, head.feature_layers)
-    anchors = sample_anchors(document == 0, config.anchors, 0, torch.arange(len(token)))
-    weight = weights(document, torch.ones_like(token), anchors, config).row / token.numel()
+    batch = Batch(token, document, torch.ones_like(token), torch.arange(len(token)))
+    anchors, weighed = Loss(head, config, compiled=False).sampled(batch, row_keys(0, 0, batch.index))
+    weight = weighed.row / token.numel()
 
     def step() -> None:
         head.zero_grad()

@@ -164,13 +164,13 @@ class DraftHead(Protocol):
         """The target's embedding and lm_head."""
         ...
 
-    def unroll(self, features: Features, depths: int, anchors: Bool[Tensor, "B T"] | None = None) -> list[Draft]:
+    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Training: draft depths 1 … `depths` from all rows at once, as `extend` and `expand` would one by one.
 
         Args:
             features: the batch.
             depths: how many.
-            anchors: the rows that are to be drafted from; a head's output for the others is undefined. None for all.
+            anchors: the rows to be drafted from, in order; a head's output for the others is undefined. None for all.
         """
         ...
 
@@ -252,6 +252,13 @@ def parameter_count(head: nn.Module) -> int:
 def frozen_count(head: nn.Module) -> int:
     """Number of parameters that are not trained."""
     return sum(p.numel() for p in head.parameters() if not p.requires_grad)
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device. The host does not wait: a copy to a GPU queues behind the work that is under way."""
+    if device.type != "cuda" or x.device.type != "cpu":
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
 
 
 def device_of(head: nn.Module) -> torch.device:

@@ -129,13 +129,12 @@ class Block(nn.Module):
         logits = self.lm_head(state[..., :width])
         return logits if self.bias is None else logits + self.bias(state[..., width:])
 
-    def unroll(self, features: Features, depths: int, anchors: Bool[Tensor, "B T"] | None = None) -> list[Draft]:
+    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Draft a block from every anchor; all of them go through the layers side by side."""
         check_depths(depths, self.max_depth)
-        if anchors is None:
-            anchors = torch.ones_like(features.document, dtype=torch.bool)
-        chosen = rows.anchor_rows(anchors)
         position, slots = rows.positions(features.document), self.size
+        every = torch.arange(position.shape[1], device=position.device).expand_as(position)
+        chosen = every if anchors is None else anchors
         last = position.shape[1] + slots
         context = self.context(features.hidden, position, last)
         x = self.slots(rows.next_token(features.token).gather(1, chosen)).flatten(1, 2)

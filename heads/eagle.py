@@ -94,7 +94,7 @@ class Eagle(nn.Module):
         del depth
         return self.lm_head(state)
 
-    def unroll(self, features: Features, depths: int, anchors: Bool[Tensor, "B T"] | None = None) -> list[Draft]:
+    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Draft from all rows; depths beyond the first feed the head's own features back."""
         del anchors
         return autoregressive.unroll(self, features, depths, predicts=True, detach=self.detach)

@@ -151,7 +151,7 @@ class Eagle3(nn.Module):
         del depth
         return self.lm_head(state)
 
-    def unroll(self, features: Features, depths: int, anchors: Bool[Tensor, "B T"] | None = None) -> list[Draft]:
+    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Draft from all rows; depths beyond the first feed the head's own states back, undetached."""
         del anchors
         return autoregressive.unroll(self, features, depths, predicts=False)

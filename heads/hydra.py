@@ -146,7 +146,7 @@ class Hydra(nn.Module):
         """Return a head's input with one more token."""
         return torch.cat([before, self.embeddings.embed(token).to(before.dtype)], -1)
 
-    def unroll(self, features: Features, depths: int, anchors: Bool[Tensor, "B T"] | None = None) -> list[Draft]:
+    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Draft from all rows at every depth."""
         del anchors
         check_depths(depths, self.max_depth)

@@ -94,7 +94,7 @@ class Mlp(nn.Module):
         """Return the logits of a depth's states."""
         return self.head[0 if self.config.tied else depth - 1](state)
 
-    def unroll(self, features: Features, depths: int, anchors: Bool[Tensor, "B T"] | None = None) -> list[Draft]:
+    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Draft from all rows at every depth."""
         del anchors
         check_depths(depths, self.max_depth)

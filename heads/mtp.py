@@ -97,7 +97,7 @@ class Mtp(nn.Module):
         del depth
         return self.lm_head(state)
 
-    def unroll(self, features: Features, depths: int, anchors: Bool[Tensor, "B T"] | None = None) -> list[Draft]:
+    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Draft from all rows; depths beyond the first feed the module's own states back, undetached."""
         del anchors
         return autoregressive.unroll(self, features, depths, predicts=True)

@@ -61,11 +61,6 @@ def teacher(x: Shaped[Tensor, "B T *rest"], depth: int) -> Shaped[Tensor, "B T *
     return ahead(x, depth)
 
 
-def anchor_rows(anchors: Bool[Tensor, "B T"]) -> Int[Tensor, "B n"]:
-    """Return the indices of the anchors, in order; every row of the batch has as many."""
-    return anchors.nonzero()[:, 1].view(len(anchors), -1)
-
-
 def valid(
     document: Int[Tensor, "B T"], mask: Int[Tensor, "B T"] | Bool[Tensor, "B T"], depth: int
 ) -> Bool[Tensor, "B T"]:

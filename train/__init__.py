@@ -7,7 +7,8 @@ release/       publishing a trained head: folder, card, verification, and the do
 tracking/      trackers of a run's numbers: metrics.jsonl, wandb, TensorBoard, progress bar, the table of a sweep
 config.py      the types of conf/train.yaml
 losses.py      the losses: pure functions of the target's distribution p and the draft's q
-objective.py   the loss and its gradient, a chunk of rows at a time; row weights, random anchors, feature noise
+objective.py   the loss and its gradient, a chunk of rows at a time; row weights
+sampling.py    random anchors and feature noise, from seed, step and row
 optim.py       AdamW and Muon, their schedule, the average of the weights
 loop.py        the training loop: steps, measurements, the best head
 step.py        one optimiser step; detection of bad steps, which are skipped and their batches saved

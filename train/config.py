@@ -30,11 +30,14 @@ STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """Configure training: batches in tokens, intervals in steps, `min_lr` relative to `lr`, `warmup` to `steps`."""
+    """Configure training: batches in tokens, intervals in steps, `min_lr` relative to `lr`, `warmup` to `steps`.
+
+    Where `micro_tokens` is null, `train.planning.plan.sized` fills it in.
+    """
 
     steps: Count
     batch_tokens: Count
-    micro_tokens: Count
+    micro_tokens: Count | None
     optimizer: Annotated[str, OneOf(("adamw", "muon"))]
     lr: Amount
     lr_width: Count
@@ -201,7 +204,7 @@ def check_batch_and_name(name: str, trainer: TrainerConfig, length: int) -> None
         )
     for key in ("batch_tokens", "micro_tokens"):
         tokens = getattr(trainer, key)
-        if tokens < length:
+        if tokens is not None and tokens < length:
             raise ValueError(f"trainer.{key} is {tokens}, less than a row of data.length={length}: raise it")
 
 

@@ -4,9 +4,6 @@ Neither the drafts' logits nor the target's ever exist for a whole batch: with a
 fill 2 GiB, several times over for a loss and its gradient. Rows go through in chunks, each of which gives its part of
 the loss and of the gradient at once, so nothing is computed twice. The larger the vocabulary, the fewer rows are a
 chunk.
-
-Random numbers of a row, its anchors and its noise, depend on the seed and the row's number in the run alone, so that a
-resumed run and any number of processes see the same.
 """
 
 from collections.abc import Sequence
@@ -282,33 +279,3 @@ def weights(
     number = number.cumsum(1).expand_as(trained)  # 0, 1, 2, … along a row, so documents of a row differ
     held = torch.zeros(trained.shape, device=trained.device).scatter_add(2, number, trained.float())
     return Weights(trained, trained / held.gather(2, number).clamp_min(1), (held > 0).sum((1, 2)).float())
-
-
-def sample_anchors(
-    useful: Bool[Tensor, "B T"], count: int | None, seed: int, index: Int[Tensor, "B"]
-) -> Bool[Tensor, "B T"] | None:
-    """Sample the `count` anchor rows of each packed sequence, useful ones first; None where all rows are anchors."""
-    length = useful.shape[1]
-    if count is None or count >= length:
-        return None
-    chosen = torch.zeros(useful.shape, dtype=torch.bool)
-    for b, row in enumerate(index.tolist()):
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + row + 1) % 2**63)
-        chance = torch.rand(length, generator=generator) + useful[b].cpu()
-        chosen[b, chance.topk(count).indices] = True
-    return chosen.to(useful.device)
-
-
-def noisy(features: Features, noise: float, seed: int, index: Int[Tensor, "B"]) -> Features:
-    """Add EAGLE's uniform feature noise, scaled by the length it was tuned at over that of these rows."""
-    if noise == 0:
-        return features
-    length = features.last.shape[1]
-    scale = noise * 512 / length
-    added = []
-    for row in index.tolist():
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + row) % 2**63)
-        shape = (1 + features.hidden.shape[2], *features.last.shape[1:])
-        added.append((torch.rand(shape, generator=generator) - 0.5) * scale)
-    jitter = torch.stack(added).to(features.last)
-    return features._replace(last=features.last + jitter[:, 0], hidden=features.hidden + jitter[:, 1:].transpose(1, 2))

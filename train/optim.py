@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from train.config import TrainerConfig
 from train.distributed.strategy import held
 
+FUSED = ("cuda",)  # devices where one kernel updates all parameters, and counts steps there: the host reads nothing
+
 
 def adamw(parameters: list[nn.Parameter], config: TrainerConfig) -> torch.optim.AdamW:
     """Return AdamW with weight decay on matrices alone (Loshchilov and Hutter, 2019)."""
@@ -16,7 +18,8 @@ def adamw(parameters: list[nn.Parameter], config: TrainerConfig) -> torch.optim.
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], config.lr, config.betas)
+    fused = all(p.device.type in FUSED for p in parameters)
+    return torch.optim.AdamW([group for group in groups if group["params"]], config.lr, config.betas, fused=fused)
 
 
 class MuonAndAdamW:

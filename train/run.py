@@ -23,7 +23,7 @@ if __name__ == "__main__":
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import gather_object, set_seed
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
@@ -56,7 +56,7 @@ from train.distributed.processes import RunLock
 from train.features import origin_of, source_for
 from train.loop import KeptHead, Loop
 from train.planning.check import check_out, check_run, evaluation, reads_target
-from train.planning.plan import plan
+from train.planning.plan import plan, sized
 from train.planning.table import table
 from train.start import CHECKPOINT, LAST_LAYER, first_head, resolve_init
 from train.step import Loss, Stepper
@@ -116,6 +116,13 @@ def provenance(world: int, strategy: str, data: TrainingData, tokenizer: PreTrai
     }
 
 
+def with_micro_tokens(run: RunConfig) -> RunConfig:
+    """Return a run with its `trainer.micro_tokens`, where they are null those that fit on every process's device."""
+    planned = sized(run if run.init in (None, LAST_LAYER, CHECKPOINT) else replace(run, init=None))
+    least = min(gather_object([planned.trainer.micro_tokens]))
+    return replace(run, trainer=replace(run.trainer, micro_tokens=least))
+
+
 def batches_for(run: Any, packed: Any, accelerator: Accelerator) -> Batches:
     """Return the run's batches, the trainer's token budgets converted to rows."""
     rows = max(1, run.trainer.batch_tokens // run.data.length)
@@ -168,8 +175,8 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
     target = load_target(run.model, str(accelerator.device), whole=reads_target(run))
     init = resolve_init(run.init, run.head, target)
     head: Any = first_head(run.head, init, target).to(accelerator.device)
-    run = replace(run, head=head.config, init=init)
-    resolved = {**resolved, "head": asdict(head.config), "init": run.init}
+    run = with_micro_tokens(replace(run, head=head.config, init=init))
+    resolved = {**resolved, "head": asdict(head.config), "init": run.init, "trainer": asdict(run.trainer)}
     for module in head.modules():
         if isinstance(module, Recomputing):
             module.recompute = run.trainer.recompute
@@ -186,6 +193,7 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
     def begin() -> None:
         origin = {
             **provenance(accelerator.num_processes, run.launcher.strategy, data, target.tokenizer),
+            "micro_tokens": run.trainer.micro_tokens,
             "sources": [source.provenance() for source in open_sources(run.data)],
             **({} if run.init is None else {"init": run.init, "peft": asdict(run.peft)}),
             **origin_of(source),

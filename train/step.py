@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from data.batches import Batch, Batches
 from data.features.source import FeatureSource, TrainingInput
 from eval.measures.machine import peak_memory
-from heads.base import Features, frozen_count, parameter_count
+from heads.base import Features, frozen_count, parameter_count, to_device
 from heads.common.files import write_whole
 from heads.modules.layers import compile_layers
 from heads.modules.top_k import TopLogProbs
@@ -29,8 +29,9 @@ from train.checkpoints.state import TrainState
 from train.config import LauncherConfig, TrainerConfig
 from train.distributed import strategy
 from train.losses import ObjectiveConfig
-from train.objective import Weights, noisy, objective, sample_anchors, trainable, weights
+from train.objective import Weights, objective, trainable, weights
 from train.optim import Average, learning_rate, optimizer
+from train.sampling import noisy, row_keys, sample_anchors
 from train.tracking.clock import Clock
 from train.tracking.flops import Flops, peak_flops
 
@@ -57,11 +58,15 @@ class Loss(nn.Module):
             drafts = self.unroll(features, self.config.depths, anchors)
             return objective(head, drafts, features, weight, self.config, top=top)
 
-    def sampled(self, batch: Batch, row_number: Tensor, seed: int) -> tuple[Tensor | None, Weights]:
-        """Return the anchors of a micro-batch, the rows that are drafted from in this step, and each row's weight."""
+    def sampled(self, batch: Batch, keys: Tensor) -> tuple[Tensor | None, Weights]:
+        """Return the anchors of a micro-batch, the rows that are drafted from in this step, and each row's weight.
+
+        `keys` are those of its rows (train/sampling.py).
+        """
         useful = trainable(batch.document, batch.mask, self.config.depths).any(0)
-        anchors = sample_anchors(useful, self.config.anchors, seed, row_number)
-        return anchors, weights(batch.document, batch.mask, anchors, self.config)
+        anchors = sample_anchors(useful, self.config.anchors, keys)
+        chosen = None if anchors is None else torch.zeros_like(useful).scatter_(1, anchors, True)
+        return anchors, weights(batch.document, batch.mask, chosen, self.config)
 
 
 class Guard:
@@ -162,10 +167,11 @@ class Stepper:
         trainer, device, stall = self.trainer, self.accelerator.device, self.source.stall
         micro_batches = self.source(step)
         batches = [micro.batch for micro in micro_batches]
-        sampled = [self.loss.sampled(batch, number(batch, step), trainer.seed) for batch in batches]
+        keys = [row_keys(trainer.seed, step, batch.index) for batch in batches]
+        sampled = [self.loss.sampled(*inputs) for inputs in zip(batches, keys, strict=True)]
         mine: Any = sum(torch.stack([weight.amount, weight.trained.sum((1, 2))]) for _, weight in sampled)
         self.clock.lap("data")
-        shared: Any = self.accelerator.reduce(mine.to(device), "sum")
+        shared: Any = self.accelerator.reduce(to_device(mine, device), "sum")
         amount, trained = shared.clamp_min(1)
         self.clock.lap("wait")
         totals: dict[str, Tensor] = {}
@@ -175,9 +181,8 @@ class Stepper:
             if halted():
                 return Step(stopped=True, record=None, bad=None)
             self.clock.lap("wait")
-            scaled = weight.row.to(device) / amount[:, None, None]
-            row_number = number(micro.batch, step)
-            loss, sums = self.backward(read, row_number, anchors, scaled, last=i + 1 == len(micro_batches))
+            scaled = to_device(weight.row, device) / amount[:, None, None]
+            loss, sums = self.backward(read, keys[i], anchors, scaled, last=i + 1 == len(micro_batches))
             for name, value in {"loss": loss.detach().expand(len(trained)), **sums}.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value
             self.clock.lap("head")
@@ -253,27 +258,22 @@ class Stepper:
         return learning_rate(step, self.trainer) * self.trainer.lr_width / self.width
 
     def backward(
-        self, read: TrainingInput, row_number: Tensor, anchors: Tensor | None, weight: Tensor, *, last: bool
+        self, read: TrainingInput, keys: Tensor, anchors: Tensor | None, weight: Tensor, *, last: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Add one micro-batch's gradient; processes average theirs, hence the factor."""
         device, features = self.accelerator.device, read.features
         if self.accelerator.mixed_precision == "no":
             dtype = next(self.head.parameters()).dtype
             features = features._replace(hidden=features.hidden.to(dtype), last=features.last.to(dtype))
-        features = noisy(features, self.loss.noise, self.trainer.seed, row_number)
-        anchors = None if anchors is None else anchors.to(device)
+        features = noisy(features, self.loss.noise, to_device(keys, device))
+        anchors = None if anchors is None else to_device(anchors, device)
 
         # Dropout is seeded by run and step alone, as all random numbers are: a resumed run sees the same ones.
-        torch.manual_seed((self.trainer.seed * 1_000_003 + int(row_number[0])) % 2**63)
+        torch.manual_seed(int(keys[0]))
 
         loss, sums = self.strategy.forward(features, weight, anchors, read.top, last=last)
         self.strategy.backward(loss * self.accelerator.num_processes)
         return loss, sums
-
-
-def number(batch: Batch, step: int) -> Tensor:
-    """Return the rows' numbers in the run, which seed their random numbers."""
-    return batch.index + step * 10_000_019
 
 
 def keep_batch(folder: Path, batches: Batches, step: int, why: str) -> str:

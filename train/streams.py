@@ -32,7 +32,7 @@ from data.batches import Batch, Batches, check_known, pack
 from data.config import DataConfig
 from data.features.source import Live
 from data.text.prompts import load_training
-from heads.base import Features, parameter_count
+from heads.base import Features, parameter_count, to_device
 from heads.common.command import command
 from heads.common.ranges import Count, Within
 from heads.common.target_config import check_rows, context_of
@@ -45,6 +45,7 @@ from inference.target.config import ModelConfig
 from inference.target.loading import configuration
 from inference.target.placement import REPLICATE
 from inference.target.target import Target
+from inference.verification.rng import keyed
 from train.acceptance import AcceptanceEvaluator
 from train.checkpoints import resume
 from train.config import LauncherConfig, TrainerConfig, check_batch_and_name
@@ -55,6 +56,7 @@ from train.loop import Loop
 from train.objective import Weights, trainable
 from train.planning.check import check_out
 from train.run import alone, batches_for, prepare_out, provenance, resolved_values
+from train.sampling import ANCHORS
 from train.step import Stepper
 
 
@@ -93,14 +95,12 @@ class Anchors(NamedTuple):
     valid: Bool[Tensor, "B A G"]
 
 
-def anchors(batch: Batch, every: int, streams: int, seed: int) -> Anchors:
+def anchors(batch: Batch, every: int, streams: int, keys: Int[Tensor, "B"]) -> Anchors:
     """Return every so many of each row's trained tokens that have a trained one ahead, from a random one on."""
     trained = trainable(batch.document, batch.mask, streams).movedim(0, -1) & batch.mask.bool()[:, :, None]
     chosen = []
-    for is_trained, index in zip(trained.any(-1), batch.index.tolist(), strict=True):
-        rng = torch.Generator().manual_seed(seed + index)
-        start = int(torch.randint(every, (), generator=rng))
-        chosen.append(is_trained.nonzero()[start::every, 0])
+    for is_trained, key in zip(trained.any(-1), keyed(keys, ANCHORS).tolist(), strict=True):
+        chosen.append(is_trained.nonzero()[key % every :: every, 0])
     count = max(1, *map(len, chosen))
     row = torch.stack([torch.cat([anchor, anchor.new_zeros(count - len(anchor))]) for anchor in chosen])
     used = torch.stack([torch.arange(count) < len(anchor) for anchor in chosen])
@@ -128,9 +128,9 @@ class StreamsLoss(nn.Module):
         super().__init__()
         self.head, self.every, self.decay, self.quick = streams, run.every, run.decay, quick
 
-    def sampled(self, batch: Batch, row_number: Tensor, seed: int) -> tuple[Tensor, Weights]:
+    def sampled(self, batch: Batch, keys: Tensor) -> tuple[Tensor, Weights]:
         """Return the anchors of a micro-batch in this step, and the weight of each of their streams."""
-        row, valid = anchors(replace(batch, index=row_number), self.every, self.head.config.streams, seed)
+        row, valid = anchors(batch, self.every, self.head.config.streams, keys)
         trained = valid.permute(2, 0, 1)
         return row, Weights(trained, trained.float(), trained.sum((1, 2)).float())
 
@@ -155,7 +155,7 @@ class TokensAlone:
     def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], layers: tuple[int, ...]) -> Features:
         """Return the tokens and documents."""
         none = torch.empty(*token.shape, 0, device=self.device)
-        return Features(token, none[:, :, :, None], none, document)
+        return Features(to_device(token, self.device), none[:, :, :, None], none, to_device(document, self.device))
 
 
 class KeptStreams:

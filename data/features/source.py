@@ -67,7 +67,7 @@ class Forward(Protocol):
     device: torch.device
 
     def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], layers: tuple[int, ...]) -> Features:
-        """Return the features of packed rows, of these decoder layers."""
+        """Return the features of packed rows, of these decoder layers, on its device; the rows may lie on the host."""
         ...
 
 
@@ -111,4 +111,4 @@ def forward(
 ) -> Features:
     """Return the target's features of packed rows, on the target's device."""
     with torch.no_grad():
-        return target.features(token.to(target.device), document.to(target.device), layers)
+        return target.features(token, document, layers)

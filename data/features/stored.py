@@ -20,6 +20,7 @@ from data.batches import Batch, Batches
 from data.features.coding import FeatureRequest, decode_rows, join, split
 from data.features.source import MicroBatch, TrainingInput
 from data.features.store import DamagedError, FeatureStore, Row
+from heads.base import to_device
 from heads.common.files import claim
 
 log = logging.getLogger(__name__)
@@ -213,5 +214,5 @@ class Stored:
         moved = [
             {name: tensor.to(self.device, non_blocking=True) for name, tensor in (row or {}).items()} for row in rows
         ]
-        token, document = batch.token.to(self.device), batch.document.to(self.device)
+        token, document = to_device(batch.token, self.device), to_device(batch.document, self.device)
         return decode_rows(join(moved), token, document, self.form, self.store.spec)

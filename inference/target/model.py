@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from heads import rows
-from heads.base import Features
+from heads.base import Features, to_device
 from heads.common.target_config import cache_argument, context_of
 from heads.formats.store import TargetSpec
 from inference.target import loading
 from inference.target.adapter import Adapter
-from inference.target.attention import Packing, by_documents, group_attention, spans_of, use_kernels
+from inference.target.attention import Packing, Span, by_documents, group_attention, spans_of, use_kernels
 from inference.target.cache import BatchCache, BatchPass, Pool, TargetCache
 from inference.target.placed import Placed, by_turns, on_one_device
 from inference.target.tokenizer import end_tokens
@@ -204,14 +204,17 @@ class TargetModel:
 
         Where passes take all processes, all call this as often, each for rows of its own.
         """
-        token, document = token.to(self.device), document.to(self.device)
+        spans = spans_of(document)  # read where they are given, in training on the host: a device would be waited for
+        token, document = to_device(token, self.device), to_device(document, self.device)
         if self.placed.group is None:
-            return self.own_features(token, document, layers)
+            return self.own_features(token, document, layers, spans)
         return by_turns(self.placed.group, partial(self.own_features, layers=layers), token, document)
 
-    def own_features(self, token: Tensor, document: Tensor, layers: tuple[int, ...]) -> Features:
-        """Return the features of rows that all processes of a pass have alike."""
-        position, spans = rows.positions(document), spans_of(document)
+    def own_features(
+        self, token: Tensor, document: Tensor, layers: tuple[int, ...], spans: list[Span] | None = None
+    ) -> Features:
+        """Return the features of rows that all processes of a pass have alike, and whose documents may be known."""
+        position, spans = rows.positions(document), spans_of(document) if spans is None else spans
         if self.packing is not None and self.packing.needed(spans, len(token)):
             with by_documents(self.packing, spans):
                 out = self.run(token, position, None, None, layers)

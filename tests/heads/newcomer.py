@@ -44,7 +44,7 @@ class Newcomer(nn.Module):
         del depth
         return self.embeddings.logits(state)
 
-    def unroll(self, features: Features, depths: int, anchors: Bool[Tensor, "B T"] | None = None) -> list[Draft]:
+    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Draft from all rows."""
         del anchors
         state, drafts = features.last, []

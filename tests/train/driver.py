@@ -16,18 +16,23 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from torch import Tensor
 
 from heads.common.errors import user_errors
 from heads.common.resolvers import register_resolvers
 from train import acceptance
+from train import step as steps
 from train.checkpoints import format
 from train.config import run_config
+from train.distributed import control
+from train.distributed.control import Heartbeat
 from train.run import train
+from train.sampling import row_keys
 from train.step import Stepper
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = multiprocessing.get_context("forkserver")
-STRIDE = 10_000_019  # between the numbers of two steps' rows, as `train.step.number` counts
+PLACES: dict[int, tuple[int, int]] = {}  # step and row of every key that a process has made
 CONTEXT.set_forkserver_preload(["tests.train.driver"])
 
 
@@ -97,6 +102,7 @@ def child(folder: Path, overrides: list[str], hooks: tuple[str, ...], log: Path,
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ["HF_HUB_OFFLINE"] = "1"
+    steps.row_keys = keys_with_places
     for hook in hooks:
         name, _, only = hook.partition("@")
         if not only or int(only) == rank:
@@ -106,6 +112,13 @@ def child(folder: Path, overrides: list[str], hooks: tuple[str, ...], log: Path,
         cfg = compose("train", overrides)
         resolved: Any = OmegaConf.to_container(cfg, resolve=True)
         train(run_config(cfg), resolved)
+
+
+def keys_with_places(seed: int, step: int, index: Tensor) -> Tensor:
+    """Return the keys of a step's rows, and keep what they stand for."""
+    keys = row_keys(seed, step, index)
+    PLACES.update(zip(keys.tolist(), ((step, row) for row in index.tolist()), strict=True))
+    return keys
 
 
 def note(folder: Path, name: str, line: str = "") -> None:
@@ -131,7 +144,7 @@ def stuck(folder: Path, rank: int) -> None:
     before = Stepper.backward
 
     def backward(self: Stepper, given: Any, drawn: Any, *words: Any, **named: Any) -> Any:
-        if int(drawn[0]) // STRIDE == 5 and not (folder / "stuck").exists():
+        if PLACES[int(drawn[0])][0] == 5 and not (folder / "stuck").exists():
             note(folder, "stuck")
             time.sleep(8)
         return before(self, given, drawn, *words, **named)
@@ -144,9 +157,9 @@ def rows(folder: Path, rank: int) -> None:
     before, name = Stepper.backward, f"rows-{time.monotonic_ns()}-{rank}"
 
     def backward(self: Stepper, given: Any, drawn: Any, *words: Any, **named: Any) -> Any:
-        for number in drawn.tolist():
-            if (number + 1) % STRIDE:  # else the row only fills up
-                note(folder, name, f"{number // STRIDE} {number % STRIDE}")
+        for step, row in map(PLACES.__getitem__, drawn.tolist()):
+            if row >= 0:  # else the row only fills up
+                note(folder, name, f"{step} {row}")
         return before(self, given, drawn, *words, **named)
 
     Stepper.backward = backward
@@ -187,7 +200,7 @@ def fails(folder: Path, rank: int) -> None:
     before = Stepper.backward
 
     def backward(self: Stepper, given: Any, drawn: Any, *words: Any, **named: Any) -> Any:
-        if int(drawn[0]) // STRIDE == 5:
+        if PLACES[int(drawn[0])][0] == 5:
             raise ValueError("row 7 is in no shard")
         return before(self, given, drawn, *words, **named)
 
@@ -199,7 +212,7 @@ def told(folder: Path, rank: int) -> None:
     before = Stepper.backward
 
     def backward(self: Stepper, given: Any, drawn: Any, *words: Any, **named: Any) -> Any:
-        if int(drawn[0]) // STRIDE == 5 and not (folder / "told").exists():
+        if PLACES[int(drawn[0])][0] == 5 and not (folder / "told").exists():
             note(folder, "told")
             os.kill(os.getpid(), signal.SIGTERM)
         return before(self, given, drawn, *words, **named)
@@ -212,11 +225,31 @@ def poisoned(folder: Path, rank: int) -> None:
     before = Stepper.backward
 
     def backward(self: Stepper, given: Any, drawn: Any, *words: Any, **named: Any) -> Any:
-        if int(drawn[0]) // STRIDE == 5:
+        if PLACES[int(drawn[0])][0] == 5:
             given.features.last.fill_(float("nan"))
         return before(self, given, drawn, *words, **named)
 
     Stepper.backward = backward
 
 
-HOOKS = {hook.__name__: hook for hook in (slow, stuck, rows, measured, slow_disk, full_disk, fails, told, poisoned)}
+def deaf(folder: Path, rank: int) -> None:
+    """The sixth step waits for a device for good, and heartbeats are as where NCCL lets a process do so."""
+    before, read, taken = Heartbeat.__init__, Stepper.read, []
+    control.LOST = 1.0
+
+    def made(self: Heartbeat, *words: Any, ends: bool) -> None:
+        before(self, *words, ends=True)
+
+    def waiting(self: Stepper, *words: Any) -> Any:
+        taken.append(rank)
+        if len(taken) == 6:
+            note(folder, f"deaf-{rank}")
+            time.sleep(60)
+        return read(self, *words)
+
+    Heartbeat.__init__, Stepper.read = made, waiting
+
+
+HOOKS = {
+    hook.__name__: hook for hook in (slow, stuck, rows, measured, slow_disk, full_disk, fails, told, poisoned, deaf)
+}

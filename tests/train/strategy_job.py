@@ -21,9 +21,11 @@ from data.batches import Batches, Packed
 from data.features.source import Live
 from heads.common.resolvers import ROOT, register_resolvers
 from tests import toys
+from train import optim
 from train.adapt import adapt
 from train.config import RunConfig, run_config
-from train.step import Loss, Stepper, number
+from train.sampling import row_keys
+from train.step import Loss, Stepper
 
 BEFORE, AFTER = 3, 3  # steps, with what is kept of the run between
 CASES: dict[str, tuple[str, list[str]]] = {
@@ -32,6 +34,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "medusa": ("medusa", ["head=medusa", "objective.depths=4"]),
     "lora": ("eagle pruned", ["head=eagle", "peft=lora", "peft.rank=2", "init=x", "trainer.ema=0.5"]),
     "muon": ("eagle3", ["head=eagle3", "objective.depths=3", "trainer.optimizer=muon"]),
+    "fused": ("eagle3", ["head=eagle3", "objective.depths=3", "trainer.weight_decay=0.1"]),
     "bf16": ("eagle3", ["head=eagle3", "objective.depths=3", "trainer.precision=bf16"]),
     "compiled": ("medusa shared", ["head=medusa", "objective.depths=4", "trainer.compile=true"]),
     "layers compiled": ("eagle3", ["head=eagle3", "objective.depths=3", "trainer.compile=true"]),
@@ -51,6 +54,7 @@ def stepper(run: RunConfig, case: str, accelerator: Accelerator) -> Stepper:
     """Return a toy head at its start, with rows of which the second process has fewer."""
     target, head = toys.target(), toys.head(CASES[case][0], toys.target()).requires_grad_().train()
     made: Any = head
+    optim.FUSED = ("cpu",) if case == "fused" else ("cuda",)
     torch.manual_seed(4)
     adapt(head, run.peft)
     token = torch.randint(toys.VOCAB, (24, 16), generator=torch.Generator().manual_seed(5))
@@ -75,10 +79,11 @@ def snapshot(step: Stepper) -> dict[str, torch.Tensor]:
 def spoiled(step: Stepper) -> float:
     """Add a gradient, far larger than that of any step, and drop it; return its norm."""
     for micro in step.source(9):
-        anchors, weight = step.loss.sampled(micro.batch, number(micro.batch, 9), step.trainer.seed)
+        keys = row_keys(step.trainer.seed, 9, micro.batch.index)
+        anchors, weight = step.loss.sampled(micro.batch, keys)
         read = micro.read()
-        step.backward(read, micro.batch.index, anchors, 1e3 * weight.row, last=False)
-    step.backward(read, micro.batch.index, anchors, weight.row, last=True)
+        step.backward(read, keys, anchors, 1e3 * weight.row, last=False)
+    step.backward(read, keys, anchors, weight.row, last=True)
     norm = float(step.strategy.clip(1.0))
     step.strategy.drop()
     return norm

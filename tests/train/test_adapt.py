@@ -62,10 +62,9 @@ def fresh(name: str, of: Target) -> Any:
 def take(head: Any, features: Features, steps: int, average: Average, optim: Any) -> None:
     """Take steps of the real objective, chunk by chunk."""
     config = run("head=eagle3", "objective.depths=4").objective
-    anchors = torch.ones(features.token.shape, dtype=torch.bool)
-    found = weights(features.document, torch.ones_like(features.token), anchors, config)
+    found = weights(features.document, torch.ones_like(features.token), None, config)
     for _ in range(steps):
-        drafts = head.unroll(features, 4, anchors)
+        drafts = head.unroll(features, 4)
         loss, _ = objective(head, drafts, features, found.row / found.amount[:, None, None], config, chunk=200)
         optim.zero_grad()
         loss.backward()
@@ -190,6 +189,7 @@ def test_a_run_adapts_resumes_bit_for_bit_and_leaves_a_plain_head(toy: tuple[Pat
     )
     origin = json.loads((whole / "provenance.json").read_text())
     assert (origin["init"], origin["peft"]["rank"]) == (str(folder / "base"), 4)
+    assert origin["micro_tokens"] == 64
     row = json.loads((whole / "report.json").read_text())["rows"][-1]
     assert row["lossless"]["identical"] == row["lossless"]["checked"] > 0
 

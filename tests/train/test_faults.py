@@ -194,6 +194,23 @@ def test_a_process_dies(toy: Toy, dead: int) -> None:
     assert steps(place / "out") == list(range(1, STEPS + 1))
 
 
+@pytest.mark.parametrize("dead", [1, 0])
+def test_a_process_dies_while_the_others_wait_for_a_device(toy: Toy, dead: int) -> None:
+    """As under NCCL, which raises nothing: the line comes from the heartbeat's thread, which ends the process."""
+    place = toy.new()
+    trio = toy.start(place, "trainer.eval_prompts=0", hooks=("deaf",), world=3)
+    for rank, job in enumerate(trio):
+        job.until(place / f"deaf-{rank}")
+    trio[dead].signal(signal.SIGKILL)
+    first, other = (job for rank, job in enumerate(trio) if rank != dead)
+    assert [first.end(within=30), other.end(within=30)] == [2, 2]
+    (error,) = errors(first)
+    assert f"rank {dead} (" in error
+    assert f"process {trio[dead].process.pid}) has ended or does not answer" in error
+    assert error.endswith("resume=true goes on from the last checkpoint")
+    assert errors(other) == []
+
+
 @pytest.mark.slow
 def test_a_process_hangs(toy: Toy) -> None:
     place = toy.new()

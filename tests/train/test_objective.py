@@ -10,7 +10,7 @@ from heads import HEADS, rows
 from heads.base import Draft, Features
 from tests import toys
 from train.losses import LOSSES, ObjectiveConfig
-from train.objective import noisy, objective, sample_anchors, trainable, weights
+from train.objective import objective, trainable, weights
 from train.tracking.flops import Flops
 
 CONFIG = ObjectiveConfig(
@@ -185,51 +185,6 @@ def test_documents_count_alike_when_normalised_by_sequence() -> None:
     for b, where in documents:
         torch.testing.assert_close(by.row[:, b, where].sum(-1), torch.ones(2))
     assert by.row[:, 1, 12:].abs().max() == 0
-
-
-def test_anchors_are_drawn_by_seed_and_row_and_nothing_else_is_trained() -> None:
-    features, mask = batch()
-    index, useful = torch.tensor([3, 8]), trainable(features.document, mask, 2).any(0)
-    assert useful.sum(1).tolist() == [11, 9]
-    chosen = sample_anchors(useful, 5, 0, index)
-    assert chosen is not None
-    assert chosen.sum(1).tolist() == [5, 5]
-    assert not (chosen & ~useful).any()
-    more = sample_anchors(useful, 12, 0, index)
-    assert more is not None
-    assert (more | ~useful).all()
-    assert more.sum(1).tolist() == [12, 12]
-    again = sample_anchors(useful[1:], 5, 0, index[1:])
-    assert again is not None
-    assert again.equal(chosen[1:])
-    other = sample_anchors(useful, 5, 1, index)
-    assert other is not None
-    assert not other.equal(chosen)
-    assert sample_anchors(useful, 16, 0, index) is None
-    kept = weights(features.document, mask, chosen, CONFIG)
-    assert kept.trained.any()
-    assert not (kept.trained & ~chosen).any()
-
-
-def test_anchors_change_no_draft() -> None:
-    head: Any = toys.head("block", toys.target("llama", torch.float64))
-    features, _ = batch(head.feature_layers, torch.float64)
-    chosen = sample_anchors(features.document >= 0, 5, 0, torch.tensor([1, 2]))
-    assert chosen is not None
-    for some, every in zip(head.unroll(features, 4, chosen), head.unroll(features, 4), strict=True):
-        torch.testing.assert_close(some.state[chosen], every.state[chosen])
-        assert not some.state[~chosen].any()
-
-
-def test_noise_depends_on_seed_and_row_alone() -> None:
-    features, _ = batch()
-    index = torch.tensor([3, 8])
-    both = noisy(features, 0.2, 0, index)
-    alone = noisy(Features(*(part[1:] for part in features)), 0.2, 0, index[1:])
-    assert both.last[1:].equal(alone.last)
-    assert not noisy(features, 0.2, 1, index).last.equal(both.last)
-    spread = (both.last - features.last).abs().max()
-    assert 0.9 * 0.1 * 32 < spread <= 0.1 * 32
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle pruned"])

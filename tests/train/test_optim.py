@@ -1,12 +1,15 @@
-"""The schedule's shape, weight decay on matrices alone, and the running average."""
+"""The schedule's shape, weight decay on matrices alone, the running average, and optimisers that go on bit for bit."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
 from heads.common.resolvers import ROOT, register_resolvers
+from train import optim
 from train.checkpoints.state import TrainState
 from train.config import TrainerConfig, run_config
 from train.optim import Average, adamw, learning_rate
@@ -43,3 +46,60 @@ def test_average_follows_the_weights() -> None:
     off.update(module)
     assert TrainState(module, None, average).weights()["weight"].item() == pytest.approx(0.1)
     assert TrainState(module, None, off).weights()["weight"].item() == 1.0
+
+
+def test_matrices_and_vectors_are_updated_by_one_kernel_on_a_gpu_alone(
+    config: TrainerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = [*torch.nn.Linear(3, 4).parameters()]
+    assert not adamw(parameters, config).defaults["fused"]
+    monkeypatch.setattr(optim, "FUSED", ("cpu",))
+    assert adamw(parameters, config).defaults["fused"]
+
+
+@pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (False, "cpu")])
+def test_steps_are_counted_on_after_a_resumption_where_the_optimiser_counts_them(fused: bool, device: str) -> None:
+    """A fused optimiser does beside its parameters, which here lie on a device without values."""
+    module = torch.nn.Linear(2, 3, device="meta")
+    optimizer = torch.optim.AdamW(module.parameters())
+    optimizer.defaults["fused"] = fused
+    state = TrainState(module, optimizer, Average(module, 0.0))
+    state.write("state/weight/step", torch.tensor(4.0))
+    state.write("state/weight/exp_avg", torch.zeros(3, 2))
+    kept = optimizer.state[module.weight]
+    assert kept["step"].device.type == device
+    assert kept["exp_avg"].device.type == "meta"
+
+
+@pytest.mark.parametrize("way", ["foreach", "fused", "muon"])
+def test_an_optimiser_goes_on_bit_for_bit(way: str, config: TrainerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stepped(module: torch.nn.Module, optimizer: Any, first: int) -> None:
+        for number in range(first, first + 3):
+            inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(number))
+            module(inputs).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def made(seed: int) -> tuple[Any, Any, TrainState]:
+        torch.manual_seed(seed)
+        module: Any = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.Linear(6, 3))
+        module.embeddings, module.vocab = SimpleNamespace(vocab_size=3), None
+        optimizer: Any = making(module)
+        return module, optimizer, TrainState(module, optimizer, Average(module, 0.0))
+
+    def making(module: Any) -> Any:
+        if way == "foreach":
+            return torch.optim.AdamW(module.parameters(), 0.01, foreach=True)
+        return optim.optimizer(module, replace(config, lr=0.01, optimizer="muon" if way == "muon" else "adamw"))
+
+    monkeypatch.setattr(optim, "FUSED", () if way == "foreach" else ("cpu",))
+    one, optimizer, state = made(0)
+    stepped(one, optimizer, 0)
+    kept = {name: state.read(name) for name in state.names()}
+    stepped(one, optimizer, 3)
+    other, resumed, copy = made(1)
+    for name, value in kept.items():
+        copy.write(name, value)
+    stepped(other, resumed, 3)
+    assert all(copy.read(name).equal(state.read(name)) for name in state.names())
+    assert not one[0].weight.equal(kept["weight/0.weight"])

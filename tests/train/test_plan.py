@@ -13,7 +13,7 @@ from benchmarks import planner
 from heads.common.resolvers import ROOT, register_resolvers
 from train.config import RunConfig, run_config
 from train.planning import shapes
-from train.planning.plan import plan
+from train.planning.plan import GIB, SAFE, plan, sized
 from train.planning.table import advice, table
 
 VICUNA: dict[str, Any] = {"vocab_size": 32000, "tie_word_embeddings": False}
@@ -265,3 +265,35 @@ def test_every_experiment_fits_its_devices(experiment: str) -> None:
 def test_a_plan_is_near_the_memory_that_a_run_takes(name: str, tmp_path: Path) -> None:
     planned, taken = planner.measure(name, tmp_path, planner.peak(["train/run.py"]))
     assert planned == pytest.approx(taken, rel=0.15)
+
+
+AUTOMATIC = ("model=llama8b", "head=eagle", "device=h100", "data.length=64", "trainer.micro_tokens=null")
+
+
+@pytest.mark.usefixtures("offline")
+def test_micro_batches_are_sized_by_the_memory_of_the_device() -> None:
+    """Never beyond a process's share of a batch; where a row alone is too much, one; and a given size is kept."""
+    words = (*AUTOMATIC, "trainer.batch_tokens=2048", "eval.prompts=0", "trainer.eval_prompts=0")
+    alone = plan(run(*words, "trainer.micro_tokens=64"))["peak_bytes"] / GIB
+    half = plan(run(*words, "trainer.micro_tokens=512"))["peak_bytes"] / GIB
+    found = {
+        memory: sized(run(*words, f"device.memory_gb={memory}")).trainer.micro_tokens
+        for memory in (alone / 2, alone / SAFE + 0.001, half / SAFE + 0.001, 79)
+    }
+    assert [*found.values()] == [64, 64, 512, 2048]
+    assert plan(run(*words))["micro_tokens"] == 2048
+    assert plan(run(*words, "launcher=ddp", "launcher.num_processes=5"))["micro_tokens"] == 256
+    assert sized(run(*words, "trainer.micro_tokens=192")).trainer.micro_tokens == 192
+
+
+@pytest.mark.usefixtures("offline")
+def test_what_does_not_fit_at_any_size_makes_no_micro_batch_smaller() -> None:
+    words = (*AUTOMATIC, "trainer.batch_tokens=512", "device.memory_gb=26")
+    with_evaluation, without = plan(run(*words)), plan(run(*words, "eval.prompts=0"))
+    assert not with_evaluation["fits"]
+    assert without["fits"]
+    assert with_evaluation["micro_tokens"] == without["micro_tokens"] == 512
+
+
+def test_on_a_cpu_the_configuration_gives_the_size() -> None:
+    assert run().trainer.micro_tokens == 4096

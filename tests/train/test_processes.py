@@ -1,13 +1,18 @@
 """What a process of a run does about its machine."""
 
+import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import torch
+from accelerate import Accelerator
 from hydra import compose, initialize_config_dir
 
 from heads.common.resolvers import ROOT, register_resolvers
 from train.config import run_config
+from train.distributed import processes
 from train.distributed.processes import accelerator_for
 
 # Of its own process: an allocator's settings and its state are the process's.
@@ -43,3 +48,47 @@ def test_each_run_of_a_process_has_its_own_precision() -> None:
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             run = run_config(compose("train", [f"trainer.precision={asked}", "model.device=cpu"]))
         assert accelerator_for(run.launcher, run.trainer, run.model).mixed_precision == expected
+
+
+@pytest.mark.parametrize(
+    ("nccl", "gloo"),
+    [
+        ("eth", "eth0"),
+        ("ib,ens", "ens3"),
+        ("=eth1", "eth1"),
+        ("^docker,eth", "ens3"),
+        ("^=eth0,ens3", "eth1"),
+        ("wlan", None),
+        (None, None),
+    ],
+)
+def test_gloo_takes_the_interface_of_nccl(nccl: str | None, gloo: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["lo", "docker0", "eth0", "ens3", "eth1"] if nccl != "^=eth0,ens3" else ["lo", "eth0", "ens3", "eth1"]
+    monkeypatch.setattr(processes.socket, "if_nameindex", lambda: list(enumerate(names, 1)))
+    for name, value in (("NCCL_SOCKET_IFNAME", nccl), ("GLOO_SOCKET_IFNAME", None)):
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    processes.follow_nccl()
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == gloo
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "given")
+    processes.follow_nccl()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "given"
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("cpu", 600), ("cuda", 660)])
+def test_nccl_aborts_after_the_heartbeat_has_spoken(device: str, seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(processes, "device_named", lambda _: torch.device(device))
+    monkeypatch.setattr(processes, "check_machine", lambda *_: None)
+
+    class Made(Accelerator):
+        num_processes = 1
+
+        def __init__(self, **named: Any) -> None:
+            made.append(named)
+
+    monkeypatch.setattr(processes, "Accelerator", Made)
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        run = run_config(compose("train", ["trainer.precision=fp32"]))
+    accelerator_for(run.launcher, run.trainer, run.model)
+    assert made[0]["kwargs_handlers"][0].timeout.total_seconds() == seconds

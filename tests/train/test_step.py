@@ -8,7 +8,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from data.batches import Batch
 from heads.base import Features
 from tests.train import strategy_job
 from train import adapt
@@ -107,11 +106,3 @@ def test_a_wider_target_has_a_lower_rate_and_moves_as_much_the_less(optimizer: s
         if optimizer == "muon":
             assert moved[factor]["fusion.fc.weight"] == pytest.approx(0.2 * rate, rel=0.2)
     assert all(moved[1][name] == pytest.approx(4 * moved[4][name], rel=0.02) for name in moved[1])
-
-
-def test_no_two_rows_of_a_run_draw_the_same() -> None:
-    """Not even a row and its neighbour in the next step, whose numbers would meet if they only added up."""
-    index = torch.arange(40)
-    nothing = torch.zeros(40, 1, dtype=torch.long)
-    batch = Batch(nothing, nothing, nothing, index)
-    assert len(torch.cat([steps.number(batch, step) for step in range(30)]).unique()) == 30 * 40

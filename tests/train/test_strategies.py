@@ -17,6 +17,7 @@ from tests.train import jobs, strategy_job
 
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 QUICK = [*(f"{strategy}:{case}" for case in ("eagle", "eagle3") for strategy in STRATEGIES), "fsdp2:muon", "zero3:lora"]
+QUICK += ["ddp:fused", "fsdp2:fused", "zero3:fused"]
 # Relative of losses and norms, absolute of weights, which AdamW moves by up to 0.07 in these steps whatever the size of
 # a gradient. Muon multiplies in bf16, which processors round each in their own way.
 TOLERANCE = {"bf16": (0.02, 0.05), "muon": (5e-4, 3e-3)}

@@ -20,6 +20,7 @@ from inference.decode import Settings, autoregress, speculate
 from inference.drafters.contrib.streams import Streams, StreamsDrafter
 from inference.verification.sample import GREEDY
 from tests import toys
+from train.sampling import row_keys
 from train.streams import StreamsRunConfig, anchors, loop_of, stream_sums, streams_config, train
 
 SMALL = [
@@ -55,7 +56,7 @@ def test_streams_take_the_debug_preset() -> None:
 def test_anchors_are_every_so_many_of_the_targets_own_rows(every: int) -> None:
     packed, starts = batch(), set()
     for seed in range(8):
-        found = anchors(packed, every, 3, seed)
+        found = anchors(packed, every, 3, row_keys(seed, 0, packed.index))
         for b in range(3):
             document, mask = packed.document[b].tolist(), packed.mask[b].tolist()
 
@@ -72,7 +73,7 @@ def test_anchors_are_every_so_many_of_the_targets_own_rows(every: int) -> None:
             starts.add(start)
             for row, valid in zip(rows, found.valid[b][used].tolist(), strict=True):
                 assert valid == [teaches(row, j) for j in (1, 2, 3)]
-        again = anchors(packed, every, 3, seed)
+        again = anchors(packed, every, 3, row_keys(seed, 0, packed.index))
         assert again.row.equal(found.row)
         assert again.valid.equal(found.valid)
     assert len(starts) == 1 if every == 1 else len(starts) > 1
@@ -80,7 +81,7 @@ def test_anchors_are_every_so_many_of_the_targets_own_rows(every: int) -> None:
 
 def test_a_batch_that_trains_nothing_has_no_valid_anchor() -> None:
     packed = batch()
-    empty = anchors(replace(packed, mask=torch.zeros_like(packed.mask)), 2, 3, 0)
+    empty = anchors(replace(packed, mask=torch.zeros_like(packed.mask)), 2, 3, packed.index)
     assert empty.row.tolist() == [[0]] * 3
     assert not empty.valid.any()
 

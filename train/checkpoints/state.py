@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from train.distributed.strategy import held, master_state, put, put_master, whole, zero_stage
+from train.distributed.strategy import counts_on, held, master_state, put, put_master, whole, zero_stage
 from train.optim import Average, trained_state
 
 
@@ -60,9 +60,9 @@ class TrainState:
                 put_master(p, value)
         elif kind == "average":
             put(p, self.average.weights[rest], value)
-        elif not value.ndim:  # step counts stay on the CPU
+        elif not value.ndim:
             for state in self._states(p):
-                state[key] = value.clone()
+                state[key] = value.to(counts_on(self._optimizer(p), p), copy=True)
         elif zero_stage(p):
             put_master(p, value, key)
         else:
@@ -85,12 +85,17 @@ class TrainState:
 
         They step together, so each of them has the count of steps.
         """
+        optimizer = self._optimizer(parameter)
+        return list(optimizer.state.values()) if zero_stage(parameter) else [optimizer.state[parameter]]
+
+    def _optimizer(self, parameter: Tensor) -> Any:
+        """Return the optimiser of one parameter."""
         plain: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # DeepSpeed wraps it
-        if zero_stage(parameter):
-            return list(plain.state.values())
         for optimizer in getattr(plain, "optimizers", [plain]):
-            if any(parameter is other for group in optimizer.param_groups for other in group["params"]):
-                return [optimizer.state[parameter]]
+            if zero_stage(parameter) or any(
+                parameter is p for group in optimizer.param_groups for p in group["params"]
+            ):
+                return optimizer
         raise KeyError("no optimiser has this parameter")
 
 

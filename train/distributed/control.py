@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from heads.common.errors import one_line
+from train.distributed.launch import REPORTED
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +34,8 @@ STOPPED = 128 + signal.SIGTERM  # the exit status of a run that was stopped
 REPEATED = 2.0  # seconds; a launcher forwards a signal that its processes have received already
 BEAT = 1.0  # seconds between heartbeats
 GRACE = 4.0  # seconds without one after which a process counts as dead
+LOST = 10.0  # seconds that the main thread waits until its process looks for lost ones, and again until it ends
+ENDED = "{}; the others have stopped, and resume=true goes on from the last checkpoint"
 SLOW = 5.0  # seconds of waiting for another process after which it is logged
 
 
@@ -57,15 +61,21 @@ def on_main(accelerator: Accelerator, action: Callable[[], None]) -> None:
 
 
 class Heartbeat:
-    """Write the heartbeat of one process and read those of the others; with one process it does nothing."""
+    """Write the heartbeat of one process and read those of the others; with one process it does nothing.
 
-    def __init__(self, folder: Path, rank: int, world: int) -> None:
-        self.folder, self.rank, self.world = folder, rank, world
+    With `ends` its thread ends the process, with the line that names a lost one: the main thread may wait for an
+    accelerator, which NCCL lets it do until it aborts the process. `timeout` is how many seconds a process that lives
+    is waited for.
+    """
+
+    def __init__(self, folder: Path, rank: int, world: int, timeout: int, *, ends: bool = False) -> None:
+        self.folder, self.rank, self.world, self.timeout, self.ends = folder, rank, world, timeout, ends
         self.progress = 0  # micro-batches of this process since the start
         self._beat, self._moved = 0, time.monotonic()
         self._end, self._thread = threading.Event(), threading.Thread(target=self._run, daemon=True)
         self._lost: list[int] = []
         self._waiting: tuple[str, float] | None = None
+        self._heard: dict[int, tuple[int, float]] = {}  # the last beat of each process, and when it was new
 
     def start(self) -> None:
         """Start the thread that writes heartbeats."""
@@ -76,7 +86,12 @@ class Heartbeat:
 
     def move(self) -> None:
         """Record that this process has finished a micro-batch."""
-        self.progress, self._moved = self.progress + 1, time.monotonic()
+        self.progress += 1
+        self.wake()
+
+    def wake(self) -> None:
+        """Record that this process waits for nobody."""
+        self._moved = time.monotonic()
 
     def end(self, reason: str | None = None, *, lost: bool = False) -> None:
         """Stop: cleanly without a `reason`, with an error as the reason, or because another process was `lost`."""
@@ -91,23 +106,31 @@ class Heartbeat:
         else:
             self._write(reason, lost=lost)
 
-    def missing(self, timeout: int) -> str:
+    def missing(self) -> str:
         """Return the processes that died, ended with an error or fell behind, as text; blocks for GRACE seconds."""
         if self.world == 1:
             return ""
-        timed_out = time.monotonic() - self._moved > timeout / 2  # else the error here was no wait for another process
+        timed_out = (
+            time.monotonic() - self._moved > self.timeout / 2
+        )  # else the error here was no wait for another process
         before = self._read()
         time.sleep(GRACE)
         after = self._read()
-        others = [rank for rank in after if rank != self.rank and not after[rank]["lost"]]
-        gone = [
-            rank for rank in others if before.get(rank, {}).get("beat") == after[rank]["beat"] or after[rank]["reason"]
-        ]
-        behind = [rank for rank in others if timed_out and after[rank]["mark"] < self.progress]
-        self._lost = gone or behind
-        words = "has ended or does not answer" if gone else f"did not get as far as the others in {timeout} s"
+        gone = {
+            rank for rank in after if before.get(rank, {}).get("beat") == after[rank]["beat"] or after[rank]["reason"]
+        }
+        return self._named(after, gone, timed_out=timed_out)
+
+    def _named(self, signs: dict[int, dict[str, Any]], gone: set[int], *, timed_out: bool) -> str:
+        """Return those of the other processes that are gone, or else behind, as text with what became of them."""
+        others = [rank for rank in signs if rank != self.rank and not signs[rank]["lost"]]
+        behind = [rank for rank in others if timed_out and signs[rank]["mark"] < self.progress]
+        self._lost = [rank for rank in others if rank in gone] or behind
+        words = f"did not get as far as the others in {self.timeout} s"
+        if not gone.isdisjoint(self._lost):
+            words = "has ended or does not answer"
         return ", ".join(
-            f"{who(after[rank])} {'ended: ' + after[rank]['reason'] if after[rank]['reason'] else words}"
+            f"{who(signs[rank])} {'ended: ' + signs[rank]['reason'] if signs[rank]['reason'] else words}"
             for rank in self._lost
         )
 
@@ -120,7 +143,27 @@ class Heartbeat:
             self._write("")
             if self.rank < 2:  # the first process watches all others, and the second watches the first
                 self._watch()
+            if self.ends:
+                self._end_if_waiting_in_vain()
         self._watch()  # it may have continued and then ended
+
+    def _end_if_waiting_in_vain(self) -> None:
+        """End this process if the main thread waits and another process is lost; the first one left says so."""
+        now = time.monotonic()
+        if now - self._moved < LOST:
+            self._heard.clear()
+            return
+        signs = self._read()
+        for rank, sign in signs.items():
+            if rank not in self._heard or self._heard[rank][0] != sign["beat"]:
+                self._heard[rank] = sign["beat"], now
+        gone = {rank for rank in signs if now - self._heard[rank][1] > LOST}
+        if missing := self._named(signs, gone, timed_out=now - self._moved > self.timeout):
+            self._write("", lost=True)
+            if self.speaks():
+                sys.stderr.write(f"error: {ENDED.format(missing)}\n")
+                sys.stderr.flush()
+            os._exit(REPORTED)
 
     def _watch(self) -> None:
         """Log which processes this one has waited for longer than SLOW, once it continues."""
@@ -170,7 +213,7 @@ class ProcessControl:
 
     def __init__(self, accelerator: Accelerator, out: Path, timeout: int) -> None:
         self.rank, self.world, self.timeout = accelerator.process_index, accelerator.num_processes, timeout
-        self.heart = Heartbeat(out / RANKS, self.rank, self.world)
+        self.heart = Heartbeat(out / RANKS, self.rank, self.world, timeout, ends=accelerator.device.type == "cuda")
         self._group: Any = None
         if self.world > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
@@ -260,13 +303,12 @@ class ProcessControl:
         except Exception as error:
             reason = one_line(error)
             # gloo's and NCCL's errors all are RuntimeErrors
-            if not (isinstance(error, RuntimeError) and (missing := self.heart.missing(self.timeout))):
+            if not (isinstance(error, RuntimeError) and (missing := self.heart.missing())):
                 raise
             self.heart.end("", lost=True)
             if self.heart.speaks():
-                text = f"{missing}; the others have stopped, and resume=true goes on from the last checkpoint"
-                raise ValueError(text) from error
-            raise SystemExit(2) from error
+                raise ValueError(ENDED.format(missing)) from error
+            raise SystemExit(REPORTED) from error
         finally:
             self.heart.end(reason)
 
@@ -283,6 +325,7 @@ class ProcessControl:
         """Return whether a process received a SIGTERM, and whether the main one's measurement is over."""
         if self._group is None:
             return self._signalled is not None, over
+        self.heart.wake()
         self._vote_result()
         votes = torch.tensor([float(self._signalled is not None), float(over)])
         dist.all_reduce(votes, group=self._group)

@@ -131,6 +131,7 @@ def start(launcher: LauncherConfig, script: str, overrides: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     os.environ[PARENT] = str(os.getpid())
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # what waits for a lost process ends, at the latest
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its report is printed below
     before = {number: signal.getsignal(number) for number in HANDLED}
     try:

@@ -26,6 +26,7 @@ ELSEWHERE = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FS
 TRIMMED = 2**28  # bytes
 TRIM, MMAP = -1, -3  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, mallopt(3)
 
+LATER = 60  # seconds after which NCCL aborts a process that a heartbeat (control.py) should have ended
 LOCK, OWNER = ".lock", ".owner.json"
 
 
@@ -62,13 +63,32 @@ def accelerator_for(launcher: LauncherConfig, trainer: TrainerConfig, model: Mod
     precision = trainer.precision
     if precision == "auto":
         precision = "bf16" if fast_dtype(device) == torch.bfloat16 else "fp32"
-    group = InitProcessGroupKwargs(timeout=timedelta(seconds=trainer.timeout))
+    follow_nccl()
+    timeout = trainer.timeout + (LATER if device.type == "cuda" else 0)
+    group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout))
     mixed = "bf16" if precision == "bf16" else "no"
     # The runs of a multirun share this process, and accelerate keeps the first one's precision and device for all.
     AcceleratorState._reset_state(reset_partial_state=os.environ.get("WORLD_SIZE", "1") == "1")
     accelerator = Accelerator(mixed_precision=mixed, cpu=device.type == "cpu", kwargs_handlers=[group])
     check_world(launcher, accelerator.num_processes, int(os.environ.get("WORLD_SIZE", "1")))
     return accelerator
+
+
+def follow_nccl() -> None:
+    """Let gloo, which was not told an interface of the network, take the first of those that NCCL was told.
+
+    NCCL's names are beginnings, whole ones behind "=", and those to leave out behind "^"; gloo's are whole.
+    """
+    rule = os.environ.get("NCCL_SOCKET_IFNAME")
+    if not rule or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    without, named = rule.startswith("^"), rule.lstrip("^")
+    whole, names = named.startswith("="), named.lstrip("=").split(",")
+    for _, name in socket.if_nameindex():
+        listed = name in names if whole else name.startswith(tuple(names))
+        if listed != without and not (without and name == "lo"):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+            return
 
 
 def check_world(launcher: LauncherConfig, here: int, started: int) -> None:

@@ -150,7 +150,7 @@ class Zero(Strategy):
         pieces = "fp32_partitioned_groups_flat" if stage3 else "single_partition_of_fp32_groups"
         for piece in getattr(self.optimizer, pieces):
             zeros = {key: torch.zeros_like(piece) for key in ("exp_avg", "exp_avg_sq")}
-            inner.state[piece] = {"step": torch.tensor(0.0), **zeros}
+            inner.state[piece] = {"step": torch.zeros((), device=counts_on(inner, piece)), **zeros}
         if not stage3:
             self.optimizer._lazy_init_hp_params_optimizer_state()
 
@@ -212,6 +212,11 @@ def fell_back(strategy: str, actual: object) -> ValueError:
 def zero_stage(p: Tensor) -> int:
     """Return the stage of ZeRO that has sharded a parameter or its optimiser state; 0 for none."""
     return 3 if hasattr(p, "ds_id") else 2 if hasattr(p, "_hp_mapping") else 0
+
+
+def counts_on(optimizer: Any, p: Tensor) -> torch.device:
+    """Return where an optimiser of torch counts a parameter's steps: beside it if fused, else on the CPU."""
+    return p.device if optimizer.defaults.get("fused") else torch.device("cpu")
 
 
 def held(p: Tensor) -> Tensor:

@@ -148,30 +148,25 @@ def features_size(shape: TargetShape, tokens: int, item: int, features: int) -> 
 def head_stage(trace: Trace, features: Size, accumulates: bool, noise: bool, heap: bool) -> dict[str, Size]:
     """Return the memory of the head's step above its resident state.
 
-    Gradients are resident where a step `accumulates` them over micro-batches; noise takes twice the features' size.
+    Gradients are resident where a step `accumulates` them over micro-batches; noise takes the features' size again.
     """
     peak, activations, gradients = trace.peak, trace.activations, NONE if accumulates else trace.weights
     if not heap:
         peak = Counter(large=trace.most)
         activations, gradients = (Counter(large=size.total()) for size in (activations, gradients))
     return {
-        "features": times(features, 3 if noise else 1),
+        "features": times(features, 2 if noise else 1),
         "head: activations": activations,
         "loss: logits chunks, gradients": peak - gradients - activations,
     }
 
 
-def optimizer_stage(trace: Trace, layout: Layout, muon: bool, heap: bool) -> dict[str, Size]:
-    """Return the memory of the optimiser's step.
+def optimizer_stage(trace: Trace, muon: bool, heap: bool) -> dict[str, Size]:
+    """Return the memory of the optimiser's step: two temporary tensors for a parameter at a time.
 
-    AdamW duplicates all second moments at once on a GPU; on a CPU it takes two temporary tensors for each parameter in
-    turn. Muon goes matrix by matrix.
+    AdamW takes none on a GPU, where it is fused.
     """
-    if heap:
-        return {"optimiser: update": blocks(trace.largest) + blocks(trace.largest)}
-    if muon:
-        return {"optimiser: update": Counter(large=4 * trace.vectors + 2 * trace.largest)}
-    return {"optimiser: update": Counter(large=4 * trace.trained // (1 if layout.strategy == "ddp" else layout.world))}
+    return {"optimiser: update": times(blocks(trace.largest), 2 if heap or muon else 0)}
 
 
 def measure_stage(

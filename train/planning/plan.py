@@ -29,6 +29,7 @@ from train.start import AUTO, CHECKPOINT, LAST_LAYER, check_copied
 GIB = 2**30
 DEVICES = ROOT / "conf" / "device"
 ROW_BYTES = 9  # a packed token: its number, its document, its mask
+SAFE = 0.9  # of a device's memory that micro-batches are sized for: what is measured may be a tenth above the plan
 HOST_BASE = 1.5  # GiB of host memory of a process with torch's CUDA libraries
 
 
@@ -105,8 +106,31 @@ def resolved(device: DeviceConfig, requested: str | None) -> DeviceConfig:
     return replace(device, type=kind, memory_gb=properties.total_memory / GIB, tflops=tflops, name=properties.name)
 
 
+def sized(run: RunConfig) -> RunConfig:
+    """Return a run with its `trainer.micro_tokens`, where they are null: the most that fit SAFE of every device.
+
+    They are a power of two of rows, of those that a process has in a step. What takes more with a row at a time, as a
+    final evaluation may, does not count: it takes as much whatever they are.
+    """
+    if run.trainer.micro_tokens is not None:
+        return run
+
+    def of(rows: int) -> RunConfig:
+        return replace(run, trainer=replace(run.trainer, micro_tokens=rows * run.data.length))
+
+    def memories(rows: int) -> list[DeviceMemory]:
+        return device_memories(plan_inputs(of(rows)))
+
+    room, rows = [max(memory.peak, SAFE * memory.capacity) for memory in memories(1)], 1
+    mine = run.trainer.batch_tokens // run.data.length / (run.launcher.num_processes * run.launcher.num_nodes)
+    while 2 * rows <= mine and all(memory.peak <= most for memory, most in zip(memories(2 * rows), room, strict=True)):
+        rows *= 2
+    return of(rows)
+
+
 def plan_inputs(run: RunConfig) -> PlanInputs:
-    """Return the inputs of a plan, with its errors."""
+    """Return the inputs of a plan, with its errors; `sized` has filled in its micro-batches."""
+    assert run.trainer.micro_tokens is not None
     if run.init not in (None, AUTO, LAST_LAYER, CHECKPOINT):
         raise ValueError(f"init={run.init} brings the head's numbers, and plan=true loads nothing: leave init out")
     check_copied(run.init, run.model.placement)
@@ -159,7 +183,7 @@ def device_use(inputs: PlanInputs, main: bool, number: int) -> MemoryUse:
     resident = target | memory.head_state(traced, layout, muon, run.trainer.ema > 0)
     stages = {
         "head's step": memory.head_stage(traced, features, inputs.micro > 1, run.objective.noise > 0, inputs.heap),
-        "optimiser": memory.optimizer_stage(traced, layout, muon, inputs.heap),
+        "optimiser": memory.optimizer_stage(traced, muon, inputs.heap),
     }
     whole = {"target: gathered layers": Counter(large=gathered)} if gathered else {}
     if inputs.layers and run.features.mode != "stored":
@@ -256,6 +280,7 @@ def plan(run: RunConfig) -> dict[str, Any]:
     Raises:
         ValueError: the target's configuration cannot be read, the head does not fit it, or would have to be loaded.
     """
+    run = sized(run)
     inputs = plan_inputs(run)
     traced, shape, devices = inputs.traced, inputs.shape, device_memories(inputs)
     return {
@@ -265,6 +290,7 @@ def plan(run: RunConfig) -> dict[str, Any]:
         "trained_parameters": traced.trained,
         "steps": run.trainer.steps,
         "tokens": run.trainer.steps * run.trainer.batch_tokens,
+        "micro_tokens": run.trainer.micro_tokens,
         "peak_bytes": max(device.peak for device in devices),
         **work(inputs),
         "devices": devices,

@@ -15,7 +15,7 @@ from rich.table import Table
 from inference.target.placement import TOGETHER
 from train.config import RunConfig, checked
 from train.planning.memory import MemoryUse
-from train.planning.plan import GIB, DeviceMemory, plan
+from train.planning.plan import GIB, DeviceMemory, plan, sized
 
 PRUNED = 32000  # EAGLE-3's draft vocabulary
 # The values of features=stored; where the store lies is of no matter to a plan.
@@ -33,7 +33,15 @@ class Advice(NamedTuple):
 def table(run: RunConfig, planned: dict[str, Any]) -> Group:
     """Return the plan as tables for the terminal, with `advice` if it does not fit."""
     totals = _table(f"plan: {run.name} -> {run.out}")
-    for name in ("target_parameters", "active_parameters", "head_parameters", "trained_parameters", "steps", "tokens"):
+    for name in (
+        "target_parameters",
+        "active_parameters",
+        "head_parameters",
+        "trained_parameters",
+        "steps",
+        "tokens",
+        "micro_tokens",
+    ):
         totals.add_row(name.replace("_", " "), f"{planned[name]:,}")
     for name, size in planned["disk"].items():
         totals.add_row(f"disk: {name}", gib(size))
@@ -113,6 +121,7 @@ def advice(run: RunConfig, planned: dict[str, Any]) -> list[Advice]:
     If no single change is enough, the last entry combines several: those that leave the training's result unchanged
     come before the others. There is no such entry if all of them together are not enough.
     """
+    run = sized(run)
     most, single = planned["peak_bytes"], []
     for words in _changes(run):
         changed = _attempt(_overridden(run, words))
@@ -159,6 +168,7 @@ def _overridden(run: RunConfig, overrides: str) -> RunConfig:
 
 def _changes(run: RunConfig) -> list[str]:
     """Return possible changes of a run as overrides; the least costly come first."""
+    assert run.trainer.micro_tokens is not None
     length, half = run.data.length, run.data.length // 2
     head, several = asdict(run.head), run.launcher.num_processes * run.launcher.num_nodes > 1
     unsharded, whole = run.launcher.strategy == "ddp", run.model.placement == "replicate"

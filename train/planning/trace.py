@@ -99,8 +99,6 @@ class Shadow(TorchDispatchMode):
 
     def flag_count(self, flags: Tensor) -> int:
         """Return the assumed number of set flags, which fake tensors lack."""
-        if flags.ndim == 2:  # anchors
-            return flags.shape[0] * round(flags.shape[1] * self.anchored)
         return self.used if flags.numel() == self.tokens else round(flags.numel() * self.anchored)
 
     def count(self, storage: Any, size: Size) -> None:
@@ -224,5 +222,5 @@ def _batch(job: Job, layers: int, anchored: float) -> tuple[Features, Tensor, Te
         torch.empty(*size, job.shape.width, dtype=dtype),
         torch.zeros(size, dtype=torch.long),
     )
-    anchors = None if anchored == 1 else torch.ones(size, dtype=torch.bool)
+    anchors = None if anchored == 1 else torch.zeros(job.rows, round(anchored * job.length), dtype=torch.long)
     return features, torch.ones(job.objective.depths, *size), anchors

@@ -1,0 +1,158 @@
+"""What a step samples follows from the seed, the step and a row's number, and from nothing else."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from data.batches import Batches, Packed
+from heads.base import Features, to_device
+from tests import toys
+from tests.train import strategy_job
+from train import sampling
+from train.objective import trainable, weights
+from train.sampling import noisy, row_keys, sample_anchors
+from train.step import Loss
+
+ROWS, LENGTH, WIDTH = 8, 16, 6
+
+
+def states(rows: int = 2, layers: int = 2, dtype: torch.dtype = torch.float32) -> Features:
+    token = torch.zeros(rows, LENGTH, dtype=torch.long)
+    hidden, last = torch.zeros(rows, LENGTH, layers, WIDTH, dtype=dtype), torch.zeros(rows, LENGTH, WIDTH, dtype=dtype)
+    return Features(token, hidden, last, token)
+
+
+def test_no_two_rows_of_a_run_sample_the_same() -> None:
+    """Not even a row and its neighbour in the next step, whose numbers would meet if they only added up."""
+    keys = [row_keys(seed, step, torch.arange(40)) for seed in range(3) for step in range(30)]
+    assert len(torch.cat(keys).unique()) == 3 * 30 * 40
+
+
+def test_anchors_follow_from_the_row_and_come_first_where_they_are_useful() -> None:
+    document = torch.tensor([[0] * 9 + [1] * 7, [0] * 12 + [-1] * 4])
+    mask = torch.ones_like(document)
+    useful, keys = trainable(document, mask, 2).any(0), row_keys(0, 7, torch.tensor([3, 8]))
+    chosen, more = sample_anchors(useful, 5, keys), sample_anchors(useful, 14, keys)
+    assert chosen is not None
+    assert more is not None
+    assert chosen.diff().gt(0).all(), "in order, none twice"
+    assert useful.gather(1, chosen).all()
+    for b in range(2):
+        assert {*chosen[b].tolist()} < {*more[b].tolist()}
+        assert {*useful[b].nonzero()[:, 0].tolist()} < {*more[b].tolist()}
+    again = sample_anchors(useful[1:], 5, keys[1:])
+    assert again is not None
+    assert again.equal(chosen[1:])
+    assert sample_anchors(useful, LENGTH, keys) is None
+
+
+def test_every_row_is_an_anchor_as_often() -> None:
+    chosen = sample_anchors(torch.ones(4000, LENGTH, dtype=torch.bool), 4, row_keys(1, 2, torch.arange(4000)))
+    assert chosen is not None
+    share = chosen.flatten().bincount() / 4000
+    assert (share - 0.25).abs().max() < 5 * (0.25 * 0.75 / 4000) ** 0.5
+
+
+def test_nothing_but_anchors_is_trained() -> None:
+    head: Any = toys.head("block", toys.target())
+    config = replace(strategy_job.run_of("eagle", "ddp").objective, depths=4, anchors=5)
+    token = torch.zeros(2, LENGTH, dtype=torch.long)
+    batch = Batches(Packed(token, token, torch.ones_like(token)), 2, 2, 0, 0, 1)(0)[0]
+    anchors, weight = Loss(head, config, compiled=False).sampled(batch, row_keys(0, 0, batch.index))
+    assert anchors is not None
+    trained = weight.trained.any(0)
+    assert trained.any()
+    assert all({*trained[b].nonzero()[:, 0].tolist()} <= {*anchors[b].tolist()} for b in range(2))
+    assert weight.trained.sum() < weights(batch.document, batch.mask, None, config).trained.sum()
+
+
+def test_noise_is_uniform_and_scaled_by_the_length() -> None:
+    changed = noisy(states(200), 0.2, row_keys(0, 0, torch.arange(200)))
+    scale = 0.2 * 512 / LENGTH
+    for part in (changed.last, changed.hidden):
+        level = part / scale + 0.5
+        assert level.min() >= 0
+        assert level.max() <= 1
+        for power, mean in ((1, 1 / 2), (2, 1 / 3)):
+            spread = (1 / (2 * power + 1) - mean**2) ** 0.5
+            assert abs(level.pow(power).double().mean() - mean) < 5 * spread / part.numel() ** 0.5
+    together = torch.cat([changed.last[:, :, None], changed.hidden], 2)
+    assert len(together.unique()) > 0.99 * together.numel(), "no vector has another one's noise"
+    for shift in (1, 2):
+        for dim in range(4):
+            moved = together.roll(shift, dim).flatten()
+            assert abs(torch.corrcoef(torch.stack([together.flatten(), moved]))[0, 1]) < 5 / together.numel() ** 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_noise_does_not_depend_on_how_much_is_hashed_at_a_time(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, before = row_keys(0, 0, torch.arange(2)), states(dtype=dtype)
+    whole = noisy(before, 0.2, keys)
+    assert whole.last.dtype == dtype
+    monkeypatch.setitem(sampling.VALUES, "cpu", 5 * WIDTH)
+    pieces = noisy(before, 0.2, keys)
+    assert pieces.last.equal(whole.last)
+    assert pieces.hidden.equal(whole.hidden)
+    assert not before.last.any(), "the features that are given stay as they are"
+
+
+def by_row(world: int, micro: int, step: int) -> dict[int, tuple[Tensor, Tensor]]:
+    """Return the anchors and the noise of a step's rows, by their number in the data."""
+    token = torch.zeros(24, LENGTH, dtype=torch.long)
+    sampled: dict[int, tuple[Tensor, Tensor]] = {}
+    for rank in range(world):
+        for batch in Batches(Packed(token, token, token), ROWS, micro, 3, rank, world)(step):
+            keys = row_keys(3, step, batch.index)
+            anchors = sample_anchors(torch.ones_like(batch.token, dtype=torch.bool), 4, keys)
+            assert anchors is not None
+            noise = noisy(states(len(batch.index)), 0.2, keys).last
+            sampled |= {row: (anchors[i], noise[i]) for i, row in enumerate(batch.index.tolist()) if row >= 0}
+    return sampled
+
+
+@pytest.mark.parametrize(("world", "micro"), [(1, 1), (1, 3), (2, 2), (3, 2)])
+def test_any_cut_into_processes_and_micro_batches_samples_the_same(world: int, micro: int) -> None:
+    whole, cut, later = by_row(1, ROWS, 2), by_row(world, micro, 2), by_row(1, ROWS, 5)
+    assert whole.keys() == cut.keys()
+    assert all(a.equal(b) for row in whole for a, b in zip(whole[row], cut[row], strict=True))
+    shared = whole.keys() & later.keys()
+    assert shared, "the same rows come again"
+    assert not any(a.equal(b) for row in shared for a, b in zip(whole[row], later[row], strict=True))
+
+
+def test_anchors_change_no_draft() -> None:
+    head: Any = toys.head("block", toys.target("llama", torch.float64))
+    token = torch.tensor([toys.prompt(i, LENGTH) for i in range(2)])
+    features = toys.target("llama", torch.float64).features(token, torch.zeros_like(token), head.feature_layers)
+    chosen = sample_anchors(features.document >= 0, 5, row_keys(0, 0, torch.tensor([1, 2])))
+    assert chosen is not None
+    is_anchor = torch.zeros(token.shape, dtype=torch.bool).scatter_(1, chosen, True)
+    for some, every in zip(head.unroll(features, 4, chosen), head.unroll(features, 4), strict=True):
+        torch.testing.assert_close(some.state[is_anchor], every.state[is_anchor])
+        assert not some.state[~is_anchor].any()
+
+
+def test_a_copy_to_a_gpu_is_from_pinned_memory_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, Any]] = []
+
+    def pinned(self: Tensor) -> Tensor:
+        calls.append(("pin", self))
+        return self
+
+    def moved(self: Tensor, *where: Any, **how: Any) -> Tensor:
+        calls.append(("to", (*where, how)))
+        return self
+
+    x = torch.ones(2)
+    monkeypatch.setattr(Tensor, "pin_memory", pinned)
+    monkeypatch.setattr(Tensor, "to", moved)
+    to_device(x, torch.device("cuda"))
+    assert calls == [("pin", x), ("to", (torch.device("cuda"), {"non_blocking": True}))]
+    calls.clear()
+    to_device(x, torch.device("cpu"))
+    assert calls == [("to", (torch.device("cpu"), {}))]
