@@ -84,7 +84,7 @@ def peak(config: ObjectiveConfig, vocabulary: int, rows: int, *, whole: bool) ->
     head.lm_head.weight.grad = torch.zeros_like(head.lm_head.weight)
     weight = weights(document, torch.ones_like(token), None, config).row / rows
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    chunks = None if whole else chunked(weight > 0, chunk_rows(head, "cpu"), weight.device)
+    chunks = None if whole else chunked(weight > 0, chunk_rows(head, "cpu", weight.numel()), weight.device)
     loss, _ = objective(head, drafts, features, weight, config, chunks)
     loss.backward()
     return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
@@ -131,7 +131,7 @@ def step_over_products(target: Target, name: str, tokens: int) -> tuple[float, f
     anchors = sample_anchors(document == 0, config.anchors, 0, torch.arange(len(token)))
     weight = weights(document, torch.ones_like(token), anchors, config).row / token.numel()
 
-    chunks = chunked(weight > 0, chunk_rows(head, "cpu"), weight.device)
+    chunks = chunked(weight > 0, chunk_rows(head, "cpu", weight.numel()), weight.device)
 
     def step() -> None:
         head.zero_grad()

@@ -22,9 +22,10 @@ from heads import rows
 from heads.base import Draft, DraftHead, Features
 from heads.modules.top_k import TopLogProbs, argmax, log_probs, most_likely
 from heads.modules.vocab import SummedGradient
-from train.losses import LOSSES, ObjectiveConfig, Rows, TeacherProbs
+from train.losses import LOSSES, READ_P, ObjectiveConfig, Rows, TeacherProbs
 
-ROWS = 2048  # of a chunk: few enough for memory, enough for an accelerator's matrix products
+ROWS = 2048  # of a chunk at most: they keep an accelerator's matrix products busy
+SHARE = 16  # of the rows of all depths at most one in so many is in a chunk: then it takes no sixth of their memory
 # Logits of a chunk's rows on a CPU, of one depth: so few that the allocator reuses the same memory (glibc does below
 # 32 MiB), since fresh pages cost more than the computation. Twice as many where an lm_head of the head's own is
 # trained, whose gradient is added once a chunk.
@@ -71,10 +72,10 @@ def objective(
     return loss, dict(zip([*config.losses, "accuracy"], sums, strict=True))
 
 
-def chunk_rows(head: Any, device: str) -> int:
-    """Return how many teacher rows make a chunk on a device."""
+def chunk_rows(head: Any, device: str, count: int) -> int:
+    """Return how many teacher rows make a chunk on a device, where all depths have `count` rows."""
     if device != "cpu":
-        return ROWS
+        return min(ROWS, 1 << max(0, (count // SHARE).bit_length() - 1))  # a power of two, as batches are
     size = head.embeddings.vocab_size if head.vocab is None else len(head.vocab.ids)
     trains_lm_head = any(p.requires_grad and p.ndim == 2 and len(p) == size for p in head.parameters())
     return max(1, min(ROWS, CPU_LOGITS * (2 if trains_lm_head else 1) // head.embeddings.vocab_size))
@@ -167,11 +168,14 @@ class Work(NamedTuple):
         """Return the target's distribution at these rows, never of many over more tokens than the head drafts."""
         size = len(teacher) if self.head.vocab is None else TEACHER_ROWS
         pieces = [self._teacher_probs(piece) for piece in teacher.split(max(1, size))]
-        if len(pieces) == 1:
-            return pieces[0]
-        return TeacherProbs(torch.cat([piece.log_p for piece in pieces]), torch.cat([piece.best for piece in pieces]))
+        log_p, best = pieces[0] if len(pieces) == 1 else map(torch.cat, zip(*pieces, strict=True))
+        probs = TeacherProbs(log_p, best)
+        if READ_P.issuperset(self.config.losses):
+            probs.keep_p(whole=self.head.vocab is None)
+        return probs
 
-    def _teacher_probs(self, teacher: Int[Tensor, "n"]) -> TeacherProbs:
+    def _teacher_probs(self, teacher: Int[Tensor, "n"]) -> tuple[Float[Tensor, "n W"], Int[Tensor, "n"]]:
+        """Return the log-probs of the drafted tokens, and which of them is the most likely of all."""
         embeddings, vocab = self.head.embeddings, self.head.vocab
         if self.top is None:
             logits = embeddings.logits(self.features.last.flatten(0, 1)[teacher])
@@ -181,21 +185,21 @@ class Work(NamedTuple):
         else:
             top = TopLogProbs(*(field.flatten(0, 1)[teacher] for field in self.top))
             log_p, best = log_probs(top, embeddings.vocab_size, vocab), most_likely(top)
-        return TeacherProbs(log_p, best if vocab is None else vocab.index_of(best))
+        return log_p, best if vocab is None else vocab.index_of(best)
 
     def rows(self, d: int, fields: Sequence[Tensor | None], pick: Pick, probs: TeacherProbs) -> Rows:
         """Return the losses' input for the picked rows of depth `d` + 1, whose `fields` are those of their `Draft`."""
         state, feature, confidence = fields
         assert state is not None
-        dtype = probs.log_p.dtype
         logits = self.head.score(state, d + 1)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
         return Rows(
             probs,
             pick.position,
             logits.to(dtype).log_softmax(-1),
             self.label[pick.teacher],
             None if feature is None else feature.to(dtype),
-            self.features.last.flatten(0, 1)[pick.teacher].to(dtype),
+            None if feature is None else self.features.last.flatten(0, 1)[pick.teacher].to(dtype),
             None if confidence is None else confidence.to(dtype),
             self.head.vocab is None,
         )
@@ -203,13 +207,13 @@ class Work(NamedTuple):
     def depth(self, d: int, fields: Sequence[Tensor | None], pick: Pick, probs: TeacherProbs) -> tuple[Tensor, Tensor]:
         """Return the weighted loss of the picked rows, and the sums of each loss and of right guesses."""
         x, total, sums = self.rows(d, fields, pick, probs), self.weight.new_zeros(()), []
+        weight = self.weight[d][pick.source]
         for name, factor in self.config.losses.items():
             value = LOSSES[name](x, self.config)
-            total = total + factor * (value * self.weight[d][pick.source]).sum()
+            total = total + factor * (value * weight).sum()
             sums.append(value.detach().sum())
-        best = probs.best[pick.position]
         # The guess is right if nothing exceeds its log q: several times faster on a CPU than an argmax.
-        right = x.log_q.detach().gather(-1, best.clamp_min(0)[:, None])[:, 0] >= x.log_q.detach().amax(-1)
+        right = x.log_q.detach().gather(-1, x.best.clamp_min(0)[:, None])[:, 0] >= x.log_q.detach().amax(-1)
         sums.append((right & x.covered).sum())
         return total, torch.stack([value.to(total.dtype) for value in sums])
 

@@ -74,7 +74,7 @@ class Loss(nn.Module):
 
     def chunks(self, trained: Tensor, device: torch.device) -> list[Chunk]:
         """Return the trained rows of a micro-batch as they are scored on a device; `trained` is the host's."""
-        return chunked(trained, chunk_rows(self.head, device.type), device)
+        return chunked(trained, chunk_rows(self.head, device.type, trained.numel()), device)
 
     def sampled(self, batch: Batch, row_number: Tensor, seed: int) -> tuple[Tensor | None, Weights]:
         """Return the anchors of a micro-batch, the rows that are drafted from in this step, and each row's weight."""

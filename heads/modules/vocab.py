@@ -57,12 +57,11 @@ class GradientSum:
 class SummedGradient(nn.Module):
     """A module with a weight over the vocabulary, whose gradient can be accumulated in place."""
 
-    weight: nn.Parameter | None
+    weight: Any  # a parameter, or None
     gradient: GradientSum | None = None  # while `adding`
 
     def product(self, hidden: Float[Tensor, "*n D"], bias: Float[Tensor, "W"] | None = None) -> Float[Tensor, "*n W"]:
         """Return the logits."""
-        assert self.weight is not None
         if self.gradient is None or not torch.is_grad_enabled():
             return functional.linear(hidden, self.weight, bias)
         apply: Any = _Adding.apply
@@ -76,7 +75,6 @@ class SummedGradient(nn.Module):
         Autograd allocates one as large as the weight for every product before it adds, under autocast a rounded one. It
         keeps doing so where the weight is not trained.
         """
-        assert self.weight is not None
         gradient = GradientSum(self.weight)
         if self.weight.requires_grad:
             self.gradient = gradient

@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from heads import HEADS, rows
 from heads.base import Draft, Features
+from heads.modules.top_k import top_log_probs
 from tests import toys
 from train.losses import LOSSES, ObjectiveConfig
 from train.objective import chunked, noisy, objective, sample_anchors, trainable, weights
@@ -85,6 +88,42 @@ def test_chunks_give_the_loss_and_gradient_of_all_rows_at_once(name: str, chunk:
             torch.testing.assert_close(grads_again[key], grad, rtol=1e-7, atol=1e-9)
         for key, value in sums.items():
             torch.testing.assert_close(sums_again[key].double(), value.double(), rtol=1e-6, atol=1e-6)
+
+
+class Widest(TorchDispatchMode):
+    """Notes the most rows of anything over the whole vocabulary."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in [] if func.is_view else tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.shape[1:] == (toys.VOCAB,):
+                self.rows = max(self.rows, len(x))
+        return out
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_pruned_vocabulary_is_never_widened(stored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for a few of the teacher's rows at a time; all losses and gradients stay as they are."""
+    target = toys.target("llama", torch.float64)
+    head: Any = toys.head("eagle pruned", target).requires_grad_()
+    features, mask = batch(head.feature_layers, torch.float64)
+    of = config(**{kind: 0.3 for kind in LOSSES if kind != "confidence"})
+    weight = weights(features.document, mask, None, of).row
+    top = top_log_probs(target.embeddings.logits(features.last), 6) if stored else None
+    chunks, found = chunked(weight > 0, 7, weight.device), []
+    for rows_at_once in (512, 2):
+        monkeypatch.setattr("train.objective.TEACHER_ROWS", rows_at_once)
+        head.zero_grad()
+        drafts = head.unroll(features, 2)
+        counter: Any = Widest
+        with counter() as widest:
+            loss, _ = objective(head, drafts, features, weight, of, chunks, top)
+        loss.backward()
+        assert widest.rows == (0 if stored else min(7, rows_at_once))
+        found.append([loss.detach(), *(p.grad for p in head.parameters())])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-9)
 
 
 def test_every_parameter_is_trained() -> None:

@@ -166,7 +166,7 @@ def _run_trace(job: Job) -> Trace:
         head: Any = HEADS[job.head.name](job.head, embeddings)
         whole = sum(p.numel() for p in head.parameters())
         adapt(head, job.peft)
-    size = min(used, chunk_rows(head, job.device))
+    size = min(used, chunk_rows(head, job.device, config.depths * tokens))
     with FakeTensorMode(allow_non_fake_inputs=True):
         embeddings.weight = torch.empty(embeddings.weight.shape, dtype=job.dtype)
         _materialise(head)
