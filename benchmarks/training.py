@@ -38,7 +38,7 @@ from inference.target.target import Target
 from train.config import RunConfig, run_config
 from train.distributed.processes import keep_freed
 from train.losses import ObjectiveConfig
-from train.objective import AUTO, objective
+from train.objective import chunk_rows, chunked, objective
 from train.sampling import row_keys
 from train.step import Loss
 
@@ -76,7 +76,7 @@ class Reader(nn.Module):
         return self.lm_head(last)
 
 
-def peak(config: ObjectiveConfig, vocabulary: int, rows: int, chunk: int | None) -> int:
+def peak(config: ObjectiveConfig, vocabulary: int, rows: int, *, whole: bool) -> int:
     """Return the bytes that loss and gradient take above the inputs, in this process, which must be fresh."""
     torch.manual_seed(0)
     head: Any = Reader(vocabulary)
@@ -87,7 +87,8 @@ def peak(config: ObjectiveConfig, vocabulary: int, rows: int, chunk: int | None)
     head.lm_head.weight.grad = torch.zeros_like(head.lm_head.weight)
     weight = weights(document, torch.ones_like(token), None, config).row / rows
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    loss, _ = objective(head, drafts, features, weight, config, chunk)
+    chunks = None if whole else chunked(weight > 0, chunk_rows(head, "cpu", weight.numel()), weight.device)
+    loss, _ = objective(head, drafts, features, weight, config, chunks)
     loss.backward()
     return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
@@ -134,9 +135,11 @@ def step_over_products(target: Target, name: str, tokens: int) -> tuple[float, f
     anchors, weighed = Loss(head, config, compiled=False).sampled(batch, row_keys(0, 0, batch.index))
     weight = weighed.row / token.numel()
 
+    chunks = chunked(weight > 0, chunk_rows(head, "cpu", weight.numel()), weight.device)
+
     def step() -> None:
         head.zero_grad()
-        loss, _ = objective(head, head.unroll(features, config.depths, anchors), features, weight, config)
+        loss, _ = objective(head, head.unroll(features, config.depths, anchors), features, weight, config, chunks)
         loss.backward()
 
     products: list[Product] = []
@@ -175,8 +178,7 @@ def main() -> None:
     asked = parser.parse_args()
     config = replace(composed().objective, losses={"soft_ce": 1.0}, depths=2)
     if asked.peak:
-        chunk = AUTO if asked.peak == "chunked" else None
-        print(json.dumps(peak(config, asked.vocabulary, asked.rows, chunk)))
+        print(json.dumps(peak(config, asked.vocabulary, asked.rows, whole=asked.peak == "whole")))
         return
     print(device_facts(torch.device("cpu"), torch.float32))
     words = [sys.executable, __file__, "--vocabulary", str(asked.vocabulary), "--rows", str(asked.rows), "--peak"]

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from heads.base import Draft, Embeddings, Features, Level, check_depths
 from heads.common.ranges import Count, Parts, Width
-from heads.modules.vocab import draft_vocabulary
+from heads.modules.vocab import VocabularyLinear, draft_vocabulary
 from heads.rows import drafted_token, last_valid, of_parents
 
 EPS = 1e-6
@@ -66,7 +66,7 @@ class Mlp(nn.Module):
             for i in range(min(config.heads, 2) if config.tied else config.heads)
         )
         self.ln = nn.ModuleList(ShiftedNorm(inner) for _ in range(count))
-        self.head = nn.ModuleList(nn.Linear(inner, size, bias=False) for _ in range(count))
+        self.head = nn.ModuleList(VocabularyLinear(inner, size, bias=False) for _ in range(count))
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=inner**-0.5)

@@ -49,7 +49,7 @@ class ObjectiveConfig:
             raise ValueError("objective.losses: no loss has a weight; give at least one")
 
 
-@dataclass(frozen=True)
+@dataclass
 class TeacherProbs:
     """The target's distribution at n rows over the W tokens that the head drafts, with cached derived values.
 
@@ -71,6 +71,13 @@ class TeacherProbs:
         """Return the log of the W tokens' total probability."""
         return self.log_p.logsumexp(-1, keepdim=True)
 
+    def keep_p(self, *, whole: bool) -> None:
+        """Turn the log-probs into probs in place, for losses that read no others; `whole` as in `Rows`."""
+        if not whole:
+            self.log_mass = self.log_mass  # cached before its input is gone
+        self.p = self.log_p.exp_()
+        del self.log_p
+
     def top_k(self, k: int) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
         """Return probabilities and indices of the `k` most likely tokens, computed once."""
         if k not in self._top_k:
@@ -91,7 +98,7 @@ class Rows:
         teacher: the target's distribution at n rows; `teacher_index` selects the one that teaches each row.
         log_q: the draft's log-probs over the same W tokens.
         label: the text's own token as an index into the W, -1 where it is not among them.
-        feature, true_feature: the target's feature as predicted (None by a head that predicts none) and as it is.
+        feature, true_feature: the target's feature as predicted and as it is, None by a head that predicts none.
         confidence: the predicted logit of the draft's acceptance, None by a head that predicts none.
         whole: whether the head drafts the whole vocabulary.
     """
@@ -101,14 +108,19 @@ class Rows:
     log_q: Float[Tensor, "R W"]
     label: Int[Tensor, "R"]
     feature: Float[Tensor, "R D"] | None
-    true_feature: Float[Tensor, "R D"]
+    true_feature: Float[Tensor, "R D"] | None
     confidence: Float[Tensor, "R"] | None
     whole: bool
 
     @cached_property
+    def best(self) -> Int[Tensor, "R"]:
+        """Return the target's most likely token, -1 where it is not among the W."""
+        return self.teacher.best[self.teacher_index]
+
+    @cached_property
     def covered(self) -> Bool[Tensor, "R"]:
         """Return whether the target's most likely token is among the W."""
-        return self.teacher.best[self.teacher_index] >= 0
+        return self.best >= 0
 
     @cached_property
     def log_p(self) -> Float[Tensor, "R W"]:
@@ -191,7 +203,7 @@ def top_k(x: Rows, config: ObjectiveConfig) -> Float[Tensor, "R"]:
 
 def smooth_l1(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:
     """Smooth L1 between predicted and true feature, averaged over the width (EAGLE)."""
-    if x.feature is None:
+    if x.feature is None or x.true_feature is None:
         raise ValueError("objective.losses.smooth_l1: this head predicts no features; leave the loss out")
     return functional.smooth_l1_loss(x.feature, x.true_feature, reduction="none").mean(-1)
 
@@ -207,3 +219,4 @@ LOSSES: dict[str, Callable[[Rows, ObjectiveConfig], Tensor]] = {
     "ce": ce, "soft_ce": soft_ce, "kl": kl, "reverse_kl": reverse_kl, "jsd": jsd, "tv": tv, "nla": nla, "lk": lk,
     "top_k": top_k, "smooth_l1": smooth_l1, "confidence": confidence,
 }  # fmt: skip
+READ_P = {"ce", "soft_ce", "smooth_l1"}  # which never read the target's log-probs, so that no memory is kept for them

@@ -2,8 +2,8 @@
 
 Neither the drafts' logits nor the target's ever exist for a whole batch: with a vocabulary of 128k those of 4,096 rows
 fill 2 GiB, several times over for a loss and its gradient. Rows go through in chunks, each of which gives its part of
-the loss and of the gradient at once, so nothing is computed twice. The larger the vocabulary, the fewer rows are a
-chunk.
+the loss and of the gradient at once, so nothing is computed twice. Which rows these are is decided on the host, from
+loss masks that are there anyway: an accelerator is never waited for, and launches do not depend on the vocabulary.
 """
 
 from collections.abc import Sequence
@@ -13,19 +13,21 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from heads import rows
-from heads.base import Draft, DraftHead, Features
-from heads.modules.top_k import TopLogProbs, argmax, full_log_probs
-from heads.modules.vocab import DraftLmHead
-from train.losses import LOSSES, ObjectiveConfig, Rows, TeacherProbs
+from heads.base import Draft, DraftHead, Features, to_device
+from heads.modules.top_k import TopLogProbs, argmax, log_probs, most_likely
+from heads.modules.vocab import SummedGradient
+from train.losses import LOSSES, READ_P, ObjectiveConfig, Rows, TeacherProbs
 
-AUTO = -1  # as many logits in a chunk as suit the device
-# Logits of a chunk's rows, of one depth. On a CPU so few that the allocator reuses the same memory (glibc does below
-# 32 MiB): fresh pages cost more than the computation. Twice as many where an lm_head of the head's own is trained,
-# whose gradient is added once a chunk.
-CHUNK = {"cpu": 2**22, "cuda": 2**24}
-ROWS = 2048  # of a chunk at most: with a small vocabulary more would only leave the processor's caches
+ROWS = 2048  # of a chunk at most: they keep an accelerator's matrix products busy
+SHARE = 16  # of the rows of all depths at most one in so many is in a chunk: then it takes no sixth of their memory
+# Logits of a chunk's rows on a CPU, of one depth: so few that the allocator reuses the same memory (glibc does below
+# 32 MiB), since fresh pages cost more than the computation. Twice as many where an lm_head of the head's own is
+# trained, whose gradient is added once a chunk.
+CPU_LOGITS = 2**22
+TEACHER_ROWS = 512  # whose logits exist over the whole vocabulary at once, where the head drafts a pruned one
 
 
 def objective(
@@ -34,7 +36,7 @@ def objective(
     features: Features,
     weight: Float[Tensor, "d B T"],
     config: ObjectiveConfig,
-    chunk: int | None = AUTO,
+    chunks: "list[Chunk] | None" = None,
     top: TopLogProbs | None = None,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, "d"]]]:
     """Return the weighted loss, and unweighted sums of each loss and of accuracy at each depth.
@@ -43,34 +45,43 @@ def objective(
         head: its `score` computes logits from the drafts' states.
         drafts: its unrolled drafts, one entry a depth.
         features: the batch; `last` gives the teacher through the target's lm_head.
-        weight: of each row at each depth; rows of weight 0 are left out.
+        weight: of each row at each depth.
         config: the losses.
-        chunk: logits of a chunk, AUTO by the device; None takes all rows at once by plain autograd: the reference.
+        chunks: the rows to score, by `chunked`; None takes all rows of a weight at once by plain autograd: the
+            reference.
         top: the teacher where a store kept the top-k tokens of each row; None computes it from `last`.
     """
     flat = [tuple(None if field is None else field.flatten(0, 1) for field in draft) for draft in drafts]
-    size = chunk_size(head, weight.device.type) if chunk == AUTO else chunk
-    work = Work(head, features, weight.flatten(1), config, size, top)
+    parts = chunked(weight > 0, weight[0].numel(), weight.device) if chunks is None else chunks
+    work = Work(head, features, weight.flatten(1), config, parts, top, labels(head, features))
     if config.depth_weights == "dpace":
         depth_weight = dpace(work, [state for state, *_ in flat if state is not None])
     else:
         depth_weight = config.depth_decay ** torch.arange(len(drafts), device=weight.device)[:, None]
     work = work._replace(weight=work.weight * depth_weight)
-    if chunk is None:
+    if chunks is None:
         loss, sums = work.run(flat)
     else:
         module: Any = head
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        chunked: Any = _Chunked.apply
-        loss, sums = chunked(work, len(drafts), *(field for draft in flat for field in draft), *trained)
+        apply: Any = _Chunked.apply
+        loss, sums = apply(work, len(drafts), *(field for draft in flat for field in draft), *trained)
     return loss, dict(zip([*config.losses, "accuracy"], sums, strict=True))
 
 
-def chunk_size(head: Any, device: str) -> int:
-    """Return how many logits make a chunk on a device."""
+def chunk_rows(head: Any, device: str, count: int) -> int:
+    """Return how many teacher rows make a chunk on a device, where all depths have `count` rows."""
+    if device != "cpu":
+        return min(ROWS, 1 << max(0, (count // SHARE).bit_length() - 1))  # a power of two, as batches are
     size = head.embeddings.vocab_size if head.vocab is None else len(head.vocab.ids)
     trains_lm_head = any(p.requires_grad and p.ndim == 2 and len(p) == size for p in head.parameters())
-    return CHUNK.get(device, CHUNK["cuda"]) * (2 if trains_lm_head and device == "cpu" else 1)
+    return max(1, min(ROWS, CPU_LOGITS * (2 if trains_lm_head else 1) // head.embeddings.vocab_size))
+
+
+def labels(head: DraftHead, features: Features) -> Int[Tensor, "N"]:
+    """Return what the text has at each teacher row: the label of the rows that it teaches, -1 if it is not drafted."""
+    token = rows.next_token(features.token).flatten()
+    return token if head.vocab is None else head.vocab.index_of(token)
 
 
 @torch.no_grad()
@@ -82,10 +93,9 @@ def dpace(work: "Work", states: list[Tensor]) -> Float[Tensor, "d N"]:
     its token stands in the prompt, neither counts nor makes the others count less.
     """
     label_p, config = torch.zeros_like(work.weight), work.config
-    for teacher in work.used().split(work.size()):
+    for teacher, picks in work.chunks:
         probs = work.teacher_probs(teacher)
-        for d, state in enumerate(states):
-            pick = work.pick(d, teacher)
+        for d, (state, pick) in enumerate(zip(states, picks, strict=True)):
             x = work.rows(d, [state[pick.source], None, None], pick, probs)
             label_p[d, pick.source] = (-LOSSES["ce"](x, config)).exp().to(label_p.dtype)
     trained = work.weight > 0
@@ -102,6 +112,38 @@ class Pick(NamedTuple):
     source: Int[Tensor, "R"]
 
 
+class Chunk(NamedTuple):
+    """Teacher rows of a flattened batch that are scored together, and the rows of each depth that they teach."""
+
+    teacher: Int[Tensor, "n"]
+    picks: list[Pick]
+
+
+def chunked(trained: Bool[Tensor, "d B T"], size: int, device: torch.device) -> list[Chunk]:
+    """Return the trained rows in chunks of `size` teachers, on a device, in one copy that the host does not wait for.
+
+    Rows are picked where `trained` is, by reading it: on the host, unless the device is waited for.
+    """
+    flat = trained.flatten(1)
+    teaches = torch.zeros_like(flat[0])
+    for depth, flags in enumerate(flat, 1):
+        teaches[depth:] |= flags[:-depth]
+    used = teaches.nonzero()[:, 0].split(size)
+    chunks = [Chunk(teacher, [_pick(flags, depth, teacher) for depth, flags in enumerate(flat, 1)]) for teacher in used]
+    if trained.device == device:
+        return chunks
+    vectors, layout = tree_flatten(chunks)
+    copied: list[Chunk] = tree_unflatten(to_device(torch.cat(vectors), device).split([*map(len, vectors)]), layout)
+    return copied
+
+
+def _pick(flags: Bool[Tensor, "N"], depth: int, teacher: Int[Tensor, "n"]) -> Pick:
+    """Return the trained rows of a depth whose teachers are among these."""
+    source = teacher - depth
+    position = ((source >= 0) & flags[source.clamp_min(0)]).nonzero()[:, 0]
+    return Pick(teacher[position], position, source[position])
+
+
 class Work(NamedTuple):
     """One flattened batch to score, and the loss of a chunk of its rows."""
 
@@ -109,78 +151,70 @@ class Work(NamedTuple):
     features: Features
     weight: Float[Tensor, "d N"]
     config: ObjectiveConfig
-    chunk: int | None
+    chunks: list[Chunk]
     top: TopLogProbs | None
-
-    def size(self) -> int:
-        """Return how many teacher rows make a chunk."""
-        if self.chunk is None:
-            return self.weight.shape[1]
-        return max(1, min(ROWS, self.chunk // self.head.embeddings.vocab_size))
-
-    def used(self) -> Int[Tensor, "n"]:
-        """Return the rows that are the teacher of a trained row."""
-        teaches = torch.zeros(self.weight.shape[1], dtype=torch.bool, device=self.weight.device)
-        for depth, weight in enumerate(self.weight, 1):
-            teaches[depth:] |= weight[:-depth] > 0
-        return teaches.nonzero()[:, 0]
-
-    def pick(self, d: int, teacher: Int[Tensor, "n"]) -> Pick:
-        """Return the trained rows of depth `d` + 1 whose teachers are among these."""
-        source = teacher - d - 1
-        position = ((source >= 0) & (self.weight[d][source.clamp_min(0)] > 0)).nonzero()[:, 0]
-        return Pick(teacher[position], position, source[position])
+    label: Int[Tensor, "N"]  # of the rows that each row teaches
 
     @torch.no_grad()
     def teacher_probs(self, teacher: Int[Tensor, "n"]) -> TeacherProbs:
-        """Return the target's distribution at these rows."""
-        if self.top is not None:
-            top = TopLogProbs(*(field.flatten(0, 1)[teacher] for field in self.top))
-            log_p = full_log_probs(top, self.head.embeddings.vocab_size)
-        else:
-            logits = self.head.embeddings.logits(self.features.last.flatten(0, 1)[teacher])
+        """Return the target's distribution at these rows, never of many over more tokens than the head drafts."""
+        size = len(teacher) if self.head.vocab is None else TEACHER_ROWS
+        pieces = [self._teacher_probs(piece) for piece in teacher.split(max(1, size))]
+        log_p, best = pieces[0] if len(pieces) == 1 else map(torch.cat, zip(*pieces, strict=True))
+        probs = TeacherProbs(log_p, best)
+        if READ_P.issuperset(self.config.losses):
+            probs.keep_p(whole=self.head.vocab is None)
+        return probs
+
+    def _teacher_probs(self, teacher: Int[Tensor, "n"]) -> tuple[Float[Tensor, "n W"], Int[Tensor, "n"]]:
+        """Return the log-probs of the drafted tokens, and which of them is the most likely of all."""
+        embeddings, vocab = self.head.embeddings, self.head.vocab
+        if self.top is None:
+            logits = embeddings.logits(self.features.last.flatten(0, 1)[teacher])
             log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-        best, vocab = argmax(log_p), self.head.vocab
-        return TeacherProbs(log_p, best) if vocab is None else TeacherProbs(log_p[:, vocab.ids], vocab.index_of(best))
+            best = argmax(log_p)
+            log_p = log_p if vocab is None else log_p[:, vocab.ids]
+        else:
+            top = TopLogProbs(*(field.flatten(0, 1)[teacher] for field in self.top))
+            log_p, best = log_probs(top, embeddings.vocab_size, vocab), most_likely(top)
+        return log_p, best if vocab is None else vocab.index_of(best)
 
     def rows(self, d: int, fields: Sequence[Tensor | None], pick: Pick, probs: TeacherProbs) -> Rows:
         """Return the losses' input for the picked rows of depth `d` + 1, whose `fields` are those of their `Draft`."""
         state, feature, confidence = fields
         assert state is not None
-        dtype, vocab = probs.log_p.dtype, self.head.vocab
         logits = self.head.score(state, d + 1)
-        token = rows.label(self.features.token, d + 1).flatten()[pick.source]
+        dtype = torch.promote_types(logits.dtype, torch.float32)
         return Rows(
             probs,
             pick.position,
             logits.to(dtype).log_softmax(-1),
-            token if vocab is None else vocab.index_of(token),
+            self.label[pick.teacher],
             None if feature is None else feature.to(dtype),
-            self.features.last.flatten(0, 1)[pick.teacher].to(dtype),
+            None if feature is None else self.features.last.flatten(0, 1)[pick.teacher].to(dtype),
             None if confidence is None else confidence.to(dtype),
-            vocab is None,
+            self.head.vocab is None,
         )
 
     def depth(self, d: int, fields: Sequence[Tensor | None], pick: Pick, probs: TeacherProbs) -> tuple[Tensor, Tensor]:
         """Return the weighted loss of the picked rows, and the sums of each loss and of right guesses."""
         x, total, sums = self.rows(d, fields, pick, probs), self.weight.new_zeros(()), []
+        weight = self.weight[d][pick.source]
         for name, factor in self.config.losses.items():
             value = LOSSES[name](x, self.config)
-            total = total + factor * (value * self.weight[d][pick.source]).sum()
+            total = total + factor * (value * weight).sum()
             sums.append(value.detach().sum())
-        best = probs.best[pick.position]
         # The guess is right if nothing exceeds its log q: several times faster on a CPU than an argmax.
-        right = x.log_q.detach().gather(-1, best.clamp_min(0)[:, None])[:, 0] >= x.log_q.detach().amax(-1)
+        right = x.log_q.detach().gather(-1, x.best.clamp_min(0)[:, None])[:, 0] >= x.log_q.detach().amax(-1)
         sums.append((right & x.covered).sum())
         return total, torch.stack([value.to(total.dtype) for value in sums])
 
     def run(self, drafts: Sequence[Sequence[Tensor | None]]) -> tuple[Tensor, Tensor]:
         """Return the loss and the sums of all rows at once, by plain autograd."""
-        teacher = self.used()
+        [(teacher, picks)] = self.chunks
         probs = self.teacher_probs(teacher)
         depths = []
-        for d, fields in enumerate(drafts):
-            pick = self.pick(d, teacher)
+        for d, (fields, pick) in enumerate(zip(drafts, picks, strict=True)):
             depths.append(self.depth(d, [x if x is None else x[pick.source] for x in fields], pick, probs))
         return torch.stack([loss for loss, _ in depths]).sum(), torch.stack([sums for _, sums in depths], 1)
 
@@ -205,13 +239,13 @@ class _Chunked(torch.autograd.Function):
         sums = work.weight.new_zeros(len(work.config.losses) + 1, depths)
         module: Any = work.head
         input_index = {id(x): i for i, x in enumerate(inputs[count:], count)}
-        lm_heads = [m for m in module.modules() if isinstance(m, DraftLmHead) and id(m.weight) in input_index]
+        lm_heads = [m for m in module.modules() if isinstance(m, SummedGradient) and id(m.weight) in input_index]
         with ExitStack() as stack:
             added = [stack.enter_context(lm_head.adding()) for lm_head in lm_heads]
-            for teacher in work.used().split(work.size()):
+            for teacher, picks in work.chunks:
                 probs = work.teacher_probs(teacher)
-                for d in range(depths):
-                    pick, first = work.pick(d, teacher), d * FIELDS
+                for d, pick in enumerate(picks):
+                    first = d * FIELDS
                     with torch.enable_grad():
                         fields = [
                             None if x is None else x.detach()[pick.source] for x in inputs[first : first + FIELDS]
@@ -228,10 +262,10 @@ class _Chunked(torch.autograd.Function):
                             grads[i][pick.source] = grad  # a row has one teacher at a depth, so it comes once
                         elif grad is not None:
                             grads[i] = grad if grads[i] is None else grads[i].add_(grad)
-        for lm_head, lm_head_grads in zip(lm_heads, added, strict=True):
-            i = input_index[id(lm_head.weight)]
-            for grad in lm_head_grads:
-                grads[i] = grad if grads[i] is None else grads[i].add_(grad)
+        for lm_head, added_grad in zip(lm_heads, added, strict=True):
+            if added_grad.total is not None:
+                i = input_index[id(lm_head.weight)]
+                grads[i] = added_grad.total if grads[i] is None else grads[i].add_(added_grad.total)
         ctx.grads = grads
         ctx.mark_non_differentiable(sums)
         return losses, sums

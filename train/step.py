@@ -29,7 +29,7 @@ from train.checkpoints.state import TrainState
 from train.config import LauncherConfig, TrainerConfig
 from train.distributed import strategy
 from train.losses import ObjectiveConfig
-from train.objective import Weights, objective, trainable, weights
+from train.objective import Chunk, Weights, chunk_rows, chunked, objective, trainable, weights
 from train.optim import Average, learning_rate, optimizer
 from train.sampling import noisy, row_keys, sample_anchors
 from train.tracking.clock import Clock
@@ -50,13 +50,23 @@ class Loss(nn.Module):
         self.unroll = torch.compile(unroll) if whole else unroll
 
     def forward(
-        self, features: Features, weight: Tensor, anchors: Tensor | None, top: TopLogProbs | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Draft from the rows and return the weighted loss with its metrics, matrix products in bf16 if `quick`."""
+        self, features: Features, weight: Tensor, anchors: Tensor | None, top: TopLogProbs | None = None,
+        chunks: list[Chunk] | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+        """Draft from the rows and return the weighted loss with its metrics, matrix products in bf16 if `quick`.
+
+        Without `chunks` these are read from the weight, which an accelerator makes the host wait for.
+        """
         head: Any = self.head
+        if chunks is None:
+            chunks = self.chunks(weight > 0, weight.device)
         with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.quick):
             drafts = self.unroll(features, self.config.depths, anchors)
-            return objective(head, drafts, features, weight, self.config, top=top)
+            return objective(head, drafts, features, weight, self.config, chunks, top)
+
+    def chunks(self, trained: Tensor, device: torch.device) -> list[Chunk]:
+        """Return the trained rows of a micro-batch as they are scored on a device; `trained` is the host's."""
+        return chunked(trained, chunk_rows(self.head, device.type, trained.numel()), device)
 
     def sampled(self, batch: Batch, keys: Tensor) -> tuple[Tensor | None, Weights]:
         """Return the anchors of a micro-batch, the rows that are drafted from in this step, and each row's weight.
@@ -182,7 +192,8 @@ class Stepper:
                 return Step(stopped=True, record=None, bad=None)
             self.clock.lap("wait")
             scaled = to_device(weight.row, device) / amount[:, None, None]
-            loss, sums = self.backward(read, keys[i], anchors, scaled, last=i + 1 == len(micro_batches))
+            chunks = self.loss.chunks(weight.trained, device)
+            loss, sums = self.backward(read, keys[i], anchors, scaled, chunks, last=i + 1 == len(micro_batches))
             for name, value in {"loss": loss.detach().expand(len(trained)), **sums}.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value
             self.clock.lap("head")
@@ -258,8 +269,9 @@ class Stepper:
         return learning_rate(step, self.trainer) * self.trainer.lr_width / self.width
 
     def backward(
-        self, read: TrainingInput, keys: Tensor, anchors: Tensor | None, weight: Tensor, *, last: bool
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        self, read: TrainingInput, keys: Tensor, anchors: Tensor | None, weight: Tensor, chunks: list[Chunk] | None,
+        *, last: bool,
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
         """Add one micro-batch's gradient; processes average theirs, hence the factor."""
         device, features = self.accelerator.device, read.features
         if self.accelerator.mixed_precision == "no":
@@ -271,7 +283,7 @@ class Stepper:
         # Dropout is seeded by run and step alone, as all random numbers are: a resumed run sees the same ones.
         torch.manual_seed(int(keys[0]))
 
-        loss, sums = self.strategy.forward(features, weight, anchors, read.top, last=last)
+        loss, sums = self.strategy.forward(features, weight, anchors, read.top, chunks, last=last)
         self.strategy.backward(loss * self.accelerator.num_processes)
         return loss, sums
 

@@ -135,15 +135,20 @@ class StreamsLoss(nn.Module):
         return row, Weights(trained, trained.float(), trained.sum((1, 2)).float())
 
     def forward(
-        self, features: Features, weight: Float[Tensor, "G B A"], anchors: Tensor, top: TopLogProbs | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        self, features: Features, weight: Float[Tensor, "G B A"], anchors: Tensor, top: TopLogProbs | None = None,
+        chunks: None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
         """Return the loss with its metrics; a stream's weights are one over the global number of its anchors, or 0."""
         assert top is None
+        assert chunks is None
         with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.quick):
             draft, teacher = self.head(features.token, features.document, anchors)
         sums = stream_sums(draft, teacher, weight.permute(1, 2, 0) > 0)
         scale = weight.amax((1, 2)) * self.decay ** torch.arange(len(weight), device=weight.device)
         return (sums["loss"] * scale).sum(), {"soft_ce": sums["loss"].detach(), "accuracy": sums["accuracy"]}
+
+    def chunks(self, trained: Tensor, device: torch.device) -> None:
+        """Anchors are scored at once."""
 
 
 class TokensAlone:

@@ -1,10 +1,13 @@
 """The target's distribution truncated to its top-k tokens: smaller to store than a hidden state of a wide target."""
 
+import math
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from heads.base import DraftVocabulary
 
 BLOCK = 128  # tokens that are searched for the index of the maximum
 
@@ -41,7 +44,29 @@ def full_log_probs(top: TopLogProbs, vocab_size: int) -> Float[Tensor, "*n V"]:
 
     They are normalised at the end, since rounding may leave the top ones with slightly more or less than 1.
     """
-    others = vocab_size - top.ids.shape[-1]
-    rest = (1 - top.log_p.exp().sum(-1, keepdim=True)).clamp_min(torch.finfo(top.log_p.dtype).tiny) / max(1, others)
-    log_p = rest.log().expand(*rest.shape[:-1], vocab_size).scatter(-1, top.ids, top.log_p)
+    rest = _rest(top, vocab_size - top.ids.shape[-1])
+    log_p = rest.expand(*rest.shape[:-1], vocab_size).scatter(-1, top.ids, top.log_p)
     return log_p.log_softmax(-1)
+
+
+def log_probs(top: TopLogProbs, vocab_size: int, vocab: DraftVocabulary | None) -> Float[Tensor, "*n W"]:
+    """Return what `full_log_probs` gives the tokens of a draft vocabulary, without those of all; None: of all."""
+    if vocab is None:
+        return full_log_probs(top, vocab_size)
+    others, size = vocab_size - top.ids.shape[-1], len(vocab.ids)
+    rest, index = _rest(top, others), vocab.index_of(top.ids)
+    log_p = rest.expand(*rest.shape[:-1], size + 1).scatter(-1, torch.where(index < 0, size, index), top.log_p)
+    both = torch.cat([top.log_p, rest + math.log(others)], -1) if others else top.log_p
+    return log_p[..., :size] - both.logsumexp(-1, keepdim=True)
+
+
+def most_likely(top: TopLogProbs) -> Int[Tensor, "*n"]:
+    """Return the most likely token of each row, of equals the first."""
+    tied = top.log_p == top.log_p.amax(-1, keepdim=True)
+    return torch.where(tied, top.ids, torch.iinfo(top.ids.dtype).max).amin(-1)
+
+
+def _rest(top: TopLogProbs, others: int) -> Float[Tensor, "*n 1"]:
+    """Return the log-prob of one of the `others`: an even share of the mass that the top ones leave."""
+    rest = (1 - top.log_p.exp().sum(-1, keepdim=True)).clamp_min(torch.finfo(top.log_p.dtype).tiny) / max(1, others)
+    return rest.log()

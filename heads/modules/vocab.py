@@ -27,7 +27,91 @@ def scatter_logits(vocab: DraftVocabulary | None, logits: Float[Tensor, "*n W"])
     return logits if vocab is None else vocab.scatter(logits)
 
 
-class DraftLmHead(nn.Module):
+class GradientSum:
+    """The gradient of a weight over the vocabulary, accumulated in the weight's own dtype.
+
+    Attributes:
+        operand: the weight in the dtype that multiplies, which under autocast is a narrower one.
+        total: the sum, None while nothing was added.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        kind = weight.device.type
+        self.dtype = weight.dtype
+        self.operand = weight.detach()
+        if torch.is_autocast_enabled(kind):
+            self.operand = self.operand.to(torch.get_autocast_dtype(kind))
+        self.total: Tensor | None = None
+
+    def add(self, d_logits: Float[Tensor, "W n"], hidden: Float[Tensor, "n D"]) -> None:
+        """Add a product in place, with an overload of `addmm` that autocast leaves alone and counters know."""
+        beta = int(self.total is not None)
+        if self.total is None:
+            self.total = d_logits.new_empty(len(d_logits), hidden.shape[1], dtype=self.dtype)
+        if d_logits.dtype != self.dtype and d_logits.device.type == "cuda":  # there a sum of narrow products is wide
+            torch.addmm(self.total, d_logits, hidden, beta=beta, out_dtype=self.dtype, out=self.total)
+        else:
+            torch.addmm(self.total, d_logits.to(self.dtype), hidden.to(self.dtype), beta=beta, out=self.total)
+
+
+class SummedGradient(nn.Module):
+    """A module with a weight over the vocabulary, whose gradient can be accumulated in place."""
+
+    weight: Any  # a parameter, or None
+    gradient: GradientSum | None = None  # while `adding`
+
+    def product(self, hidden: Float[Tensor, "*n D"], bias: Float[Tensor, "W"] | None = None) -> Float[Tensor, "*n W"]:
+        """Return the logits."""
+        if self.gradient is None or not torch.is_grad_enabled():
+            return functional.linear(hidden, self.weight, bias)
+        apply: Any = _Adding.apply
+        logits: Tensor = apply(hidden.to(self.gradient.operand.dtype), self.weight, self.gradient)
+        return logits if bias is None else logits + bias
+
+    @contextmanager
+    def adding(self) -> Iterator[GradientSum]:
+        """Accumulate the weight's gradient in the yielded sum, and give autograd none.
+
+        Autograd allocates one as large as the weight for every product before it adds, under autocast a rounded one. It
+        keeps doing so where the weight is not trained.
+        """
+        gradient = GradientSum(self.weight)
+        if self.weight.requires_grad:
+            self.gradient = gradient
+        try:
+            yield gradient
+        finally:
+            self.gradient = None
+
+
+class _Adding(torch.autograd.Function):
+    """A product with a weight, whose gradient is accumulated in `gradient`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, gradient: GradientSum) -> Tensor:
+        """Return hidden x weight, transposed; `weight` is an input so that the product has a gradient."""
+        del weight
+        ctx.save_for_backward(hidden)
+        ctx.gradient = gradient
+        return hidden @ gradient.operand.mT
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+        """Return the gradient of `hidden`."""
+        (hidden,) = ctx.saved_tensors
+        ctx.gradient.add(grads[0].flatten(0, -2).mT, hidden.flatten(0, -2))
+        return grads[0] @ ctx.gradient.operand if ctx.needs_input_grad[0] else None, None, None
+
+
+class VocabularyLinear(SummedGradient, nn.Linear):
+    """A linear layer over the vocabulary, whose gradient can be accumulated in place."""
+
+    def forward(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n W"]:
+        """Return the logits."""
+        return self.product(hidden, self.bias)
+
+
+class DraftLmHead(SummedGradient):
     """The lm_head of a draft head: from final-normed states to logits over the draft vocabulary.
 
     It is the target's, shared and frozen, or one of the head's own that starts as a copy of the target's and is
@@ -55,7 +139,6 @@ class DraftLmHead(nn.Module):
         self.down = None if rank is None else nn.Linear(width, inner, bias=False)
         trained = kind == "own"
         self.weight = nn.Parameter(torch.empty(size, inner)) if trained else None
-        self.sums: list[Tensor] | None = None  # while `adding`: the sum of the weight's gradients, once there is one
         self.bias = nn.Parameter(torch.zeros(size)) if trained and bias else None
         self.start()
 
@@ -78,49 +161,7 @@ class DraftLmHead(nn.Module):
         if self.weight is None:
             vocab = self._vocab[0]
             return self._embeddings[0].logits(hidden, None if vocab is None else vocab.ids)
-        hidden = hidden if self.down is None else self.down(hidden)
-        if self.sums is None or not torch.is_grad_enabled():
-            return functional.linear(hidden, self.weight, self.bias)
-        apply: Any = _Adding.apply
-        product: Tensor = apply(hidden, self.weight, self.sums)
-        return product if self.bias is None else product + self.bias
-
-    @contextmanager
-    def adding(self) -> Iterator[list[Tensor]]:
-        """Accumulate the weight's gradients in one tensor, which the yielded list receives, and give autograd none.
-
-        Autograd allocates each as large as the weight before it adds. It keeps doing so where the weight is not trained
-        or autocast multiplies in another dtype: then the list stays empty.
-        """
-        weight, sums = self.weight, list[Tensor]()
-        if weight is not None and weight.requires_grad and not torch.is_autocast_enabled(weight.device.type):
-            self.sums = sums
-        try:
-            yield sums
-        finally:
-            self.sums = None
-
-
-class _Adding(torch.autograd.Function):
-    """A product with a weight, whose gradient is accumulated in `sums`."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, sums: list[Tensor]) -> Tensor:
-        """Return hidden x weight, transposed."""
-        ctx.save_for_backward(hidden, weight)
-        ctx.sums = sums
-        return hidden @ weight.mT
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
-        """Return the gradient of `hidden`."""
-        hidden, weight = ctx.saved_tensors
-        d_logits, inputs = grads[0].flatten(0, -2).mT, hidden.flatten(0, -2)
-        if ctx.sums:
-            torch.addmm(ctx.sums[0], d_logits, inputs, out=ctx.sums[0])  # which counters of operations know, not addmm_
-        else:
-            ctx.sums.append(d_logits @ inputs)
-        return grads[0] @ weight if ctx.needs_input_grad[0] else None, None, None
+        return self.product(hidden if self.down is None else self.down(hidden), self.bias)
 
 
 def prune(head: nn.Module, counts: Int[Tensor, "V"]) -> None:

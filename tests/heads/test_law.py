@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from heads.modules.top_k import argmax, full_log_probs, top_log_probs
+from heads.base import DraftVocabulary
+from heads.modules.top_k import TopLogProbs, argmax, full_log_probs, log_probs, most_likely, top_log_probs
 
 
 @pytest.mark.parametrize("k", [1, 5, 40])
@@ -31,3 +32,19 @@ def test_the_likeliest_is_the_first_of_equals(size: int) -> None:
     assert torch.equal(argmax(law), law.argmax(-1))
     law[1, 2, size // 2] = float("inf")
     assert argmax(law)[1, 2] == size // 2
+
+
+@pytest.mark.parametrize("k", [1, 5, 40])
+def test_a_pruned_vocabularys_share_needs_no_more_than_its_tokens(k: int) -> None:
+    """Not even to be normalised; the most likely token of all is read off the top ones, of equals the first."""
+    torch.manual_seed(0)
+    logits = torch.randn(30, 40, dtype=torch.float64)
+    logits[3:9, :] = logits[3:9, :].round()
+    vocab = DraftVocabulary(13, 40)
+    vocab.choose(torch.randint(1000, (40,)))
+    best = logits.log_softmax(-1).topk(k, -1)
+    top = TopLogProbs(best.indices, best.values)
+    whole = full_log_probs(top, 40)
+    assert log_probs(top, 40, None).equal(whole)
+    torch.testing.assert_close(log_probs(top, 40, vocab), whole[:, vocab.ids], rtol=1e-12, atol=1e-12)
+    assert most_likely(top).equal(whole.argmax(-1))

@@ -26,7 +26,7 @@ from tests import toys
 from tests.train import jobs
 from train.adapt import LoraAdapterConfig, adapt, merged_copy, peft_config
 from train.config import RunConfig, run_config
-from train.objective import objective, weights
+from train.objective import chunked, objective, weights
 from train.optim import Average, optimizer
 from train.planning.plan import plan
 from train.planning.trace import Embeddings
@@ -65,7 +65,8 @@ def take(head: Any, features: Features, steps: int, average: Average, optim: Any
     found = weights(features.document, torch.ones_like(features.token), None, config)
     for _ in range(steps):
         drafts = head.unroll(features, 4)
-        loss, _ = objective(head, drafts, features, found.row / found.amount[:, None, None], config, chunk=200)
+        chunks = chunked(found.trained, 5, found.row.device)
+        loss, _ = objective(head, drafts, features, found.row / found.amount[:, None, None], config, chunks)
         optim.zero_grad()
         loss.backward()
         optim.step()

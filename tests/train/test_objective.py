@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from heads import HEADS, rows
 from heads.base import Draft, Features
+from heads.modules.top_k import top_log_probs
 from tests import toys
 from train.losses import LOSSES, ObjectiveConfig
-from train.objective import objective, trainable, weights
+from train.objective import chunked, objective, trainable, weights
 from train.tracking.flops import Flops
 
 CONFIG = ObjectiveConfig(
@@ -33,9 +36,12 @@ def config(**losses: float) -> ObjectiveConfig:
 
 
 def loss_of(
-    head: Any, drafts: list[Draft], features: Features, mask: torch.Tensor, of: ObjectiveConfig, chunk: int | None = 160
+    head: Any, drafts: list[Draft], features: Features, mask: torch.Tensor, of: ObjectiveConfig, chunk: int | None = 4
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    return objective(head, drafts, features, weights(features.document, mask, None, of).row, of, chunk)
+    """Return the loss in chunks of so many teacher rows, None for all by plain autograd."""
+    weight = weights(features.document, mask, None, of).row
+    chunks = None if chunk is None else chunked(weight > 0, chunk, weight.device)
+    return objective(head, drafts, features, weight, of, chunks)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "medusa"])
@@ -44,7 +50,7 @@ def test_operations_are_counted_alike_however_small_the_chunks(name: str) -> Non
     head: Any = toys.head(name, toys.target("llama")).requires_grad_()
     features, mask = batch(head.feature_layers)
     counts, of = [], replace(CONFIG, depths=4)
-    for chunk in (2**24, 160):
+    for chunk in (2048, 4):
         with Flops() as count:
             loss, _ = loss_of(head, head.unroll(features, 4), features, mask, of, chunk)
             loss.backward()
@@ -52,10 +58,9 @@ def test_operations_are_counted_alike_however_small_the_chunks(name: str) -> Non
     assert counts[0] == counts[1] > 0
 
 
-@pytest.mark.parametrize("chunk", [40, 130, 2**24])
+@pytest.mark.parametrize("chunk", [1, 3, 2048])
 @pytest.mark.parametrize("name", [*HEADS, *toys.OPTIONS])
 def test_chunks_give_the_loss_and_gradient_of_all_rows_at_once(name: str, chunk: int) -> None:
-    """40 logits are one row a chunk."""
     head: Any = toys.head(name, toys.target("llama", torch.float64)).requires_grad_()
     features, mask = batch(head.feature_layers, torch.float64)
     kinds = {kind: 0.3 + 0.1 * i for i, kind in enumerate(LOSSES)}
@@ -83,6 +88,42 @@ def test_chunks_give_the_loss_and_gradient_of_all_rows_at_once(name: str, chunk:
             torch.testing.assert_close(grads_again[key], grad, rtol=1e-7, atol=1e-9)
         for key, value in sums.items():
             torch.testing.assert_close(sums_again[key].double(), value.double(), rtol=1e-6, atol=1e-6)
+
+
+class Widest(TorchDispatchMode):
+    """Notes the most rows of anything over the whole vocabulary."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in [] if func.is_view else tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.shape[1:] == (toys.VOCAB,):
+                self.rows = max(self.rows, len(x))
+        return out
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_pruned_vocabulary_is_never_widened(stored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for a few of the teacher's rows at a time; all losses and gradients stay as they are."""
+    target = toys.target("llama", torch.float64)
+    head: Any = toys.head("eagle pruned", target).requires_grad_()
+    features, mask = batch(head.feature_layers, torch.float64)
+    of = config(**{kind: 0.3 for kind in LOSSES if kind != "confidence"})
+    weight = weights(features.document, mask, None, of).row
+    top = top_log_probs(target.embeddings.logits(features.last), 6) if stored else None
+    chunks, found = chunked(weight > 0, 7, weight.device), []
+    for rows_at_once in (512, 2):
+        monkeypatch.setattr("train.objective.TEACHER_ROWS", rows_at_once)
+        head.zero_grad()
+        drafts = head.unroll(features, 2)
+        counter: Any = Widest
+        with counter() as widest:
+            loss, _ = objective(head, drafts, features, weight, of, chunks, top)
+        loss.backward()
+        assert widest.rows == (0 if stored else min(7, rows_at_once))
+        found.append([loss.detach(), *(p.grad for p in head.parameters())])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-9)
 
 
 def test_every_parameter_is_trained() -> None:
@@ -161,7 +202,7 @@ def test_dpace_weighs_a_depth_by_what_it_adds_to_the_expected_draft() -> None:
     drafts = head.unroll(features, 3)
     of = replace(config(ce=1.0), depth_weights="dpace", depths=3, dpace_alpha=0.3)
     weight = weights(features.document, mask, None, of).row
-    loss, _ = objective(head, drafts, features, weight, of, 160)
+    loss, _ = objective(head, drafts, features, weight, of, chunked(weight > 0, 4, weight.device))
     expected = 0.0
     for b, t in [(b, t) for b in range(2) for t in range(16)]:
         sure, losses = [], []

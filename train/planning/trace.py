@@ -23,7 +23,7 @@ from heads.modules.layers import Recomputing
 from heads.modules.rope import Rotary
 from train.adapt import adapt
 from train.distributed.processes import LARGE
-from train.objective import ROWS, chunk_size, objective
+from train.objective import Chunk, Pick, chunk_rows, objective
 from train.planning.shapes import TargetShape
 from train.tracking.flops import Flops
 
@@ -74,10 +74,10 @@ class Embeddings:
 class Shadow(TorchDispatchMode):
     """Record allocations on fake tensors while entered."""
 
-    def __init__(self, tokens: int, anchored: float, used: int) -> None:
+    def __init__(self, anchored: float) -> None:
         init: Any = super().__init__
         init()
-        self.tokens, self.anchored, self.used = tokens, anchored, used
+        self.anchored = anchored
         self.live, self.peak, self.most = NONE, NONE, 0  # peak: of each kind of block by itself; most: of both together
         self.counted: set[int] = set()
 
@@ -87,7 +87,8 @@ class Shadow(TorchDispatchMode):
             if isinstance(leaf, Tensor):  # an input not seen before was allocated before, even if it is returned
                 self.count(leaf.untyped_storage(), NONE)
         if func is torch.ops.aten.nonzero.default:
-            out: Any = torch.empty(self.flag_count(args[0]), args[0].ndim, dtype=torch.long)
+            rows, length = args[0].shape  # flags of anchors, whose number fake tensors lack
+            out: Any = torch.empty(rows * round(length * self.anchored), 2, dtype=torch.long)
         elif func is torch.ops.aten._local_scalar_dense.default:
             out = 1
         else:
@@ -96,10 +97,6 @@ class Shadow(TorchDispatchMode):
             if isinstance(result, Tensor):
                 self.count(result.untyped_storage(), blocks(result.untyped_storage().nbytes()))
         return out
-
-    def flag_count(self, flags: Tensor) -> int:
-        """Return the assumed number of set flags, which fake tensors lack."""
-        return self.used if flags.numel() == self.tokens else round(flags.numel() * self.anchored)
 
     def count(self, storage: Any, size: Size) -> None:
         """Count a storage with this size until it is freed, unless it is counted already."""
@@ -169,7 +166,7 @@ def _run_trace(job: Job) -> Trace:
         head: Any = HEADS[job.head.name](job.head, embeddings)
         whole = sum(p.numel() for p in head.parameters())
         adapt(head, job.peft)
-    chunk = chunk_size(head, job.device)
+    size = min(used, chunk_rows(head, job.device, config.depths * tokens))
     with FakeTensorMode(allow_non_fake_inputs=True):
         embeddings.weight = torch.empty(embeddings.weight.shape, dtype=job.dtype)
         _materialise(head)
@@ -181,13 +178,14 @@ def _run_trace(job: Job) -> Trace:
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter)
         features, weight, anchors = _batch(job, len(head.feature_layers), anchored)
-        traced = min(used, CHUNKS * max(1, min(ROWS, chunk // shape.vocab)))
+        count = min(CHUNKS, used // size)
+        chunks = [_chunk(size, round(size * anchored), config.depths) for _ in range(count)]
         counting: Any = Flops  # a dispatch mode is a context of an untyped kind
-        shadow = Shadow(tokens, anchored, traced)
+        shadow = Shadow(anchored)
         with shadow, counting() as counter, torch.autocast("cpu", torch.bfloat16, enabled=job.autocast):
             drafts = head.unroll(features, config.depths, anchors)
             activations, before = shadow.live, counter.total
-            loss, sums = objective(head, drafts, features, weight, config, chunk)
+            loss, sums = objective(head, drafts, features, weight, config, chunks)
             loss_flops = counter.total - before
             del drafts, sums
             with torch.autocast("cpu", enabled=False):
@@ -198,8 +196,14 @@ def _run_trace(job: Job) -> Trace:
         whole, sum(sizes) // 4, sum(p.numel() for p in head.parameters()) - sum(sizes) // 4, len(head.feature_layers),
         sum(map(blocks, sizes), NONE), max(sizes),
         sum(p.numel() for p in trained if p.ndim != 2 or p.shape[0] in vocabulary),
-        activations, shadow.peak, shadow.most, round(counter.total - loss_flops + loss_flops * (used / traced)),
+        activations, shadow.peak, shadow.most, round(counter.total - loss_flops + loss_flops * (used / (count * size))),
     )  # fmt: skip
+
+
+def _chunk(teachers: int, trained: int, depths: int) -> Chunk:
+    """Return a chunk of the loss, without values."""
+    teacher, index = (torch.empty(count, dtype=torch.long) for count in (teachers, trained))
+    return Chunk(teacher, [Pick(index, index, index)] * depths)
 
 
 def _materialise(head: nn.Module) -> None:

@@ -21,7 +21,8 @@ class Flops(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         cost = flop_registry.get(func.overloadpacket)
         if cost is not None:
-            self.total += cost(*args, **(kwargs or {}), out_val=out)
+            shapes = [x for x in args if not isinstance(x, torch.dtype)]  # addmm's formula takes a dtype for a shape
+            self.total += cost(*shapes, **(kwargs or {}), out_val=out)
         return out
 
 

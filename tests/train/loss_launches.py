@@ -1,0 +1,152 @@
+"""The loss on a dummy accelerator, which raises where a host would wait for it: how many operations it launches.
+
+Started as a script, it prints as JSON what each case in its arguments launches: a toy head's name with how its depths
+are weighted and where its teacher comes from, or the sizes of a plain one: vocabulary, drafted tokens, rows, depths.
+"""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from heads.base import Draft, DraftVocabulary, Features, LayerShape
+from heads.modules.top_k import TopLogProbs, top_log_probs
+from heads.modules.vocab import DraftLmHead
+from tests import toys
+from tests.inference.accelerator import NAME, Watch, on_dummy
+from tests.train.test_objective import CONFIG, batch
+from train.losses import LOSSES, ObjectiveConfig
+from train.objective import Chunk, Work, chunk_rows, chunked, labels, objective, weights
+from train.planning.trace import Embeddings, Shadow
+
+HOST, WIDTH = torch.device("cpu"), 8
+
+
+class Plain(nn.Module):
+    """A head that is an lm_head of its own over some of a target's vocabulary."""
+
+    def __init__(self, full: int, drafted: int) -> None:
+        super().__init__()
+        self._embeddings = (Embeddings(WIDTH, full, 1, LayerShape(1, 1, WIDTH, WIDTH), torch.float32),)
+        self.vocab = None if drafted == full else DraftVocabulary(drafted, full)
+        self.lm_head = DraftLmHead(self.embeddings, "own", self.vocab)
+
+    @property
+    def embeddings(self) -> Embeddings:
+        return self._embeddings[0]
+
+    def score(self, state: Tensor, _depth: int) -> Tensor:
+        return self.lm_head(state)
+
+
+def on_device(x: Any) -> Any:
+    """Return a tensor's like on the dummy."""
+    if not isinstance(x, Tensor):
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, device=NAME, requires_grad=x.requires_grad)
+
+
+def launches(
+    head: Any, drafts: list[Draft], features: Features, weight: Tensor, of: ObjectiveConfig, top: TopLogProbs | None,
+    chunks: list[Chunk],
+) -> int:  # fmt: skip
+    """Return how many operations loss and gradient launch, of tensors that are moved to the dummy."""
+    trained = {name for name, parameter in head.named_parameters() if parameter.requires_grad}
+    given = (drafts, features, weight, top, chunks)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        on_dummy(head)
+        if isinstance(head, Plain):
+            head.embeddings.weight = on_device(head.embeddings.weight)
+        else:
+            on_dummy(head.embeddings)
+        for name, parameter in head.named_parameters():
+            parameter.requires_grad_(name in trained)
+        drafts, features, weight, top, chunks = tree_map(on_device, given)
+        with Watch() as watch:
+            loss, _ = objective(head, drafts, features, weight, of, chunks, top)
+            loss.backward()
+    return sum(count for name, count in watch.counts.items() if name.startswith("aten."))
+
+
+def toy(name: str, by: str, teacher: str) -> int:
+    """Return what a toy head launches with every loss that it can be trained by."""
+    target: Any = toys.target.__wrapped__("llama", torch.float32)  # its parameters are replaced
+    head: Any = toys.head(name, target).requires_grad_()
+    features, mask = batch(head.feature_layers)
+    depths = min(4, head.max_depth)
+    drafts = [Draft(*(x if x is None else x.detach() for x in draft)) for draft in head.unroll(features, depths)]
+    drafts = [Draft(*(x if x is None else x.requires_grad_() for x in draft)) for draft in drafts]
+    lacks = {"smooth_l1"} if drafts[0].feature is None else set()
+    lacks |= {"confidence"} if drafts[0].confidence is None else set()
+    losses = {kind: 1.0 for kind in LOSSES if kind not in lacks}
+    of = replace(CONFIG, losses=losses, depth_weights=by, depths=depths)
+    found = weights(features.document, mask, None, of)
+    top = None if teacher == "live" else top_log_probs(target.embeddings.logits(features.last), 6)
+    return launches(head, drafts, features, found.row, of, top, chunked(found.trained, 16, HOST))
+
+
+def plain(full: int, drafted: int, rows: int, depths: int) -> int:
+    """Return what the cross-entropy launches of rows that are all trained, as many a chunk as a device takes."""
+    head, of = Plain(full, drafted), replace(CONFIG, depths=depths)
+    token, states = torch.zeros(1, rows, dtype=torch.long), torch.zeros(1, rows, WIDTH)
+    features = Features(token, states[:, :, None][:, :, :0], states, token)
+    drafts = [Draft(states.clone().requires_grad_()) for _ in range(depths)]
+    found = weights(token, token + 1, None, of)
+    chunks = chunked(found.trained, chunk_rows(head, NAME, found.trained.numel()), HOST)
+    return launches(head, drafts, features, found.row, of, None, chunks)
+
+
+def peak(rows: int, depths: int, *, whole: bool, autocast: bool) -> int:
+    """Return the bytes that loss and gradient of a vocabulary of 128,256 take above their inputs.
+
+    The last rows are trained at no depth, so that what teaches a depth is gathered, as of any text.
+    """
+    head, of = Plain(128_256, 128_256), replace(CONFIG, depths=depths)
+    token, states = torch.zeros(1, rows, dtype=torch.long), torch.zeros(1, rows, WIDTH)
+    features = Features(token, states[:, :, None][:, :, :0], states, token)
+    drafts = [Draft(states.clone().requires_grad_()) for _ in range(depths)]
+    weight = weights(token, token + 1, None, of).row
+    chunks = chunked(weight > 0, rows if whole else chunk_rows(head, "cuda", weight.numel()), HOST)
+    quick = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+    with FakeTensorMode(allow_non_fake_inputs=True), Shadow(1.0) as shadow, quick:
+        if whole:
+            work = Work(head, features, weight.flatten(1), of, chunks, None, labels(head, features))
+            loss, _ = work.run([[draft.state.flatten(0, 1), None, None] for draft in drafts])
+        else:
+            loss, _ = objective(head, drafts, features, weight, of, chunks)
+        loss.backward()
+    return shadow.most
+
+
+def of_case(name: str, *rest: str) -> Any:
+    """Return what a case counts."""
+    if name == "memory":
+        rows, depths = map(int, rest[:2])
+        return [peak(rows, depths, whole=whole, autocast=rest[2] == "bf16") for whole in (True, False)]
+    return toy(name, *rest) if len(rest) == 2 else plain(*map(int, (name, *rest)))
+
+
+def main() -> None:
+    """Print the count of every case, or what it raised."""
+    _setup_privateuseone_for_python_backend(NAME)
+    for case in sys.argv[1:]:
+        try:
+            found: Any = of_case(*case.split(":"))
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+        print(json.dumps({case: found}), flush=True)
+    os._exit(0)  # the thread that takes the dummy's gradients never ends
+
+
+if __name__ == "__main__":
+    main()
