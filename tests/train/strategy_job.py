@@ -76,8 +76,9 @@ def spoiled(step: Stepper) -> float:
     for micro in step.source(9):
         anchors, weight = step.loss.sampled(micro.batch, number(micro.batch, 9), step.trainer.seed)
         read = micro.read()
-        step.backward(read, micro.batch.index, anchors, 1e3 * weight.row, last=False)
-    step.backward(read, micro.batch.index, anchors, weight.row, last=True)
+        chunks = step.loss.chunks(weight.trained, weight.row.device)
+        step.backward(read, micro.batch.index, anchors, 1e3 * weight.row, chunks, last=False)
+    step.backward(read, micro.batch.index, anchors, weight.row, chunks, last=True)
     norm = float(step.strategy.clip(1.0))
     step.strategy.drop()
     return norm
