@@ -44,14 +44,18 @@ class GradientSum:
         self.total: Tensor | None = None
 
     def add(self, d_logits: Float[Tensor, "W n"], hidden: Float[Tensor, "n D"]) -> None:
-        """Add a product in place, with an overload of `addmm` that autocast leaves alone and counters know."""
-        beta = int(self.total is not None)
+        """Add a product in place: CUDA multiplies narrow numbers into the sum, other devices round the product once."""
+        first = self.total is None
         if self.total is None:
             self.total = d_logits.new_empty(len(d_logits), hidden.shape[1], dtype=self.dtype)
-        if d_logits.dtype != self.dtype and d_logits.device.type == "cuda":  # there a sum of narrow products is wide
+        beta = 0 if first else 1
+        if d_logits.dtype == self.dtype:  # with `out`, an overload that autocast leaves alone
+            torch.addmm(self.total, d_logits, hidden, beta=beta, out=self.total)
+        elif d_logits.device.type == "cuda":
             torch.addmm(self.total, d_logits, hidden, beta=beta, out_dtype=self.dtype, out=self.total)
         else:
-            torch.addmm(self.total, d_logits.to(self.dtype), hidden.to(self.dtype), beta=beta, out=self.total)
+            product = d_logits @ hidden
+            self.total = self.total.copy_(product) if first else self.total.add_(product)
 
 
 class SummedGradient(nn.Module):

@@ -12,10 +12,12 @@ from heads import HEADS
 from heads.base import Features
 from heads.modules import flex
 from heads.modules.attention import attend_rows, pattern
+from heads.modules.vocab import GradientSum
 from inference.target.target import Target
 from tests import toys
 from tests.heads.test_flex import CASES, STEPS, T
-from tests.train.test_objective import batch, config, loss_of
+from tests.train.test_objective import CONFIG, batch, config, loss_of
+from train.objective import chunked, objective, weights
 
 pytestmark = pytest.mark.gpu
 On = Callable[[str, torch.dtype], Target]
@@ -49,6 +51,37 @@ def gradient(name: str, device: torch.device, quick: bool, target: Target) -> tu
         loss, _ = loss_of(head, head.unroll(features, depths), features, mask.to(device), of)
     loss.backward()
     return loss.item(), torch.cat([p.grad.flatten().cpu() for p in head.parameters() if p.grad is not None])
+
+
+def test_an_lm_heads_gradient_is_summed_in_fp32(device: torch.device) -> None:
+    """Of 50 products in bf16, without a rounding of each."""
+    weight = torch.empty(300, 32, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        gradient = GradientSum(weight)
+    wanted = torch.zeros(300, 32, dtype=torch.float64, device=device)
+    for _ in range(50):
+        d_logits, hidden = (torch.randn(64, width, device=device).bfloat16() for width in (300, 32))
+        gradient.add(d_logits.mT, hidden)
+        wanted += d_logits.double().mT @ hidden.double()
+    assert gradient.operand.dtype == torch.bfloat16
+    assert gradient.total is not None
+    torch.testing.assert_close(gradient.total.double(), wanted, rtol=1e-5, atol=1e-3)
+
+
+def test_no_loss_waits_for_the_device(device: torch.device, target_on: On) -> None:
+    head: Any = toys.head("eagle3", target_on("llama", torch.float32)).to(device).requires_grad_()
+    made, mask = batch(head.feature_layers)
+    features = Features(*(part.to(device) for part in made))
+    drafts = head.unroll(features, 2)
+    weight = weights(made.document, mask, None, CONFIG)
+    row = weight.row.to(device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        chunks = chunked(weight.trained, 8, features.token.device)
+        loss, _ = objective(head, drafts, features, row, CONFIG, chunks)
+        loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(("quick", "near"), [(False, 1e-3), (True, 0.05)], ids=["fp32", "bf16"])

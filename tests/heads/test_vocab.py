@@ -124,7 +124,7 @@ def test_gradients_of_an_lm_head_are_added_up_in_place() -> None:
 
 
 def test_under_autocast_gradients_are_added_up_in_fp32() -> None:
-    """Products of bf16 as they are, without a rounding of each to bf16."""
+    """On a CPU, whose products of bf16 are of bf16, these; what a device is asked for is in test_loss_launches.py."""
     readout = DraftLmHead(toys.target().embeddings, "own", None)
     torch.manual_seed(0)
     states = [torch.randn(3, 32) for _ in range(50)]
@@ -134,11 +134,14 @@ def test_under_autocast_gradients_are_added_up_in_fp32() -> None:
             logits = readout(state)
             assert logits.dtype == torch.bfloat16
             logits.backward(grad)
-    wanted = sum(grad.double().mT @ state.bfloat16().double() for grad, state in zip(upstream, states, strict=True))
+    products = [grad.mT @ state.bfloat16() for grad, state in zip(upstream, states, strict=True)]
+    wanted = torch.stack(products).double().sum(0)
     assert readout.weight is not None
     assert readout.weight.grad is None
     assert gradient.total is not None
+    assert gradient.total.dtype == torch.float32
     torch.testing.assert_close(gradient.total.double(), wanted, rtol=1e-5, atol=1e-5)
+    assert (sum(products[1:], products[0]).double() - wanted).norm() > 100 * (gradient.total - wanted).norm()
 
 
 def test_where_nothing_is_added_up_autograd_has_it() -> None:

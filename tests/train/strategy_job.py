@@ -82,8 +82,9 @@ def spoiled(step: Stepper) -> float:
         keys = row_keys(step.trainer.seed, 9, micro.batch.index)
         anchors, weight = step.loss.sampled(micro.batch, keys)
         read = micro.read()
-        step.backward(read, keys, anchors, 1e3 * weight.row, last=False)
-    step.backward(read, keys, anchors, weight.row, last=True)
+        chunks = step.loss.chunks(weight.trained, weight.row.device)
+        step.backward(read, keys, anchors, 1e3 * weight.row, chunks, last=False)
+    step.backward(read, keys, anchors, weight.row, chunks, last=True)
     norm = float(step.strategy.clip(1.0))
     step.strategy.drop()
     return norm
