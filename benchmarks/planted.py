@@ -155,10 +155,10 @@ BUGS = [
         ["tests/train/test_optim.py"],
     ),
     Bug(
-        "train/objective.py",
-        "scale = noise * 512 / length",
-        "scale = noise * length / 512",
-        ["tests/train/test_step.py", "tests/train/test_objective.py", "tests/train/test_jobs.py"],
+        "train/sampling.py",
+        "= noise * 512 / length",
+        "= noise * length / 512",
+        ["tests/train/test_sampling.py"],
     ),
     Bug(
         "train/losses.py",
