@@ -156,13 +156,16 @@ class Work(NamedTuple):
     label: Int[Tensor, "N"]  # of the rows that each row teaches
 
     @torch.no_grad()
-    def teacher_probs(self, teacher: Int[Tensor, "n"]) -> TeacherProbs:
-        """Return the target's distribution at these rows, never of many over more tokens than the head drafts."""
+    def teacher_probs(self, teacher: Int[Tensor, "n"], *, lean: bool = False) -> TeacherProbs:
+        """Return the target's distribution at these rows, never of many over more tokens than the head drafts.
+
+        With `lean` log-probs that no loss reads give their memory to the probs.
+        """
         size = len(teacher) if self.head.vocab is None else TEACHER_ROWS
         pieces = [self._teacher_probs(piece) for piece in teacher.split(max(1, size))]
         log_p, best = pieces[0] if len(pieces) == 1 else map(torch.cat, zip(*pieces, strict=True))
         probs = TeacherProbs(log_p, best)
-        if READ_P.issuperset(self.config.losses):
+        if lean and READ_P.issuperset(self.config.losses):
             probs.keep_p(whole=self.head.vocab is None)
         return probs
 
@@ -243,7 +246,7 @@ class _Chunked(torch.autograd.Function):
         with ExitStack() as stack:
             added = [stack.enter_context(lm_head.adding()) for lm_head in lm_heads]
             for teacher, picks in work.chunks:
-                probs = work.teacher_probs(teacher)
+                probs = work.teacher_probs(teacher, lean=True)
                 for d, pick in enumerate(picks):
                     first = d * FIELDS
                     with torch.enable_grad():
