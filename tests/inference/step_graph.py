@@ -191,11 +191,12 @@ def layers_compiled(step: DeviceStep) -> None:
 
 
 WAYS = {
-    "layers": layers_compiled,
     "compiled": compiled,
     "recorded": recorded,
     "captured": captured,
     "drafts": drafts_compiled,
+    "layers": layers_compiled,
+    "split": split,
 }
 
 

@@ -324,7 +324,7 @@ def test_the_budget_of_a_step(counts: dict[str, Any]) -> None:
     """A toy has three layers; attention counts as what it is made of where no kernel of its own is known."""
     assert counts["medusa:chain:2:greedy:llama"]["all"] <= 560
     assert counts["eagle3:chain:2:greedy:llama"]["all"] <= 920
-    assert counts["eagle3:static:2:greedy:llama"]["other"] <= 125
+    assert counts["eagle3:static:2:greedy:llama"]["other"] <= 130
 
 
 def test_a_read_would_be_seen(counts: dict[str, Any]) -> None:
