@@ -98,6 +98,7 @@ class WrappedDrafter(Drafter):
         self.inner, self.name, self.depth, self.cold = inner, name, depth, cold
         self.tree = inner.tree if depth is None else f"{inner.tree} within {depth}"
         self.feature_layers, self.remembers = inner.feature_layers, inner.remembers
+        self.head, self.policy = inner.head, inner.policy
 
     @property
     def memory(self) -> str:

@@ -45,10 +45,15 @@ class Following(TorchDispatchMode):
         """Whether a tensor is followed."""
         return id(tensor.untyped_storage()) in self.known
 
+    @staticmethod
+    def ours(file: str) -> bool:
+        """Whether a file is the project's, and no library's in an environment that lies in the checkout."""
+        return file.startswith(str(ROOT)) and "site-packages" not in file
+
     def note(self) -> None:
         """Note the line of the project that is running."""
         frame: Any = sys._getframe(1)
-        while frame.f_code.co_filename == __file__ or not frame.f_code.co_filename.startswith(str(ROOT)):
+        while frame.f_code.co_filename == __file__ or not self.ours(frame.f_code.co_filename):
             frame = frame.f_back
         where = Path(frame.f_code.co_filename).relative_to(ROOT)
         self.noted.append(f"{where}:{frame.f_code.co_name}")
