@@ -256,8 +256,10 @@ def frozen_count(head: nn.Module) -> int:
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device. The host does not wait: a copy to a GPU queues behind the work that is under way."""
-    if device.type != "cuda" or x.device.type != "cpu":
+    if device.type == "cpu" or x.device.type != "cpu":
         return x.to(device)
+    if device.type != "cuda":
+        return x.to(device, non_blocking=True)
     return x.pin_memory().to(device, non_blocking=True)
 
 

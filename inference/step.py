@@ -228,8 +228,8 @@ class DeviceStep:
         drafted = drafted.first(len(slots.root))
         laps.mark("draft")
         captured = self.graphs is not None
-        judge = DeviceStep.judge, slots, drafted, reach, settings, None if captured else laps
-        out, result, accepted = self.launch(key, *judge)
+        evaluation = DeviceStep.evaluate, slots, drafted, reach, settings, None if captured else laps
+        out, result, accepted = self.launch(key, *evaluation)
         laps.mark("verify" if captured else "other")
         if self.static:
             self.commit(slots, out, accepted, accepted.path.shape[1], key, laps)
@@ -282,7 +282,7 @@ class DeviceStep:
         position = slots.length[:, None] + 1 + torch.arange(self.drafts.deepest + 1, device=slots.root.device)
         return noise_at(slots.key[:, None].expand_as(position), position, self.target.embeddings.vocab_size)
 
-    def judge(
+    def evaluate(
         self, slots: Slots, drafted: Drafted, reach: int, settings: Settings, laps: Laps | None
     ) -> tuple[TargetOutput, Int[Tensor, "B X"], Accepted]:
         """Run the target over the trees and choose what is accepted: one stage, for scores are too large to keep."""
