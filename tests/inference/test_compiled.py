@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from eval.run import evaluate
+from inference import step
 from inference.decode import Generation, Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
@@ -48,6 +49,7 @@ def dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 continue  # of a context manager
             elif isinstance(value, types.FunctionType) and inspect.unwrap(value) is not value:
                 monkeypatch.setattr(owner, name, inspect.unwrap(value))
+    transformers.AttentionInterface.register(attention.GROUPED, attention.attend_in_groups)  # to be there afterwards
     monkeypatch.setitem(transformers.AttentionInterface._global_mapping, attention.GROUPED, attention.attend_in_groups)
     torch._dynamo.utils.counters.clear()
     yield
@@ -186,7 +188,10 @@ def test_what_cannot_be_compiled_is_said_in_one_line(monkeypatch: pytest.MonkeyP
         speculate(target, Plain(target.device), toys.prompt(1), Settings(4, GREEDY))
 
 
-def test_a_compiled_evaluation_passes_the_gate_and_says_so(runs: Path, tmp_path: Path) -> None:
+def test_a_compiled_evaluation_passes_the_gate_and_says_so(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "compiled", lambda stage: stage)  # under the shape checks; tests/inference/step_graph.py
     made = evaluate(
         small(runs, tmp_path, engine={"compile": True, "compile_drafts": False}, batch_size=[1, 2], hf=False)
     )
