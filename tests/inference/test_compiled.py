@@ -197,7 +197,7 @@ def test_a_compiled_evaluation_passes_the_gate_and_says_so(
     )
     assert graphs() > 0
     assert made.passed
-    assert sorted(made.gates) == ["eagle", "eagle x2", "plain x2"]
+    assert sorted(made.gates) == ["eagle", "eagle x2", "plain", "plain x2"]
     assert "engine compiled" in (tmp_path / "report.md").read_text(encoding="utf-8")
 
 
