@@ -250,6 +250,8 @@ class EvalConfig(SourcesConfig, Selection, DecodingConfig, EndpointConfig):
             raise ValueError(
                 f"drafter is {', '.join(self.drafter)}: tune=true finds the tree of a head, set drafter=head"
             )
+        if self.engine.compile_drafts:
+            raise ValueError("tune=true times the parts of drafts as they are: leave engine.compile_drafts=false")
         if len(self.runs()) != 1 or self.compare:
             raise ValueError("tune=true takes the head of one run: give run=outputs/NAME, and no compare")
         if self.temperatures() != [0.0] or self.repetition_penalty != 1 or is_lossy(self.rule):

@@ -158,7 +158,8 @@ def tuned(config: EvalConfig) -> bool:
     prompts = load_workload(names[0], target, config.prompts, config.truncate)
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     plan = TunePlan(config.runs()[0], config.tree, config.tuner, config, config.repeats)
-    tuning = tune(plan, target, prompts, config.engine.label)
+    with target.uncaptured():  # as the costs are measured that it predicts from
+        tuning = tune(plan, target, prompts, config.engine.label)
     tuning.write(out)
     tuning.show(console)
     console.print(visible(f"all numbers: {out / TUNED}"), soft_wrap=True, markup=False)

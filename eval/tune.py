@@ -82,8 +82,6 @@ def tune(plan: TunePlan, target: Target, prompts: Sequence[Prompt], engine: str)
             verify.
     """
     plan = replace(plan, grid=plan.grid.within(target.context))
-    # Costs are measured part by part, which nothing that is captured lets; what they are compared with is alike.
-    target.captures = target.compiles_drafts = False
     run, grid, batch_sizes = plan.run, plan.grid, sorted(set(plan.decoding.batch_sizes()))
     Batch(target, [Plain(target.device)] * batch_sizes[-1])  # fails now, not after minutes, if the target takes none
     folder = resolve_head(run)

@@ -12,30 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inference.target import compiled as passes
+
 log = logging.getLogger(__name__)
 
 Stage = Callable[..., Any]
-BACKEND = "inductor"
-FORMS = 1024  # of a stage, one for every tree, size of a batch and dtype; dynamo's own limit is lower
 
 
 @cache
 def compiled(stage: Stage) -> Stage:
-    """Return a stage compiled for the shapes that it meets.
+    """Return a stage compiled for the shapes that it meets: its first call with new ones compiles it.
 
-    Its first call with new ones compiles it, or raises a ValueError that says why it cannot.
+    Raises:
+        ValueError: in that call: it cannot be compiled, and why.
     """
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, FORMS)
-    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, FORMS)
-    run = torch.compile(stage, fullgraph=True, dynamic=False, backend=BACKEND)
+    passes.allow_forms()
+    run = torch.compile(stage, fullgraph=True, dynamic=False, backend=passes.BACKEND)
 
     def call(*args: Any) -> Any:
-        try:
+        with passes.compiling("torch.compile fails on drafts", "engine.compile_drafts"):
             return run(*args)
-        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
-            reason = str(getattr(error, "inner_exception", error)).strip().split("\n")[0]
-            raise ValueError(f"torch.compile fails on drafts ({reason}): give engine.compile_drafts=false") from error
 
     return call
 

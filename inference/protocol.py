@@ -108,7 +108,7 @@ class DraftBatch(Protocol):
         chain: whether the step's trees are chains, so that an accepted path is their beginning.
         sampled: the shape whose children are sampled in the step where roots say so; None where all trees are filled by
             rank.
-        form: what tells the step's trees from those of other steps; None where steps cannot be compiled or captured.
+        form: what tells the step's trees from those of other steps.
     """
 
     feature_layers: tuple[int, ...]
@@ -116,11 +116,11 @@ class DraftBatch(Protocol):
     nodes: int
     chain: bool
     sampled: SampledShape | None
-    form: int | None
+    form: int
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its keys and values, on the target's device, for as many rows as `reserve` was told."""
+        """Bytes of its keys and values, on the target's device, for as many rows as are reserved."""
         ...
 
     def begin(self, running: int, longest: int) -> None:

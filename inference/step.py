@@ -101,7 +101,7 @@ class Drafted(NamedTuple):
         tree: their trees "B N".
         above: each node's ancestors, itself included.
         depth: of each node.
-        noise: of the P positions below the roots, under which coupled drafts are ranked.
+        noise: of the P positions below the roots, under which coupled drafts are ranked; None of others.
         q: the probs that children were sampled from, of the M nodes that have some.
     """
 
@@ -175,18 +175,20 @@ class DeviceStep:
             self.enter(sessions)
         assert self.slots is not None
         laps, settings = Laps(self.target.device), sessions[0].settings
+        greedy = settings.sampling.temperature == 0
         laps.mark(None)
         slots = self.slots if self.static else Slots(*(buffer[: len(sessions)] for buffer in self.slots))
         longest = max(session.cache.length for session in sessions)
         self.drafts.begin(len(sessions), longest)
         rule = self.rule(settings)
-        if self.graphs is not None:
+        if self.captures:
+            assert self.graphs is not None
             self.graphs.keep([*self.slots, *self.cache.storage.blocks, *self.drafts.tensors()])
         result, out, accepted = self.run(slots, self.reach(longest), settings, laps)
         rows = result.tolist()  # the one place where the host waits for the device
         begin = time.perf_counter()
-        rule = verify.GREEDY_WALK if settings.sampling.temperature == 0 else rule
-        steps = [self.emit(session, row, rule) for session, row in zip(sessions, rows, strict=False)]
+        shown = verify.GREEDY_WALK if greedy else rule
+        steps = [self.emit(session, row, shown) for session, row in zip(sessions, rows, strict=False)]
         emitting = time.perf_counter() - begin
         if not self.static and not all(session.generation.finish for session in sessions):
             laps.mark(None)  # what the host did since is counted by its own clock
@@ -208,13 +210,19 @@ class DeviceStep:
     @property
     def compiles(self) -> bool:
         """Whether the head's stages are compiled. Their shapes then stay the same too, and take in all slots."""
-        return self.target.compiles_drafts and self.drafts.deepest > 0 and self.drafts.form is not None
+        return self.target.compiles_drafts and self.drafts.deepest > 0
+
+    @property
+    def captures(self) -> bool:
+        """Whether the stages are captured in graphs, whose shapes must stay the same."""
+        return self.static and self.graphs is not None
 
     def launch(self, key: tuple[Any, ...], stage: Stage, *args: Any) -> Any:
         """Run a stage of a step that this key tells from others of other shapes."""
-        run = compiled(stage) if self.compiles and stage in HEADS_OWN else stage
-        if self.graphs is None or self.drafts.form is None or not self.static:
+        run = compiled(stage) if self.compiles and stage in (DeviceStep.draft, DeviceStep.extend) else stage
+        if not self.captures:
             return run(self, *args)
+        assert self.graphs is not None
         return self.graphs((stage, *key), run, self, *args)
 
     def run(
@@ -225,12 +233,12 @@ class DeviceStep:
         # Of compiled shapes there are few: a head reads all columns that its rows may come to.
         held = roomy(self.cache.storage.capacity) if self.compiles and not self.static else reach
         drafted = self.launch(key, DeviceStep.draft, self.slots if self.compiles else slots, held, settings)
-        drafted = drafted.first(len(slots.root))
+        if self.compiles:
+            drafted = drafted.first(len(slots.root))
         laps.mark("draft")
-        captured = self.graphs is not None
-        evaluation = DeviceStep.evaluate, slots, drafted, reach, settings, None if captured else laps
-        out, result, accepted = self.launch(key, *evaluation)
-        laps.mark("verify" if captured else "other")
+        inner = None if self.captures else laps  # no graph holds the time that passes in it
+        out, result, accepted = self.launch(key, DeviceStep.evaluate, slots, drafted, reach, settings, inner)
+        laps.mark("verify" if self.captures else "other")
         if self.static:
             self.commit(slots, out, accepted, accepted.path.shape[1], key, laps)
         return result, out, accepted
@@ -263,7 +271,7 @@ class DeviceStep:
     ) -> Accepted:
         """Verify sampled drafts by the rule for them; the next token is sampled by the noise of its position."""
         on_device = verify.RULES[self.rule(settings)].on_device
-        tree, above = drafted.tree, drafted.above
+        tree = drafted.tree
         assert self.drafts.sampled is not None
         assert drafted.q is not None
         assert on_device is not None
@@ -271,12 +279,12 @@ class DeviceStep:
         p, coins = distribution(scores, settings.sampling), keyed(keyed(slots.key, COINS), slots.length + 1)
         point = uniform(coins[:, None], torch.arange(p.shape[1], device=p.device))
         last, probs = on_device(draft, p, point, not self.static)
-        position = slots.length + above.sum(-1).expand_as(present).gather(1, last[:, None])[:, 0]
+        position = slots.length + 1 + drafted.depth.gather(1, last[:, None])[:, 0]
         token = (probs / noise_at(slots.key, position, p.shape[-1])).argmax(-1)
-        return device.accepted(tree, above, last, token, self.drafts.deepest)
+        return device.accepted(tree, drafted.above, last, token, self.drafts.deepest)
 
     def noise(self, slots: Slots, settings: Settings) -> Float[Tensor, "B P V"] | None:
-        """Return the noise of the positions below the roots, under which coupled drafts are ranked."""
+        """Return the noise of the positions below the roots, if drafts are coupled."""
         if settings.sampling.temperature == 0 or settings.rule != verify.COUPLED or not self.drafts.deepest:
             return None
         position = slots.length[:, None] + 1 + torch.arange(self.drafts.deepest + 1, device=slots.root.device)
@@ -337,19 +345,17 @@ class DeviceStep:
     ) -> tuple[Int[Tensor, "B X"], Accepted]:
         """Return what the host reads of a step, and the accepted paths."""
         tree, above, depth, _, q = drafted
+        greedy, choose = settings.sampling.temperature == 0, partial(self.sampled, slots, drafted, scores, settings)
         if not self.drafts.deepest:  # nothing to accept
             root = torch.zeros_like(tree.token)
-            token = argmax(scores)
-            if settings.sampling.temperature > 0:
-                token = self.sampled(slots, scores, settings.sampling, root[:, 0], 0)[:, None]
+            token = argmax(scores) if greedy else choose(root[:, 0], 0)[:, None]
             accepted = Accepted(root, slots.active, token)
             results = [slots.active[:, None], root, token, root]
         else:
             present = device.present(tree, above, depth, slots.room)
-            if settings.sampling.temperature == 0:
+            if greedy:
                 accepted = device.follow(tree, above, present, argmax(scores), self.drafts.deepest)
-            elif q is None or settings.rule == verify.COUPLED:
-                choose = partial(self.sampled, slots, scores, settings.sampling)
+            elif q is None:
                 accepted = device.walk(tree, above, present, choose, self.drafts.deepest, waits=not self.static)
             else:
                 accepted = self.verified(slots, drafted, present, scores, settings)
@@ -362,11 +368,19 @@ class DeviceStep:
         return torch.cat(results, 1), accepted
 
     def sampled(
-        self, slots: Slots, scores: Float[Tensor, "B N V"], sampling: Sampling, node: Int[Tensor, "B"], depth: int
+        self,
+        slots: Slots,
+        drafted: Drafted,
+        scores: Float[Tensor, "B N V"],
+        settings: Settings,
+        node: Int[Tensor, "B"],
+        depth: int,
     ) -> Int[Tensor, "B"]:
         """Return the target's tokens after nodes at a depth: the winners under the noise of the next positions."""
-        probs = distribution(scores[torch.arange(len(node), device=node.device), node], sampling)
-        return (probs / noise_at(slots.key, slots.length + 1 + depth, probs.shape[-1])).argmax(-1)
+        probs = distribution(scores[torch.arange(len(node), device=node.device), node], settings.sampling)
+        if drafted.noise is None:
+            return (probs / noise_at(slots.key, slots.length + 1 + depth, probs.shape[-1])).argmax(-1)
+        return (probs / drafted.noise[:, depth]).argmax(-1)
 
     def commit(
         self,
@@ -443,6 +457,3 @@ def _layout(
     on_path = above.expand(len(length), -1, -1).gather(2, node[:, None].expand(-1, size, -1))
     seen = (column < 0)[:, None] | (within[:, None] & on_path)
     return seen, length[:, None] + torch.where(within, depth.gather(1, node), column)
-
-
-HEADS_OWN = (DeviceStep.draft, DeviceStep.extend)  # the stages that run the head, and can be compiled

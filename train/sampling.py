@@ -28,9 +28,8 @@ def sample_anchors(useful: Bool[Tensor, "B T"], count: int | None, keys: Int[Ten
     length = useful.shape[1]
     if count is None or count >= length:
         return None
-    order = keyed(
-        keyed(keys, ANCHORS)[:, None], torch.arange(length, device=useful.device)
-    )  # no two rows have the same
+    row = torch.arange(length, device=useful.device)
+    order = keyed(keyed(keys, ANCHORS)[:, None], row)  # a permutation of 32 bits: no two rows have the same
     return (order + (useful.long() << BITS)).topk(count).indices.sort().values
 
 

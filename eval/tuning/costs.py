@@ -158,7 +158,6 @@ class PlaybackBatch(HeadBatch):
         self.policy, self.chain = next(source.next_tree), next(source.next_chain)
         self.accepted = min(next(source.next_accepted), source.size)
         self.deepest = source.size if self.chain else min(source.size, max(self.accepted, 1))
-        self.form = None
 
     def ranked(
         self, roots: Any, room: Int[Tensor, "B"], *, waits: bool
@@ -239,29 +238,30 @@ def measure(
     other: tuple[Samples, Samples] = (defaultdict(list), defaultdict(list))
     plain: list[float] = []
     keys = {draft_key(tree) for tree in measured}
-    baseline = decode(batch_of(target, Plain(target.device), batch), texts, settings, lambda: None)
-    played = decode(batch_of(target, player, batch), texts, settings, player.begin)
-    for _ in sizes:  # the first passes of every size cost more than later ones
-        next(baseline)
-        next(played)
-    player.draft.clear()
-    player.commit.clear()
-    left = ROUNDS * sum(text.generated for text in texts)
-    for turn in itertools.count(1):
-        for steps in itertools.islice(baseline, STRETCH):
-            plain.append(sum(step.draft_s + step.verify_s + step.other_s for step in steps))
-        for steps in itertools.islice(played, STRETCH):
-            size, bent = max(step.drafted for step in steps), any(step.accepted > 1 for step in steps)
-            if player.batch is not None:  # whatever room each has
-                size, bent = player.size, not player.batch.chain
-            verify[size].append(sum(step.verify_s for step in steps))
-            other[bent][size].append(sum(step.other_s for step in steps))
-            left -= sum(step.committed for step in steps)
-        drafts = [player.draft[key] for key in keys]
-        fewest = min(map(len, [*drafts, *(verify[size] for size in sizes)]))
-        # Rare sizes may keep fewer samples, but a tree whose draft was never timed has no price.
-        if turn >= TURNS and (fewest >= samples or (left <= 0 and all(drafts))):
-            break
+    with target.uncaptured():  # a graph holds no time of its parts
+        baseline = decode(batch_of(target, Plain(target.device), batch), texts, settings, lambda: None)
+        played = decode(batch_of(target, player, batch), texts, settings, player.begin)
+        for _ in sizes:  # the first passes of every size cost more than later ones
+            next(baseline)
+            next(played)
+        player.draft.clear()
+        player.commit.clear()
+        left = ROUNDS * sum(text.generated for text in texts)
+        for turn in itertools.count(1):
+            for steps in itertools.islice(baseline, STRETCH):
+                plain.append(sum(step.draft_s + step.verify_s + step.other_s for step in steps))
+            for steps in itertools.islice(played, STRETCH):
+                size, bent = max(step.drafted for step in steps), any(step.accepted > 1 for step in steps)
+                if player.batch is not None:  # whatever room each has
+                    size, bent = player.size, not player.batch.chain
+                verify[size].append(sum(step.verify_s for step in steps))
+                other[bent][size].append(sum(step.other_s for step in steps))
+                left -= sum(step.committed for step in steps)
+            drafts = [player.draft[key] for key in keys]
+            fewest = min(map(len, [*drafts, *(verify[size] for size in sizes)]))
+            # Rare sizes may keep fewer samples, but a tree whose draft was never timed has no price.
+            if turn >= TURNS and (fewest >= samples or (left <= 0 and all(drafts))):
+                break
     straight, gaps = map(averages, other)
     return Costs(
         batch=batch,

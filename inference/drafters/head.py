@@ -147,7 +147,8 @@ class HeadBatch:
         self.cache: KVCache | None = None
         self.buffers: Level | None = None
         self.deferred: DeferredRows | None = None
-        self.form: int | None = None
+        modules: Any = head
+        self.attentions = [module for module in modules.modules() if isinstance(module, Attention)]
         self.choose(1)
 
     def choose(self, running: int) -> None:
@@ -269,8 +270,7 @@ class HeadBatch:
     def tensors(self) -> list[Tensor]:
         """Return the KV cache's buffers, the roots' level, and the rotary tables."""
         assert self.buffers is not None
-        head: Any = self.head
-        tables = [module.rotary.table for module in head.modules() if isinstance(module, Attention)]
+        tables = [attention.rotary.table for attention in self.attentions]
         level = [self.buffers.logits, self.buffers.hidden, *self.buffers.root]
         caches = [] if self.cache is None else self.cache.tensors()
         return [*level, *tables, *caches, *([] if self.deferred is None else self.deferred.tensors())]

@@ -7,7 +7,7 @@ passes itself, in shapes that stay: there only the decoder layers are compiled.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,28 @@ from inference.target.cache import BatchPass, Pool, roomy
 from inference.target.model import TargetModel
 
 BACKEND = "inductor"
-GRAPHS = 64  # compiled forms at most; dynamo's own limit is lower
+FORMS = 1024  # of one piece of code, one for every shape, layer and dtype; dynamo's own limit is lower
+
+
+def allow_forms() -> None:
+    """Let dynamo compile as many forms of one piece of code as there may be."""
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, FORMS)
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, FORMS)
+
+
+@contextmanager
+def compiling(failure: str, option: str) -> Iterator[None]:
+    """Run what torch.compile may compile now.
+
+    Raises:
+        ValueError: it cannot: the `failure`, why, and the option that does without.
+    """
+    try:
+        yield
+    except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+        reason = str(getattr(error, "inner_exception", error)).strip().split("\n")[0]
+        raise ValueError(f"{failure} ({reason}): give {option}=false") from error
 
 
 class Compiled:
@@ -37,7 +58,7 @@ class Compiled:
         self.target = target
         self.static = target.device.type == "cuda" if static is None else static
         target.pool = Pool(target.pool.layout, fixed=True)
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
+        allow_forms()
         mode = "reduce-overhead" if target.device.type == "cuda" else None
         self.compiled = torch.compile(self.forward, fullgraph=True, backend=BACKEND, mode=mode)
 
@@ -55,7 +76,7 @@ class Compiled:
         if seen is None:
             seen = torch.ones(batch, count, rows.end, dtype=torch.bool, device=token.device)
         if rows.steady:
-            with self.said(), self.compiled_layers():
+            with self.compiling(), self.compiled_layers():
                 return self.target.forward(
                     token, position, self.target.attention_mask(seen, position, column), rows, layers
                 )
@@ -74,10 +95,7 @@ class Compiled:
     @cached_property
     def layer_calls(self) -> list[Any]:
         """The decoder layers' calls, each compiled by itself: what inductor makes of one serves all that are alike."""
-        calls, limits = [], torch._dynamo.config
-        most = GRAPHS * len(self.target.decoder_layers)  # all layers share one code
-        limits.recompile_limit = max(limits.recompile_limit, most)
-        limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, most)
+        calls = []
         for layer in self.target.decoder_layers:
             layer.compile(fullgraph=True, backend=BACKEND)
             calls.append(layer._compiled_call_impl)
@@ -98,23 +116,12 @@ class Compiled:
         self, token: Tensor, position: Tensor, mask: Any, rows: BatchPass, layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
         """Run the compiled pass, which compiles it where its form is new."""
-        with self.said():
+        with self.compiling():
             return self.compiled(token, position, mask, rows.keys, rows.values, rows.columns, layers)
 
-    @contextmanager
-    def said(self) -> Iterator[None]:
-        """Say in one line that a pass cannot be compiled, and why.
-
-        Raises:
-            ValueError: as it says.
-        """
-        try:
-            yield
-        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
-            reason = str(getattr(error, "inner_exception", error)).strip().split("\n")[0]
-            raise ValueError(
-                f"{self.target.name}: torch.compile fails on its passes ({reason}): give engine.compile=false"
-            ) from error
+    def compiling(self) -> AbstractContextManager[None]:
+        """Run what may be compiled now; see `compiling`."""
+        return compiling(f"{self.target.name}: torch.compile fails on its passes", "engine.compile")
 
     def forward(
         self,

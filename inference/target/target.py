@@ -1,5 +1,7 @@
 """Load a target and prove on the loaded model what the engine relies on."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 
 import transformers
@@ -104,3 +106,13 @@ class Target(TargetModel):
         if not drafts_alone:
             self.compiled = Compiled(self)
         self.compiles_drafts = True
+
+    @contextmanager
+    def uncaptured(self) -> Iterator[None]:
+        """Let the steps of batches that are made meanwhile be neither captured nor have compiled drafts."""
+        before = self.captures, self.compiles_drafts
+        self.captures = self.compiles_drafts = False
+        try:
+            yield
+        finally:
+            self.captures, self.compiles_drafts = before

@@ -41,7 +41,7 @@ class Rule:
         chain: whether it takes at most one child a node.
         replacement: how siblings must have been sampled, with replacement or without; None where it does not matter.
         lossy: whether it changes the target's distribution.
-        on_device: the same for a whole batch, of a rule that reads q; the other lossless ones are `device.follow`.
+        on_device: the same for a whole batch, of a rule that reads q; the other lossless ones are `device.walk`.
     """
 
     walk: Walk

@@ -241,6 +241,10 @@ def test_the_command_measures_nothing_and_says_what_differs(
         (["compare=ONE"], "give two reports or more"),
         (["compare=ONE,ONE"], "twice: leave one out"),
         (["compare=ONE,TWO", "tune=true"], "error: tune=true takes the head of one run"),
+        (
+            ["run=outputs/tiny-eagle", "tune=true", "engine.compile_drafts=true"],
+            "error: tune=true times the parts of drafts",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_is_written(

@@ -17,7 +17,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from heads.modules import layers
-from inference import graphs as launching
 from inference.batch import Batch, batch_of
 from inference.decode import Generation, Settings
 from inference.drafters.head import HeadDrafter
@@ -181,7 +180,7 @@ def captured(step: DeviceStep) -> None:
 
 def drafts_compiled(step: DeviceStep) -> None:
     """Compile the head's stages alone, as on a CPU: all slots take part in them, and in nothing else."""
-    step.static, step.target.compiles_drafts, launching.BACKEND = False, True, "eager"
+    step.static, step.target.compiles_drafts, passes.BACKEND = False, True, "eager"
 
 
 def layers_compiled(step: DeviceStep) -> None:

@@ -1,4 +1,4 @@
-"""Acceptance on the device against the reference rules, whose laws are enumerated, on the same coins and noise."""
+"""Acceptance on the device against the reference rules, which are enumerated elsewhere, on the same coins and noise."""
 
 import pytest
 import torch
@@ -139,10 +139,10 @@ def pairs(rule: str, config: TreeConfig, wrong_q: bool = False) -> Tensor:
     token = torch.zeros(COUNT, len(parents), dtype=torch.long)
     for node in sorted({*parents} - {-1}):
         below = [child for child, parent in enumerate(parents) if parent == node]
-        law = along(q, parents, token)[:, node, None]
-        q_rows.append(law[:, 0])
-        many = law.expand(-1, len(below), -1)
-        token[:, below] = samples.picked(many) if replacement else samples.distinct(law, len(below))[:, 0]
+        probs = along(q, parents, token)[:, node, None]
+        q_rows.append(probs[:, 0])
+        many = probs.expand(-1, len(below), -1)
+        token[:, below] = samples.picked(many) if replacement else samples.distinct(probs, len(below))[:, 0]
     if wrong_q:
         q_rows = q_rows[::-1]
     present = torch.ones_like(token, dtype=torch.bool)
@@ -181,21 +181,21 @@ def test_the_q_of_another_node_is_seen() -> None:
 
 
 def test_what_is_drafted_says_nothing_of_other_drafts_coins_or_noise() -> None:
-    """Tokens of every pair of numbers that one text reads, over many seeds, against the product of their laws."""
-    law, count = torch.tensor([[0.4, 0.3, 0.2, 0.1]]), 2000
+    """Tokens of every pair of numbers that one text reads, over many seeds, against the product of their probs."""
+    probs, count = torch.tensor([[0.4, 0.3, 0.2, 0.1]]), 2000
     rows: list[list[int]] = []
     for seed in range(count):
         text = list(range(7))
         drafts, verified = Drafting(seed, CPU, text), Coupled(seed, CPU, text)
-        row = [*drafts.distinct(law.expand(2, -1), 2)[:, 0].tolist(), *drafts.sample(law.expand(2, -1))]
-        row += [*verified.sample(law), 2 * verified.accept(0.5) + verified.accept(0.5)]
+        row = [*drafts.distinct(probs.expand(2, -1), 2)[:, 0].tolist(), *drafts.sample(probs.expand(2, -1))]
+        row += [*verified.sample(probs), 2 * verified.accept(0.5) + verified.accept(0.5)]
         text.append(0)
-        rows.append([*row, int(drafts.distinct(law, 2)[0, 0]), *drafts.sample(law), *verified.sample(law)])
+        rows.append([*row, int(drafts.distinct(probs, 2)[0, 0]), *drafts.sample(probs), *verified.sample(probs)])
     columns = torch.tensor(rows).T
-    laws = [law[0]] * 5 + [torch.full((4,), 0.25)] + [law[0]] * 3
+    dists = [probs[0]] * 5 + [torch.full((4,), 0.25)] + [probs[0]] * 3
     for i, one in enumerate(columns):
         for j, other in enumerate(columns[:i]):
-            found, expected = torch.bincount(4 * one + other, minlength=16), count * laws[i][:, None] * laws[j]
+            found, expected = torch.bincount(4 * one + other, minlength=16), count * dists[i][:, None] * dists[j]
             assert statistic(torch.stack([found, expected.flatten()])) < 45, (i, j)
 
 

@@ -110,9 +110,8 @@ class Heartbeat:
         """Return the processes that died, ended with an error or fell behind, as text; blocks for GRACE seconds."""
         if self.world == 1:
             return ""
-        timed_out = (
-            time.monotonic() - self._moved > self.timeout / 2
-        )  # else the error here was no wait for another process
+        # Sooner, and the error here was no wait for another process.
+        timed_out = time.monotonic() - self._moved > self.timeout / 2
         before = self._read()
         time.sleep(GRACE)
         after = self._read()

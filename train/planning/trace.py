@@ -74,10 +74,9 @@ class Embeddings:
 class Shadow(TorchDispatchMode):
     """Record allocations on fake tensors while entered."""
 
-    def __init__(self, anchored: float) -> None:
+    def __init__(self) -> None:
         init: Any = super().__init__
         init()
-        self.anchored = anchored
         self.live, self.peak, self.most = NONE, NONE, 0  # peak: of each kind of block by itself; most: of both together
         self.counted: set[int] = set()
 
@@ -86,11 +85,8 @@ class Shadow(TorchDispatchMode):
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):  # an input not seen before was allocated before, even if it is returned
                 self.count(leaf.untyped_storage(), NONE)
-        if func is torch.ops.aten.nonzero.default:
-            rows, length = args[0].shape  # flags of anchors, whose number fake tensors lack
-            out: Any = torch.empty(rows * round(length * self.anchored), 2, dtype=torch.long)
-        elif func is torch.ops.aten._local_scalar_dense.default:
-            out = 1
+        if func is torch.ops.aten._local_scalar_dense.default:
+            out: Any = 1
         else:
             out = func(*args, **(kwargs or {}))
         for result in out if isinstance(out, tuple | list) else (out,):
@@ -181,7 +177,7 @@ def _run_trace(job: Job) -> Trace:
         count = min(CHUNKS, used // size)
         chunks = [_chunk(size, round(size * anchored), config.depths) for _ in range(count)]
         counting: Any = Flops  # a dispatch mode is a context of an untyped kind
-        shadow = Shadow(anchored)
+        shadow = Shadow()
         with shadow, counting() as counter, torch.autocast("cpu", torch.bfloat16, enabled=job.autocast):
             drafts = head.unroll(features, config.depths, anchors)
             activations, before = shadow.live, counter.total
