@@ -118,7 +118,7 @@ def peak(rows: int, depths: int, *, whole: bool, autocast: bool) -> int:
     weight = weights(token, token + 1, None, of).row
     chunks = chunked(weight > 0, rows if whole else chunk_rows(head, "cuda", weight.numel()), HOST)
     quick = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
-    with FakeTensorMode(allow_non_fake_inputs=True), Shadow(1.0) as shadow, quick:
+    with FakeTensorMode(allow_non_fake_inputs=True), Shadow() as shadow, quick:
         if whole:
             work = Work(head, features, weight.flatten(1), of, chunks, None, labels(head, features))
             loss, _ = work.run([[draft.state.flatten(0, 1), None, None] for draft in drafts])

@@ -39,7 +39,7 @@ TRACE = Trace(1000, 1000, 0, 3, size(4000, 0), 400, 200, NONE, NONE, 0, 0)
 
 
 def followed(run: Any) -> Shadow:
-    with FakeTensorMode(), Shadow(1.0) as shadow:
+    with FakeTensorMode(), Shadow() as shadow:
         run()
     return shadow
 
@@ -62,7 +62,7 @@ def test_views_and_results_in_place_take_nothing() -> None:
 def test_what_was_there_before_does_not_count() -> None:
     with FakeTensorMode():
         there = torch.empty(MIB)
-        with Shadow(1.0) as shadow:
+        with Shadow() as shadow:
             there.add_(1).view(2, -1)
     assert shadow.peak == NONE
 
