@@ -9,6 +9,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -54,7 +55,6 @@ def stepper(run: RunConfig, case: str, accelerator: Accelerator) -> Stepper:
     """Return a toy head at its start, with rows of which the second process has fewer."""
     target, head = toys.target(), toys.head(CASES[case][0], toys.target()).requires_grad_().train()
     made: Any = head
-    optim.FUSED = ("cpu",) if case == "fused" else ("cuda",)
     torch.manual_seed(4)
     adapt(head, run.peft)
     token = torch.randint(toys.VOCAB, (24, 16), generator=torch.Generator().manual_seed(5))
@@ -62,7 +62,8 @@ def stepper(run: RunConfig, case: str, accelerator: Accelerator) -> Stepper:
     batches = Batches(packed, 5, 2, 0, accelerator.process_index, accelerator.num_processes)
     source, width = Live(target, batches, made.feature_layers), target.embeddings.hidden_size
     loss = Loss(head, run.objective, compiled=run.trainer.compile, quick=accelerator.mixed_precision == "bf16")
-    return Stepper(run.trainer, run.launcher, accelerator, loss, source, width)
+    with mock.patch.object(optim, "FUSED", ("cpu",) if case == "fused" else ("cuda",)):
+        return Stepper(run.trainer, run.launcher, accelerator, loss, source, width)
 
 
 def losses(step: Stepper, first: int, count: int) -> list[float]:

@@ -61,7 +61,6 @@ def test_what_does_not_wait_is_not_noted(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_host_waits_once_a_step(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the number of micro-batches, with packed documents, noise, anchors and an average of the weights."""
     monkeypatch.setattr(strategy_job, "CASES", strategy_job.CASES | HEADS)
-    monkeypatch.setattr(strategy_job.optim, "FUSED", strategy_job.optim.FUSED)  # which a case sets
     run = strategy_job.run_of(case, "ddp")
     objective = replace(run.objective, anchors=6, noise=0.2)
     run = replace(run, objective=objective, trainer=replace(run.trainer, ema=0.5))
