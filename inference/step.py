@@ -352,16 +352,20 @@ class DeviceStep:
             accepted = Accepted(root, slots.active, token)
             results = [slots.active[:, None], root, token, root]
         else:
-            present = device.present(tree, above, depth, slots.room)
-            if greedy:
-                accepted = device.follow(tree, above, present, argmax(scores), self.drafts.deepest)
-            elif q is None:
-                accepted = device.walk(tree, above, present, choose, self.drafts.deepest, waits=not self.static)
+            if greedy and not self.static and len(tree.token) == 1:
+                followed = device.follow_on_host(tree, argmax(scores), slots.room, self.drafts.deepest)
+                accepted, ranks, count = followed
             else:
-                accepted = self.verified(slots, drafted, present, scores, settings)
-            accepted = accepted._replace(committed=accepted.committed * slots.active)
-            ranks = device.ranks(tree).gather(1, accepted.path)
-            results = [accepted.committed[:, None], present.sum(1, keepdim=True) - 1, accepted.token, ranks]
+                present = device.present(tree, above, depth, slots.room)
+                if greedy:
+                    accepted = device.follow(tree, above, present, argmax(scores), self.drafts.deepest)
+                elif q is None:
+                    accepted = device.walk(tree, above, present, choose, self.drafts.deepest, waits=not self.static)
+                else:
+                    accepted = self.verified(slots, drafted, present, scores, settings)
+                accepted = accepted._replace(committed=accepted.committed * slots.active)
+                ranks, count = device.ranks(tree).gather(1, accepted.path), present.sum(1) - 1
+            results = [accepted.committed[:, None], count[:, None], accepted.token, ranks]
         if settings.gaps:
             best_two = scores.take_along_dim(accepted.path[..., None], 1).float().topk(2).values
             results.append((best_two[..., 0] - best_two[..., 1]).view(torch.int32).long())

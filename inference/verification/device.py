@@ -5,6 +5,7 @@ of sampled drafts walk is a fixed shape, which the host knows: it visits all nod
 sequence comes to.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -78,6 +79,36 @@ def follow(
     alive = ~(above & ~right[:, None]).any(-1) & present
     last = torch.where(alive, above.sum(-1) - 1, -1).argmax(1)
     return accepted(tree, above, last, best.gather(1, last[:, None])[:, 0], deepest)
+
+
+def follow_on_host(
+    tree: DraftTree, best: Int[Tensor, "1 N"], room: Int[Tensor, "1"], deepest: int
+) -> tuple[Accepted, Int[Tensor, "1 P"], Int[Tensor, "1"]]:
+    """Return what `follow` gives one tree, the ranks of its path's nodes, and how many nodes are drafted.
+
+    For one tree on a CPU this walk in Python takes a third of the time of the sixty small operations in its place.
+    """
+    (tokens,), (parents,), (following,) = torch.stack([tree.token, tree.parent, best]).tolist()
+    most, depth, rank, child = int(room), [0], [0], dict[tuple[int, int], int]()
+    siblings: Counter[int] = Counter()
+    for node, (token, parent) in enumerate(zip(tokens[1:], parents[1:], strict=True), 1):
+        reached = depth[parent] + 1 if token >= 0 else most + 1  # what hangs below none is none
+        depth.append(reached)
+        rank.append(siblings[parent])
+        siblings[parent] += 1
+        if reached <= most:
+            child.setdefault((parent, token), node)
+    path = [0]
+    while (node := child.get((path[-1], following[path[-1]]), 0)) > 0:
+        path.append(node)
+    count, last = len(path), path[-1]
+    committed = [*(tokens[node] for node in path[1:]), following[last]]
+    path += [last] * (deepest + 1 - count)
+    committed += [tokens[last]] * (deepest + 1 - count)
+    drafted = sum(each <= most for each in depth) - 1
+    rows = torch.tensor([[count, drafted, *path, *committed, *(rank[node] for node in path)]])
+    accepted_path, token_row, ranks_row = rows[:, 2:].chunk(3, 1)
+    return Accepted(accepted_path, rows[:, 0], token_row), ranks_row, rows[:, 1]
 
 
 def walk(

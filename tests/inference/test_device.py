@@ -235,3 +235,35 @@ def test_an_alpha_of_one_stays_one() -> None:
         path, _ = RULES["traversal"].walk(DraftTree(token[b], torch.tensor(parents)), p[b], q[b].expand(4, -1), rng)
         assert path[-1] == last[b]
         torch.testing.assert_close(left[b], rng.left)
+
+
+def test_one_tree_is_followed_on_the_host_as_many_are_on_the_device() -> None:
+    """Random trees of few tokens, so that paths are long, with absent nodes and every room."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = set()
+    for case in range(300):
+        size = 2 + case % 12
+        parent = torch.tensor([-1, *(int(torch.randint(node, (), generator=generator)) for node in range(1, size))])
+        token = torch.randint(-1 if case % 3 == 0 else 0, 4, (size,), generator=generator)
+        for node in range(1, size):  # siblings are different tokens
+            before = [int(token[other]) for other in range(1, node) if parent[other] == parent[node]]
+            token[node] = (
+                next((each for each in range(4) if each not in before), -1) if token[node] in before else token[node]
+            )
+        tree = DraftTree(token[None].clone(), parent[None])
+        tree.token[:, 0] = 1
+        above = ancestors(tree)
+        depth, room = above.sum(-1) - 1, torch.tensor([case % 5])
+        best, deepest = torch.randint(4, (1, size), generator=generator), int(depth.max())
+        present = device.present(tree, above, depth, room)
+        accepted = device.follow(tree, above, present, best, deepest)
+        ranks = device.ranks(tree).gather(1, accepted.path)
+        one, its_ranks, count = device.follow_on_host(tree, best, room, deepest)
+        assert torch.equal(one.path, accepted.path)
+        assert torch.equal(its_ranks, ranks)
+        assert torch.equal(one.committed, accepted.committed)
+        committed = int(one.committed)
+        assert torch.equal(one.token[:, :committed], accepted.token[:, :committed])
+        assert int(count) == int(present.sum()) - 1
+        lengths.add(committed)
+    assert lengths >= {1, 2, 3, 4}
