@@ -105,7 +105,7 @@ def follow_on_host(
     committed = [*(tokens[node] for node in path[1:]), following[last]]
     path += [last] * (deepest + 1 - count)
     committed += [tokens[last]] * (deepest + 1 - count)
-    drafted = sum(each <= most for each in depth) - 1
+    drafted = sum(reached <= most for reached in depth) - 1
     rows = torch.tensor([[count, drafted, *path, *committed, *(rank[node] for node in path)]])
     accepted_path, token_row, ranks_row = rows[:, 2:].chunk(3, 1)
     return Accepted(accepted_path, rows[:, 0], token_row), ranks_row, rows[:, 1]
