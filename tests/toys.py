@@ -59,7 +59,7 @@ HEAD_CONFIGS: dict[str, dict[str, Any]] = {
     "eagle": {"layers": 2, "bias": True, "lm_head": "shared", "draft_vocab": None, **LAYER},
     "hass": {"layers": 1, "bias": False, "lm_head": "shared", "draft_vocab": 30, **LAYER},
     "eagle3": {
-        "layers": 1, "feature_layers": [0, 1, 2], "feature_norm": False, "norm_output": False,
+        "layers": 1, "feature_layers": [0, 1, 2], "feature_norm": False, "joint_norm": False, "norm_output": False,
         "norm_before_residual": False, "qk_norm": False, "kv_injection": False, "lm_head": "own", "draft_vocab": 30,
         **LAYER,
     },
@@ -79,6 +79,7 @@ HEAD_CONFIGS: dict[str, dict[str, Any]] = {
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle pruned": ("eagle", {"lm_head": "own", "draft_vocab": 25}),
     "eagle3.1": ("eagle3", {"feature_norm": True, "norm_output": True}),
+    "eagle3 of speculators": ("eagle3", {"joint_norm": True, "norm_output": True, "lm_head": "shared"}),
     "eagle3 injected": ("eagle3", {"layers": 2, "kv_injection": True, "qk_norm": True, "norm_before_residual": True}),
     "eagle3 deep": ("eagle3", {"layers": 2, "feature_layers": [2], "lm_head": "shared", "draft_vocab": None}),
     "medusa of low rank": ("medusa", {"lm_head_rank": 8, "draft_vocab": 30}),

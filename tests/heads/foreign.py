@@ -106,7 +106,10 @@ def eagle3(
     hidden = [served.hs[i] for i in ids]
     if config.get("fc_norm"):
         hidden = [read.norm(f"fc_norm.{i}", each) for i, each in enumerate(hidden)]
-    states, token, found = list(read.linear("fc", torch.cat(hidden, -1))), list(token), []
+    joined = torch.cat(hidden, -1)
+    if config.get("norm_before_fc"):
+        joined = read.norm("input_norm", joined)
+    states, token, found = list(read.linear("fc", joined)), list(token), []
     for _ in range(steps):
         state, (mask, position) = torch.stack(states), rows(len(states))
         normed = read.norm(f"{first}hidden_norm", state)
