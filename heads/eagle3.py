@@ -126,6 +126,10 @@ class Eagle3(nn.Module):
         """The target's embedding and lm_head."""
         return self._embeddings[0]
 
+    def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
+        """Return the embeddings of tokens."""
+        return self.embeddings.embed(token)
+
     def begin(self, features: Features) -> Float[Tensor, "B T D"]:
         """Return the fused features."""
         return self.fusion(features.hidden)
@@ -147,7 +151,7 @@ class Eagle3(nn.Module):
         attend: list[Attend],
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
         """Return the states to be fed back, and the normed ones for the lm_head."""
-        x = self.first(self.embeddings.embed(token).to(state.dtype), state, position, last, attend[0])
+        x = self.first(self.embed(token).to(state.dtype), state, position, last, attend[0])
         for layer, pattern in zip(self.layers, attend[1:], strict=True):
             x = layer(x, position, last, pattern)
         read = self.norm(x)

@@ -132,6 +132,25 @@ def eagle3_joint() -> tuple[nn.Module, Tensors, dict[str, Any]]:
     return head, renamed(head, *SGLANG3), {**config, "draft_vocab_size": 30}
 
 
+def peagle() -> tuple[nn.Module, Tensors, dict[str, Any]]:
+    """Return a head in the plain form, with two dimensions of its mask features, and no word of how many it drafts."""
+    head = made("peagle", draft_vocab=None, depths=8)
+    tensors = renamed(head, *SGLANG3)
+    tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, -1)
+    config = {**DECODER, **IDS3, "fc_norm": True, "parallel_drafting": True, "ptd_token_id": 7}
+    return head, tensors, {**config, "num_hidden_layers": 2, "draft_vocab_size": 40}
+
+
+def peagle_speculators() -> tuple[nn.Module, Tensors, dict[str, Any]]:
+    head = made("peagle of speculators")
+    tensors = renamed(head, *SGLANG3, (r"^embedding", "embed_tokens"))
+    tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
+    config = {**DECODER, **IDS3, "norm_before_fc": True, "norm_before_residual": True, "draft_vocab_size": 30}
+    said = {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}]}
+    kind = {"speculators_model_type": "peagle", "speculators_config": said, "mask_token_id": 7}
+    return head, tensors, {**config, **kind, "num_hidden_layers": 2}
+
+
 def eagle3_sglang() -> tuple[nn.Module, Tensors, dict[str, Any]]:
     head = made("eagle3.1", layers=2, qk_norm=True, draft_vocab=None)
     tensors = {"model.embed_tokens.weight": embedding(), **renamed(head, *SGLANG3)}
@@ -245,6 +264,8 @@ CASES: dict[str, tuple[str, Callable[[], tuple[nn.Module, Tensors, dict[str, Any
     "EAGLE-3.1 of SGLang": ("eagle3", eagle3_sglang, "fc_norm.1.weight"),
     "EAGLE-3 of speculators": ("eagle3", eagle3_speculators, "layers.0.input_layernorm.weight"),
     "EAGLE-3 of speculators' defaults": ("eagle3", eagle3_joint, "input_norm.weight"),
+    "P-EAGLE": ("peagle", peagle, "mask_hidden"),
+    "P-EAGLE of speculators": ("peagle", peagle_speculators, "input_norm.weight"),
     "EAGLE-3 shared": ("eagle3", eagle3_shared, "norm.weight"),
     "Medusa 1": ("medusa", medusa_first, "3.2.weight"),
     "Medusa 2": ("medusa", medusa_second, "2.0.linear.bias"),

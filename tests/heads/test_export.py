@@ -74,6 +74,11 @@ CASES = {
         "eagle3", {**FOR, "draft_vocab": 30}, "vllm", foreign.eagle3, frozenset({"lm_head.weight"})
     ),
     "EAGLE-3 authors": Case("eagle3", OWN_PLACE, "eagle", partial(foreign.eagle3, engine="authors")),
+    "P-EAGLE vLLM": Case("peagle", {"feature_layers": [5, 1, 3]}, "vllm", foreign.peagle),
+    "P-EAGLE speculators": Case(
+        "peagle", {"embedding": "own", "feature_norm": False, "joint_norm": True, "feature_layers": [5, 1, 3]},
+        "speculators", foreign.peagle,
+    ),
     "EAGLE-1 vLLM": Case(
         "eagle", {"layers": 2, "bias": False}, "vllm", partial(foreign.eagle, bias=False), frozenset({"fc.bias"})
     ),
@@ -124,6 +129,8 @@ def test_what_was_exported_is_read_back(name: str, tmp_path: Path, caplog: pytes
     if order:
         for key in ours.keys() & {"fusion.fc.weight", "fusion.joint_norm.weight"}:
             ours[key] = torch.cat([ours[key].chunk(len(order), -1)[i] for i in order], -1)
+        if "mask_hidden" in ours:
+            ours["mask_hidden"] = ours["mask_hidden"][order]
     ours |= {f"fusion.norms.{i}.weight": ours[f"fusion.norms.{at}.weight"] for i, at in enumerate(order) if at != i
              and f"fusion.norms.{at}.weight" in head.state_dict()}  # fmt: skip
     if "of low rank" in name:

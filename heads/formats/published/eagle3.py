@@ -126,8 +126,8 @@ def _check_options(source: Source) -> None:
     nested: dict[str, Any] = source.config.get("eagle_config") or {}
     if nested.get("use_aux_hidden_state") is False:
         raise source.refusal("features of the last layer alone (use_aux_hidden_state=false)")
-    if source.config.get("parallel_drafting") or "mask_hidden" in source.tensors:
-        raise source.refusal("all its depths in one pass (P-EAGLE: parallel_drafting, mask_hidden)")
+    if source.config.get("parallel_drafting") and "mask_hidden" not in source.tensors:
+        raise source.error("config.json says parallel_drafting (P-EAGLE), and the tensor mask_hidden is missing")
 
 
 def _deeper(source: Source, layers: int) -> tuple[dict[str, str], set[str]]:
