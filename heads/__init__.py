@@ -13,6 +13,7 @@ eagle3.py  EAGLE-3 and 3.1: features of several layers, tokens alone
 medusa.py  Medusa: one residual head a depth
 hydra.py   Hydra: Medusa's heads, each reading the tokens before it
 mlp.py     the recurrent MLP speculator
+peagle.py  P-EAGLE: an EAGLE-3 head that drafts all depths in one pass
 mtp.py     multi-token prediction: one decoder layer, used again for every depth
 block.py   block-parallel heads: DFlash, JetSpec, DSpark
 """
@@ -31,10 +32,11 @@ from heads.hydra import Hydra
 from heads.medusa import Medusa
 from heads.mlp import Mlp
 from heads.mtp import Mtp
+from heads.peagle import PEagle
 
 HEADS = {
     "eagle": Eagle, "eagle3": Eagle3, "hass": Hass, "medusa": Medusa, "hydra": Hydra, "mlp": Mlp, "mtp": Mtp,
-    "block": Block,
+    "block": Block, "peagle": PEagle,
 }  # fmt: skip
 
 

@@ -23,12 +23,13 @@ from torch import Tensor, nn
 from heads import rows
 from heads.base import Draft, Embeddings, Features, Level, check_depths, layer_shape
 from heads.common.ranges import Amount, Count, Parts, Positive, Width
-from heads.modules.attention import KeyValue, Pattern, attend_rows
+from heads.modules.attention import KeyValue, attend_rows
 from heads.modules.fusion import DFLASH_LAYERS, Fusion, chosen_layers
 from heads.modules.kv_cache import KVCache
 from heads.modules.layers import Block as Layer
 from heads.modules.layers import RMSNorm, masked_attention
 from heads.modules.rope import Rope
+from heads.modules.slots import at_rows, behind
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
 from heads.rows import last_valid
 
@@ -132,32 +133,21 @@ class Block(nn.Module):
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Draft a block from every anchor; all of them go through the layers side by side."""
         check_depths(depths, self.max_depth)
-        position, slots = rows.positions(features.document), self.size
-        every = torch.arange(position.shape[1], device=position.device).expand_as(position)
-        chosen = every if anchors is None else anchors
-        last = position.shape[1] + slots
+        slots = behind(features.document, anchors, self.size, self.config.length, causal=self.config.causal)
+        position, last = rows.positions(features.document), features.token.shape[1] + self.size
         context = self.context(features.hidden, position, last)
-        x = self.slots(rows.next_token(features.token).gather(1, chosen)).flatten(1, 2)
-        at = position.gather(1, chosen)[..., None] + 1 + torch.arange(slots, device=chosen.device)
-        seen = self._pattern(chosen, position.gather(1, chosen), at)
+        x = self.slots(rows.next_token(features.token).gather(1, slots.anchor)).flatten(1, 2)
 
         def attend(pair: KeyValue, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend_rows(query, pair, [(key, value)], seen)
+            return attend_rows(query, pair, [(key, value)], slots.seen)
 
         for layer, pair in zip(self.layers, context, strict=True):
-            x = layer(x, at.flatten(1), last, lambda *qkv, pair=pair: attend(pair, *qkv))
-        states = self.norm(x).unflatten(1, (-1, slots))
+            x = layer(x, slots.position.flatten(1), last, lambda *qkv, pair=pair: attend(pair, *qkv))
+        states = self.norm(x).unflatten(1, (-1, self.size))
         return [
-            self._draft(features, states[:, :, depth - 1 + self.idle], chosen, depth) for depth in range(1, depths + 1)
+            self._draft(features, states[:, :, depth - 1 + self.idle], slots.anchor, depth)
+            for depth in range(1, depths + 1)
         ]
-
-    def _pattern(self, chosen: Int[Tensor, "B n"], position: Int[Tensor, "B n"], at: Int[Tensor, "B n S"]) -> Pattern:
-        """Return the slots' pattern: they see the features up to the anchor's row, within `length`, and their block."""
-        row = chosen[..., None].expand_as(at)
-        first = row - position[..., None]
-        if self.config.length is not None:
-            first = torch.maximum(first, row + (at - position[..., None]) - self.config.length + 1)
-        return Pattern(first.flatten(1), row.flatten(1), size=self.size, causal=self.config.causal)
 
     def _block_mask(self, device: torch.device) -> Bool[Tensor, "S S"]:
         """Return which slots of its block each slot sees."""
@@ -167,9 +157,7 @@ class Block(nn.Module):
     def _draft(self, features: Features, state: Tensor, chosen: Int[Tensor, "B n"], depth: int) -> Draft:
         """Return one depth's states at the rows that they were drafted from."""
         token = rows.drafted_token(features.token, depth).gather(1, chosen)
-        state = self.conditioned(state, token)
-        full = state.new_zeros(*features.token.shape, state.shape[-1])
-        full = full.scatter(1, chosen[..., None].expand_as(state), state)
+        full = at_rows(self.conditioned(state, token), chosen, features.token.shape[1])
         return Draft(full, None, None if self.confidence is None else self.confidence(full)[..., 0])
 
     def extend(

@@ -5,9 +5,10 @@ fc(features of the chosen layers at t) at depth 1 and the layer's own output fro
 the training-time test. The lm_head reads the normed output and is the head's own, over a vocabulary that may be pruned.
 
 EAGLE-3.1 (arXiv 2605.09992) norms each layer's features before they are fused (`feature_norm`) and feeds the normed
-output back (`norm_output`), which keeps deep drafts and long texts from drifting. Further options: Qwen3's norms of
-queries and keys (`qk_norm`), more layers, and `kv_injection`, as in DFlash (arXiv 2602.06036): every layer's keys and
-values of the context are projections of the fused features, not of the layer's own input.
+output back (`norm_output`), which keeps deep drafts and long texts from drifting. Further options: one norm of all
+features before fc (`joint_norm`, speculators' default), Qwen3's norms of queries and keys (`qk_norm`), more layers, and
+`kv_injection`, as in DFlash (arXiv 2602.06036): every layer's keys and values of the context are projections of the
+fused features, not of the layer's own input.
 """
 
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ class Eagle3(nn.Module):
         layers: Parts
         feature_layers: list[int] | None
         feature_norm: bool
+        joint_norm: bool
         norm_output: bool
         norm_before_residual: bool
         qk_norm: bool
@@ -84,6 +86,11 @@ class Eagle3(nn.Module):
         lm_head: str
         draft_vocab: Count | None
 
+        def __post_init__(self) -> None:
+            """Refuse two norms before fc, which no engine runs."""
+            if self.feature_norm and self.joint_norm:
+                raise ValueError("head.feature_norm and head.joint_norm are both true: give one norm before fc")
+
     max_depth, keeps_rows = 64, True
 
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
@@ -92,7 +99,7 @@ class Eagle3(nn.Module):
         self._embeddings = (embeddings,)  # in a tuple, so that they are no submodule and never trained or saved
         width, shape, eps = embeddings.hidden_size, layer_shape(config, embeddings), config.norm_eps
         self.feature_layers = chosen_layers(config.feature_layers, EAGLE3_LAYERS, embeddings.num_layers)
-        self.fusion = Fusion(width, len(self.feature_layers), eps, normed=config.feature_norm)
+        self.fusion = Fusion(width, len(self.feature_layers), eps, normed=config.feature_norm, joint=config.joint_norm)
         inject = width if config.kv_injection else None
         wide = Attention(
             2 * width,
@@ -119,6 +126,10 @@ class Eagle3(nn.Module):
         """The target's embedding and lm_head."""
         return self._embeddings[0]
 
+    def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
+        """Return the embeddings of tokens."""
+        return self.embeddings.embed(token)
+
     def begin(self, features: Features) -> Float[Tensor, "B T D"]:
         """Return the fused features."""
         return self.fusion(features.hidden)
@@ -140,7 +151,7 @@ class Eagle3(nn.Module):
         attend: list[Attend],
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
         """Return the states to be fed back, and the normed ones for the lm_head."""
-        x = self.first(self.embeddings.embed(token).to(state.dtype), state, position, last, attend[0])
+        x = self.first(self.embed(token).to(state.dtype), state, position, last, attend[0])
         for layer, pattern in zip(self.layers, attend[1:], strict=True):
             x = layer(x, position, last, pattern)
         read = self.norm(x)

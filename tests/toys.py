@@ -59,7 +59,7 @@ HEAD_CONFIGS: dict[str, dict[str, Any]] = {
     "eagle": {"layers": 2, "bias": True, "lm_head": "shared", "draft_vocab": None, **LAYER},
     "hass": {"layers": 1, "bias": False, "lm_head": "shared", "draft_vocab": 30, **LAYER},
     "eagle3": {
-        "layers": 1, "feature_layers": [0, 1, 2], "feature_norm": False, "norm_output": False,
+        "layers": 1, "feature_layers": [0, 1, 2], "feature_norm": False, "joint_norm": False, "norm_output": False,
         "norm_before_residual": False, "qk_norm": False, "kv_injection": False, "lm_head": "own", "draft_vocab": 30,
         **LAYER,
     },
@@ -75,10 +75,16 @@ HEAD_CONFIGS: dict[str, dict[str, Any]] = {
         "markov_rank": None,
         "confidence": False, "qk_norm": True, "lm_head": "shared", "draft_vocab": None, **LAYER,
     },
+    "peagle": {
+        "layers": 2, "feature_layers": [0, 1, 2], "feature_norm": True, "joint_norm": False, "norm_output": False,
+        "norm_before_residual": False, "qk_norm": False, "kv_injection": False, "lm_head": "own", "draft_vocab": 30,
+        "depths": 4, "mask_token": 7, "embedding": "shared", **LAYER,
+    },
 }  # fmt: skip
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle pruned": ("eagle", {"lm_head": "own", "draft_vocab": 25}),
     "eagle3.1": ("eagle3", {"feature_norm": True, "norm_output": True}),
+    "eagle3 of speculators": ("eagle3", {"joint_norm": True, "norm_output": True, "lm_head": "shared"}),
     "eagle3 injected": ("eagle3", {"layers": 2, "kv_injection": True, "qk_norm": True, "norm_before_residual": True}),
     "eagle3 deep": ("eagle3", {"layers": 2, "feature_layers": [2], "lm_head": "shared", "draft_vocab": None}),
     "medusa of low rank": ("medusa", {"lm_head_rank": 8, "draft_vocab": 30}),
@@ -86,6 +92,10 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "hydra plain": ("hydra", {"prefix": False, "tied": True, "layers": 3, "lm_head_bias": True, "draft_vocab": 30}),
     "mlp tied": ("mlp", {"tied": True, "scale_input": False, "inner": None, "draft_vocab": 30}),
     "mtp of Qwen3": ("mtp", {"qk_norm": True, "length": 5, "lm_head": "own", "draft_vocab": 30}),
+    "peagle of speculators": (
+        "peagle",
+        {"embedding": "own", "feature_norm": False, "joint_norm": True, "norm_before_residual": True},
+    ),
     "block both ways": ("block", {"causal": False, "length": None, "qk_norm": False}),
     "block of DSpark": ("block", {"from_anchor": True, "markov_rank": 6, "confidence": True, "draft_vocab": 30}),
 }

@@ -34,7 +34,7 @@ SCHEDULE = "schedule"  # the key of which tree is drafted by how many sequences;
 # The defaults of keys for heads saved before the key existed.
 EARLIER = {
     "length": None, "lm_head": "shared", "lm_head_rank": None, "draft_vocab": None, "qk_norm": False,
-    "from_anchor": False, "rope_scaling": None, "mask_token": None,
+    "from_anchor": False, "rope_scaling": None, "mask_token": None, "joint_norm": False,
 }  # fmt: skip
 
 

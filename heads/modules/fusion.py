@@ -48,15 +48,21 @@ def suggestion(num_layers: int) -> str:
 
 
 class Fusion(nn.Module):
-    """A linear layer (fc) over the concatenated states; `normed` norms each layer's by itself before (EAGLE-3.1)."""
+    """A linear layer (fc) over the concatenated states.
 
-    def __init__(self, width: int, layers: int, eps: float, *, normed: bool) -> None:
+    Before it, `normed` norms each layer's states by themselves (EAGLE-3.1), `joint` all of them as one vector
+    (norm_before_fc of speculators).
+    """
+
+    def __init__(self, width: int, layers: int, eps: float, *, normed: bool, joint: bool = False) -> None:
         super().__init__()
         self.fc = nn.Linear(layers * width, width, bias=False)
         self.norms = nn.ModuleList(RMSNorm(width, eps) for _ in range(layers if normed else 0))
+        self.joint_norm = RMSNorm(layers * width, eps) if joint else None
 
     def forward(self, hidden: Float[Tensor, "B T L D"]) -> Float[Tensor, "B T D"]:
         """Return the fused states."""
         if self.norms:
             hidden = torch.stack([norm(hidden[..., i, :]) for i, norm in enumerate(self.norms)], -2)
-        return self.fc(hidden.flatten(-2))
+        joined = hidden.flatten(-2)
+        return self.fc(joined if self.joint_norm is None else self.joint_norm(joined))

@@ -48,6 +48,10 @@ class Reading:
         first, second = x.chunk(2, -1)
         return x * cos[0] + torch.cat([-second, first], -1) * sin[0]
 
+    def embedding(self) -> Tensor:
+        """Return the head's own embedding, or the target's."""
+        return self.tensors.get("embed_tokens.weight", self.served.embedding)
+
     def heads(self, name: str, x: Tensor, norm: str = "") -> Tensor:
         split = self.linear(name, x).view(len(x), -1, self.config["head_dim"]).transpose(0, 1)
         return self.norm(norm, split) if norm else split
@@ -84,6 +88,36 @@ def rows(count: int) -> tuple[Tensor, Tensor]:
     return torch.ones(count, count, dtype=torch.bool).tril(), torch.arange(count)
 
 
+def wide_layers(read: Reading, state: Tensor, token: list[int], first: str, norm: str) -> Tensor:
+    """Return the last layer's output for all rows of EAGLE-3; `norm` names the norm before later attentions."""
+    config, (mask, position) = read.config, rows(len(state))
+    normed = read.norm(f"{first}hidden_norm", state)
+    x = torch.cat([read.norm(f"{first}input_layernorm", read.embedding()[token]), normed], -1)
+    x = read.attention(first, x, mask, position) + (normed if config.get("norm_before_residual") else state)
+    x = x + read.mlp(first, x)
+    for i in range(1, config["num_hidden_layers"]):
+        name = "input_layernorm" if norm == "input" else "hidden_norm"
+        x = x + read.attention(f"layers.{i}.", read.norm(f"layers.{i}.{name}", x), mask, position)
+        x = x + read.mlp(f"layers.{i}.", x)
+    return x
+
+
+def peagle(folder: Path, served: Served, token: list[int], steps: int) -> list[Tensor]:
+    """Return a chain's logits by vLLM's parallel drafting: one pass over the rows and a mask slot a further step."""
+    read = Reading(folder, served)
+    config = read.config
+    hidden = torch.cat([served.hs[i] for i in config[IDS]], -1)
+    hidden = torch.cat([hidden, read.tensors["mask_hidden"].view(1, -1).expand(steps - 1, -1)])
+    if config.get("fc_norm"):
+        parts = hidden.chunk(len(config[IDS]), -1)
+        hidden = torch.cat([read.norm(f"fc_norm.{i}", part) for i, part in enumerate(parts)], -1)
+    if config.get("norm_before_fc"):
+        hidden = read.norm("input_norm", hidden)
+    tokens = [*token, *[config["mask_token_id"]] * (steps - 1)]
+    x = wide_layers(read, read.linear("fc", hidden), tokens, "layers.0.", "input")
+    return [read.spread(read.linear("lm_head", read.norm("norm", row))) for row in x[-steps:]]
+
+
 def eagle3(
     folder: Path, served: Served, token: list[int], steps: int, engine: str = "vllm", capture: list[int] | None = None
 ) -> list[Tensor]:
@@ -94,7 +128,7 @@ def eagle3(
     layers when it is started, `capture`, or takes its own three. The authors' layers are fixed, and their first one is
     called midlayer.
     """
-    read, served_embedding = Reading(folder, served), served.embedding
+    read = Reading(folder, served)
     config, count = read.config, len(served.hs) - 1
     ids = {
         "vllm": lambda: config[IDS],
@@ -106,17 +140,12 @@ def eagle3(
     hidden = [served.hs[i] for i in ids]
     if config.get("fc_norm"):
         hidden = [read.norm(f"fc_norm.{i}", each) for i, each in enumerate(hidden)]
-    states, token, found = list(read.linear("fc", torch.cat(hidden, -1))), list(token), []
+    joined = torch.cat(hidden, -1)
+    if config.get("norm_before_fc"):
+        joined = read.norm("input_norm", joined)
+    states, token, found = list(read.linear("fc", joined)), list(token), []
     for _ in range(steps):
-        state, (mask, position) = torch.stack(states), rows(len(states))
-        normed = read.norm(f"{first}hidden_norm", state)
-        x = torch.cat([read.norm(f"{first}input_layernorm", served_embedding[token]), normed], -1)
-        x = read.attention(first, x, mask, position) + (normed if config.get("norm_before_residual") else state)
-        x = x + read.mlp(first, x)
-        for i in range(1, config["num_hidden_layers"]):
-            norm = "input_layernorm" if engine == "vllm" else "hidden_norm"
-            x = x + read.attention(f"layers.{i}.", read.norm(f"layers.{i}.{norm}", x), mask, position)
-            x = x + read.mlp(f"layers.{i}.", x)
+        x = wide_layers(read, torch.stack(states), token, first, "input" if engine == "vllm" else "hidden")
         out = read.norm("norm", x[-1])
         found.append(read.spread(read.linear("lm_head", out)))
         states.append(out if config.get("norm_output") else x[-1])

@@ -66,7 +66,12 @@ def deeper(by: int) -> Callable[[re.Match[str]], str]:
     return lambda found: f"layers.{int(found[1]) + by}."
 
 
-EAGLE3 = ((r"^fusion\.fc", "fc"), (r"^fusion\.norms", "fc_norm"), (r"^layers\.(\d+)\.", deeper(1)))
+EAGLE3 = (
+    (r"^fusion\.fc", "fc"),
+    (r"^fusion\.norms", "fc_norm"),
+    (r"^fusion\.joint_norm", "input_norm"),
+    (r"^layers\.(\d+)\.", deeper(1)),
+)
 AUTHORS3, SGLANG3 = (*EAGLE3, (r"^first\.", "midlayer.")), (*EAGLE3, (r"^first\.", "layers.0."))
 IDS3 = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
 NESTED3 = {"eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
@@ -119,6 +124,31 @@ def eagle_of_two_layers() -> tuple[nn.Module, Tensors, dict[str, Any]]:
 def eagle3_authors() -> tuple[nn.Module, Tensors, dict[str, Any]]:
     head = made("eagle3")
     return head, renamed(head, *AUTHORS3), {**DECODER, **IDS3, "draft_vocab_size": 30}
+
+
+def eagle3_joint() -> tuple[nn.Module, Tensors, dict[str, Any]]:
+    head = made("eagle3", joint_norm=True, norm_output=True, norm_before_residual=True)
+    config = {**DECODER, **IDS3, "norm_before_fc": True, "norm_output": True, "norm_before_residual": True}
+    return head, renamed(head, *SGLANG3), {**config, "draft_vocab_size": 30}
+
+
+def peagle() -> tuple[nn.Module, Tensors, dict[str, Any]]:
+    """Return a head in the plain form, with two dimensions of its mask features, and no word of how many it drafts."""
+    head = made("peagle", draft_vocab=None, depths=8)
+    tensors = renamed(head, *SGLANG3)
+    tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, -1)
+    config = {**DECODER, **IDS3, "fc_norm": True, "parallel_drafting": True, "ptd_token_id": 7}
+    return head, tensors, {**config, "num_hidden_layers": 2, "draft_vocab_size": 40}
+
+
+def peagle_speculators() -> tuple[nn.Module, Tensors, dict[str, Any]]:
+    head = made("peagle of speculators")
+    tensors = renamed(head, *SGLANG3, (r"^embedding", "embed_tokens"))
+    tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
+    config = {**DECODER, **IDS3, "norm_before_fc": True, "norm_before_residual": True, "draft_vocab_size": 30}
+    said = {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}]}
+    kind = {"speculators_model_type": "peagle", "speculators_config": said, "mask_token_id": 7}
+    return head, tensors, {**config, **kind, "num_hidden_layers": 2}
 
 
 def eagle3_sglang() -> tuple[nn.Module, Tensors, dict[str, Any]]:
@@ -233,6 +263,9 @@ CASES: dict[str, tuple[str, Callable[[], tuple[nn.Module, Tensors, dict[str, Any
     "EAGLE-3 of the authors": ("eagle3", eagle3_authors, "midlayer.mlp.up_proj.weight"),
     "EAGLE-3.1 of SGLang": ("eagle3", eagle3_sglang, "fc_norm.1.weight"),
     "EAGLE-3 of speculators": ("eagle3", eagle3_speculators, "layers.0.input_layernorm.weight"),
+    "EAGLE-3 of speculators' defaults": ("eagle3", eagle3_joint, "input_norm.weight"),
+    "P-EAGLE": ("peagle", peagle, "mask_hidden"),
+    "P-EAGLE of speculators": ("peagle", peagle_speculators, "input_norm.weight"),
     "EAGLE-3 shared": ("eagle3", eagle3_shared, "norm.weight"),
     "Medusa 1": ("medusa", medusa_first, "3.2.weight"),
     "Medusa 2": ("medusa", medusa_second, "2.0.linear.bias"),

@@ -58,6 +58,10 @@ CASES = {
         partial(TRTLLM, capture=[2, 6]),
     ),
     "EAGLE-3 speculators": Case("eagle3", {**OWN_PLACE, "norm_before_residual": True}, "speculators", foreign.eagle3),
+    "EAGLE-3 with one norm before fc": Case(
+        "eagle3", {**OWN_PLACE, "joint_norm": True, "norm_output": True}, "speculators", foreign.eagle3
+    ),
+    "EAGLE-3 with one norm before fc TensorRT-LLM": Case("eagle3", {**OWN_PLACE, "joint_norm": True}, "trtllm", TRTLLM),
     "EAGLE-3 of one layer": Case("eagle3", {**LLAMA3, "feature_layers": [6]}, "vllm", foreign.eagle3),
     "EAGLE-3.1 deep": Case(
         "eagle3", {**OWN_PLACE, "layers": 3, "feature_norm": True, "norm_output": True}, "vllm", foreign.eagle3
@@ -70,6 +74,11 @@ CASES = {
         "eagle3", {**FOR, "draft_vocab": 30}, "vllm", foreign.eagle3, frozenset({"lm_head.weight"})
     ),
     "EAGLE-3 authors": Case("eagle3", OWN_PLACE, "eagle", partial(foreign.eagle3, engine="authors")),
+    "P-EAGLE vLLM": Case("peagle", {"feature_layers": [5, 1, 3]}, "vllm", foreign.peagle),
+    "P-EAGLE speculators": Case(
+        "peagle", {"embedding": "own", "feature_norm": False, "joint_norm": True, "feature_layers": [5, 1, 3]},
+        "speculators", foreign.peagle,
+    ),
     "EAGLE-1 vLLM": Case(
         "eagle", {"layers": 2, "bias": False}, "vllm", partial(foreign.eagle, bias=False), frozenset({"fc.bias"})
     ),
@@ -118,7 +127,10 @@ def test_what_was_exported_is_read_back(name: str, tmp_path: Path, caplog: pytes
     order = sorted(range(len(head.feature_layers)), key=lambda i: head.feature_layers[i])
     ours, theirs = head.state_dict(), loaded.state_dict()
     if order:
-        ours["fusion.fc.weight"] = torch.cat([ours["fusion.fc.weight"].chunk(len(order), 1)[i] for i in order], 1)
+        for key in ours.keys() & {"fusion.fc.weight", "fusion.joint_norm.weight"}:
+            ours[key] = torch.cat([ours[key].chunk(len(order), -1)[i] for i in order], -1)
+        if "mask_hidden" in ours:
+            ours["mask_hidden"] = ours["mask_hidden"][order]
     ours |= {f"fusion.norms.{i}.weight": ours[f"fusion.norms.{at}.weight"] for i, at in enumerate(order) if at != i
              and f"fusion.norms.{at}.weight" in head.state_dict()}  # fmt: skip
     if "of low rank" in name:
@@ -261,7 +273,9 @@ def test_the_hybrid_says_what_each_engine_asks_for(tmp_path: Path) -> None:
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "torch_dtype": "bfloat16", **decoder,
         "draft_vocab_size": 30, "tie_word_embeddings": False, "norm_before_residual": False, "norm_before_fc": False,
         "num_aux_hidden_states": 3, "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
-        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
+        "eagle_config": {
+            "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 4], "norm_before_fc": False,
+        },
         "speculators_model_type": "eagle3", "speculators_version": "0.9.0",
         "transformer_layer_config": {"model_type": "llama", **decoder},
         "speculators_config": {

@@ -66,6 +66,7 @@ def passed_over(config: dict[str, Any]) -> set[str]:
         {"feature_layers": None, "draft_vocab": None, "lm_head": "shared"},
         {"feature_layers": None, "feature_norm": True, "norm_output": True},
         {"feature_layers": [2, 6], "layers": 3},
+        {"feature_layers": None, "joint_norm": True, "norm_output": True},
     ],
 )
 def test_tensorrt_llm_finds_every_parameter(options: dict[str, Any], tmp_path: Path) -> None:

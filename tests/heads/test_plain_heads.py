@@ -128,14 +128,11 @@ def test_a_head_of_others_is_read_as_it_is_read_here(how: str, tmp_path: Path) -
     exporting.assert_same(found, ours)
 
 
-def test_a_kind_of_eagle3_that_is_not_known_is_refused(tmp_path: Path) -> None:
+def test_a_peagle_head_without_its_mask_token_is_refused(tmp_path: Path) -> None:
     folder = exporting.exported(exporting.made("eagle3", feature_layers=[1, 3, 4]), "vllm", tmp_path / "head")
     held = load_file(folder / "model.safetensors")
-    save_file({**held, "input_norm.weight": torch.ones(96)}, folder / "model.safetensors")
-    with pytest.raises(
-        ValueError,
-        match=r"one norm of all features before fc \(norm_before_fc, input_norm.weight\), which heads here do not",
-    ):
+    save_file({**held, "mask_hidden": torch.ones(1, 96)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="mask_token_id is None, not one of the target's 40 tokens"):
         load(str(folder), exporting.target().model, {})
 
 

@@ -142,7 +142,6 @@ def test_scaled_positions_are_read_from_older_and_newer_files(said: dict[str, An
         (eagle_authors, {"hidden_act": "gelu"}, "hidden_act=gelu"),
         (eagle3_authors, {"layer_types": ["sliding_attention"]}, "sliding window"),
         (eagle3_authors, {"logit_scale": 0.5}, "logit_scale"),
-        (eagle3_authors, {"norm_before_fc": True}, "norm_before_fc"),
         (eagle3_authors, {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
         (eagle3_authors, {"parallel_drafting": True}, "P-EAGLE"),
         (eagle3_authors, {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, "embedding among its layers"),

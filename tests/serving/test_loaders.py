@@ -18,7 +18,7 @@ EMBEDDING = "model.embed_tokens.weight"
 PRUNED = {"draft_vocab": 700}
 PLAIN = {"feature_norm": False, "norm_output": False}
 DSPARK = {"from_anchor": True, "markov_rank": 16, "confidence": True}
-# kind, options, vLLM's method and class, SGLang's class
+# kind, options, vLLM's method and class, SGLang's class, "" where it has none
 HEADS: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
     "eagle": ("eagle", {}, "eagle", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
     "eagle deep": ("eagle", {"layers": 2}, "eagle", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
@@ -31,10 +31,21 @@ HEADS: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
         "eagle3", {"feature_layers": [3, 9]}, "eagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3"
     ),
     "eagle3 shared": ("eagle3", {"lm_head": "shared"}, "eagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3"),
+    "eagle3 of speculators": (
+        "eagle3", {"feature_norm": False, "joint_norm": True}, "eagle3", "Eagle3LlamaForCausalLM",
+        "LlamaForCausalLMEagle3",
+    ),
+    "peagle": ("peagle", {}, "eagle3", "Eagle3LlamaForCausalLM", ""),
+    "peagle with its embedding": (
+        "peagle", {"embedding": "own"} | PRUNED, "eagle3", "Eagle3LlamaForCausalLM", ""
+    ),
     "dflash causal": ("block", {}, "dflash", "DFlashQwen3ForCausalLM", "DFlashDraftModel"),
     "dflash": ("block", {"causal": False}, "dflash", "DFlashQwen3ForCausalLM", "DFlashDraftModel"),
     "dspark": ("block", DSPARK, "dspark", "Qwen3DSparkForCausalLM", "Qwen3DSparkModel"),
 }  # fmt: skip
+OF_SGLANG = [name for name in HEADS if HEADS[name][4]]
+CLASSES = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel"}  # of speculators
+OF_SPECULATORS = [name for name in HEADS if HEADS[name][0] in CLASSES]
 
 
 @pytest.fixture(scope="module")
@@ -56,18 +67,18 @@ def vllm(folders: dict[str, Path]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def sglang(folders: dict[str, Path]) -> dict[str, Any]:
-    job = {"target": str(TARGET), "heads": [str(folders[name]) for name in HEADS]}
+    job = {"target": str(TARGET), "heads": [str(folders[name]) for name in OF_SGLANG]}
     answer = asked("load_sglang.py", job, newest="sglang")
     assert answer["version"] == "0.5.23"
-    return dict(zip(HEADS, answer["heads"], strict=True))
+    return dict(zip(OF_SGLANG, answer["heads"], strict=True))
 
 
 @pytest.fixture(scope="module")
 def speculators(folders: dict[str, Path]) -> dict[str, Any]:
-    names = [name for name in HEADS if name.startswith("eagle3")]
-    answer = asked("load_speculators.py", {"target": str(TARGET), "heads": [str(folders[name]) for name in names]})
+    job = {"target": str(TARGET), "heads": [str(folders[name]) for name in OF_SPECULATORS]}
+    answer = asked("load_speculators.py", job)
     assert answer["version"] == "0.9.0"
-    return dict(zip(names, answer["heads"], strict=True))
+    return dict(zip(OF_SPECULATORS, answer["heads"], strict=True))
 
 
 def drafted(folder: Path) -> list[int] | None:
@@ -84,21 +95,23 @@ def sight(name: str) -> dict[str, list[bool]]:
 
 @pytest.mark.parametrize("name", HEADS)
 def test_vllm_fills_every_tensor_but_the_targets(name: str, vllm: dict[str, Any]) -> None:
-    kind, *_, expected, _ = HEADS[name]
+    kind, options, _, expected, _ = HEADS[name]
     own = {"block": {EMBEDDING, "lm_head.weight", "model.mask_embedding"}}.get(kind, {EMBEDDING})
+    if options.get("embedding") == "own":
+        own = set()
     assert vllm[name] == {"class": expected, "unfilled": sorted(own)} | sight(name)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", OF_SGLANG)
 def test_sglang_fills_every_tensor_but_the_targets(name: str, sglang: dict[str, Any], folders: dict[str, Path]) -> None:
     kind, *_, expected = HEADS[name]
     own = {"eagle3": [EMBEDDING], "block": []}.get(kind, ["lm_head.weight", EMBEDDING])
     assert sglang[name] == {"class": expected, "unfilled": own, "drafted": drafted(folders[name])} | sight(name)
 
 
-@pytest.mark.parametrize("name", [name for name in HEADS if name.startswith("eagle3")])
+@pytest.mark.parametrize("name", OF_SPECULATORS)
 def test_speculators_fills_every_tensor(name: str, speculators: dict[str, Any], folders: dict[str, Path]) -> None:
-    assert speculators[name] == {"class": "Eagle3DraftModel", "unfilled": [], "drafted": drafted(folders[name])}
+    assert speculators[name] == {"class": CLASSES[HEADS[name][0]], "unfilled": [], "drafted": drafted(folders[name])}
 
 
 def test_a_tensor_that_is_missing_is_seen_and_one_too_many(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -24,8 +24,9 @@ from train.release.folder import _assert_plain
 TARGET = ROOT / "examples" / "tiny"
 LAYER = {**toys.LAYER, "length": None}
 EAGLE3 = {
-    "layers": 1, "feature_layers": None, "feature_norm": True, "norm_output": True, "norm_before_residual": False,
-    "qk_norm": False, "kv_injection": False, "lm_head": "own", "draft_vocab": 100, **LAYER,
+    "layers": 1, "feature_layers": None, "feature_norm": True, "joint_norm": False, "norm_output": True,
+    "norm_before_residual": False, "qk_norm": False, "kv_injection": False, "lm_head": "own", "draft_vocab": 100,
+    **LAYER,
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ export.py     heads written in a format
 exporting.py  the head to export, code that formats share, and the exported folder, checked on disk
 eagle.py      EAGLE-1/2 and HASS: vLLM, SGLang, the authors
 eagle3.py     EAGLE-3 and 3.1: vLLM, SGLang, TensorRT-LLM and speculators in one folder; the authors
+peagle.py     P-EAGLE: vLLM and speculators
 medusa.py     Medusa: vLLM up to 0.32, the authors
 hydra.py      Hydra and Hydra++: the authors
 mlp.py        the MLP speculator, read alone
@@ -26,7 +27,7 @@ from torch import nn
 
 from heads.base import Embeddings
 from heads.common.errors import one_line
-from heads.formats.published import dflash, eagle, eagle3, hydra, medusa, mlp
+from heads.formats.published import dflash, eagle, eagle3, hydra, medusa, mlp, peagle
 from heads.formats.published.files import config_of, is_published, names_of, stored_tensors, without_prefix
 from heads.formats.published.plan import Plan, Source, assemble
 
@@ -47,6 +48,7 @@ class Format(NamedTuple):
 
 FORMATS = {
     "dflash": Format("block", dflash.SIGNATURE, dflash.read),
+    "peagle": Format("peagle", peagle.SIGNATURE, peagle.read),
     "eagle3": Format("eagle3", eagle3.SIGNATURE, eagle3.read),
     "eagle": Format("eagle", eagle.SIGNATURE, eagle.read),
     "medusa": Format("medusa", medusa.SIGNATURE, medusa.read),

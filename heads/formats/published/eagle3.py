@@ -23,6 +23,7 @@ from heads.modules.fusion import EAGLE3_LAYERS, default_layers
 log = logging.getLogger(__name__)
 
 SIGNATURE = (r"(midlayer|layers\.0)\.hidden_norm\.weight",)
+JOINT = "input_norm"  # of all features, before fc
 FIRST = ("midlayer.", "layers.0.")
 NORMED_RESIDUAL = ("vllm", "speculators")  # the formats of engines that know it
 # Targets for which SGLang takes ids for outputs, as otherwise, only if the first is 1, and else for inputs.
@@ -39,7 +40,9 @@ def their_name(name: str, first: str) -> str:
     """Return the name in the files of a tensor of ours, where the first layer's names begin with `first`."""
     if deeper := re.match(r"layers\.(\d+)\.(.*)", name):
         return f"layers.{int(deeper[1]) + 1}.{deeper[2]}"
-    return re.sub(r"^first\.", first, re.sub(r"^fusion\.norms\.", "fc_norm.", name)).replace("fusion.fc.", "fc.")
+    for ours, theirs in ((r"^fusion\.norms\.", "fc_norm."), (r"^fusion\.joint_norm", JOINT), (r"^fusion\.fc\.", "fc.")):
+        name = re.sub(ours, theirs, name)
+    return re.sub(r"^first\.", first, name)
 
 
 def read(source: Source, embeddings: Embeddings) -> Plan:
@@ -50,6 +53,7 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
     joined = source.tensors["fc.weight"].shape[1] // embeddings.hidden_size
     layers = 1 + source.count(r"layers\.([1-9]\d*)\.self_attn\.q_proj\.weight$")
     normed = source.count(r"fc_norm\.(\d+)\.weight$") > 0
+    joint = f"{JOINT}.weight" in source.tensors or _norm_before_fc(source.config)
     ids = drafted_by_offsets(source, embeddings)
     source.compare("num_hidden_layers", layers)
     source.compare("fc_norm", normed)
@@ -59,6 +63,7 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         "layers": layers,
         "feature_layers": feature_layers(source, joined, embeddings),
         "feature_norm": normed,
+        "joint_norm": joint,
         "norm_output": bool(source.config.get("norm_output") or nested.get("return_hidden_post_norm")),
         "norm_before_residual": _norm_before_residual(source),
         "qk_norm": f"{first}self_attn.q_norm.weight" in source.tensors,
@@ -113,14 +118,16 @@ def _norm_before_residual(source: Source) -> bool:
     return bool(value)
 
 
+def _norm_before_fc(config: dict[str, Any]) -> bool:
+    return any((where or {}).get("norm_before_fc") for where in (config, config.get("eagle_config")))
+
+
 def _check_options(source: Source) -> None:
     nested: dict[str, Any] = source.config.get("eagle_config") or {}
-    if source.config.get("norm_before_fc") or nested.get("norm_before_fc") or "input_norm.weight" in source.tensors:
-        raise source.refusal("one norm of all features before fc (norm_before_fc, input_norm.weight)")
     if nested.get("use_aux_hidden_state") is False:
         raise source.refusal("features of the last layer alone (use_aux_hidden_state=false)")
-    if source.config.get("parallel_drafting") or "mask_hidden" in source.tensors:
-        raise source.refusal("all its depths in one pass (P-EAGLE: parallel_drafting, mask_hidden)")
+    if source.config.get("parallel_drafting") and "mask_hidden" not in source.tensors:
+        raise source.error("config.json says parallel_drafting (P-EAGLE), and the tensor mask_hidden is missing")
 
 
 def _deeper(source: Source, layers: int) -> tuple[dict[str, str], set[str]]:
@@ -155,6 +162,7 @@ def engines(source: Export) -> Foreign:
             f"feature_layers={outputs}", f"and SGLang counts those of {min(shifted)} as we do only from layer 1 on"
         )
     decoder = {"num_hidden_layers": options.layers, **source.decoder()}
+    joint = {"norm_before_fc": options.joint_norm}  # TensorRT-LLM reads it within eagle_config alone
     config = {
         "architectures": CLASS.architectures,
         "model_type": CLASS.model_type,
@@ -163,12 +171,12 @@ def engines(source: Export) -> Foreign:
         "draft_vocab_size": source.draft_vocab(),
         "tie_word_embeddings": False,
         "norm_before_residual": options.norm_before_residual,
-        "norm_before_fc": False,
+        **joint,
         **({"fc_norm": True} if options.feature_norm else {}),
         **({"norm_output": True} if options.norm_output else {}),
         "num_aux_hidden_states": len(outputs),
         STATES: as_states(outputs),
-        "eagle_config": {"use_aux_hidden_state": True, STATES: outputs},
+        "eagle_config": {"use_aux_hidden_state": True, STATES: outputs, **joint},
         "speculators_model_type": "eagle3",
         "speculators_version": VERSION,
         "transformer_layer_config": {"model_type": "llama", **decoder},
@@ -183,7 +191,13 @@ def authors(source: Export) -> Foreign:
     Options that their code does not run are refused.
     """
     source.refuse(
-        layers=1, kv_injection=False, qk_norm=False, norm_before_residual=False, feature_norm=False, norm_output=False
+        layers=1,
+        kv_injection=False,
+        qk_norm=False,
+        norm_before_residual=False,
+        feature_norm=False,
+        joint_norm=False,
+        norm_output=False,
     )
     outputs, order = source.outputs()
     if outputs != (fixed := default_layers(EAGLE3_LAYERS, source.embeddings.num_layers)):
@@ -215,6 +229,8 @@ def shapes(config: dict[str, Any], first: str) -> Shapes:
         expected |= layer_shapes(config, layer, inputs, (*NORMS, "hidden_norm"))
     if config.get("fc_norm"):
         expected |= {f"fc_norm.{i}.weight": (width,) for i in range(count)}
+    if _norm_before_fc(config):
+        expected[f"{JOINT}.weight"] = (count * width,)
     return expected | ({OFFSETS: (drafted,), KNOWN: (full,)} if drafted < full else {})
 
 
@@ -225,6 +241,7 @@ def _tensors(source: Export, first: str, order: list[int]) -> dict[str, Tensor]:
     normed = enumerate(order if source.config.feature_norm else [])
     return tensors | {
         "fc.weight": source.in_order(tensors["fc.weight"], order),
+        **({f"{JOINT}.weight": source.in_order(tensors[f"{JOINT}.weight"], order)} if source.config.joint_norm else {}),
         **{f"fc_norm.{i}.weight": tensors[f"fc_norm.{at}.weight"] for i, at in normed},
         "lm_head.weight": source.read_out("lm_head"),
         **source.vocabulary(),

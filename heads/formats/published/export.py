@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import nn
 
 from heads import HEADS
-from heads.formats.published import dflash, eagle, eagle3, hydra, medusa
+from heads.formats.published import dflash, eagle, eagle3, hydra, medusa, peagle
 from heads.formats.published.exporting import Export, Foreign, Served, put
 
 __all__ = ["FORMATS", "Served", "export"]
@@ -16,10 +16,10 @@ __all__ = ["FORMATS", "Served", "export"]
 Writers = dict[str, Callable[[Export], Foreign]]
 ENGINES: Writers = {"eagle": eagle.engines, "hass": eagle.engines, "eagle3": eagle3.engines, "block": dflash.engines}
 FORMATS: dict[str, Writers] = {
-    "vllm": {**ENGINES, "medusa": medusa.engines},
+    "vllm": {**ENGINES, "medusa": medusa.engines, "peagle": peagle.engines},
     "sglang": ENGINES,
     "trtllm": {"eagle3": eagle3.engines},
-    "speculators": {"eagle3": eagle3.engines},
+    "speculators": {"eagle3": eagle3.engines, "peagle": peagle.engines},
     "eagle": {"eagle": eagle.authors, "hass": eagle.authors, "eagle3": eagle3.authors},
     "medusa": {"medusa": medusa.authors},
     "hydra": {"hydra": hydra.authors},

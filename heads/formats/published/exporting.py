@@ -124,8 +124,8 @@ class Export(NamedTuple):
         return [layers[i] for i in order], order
 
     def in_order(self, fc: Tensor, order: list[int]) -> Tensor:
-        """Return fc with its columns for layers in another order."""
-        return torch.cat([fc.chunk(len(order), 1)[i] for i in order], 1)
+        """Return fc, or the norm of what it reads, with its columns for layers in another order."""
+        return torch.cat([fc.chunk(len(order), -1)[i] for i in order], -1)
 
     def decoder(self) -> dict[str, Any]:
         """Return the decoder layers' keys of config.json, as in a Llama's."""

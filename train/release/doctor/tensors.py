@@ -21,7 +21,7 @@ LM_HEAD, IDS = "lm_head.weight", "vocab.ids"
 EXPORT = "write it again: python train/publish.py run=… format=…"
 LOST = "train again from an earlier checkpoint, or export again from a good one"
 # Tensors that engines create, or that another check covers.
-ELSEWHERE = (OFFSETS, KNOWN, LM_HEAD, EMBEDDING, "fc.bias", "input_norm.weight", "mask_hidden")
+ELSEWHERE = (OFFSETS, KNOWN, LM_HEAD, EMBEDDING, "fc.bias", "mask_hidden")
 SKIPPED = ("rotary_emb.inv_freq", ".q_norm.weight", ".k_norm.weight")  # by every loader, or of a Qwen3 draft
 FEW = 3  # names that are shown
 CHAINED = ("eagle", "eagle3", "dflash")  # the forms that engines read by names without a prefix

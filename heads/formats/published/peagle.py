@@ -1,0 +1,74 @@
+"""P-EAGLE: EAGLE-3's tensors, `mask_hidden` for its mask slots, and an embedding where it was trained.
+
+vLLM and speculators read it. speculators trains the embedding too, which engines then take from the head's file.
+"""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from heads.base import Embeddings
+from heads.formats.published import eagle3
+from heads.formats.published.exporting import Export, Foreign
+from heads.formats.published.plan import EMBEDDING, Plan, Source
+
+log = logging.getLogger(__name__)
+
+MASK, OWN = "mask_hidden", "embedding.weight"  # the second is our name of EMBEDDING
+SIGNATURE = (*eagle3.SIGNATURE, MASK)
+MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")  # keys of config.json, in speculators and elsewhere
+DEPTHS = 8  # tokens that speculators trains a head to draft, where the file does not say it
+
+
+def read(source: Source, embeddings: Embeddings) -> Plan:
+    """Return the plan that maps the tensors."""
+    plan = eagle3.read(source, embeddings)
+    token = next((source.config[key] for key in MASK_TOKENS if source.config.get(key) is not None), None)
+    if not isinstance(token, int) or not 0 <= token < embeddings.vocab_size:
+        raise source.error(f"mask_token_id is {token}, not one of the target's {embeddings.vocab_size} tokens")
+    filled, embedding = {MASK: source.tensor(MASK).reshape(-1, embeddings.hidden_size)}, _embedding(source, embeddings)
+    if embedding is not None:
+        filled[OWN] = embedding
+    kind = "shared" if embedding is None else "own"
+    options = {"depths": _depths(source), "mask_token": token, "embedding": kind}
+    return plan._replace(head="peagle", config=plan.config | options, filled=filled, unread=plan.unread | {MASK})
+
+
+def _embedding(source: Source, embeddings: Embeddings) -> Tensor | None:
+    """Return the embedding that was trained with the head; None where it is the target's, or not in the file."""
+    stored = next((tensor for name, tensor in source.tensors.items() if name.endswith(EMBEDDING)), None)
+    if stored is None or stored.shape != (embeddings.vocab_size, embeddings.hidden_size):  # which is refused later
+        return None
+    device = embeddings.head_weight().device
+    target = embeddings.embed(torch.arange(embeddings.vocab_size, device=device)).detach()
+    return None if torch.equal(target.to(stored.device, stored.dtype), stored) else stored
+
+
+def _depths(source: Source) -> int:
+    """Return how many tokens the head drafts, as the file proposes."""
+    methods = (source.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    depths = methods[0].get("speculative_tokens")
+    if depths is None:
+        log.warning("%s: config.json does not say how many tokens are drafted; %d is taken", source.folder, DEPTHS)
+    return DEPTHS if depths is None else depths
+
+
+def engines(source: Export) -> Foreign:
+    """Return the head for vLLM and speculators."""
+    config, tensors, shapes = eagle3.engines(source)
+    _, order = source.outputs()
+    mask = source.in_order(tensors[MASK].reshape(1, 1, -1), order)
+    tensors, shapes = tensors | {MASK: mask}, shapes | {MASK: tuple(mask.shape)}
+    if OWN in tensors:
+        tensors[EMBEDDING] = tensors.pop(OWN)
+        shapes[EMBEDDING] = tuple(tensors[EMBEDDING].shape)
+    proposal = config["speculators_config"]
+    methods = [method | {"speculative_tokens": source.head.max_depth} for method in proposal["proposal_methods"]]
+    kind = {
+        "parallel_drafting": True,
+        "mask_token_id": source.head.mask_token,
+        "speculators_model_type": "peagle",
+        "speculators_config": proposal | {"algorithm": "peagle", "proposal_methods": methods},
+    }
+    return Foreign(config | kind, tensors, shapes)

@@ -1,0 +1,142 @@
+"""P-EAGLE (arXiv 2602.01469): an EAGLE-3 head that drafts all depths in one forward pass.
+
+Row t, which holds the chosen token t+1, enters as in EAGLE-3 and drafts depth 1. Behind it stand mask slots, one for
+each further depth: slot d enters with the embedding of a mask token, with learned features (`mask_hidden`) in place of
+the target's and at rotary position t+d-1, sees the true rows up to t and the slots before it, and drafts depth d. No
+slot knows a drafted token, so all nodes of a depth have the same children.
+
+Training computes all slots behind every row, or behind a step's `anchors`. The paper instead drops a growing share of
+the deeper slots (its COD sampling), which saves memory and trains deep slots less.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from heads import rows
+from heads.base import Draft, Embeddings, Features, Level, check_depths
+from heads.common.ranges import Parts
+from heads.eagle3 import Eagle3
+from heads.modules import autoregressive
+from heads.modules.attention import KeyValue, attend_rows, pattern
+from heads.modules.kv_cache import KVCache
+from heads.modules.layers import masked_attention
+from heads.modules.slots import at_rows, behind
+
+
+class PEagle(Eagle3):
+    """The P-EAGLE head, of `depths` drafted tokens; it shares tensors and options with EAGLE-3.
+
+    Its `embedding` is the target's and frozen, or starts as a copy of it and is trained.
+    """
+
+    @dataclass(frozen=True)
+    class Config(Eagle3.Config):
+        """Numbers of the head: those of EAGLE-3, of which `kv_injection` is not one, and of the mask slots."""
+
+        depths: Parts
+        mask_token: int
+        embedding: str
+
+        def __post_init__(self) -> None:
+            """Refuse what an EAGLE-3 head could, and this one cannot."""
+            super().__post_init__()
+            if self.kv_injection:
+                raise ValueError("head.kv_injection is true: of a P-EAGLE head it must be false")
+            if self.embedding not in ("shared", "own"):
+                raise ValueError(f"head.embedding is {self.embedding!r}: choose shared or own")
+
+    def __init__(self, config: Config, embeddings: Embeddings) -> None:
+        super().__init__(config, embeddings)
+        vocab, width = embeddings.vocab_size, embeddings.hidden_size
+        if not -vocab <= config.mask_token < vocab:
+            raise ValueError(f"head.mask_token is {config.mask_token}: the target has {vocab} tokens; give one of them")
+        self.max_depth, self.mask_token = config.depths, config.mask_token % vocab
+        self.mask_hidden = nn.Parameter(torch.randn(len(self.feature_layers), width))
+        self.embedding = None
+        if config.embedding == "own":
+            self.embedding = nn.Embedding(vocab, width)
+            if not self.embedding.weight.is_meta:  # a meta tensor has no values to start from
+                device = embeddings.head_weight().device
+                self.embedding.weight.data.copy_(embeddings.embed(torch.arange(vocab, device=device)).detach())
+
+    def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
+        """Return the embeddings of tokens."""
+        return self.embeddings.embed(token) if self.embedding is None else self.embedding(token)
+
+    def slots(
+        self, position: Int[Tensor, "B N"], last: int, attend: list[Callable[..., Tensor]]
+    ) -> Float[Tensor, "B N D"]:
+        """Return the inputs of `score` of mask slots at these positions."""
+        token = torch.full_like(position, self.mask_token)
+        state = self.fusion(self.mask_hidden[None, None]).expand(*position.shape, -1)
+        return self.advance(token, state, position, last, attend)[1]
+
+    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
+        """Draft depth 1 from all rows, and the depths behind it from the slots of every anchor."""
+        check_depths(depths, self.max_depth)
+        position, length = rows.positions(features.document), self.config.length
+        last, context = position.shape[1] + depths, list[KeyValue]()
+        seen = pattern(position, length)
+
+        def attend_true(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            context.append((key, value))
+            return attend_rows(query, (key, value), [], seen)
+
+        token, start = rows.next_token(features.token), self.begin(features)
+        drafts = [Draft(self.advance(token, start, position, last, [attend_true] * self.attentions)[1])]
+        if depths == 1:
+            return drafts
+        slots = behind(features.document, anchors, depths - 1, length, causal=True)
+
+        def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return attend_rows(query, context[i], [(key, value)], slots.seen)
+
+        read = self.slots(slots.position.flatten(1), last, [partial(attend, i) for i in range(self.attentions)])
+        states = read.unflatten(1, (-1, depths - 1)).unbind(2)
+        return drafts + [Draft(at_rows(state, slots.anchor, position.shape[1])) for state in states]
+
+    def extend(
+        self,
+        state: KVCache | None,
+        features: Features,
+        token: Int[Tensor, "B T"],
+        count: Int[Tensor, "B"] | None = None,
+    ) -> tuple[KVCache, Level]:
+        """Commit verified rows with their true features, and draft all depths behind the last ones."""
+        cache = KVCache(len(token), self.config.length, token.device) if state is None else state
+        new, start = cache.begin(token.shape[1], len(token)), self.begin(features)
+        _, read = autoregressive.commit(self, cache, start, token, new, count)
+        slots, length = self.max_depth - 1, cache.length[: len(token)]
+        states = rows.last_valid(read, count)
+        if slots:
+            position = length[:, None] + torch.arange(slots, device=token.device)
+            block = torch.ones(slots, slots, dtype=torch.bool, device=token.device).tril()
+            sees = torch.cat([cache.sees(position, length - 1), block.expand(len(token), -1, -1)], -1)
+
+            def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+                return masked_attention(query, *cache.draft(i, key, value, 0), sees)
+
+            drafted = self.slots(position, cache.longest + slots, [partial(attend, i) for i in range(self.attentions)])
+            states = torch.cat([states, drafted], 1)
+        return cache, self._level(states, 1, 1)
+
+    def expand(
+        self,
+        state: KVCache,
+        level: Level,
+        token: Int[Tensor, "B N"],
+        parent: Int[Tensor, "B N"],
+        mask: Bool[Tensor, "B N M"],
+        depth: int,
+    ) -> Level:
+        """Score the next depth from its slot, whatever was drafted before it."""
+        del state, parent, mask
+        return self._level(level.hidden, token.shape[1], depth + 1)
+
+    def _level(self, states: Float[Tensor, "B K D"], nodes: int, depth: int) -> Level:
+        return Level(self.score(states[:, depth - 1 : depth], depth).expand(-1, nodes, -1), states)
