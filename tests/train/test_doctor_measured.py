@@ -24,7 +24,7 @@ FORMS: list[tuple[str, str | None, dict[str, Any]]] = [
     ("eagle3", "vllm", {}), ("eagle3", "vllm", FULL), ("eagle3", "eagle", {}), ("eagle", "vllm", {}),
     ("eagle", "eagle", {}), ("medusa", "vllm", {}), ("medusa", "medusa", {}), ("hydra", "hydra", {}),
     ("block", "dflash", {}), ("eagle3", None, {}), ("eagle", None, {}), ("medusa", None, {}), ("hydra", None, {}),
-    ("block", None, {}),
+    ("block", None, {}), ("peagle", "vllm", {}), ("peagle", "speculators", {"embedding": "own"}), ("peagle", None, {}),
 ]  # fmt: skip
 
 
@@ -37,6 +37,12 @@ def test_a_healthy_head_has_no_finding(
     found = examine(asked(folder, ward.target, True))
     assert [each for each in found if each.verdict != OK] == [], written(found)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_nothing_is_wrong_with_a_head_of_speculators_defaults(tmp_path: Path, ward: Ward) -> None:
+    """Its joint norm makes the toy's neighbouring layers too alike to tell, which is no fault."""
+    options = {"feature_norm": False, "joint_norm": True, "norm_output": True}
+    assert faults(ward.published(tmp_path / "head", "eagle3", "speculators", options), ward.target, True) == []
 
 
 TRAINED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str, str]] = {

@@ -20,7 +20,7 @@ from heads.common.files import last_good
 from heads.common.target_config import context_of, read_target_config
 from heads.common.untrusted import parse_yaml, parsed_file
 from heads.formats.hub import hub_errors, resolve_head, target_path
-from heads.formats.published import FORMATS
+from heads.formats.published import FORMATS, peagle
 from heads.formats.published.files import stored_tensors, without_prefix
 from heads.formats.published.plan import positions_of
 from heads.formats.store import CONFIG, WEIGHTS, TargetSpec
@@ -67,13 +67,22 @@ class Examined:
 
     @cached_property
     def form(self) -> str:
-        """OWN or a key of FORMATS: by the names of its tensors where they decide, else by its architectures."""
+        """OWN or a key of FORMATS: by the names of its tensors where they decide, else by its architectures.
+
+        P-EAGLE is EAGLE-3 to engines, which find it by the same class; see `parallel`.
+        """
         if "format" in self.config:
             return OWN
         names = self.stripped.keys()
         matching = [name for name, form in FORMATS.items() if form.matches(names)]
         by_name = [form for fragment, form in BY_ARCHITECTURE.items() if fragment in " ".join(self.architectures)]
-        return (matching or by_name or [""])[0]
+        form = (matching or by_name or [""])[0]
+        return "eagle3" if form == "peagle" else form
+
+    @property
+    def parallel(self) -> bool:
+        """Whether it drafts all depths in one pass, from mask slots (P-EAGLE)."""
+        return peagle.MASK in self.stripped
 
     @cached_property
     def architectures(self) -> list[str]:

@@ -336,6 +336,9 @@ def embedding(head: Examined, against: Against) -> Findings:
     if not shipped:
         yield ok("none is shipped; engines take the target's")
         return
+    if head.parallel:
+        yield ok("one is shipped, which engines draft from, as P-EAGLE trains it")
+        return
     if against.embeddings is None:
         yield unknown(f"the target's weights do not load here ({against.why})")
         return
