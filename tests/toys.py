@@ -84,18 +84,16 @@ HEAD_CONFIGS: dict[str, dict[str, Any]] = {
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle pruned": ("eagle", {"lm_head": "own", "draft_vocab": 25}),
     "eagle3.1": ("eagle3", {"feature_norm": True, "norm_output": True}),
-    "eagle3 of speculators": ("eagle3", {"joint_norm": True, "norm_output": True, "lm_head": "shared"}),
     "eagle3 injected": ("eagle3", {"layers": 2, "kv_injection": True, "qk_norm": True, "norm_before_residual": True}),
-    "eagle3 deep": ("eagle3", {"layers": 2, "feature_layers": [2], "lm_head": "shared", "draft_vocab": None}),
+    "eagle3 deep": (
+        "eagle3",
+        {"layers": 2, "feature_layers": [2, 0], "joint_norm": True, "lm_head": "shared", "draft_vocab": None},
+    ),
     "medusa of low rank": ("medusa", {"lm_head_rank": 8, "draft_vocab": 30}),
     "medusa shared": ("medusa", {"lm_head": "shared", "layers": 2}),
     "hydra plain": ("hydra", {"prefix": False, "tied": True, "layers": 3, "lm_head_bias": True, "draft_vocab": 30}),
     "mlp tied": ("mlp", {"tied": True, "scale_input": False, "inner": None, "draft_vocab": 30}),
     "mtp of Qwen3": ("mtp", {"qk_norm": True, "length": 5, "lm_head": "own", "draft_vocab": 30}),
-    "peagle of speculators": (
-        "peagle",
-        {"embedding": "own", "feature_norm": False, "joint_norm": True, "norm_before_residual": True},
-    ),
     "block both ways": ("block", {"causal": False, "length": None, "qk_norm": False}),
     "block of DSpark": ("block", {"from_anchor": True, "markov_rank": 6, "confidence": True, "draft_vocab": 30}),
 }

@@ -142,7 +142,7 @@ def peagle() -> tuple[nn.Module, Tensors, dict[str, Any]]:
 
 
 def peagle_speculators() -> tuple[nn.Module, Tensors, dict[str, Any]]:
-    head = made("peagle of speculators")
+    head = made("peagle", embedding="own", feature_norm=False, joint_norm=True, norm_before_residual=True)
     tensors = renamed(head, *SGLANG3, (r"^embedding", "embed_tokens"))
     tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
     config = {**DECODER, **IDS3, "norm_before_fc": True, "norm_before_residual": True, "draft_vocab_size": 30}
