@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from data.batches import Packed
 from data.features.coding import to_row
 from data.features.extraction import spec_of
-from data.features.vllm_features import VllmFiles, pieces, write_prompts
+from data.features.vllm_features import LayerIds, VllmFiles, pieces, write_prompts
 from inference.target.embeddings import final_norm
 from inference.target.target import Target
 from tests import toys
@@ -42,7 +42,7 @@ def as_vllm(target: Target, folder: Path, packed: Packed, ids: list[int]) -> Non
 def test_its_files_give_the_targets_own_features(tmp_path: Path, name: str) -> None:
     target, packed = toys.target(name), stores.packed(count=6)
     as_vllm(target, tmp_path / "vllm", packed, IDS)
-    files = VllmFiles(tmp_path / "vllm", IDS, (0,), 3)
+    files = VllmFiles(tmp_path / "vllm", LayerIds.of(IDS, (0,), 3))
     spec = spec_of(target, packed, (0,), config())
     for row in range(len(packed.token)):
         states = files.row(packed, row, final_norm(target.base, 3), 32)
@@ -59,7 +59,7 @@ def test_the_last_state_is_where_the_norm_is(tmp_path: Path) -> None:
     target, packed = toys.target(), stores.packed(count=6)
     as_vllm(target, tmp_path / "vllm", packed, IDS)
     norm = deepcopy(final_norm(target.base, 3)).to("meta")
-    assert VllmFiles(tmp_path / "vllm", IDS, (0,), 3).row(packed, 0, norm, 32).last.device.type == "meta"
+    assert VllmFiles(tmp_path / "vllm", LayerIds.of(IDS, (0,), 3)).row(packed, 0, norm, 32).last.device.type == "meta"
 
 
 def test_pieces_are_the_documents() -> None:
@@ -78,7 +78,7 @@ def refuse(tmp_path: Path, message: str, **changed: Any) -> None:
     values: dict[str, Any] = {"ids": IDS, "layers": (0,), "num_layers": 3, "width": 32, **changed}
 
     def read() -> None:
-        files = VllmFiles(tmp_path, values["ids"], values["layers"], values["num_layers"])
+        files = VllmFiles(tmp_path, LayerIds.of(values["ids"], values["layers"], values["num_layers"]))
         files.row(packed, 0, final_norm(target.base, 3), values["width"])
 
     with pytest.raises(ValueError, match=message) as error:
