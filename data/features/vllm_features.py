@@ -80,7 +80,7 @@ class LayerIds(NamedTuple):
     def of(cls, ids: list[int], layers: tuple[int, ...], num_layers: int) -> "LayerIds":
         """Find our layers among vLLM's ids; refuse ids without one of them."""
         states = as_states(layers)
-        needed = [*states, num_layers]
+        needed = list(dict.fromkeys([*states, num_layers]))
         if lacking := [layer_id for layer_id in needed if layer_id not in ids]:
             raise ValueError(
                 f"features.vllm_layers is {ids}, without {lacking}: feature layer i is vLLM's id i + 1, and "

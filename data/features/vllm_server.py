@@ -14,7 +14,7 @@ from data.features.vllm_features import LayerIds, Piece, normed
 from data.features.vllm_transfer import REQUEST, SETUP, Mooncake, Reader, SharedFolder
 from heads.base import Embeddings
 
-TOP = 8  # most likely tokens, by our lm_head, among which a server's own choice must be
+NEAR = 0.5  # standard deviations by which the logit of a server's own choice may be below the largest, by our lm_head
 
 
 class VllmServers:
@@ -36,7 +36,7 @@ class VllmServers:
 
         Raises:
             ValueError: a server does not answer, takes no such document, sends its states elsewhere or sends others, or
-                its next token is not among those that our norm and lm_head expect: it serves another target.
+                its next token is none that our norm and lm_head expect: it serves another target.
         """
         for number, client in enumerate(self.clients):
             model, context = client.served()
@@ -47,7 +47,8 @@ class VllmServers:
                     "is longer: start vLLM with a larger max_model_len, or give a smaller data.length"
                 )
             states, token = self._sample(number, longest)
-            if token not in embeddings.logits(normed(states[-1, self.ids.last], norm)).topk(TOP).indices.tolist():
+            logits = embeddings.logits(normed(states[-1, self.ids.last], norm)).float()
+            if token not in (logits > logits.max() - NEAR * logits.std()).nonzero().flatten().tolist():
                 raise ValueError(
                     f"{client.url}: {model} goes on otherwise than this target would by the last state that it sent: "
                     "give its own model.path, and features.vllm_layers in the order that vLLM was started with"

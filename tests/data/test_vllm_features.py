@@ -16,7 +16,7 @@ from data.features.vllm_features import LayerIds, VllmFiles, pieces, write_promp
 from inference.target.embeddings import final_norm
 from inference.target.target import Target
 from tests import toys
-from tests.data import stores
+from tests.data import states_server, stores
 from tests.data.test_stored import config
 
 IDS = [1, 3]  # of a target of three layers: what leaves its first, and its last before the final norm
@@ -28,12 +28,7 @@ def as_vllm(target: Target, folder: Path, packed: Packed, ids: list[int]) -> Non
     assert write_prompts(packed, out) == sum(len(list(pieces(packed, row))) for row in range(len(packed.token)))
     folder.mkdir(exist_ok=True)
     for number, line in enumerate(out.read_text().splitlines()):
-        token = torch.tensor(json.loads(line)["prompt_token_ids"])
-        made = target.features(
-            token[None], torch.zeros(1, len(token), dtype=torch.long), tuple(range(target.spec.num_layers))
-        )
-        states = [target.embeddings.embed(token), *made.hidden[0].unbind(1)]
-        content = {"token_ids": token, "hidden_states": torch.stack([states[i] for i in ids], 1)}
+        content = states_server.document(target, json.loads(line)["prompt_token_ids"], ids)
         save_file(content, folder / f"{number}-abc.safetensors")
         (folder / f"{number}-abc.safetensors.lock").touch()
 
