@@ -117,6 +117,6 @@ class Served:
             log.warning("%s; rows are taken from %s", why, self.store.folder)
         self.stored += 1
         tensors = {name: to_device(tensor, self.device) for name, tensor in self.store.read(row).items()}
-        token, document, _ = (to_device(part[row : row + 1].long(), self.device) for part in self.batches.packed)
+        token, document, _ = (to_device(field[row : row + 1].long(), self.device) for field in self.batches.packed)
         features = decode_rows(tensors, token, document, self.form, self.store.spec).features
         return States(features.hidden, features.last)

@@ -163,7 +163,7 @@ def read_tensors(file: Path, seconds: float, *names: str) -> list[Tensor]:
             time.sleep(PAUSE)
         with safe_open(file, "pt") as opened:
             return [opened.get_tensor(name) for name in names]
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, IndexError, TypeError, RuntimeError, OverflowError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{file}: not a hidden-state file of vLLM ({reason}); remove it, or write it again") from error
 
