@@ -30,6 +30,7 @@ from data.features.coding import States
 from heads.formats.layer_ids import as_states
 
 TOKENS, STATES = "token_ids", "hidden_states"
+FLOATS = torch.bfloat16, torch.float16, torch.float32  # hs-connectors also has a connector that writes fp8 and scales
 PAUSE = 0.002  # seconds between looks at a lock
 LOCKED = 600.0  # seconds for which a file may be locked while vLLM writes it
 
@@ -89,11 +90,12 @@ class LayerIds(NamedTuple):
         return cls(len(ids), [ids.index(state) for state in states], ids.index(num_layers))
 
     def check(self, states: Tensor, tokens: int, width: int, where: object) -> None:
-        """Refuse the states of a document that have another shape."""
-        if states.shape != (tokens, self.size, width):
+        """Refuse the states of a document that have another shape, or were quantised."""
+        if states.shape != (tokens, self.size, width) or states.dtype not in FLOATS:
             raise ValueError(
-                f"{where}: hidden states of shape {list(states.shape)}, not {[tokens, self.size, width]} (tokens, "
-                "layer ids, width); check features.vllm_layers and the target, and let vLLM write it again"
+                f"{where}: hidden states of shape {list(states.shape)} in {states.dtype}, not "
+                f"{[tokens, self.size, width]} (tokens, layer ids, width) in 16 or 32 bits; check features.vllm_layers "
+                "and the target, and let vLLM write it again, by its ExampleHiddenStatesConnector"
             )
 
 

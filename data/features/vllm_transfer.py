@@ -98,7 +98,7 @@ class Mooncake:
             sample = self.store.get_sample(answer, seconds)
             self.store.delete_sample(handle)
             return [sample[TOKENS], sample[STATES]]
-        except (OSError, RuntimeError, LookupError, TypeError) as error:
+        except (OSError, RuntimeError, LookupError, TypeError, AttributeError) as error:
             raise EndpointError("mooncake", f"{type(error).__name__}: {error}", retry=True) from error
 
     def sweep(self, requests: set[str]) -> None:

@@ -230,6 +230,7 @@ def test_the_next_server_is_asked_where_one_fails(
         (changed(hidden_states=lambda x: x[:, :1]), r"row \d+ from position \d+ on: hidden states of shape"),
         (changed(hidden_states=lambda x: x[..., :16]), "hidden states of shape .*check features.vllm_layers"),
         (changed(hidden_states=lambda x: x[1:]), "hidden states of shape"),
+        (changed(hidden_states=lambda x: x.to(torch.float8_e4m3fn)), "in torch.float8_e4m3fn, not .* in 16 or 32 bits"),
         (changed(token_ids=lambda x: x + 1), "those of other tokens; start vLLM as docs"),
     ],
 )
