@@ -174,9 +174,8 @@ def compared(words: list[str], server: list[str], folder: Path, turns: int = 3) 
             found[name].append(rate([*words, *overrides], folder / "run"))
     for name, rates in found.items():
         best = min(rates)
-        print(
-            f"{name:7s} {1 / best.seconds:8.0f} tokens/s {1e6 * best.cpu:6.0f} us of CPU a token, waits {best.stall:.1%}"
-        )
+        cpu = f"{1e6 * best.cpu:6.0f} us of CPU a token"
+        print(f"{name:7s} {1 / best.seconds:8.0f} tokens/s {cpu}, waits {best.stall:.1%}")
 
 
 def main() -> None:
