@@ -5,6 +5,11 @@
 1. Features for training over a forward pass of the bare model on the same tokens, a document a row, and packed.
 2. For each dtype of a store: its bytes, its write, and its read (checksum, decoding) over computing the rows again.
 3. Training from the bf16 store: the share of the time that it waits for reads.
+
+    python benchmarks/features.py --server "features.url=[URL] features.vllm=FOLDER features.vllm_layers=[IDS]"
+
+Training from the live target, from vLLM servers and from a store, in turns: tokens a second, this process's CPU time a
+token, and the share of the time that it waits.
 """
 
 import argparse
@@ -136,6 +141,43 @@ def trained(overrides: list[str], folder: Path) -> None:
     print(f"training waited {cost['stall_seconds']:.3f} of {cost['seconds']:.1f} s for reads: {share:.2%}")
 
 
+class Rate(NamedTuple):
+    """What a training took: seconds a token of its steps but the first, CPU seconds a token, and seconds of waiting."""
+
+    seconds: float
+    cpu: float
+    stall: float
+
+
+def rate(overrides: list[str], folder: Path) -> Rate:
+    """Return what a short training takes."""
+    begin = time.process_time()
+    words = ["trainer.eval_prompts=0", "eval.prompts=0", "trainer.log_every=1", "overwrite=true", f"out={folder}"]
+    run, resolved = composed(*overrides, *words)
+    train(run, resolved)
+    cpu = time.process_time() - begin
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    tokens = run.trainer.batch_tokens * len(steps[1:])
+    seconds, stall = (sum(step[key] for step in steps[1:]) for key in ("step_seconds", "stall_seconds"))
+    return Rate(seconds / tokens, cpu / (run.trainer.batch_tokens * len(steps)), stall / seconds)
+
+
+def compared(words: list[str], server: list[str], folder: Path, turns: int = 3) -> None:
+    """Print the throughput of training from each source, the best of some turns."""
+    kept = [f"features.path={folder}/store"]
+    rate([*words, "features=hybrid", *kept], folder / "run")
+    apart = ["features=stored", "features.on_missing=compute", *kept]
+    sources = {"live": ["features=live"], "engine": ["features=engine", *server], "stored": apart}
+    found: dict[str, list[Rate]] = {name: [] for name in sources}
+    for _ in range(turns):
+        for name, overrides in sources.items():
+            found[name].append(rate([*words, *overrides], folder / "run"))
+    for name, rates in found.items():
+        best = min(rates)
+        cpu = f"{1e6 * best.cpu:6.0f} us of CPU a token"
+        print(f"{name:7s} {1 / best.seconds:8.0f} tokens/s {cpu}, waits {best.stall:.1%}")
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="What features cost.")
@@ -144,8 +186,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16, help="packed rows")
     parser.add_argument("--steps", type=int, default=8, help="of the training")
     parser.add_argument("--head", default="eagle3")
+    parser.add_argument("--server", default="", help="overrides of features=engine: compare with a server alone")
     asked = parser.parse_args()
     named = [f"model.path={asked.model}"] * bool(asked.model) + [f"data.path={asked.data}"] * bool(asked.data)
+    words = [f"head={asked.head}", *named, f"trainer.steps={asked.steps}", "trainer.batch_tokens=4096"]
+    words += [f"data.limit={asked.rows * 8}"]
+    if asked.server:
+        with tempfile.TemporaryDirectory() as folder:
+            compared(words, asked.server.split(), Path(folder))
+        return
     run, _ = composed(f"head={asked.head}", *named)
     target = Target.load(run.model.path, run.model.dtype, run.model.device)
     print(device_facts(target.device, target.dtype))
@@ -156,8 +205,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         live(case)
         stored(case, Path(folder))
-        words = [f"head={asked.head}", *named, f"trainer.steps={asked.steps}", "trainer.batch_tokens=4096"]
-        words += [f"data.limit={limit}", "features=hybrid", f"features.path={folder}/trained"]
+        words += ["features=hybrid", f"features.path={folder}/trained"]
         trained([*words, "overwrite=true"], Path(folder, "first"))
         trained([*words, "overwrite=true", "features.on_missing=fail", "features.mode=stored"], Path(folder, "second"))
 

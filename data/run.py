@@ -146,6 +146,10 @@ def run(job: JobConfig) -> None:
             "nothing to do: give answers=FILE.jsonl, or inspect=N to see N samples with their loss masks, or "
             "features=stored features.path=FOLDER to extract features"
         )
+    if job.features.mode == "engine":
+        raise ValueError(
+            "features=engine feeds a training: give features=stored, and features.vllm for vLLM's own files"
+        )
     check_early(job)
     if job.inspect > 0:
         tokenizer = load_tokenizer(job.model.path, job.model.trust_remote_code)

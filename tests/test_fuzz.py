@@ -17,11 +17,14 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from data.answers.files import Answers
 from data.features.store import FeatureStore
+from data.features.vllm_features import STATES, TOKENS, LayerIds, read_tensors
 from eval.config import Selection
 from eval.inputs.runs import model_of
 from eval.inputs.workloads import read_workload
@@ -153,6 +156,12 @@ def heads_of(root: Path) -> dict[str, Reader]:
     }
 
 
+def vllm_states(file: Path) -> object:
+    token, states = read_tensors(file, 0.0, TOKENS, STATES)
+    LayerIds(2, [0], 1).check(states, 4, 8, file)
+    return token.tolist(), states[:, [0]].float()
+
+
 def stored_of(root: Path) -> dict[str, Reader]:
     """Return the readers of what training and extraction keep."""
     made = {}
@@ -161,6 +170,12 @@ def stored_of(root: Path) -> dict[str, Reader]:
         opened.write("a", [0, 1], stores.made([0, 1]))
         whole = json.loads((root / name / file).read_bytes())
         made[name] = Reader(root / name / file, whole, signed, partial(store, root / name))
+    states = root / "states.safetensors"
+    save_file({"token_ids": torch.arange(4), "hidden_states": torch.zeros(4, 2, 8)}, states)
+    data = states.read_bytes()
+    size = 8 + struct.unpack("<Q", data[:8])[0]
+    whole, written = json.loads(data[8:size]), partial(tensors, data[size:])
+    made["vllm states"] = Reader(states, whole, written, partial(vllm_states, states))
     kept = root / "checkpoint" / "step-00000001"
     held = {"a": toys.head("medusa", toys.target()).state_dict()["blocks.0.0.linear.bias"]}
     format.write_shard(kept.with_name(".partial-1"), 0, 1, held)
@@ -197,6 +212,7 @@ def read_of(root: Path) -> dict[str, Reader]:
 NAMES = [
     "head config", "header", "published config", "safetensors index", "target index", "store meta", "store entry",
     "checkpoint index", "parts of answers", "answers", "answers meta", "config.yaml", "report", "workload", "tree",
+    "vllm states",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The source of a run's features: the live target, a feature store, or both."""
+"""The source of a run's features: the live target, a feature store, both, or a serving engine."""
 
 import logging
 from dataclasses import asdict
@@ -8,11 +8,14 @@ from typing import Any
 from data.batches import Batches
 from data.features.coding import FeatureRequest, compute
 from data.features.extraction import GB, spec_of
+from data.features.served import Served
 from data.features.source import FeaturesConfig, FeatureSource, Live
 from data.features.store import META, FeatureStore
 from data.features.stored import Fallback, Stored, StoreWriter
+from data.features.vllm_features import LayerIds, pieces
+from data.features.vllm_server import VllmServers
 from heads.base import DraftHead
-from inference.target.embeddings_only import EmbeddingsOnly
+from inference.target.embeddings_only import EmbeddingsOnly, norm_of
 from inference.target.target import Target
 from train.losses import ObjectiveConfig
 
@@ -37,6 +40,8 @@ def source_for(
     if config.mode == "live":
         assert isinstance(target, Target)
         return Live(target, batches, head.feature_layers)
+    if config.mode == "engine":
+        return served(config, target, head, batches)
     folder = config.folder
     here = spec_of(target, batches.packed, head.feature_layers, config)
     if config.mode == "hybrid" and not (folder / META).exists():
@@ -62,8 +67,31 @@ def source_for(
     return Stored(store, batches, form, target.device, config.prefetch, fallback)
 
 
+def served(config: FeaturesConfig, target: Target | EmbeddingsOnly, head: DraftHead, batches: Batches) -> FeatureSource:
+    """Return the source of features that vLLM servers compute, after a check; refuse another target's store."""
+    store, layers, packed = None, head.feature_layers, batches.packed
+    if config.path:
+        store = FeatureStore(config.folder)
+        store.check(spec_of(target, packed, layers, config), SAME)
+        if store.spec.teacher != "state":
+            raise ValueError(
+                f"{store.folder}: keeps the top-k tokens, and features=engine gives the last hidden state: leave out "
+                "features.path, or give a store that was extracted with features.teacher=state"
+            )
+    norm, spec = norm_of(target), target.spec
+    servers = VllmServers(config, LayerIds.of(config.vllm_layers, layers, spec.num_layers), spec.hidden_size)
+    servers.check(next(pieces(packed, 0)), norm, target.embeddings)  # the longest document is packed first
+    form = FeatureRequest(layers, target.dtype)
+    return Served(servers, batches, form, norm, target.device, config.prefetch, store)
+
+
 def origin_of(source: FeatureSource) -> dict[str, Any]:
-    """Return which store a run trains from and what it keeps, which may be other than `features` says of a new one."""
+    """Return which store a run trains from and what it keeps, which may be other than `features` says of a new one.
+
+    Of servers, the names by which they serve the target.
+    """
+    if isinstance(source, Served):
+        return {"features": dict(zip(source.servers.urls, source.servers.models, strict=True))}
     if not isinstance(source, Stored):
         return {}
     return {"features": {"path": str(source.store.folder), **asdict(source.store.spec)}}

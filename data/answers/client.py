@@ -10,14 +10,14 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from functools import partial
 from http.client import HTTPException, HTTPResponse
-from typing import Any
+from typing import Any, TypeVar
 from urllib.error import URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandler, Request, UnknownHandler
@@ -27,6 +27,8 @@ from data.text.files import CHUNK
 from heads.common.ranges import Amount, Count, Number, Positive
 from heads.common.redact import HIDDEN, redacted
 from heads.common.untrusted import parse_json
+
+T = TypeVar("T")
 
 UNKNOWN_CONTEXT = 2**31
 SHOWN = 160  # characters of a reply in an error
@@ -186,14 +188,22 @@ class Client:
             EndpointError: the last attempt failed, or the server asks for a longer pause than `max_wait`.
             ValueError: the endpoint refuses the key or the path.
         """
-        for attempt in range(self.config.retries + 1):
+        return self.retried(lambda _: self.once(method, path, body), self.config.retries)
+
+    def once(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        """Send a request once and return the reply's JSON object; it fails as `request` does."""
+        with self._exchange(method, path, body) as response:
+            return self._read_reply(response, path)
+
+    def retried(self, attempt: Callable[[int], T], retries: int) -> T:
+        """Return what an attempt returns, which is given its number from 0; after temporary failures there are more."""
+        for number in range(retries + 1):
             try:
-                with self._exchange(method, path, body) as response:
-                    return self._read_reply(response, path)
+                return attempt(number)
             except EndpointError as failure:
-                pause = min(self.config.max_wait, self.config.backoff * 2**attempt * random.uniform(0.5, 1.5))
+                pause = min(self.config.max_wait, self.config.backoff * 2**number * random.uniform(0.5, 1.5))
                 pause = pause if failure.after is None else failure.after
-                last = attempt == self.config.retries or pause > self.config.max_wait
+                last = number == retries or pause > self.config.max_wait
                 if not failure.retry or last or self.stop.wait(pause):
                     raise
         raise AssertionError("the last attempt returns or raises")

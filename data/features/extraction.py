@@ -21,15 +21,14 @@ from data.config import DataConfig
 from data.features.coding import compute, join, to_row
 from data.features.source import FeaturesConfig
 from data.features.store import META, FeatureStore, Row, StoreSpec, packed_fingerprint
-from data.features.vllm_features import VllmFiles, write_prompts
+from data.features.vllm_features import LayerIds, VllmFiles, write_prompts
 from data.text.prompts import load_training
 from heads import HEADS
 from heads.base import HeadConfig
 from heads.common.files import claim
 from heads.common.target_config import check_rows, context_of
 from inference.target.config import ModelConfig
-from inference.target.embeddings import final_norm
-from inference.target.embeddings_only import EmbeddingsOnly, load_target
+from inference.target.embeddings_only import EmbeddingsOnly, load_target, norm_of
 from inference.target.loading import configuration
 from inference.target.placement import check_alone
 from inference.target.target import Target
@@ -203,9 +202,8 @@ def _maker(target: Target | EmbeddingsOnly, packed: Packed, spec: StoreSpec, con
     if isinstance(target, Target) and config.vllm is None:
         whole = target
         return lambda rows: compute(whole, packed.token[rows].long(), packed.document[rows].long(), spec)
-    count, embeddings = target.spec.num_layers, target.embeddings
-    norm = target.norm if isinstance(target, EmbeddingsOnly) else final_norm(target.base, count)
-    files = VllmFiles(Path(str(config.vllm)), config.vllm_layers, spec.layers, count)
+    count, embeddings, norm = target.spec.num_layers, target.embeddings, norm_of(target)
+    files = VllmFiles(Path(str(config.vllm)), LayerIds.of(config.vllm_layers, spec.layers, count))
 
     def read(rows: list[int]) -> Row:
         return join(to_row(files.row(packed, row, norm, spec.width), embeddings, spec) for row in rows)

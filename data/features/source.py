@@ -1,27 +1,32 @@
 """Sources of features: their configuration and protocol, and the live one, a forward pass of the target a batch."""
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Annotated, NamedTuple, Protocol, runtime_checkable
+from typing import Annotated, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from data.answers.client import EndpointConfig, check_url
 from data.batches import Batch, Batches
 from data.features.quantize import DTYPES
 from heads.base import Features
 from heads.common.ranges import Amount, Count, OneOf
 from heads.modules.top_k import TopLogProbs
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class FeaturesConfig:
     """Where features come from; conf/features/live.yaml says what each key means."""
 
-    mode: Annotated[str, OneOf(("live", "stored", "hybrid"))]
+    mode: Annotated[str, OneOf(("live", "stored", "hybrid", "engine"))]
     path: str | None
     dtype: Annotated[str, OneOf(tuple(DTYPES))]
     teacher: Annotated[str, OneOf(("state", "top_k"))]
@@ -33,11 +38,32 @@ class FeaturesConfig:
     micro_rows: Count
     vllm: str | None
     vllm_layers: list[int]
+    url: list[str]
+    mooncake: str | None
+    endpoint: EndpointConfig
 
     def __post_init__(self) -> None:
-        """Check that a mode with a store names it."""
-        if self.mode != "live" and not self.path:
+        """Check that a mode with a store names it, and one with a server the server and its folder."""
+        if self.mode in ("stored", "hybrid") and not self.path:
             raise ValueError(f"features.path is missing: features={self.mode} needs the store's folder")
+        if self.mode != "engine":
+            return
+        if not (self.url and (self.vllm or self.mooncake)):
+            raise ValueError(
+                "features=engine needs features.url, and features.vllm or features.mooncake, where they write"
+            )
+        for url in self.url:
+            check_url("features.url", url)
+        if self.on_missing == "compute":
+            raise ValueError(
+                "features.on_missing=compute computes rows by the target, which features=engine leaves to the server: "
+                "give features.path, a store for rows that the server fails to give, or features=hybrid"
+            )
+
+    @property
+    def runs_target(self) -> bool:
+        """Whether training runs the target's forward pass as a matter of course."""
+        return self.mode in ("live", "hybrid")
 
     @property
     def folder(self) -> Path:
@@ -85,6 +111,33 @@ class FeatureSource(Protocol):
     def close(self) -> str:
         """Stop reading ahead, and return a line of statistics, or nothing."""
         ...
+
+
+class ReadAhead(Generic[T]):
+    """The micro-batches to come, of which `ahead` are being read at any time; `begin` starts to read one."""
+
+    def __init__(self, batches: Batches, ahead: int, begin: Callable[[Batch], T]) -> None:
+        self.batches, self.ahead, self.begin = batches, ahead, begin
+        self._jobs: deque[tuple[int, Batch, T]] = deque()
+        self._coming: Iterator[tuple[int, Batch]] = iter(())
+
+    def seek(self, step: int) -> None:
+        """Begin with the micro-batches of a step, unless they are next."""
+        if not self._jobs or self._jobs[0][0] != step:
+            self._coming = ((number, batch) for number in count(step) for batch in self.batches(number))
+            self._jobs.clear()
+            self.fill()
+
+    def next(self) -> tuple[Batch, T]:
+        """Return the next micro-batch, and what `begin` has returned for it."""
+        _, batch, job = self._jobs.popleft()
+        return batch, job
+
+    def fill(self) -> None:
+        """Begin to read further micro-batches, up to `ahead` of them."""
+        while len(self._jobs) < self.ahead:
+            step, batch = next(self._coming)
+            self._jobs.append((step, batch, self.begin(batch)))
 
 
 class Live:

@@ -6,8 +6,7 @@ What a hybrid run computes is gathered to shards, and written beside training, w
 import logging
 import shutil
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from data.batches import Batch, Batches
 from data.features.coding import FeatureRequest, decode_rows, join, split
-from data.features.source import MicroBatch, TrainingInput
+from data.features.source import MicroBatch, ReadAhead, TrainingInput
 from data.features.store import DamagedError, FeatureStore, Row
 from heads.base import to_device
 from heads.common.files import claim
@@ -108,14 +107,6 @@ class Fallback(NamedTuple):
     writer: StoreWriter | None
 
 
-class Job(NamedTuple):
-    """A micro-batch that is being read: its step, and the tensors of each row, None for a missing one."""
-
-    step: int
-    batch: Batch
-    rows: Future[list[Row | None]]
-
-
 class Stored:
     """Features of a store's rows.
 
@@ -129,14 +120,12 @@ class Stored:
     ) -> None:  # fmt: skip
         """Read nothing yet, and later `ahead` micro-batches ahead. Without `fallback` a missing row is an error."""
         self.store, self.batches, self.form, self.device = store, batches, form, device
-        self.ahead = ahead
         self.compute = fallback.compute if fallback else None
         self.writer = fallback.writer if fallback else None
         self.stall = 0.0  # seconds that the caller has waited for rows
         self.computed = self.read = 0  # rows, by the target and from the store
         self._reader = ThreadPoolExecutor(1)
-        self._jobs: deque[Job] = deque()
-        self._coming: Iterator[tuple[int, Batch]] = iter(())
+        self._ahead = ReadAhead(batches, ahead, lambda batch: self._reader.submit(self._read, batch.index))
         self._warned: set[str] = set()
 
     def __call__(self, step: int) -> list[MicroBatch]:
@@ -144,31 +133,23 @@ class Stored:
 
         `read` raises a ValueError that names a row that is missing or damaged and is not to be computed.
         """
-        if not self._jobs or self._jobs[0].step != step:
-            self._coming = ((number, batch) for number in count(step) for batch in self.batches(number))
-            self._jobs.clear()
-            self._fill()
+        self._ahead.seek(step)
         return [MicroBatch(batch, self.next) for batch in self.batches(step)]
 
     def next(self) -> TrainingInput:
         """Return the features of the next micro-batch, which may have to be waited for."""
-        job = self._jobs.popleft()
+        batch, job = self._ahead.next()
         begin = time.perf_counter()
-        rows = job.rows.result()
+        rows = job.result()
         self.stall += time.perf_counter() - begin
-        self._fill()
-        return self._decoded(job.batch, rows)
+        self._ahead.fill()
+        return self._decoded(batch, rows)
 
     def close(self) -> str:
         """Stop reading, write what is kept, and return how many rows were read and computed."""
         self._reader.shutdown(cancel_futures=True)
         written = self.writer.close() if self.writer is not None else ""
         return f"features: {self.read} rows read, {self.computed} computed{written}"
-
-    def _fill(self) -> None:
-        while len(self._jobs) < self.ahead:
-            step, batch = next(self._coming)
-            self._jobs.append(Job(step, batch, self._reader.submit(self._read, batch.index)))
 
     def _read(self, index: Int[Tensor, "B"]) -> list[Row | None]:
         numbers = index.clamp_min(0).tolist()  # a row that only fills up has the first one's tokens

@@ -1,8 +1,8 @@
 """Hidden states that vLLM wrote, for targets too large for a plain forward pass.
 
 vLLM's `extract_hidden_states` method with the `ExampleHiddenStatesConnector` writes one safetensors file a request,
-`token_ids` [tokens] and `hidden_states` [tokens, layer ids, width], and while it writes may hold a lock on FILE.lock
-(as of vLLM 0.22: docs/features/speculative_decoding/extract_hidden_states.md and
+`token_ids` [tokens] and `hidden_states` [tokens, layer ids, width], and while it writes holds a lock on FILE.lock (as
+of vLLM 0.32: docs/features/speculative_decoding/extract_hidden_states.md and
 vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py).
 
 Layer ids are not in the file: they are those that vLLM was started with, in that order. Id 0 is the input of the first
@@ -13,6 +13,7 @@ layer's output before the final norm ("not normalized using the output norm"); o
 import fcntl
 import hashlib
 import json
+import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -29,6 +30,9 @@ from data.features.coding import States
 from heads.formats.layer_ids import as_states
 
 TOKENS, STATES = "token_ids", "hidden_states"
+FLOATS = torch.bfloat16, torch.float16, torch.float32  # hs-connectors also has a connector that writes fp8 and scales
+PAUSE = 0.002  # seconds between looks at a lock
+LOCKED = 600.0  # seconds for which a file may be locked while vLLM writes it
 
 
 class Piece(NamedTuple):
@@ -37,6 +41,11 @@ class Piece(NamedTuple):
     row: int
     start: int
     token: tuple[int, ...]
+
+    @property
+    def span(self) -> slice:
+        """Its positions in the row."""
+        return slice(self.start, self.start + len(self.token))
 
 
 def pieces(packed: Packed, row: int) -> Iterator[Piece]:
@@ -61,27 +70,44 @@ def write_prompts(packed: Packed, out: Path) -> int:
     return count
 
 
-class VllmFiles:
-    """A folder of vLLM's files, looked up by their tokens."""
+class LayerIds(NamedTuple):
+    """The layer ids that vLLM was started with: how many, and where the feature layers and the last state are."""
 
-    def __init__(self, folder: Path, ids: list[int], layers: tuple[int, ...], num_layers: int) -> None:
-        """Read the tokens of every file; `ids` are the layer ids that vLLM was started with, `layers` are ours.
+    size: int
+    layers: list[int]
+    last: int
 
-        Raises:
-            ValueError: an id is lacking, or a file is none of vLLM's.
-        """
+    @classmethod
+    def of(cls, ids: list[int], layers: tuple[int, ...], num_layers: int) -> "LayerIds":
+        """Find our layers among vLLM's ids; refuse ids without one of them."""
         states = as_states(layers)
-        needed = [*states, num_layers]
+        needed = list(dict.fromkeys([*states, num_layers]))
         if lacking := [layer_id for layer_id in needed if layer_id not in ids]:
             raise ValueError(
                 f"features.vllm_layers is {ids}, without {lacking}: feature layer i is vLLM's id i + 1, and "
                 f"{num_layers} is the last state; start vLLM with eagle_aux_hidden_state_layer_ids={needed}"
             )
-        self.folder, self.count = folder, len(ids)
-        self.layers, self.last = [ids.index(state) for state in states], ids.index(num_layers)
+        return cls(len(ids), [ids.index(state) for state in states], ids.index(num_layers))
+
+    def check(self, states: Tensor, tokens: int, width: int, where: object) -> None:
+        """Refuse the states of a document that have another shape, or were quantised."""
+        if states.shape != (tokens, self.size, width) or states.dtype not in FLOATS:
+            raise ValueError(
+                f"{where}: hidden states of shape {list(states.shape)} in {states.dtype}, not "
+                f"{[tokens, self.size, width]} (tokens, layer ids, width) in 16 or 32 bits; check features.vllm_layers "
+                "and the target, and let vLLM write it again, by its ExampleHiddenStatesConnector"
+            )
+
+
+class VllmFiles:
+    """A folder of vLLM's files, looked up by their tokens."""
+
+    def __init__(self, folder: Path, ids: LayerIds) -> None:
+        """Read the tokens of every file; refuse one that is none of vLLM's."""
+        self.folder, self.ids = folder, ids
         self.files: dict[bytes, Path] = {}
         for file in sorted(folder.glob("*.safetensors")):
-            self.files[_key(_read(file, TOKENS).tolist())] = file
+            self.files[_key(read_tensors(file, LOCKED, TOKENS)[0].tolist())] = file
         if not self.files:
             raise ValueError(f"{folder}: holds no .safetensors files of vLLM; give their folder as features.vllm")
 
@@ -93,14 +119,12 @@ class VllmFiles:
         """
         length = packed.token.shape[1]
         weight: Any = norm.weight
-        hidden = torch.zeros(1, length, len(self.layers), width)
+        hidden = torch.zeros(1, length, len(self.ids.layers), width)
         last = torch.zeros(1, length, width, device=weight.device)
         for piece in pieces(packed, row):
             states = self._states(piece, width)
-            span = slice(piece.start, piece.start + len(piece.token))
-            hidden[0, span] = states[:, self.layers].float()
-            with torch.no_grad():
-                last[0, span] = norm(states[:, self.last].to(weight.device, weight.dtype)).float()
+            hidden[0, piece.span] = states[:, self.ids.layers].float()
+            last[0, piece.span] = normed(states[:, self.ids.last], norm).float()
         return States(hidden, last)
 
     def _states(self, piece: Piece, width: int) -> Float[Tensor, "T L D"]:
@@ -110,28 +134,54 @@ class VllmFiles:
                 f"{self.folder}: no file is of the {len(piece.token)} tokens of row {piece.row} from position "
                 f"{piece.start} on; give vLLM the prompts that vllm_prompts=FILE writes for this data and data.length"
             )
-        states = _read(file, STATES)
-        if states.shape != (len(piece.token), self.count, width):
-            raise ValueError(
-                f"{file}: hidden states of shape {list(states.shape)}, not {[len(piece.token), self.count, width]} "
-                "(tokens, layer ids, width); check features.vllm_layers and the target, and let vLLM write it again"
-            )
+        (states,) = read_tensors(file, LOCKED, STATES)
+        self.ids.check(states, len(piece.token), width, file)
         return states
+
+
+def normed(last: Float[Tensor, "*n D"], norm: nn.Module) -> Float[Tensor, "*n D"]:
+    """Return last states after the final norm, on its device and in its dtype."""
+    weight: Any = norm.weight
+    with torch.no_grad():
+        states: Tensor = norm(last.to(weight.device, weight.dtype))
+    return states
 
 
 def _key(token: Sequence[int]) -> bytes:
     return hashlib.sha256(np.asarray(token, dtype="<i4").tobytes()).digest()
 
 
-def _read(file: Path, name: str) -> Tensor:
-    """Return a tensor of a file, once vLLM has finished writing it."""
-    lock = file.with_name(f"{file.name}.lock")
+def read_tensors(file: Path, seconds: float, *names: str) -> list[Tensor]:
+    """Return tensors of a file; vLLM may take so many seconds to finish writing it.
+
+    Raises:
+        ValueError: it takes longer, or writes something else.
+    """
+    deadline = time.monotonic() + seconds
     try:
-        if lock.exists():
-            with lock.open() as held:
-                fcntl.flock(held, fcntl.LOCK_SH)
+        while not _is_written(file):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not written within {seconds:g} s")
+            time.sleep(PAUSE)
         with safe_open(file, "pt") as opened:
-            return opened.get_tensor(name)
-    except (OSError, SafetensorError) as error:
+            return [opened.get_tensor(name) for name in names]
+    except (OSError, SafetensorError, IndexError, TypeError, RuntimeError, OverflowError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{file}: not a hidden-state file of vLLM ({reason}); remove it, or write it again") from error
+
+
+def _is_written(file: Path) -> bool:
+    """Whether vLLM has let go of a file's lock, or the file is there without one."""
+    try:
+        with lock_of(file).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return file.exists()
+    except BlockingIOError:
+        return False
+    return True
+
+
+def lock_of(file: Path) -> Path:
+    """Return the file that vLLM holds a lock on while it writes another."""
+    return file.with_name(f"{file.name}.lock")

@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_refused_before_the_first_byte(
         (["features=stored", "features.path=x", "features.dtype=int4"], "features.dtype is 'int4'"),
         (["features=stored", "features.path=x", "layers=[3]"], "layers is [3]: give different layers from 0 to 2"),
         (["features=stored", "features.path=x", "features.teacher=top_k", "features.k=41"], "features.k is 41"),
-        (["features=stored", "features.path=x", "features.vllm=y", "features.vllm_layers=[1]"], "without [2, 3, 3]"),
+        (["features=stored", "features.path=x", "features.vllm=y", "features.vllm_layers=[1]"], "without [2, 3]"),
     ],
 )
 def test_a_mistake_is_one_line(

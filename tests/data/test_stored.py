@@ -20,7 +20,7 @@ from heads.common.typed import typed
 from heads.modules.top_k import full_log_probs
 from inference.target.target import Target
 from tests import toys
-from tests.data import stores
+from tests.data import asking, stores
 from tests.data.test_store import contents, flip
 
 LAYERS = (0, 2)
@@ -30,6 +30,7 @@ def config(**changed: Any) -> FeaturesConfig:
     values: dict[str, Any] = {
         "mode": "stored", "path": "x", "dtype": "fp32", "teacher": "state", "k": 6, "budget_gb": None,
         "on_missing": "fail", "shard_mb": 1, "prefetch": 3, "micro_rows": 2, "vllm": None, "vllm_layers": [],
+        "url": [], "mooncake": None, "endpoint": asking.config(),
     }  # fmt: skip
     return FeaturesConfig(**values | changed)
 

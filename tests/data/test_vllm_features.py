@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 from data.batches import Packed
 from data.features.coding import to_row
 from data.features.extraction import spec_of
-from data.features.vllm_features import VllmFiles, pieces, write_prompts
+from data.features.vllm_features import LayerIds, VllmFiles, pieces, write_prompts
 from inference.target.embeddings import final_norm
 from inference.target.target import Target
 from tests import toys
-from tests.data import stores
+from tests.data import states_server, stores
 from tests.data.test_stored import config
 
 IDS = [1, 3]  # of a target of three layers: what leaves its first, and its last before the final norm
@@ -28,12 +28,7 @@ def as_vllm(target: Target, folder: Path, packed: Packed, ids: list[int]) -> Non
     assert write_prompts(packed, out) == sum(len(list(pieces(packed, row))) for row in range(len(packed.token)))
     folder.mkdir(exist_ok=True)
     for number, line in enumerate(out.read_text().splitlines()):
-        token = torch.tensor(json.loads(line)["prompt_token_ids"])
-        made = target.features(
-            token[None], torch.zeros(1, len(token), dtype=torch.long), tuple(range(target.spec.num_layers))
-        )
-        states = [target.embeddings.embed(token), *made.hidden[0].unbind(1)]
-        content = {"token_ids": token, "hidden_states": torch.stack([states[i] for i in ids], 1)}
+        content = states_server.document(target, json.loads(line)["prompt_token_ids"], ids)
         save_file(content, folder / f"{number}-abc.safetensors")
         (folder / f"{number}-abc.safetensors.lock").touch()
 
@@ -42,7 +37,7 @@ def as_vllm(target: Target, folder: Path, packed: Packed, ids: list[int]) -> Non
 def test_its_files_give_the_targets_own_features(tmp_path: Path, name: str) -> None:
     target, packed = toys.target(name), stores.packed(count=6)
     as_vllm(target, tmp_path / "vllm", packed, IDS)
-    files = VllmFiles(tmp_path / "vllm", IDS, (0,), 3)
+    files = VllmFiles(tmp_path / "vllm", LayerIds.of(IDS, (0,), 3))
     spec = spec_of(target, packed, (0,), config())
     for row in range(len(packed.token)):
         states = files.row(packed, row, final_norm(target.base, 3), 32)
@@ -59,7 +54,7 @@ def test_the_last_state_is_where_the_norm_is(tmp_path: Path) -> None:
     target, packed = toys.target(), stores.packed(count=6)
     as_vllm(target, tmp_path / "vllm", packed, IDS)
     norm = deepcopy(final_norm(target.base, 3)).to("meta")
-    assert VllmFiles(tmp_path / "vllm", IDS, (0,), 3).row(packed, 0, norm, 32).last.device.type == "meta"
+    assert VllmFiles(tmp_path / "vllm", LayerIds.of(IDS, (0,), 3)).row(packed, 0, norm, 32).last.device.type == "meta"
 
 
 def test_pieces_are_the_documents() -> None:
@@ -78,7 +73,7 @@ def refuse(tmp_path: Path, message: str, **changed: Any) -> None:
     values: dict[str, Any] = {"ids": IDS, "layers": (0,), "num_layers": 3, "width": 32, **changed}
 
     def read() -> None:
-        files = VllmFiles(tmp_path, values["ids"], values["layers"], values["num_layers"])
+        files = VllmFiles(tmp_path, LayerIds.of(values["ids"], values["layers"], values["num_layers"]))
         files.row(packed, 0, final_norm(target.base, 3), values["width"])
 
     with pytest.raises(ValueError, match=message) as error:

@@ -36,6 +36,7 @@ def test_a_run_that_can_start_is_not_refused(toy: list[str]) -> None:
         (["model.adapter=/nowhere/adapter"], "model.adapter=/nowhere/adapter: no such folder"),
         (["model.path=/nowhere/target"], "model.path=/nowhere/target: no causal LM"),
         (["features=stored", "features.path=/nowhere/store"], "/nowhere/store: holds no feature store"),
+        (["features=engine", "features.path=/nowhere/store"], "/nowhere/store: holds no feature store"),
         (["out=/dev/null/run"], "out=/dev/null/run: cannot be written (/dev/null: Not a directory)"),
         (["data.length=161", "trainer.micro_tokens=161"], "data.length is 161, but"),
         (["head.num_heads=7"], "head.num_heads is 7 and head.num_kv_heads 2"),

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from heads.formats.hub import load_found
 from heads.medusa import Medusa
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
+from tests.data.chat_server import honest, reset
+from tests.data.states_server import StatesServer
 from tests.train import jobs
 from train.config import RunConfig, run_config
 from train.run import train
@@ -200,3 +202,68 @@ def test_a_store_of_something_else_is_refused(
         trained("run", *HEADS["medusa"], *words, override)
     with pytest.raises(ValueError, match="feature layers"):
         trained("run", *HEADS["eagle3"], *words)
+
+
+@pytest.fixture
+def server(base: list[str], tmp_path: Path) -> Iterator[StatesServer]:
+    target = Target.load(base[0].partition("=")[2], "float32", "cpu")
+    with StatesServer(target, tmp_path / "states", [1, 2, 3]) as running:
+        yield running
+
+
+def engine(server: StatesServer, *overrides: str) -> list[str]:
+    """Return the overrides to train from a server."""
+    where = [f"features.url=[{server.url}]", f"features.vllm={server.folder}", "features.vllm_layers=[1,2,3]"]
+    return ["features=engine", *where, "features.endpoint.retries=1", "features.endpoint.backoff=0.001", *overrides]
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_the_loss_from_a_server_is_that_of_live_training_without_the_targets_layers(
+    base: list[str], trained: Train, tmp_path: Path, server: StatesServer, head: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    live = trained("live", *HEADS[head])
+    monkeypatch.setattr(Target, "load", None)
+    capsys.readouterr()
+    assert close(trained("served", *HEADS[head], *engine(server)), live, 1e-5)
+    assert f"features: {3 * 256 // 32} rows served, 0 from the store; waited" in capsys.readouterr().err
+    assert json.loads((tmp_path / "served" / "provenance.json").read_text())["features"] == {server.url: "served"}
+    assert server.leftovers() == []
+
+
+def test_a_run_whose_server_dies_goes_on_bit_for_bit(
+    base: list[str], trained: Train, tmp_path: Path, server: StatesServer
+) -> None:
+    words = [*HEADS["eagle3"], *engine(server, "features.prefetch=2"), "trainer.steps=5", "trainer.save_every=1"]
+    whole = trained("whole", *words)
+    server.script = [honest] * (len(server.bodies) // 2)
+    server.always = reset
+    with pytest.raises(
+        ValueError, match=f"{server.url}: unreachable .*start the server again, and resume=true goes on"
+    ):
+        trained("cut", *words)
+    assert 0 < len(jobs.losses(tmp_path / "cut")) < 5
+    server.always = honest
+    assert trained("cut", *words, "resume=true") == whole
+
+
+def test_a_store_takes_a_dead_servers_place(
+    base: list[str], trained: Train, tmp_path: Path, server: StatesServer
+) -> None:
+    live = trained("live", *HEADS["eagle3"])
+    extracted(base, tmp_path / "store", "eagle3", "features.dtype=fp32")
+    server.script = [honest] * 12
+    server.always = reset
+    words = engine(server, f"features.path={tmp_path / 'store'}")
+    assert close(trained("run", *HEADS["eagle3"], *words), live, 1e-5)
+    with pytest.raises(ValueError, match=r"holds other features than these, by the data\.length"):
+        trained("other", *HEADS["eagle3"], *words, "data.length=64")
+    extracted(base, tmp_path / "few", "eagle3", "features.teacher=top_k", "features.k=3")
+    with pytest.raises(ValueError, match="keeps the top-k tokens, and features=engine gives the last hidden state"):
+        trained("other", *HEADS["eagle3"], *engine(server, f"features.path={tmp_path / 'few'}"))
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_layer_ids_that_a_server_lacks_are_named(trained: Train, server: StatesServer) -> None:
+    with pytest.raises(ValueError, match=r"without \[1, 2, 3\].*eagle_aux_hidden_state_layer_ids=\[1, 2, 3\]"):
+        trained("run", *HEADS["eagle3"], *engine(server, "features.vllm_layers=[]"))

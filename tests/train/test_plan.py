@@ -234,6 +234,11 @@ def test_from_a_store_only_the_ends_are_loaded() -> None:
     assert "target: layers" not in stored["devices"][0].held.resident
     assert stored["devices"][0].held.resident["target: embedding, lm_head"].total() == 2 * 2 * 128256 * 4096
     assert stored["disk"]["features, if no row comes twice"] == stored["tokens"] * 2 * 4096
+    served = plan(run(*words[:-1], "features=engine", "eval.prompts=0", "trainer.eval_prompts=0"))
+    assert "features, if no row comes twice" not in served["disk"]
+    assert "gpu_hours_of_extraction" not in served
+    same = ("devices", "gpu_hours", "hours", "peak_bytes", "fits")
+    assert [served[key] for key in same] == [stored[key] for key in same]
 
 
 def test_the_final_evaluation_needs_room_for_the_target_in_fp32() -> None:

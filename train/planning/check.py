@@ -30,8 +30,9 @@ def reads_target(run: RunConfig) -> bool:
     """Return whether a run needs the target's layers: for features, acceptance, initial weights, or changed weights."""
     # By default head=mtp starts from the last layer, whatever is measured while it trains.
     starts = run.init in (LAST_LAYER, CHECKPOINT) or (run.init == AUTO and isinstance(run.head, Mtp.Config))
-    stored = run.features.mode == "stored" and run.features.on_missing == "fail" and run.trainer.eval_prompts == 0
-    return starts or not stored or not run.model.as_saved
+    features = run.features
+    given = not features.runs_target and features.on_missing == "fail" and run.trainer.eval_prompts == 0
+    return starts or not given or not run.model.as_saved
 
 
 def check_run(run: RunConfig) -> None:
@@ -42,7 +43,7 @@ def check_run(run: RunConfig) -> None:
     check_sources(run.data)
     if run.workload:
         check_source(locate(run.workload))
-    if run.features.mode == "stored":
+    if run.features.path and not run.features.runs_target:
         FeatureStore(run.features.folder)
     if run.eval.prompts:
         find_heads(run.compare)

@@ -186,7 +186,7 @@ def device_use(inputs: PlanInputs, main: bool, number: int) -> MemoryUse:
         "optimiser": memory.optimizer_stage(traced, muon, inputs.heap),
     }
     whole = {"target: gathered layers": Counter(large=gathered)} if gathered else {}
-    if inputs.layers and run.features.mode != "stored":
+    if inputs.layers and run.features.runs_target:
         stages["target's pass"] = whole | memory.pass_stage(
             shape, layout, tokens, length, inputs.item, traced.feature_layers
         )
@@ -245,7 +245,7 @@ def disk(inputs: PlanInputs) -> dict[str, int]:
     # The best one too, and one that is being written.
     checkpoints = run.trainer.keep + (2 if run.trainer.eval_prompts else 1)
     sizes = {"checkpoints": checkpoints * state_bytes(inputs), "head": 4 * inputs.traced.whole}
-    if run.features.mode != "live":
+    if run.features.mode in ("stored", "hybrid"):
         row = size(shape.width, run.features.dtype)
         last = row if run.features.teacher == "state" else run.features.k * TOP_BYTES
         tokens = run.trainer.steps * run.trainer.batch_tokens
@@ -267,10 +267,9 @@ def work(inputs: PlanInputs) -> dict[str, Any]:
     if device.tflops is None:
         return cost
     rate = 3600 * device.tflops * 1e12 * device.mfu
-    stored = run.features.mode == "stored"
-    if stored:
+    if run.features.mode == "stored":
         cost["gpu_hours_of_extraction"] = target / rate
-    hours = (head if stored else target + head) / rate
+    hours = (target + head if run.features.runs_target else head) / rate
     return cost | {"gpu_hours": hours, "hours": hours / inputs.layout.world}
 
 

@@ -1,0 +1,122 @@
+"""Features that vLLM servers compute while training goes on; a store may stand in for rows that they fail to give.
+
+The documents of the micro-batches to come are asked for in their order, which follows from (seed, step), as many at a
+time as `features.endpoint.concurrency` says. Answers may arrive in any order: each is written to its place in its row.
+"""
+
+import logging
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from data.answers.client import EndpointError
+from data.batches import Batch, Batches
+from data.features.coding import FeatureRequest, States, decode_rows
+from data.features.source import MicroBatch, ReadAhead, TrainingInput
+from data.features.store import FeatureStore
+from data.features.vllm_features import Piece, normed, pieces
+from data.features.vllm_server import VllmServers
+from heads.base import Features, to_device
+
+log = logging.getLogger(__name__)
+
+
+class ArrivingRow(NamedTuple):
+    """A packed row, its states on the host, the last one not yet normed, and its documents that are still to come."""
+
+    row: int
+    states: States
+    documents: list[Future[None]]
+
+
+class Served:
+    """Features of the rows of a run, from servers that have been checked."""
+
+    def __init__(
+        self, servers: VllmServers, batches: Batches, form: FeatureRequest, norm: nn.Module, device: torch.device,
+        ahead: int, store: FeatureStore | None,
+    ) -> None:  # fmt: skip
+        """Ask for nothing yet, and later for `ahead` micro-batches ahead."""
+        self.servers, self.batches, self.form, self.norm, self.device = servers, batches, form, norm, device
+        self.store = store
+        self.stall = 0.0  # seconds that the caller has waited for rows
+        self.served = self.stored = 0  # rows, by the servers and from the store
+        self._pool = ThreadPoolExecutor(servers.endpoint.concurrency)
+        self._ahead = ReadAhead(batches, ahead, self._begin)
+        self._warned: set[str] = set()
+
+    def __call__(self, step: int) -> list[MicroBatch]:
+        """Return the micro-batches of a step; they and those of the next steps are asked for from here on.
+
+        `read` raises a ValueError that names the server and the remedy where a row is neither served nor stored.
+        """
+        self._ahead.seek(step)
+        return [MicroBatch(batch, self.next) for batch in self.batches(step)]
+
+    def next(self) -> TrainingInput:
+        """Return the features of the next micro-batch, which may have to be waited for."""
+        batch, rows = self._ahead.next()
+        states = [self._whole(row) for row in rows]
+        self._ahead.fill()
+        hidden, last = (torch.cat(parts) for parts in zip(*states, strict=True))
+        token, document = to_device(batch.token, self.device), to_device(batch.document, self.device)
+        return TrainingInput(Features(token, hidden, last, document), None)
+
+    def close(self) -> str:
+        """Ask for no more, remove what still arrives, and return how many rows came from where."""
+        self.servers.stop()
+        self._pool.shutdown(cancel_futures=True)
+        self.servers.sweep()
+        return f"features: {self.served} rows served, {self.stored} from the store"
+
+    def _begin(self, batch: Batch) -> list[ArrivingRow]:
+        numbers = batch.index.clamp_min(0).tolist()  # a row that only fills up has the first one's tokens
+        return [self._row(row) for row in numbers]
+
+    def _row(self, row: int) -> ArrivingRow:
+        length, width, pin = self.batches.packed.token.shape[1], self.servers.width, self.device.type == "cuda"
+        zeros = partial(torch.zeros, dtype=self.form.dtype, pin_memory=pin)
+        states = States(zeros(1, length, len(self.form.layers), width), zeros(1, length, width))
+        documents = [self._pool.submit(self._fetch, piece, states) for piece in pieces(self.batches.packed, row)]
+        return ArrivingRow(row, states, documents)
+
+    def _fetch(self, piece: Piece, into: States) -> None:
+        """Write the states of a document to its positions of a row."""
+        patient = self.store is None or not self.store.has(piece.row)
+        states = self.servers.states(piece, patient=patient)
+        into.hidden[0, piece.span] = states[:, self.servers.ids.layers].to(into.hidden.dtype)
+        into.last[0, piece.span] = states[:, self.servers.ids.last].to(into.last.dtype)
+
+    def _whole(self, row: ArrivingRow) -> States:
+        """Return the states of a row, once they have all arrived, on the device."""
+        begin = time.perf_counter()
+        try:
+            for document in row.documents:
+                document.result()
+        except EndpointError as failure:
+            return self._from_store(row.row, failure)
+        finally:
+            self.stall += time.perf_counter() - begin
+        self.served += 1
+        hidden, last = (to_device(states, self.device) for states in row.states)
+        return States(hidden, normed(last, self.norm).to(self.form.dtype))
+
+    def _from_store(self, row: int, failure: EndpointError) -> States:
+        why = f"{', '.join(self.servers.urls)}: {failure.cause} ({failure.detail})"
+        if self.store is None or not self.store.has(row):
+            raise ValueError(
+                f"{why}; start the server again, and resume=true goes on; or give features.path, a store that has the "
+                f"rows that a server fails to give, of which row {row} is one"
+            ) from failure
+        if why not in self._warned:
+            self._warned.add(why)
+            log.warning("%s; rows are taken from %s", why, self.store.folder)
+        self.stored += 1
+        tensors = {name: to_device(tensor, self.device) for name, tensor in self.store.read(row).items()}
+        token, document, _ = (to_device(field[row : row + 1].long(), self.device) for field in self.batches.packed)
+        features = decode_rows(tensors, token, document, self.form, self.store.spec).features
+        return States(features.hidden, features.last)

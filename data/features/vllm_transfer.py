@@ -1,0 +1,114 @@
+"""The ways by which hidden states come from a vLLM server: files in shared memory, or Mooncake over TCP.
+
+Both readers remove what they have read, so that no more results are held than requests are under way.
+"""
+
+import os
+import re
+import socket
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from data.answers.client import EndpointError
+from data.features.vllm_features import STATES, TOKENS, lock_of, read_tensors
+from heads.common.untrusted import inside
+
+REQUEST = "headstart-"  # a request's name, which the name of its result holds, is this and a random number
+SETUP = "start vLLM as docs/data_features.md has it"
+Result = list[Tensor]  # tokens, and their states
+
+
+class Reader(Protocol):
+    """A reader of results, given what a server's reply says of one; its methods are called from several threads."""
+
+    def read(self, answer: dict[str, Any], seconds: float) -> Result:
+        """Return and remove a result, which may take so many seconds to arrive.
+
+        Raises:
+            EndpointError: it does not arrive whole.
+            ValueError: the server sends its results in another way.
+        """
+        ...
+
+    def sweep(self, requests: set[str]) -> None:
+        """Remove what has arrived of requests that were given up."""
+        ...
+
+
+class SharedFolder:
+    """Reader of the files of vLLM's ExampleHiddenStatesConnector, from this machine's name for their folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.has_read = False  # whether a file has been found where the servers write
+
+    def read(self, answer: dict[str, Any], seconds: float) -> Result:
+        """Return and remove the tensors of a file, once it is written."""
+        path = answer.get("hidden_states_path")
+        if not isinstance(path, str):
+            raise ValueError(f"features.vllm={self.folder}: a server's answer names no file of hidden states; {SETUP}")
+        file = inside(self.folder, Path(path).name)
+        if not (self.has_read or file.exists() or lock_of(file).exists()):
+            raise ValueError(f"features.vllm={self.folder}: a server has written {path}, which is not there; {SETUP}")
+        try:
+            result = read_tensors(file, seconds, TOKENS, STATES)
+            self.has_read = True
+            return result
+        except ValueError as error:
+            raise EndpointError("file", str(error), retry=True) from error
+        finally:
+            _remove(file)
+            _remove(lock_of(file))
+
+    def sweep(self, requests: set[str]) -> None:
+        """Remove the files of requests that were given up, as far as they are there."""
+        for file in self.folder.glob(f"*{REQUEST}*") if requests else ():
+            if (name := re.search(f"{REQUEST}[0-9a-f]{{32}}", file.name)) and name[0] in requests:
+                _remove(file)
+
+
+class Mooncake:
+    """Reader of what hs-connectors' MooncakeHiddenStatesConnector sends, at whatever machine the server is."""
+
+    def __init__(self, master: str) -> None:
+        """Connect to Mooncake's master at HOST:PORT; refuse where that fails."""
+        try:
+            transfer: Any = import_module("hs_connectors.mooncake_store")
+            host = os.environ.get("MOONCAKE_LOCAL_HOSTNAME") or socket.gethostbyname(socket.gethostname())
+            config = transfer.MooncakeStoreConfig(
+                local_hostname=host, master_server_address=master, global_segment_size=0
+            )
+            self.store = transfer.MooncakeHiddenStatesStore(config).setup()
+        except ImportError as error:
+            raise ValueError(
+                f"features.mooncake={master} needs the packages hs-connectors and mooncake-transfer-engine ({error})"
+            ) from error
+        except (OSError, RuntimeError) as error:
+            raise ValueError(f"features.mooncake={master}: {error}; start mooncake_master there") from error
+
+    def read(self, answer: dict[str, Any], seconds: float) -> Result:
+        """Return and remove the tensors of a sample, once it is there."""
+        handle = answer.get("handle")
+        if not isinstance(handle, str):
+            raise ValueError(f"features.mooncake: a server's answer names no sample; {SETUP}")
+        try:
+            sample = self.store.get_sample(answer, seconds)
+            self.store.delete_sample(handle)
+            return [sample[TOKENS], sample[STATES]]
+        except (OSError, RuntimeError, LookupError, TypeError, AttributeError) as error:
+            raise EndpointError("mooncake", f"{type(error).__name__}: {error}", retry=True) from error
+
+    def sweep(self, requests: set[str]) -> None:
+        """Leave them to Mooncake, which evicts what is not read."""
+
+
+def _remove(file: Path) -> None:
+    try:
+        file.unlink(missing_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{file}: cannot be removed ({error.strerror}); run vLLM and the training as one user"
+        ) from error

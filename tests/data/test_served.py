@@ -1,0 +1,344 @@
+"""Features from a vLLM server: the live ones, in the order of seed and step, whatever the server does."""
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from data.batches import Batches, Packed
+from data.features.coding import FeatureRequest
+from data.features.served import Served
+from data.features.source import Live
+from data.features.store import INDEX, FeatureStore
+from data.features.vllm_features import LayerIds, pieces
+from data.features.vllm_server import VllmServers
+from data.features.vllm_transfer import Mooncake
+from inference.target.embeddings import final_norm
+from inference.target.target import Target
+from tests import toys
+from tests.data import asking, stores
+from tests.data.chat_server import MODEL, half, hanging, honest, raw, reset, status
+from tests.data.states_server import StatesServer, changed, late, none, torn, unanswered
+from tests.data.test_stored import LAYERS, batches, config, extracted, same, steps
+
+IDS = [1, 3]  # what leaves the first layer of three, and the last one; the last is a feature layer too
+
+
+@pytest.fixture
+def target() -> Target:
+    return toys.target()
+
+
+@pytest.fixture
+def packed() -> Packed:
+    return stores.packed()
+
+
+@pytest.fixture
+def server(target: Target, tmp_path: Path) -> Iterator[StatesServer]:
+    with StatesServer(target, tmp_path / "states", IDS) as running:
+        yield running
+
+
+def servers(*running: StatesServer, ids: Any = IDS, folder: Path | None = None, **changed: Any) -> VllmServers:
+    """Return the servers for training, which wait little between retries."""
+    values = {"concurrency": 4, "timeout": 5.0, "retries": 3, "backoff": 0.001, **changed}
+    urls = [each.url for each in running]
+    where = config(mode="engine", path=None, url=urls, vllm=str(folder or running[0].folder))
+    layers = LayerIds.of(ids, LAYERS, 3)
+    return VllmServers(replace(where, endpoint=asking.config(**values)), layers, 32)
+
+
+def checked(packed: Packed, target: Target, found: VllmServers) -> VllmServers:
+    found.check(next(pieces(packed, 0)), final_norm(target.base, 3), target.embeddings)
+    return found
+
+
+def served(
+    packed: Packed, target: Target, *running: StatesServer, of: Batches | None = None,
+    store: FeatureStore | None = None, **changed: Any,
+) -> Served:  # fmt: skip
+    found = checked(packed, target, servers(*running, **changed))
+    form, norm = FeatureRequest(LAYERS, torch.float32), final_norm(target.base, 3)
+    return Served(found, of or batches(packed), form, norm, torch.device("cpu"), 3, store)
+
+
+def test_served_features_are_the_live_ones_and_no_file_stays(
+    packed: Packed, target: Target, server: StatesServer
+) -> None:
+    source = served(packed, target, server)
+    same(steps(source, 9), steps(Live(target, batches(packed), LAYERS), 9), 1e-5)
+    assert source.close() == "features: 36 rows served, 0 from the store"
+    assert server.leftovers() == []
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt2"])
+def test_every_architecture_has_its_norm(packed: Packed, tmp_path: Path, name: str) -> None:
+    target = toys.target(name)
+    with StatesServer(target, tmp_path / "states", IDS) as running:
+        source = served(packed, target, running)
+        same(steps(source, 2), steps(Live(target, batches(packed), LAYERS), 2), 1e-3)
+        source.close()
+
+
+def test_a_step_may_be_any(packed: Packed, target: Target, server: StatesServer) -> None:
+    source, live = served(packed, target, server), Live(target, batches(packed), LAYERS)
+    for step in (5, 6, 2, 2, 9):
+        same([m.read() for m in source(step)], [m.read() for m in live(step)], 1e-5)
+    source.close()
+
+
+def test_every_rank_asks_for_its_own_rows(packed: Packed, target: Target, server: StatesServer) -> None:
+    for rank in range(3):
+        of = batches(packed, rank, 3)
+        source = served(packed, target, server, of=of)
+        server.bodies.clear()
+        same(steps(source, 4), steps(Live(target, of, LAYERS), 4), 1e-5)
+        source.close()
+        ahead = {row for step in range(8) for batch in of(step) for row in batch.index.clamp_min(0).tolist()}
+        mine = {piece.token for row in ahead for piece in pieces(packed, row)}
+        assert {tuple(body["prompt"]) for body in server.bodies} <= mine
+
+
+def test_answers_in_another_order_are_put_where_they_belong(
+    packed: Packed, target: Target, server: StatesServer
+) -> None:
+    source = served(packed, target, server)
+    server.writes = [late(0.2), late(0.1), *[late(0.0)] * 5] * 3
+    same(steps(source, 4), steps(Live(target, batches(packed), LAYERS), 4), 1e-5)
+    assert source.stall > 0.1
+    source.close()
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_no_more_results_lie_unread_than_requests_may_be_under_way(
+    packed: Packed, target: Target, server: StatesServer, concurrency: int
+) -> None:
+    source = served(packed, target, server, concurrency=concurrency)
+    server.always_writes = late(0.02)
+    source(0)
+    time.sleep(0.3)  # training takes its time
+    steps(source, 3)
+    source.close()
+    assert server.most == concurrency
+    assert server.leftovers() == []
+
+
+@pytest.mark.parametrize("fault", [status(503), reset, half, raw(b"nonsense"), hanging])
+def test_a_request_that_fails_is_sent_again(packed: Packed, target: Target, server: StatesServer, fault: Any) -> None:
+    source = served(packed, target, server, timeout=0.5)
+    server.script = [fault, honest, fault, fault]
+    same(steps(source, 3), steps(Live(target, batches(packed), LAYERS), 3), 1e-5)
+    source.close()
+    assert server.leftovers() == []
+
+
+@pytest.mark.parametrize("fault", [none, torn, late(2.0)])
+def test_a_file_that_is_not_written_whole_in_time_is_asked_for_again(
+    packed: Packed, target: Target, server: StatesServer, fault: Any
+) -> None:
+    source = served(packed, target, server, timeout=0.5)
+    server.writes = [fault, fault]
+    same(steps(source, 3), steps(Live(target, batches(packed), LAYERS), 3), 1e-5)
+    source.close()
+
+
+def test_the_file_of_a_request_that_was_given_up_is_removed(
+    packed: Packed, target: Target, server: StatesServer
+) -> None:
+    source = served(packed, target, server, timeout=0.3)
+    server.script = [unanswered]
+    steps(source, 2)
+    source.close()
+    assert server.leftovers() == []
+
+
+def test_a_server_that_is_gone_stops_the_run_in_one_line(packed: Packed, target: Target, server: StatesServer) -> None:
+    source = served(packed, target, server, retries=1)
+    server.always = reset
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match=f"{server.url}: unreachable .*resume=true goes on.*features.path") as error:
+        steps(source, 3)
+    source.close()
+    assert time.monotonic() - begin < 5
+    assert "\n" not in str(error.value)
+
+
+def test_a_store_stands_in_until_the_server_is_back(
+    packed: Packed, target: Target, server: StatesServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = extracted(tmp_path / "store", target, packed)
+    source = served(packed, target, server, store=store, retries=2, max_failures=2, concurrency=1)
+    live = Live(target, batches(packed), LAYERS)
+    same(steps(source, 1), steps(live, 1), 1e-5)
+    server.always = status(503)
+    before = len(server.bodies)
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, 5):
+            same([m.read() for m in source(step)], [m.read() for m in live(step)], 1e-5)
+    assert f"rows are taken from {store.folder}" in caplog.text
+    assert len(caplog.records) == 1
+    stored = source.stored
+    assert stored > 0
+    failed = source.servers.failures
+    assert len(server.bodies) - before <= 2 * 3 + failed  # a document each where two have failed, no retries
+    server.always = honest
+    for step in range(5, 12):
+        same([m.read() for m in source(step)], [m.read() for m in live(step)], 1e-5)
+    assert source.servers.failures == 0
+    assert source.served > stored
+    source.close()
+
+
+def test_a_row_that_the_store_lacks_too_is_waited_for(
+    packed: Packed, target: Target, server: StatesServer, tmp_path: Path
+) -> None:
+    extracted(tmp_path / "store", target, packed)
+    for entry in (tmp_path / "store" / INDEX).iterdir():
+        entry.unlink()
+    source = served(packed, target, server, store=FeatureStore(tmp_path / "store"), max_failures=1, concurrency=1)
+    server.script = [status(503)] * 3 + [honest] + [status(503)] * 3
+    same(steps(source, 2), steps(Live(target, batches(packed), LAYERS), 2), 1e-5)
+    server.always = status(503)
+    with pytest.raises(ValueError, match="of which row"):
+        steps(source, 9)
+    source.close()
+
+
+def test_the_next_server_is_asked_where_one_fails(
+    packed: Packed, target: Target, server: StatesServer, tmp_path: Path
+) -> None:
+    with StatesServer(target, server.folder, IDS) as other:
+        source = served(packed, target, server, other, retries=1)
+        same(steps(source, 3), steps(Live(target, batches(packed), LAYERS), 3), 1e-5)
+        assert min(len(server.bodies), len(other.bodies)) > 1
+        server.always = reset
+        same([m.read() for m in source(3)], steps(Live(target, batches(packed), LAYERS), 4)[-2:], 1e-5)
+        source.close()
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (changed(hidden_states=lambda x: x[:, :1]), r"row \d+ from position \d+ on: hidden states of shape"),
+        (changed(hidden_states=lambda x: x[..., :16]), "hidden states of shape .*check features.vllm_layers"),
+        (changed(hidden_states=lambda x: x[1:]), "hidden states of shape"),
+        (changed(hidden_states=lambda x: x.to(torch.float8_e4m3fn)), "in torch.float8_e4m3fn, not .* in 16 or 32 bits"),
+        (changed(token_ids=lambda x: x + 1), "those of other tokens; start vLLM as docs"),
+    ],
+)
+def test_states_of_something_else_stop_the_run_in_one_line(
+    packed: Packed, target: Target, server: StatesServer, write: Any, message: str
+) -> None:
+    source = served(packed, target, server)
+    server.always_writes = write
+    with pytest.raises(ValueError, match=message) as error:
+        steps(source, 1)
+    assert server.url in str(error.value)
+    assert "\n" not in str(error.value)
+    source.close()
+    with pytest.raises(ValueError, match=message):
+        checked(packed, target, servers(server))
+
+
+def refuse(packed: Packed, target: Target, found: VllmServers, message: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match=message) as error:
+        checked(packed, target, found)
+    assert "\n" not in str(error.value)
+    assert time.monotonic() - begin < 3
+
+
+def test_a_server_is_checked_before_training(
+    packed: Packed, target: Target, server: StatesServer, tmp_path: Path
+) -> None:
+    refuse(packed, target, servers(server, model="another"), f"{server.url} serves {MODEL}, not another")
+    (tmp_path / "elsewhere").mkdir()
+    refuse(packed, target, servers(server, folder=tmp_path / "elsewhere"), "which is not there; start vLLM as docs")
+    with pytest.raises(ValueError, match=r"features.vllm_layers is \[1, 2\], without \[3\]"):
+        servers(server, ids=[1, 2])
+    refuse(packed, target, servers(server, ids=[3, 1]), f"{MODEL} goes on otherwise than this target would")
+    server.always = status(400, "too long")
+    refuse(packed, target, servers(server), f"{server.url}: http_400 .too long.; start vLLM as docs")
+    server.always = honest
+    server.named = lambda _: {}
+    refuse(packed, target, servers(server), "names no file of hidden states; start vLLM")
+    server.named = lambda _: {"hidden_states_path": "/etc/.."}
+    refuse(packed, target, servers(server), "no file of that folder")
+    server.models = {"data": [{"id": MODEL, "max_model_len": 16}]}
+    refuse(packed, target, servers(server), "takes 16 tokens, and a document of 16 with its next token is longer")
+    server.shutdown()
+    server.server_close()
+    refuse(packed, target, servers(server, retries=1), f"{server.url}/models: unreachable .*correct features.url=")
+
+
+def test_another_target_of_the_same_sizes_is_refused(packed: Packed, target: Target, tmp_path: Path) -> None:
+    with StatesServer(toys.target("gpt2"), tmp_path / "states", IDS) as running:
+        refuse(packed, target, servers(running), "goes on otherwise than this target would")
+
+
+class Samples:
+    """Mooncake's store, as hs-connectors has it, on this machine."""
+
+    held: ClassVar[dict[str, dict[str, Any]]] = {}
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def setup(self) -> "Samples":
+        """Connect."""
+        if self.config.master_server_address != "here:1":
+            raise RuntimeError("Mooncake setup failed")
+        return self
+
+    def get_sample(self, answer: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Return a sample, or time out."""
+        if answer["handle"] not in self.held:
+            raise TimeoutError("Timed out")
+        return self.held[answer["handle"]]
+
+    def delete_sample(self, handle: str) -> None:
+        """Remove a sample."""
+        del self.held[handle]
+
+
+def test_states_may_come_by_mooncake(
+    packed: Packed, target: Target, server: StatesServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="here:1 needs the packages hs-connectors and mooncake-transfer-engine"):
+        Mooncake("here:1")
+    package = SimpleNamespace(MooncakeHiddenStatesStore=Samples, MooncakeStoreConfig=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "hs_connectors", SimpleNamespace(mooncake_store=package))
+    monkeypatch.setitem(sys.modules, "hs_connectors.mooncake_store", package)
+    with pytest.raises(ValueError, match="gone:1: Mooncake setup failed; start mooncake_master there"):
+        Mooncake("gone:1")
+    source = served(packed, target, server)
+    source.servers.reader = Mooncake("here:1")
+    server.named = lambda file: {"handle": file.name}
+    server.always_writes = lambda file, content: Samples.held.update({file.name: content})
+    server.writes = [none]
+    same(steps(source, 3), steps(Live(target, batches(packed), LAYERS), 3), 1e-5)
+    source.close()
+    assert Samples.held == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"url": []}, "features=engine needs features.url"),
+        ({"vllm": None}, "features=engine needs .*features.mooncake"),
+        ({"url": ["localhost:8000"]}, "features.url=localhost:8000: give a URL such as"),
+        ({"on_missing": "compute"}, "features.on_missing=compute computes rows by the target"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(values: dict[str, Any], message: str) -> None:
+    whole = {"mode": "engine", "path": None, "url": ["http://localhost:1/v1"], "vllm": "x"}
+    with pytest.raises(ValueError, match=message):
+        config(**{**whole, **values})
