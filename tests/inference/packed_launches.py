@@ -24,7 +24,7 @@ from inference.target.attention import Span
 from tests import toys
 from tests.inference.accelerator import NAME, Watch, on_dummy
 
-ROWS, LENGTH = 2, 32
+ROWS, LENGTH = 2, 64
 
 
 def counted(target: Any, kernel: str, documents: int) -> dict[str, int]:

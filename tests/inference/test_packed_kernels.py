@@ -1,4 +1,4 @@
-"""One attention kernel for all packed documents: which one runs where, and that it gives what the loop over them does."""
+"""One attention kernel for all packed documents: which one runs where, and that it gives what the loop does."""
 
 import json
 import subprocess
@@ -72,7 +72,7 @@ def test_variable_length_attention_runs_where_it_was_built_and_the_device_can(
 
 
 def varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *,
+    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, *longest: int,
     scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """Compute what torch documents of its variable-length attention, "T H E", and refuse what its kernel would."""
@@ -80,7 +80,7 @@ def varlen(
     sizes = cu_q.diff().tolist()
     assert (cu_q[0], cu_q[-1], cu_k[-1]) == (0, len(query), len(key))
     assert min(sizes) > 0
-    assert max(sizes) == max_q == max_k
+    assert longest == (max(sizes), max(sizes))
     assert query.shape[2] == key.shape[2] == value.shape[2]
     assert enable_gqa or query.shape[1] == key.shape[1]
     outs = []
@@ -169,12 +169,12 @@ def test_borders_and_masks_are_made_once_a_pass_and_a_window_that_sees_all_is_no
     assert borders[0].tolist() == [0, window, 2 * window, 3 * window, 4 * window]
 
 
-CASES = [f"{name}:{kernel}:{count}" for name in ("llama", "gemma3") for kernel in (VARLEN, FLEX) for count in (2, 16)]
+CASES = [f"{name}:{kernel}:{count}" for name in ("llama", "gemma3") for kernel in (VARLEN, FLEX) for count in (2, 8)]
 
 
 @pytest.fixture(scope="module")
 def counts() -> dict[str, Any]:
-    script = [sys.executable, packed_launches.__file__, *CASES, "llama:each:2", "llama:each:16"]
+    script = [sys.executable, packed_launches.__file__, *CASES, "llama:each:2", "llama:each:8"]
     run = subprocess.run(script, capture_output=True, text=True, check=True)
     return {case: found for line in run.stdout.splitlines() for case, found in json.loads(line).items()}
 
@@ -183,11 +183,11 @@ def counts() -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_pass_launches_as_much_for_many_documents_as_for_few(name: str, kernel: str, counts: dict[str, Any]) -> None:
     """And makes the host neither wait nor copy more than the borders, once."""
-    few, many = (counts[f"{name}:{kernel}:{count}"] for count in (2, 16))
+    few, many = (counts[f"{name}:{kernel}:{count}"] for count in (2, 8))
     assert few == many
     assert many["attentions"] == 3, "one a layer"
     assert many["copies"] == (kernel == VARLEN)
 
 
 def test_the_loop_launches_more_for_more_documents(counts: dict[str, Any]) -> None:
-    assert counts["llama:each:16"]["launches"] > 2 * counts["llama:each:2"]["launches"]
+    assert counts["llama:each:8"]["launches"] > 2 * counts["llama:each:2"]["launches"]
