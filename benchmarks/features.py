@@ -1,19 +1,29 @@
 """What features cost: live beside the target's bare forward pass, from a store beside computing them again.
 
-    python benchmarks/features.py [--model PATH] [--data PATH] [--rows 16] [--steps 8] [--head eagle3]
+    python benchmarks/features.py [--model PATH] [--data PATH] [--rows 16] [--steps 8] [--head eagle3] [--threads 1]
+        [--folder PATH]
 
 1. Features for training over a forward pass of the bare model on the same tokens, a document a row, and packed.
-2. For each dtype of a store: its bytes, its write, and its read (checksum, decoding) over computing the rows again.
-3. Training from the bf16 store: the share of the time that it waits for reads.
+2. For each dtype of a store: its bytes, its extraction over the same forward passes without one, and its read
+   (checksum, decoding) beside computing the rows again.
+3. Rows as wide as an 8B target's from an accelerator, for which a wait stands in: extraction over the wait, what the
+   writer manages without any, and reads by one thread and by several.
+4. Training from the bf16 store: the share of the time that it waits for reads.
+
+Forward passes take all cores unless `--threads` leaves one to the thread that hashes and writes. Files lie in
+`--folder`, whose disk counts, and are read from the page cache.
 """
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,10 +35,10 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from data.batches import Packed, pack
-from data.features.coding import FeatureRequest, compute, decode_rows, join
-from data.features.extraction import Layers, extract, spec_of
+from data.features.coding import Copying, FeatureRequest, arrived, decode_rows, join, start
+from data.features.extraction import Layers, Make, extract, spec_of
 from data.features.quantize import DTYPES
-from data.features.store import FeatureStore, Row
+from data.features.store import FeatureStore, Row, StoreSpec
 from data.text.prompts import load_samples
 from eval.measures.machine import device_facts
 from heads.common.resolvers import register_resolvers
@@ -37,6 +47,7 @@ from train.config import RunConfig, run_config
 from train.run import train
 
 MICRO = 4  # rows of a pass
+READERS = (1, 2, 4)
 register_resolvers()
 
 
@@ -82,37 +93,68 @@ def live(case: Case) -> None:
 
 
 def stored(case: Case, folder: Path) -> None:
-    """Print what a store of each dtype takes, and how fast it is read."""
-    print("dtype  KB/token  of bf16   write   read   compute   read is faster by")
+    """Print what a store of each dtype takes, how fast it is extracted, and how fast it is read."""
+    print("dtype  KB/token  of bf16   extraction over forward passes   read   compute   read is faster by")
     bf16 = 0
     for dtype in ("bf16", *(name for name in DTYPES if name != "bf16")):
-        store, write = written(case, folder / dtype, dtype)
+        run, _ = composed(f"features.dtype={dtype}", "features=stored", f"features.path={folder / dtype}")
+        spec = replace(spec_of(case.target, case.packed, case.layers, run.features), shard_rows=MICRO)
+        share, store = extracted(folder / dtype, spec, partial(passed, case, spec), 3)
         reading, computing = reads(case, store)
         bf16, tokens = bf16 or store.bytes(), store.spec.rows * store.spec.length
         print(
-            f"{dtype:5s} {store.bytes() / tokens / 1e3:9.3f} {store.bytes() / bf16:8.3f} {1e6 * write / tokens:6.2f} "
+            f"{dtype:5s} {store.bytes() / tokens / 1e3:9.3f} {store.bytes() / bf16:8.3f} {share:32.3f} "
             f"{1e6 * reading:6.2f} {1e6 * computing:8.1f}   {computing / reading:.0f}"
         )
-    print("write, read and compute in microseconds a token; files in the page cache, as after an extraction")
+    print(f"read and compute in microseconds a token; passes on {torch.get_num_threads()} threads")
 
 
-def written(case: Case, folder: Path, dtype: str) -> tuple[FeatureStore, float]:
-    """Return an extracted store, and the seconds that its writing took besides the target's passes."""
-    target, packed, layers = case
-    run, _ = composed(f"features.dtype={dtype}", "features=stored", f"features.path={folder}")
-    spec = replace(spec_of(target, packed, layers, run.features), shard_rows=8)
-    store, computing = FeatureStore.create(folder, spec), 0.0
+def passed(case: Case, spec: StoreSpec, rows: list[int]) -> Copying:
+    """Start a forward pass over some rows, as an extraction does."""
+    return start(case.target, case.packed.token[rows].long(), case.packed.document[rows].long(), spec)
 
-    def made(rows: list[int]) -> Row:
-        nonlocal computing
-        begin = time.perf_counter()
-        found = compute(target, packed.token[rows].long(), packed.document[rows].long(), spec)
-        computing += time.perf_counter() - begin
-        return found
 
-    begin = time.perf_counter()
-    extract(store, made, MICRO, 1, 2)  # as a second process, which shows no progress and finds all shards free
-    return store, time.perf_counter() - begin - computing
+def extracted(folder: Path, spec: StoreSpec, make: Make, repeats: int) -> tuple[float, FeatureStore]:
+    """Return the speed of an extraction over that of computing its rows alone, and the store."""
+
+    def alone() -> None:
+        for begin in range(0, spec.rows, MICRO):
+            arrived(make(list(range(begin, min(begin + MICRO, spec.rows)))))
+
+    computing, extraction = fastest(alone, lambda: written(folder, spec, make), repeats=repeats)
+    return computing / extraction, FeatureStore(folder)
+
+
+def written(folder: Path, spec: StoreSpec, make: Make) -> None:
+    """Extract a store anew."""
+    shutil.rmtree(folder, ignore_errors=True)
+    extract(FeatureStore.create(folder, spec), make, MICRO, 1, 2)  # as a second process, which shows no progress
+
+
+def wide(folder: Path, rows: int) -> None:
+    """Print extraction and reading of rows of 2,048 tokens, each with four states of 4,096 numbers in bf16."""
+    spec = StoreSpec("", "", None, (0, 1, 2), 4096, 32000, "", rows, 2048, "bf16", "state", 0, MICRO)
+    states = {"hidden": torch.randn(MICRO, 2048, 3, 4096).bfloat16(), "last": torch.randn(MICRO, 2048, 4096).bfloat16()}
+    tokens, size = rows * spec.length, rows * spec.row_bytes / 1e9
+    print(f"{rows} rows of {1e3 * size / rows:.0f} MB")
+
+    def waited(rate: int, numbers: list[int]) -> Row:
+        time.sleep(len(numbers) * spec.length / rate)
+        return {name: tensor[: len(numbers)] for name, tensor in states.items()}
+
+    def read(threads: int) -> None:
+        store = FeatureStore(folder)
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(store.read, range(rows)))
+
+    for rate in (10_000, 20_000):
+        share, _ = extracted(folder, spec, partial(waited, rate), 2)
+        print(f"{rate} tokens/s, {size * rate / tokens:.2f} GB/s: extraction over the wait {share:.3f}")
+    spent = fastest(*(partial(read, threads) for threads in READERS), repeats=3)
+    spent += fastest(lambda: written(folder, spec, partial(waited, 10**12)), repeats=2)
+    names = [*(f"read by {threads} threads" for threads in READERS), "written without a wait"]
+    for name, seconds in zip(names, spent, strict=True):
+        print(f"{name}: {tokens / seconds:.0f} tokens/s, {size / seconds:.2f} GB/s")
 
 
 def reads(case: Case, store: FeatureStore) -> tuple[float, float]:
@@ -144,7 +186,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16, help="packed rows")
     parser.add_argument("--steps", type=int, default=8, help="of the training")
     parser.add_argument("--head", default="eagle3")
+    parser.add_argument("--wide", type=int, default=32, help="rows of an 8B target's width")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of forward passes")
+    parser.add_argument("--folder", help="where files lie; the one for temporary files without it")
     asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
     named = [f"model.path={asked.model}"] * bool(asked.model) + [f"data.path={asked.data}"] * bool(asked.data)
     run, _ = composed(f"head={asked.head}", *named)
     target = Target.load(run.model.path, run.model.dtype, run.model.device)
@@ -153,9 +199,10 @@ def main() -> None:
     samples = load_samples(run.data, target.tokenizer, limit)
     packed = Packed(*(part[: asked.rows] for part in pack(samples, run.data.length)))
     case = Case(target, packed, Layers(run.head, None).of(target))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
         live(case)
         stored(case, Path(folder))
+        wide(Path(folder, "wide"), asked.wide)
         words = [f"head={asked.head}", *named, f"trainer.steps={asked.steps}", "trainer.batch_tokens=4096"]
         words += [f"data.limit={limit}", "features=hybrid", f"features.path={folder}/trained"]
         trained([*words, "overwrite=true"], Path(folder, "first"))
