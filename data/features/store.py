@@ -270,17 +270,19 @@ class WriteQueue:
             self._waiting.popleft().result()
         self._waiting.append(self._thread.submit(write))
 
-    def close(self, *, failed: bool = False) -> None:
-        """Wait for the writes, and raise what one raised; where something has `failed`, for the one under way alone."""
-        self._thread.shutdown(cancel_futures=failed)
-        while self._waiting and not failed:
+    def close(self) -> None:
+        """Wait for the writes, and raise what one raised."""
+        self._thread.shutdown()
+        while self._waiting:
             self._waiting.popleft().result()
 
     def __enter__(self) -> "WriteQueue":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(failed=kind is not None)
+        self._thread.shutdown()
+        if kind is None:
+            self.close()
 
 
 def split(rows: Row) -> list[Row]:
