@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from data.features import coding
 from data.features.coding import FeatureRequest, States, copying
 from data.features.extraction import extract
-from data.features.source import Live
+from data.features.source import Live, TrainingInput
 from data.features.store import INDEX, META, SAVED, SHARDS, WAITING, DamagedError, FeatureStore, Row, serialized
 from data.features.stored import Stored
 from heads.common.files import claim, read_checked, write_checked
@@ -195,12 +195,15 @@ def test_rows_are_read_by_several_threads_and_come_in_order(tmp_path: Path, monk
         time.sleep(0.01 * chance.random())
         return read(row)
 
-    def source() -> Stored:
-        return Stored(store, batches(packed), FeatureRequest(LAYERS, torch.float32), torch.device("cpu"), 4, None)
+    def stored() -> list[TrainingInput]:
+        source = Stored(store, batches(packed), FeatureRequest(LAYERS, torch.float32), torch.device("cpu"), 4, None)
+        found = steps(source, 6)
+        source.close()  # what it reads ahead is none of the next one's
+        return found
 
-    expected = steps(source(), 6)
+    expected = stored()
     monkeypatch.setattr(store, "read", slow)
-    found = steps(source(), 6)
+    found = stored()
     live = steps(Live(target, batches(packed), LAYERS), 6)
     for mine, other, true in zip(found, expected, live, strict=True):
         assert torch.equal(mine.features.token, true.features.token)
