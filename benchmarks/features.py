@@ -67,11 +67,12 @@ def composed(*overrides: str) -> tuple[RunConfig, dict[str, Any]]:
     return run_config(cfg), resolved
 
 
-def fastest(*runs: Callable[[], Any], repeats: int = 5) -> list[float]:
-    """Return the least seconds of each of several calls, taken in turns."""
+def fastest(*runs: Callable[[], Any], repeats: int = 5, before: Callable[[], Any] = lambda: None) -> list[float]:
+    """Return the least seconds of each of several calls, taken in turns, without those of what comes before each."""
     found: list[list[float]] = [[] for _ in runs]
     for turn in range(repeats + 1):
         for i, run in enumerate(runs):
+            before()
             begin = time.perf_counter()
             run()
             if turn:
@@ -121,14 +122,18 @@ def extracted(folder: Path, spec: StoreSpec, make: Make, repeats: int) -> tuple[
         for begin in range(0, spec.rows, MICRO):
             arrived(make(list(range(begin, min(begin + MICRO, spec.rows)))))
 
-    computing, extraction = fastest(alone, lambda: written(folder, spec, make), repeats=repeats)
+    computing, extraction = fastest(alone, lambda: written(folder, spec, make), repeats=repeats, before=cleared(folder))
     return computing / extraction, FeatureStore(folder)
 
 
+def cleared(folder: Path) -> Callable[[], None]:
+    """Return what removes a folder."""
+    return lambda: shutil.rmtree(folder, ignore_errors=True)
+
+
 def written(folder: Path, spec: StoreSpec, make: Make) -> None:
-    """Extract a store anew."""
-    shutil.rmtree(folder, ignore_errors=True)
-    extract(FeatureStore.create(folder, spec), make, MICRO, 1, 2)  # as a second process, which shows no progress
+    """Extract a store, as a second process, which shows no progress."""
+    extract(FeatureStore.create(folder, spec), make, MICRO, 1, 2)
 
 
 def wide(folder: Path, rows: int) -> None:
@@ -151,7 +156,7 @@ def wide(folder: Path, rows: int) -> None:
         share, _ = extracted(folder, spec, partial(waited, rate), 2)
         print(f"{rate} tokens/s, {size * rate / tokens:.2f} GB/s: extraction over the wait {share:.3f}")
     spent = fastest(*(partial(read, threads) for threads in READERS), repeats=3)
-    spent += fastest(lambda: written(folder, spec, partial(waited, 10**12)), repeats=2)
+    spent += fastest(lambda: written(folder, spec, partial(waited, 10**12)), repeats=2, before=cleared(folder))
     names = [*(f"read by {threads} threads" for threads in READERS), "written without a wait"]
     for name, seconds in zip(names, spent, strict=True):
         print(f"{name}: {tokens / seconds:.0f} tokens/s, {size / seconds:.2f} GB/s")
