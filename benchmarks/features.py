@@ -1,10 +1,17 @@
 """What features cost: live beside the target's bare forward pass, from a store beside computing them again.
 
-    python benchmarks/features.py [--model PATH] [--data PATH] [--rows 16] [--steps 8] [--head eagle3]
+    python benchmarks/features.py [--model PATH] [--data PATH] [--rows 16] [--steps 8] [--head eagle3] [--threads 1]
+        [--folder PATH]
 
 1. Features for training over a forward pass of the bare model on the same tokens, a document a row, and packed.
-2. For each dtype of a store: its bytes, its write, and its read (checksum, decoding) over computing the rows again.
-3. Training from the bf16 store: the share of the time that it waits for reads.
+2. For each dtype of a store: its bytes, its extraction over the same forward passes without one, and its read
+   (checksum, decoding) beside computing the rows again.
+3. Rows as wide as an 8B target's from an accelerator, for which a wait stands in: extraction over the wait, what the
+   writer manages without any, and reads by one thread and by several.
+4. Training from the bf16 store: the share of the time that it waits for reads.
+
+Forward passes take all cores unless `--threads` leaves one to the thread that hashes and writes. Files lie in
+`--folder`, whose disk counts, and are read from the page cache.
 
     python benchmarks/features.py --server "features.url=[URL] features.vllm=FOLDER features.vllm_layers=[IDS]"
 
@@ -14,11 +21,14 @@ token, and the share of the time that it waits.
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,10 +40,10 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from data.batches import Packed, pack
-from data.features.coding import FeatureRequest, compute, decode_rows, join
-from data.features.extraction import Layers, extract, spec_of
+from data.features.coding import Copying, FeatureRequest, arrived, decode_rows, join, start
+from data.features.extraction import Layers, Make, extract, spec_of
 from data.features.quantize import DTYPES
-from data.features.store import FeatureStore, Row
+from data.features.store import FeatureStore, Row, StoreSpec
 from data.text.prompts import load_samples
 from eval.measures.machine import device_facts
 from heads.common.resolvers import register_resolvers
@@ -42,6 +52,7 @@ from train.config import RunConfig, run_config
 from train.run import train
 
 MICRO = 4  # rows of a pass
+READERS = (1, 2, 4)
 register_resolvers()
 
 
@@ -61,11 +72,12 @@ def composed(*overrides: str) -> tuple[RunConfig, dict[str, Any]]:
     return run_config(cfg), resolved
 
 
-def fastest(*runs: Callable[[], Any], repeats: int = 5) -> list[float]:
-    """Return the least seconds of each of several calls, taken in turns."""
+def fastest(*runs: Callable[[], Any], repeats: int = 5, before: Callable[[], Any] = lambda: None) -> list[float]:
+    """Return the least seconds of each of several calls, taken in turns, without those of what comes before each."""
     found: list[list[float]] = [[] for _ in runs]
     for turn in range(repeats + 1):
         for i, run in enumerate(runs):
+            before()
             begin = time.perf_counter()
             run()
             if turn:
@@ -87,37 +99,72 @@ def live(case: Case) -> None:
 
 
 def stored(case: Case, folder: Path) -> None:
-    """Print what a store of each dtype takes, and how fast it is read."""
-    print("dtype  KB/token  of bf16   write   read   compute   read is faster by")
+    """Print what a store of each dtype takes, how fast it is extracted, and how fast it is read."""
+    print("dtype  KB/token  of bf16   extraction over forward passes   read   compute   read is faster by")
     bf16 = 0
     for dtype in ("bf16", *(name for name in DTYPES if name != "bf16")):
-        store, write = written(case, folder / dtype, dtype)
+        run, _ = composed(f"features.dtype={dtype}", "features=stored", f"features.path={folder / dtype}")
+        spec = replace(spec_of(case.target, case.packed, case.layers, run.features), shard_rows=MICRO)
+        share, store = extracted(folder / dtype, spec, partial(passed, case, spec), 3)
         reading, computing = reads(case, store)
         bf16, tokens = bf16 or store.bytes(), store.spec.rows * store.spec.length
         print(
-            f"{dtype:5s} {store.bytes() / tokens / 1e3:9.3f} {store.bytes() / bf16:8.3f} {1e6 * write / tokens:6.2f} "
+            f"{dtype:5s} {store.bytes() / tokens / 1e3:9.3f} {store.bytes() / bf16:8.3f} {share:32.3f} "
             f"{1e6 * reading:6.2f} {1e6 * computing:8.1f}   {computing / reading:.0f}"
         )
-    print("write, read and compute in microseconds a token; files in the page cache, as after an extraction")
+    print(f"read and compute in microseconds a token; passes on {torch.get_num_threads()} threads")
 
 
-def written(case: Case, folder: Path, dtype: str) -> tuple[FeatureStore, float]:
-    """Return an extracted store, and the seconds that its writing took besides the target's passes."""
-    target, packed, layers = case
-    run, _ = composed(f"features.dtype={dtype}", "features=stored", f"features.path={folder}")
-    spec = replace(spec_of(target, packed, layers, run.features), shard_rows=8)
-    store, computing = FeatureStore.create(folder, spec), 0.0
+def passed(case: Case, spec: StoreSpec, rows: list[int]) -> Copying:
+    """Start a forward pass over some rows, as an extraction does."""
+    return start(case.target, case.packed.token[rows].long(), case.packed.document[rows].long(), spec)
 
-    def made(rows: list[int]) -> Row:
-        nonlocal computing
-        begin = time.perf_counter()
-        found = compute(target, packed.token[rows].long(), packed.document[rows].long(), spec)
-        computing += time.perf_counter() - begin
-        return found
 
-    begin = time.perf_counter()
-    extract(store, made, MICRO, 1, 2)  # as a second process, which shows no progress and finds all shards free
-    return store, time.perf_counter() - begin - computing
+def extracted(folder: Path, spec: StoreSpec, make: Make, repeats: int) -> tuple[float, FeatureStore]:
+    """Return the speed of an extraction over that of computing its rows alone, and the store."""
+
+    def alone() -> None:
+        for begin in range(0, spec.rows, MICRO):
+            arrived(make(list(range(begin, min(begin + MICRO, spec.rows)))))
+
+    computing, extraction = fastest(alone, lambda: written(folder, spec, make), repeats=repeats, before=cleared(folder))
+    return computing / extraction, FeatureStore(folder)
+
+
+def cleared(folder: Path) -> Callable[[], None]:
+    """Return what removes a folder."""
+    return lambda: shutil.rmtree(folder, ignore_errors=True)
+
+
+def written(folder: Path, spec: StoreSpec, make: Make) -> None:
+    """Extract a store, as a second process, which shows no progress."""
+    extract(FeatureStore.create(folder, spec), make, MICRO, 1, 2)
+
+
+def wide(folder: Path, rows: int) -> None:
+    """Print extraction and reading of rows of 2,048 tokens, each with four states of 4,096 numbers in bf16."""
+    spec = StoreSpec("", "", None, (0, 1, 2), 4096, 32000, "", rows, 2048, "bf16", "state", 0, MICRO)
+    states = {"hidden": torch.randn(MICRO, 2048, 3, 4096).bfloat16(), "last": torch.randn(MICRO, 2048, 4096).bfloat16()}
+    tokens, size = rows * spec.length, rows * spec.row_bytes / 1e9
+    print(f"{rows} rows of {1e3 * size / rows:.0f} MB")
+
+    def waited(rate: int, numbers: list[int]) -> Row:
+        time.sleep(len(numbers) * spec.length / rate)
+        return {name: tensor[: len(numbers)] for name, tensor in states.items()}
+
+    def read(threads: int) -> None:
+        store = FeatureStore(folder)
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(store.read, range(rows)))
+
+    for rate in (10_000, 20_000):
+        share, _ = extracted(folder, spec, partial(waited, rate), 2)
+        print(f"{rate} tokens/s, {size * rate / tokens:.2f} GB/s: extraction over the wait {share:.3f}")
+    spent = fastest(*(partial(read, threads) for threads in READERS), repeats=3)
+    spent += fastest(lambda: written(folder, spec, partial(waited, 10**12)), repeats=2, before=cleared(folder))
+    names = [*(f"read by {threads} threads" for threads in READERS), "written without a wait"]
+    for name, seconds in zip(names, spent, strict=True):
+        print(f"{name}: {tokens / seconds:.0f} tokens/s, {size / seconds:.2f} GB/s")
 
 
 def reads(case: Case, store: FeatureStore) -> tuple[float, float]:
@@ -187,10 +234,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="of the training")
     parser.add_argument("--head", default="eagle3")
     parser.add_argument("--server", default="", help="overrides of features=engine: compare with a server alone")
+    parser.add_argument("--wide", type=int, default=32, help="rows of an 8B target's width")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of forward passes")
+    parser.add_argument("--folder", help="where files lie; the one for temporary files without it")
     asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
     named = [f"model.path={asked.model}"] * bool(asked.model) + [f"data.path={asked.data}"] * bool(asked.data)
+    limit = asked.rows * 8
     words = [f"head={asked.head}", *named, f"trainer.steps={asked.steps}", "trainer.batch_tokens=4096"]
-    words += [f"data.limit={asked.rows * 8}"]
+    words += [f"data.limit={limit}"]
     if asked.server:
         with tempfile.TemporaryDirectory() as folder:
             compared(words, asked.server.split(), Path(folder))
@@ -198,13 +250,13 @@ def main() -> None:
     run, _ = composed(f"head={asked.head}", *named)
     target = Target.load(run.model.path, run.model.dtype, run.model.device)
     print(device_facts(target.device, target.dtype))
-    limit = asked.rows * 8
     samples = load_samples(run.data, target.tokenizer, limit)
     packed = Packed(*(part[: asked.rows] for part in pack(samples, run.data.length)))
     case = Case(target, packed, Layers(run.head, None).of(target))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
         live(case)
         stored(case, Path(folder))
+        wide(Path(folder, "wide"), asked.wide)
         words += ["features=hybrid", f"features.path={folder}/trained"]
         trained([*words, "overwrite=true"], Path(folder, "first"))
         trained([*words, "overwrite=true", "features.on_missing=fail", "features.mode=stored"], Path(folder, "second"))

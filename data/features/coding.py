@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from data.features.quantize import Coded, decode, encode
@@ -32,45 +32,81 @@ class FeatureRequest(NamedTuple):
     dtype: torch.dtype
 
 
+class Copying(NamedTuple):
+    """Rows on their way to the host; their device may still be computing them."""
+
+    rows: Row
+    finite: Bool[Tensor, ""]  # whether all their states are, on the host like them
+    copied: "torch.cuda.Event | None"  # what comes behind the last copy; None: they are there
+    name: str  # the target's
+
+    def result(self) -> Row:
+        """Wait for the rows; refuse a state that is not finite."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        if not self.finite:
+            raise ValueError(
+                f"{self.name}: a hidden state is not finite, so nothing is kept of it; load the target in bfloat16 or "
+                "float32 (model.dtype)"
+            )
+        return self.rows
+
+
 def compute(target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], spec: StoreSpec) -> Row:
     """Return what `to_row` does of packed rows, by a forward pass of the target."""
+    return start(target, token, document, spec).result()
+
+
+def start(target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], spec: StoreSpec) -> Copying:
+    """Start what `compute` does; the host does not wait for a GPU."""
     features = forward(target, token, document, spec.layers)
-    return to_row(States(features.hidden, features.last), target.embeddings, spec)
+    return copying(States(features.hidden, features.last), target.embeddings, spec)
 
 
 def to_row(states: States, embeddings: Embeddings, spec: StoreSpec) -> Row:
     """Return the tensors that a store of this kind holds of hidden states; refuse one that is not finite."""
+    return copying(states, embeddings, spec).result()
+
+
+def copying(states: States, embeddings: Embeddings, spec: StoreSpec) -> Copying:
+    """Encode hidden states on their device, and start the copy of what a store of this kind holds of them."""
+    bounds = [bound for x in (states.hidden, states.last) if x.numel() for bound in x.aminmax()]
+    finite, on_gpu = torch.stack(bounds).isfinite().all(), states.last.device.type == "cuda"
+
+    def copy(tensor: Tensor) -> Tensor:
+        return tensor.to("cpu", non_blocking=on_gpu)  # a GPU's to pinned memory
+
+    rows = {name: copy(tensor) for name, tensor in _encoded(states, embeddings, spec).items()}
+    finite = copy(finite)
+    copied = torch.cuda.current_stream(states.last.device).record_event() if on_gpu else None
+    return Copying(rows, finite, copied, spec.name)
+
+
+def _encoded(states: States, embeddings: Embeddings, spec: StoreSpec) -> Row:
     floats = {HIDDEN: states.hidden} if spec.layers else {}
     row: Row = {}
     if spec.teacher == "state":
         floats[LAST] = states.last
     else:  # a row's logits at once, not a batch's
         tops = [top_log_probs(embeddings.logits(last), spec.k) for last in states.last]
-        row[IDS] = torch.stack([top.ids for top in tops]).int().cpu()
-        row[LOG_P] = torch.stack([top.log_p for top in tops]).cpu()
+        row[IDS] = torch.stack([top.ids for top in tops]).int()
+        row[LOG_P] = torch.stack([top.log_p for top in tops])
     for name, tensor in floats.items():
-        if not tensor.isfinite().all():
-            raise ValueError(
-                f"{spec.name}: a hidden state is not finite, so nothing is kept of it; load the target in bfloat16 or "
-                "float32 (model.dtype)"
-            )
-        value, scale = encode(tensor, spec.dtype)
-        row[name] = value.cpu()
+        row[name], scale = encode(tensor, spec.dtype)
         if scale is not None:
-            row[name + SCALE] = scale.cpu()
+            row[name + SCALE] = scale
     return row
+
+
+def arrived(rows: Row | Copying) -> Row:
+    """Return rows that are on the host, or wait for those that are being copied there."""
+    return rows.result() if isinstance(rows, Copying) else rows
 
 
 def join(rows: Iterable[Row]) -> Row:
     """Return the tensors of several rows as one."""
     listed = list(rows)
     return {name: torch.cat([row[name] for row in listed]) for name in listed[0]}
-
-
-def split(rows: Row) -> list[Row]:
-    """Return the tensors of each row."""
-    count = len(next(iter(rows.values())))
-    return [{name: tensor[i : i + 1] for name, tensor in rows.items()} for i in range(count)]
 
 
 def decode_rows(

@@ -3,12 +3,15 @@
 Shard k holds rows k·R to (k+1)·R - 1, always computed in the same groups: shards that a killed extraction lacks are
 written by the next one, and the store has the bytes of an undisturbed one. Each process claims the shards that it
 writes, first every world-th one, then the remaining ones, so any number of them share a store, started together or not.
+A shard is hashed and written in a thread, while the next ones are computed; its claim is held until it is written.
 """
 
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +21,9 @@ from rich.progress import track
 
 from data.batches import Packed, check_known, pack
 from data.config import DataConfig
-from data.features.coding import compute, join, to_row
+from data.features.coding import Copying, arrived, join, start, to_row
 from data.features.source import FeaturesConfig
-from data.features.store import META, FeatureStore, Row, StoreSpec, packed_fingerprint
+from data.features.store import META, FeatureStore, Row, StoreSpec, WriteQueue, packed_fingerprint
 from data.features.vllm_features import LayerIds, VllmFiles, write_prompts
 from data.text.prompts import load_training
 from heads import HEADS
@@ -34,7 +37,7 @@ from inference.target.placement import check_alone
 from inference.target.target import Target
 
 GB, MB = 10**9, 10**6
-Make = Callable[[list[int]], Row]
+Make = Callable[[list[int]], Row | Copying]
 
 
 class Layers(NamedTuple):
@@ -121,9 +124,9 @@ def estimate(folder: Path, spec: StoreSpec, budget_gb: float | None) -> Estimate
 def timed(make: Make, spec: StoreSpec, micro: int) -> float:
     """Measure the seconds that a row takes, by a second forward pass: the first one warms up."""
     rows = list(range(min(micro, spec.rows)))
-    make(rows)
+    arrived(make(rows))
     begin = time.perf_counter()
-    make(rows)
+    arrived(make(rows))
     return (time.perf_counter() - begin) / len(rows)
 
 
@@ -138,19 +141,29 @@ def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) 
     spec, written = store.spec, 0
     mine = list(range(rank, spec.shards, world))
     others = [number for number in range(spec.shards) if number % world != rank]
-    for number in track(mine + others, description="shards", disable=rank > 0):
-        name = f"{number:06d}"
-        rows = spec.shard(number)
-        if all(map(store.has, rows)):
-            continue
-        with claim(store.lock(name), wait=False) as free:
-            store.refresh()
-            if not free or all(map(store.has, rows)):
+    with WriteQueue() as queue:
+        writer = FeatureStore(store.folder)  # of its own, since it is used in another thread
+        for number in track(mine + others, description="shards", disable=rank > 0):
+            name = f"{number:06d}"
+            rows = spec.shard(number)
+            if all(map(store.has, rows)):
                 continue
-            groups = [rows[start : start + micro] for start in range(0, len(rows), micro)]
-            store.write(name, rows, join(make(group) for group in groups))
-            written += 1
+            with ExitStack() as claims:
+                free = claims.enter_context(claim(store.lock(name), wait=False))
+                store.refresh()
+                if not free or all(map(store.has, rows)):
+                    continue
+                groups = [make(rows[begin : begin + micro]) for begin in range(0, len(rows), micro)]
+                queue.put(partial(_write, writer, name, rows, groups, claims.pop_all()))
+                written += 1
+    store.refresh()
     return written
+
+
+def _write(store: FeatureStore, name: str, rows: list[int], groups: list[Row | Copying], held: ExitStack) -> None:
+    """Write a shard, and give up the claim that is held for it."""
+    with held:
+        store.write(name, rows, *map(arrived, groups))
 
 
 def extract_features(
@@ -201,7 +214,7 @@ def _maker(target: Target | EmbeddingsOnly, packed: Packed, spec: StoreSpec, con
     """Return the function that computes or reads the tensors of some rows."""
     if isinstance(target, Target) and config.vllm is None:
         whole = target
-        return lambda rows: compute(whole, packed.token[rows].long(), packed.document[rows].long(), spec)
+        return lambda rows: start(whole, packed.token[rows].long(), packed.document[rows].long(), spec)
     count, embeddings, norm = target.spec.num_layers, target.embeddings, norm_of(target)
     files = VllmFiles(Path(str(config.vllm)), LayerIds.of(config.vllm_layers, spec.layers, count))
 

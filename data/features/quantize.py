@@ -28,7 +28,7 @@ def encode(x: Float[Tensor, "*n D"], dtype: str) -> Coded:
         return Coded(x.to(DTYPES[dtype]), None)
     x, largest = x.float(), LARGEST[dtype]
     scale = (x.abs().amax(-1) / largest).clamp_min(torch.finfo(torch.float32).tiny)  # a row of zeros has one too
-    scaled = (x / scale[..., None]).clamp(-largest, largest)
+    scaled = (x / scale.unsqueeze(-1)).clamp(-largest, largest)
     return Coded((scaled.round() if dtype == "int8" else scaled).to(DTYPES[dtype]), scale)
 
 

@@ -2,15 +2,19 @@
 
     FOLDER/meta.json                   the contents of the store: `StoreSpec`, with a checksum of itself
     FOLDER/shards/NAME.safetensors     the tensors of some rows, row by row
-    FOLDER/index/NAME.json             the numbers of those rows, the SHA-256 of each, and a checksum of itself
+    FOLDER/index/NAME.json             the numbers of those rows, the digest of each, and a checksum of itself
     FOLDER/locks/NAME                  empty; held by the process that writes the shard
 
 An entry is written after its shard, and both whole or not at all, so a reader sees finished shards only, also while
-others write. Every row is checked whenever it is read.
+others write. Every row is checked whenever it is read. Digests protect against damage, not against tampering: XXH3 of
+128 bits takes as long as reading the memory. Stores of format 1 have SHA-256, and go on with it.
 """
 
 import hashlib
-from collections.abc import Iterable
+import json
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,9 +22,9 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from data.batches import Packed
@@ -30,10 +34,16 @@ from heads.common.ranges import Count, Number, OneOf
 from heads.common.typed import fits, typed
 from heads.common.untrusted import inside
 
-FORMAT = 1
+FORMAT = 2  # of a new store
+HASHES: dict[int, Callable[[], Any]] = {1: hashlib.sha256, 2: xxhash.xxh3_128}  # by format
 META, SHARDS, INDEX, LOCKS = "meta.json", "shards", "index", "locks"
 OPEN = 16  # shards kept open for reading at most
+WAITING = 2  # shards that wait to be written at most, so that a disk slower than the target does not fill the memory
 TOP_BYTES = 8  # a token and its log-prob
+# As safetensors names and orders them.
+SAVED = {
+    torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8",
+}  # fmt: skip
 MUST_AGREE = {
     "target": "fingerprint of the target's weights", "quantize": "quantisation of the target", "width": "width",
     "vocab": "vocabulary", "length": "data.length", "data": "fingerprint of the packed rows",
@@ -84,7 +94,7 @@ class StoreSpec:
 
 
 class Entry(NamedTuple):
-    """A shard's rows, in its order, the SHA-256 of each, and the size of its file."""
+    """A shard's rows, in its order, the digest of each, and the size of its file."""
 
     rows: list[int]
     digests: list[str]
@@ -114,8 +124,10 @@ class FeatureStore:
             ) from error
         except ValueError as error:
             raise ValueError(f"{error}; put a copy in its place, or remove the folder and extract again") from error
-        if meta.pop("format", None) != FORMAT:
+        number = meta.pop("format", None)
+        if type(number) is not int or number not in HASHES:
             raise ValueError(f"{folder}: a feature store of another format than {FORMAT}; extract again elsewhere")
+        self._hash = HASHES[number]
         try:
             self.spec = typed(StoreSpec, meta)
         except ValueError as error:
@@ -161,8 +173,8 @@ class FeatureStore:
                 except ValueError as error:
                     self.damaged[file.stem] = str(error)
                 else:
-                    self.entries[file.stem] = entry
                     self._location.update({row: (file.stem, i) for i, row in enumerate(entry.rows)})
+                    self.entries[file.stem] = entry
 
     def _entry(self, file: Path) -> Entry:
         inside(file.parent, file.name)
@@ -200,21 +212,21 @@ class FeatureStore:
             tensors = {key: opened.get_slice(key)[index : index + 1] for key in names}
         except (OSError, SafetensorError, IndexError, TypeError, RuntimeError, OverflowError) as error:
             raise self._damage(name, row, f"cannot be read ({' '.join(str(error).split())})") from error
-        if digest(tensors) != self.entries[name].digests[index]:
+        if self._digest(tensors) != self.entries[name].digests[index]:
             raise self._damage(name, row, "is not what was written, its checksum differs")
         return tensors
 
-    def write(self, name: str, rows: list[int], tensors: Row) -> None:
-        """Write a shard and then its entry. The caller holds its claim.
+    def write(self, name: str, rows: list[int], *groups: Row) -> None:
+        """Write a shard of some groups of rows, and then its entry. The caller holds its claim.
 
         Raises:
             ValueError: the disk refused; no other shard is touched.
         """
-        digests = [digest({key: tensor[i : i + 1] for key, tensor in tensors.items()}) for i in range(len(rows))]
-        content = save({key: tensor.contiguous() for key, tensor in tensors.items()})
-        entry = Entry(rows, digests, len(content))
+        digests = [self._digest(row) for group in groups for row in split(group)]
+        pieces = serialized(groups)
+        entry = Entry(rows, digests, sum(map(len, pieces)))
         try:
-            write_whole(self._shard(name), content)
+            write_whole(self._shard(name), iter(pieces))
             write_checked(self.folder / INDEX / f"{name}.json", entry._asdict())
         except OSError as error:
             raise ValueError(
@@ -227,6 +239,14 @@ class FeatureStore:
         """Return the file to claim for a shard, or for any other name."""
         return self.folder / LOCKS / name
 
+    def _digest(self, tensors: Row) -> str:
+        """Return the digest of tensors' names and bytes."""
+        digest = self._hash()
+        for name in sorted(tensors):
+            digest.update(name.encode())
+            digest.update(_bytes(tensors[name]))
+        return str(digest.hexdigest())
+
     def _shard(self, name: str) -> Path:
         return self.folder / SHARDS / f"{name}.safetensors"
 
@@ -237,10 +257,53 @@ class FeatureStore:
         )
 
 
-def digest(tensors: dict[str, Shaped[Tensor, "..."]]) -> str:
-    """Return the SHA-256 of tensors' names and bytes."""
-    sha256 = hashlib.sha256()
-    for name in sorted(tensors):
-        sha256.update(name.encode())
-        sha256.update(tensors[name].contiguous().view(torch.uint8).numpy().data)
-    return sha256.hexdigest()
+class WriteQueue:
+    """Writes one after another in a thread, beside what computes the next shard, while few of them wait."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1)
+        self._waiting: deque[Future[None]] = deque()
+
+    def put(self, write: Callable[[], None]) -> None:
+        """Queue a write, and wait while too many are queued; what an earlier one raised is raised here."""
+        while self._waiting and (len(self._waiting) >= WAITING or self._waiting[0].done()):
+            self._waiting.popleft().result()
+        self._waiting.append(self._thread.submit(write))
+
+    def close(self) -> None:
+        """Wait for the writes, and raise what one raised."""
+        self._thread.shutdown()
+        while self._waiting:
+            self._waiting.popleft().result()
+
+    def __enter__(self) -> "WriteQueue":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._thread.shutdown()
+        if kind is None:
+            self.close()
+
+
+def split(rows: Row) -> list[Row]:
+    """Return the tensors of each row."""
+    count = len(next(iter(rows.values())))
+    return [{name: tensor[i : i + 1] for name, tensor in rows.items()} for i in range(count)]
+
+
+def serialized(groups: tuple[Row, ...]) -> list[bytes | memoryview]:
+    """Return the bytes of a safetensors file that has groups of rows one after another, without a copy of theirs."""
+    kinds, header, pieces, end = list(SAVED), {}, list[bytes | memoryview](), 0
+    for name, tensor in sorted(groups[0].items(), key=lambda item: (kinds.index(item[1].dtype), item[0])):
+        pieces += [_bytes(group[name]) for group in groups]
+        begin, end = end, sum(map(len, pieces))
+        shape = [sum(len(group[name]) for group in groups), *tensor.shape[1:]]
+        header[name] = {"dtype": SAVED[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)  # so that the tensors are aligned
+    return [len(text).to_bytes(8, "little"), text, *pieces]
+
+
+def _bytes(tensor: Shaped[Tensor, "..."]) -> memoryview:
+    """Return a tensor's bytes, without a copy if they lie one after another."""
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""Features from a store, read ahead of training in a thread; missing rows are computed, and written if configured.
+"""Features from a store, read ahead of training in threads; missing rows are computed, and written if configured.
 
 What a hybrid run computes is gathered to shards, and written beside training, within a budget.
 """
@@ -7,7 +7,8 @@ import logging
 import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 
@@ -16,16 +17,16 @@ from jaxtyping import Int
 from torch import Tensor
 
 from data.batches import Batch, Batches
-from data.features.coding import FeatureRequest, decode_rows, join, split
+from data.features.coding import FeatureRequest, decode_rows, join
 from data.features.source import MicroBatch, ReadAhead, TrainingInput
-from data.features.store import DamagedError, FeatureStore, Row
+from data.features.store import DamagedError, FeatureStore, Row, WriteQueue, split
 from heads.base import to_device
 from heads.common.files import claim
 
 log = logging.getLogger(__name__)
 
 LOCK = "keep"
-WAITING = 2  # shards that wait to be written at most, so that a disk slower than the target does not fill the memory
+READERS = 4  # threads: hashing and copying of rows hold no lock of Python's
 Compute = Callable[[Int[Tensor, "B T"], Int[Tensor, "B T"]], Row]
 
 
@@ -39,36 +40,28 @@ class StoreWriter:
         self.rows_written = 0  # to the store, by this process
         self.is_full = False  # whether budget or disk are used up, after which nothing more is written
         self._gathered: list[int] = []
-        self._writer = ThreadPoolExecutor(1)
-        self._written: list[Future[None]] = []
+        self._queue = WriteQueue()
 
     def keep(self, rows: dict[int, Row]) -> None:
         """Add rows, and write a shard once there are enough; wait while too many shards are still to be written."""
-        for done in [future for future in self._written if future.done()]:
-            self._written.remove(done)
-            done.result()
         if self.is_full:
             return
         fresh = {row: tensors for row, tensors in rows.items() if row not in self.pending}
         self.pending.update(fresh)
         self._gathered += list(fresh)
         while len(self._gathered) >= self.store.spec.shard_rows:
-            if len(self._written) >= WAITING:
-                self._written.pop(0).result()
             self._submit(self.store.spec.shard_rows)
 
     def close(self) -> str:
         """Write the pending rows, and describe how many rows were written."""
         if self._gathered and not self.is_full:
             self._submit(len(self._gathered))
-        self._writer.shutdown()
-        for future in self._written:
-            future.result()
+        self._queue.close()
         return f", {self.rows_written} kept in {self.store.folder}"
 
     def _submit(self, size: int) -> None:
         rows, self._gathered = self._gathered[:size], self._gathered[size:]
-        self._written.append(self._writer.submit(self._write, rows))
+        self._queue.put(partial(self._write, rows))
 
     def _write(self, rows: list[int]) -> None:
         try:
@@ -76,7 +69,7 @@ class StoreWriter:
                 self.store.refresh()
                 fresh = [row for row in rows if not self.store.has(row)]
                 if fresh and self._fits(len(fresh)):
-                    self.store.write(self._name(), fresh, join(self.pending[row] for row in fresh))
+                    self.store.write(self._name(), fresh, *(self.pending[row] for row in fresh))
                     self.rows_written += len(fresh)
         except (ValueError, OSError) as error:
             self.is_full = True
@@ -124,7 +117,7 @@ class Stored:
         self.writer = fallback.writer if fallback else None
         self.stall = 0.0  # seconds that the caller has waited for rows
         self.computed = self.read = 0  # rows, by the target and from the store
-        self._reader = ThreadPoolExecutor(1)
+        self._reader = ThreadPoolExecutor(READERS)
         self._ahead = ReadAhead(batches, ahead, lambda batch: self._reader.submit(self._read, batch.index))
         self._warned: set[str] = set()
 

@@ -84,7 +84,7 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def write_whole(path: Path, content: bytes | Iterator[bytes]) -> None:
+def write_whole(path: Path, content: bytes | Iterator[bytes | memoryview]) -> None:
     """Write a file, or its pieces in turn, under a temporary name beside it, flush it to the disk, and rename it.
 
     Raises:

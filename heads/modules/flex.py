@@ -20,15 +20,19 @@ KERNELS = 64  # for as many shapes of heads, one run after another
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # that it takes
 
 
-def runs(query: Tensor, value: Tensor) -> bool:
-    """Whether the kernel runs: in training on CUDA, for what it takes.
+def takes(query: Tensor, value: Tensor) -> bool:
+    """Whether the kernel takes such heads: on CUDA.
 
     A dispatch mode, such as the counter of operations, keeps torch from compiling; flex_attention would then make all
-    scores at once. Decoding is left out, since texts of ever new lengths would be compiled anew.
+    scores at once.
     """
     fits = query.shape[-1] in WIDTHS and value.shape[-1] in WIDTHS and query.dtype in DTYPES
-    trained = torch.is_grad_enabled() and query.requires_grad
-    return query.device.type == "cuda" and fits and trained and _get_current_dispatch_mode() is None
+    return query.device.type == "cuda" and fits and _get_current_dispatch_mode() is None
+
+
+def runs(query: Tensor, value: Tensor) -> bool:
+    """Whether the kernel runs for drafted rows: in training, since texts of ever new lengths would be compiled anew."""
+    return takes(query, value) and torch.is_grad_enabled() and query.requires_grad
 
 
 @cache

@@ -5,14 +5,17 @@ cache as many times. Here the query heads of a group become queries of one head 
 Packed rows attend each document by itself, so that neither a mask nor scores over a whole row are made.
 
 A row of T tokens under a mask costs memory and time in T x T, whatever is packed in it. Here every linear layer sees
-all rows at once, and scaled_dot_product_attention each document alone, causally: its kernels need memory linear in the
-document, and the time is that of the documents. A sliding window goes over a document in blocks of queries.
+all rows at once, and the attention each document alone, causally, in memory linear in the rows and in the time of the
+documents. On CUDA one kernel a layer serves all of them: in 16 bits torch's variable-length flash attention
+(`attend_varlen`), and for what that does not take flex_attention (`attend_flex`). Elsewhere each document goes through
+scaled_dot_product_attention, the reference of both (`attend_each`); a sliding window in blocks of queries.
 """
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +24,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from heads.base import to_device
+from heads.modules import flex
+from heads.modules.attention import pattern
 from heads.modules.layers import grouped_attention
 
 SDPA, GROUPED = "sdpa", "headstart_grouped"
@@ -28,6 +34,9 @@ OTHER = ("position_bias", "softcap", "s_aux")  # what an attention may add, of w
 ATTENTION = "headstart_documents"
 BLOCK = 1024  # queries at a time, under a window
 FULL, SLIDING = "full_attention", "sliding_attention"
+VARLEN, FLEX, EACH = "varlen", "flex", "each"
+HALF = (torch.float16, torch.bfloat16)
+NEEDED = {"scale", "window_size"}  # of variable-length attention; before torch 2.12 it takes no groups of queries
 
 
 class Span(NamedTuple):
@@ -73,13 +82,40 @@ def spans_of(document: Int[Tensor, "B T"]) -> list[Span]:
     return [Span(a // length, a % length, (b - 1) % length + 1) for a, b in zip(starts, stops, strict=True)]
 
 
-_HERE: ContextVar[tuple[Packing, list[Span]]] = ContextVar("documents")
+class Documents:
+    """The documents of a forward pass; what a kernel needs of them is made once for all layers on a device."""
+
+    def __init__(self, windows: tuple[int | None, ...], spans: list[Span], position: Int[Tensor, "B T"]) -> None:
+        self.windows, self.spans, self.position = windows, spans, position
+        self.longest = max(span.end - span.begin for span in spans)
+        self._borders: dict[torch.device, Tensor] = {}
+        self._masks: dict[tuple[int | None, torch.device], Any] = {}
+
+    def borders(self, device: torch.device) -> Int[Tensor, "N"]:
+        """Return where each document begins among all tokens, row after row, and where the last one ends."""
+        if device not in self._borders:
+            length = self.position.shape[1]
+            starts = [span.row * length + span.begin for span in self.spans]
+            borders = torch.tensor([*starts, self.position.numel()], dtype=torch.int32)
+            self._borders[device] = to_device(borders, device)
+        return self._borders[device]
+
+    def mask(self, window: int | None, device: torch.device) -> Any:
+        """Return flex_attention's mask of the documents under a window."""
+        if (window, device) not in self._masks:
+            seen = pattern(self.position.to(device), window)
+            self._masks[window, device] = seen.mask(self.position.shape[1], 0)
+        return self._masks[window, device]
+
+
+_HERE: ContextVar[Documents] = ContextVar("documents")
 
 
 @contextmanager
-def by_documents(packing: Packing, spans: list[Span]) -> Iterator[None]:
-    """Let the target's attention run over these documents for a while; transformers then makes no mask."""
-    config, before, token = packing.config, packing.config._attn_implementation, _HERE.set((packing, spans))
+def by_documents(packing: Packing, spans: list[Span], position: Int[Tensor, "B T"]) -> Iterator[None]:
+    """Let the target's attention run over documents, with their tokens' positions; transformers then makes no mask."""
+    config, before = packing.config, packing.config._attn_implementation
+    token = _HERE.set(Documents(packing.windows, spans, position))
     config._attn_implementation = ATTENTION
     try:
         yield
@@ -92,16 +128,75 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Attend within the documents, under transformers' signature."""
-    if odd := [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]:
+    if odd := [name for name in OTHER if kwargs.get(name) is not None]:
         raise ValueError(f"its attention has a {odd[0]}")
-    packing, spans = _HERE.get()
+    documents = _HERE.get()
     layer: Any = module.layer_idx
+    window = documents.windows[layer]
+    if window is not None and window >= documents.longest:
+        window = None
+    attend = KERNELS[route(query, value, varlen_options(query.device))]
+    return attend(query, key, value, kwargs.get("scaling"), window, documents), None
+
+
+def route(query: Tensor, value: Tensor, options: frozenset[str]) -> str:
+    """Return which of KERNELS attends; `options` are those of variable-length attention on the device."""
+    if query.device.type != "cuda":
+        return EACH
+    width = query.shape[-1]
+    if options >= NEEDED and query.dtype in HALF and value.shape[-1] == width and width % 8 == 0 and width <= 256:
+        return VARLEN
+    return FLEX if flex.takes(query, value) else EACH
+
+
+@cache
+def varlen_options(device: torch.device) -> frozenset[str]:
+    """Return the arguments that torch's variable-length attention takes; none where a device has no kernel for it."""
+    available = device.type == "cuda" and torch.backends.cuda.is_flash_attention_available()
+    if not available or torch.cuda.get_device_capability(device) < (8, 0):
+        return frozenset()
+    from torch.nn.attention.varlen import varlen_attn
+
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def attend_varlen(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, documents: Documents
+) -> Float[Tensor, "B T H E"]:
+    """Attend by one call for all documents, in 16 bits."""
+    from torch.nn.attention import varlen
+
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+    if "enable_gqa" in varlen_options(query.device):
+        options["enable_gqa"] = True
+    else:
+        key, value = repeated(key, value, query.shape[1])
+    q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
+    borders, longest = documents.borders(query.device), documents.longest
+    out: Any = varlen.varlen_attn(q, k, v, borders, borders, longest, longest, **options)
+    return out.unflatten(0, documents.position.shape)
+
+
+def attend_flex(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, documents: Documents
+) -> Float[Tensor, "B T H F"]:
+    """Attend by one call for all documents, under a mask of blocks."""
+    mask, grouped = documents.mask(window, query.device), query.shape[1] != key.shape[1]
+    return flex.kernel()(query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped).transpose(1, 2)
+
+
+def attend_each(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, documents: Documents
+) -> Float[Tensor, "B T H F"]:
+    """Attend by a call for each document."""
     out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
-    for row, begin, end in spans:
-        q, k, v = (tensor[row : row + 1, :, begin:end] for tensor in (query, key, value))
-        attended = within(q, k, v, kwargs.get("scaling"), packing.windows[layer])
-        out[row, begin:end] = attended[0].transpose(0, 1)
-    return out, None
+    for row, begin, end in documents.spans:
+        q, k, v = (states[row : row + 1, :, begin:end] for states in (query, key, value))
+        out[row, begin:end] = within(q, k, v, scale, window)[0].transpose(0, 1)
+    return out
+
+
+KERNELS: dict[str, Callable[..., Tensor]] = {VARLEN: attend_varlen, FLEX: attend_flex, EACH: attend_each}
 
 
 def within(
@@ -115,7 +210,7 @@ def within(
     length = query.shape[2]
     masked = window is not None and length > window
     if query.shape[1] != key.shape[1] and not takes_groups(query, masked=masked):
-        key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+        key, value = repeated(key, value, query.shape[1])
     attend = partial(scaled_dot_product_attention, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
     if window is None or not masked:
         return attend(query, key, value, is_causal=True)
@@ -128,9 +223,16 @@ def within(
     return torch.cat(parts, 2)
 
 
+def repeated(
+    key: Float[Tensor, "B G N E"], value: Float[Tensor, "B G N F"], heads: int
+) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N F"]]:
+    """Return keys and values of every query head."""
+    return key.repeat_interleave(heads // key.shape[1], 1), value.repeat_interleave(heads // value.shape[1], 1)
+
+
 def takes_groups(query: Tensor, *, masked: bool) -> bool:
     """Whether a kernel in linear memory takes groups; CUDA's only such one takes them without a mask, in 16 bits."""
-    return query.device.type != "cuda" or (query.dtype in (torch.float16, torch.bfloat16) and not masked)
+    return query.device.type != "cuda" or (query.dtype in HALF and not masked)
 
 
 def use_kernels(device: torch.device) -> None:

@@ -216,7 +216,7 @@ class TargetModel:
         """Return the features of rows that all processes of a pass have alike, and whose documents may be known."""
         position, spans = rows.positions(document), spans_of(document) if spans is None else spans
         if self.packing is not None and self.packing.needed(spans, len(token)):
-            with by_documents(self.packing, spans):
+            with by_documents(self.packing, spans, position):
                 out = self.run(token, position, None, None, layers)
         else:  # a document a row has the causal pattern, which needs no mask
             seen = None if len(spans) == len(token) else rows.visible(document)

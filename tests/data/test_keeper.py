@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from data.features import stored
-from data.features.coding import split
-from data.features.store import INDEX, FeatureStore, Row
-from data.features.stored import WAITING, StoreWriter
+from data.features.store import INDEX, WAITING, FeatureStore, Row, split
+from data.features.stored import StoreWriter
 from tests.data import stores
 
 

@@ -159,9 +159,10 @@ def test_no_store_and_another_format_are_said(tmp_path: Path) -> None:
         FeatureStore(tmp_path / "none")
     filled(tmp_path)
     meta = read_checked(tmp_path / META)
-    write_checked(tmp_path / META, {**meta, "format": 2})
-    with pytest.raises(ValueError, match="another format"):
-        FeatureStore(tmp_path)
+    for number in (0, 3, "1", True, [1], None):
+        write_checked(tmp_path / META, {**meta, "format": number})
+        with pytest.raises(ValueError, match="another format"):
+            FeatureStore(tmp_path)
 
 
 def test_a_claim_is_exclusive_and_freed(tmp_path: Path) -> None:

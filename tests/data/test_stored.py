@@ -11,10 +11,10 @@ import torch
 from omegaconf import OmegaConf
 
 from data.batches import Batches, Packed
-from data.features.coding import FeatureRequest, States, compute, join, split, to_row
+from data.features.coding import FeatureRequest, States, compute, join, to_row
 from data.features.extraction import extract, spec_of
 from data.features.source import FeaturesConfig, Live, TrainingInput
-from data.features.store import INDEX, SHARDS, DamagedError, FeatureStore, Row
+from data.features.store import INDEX, SHARDS, DamagedError, FeatureStore, Row, split
 from data.features.stored import Fallback, Stored, StoreWriter
 from heads.common.typed import typed
 from heads.modules.top_k import full_log_probs
