@@ -5,8 +5,8 @@
     python benchmarks/reference.py [--part time memory tau] [--depths 3 5 7] [--seeds 1 2 3] [--specforge FOLDER]
 
 1. time: a step (draft, loss, gradient, optimiser) at equal depths, in fp32 on one thread, first with the features
-   given, then with the target's forward pass, the same for all. The trainers take the same rows in turn; a ratio is the
-   median over rows of a reference's CPU seconds over ours, with the 5th and the 95th percentile.
+   given, then with the target's forward pass, the same for all. The trainers take the same rows in turn; a ratio of
+   speeds is the median over rows of a reference's CPU seconds over the trainer's, with the 5th and 95th percentile.
 2. memory: the peak of a step above what stays between steps, in a process of its own.
 3. tau: heads as they come, trained on `--tokens` in the same rows and order, the references in fp32; τ of our verifier
    in fp32 at temperature 0. A reference's head is read by `heads/formats/published`, and its argmax compared with the
@@ -175,16 +175,18 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> list[float]:
 
 
 def step_times(job: Job, ours: list[str], references: list[str], depths: int, rows: int) -> list[dict[str, Any]]:
-    """Return the time of each trainer's step at a depth, and each reference's over it, without and with the target."""
+    """Return the time of each trainer's step at a depth and its speed over each reference's, with features given.
+
+    Then those of the step with the target's forward pass.
+    """
     results = []
     for target in (Given(job, rows), job.target):
         steps = {name: step_of(job, name, depths, target, rows) for name in [*ours, *references]}
         seconds = alternated(steps, rows)
         for name, spent in seconds.items():
             over = {other: ratio(seconds[other], spent) for other in references if other != name}
-            middle = metrics.quantiles(spent)["p50"]
-            whole = target is job.target
-            results.append({"depths": depths, "trainer": name, "target": whole, "seconds": middle, "over": over})
+            middle, given = metrics.quantiles(spent)["p50"], isinstance(target, Given)
+            results.append({"depths": depths, "trainer": name, "given": given, "seconds": middle, "over": over})
     return results
 
 
@@ -342,15 +344,15 @@ def markdown(header: list[str], rows: list[list[Any]]) -> str:
 
 
 def time_table(results: list[dict[str, Any]], references: list[str], length: int) -> str:
-    """Return the table of step times."""
-    header = ["trainer", "depths", "with the target", "ms", "tokens/s", *(f"{name} over it" for name in references)]
-    rows = []
+    """Return the table of speeds, a trainer and depth a row, the target's forward pass left out and then included."""
+    header, rows = ["trainer", "depths"], dict[tuple[str, int], list[str]]()
+    for what in ("tokens/s", "with the target"):
+        header += [what, *(f"over {name}" for name in references)]
     for result in results:
+        row = rows.setdefault((result["trainer"], result["depths"]), [])
         over = [spread(*result["over"][name]) if name in result["over"] else "" for name in references]
-        seconds, target = result["seconds"], "yes" if result["target"] else "no"
-        speed = f"{length / seconds:,.0f}"
-        rows.append([result["trainer"], result["depths"], target, f"{1e3 * seconds:.0f}", speed, *over])
-    return markdown(header, rows)
+        row += [f"{length / result['seconds']:,.0f}", *over]
+    return markdown(header, [[*key, *row] for key, row in rows.items()])
 
 
 def memory_table(results: list[dict[str, Any]]) -> str:
@@ -405,7 +407,7 @@ def main() -> None:
     torch.set_num_threads(1)
     job = Job()
     if arguments.peak:
-        rows = 2 * UNTIMED
+        rows = 4 * UNTIMED
         print(peak(step_of(job, arguments.peak, arguments.depths[0], Given(job, rows), rows), rows))
         return
     stored = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"heads": []}
