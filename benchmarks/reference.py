@@ -324,8 +324,8 @@ def prompt_numbers(heads: list[dict[str, Any]], tree: str) -> list[int]:
 
 def paired(heads: list[dict[str, Any]], base: list[dict[str, Any]], tree: str) -> str:
     """Return the ratio of two trainers' τ on the seeds that both have, with its interval over prompts."""
-    seeds = {head["seed"] for head in heads} & {head["seed"] for head in base}
-    both = [[head for head in some if head["seed"] in seeds] for some in (heads, base)]
+    seeds = sorted({head["seed"] for head in heads} & {head["seed"] for head in base})
+    both = [[head for seed in seeds for head in some if head["seed"] == seed] for some in (heads, base)]
     ours, theirs = ([tuple(pair) for head in some for pair in head["passes"][tree]] for some in both)
     value = metrics.over(ours, theirs)
     interval = metrics.paired_interval(ours, theirs, 0, prompt_numbers(both[0], tree))

@@ -30,6 +30,8 @@ def test_tau_pools_all_seeds_and_its_ratio_takes_those_that_both_have() -> None:
     theirs = [head("theirs", 1, [[15, 10], [10, 10]])]
     assert reference.tau(ours, "chain")[0] == 220 / 40
     assert reference.paired(ours, theirs, "chain") == "2.00 [2.00, 2.00]"
+    later = [head("theirs", 2, [[45, 10], [40, 10]]), *theirs]
+    assert reference.paired(ours, later, "chain") == "2.00 [2.00, 2.00]"
 
 
 def test_heads_of_one_seed_that_took_other_rows_are_refused() -> None:
