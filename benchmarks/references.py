@@ -79,7 +79,7 @@ def available() -> bool:
 class Speculators:
     """speculators' EAGLE-3.1 head in training: its defaults but for a norm of each layer's features (`fc_norm`).
 
-    Its default of one norm for all of them is a head that ours cannot be; on the embedded target both draft alike.
+    By default it norms all of them as one vector (`norm_before_fc`); on the embedded target both draft alike.
     """
 
     name, depths = "speculators", 3  # as they come
