@@ -62,11 +62,10 @@ from train.run import batches_for, loop_of
 from train.start import first_head, resolve_init
 from train.step import Loss, Stepper
 
-MUON = ["trainer.optimizer=muon", "trainer.lr=1e-2"]
 OURS = {
     "eagle3": ["head=eagle3"],
-    "eagle3-muon": ["head=eagle3", *MUON],
-    "eagle3-muon-shared": ["head=eagle3", *MUON, "head.lm_head=shared"],
+    "eagle3-adamw": ["head=eagle3", "trainer.optimizer=adamw", "trainer.lr=3e-3"],
+    "eagle3-shared": ["head=eagle3", "head.lm_head=shared"],
     "mtp": ["head=mtp"],
 }
 FP32 = ["model.dtype=float32", "trainer.precision=fp32"]

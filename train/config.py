@@ -189,7 +189,8 @@ def checked(run: RunConfig) -> RunConfig:
     if run.trainer.optimizer == "muon" and run.launcher.strategy.startswith("zero"):
         raise ValueError(
             f"trainer.optimizer=muon does not run under launcher.strategy={run.launcher.strategy}, which cuts matrices "
-            "up into flat pieces: choose adamw, or launcher.strategy=fsdp2"
+            "up into flat pieces: choose adamw with its rate, trainer.optimizer=adamw trainer.lr=3e-3, or "
+            "launcher.strategy=fsdp2"
         )
     _check_together(run)
     check_batch_and_name(run.name, run.trainer, run.data.length)

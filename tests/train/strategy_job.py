@@ -29,16 +29,18 @@ from train.sampling import row_keys
 from train.step import Loss, Stepper
 
 BEFORE, AFTER = 3, 3  # steps, with what is kept of the run between
+ADAMW = ["trainer.optimizer=adamw", "trainer.lr=3e-3"]
+EAGLE3 = ["head=eagle3", "objective.depths=3", *ADAMW]
 CASES: dict[str, tuple[str, list[str]]] = {
     "eagle": ("eagle", ["head=eagle", "trainer.ema=0.5"]),
-    "eagle3": ("eagle3", ["head=eagle3", "objective.depths=3", "trainer.weight_decay=0.1"]),
+    "eagle3": ("eagle3", [*EAGLE3, "trainer.weight_decay=0.1"]),
     "medusa": ("medusa", ["head=medusa", "objective.depths=4"]),
     "lora": ("eagle pruned", ["head=eagle", "peft=lora", "peft.rank=2", "init=x", "trainer.ema=0.5"]),
-    "muon": ("eagle3", ["head=eagle3", "objective.depths=3", "trainer.optimizer=muon"]),
-    "fused": ("eagle3", ["head=eagle3", "objective.depths=3", "trainer.weight_decay=0.1"]),
-    "bf16": ("eagle3", ["head=eagle3", "objective.depths=3", "trainer.precision=bf16"]),
+    "muon": ("eagle3", ["head=eagle3", "objective.depths=3", "trainer.lr=3e-3"]),
+    "fused": ("eagle3", [*EAGLE3, "trainer.weight_decay=0.1"]),
+    "bf16": ("eagle3", [*EAGLE3, "trainer.precision=bf16"]),
     "compiled": ("medusa shared", ["head=medusa", "objective.depths=4", "trainer.compile=true"]),
-    "layers compiled": ("eagle3", ["head=eagle3", "objective.depths=3", "trainer.compile=true"]),
+    "layers compiled": ("eagle3", [*EAGLE3, "trainer.compile=true"]),
 }
 
 
