@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from data.batches import Packed
 from data.features.coding import States
+from heads.common.untrusted import regular
 from heads.formats.layer_ids import as_states
 
 TOKENS, STATES = "token_ids", "hidden_states"
@@ -163,7 +164,7 @@ def read_tensors(file: Path, seconds: float, *names: str) -> list[Tensor]:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not written within {seconds:g} s")
             time.sleep(PAUSE)
-        with safe_open(file, "pt") as opened:
+        with safe_open(regular(file), "pt") as opened:
             return [opened.get_tensor(name) for name in names]
     except (OSError, SafetensorError, IndexError, TypeError, RuntimeError, OverflowError) as error:
         reason = " ".join(str(error).split())

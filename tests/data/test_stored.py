@@ -246,7 +246,7 @@ def test_waiting_is_counted(tmp_path: Path, target: Target, packed: Packed, monk
     monkeypatch.setattr(store, "read", slow)
     source = stored(store, batches(packed))
     steps(source, 1)
-    assert source.stall >= 0.02
+    assert source.stall >= 0.009  # several threads read: a row of the first micro-batch at least is waited for
 
 
 @pytest.mark.parametrize(

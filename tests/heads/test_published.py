@@ -112,7 +112,7 @@ def test_wrong_counts_in_a_config_change_nothing(
 
 def test_what_a_right_config_says_is_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        for case in set(CASES) - {"Medusa 1"}:
+        for case in set(CASES) - {"Medusa 1", "P-EAGLE"}:
             _, tensors, config = CASES[case][1]()
             load_published(publish(tmp_path / case, tensors, config), toys.target().embeddings)
     assert caplog.text == ""

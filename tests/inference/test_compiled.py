@@ -109,6 +109,7 @@ def test_compiled_decoding_writes_the_same(name: str, static: bool) -> None:
     assert 4 <= graphs() <= (30 if static else 8)
 
 
+@pytest.mark.slow
 def test_features_of_compiled_passes() -> None:
     target = toys.target("llama", DOUBLE)
     text, tree = toys.prompt(1, 9), DraftTree(torch.tensor([5, 6, 7, 8]), torch.tensor([-1, 0, 0, 2]))

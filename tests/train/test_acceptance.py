@@ -190,6 +190,7 @@ assert counts[1] == counts[2] > 0, counts
 """
 
 
+@pytest.mark.slow
 def test_a_layer_is_compiled_once_for_all_depths() -> None:
     subprocess.run([sys.executable, "-c", ONCE], cwd=ROOT, check=True)
 

@@ -202,6 +202,7 @@ def test_every_kind_of_head_has_a_title_and_every_format_its_engines() -> None:
 
 
 EAGLE3 = {"norm_before_residual": False, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 11, 20]}}
+PEAGLE = {"speculators_config": {"proposal_methods": [{"speculative_tokens": 6}]}}
 DFLASH = {"architectures": ["DFlashDraftModel"], "block_size": 8, "dflash_config": {"sample_from_anchor": False}}
 
 
@@ -251,6 +252,7 @@ def test_a_target_of_this_machine_is_no_hub_id() -> None:
         ("hass", "vllm", {}, "eagle", 3, "--speculative-algorithm EAGLE "),
         ("medusa", "vllm", {"num_heads": 5}, "medusa", 5, "**vLLM 0.32.0 and earlier**"),
         ("medusa", "vllm", {"num_heads": 5}, "medusa", 5, "vLLM 0.33.0, which has removed Medusa; SGLang, which never"),
+        ("peagle", "vllm", PEAGLE, "eagle3", 6, "SGLang 0.5.23 and TensorRT-LLM 1.4.0rc, which draft one token after"),
         ("block", "vllm", DFLASH, "dflash", 7, "--speculative-algorithm DFLASH"),
         ("block", "vllm", {**DFLASH, "architectures": ["Qwen3DSparkModel"]}, "dspark", 7, "algorithm DSPARK"),
         ("block", "vllm", {**DFLASH, "draft_vocab_size": 9}, "dflash", 7, "SGLang 0.5.23, which reads no pruned"),

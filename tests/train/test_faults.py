@@ -72,6 +72,7 @@ def test_a_disk_that_fills_up(toy: Toy) -> None:
     toy.same(place)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_on_another_process(toy: Toy) -> None:
     place = toy.new()
     pair = toy.start(place, "trainer.eval_prompts=0", hooks=("full_disk@1",), world=2)
@@ -171,7 +172,7 @@ def test_a_finished_run_gets_the_head_of_its_best_step_back(
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("dead", [1, 0])
+@pytest.mark.parametrize("dead", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_process_dies(toy: Toy, dead: int) -> None:
     place = toy.new()
     pair = toy.start(place, hooks=("slow",), world=2)
@@ -194,7 +195,7 @@ def test_a_process_dies(toy: Toy, dead: int) -> None:
     assert steps(place / "out") == list(range(1, STEPS + 1))
 
 
-@pytest.mark.parametrize("dead", [1, 0])
+@pytest.mark.parametrize("dead", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_process_dies_while_the_others_wait_for_a_device(toy: Toy, dead: int) -> None:
     """As under NCCL, which raises nothing: the line comes from the heartbeat's thread, which ends the process."""
     place = toy.new()
@@ -245,6 +246,7 @@ def test_a_process_fails_on_its_own(toy: Toy) -> None:
     assert "ended: row 7 is in no shard" in error
 
 
+@pytest.mark.slow
 def test_two_runs_on_one_folder(toy: Toy) -> None:
     place = toy.new()
     first = toy.start(place, hooks=("slow",))[0]

@@ -50,9 +50,8 @@ def test_told_to_stop_amid_an_accumulation(toy: Toy, strategy: str) -> None:
     assert all(abs(found[step] / expected[step] - 1) < 1e-4 for step in range(1, 9))
 
 
-@pytest.mark.parametrize(
-    "strategy", ["fsdp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero2", "zero3"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "ddp", "zero2", "zero3"])
 def test_a_step_that_is_bad_on_one_process_alone(toy: Toy, strategy: str) -> None:
     """All skip it, counted once; or all stop, the main process says why, and the run goes on as if it had not."""
     skipped, stopped, words = toy.new(), toy.new(), (f"launcher.strategy={strategy}", "trainer.eval_prompts=0")

@@ -26,6 +26,7 @@ TITLES = {
     "eagle": "An EAGLE head",
     "hass": "A HASS head",
     "eagle3": "An EAGLE-3 head",
+    "peagle": "A P-EAGLE head",
     "medusa": "A Medusa head",
     "hydra": "A Hydra head",
     "mlp": "A recurrent MLP speculator",

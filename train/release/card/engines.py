@@ -12,7 +12,7 @@ from typing import Any
 
 from heads import HEADS
 from heads.formats.layer_ids import STATES
-from heads.formats.published import dflash, eagle, eagle3, hydra, medusa
+from heads.formats.published import dflash, eagle, eagle3, hydra, medusa, peagle
 from heads.formats.published.export import FORMATS
 from heads.modules.fusion import EAGLE3_LAYERS, default_layers
 from train.release.card.facts import Facts
@@ -66,6 +66,12 @@ def _eagle3(facts: Facts) -> Iterator[Serving]:
     yield TRTLLM, _trtllm(facts)
 
 
+def _peagle(facts: Facts) -> Iterator[Serving]:
+    (method,) = facts.served["speculators_config"]["proposal_methods"]
+    yield VLLM, _vllm(facts, "eagle3", method["speculative_tokens"])
+    yield "Not served by", f"{SGLANG} and {TRTLLM}, which draft one token after another."
+
+
 def _eagle(facts: Facts) -> Iterator[Serving]:
     yield VLLM, _vllm(facts, "eagle", facts.publish.draft_tokens)
     yield SGLANG, _sglang(facts, "EAGLE")
@@ -100,6 +106,7 @@ def _authors(reader: str, facts: Facts) -> Iterator[Serving]:
 
 SERVED: dict[Callable[..., Any], Callable[[Facts], Iterator[Serving]]] = {
     eagle3.engines: _eagle3,
+    peagle.engines: _peagle,
     eagle.engines: _eagle,
     medusa.engines: _medusa,
     dflash.engines: _dflash,
