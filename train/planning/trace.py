@@ -1,8 +1,9 @@
 """Trace a head's micro-batch on fake tensors: its memory and floating-point operations.
 
-The head's own code runs on torch's fake tensors, which have shapes and no values: unroll, loss and backward pass. So a
-plan holds for every head, option and recomputation, and there is no formula beside the code that could go stale. Sizes
-that depend on values are taken at their largest: every row is trained.
+The head's own code runs on torch's fake tensors, which have shapes and no values: unroll, loss, backward pass and
+optimiser. So a plan holds for every head, option and recomputation, and there is no formula beside the code that could
+go stale. They are a CPU's, since torch has no others without the device; where a run takes another path on its own
+device, so do they (`path.py`). Sizes that depend on values are taken at their largest: every row is trained.
 """
 
 import weakref
@@ -21,9 +22,12 @@ from heads import HEADS
 from heads.base import Features, LayerShape
 from heads.modules.layers import Recomputing
 from heads.modules.rope import Rotary
+from train import optim
 from train.adapt import adapt
+from train.config import TrainerConfig
 from train.distributed.processes import LARGE
 from train.objective import Chunk, Pick, chunk_rows, objective
+from train.planning.path import path_of
 from train.planning.shapes import TargetShape
 from train.tracking.flops import Flops
 
@@ -87,6 +91,8 @@ class Shadow(TorchDispatchMode):
                 self.count(leaf.untyped_storage(), NONE)
         if func is torch.ops.aten._local_scalar_dense.default:
             out: Any = 1
+        elif func is torch.ops.aten.addmm.dtype_out:  # which torch has for CUDA alone
+            out = kwargs["out"]
         else:
             out = func(*args, **(kwargs or {}))
         for result in out if isinstance(out, tuple | list) else (out,):
@@ -115,13 +121,13 @@ class Job(NamedTuple):
     head: Any
     peft: Any
     objective: Any
+    trainer: TrainerConfig
     shape: TargetShape
     dtype: torch.dtype
     autocast: bool
     device: str
     rows: int
     length: int
-    recompute: bool
     accumulates: bool
 
 
@@ -133,11 +139,11 @@ class Trace(NamedTuple):
     frozen: int
     feature_layers: int  # of the target, that the head reads
     weights: Size  # of the trained parameters in fp32
-    largest: int  # bytes of the largest of them
     vectors: int  # parameters whose state Muon does not halve
     activations: Size  # that the unrolling keeps for the backward pass
     peak: Size  # of each kind of block, gradients included unless an earlier micro-batch allocated them
     most: int  # peak of both kinds together
+    update: Size  # peak of the optimiser's step, above its state
     flops: int  # of forward and backward pass
 
 
@@ -148,7 +154,8 @@ def trace(job: Job) -> Trace:
     """Return the trace of one micro-batch; traces are cached, and a head that does not fit the target is refused."""
     key = repr(job)  # configurations are not hashable
     if key not in _traced:
-        _traced[key] = _run_trace(job)
+        with path_of(job.device):
+            _traced[key] = _run_trace(job)
     return _traced[key]
 
 
@@ -168,7 +175,7 @@ def _run_trace(job: Job) -> Trace:
         _materialise(head)
         for module in head.modules():
             if isinstance(module, Recomputing):
-                module.recompute = job.recompute
+                module.recompute = job.trainer.recompute
         trained = [p for p in head.parameters() if p.requires_grad]
         if job.accumulates:
             for parameter in trained:
@@ -186,14 +193,26 @@ def _run_trace(job: Job) -> Trace:
             del drafts, sums
             with torch.autocast("cpu", enabled=False):
                 loss.backward()
+        update = _updated(head, job.trainer)
     sizes = [4 * p.numel() for p in trained]
     vocabulary = {shape.vocab} if head.vocab is None else {shape.vocab, len(head.vocab.ids)}
     return Trace(
         whole, sum(sizes) // 4, sum(p.numel() for p in head.parameters()) - sum(sizes) // 4, len(head.feature_layers),
-        sum(map(blocks, sizes), NONE), max(sizes),
+        sum(map(blocks, sizes), NONE),
         sum(p.numel() for p in trained if p.ndim != 2 or p.shape[0] in vocabulary),
-        activations, shadow.peak, shadow.most, round(counter.total - loss_flops + loss_flops * (used / (count * size))),
+        activations, shadow.peak, shadow.most, update,
+        round(counter.total - loss_flops + loss_flops * (used / (count * size))),
     )  # fmt: skip
+
+
+def _updated(head: Any, trainer: TrainerConfig) -> Size:
+    """Return the peak of an optimiser's second step, which finds its state."""
+    moved = optim.optimizer(head, trainer)
+    with Shadow():
+        moved.step()
+    with Shadow() as shadow:
+        moved.step()
+    return shadow.peak
 
 
 def _chunk(teachers: int, trained: int, depths: int) -> Chunk:
