@@ -57,7 +57,7 @@ HEADS: dict[str, list[str]] = {
     "eagle3": ["head=eagle3"],
     "medusa": ["head=medusa", "head.heads=2", "objective.depths=2"],
     "mtp": ["head=mtp"],
-    "block": ["head=block", "objective.depths=7", "objective.anchors=64"],
+    "block": ["head=block", "objective.anchors=64"],
 }
 TOKENS = {  # of a micro-batch
     "tiny": {"eagle": 4096, "eagle3": 4096, "medusa": 4096, "mtp": 4096, "block": 4096},

@@ -215,7 +215,9 @@ class TargetModel:
     ) -> Features:
         """Return the features of rows that all processes of a pass have alike, and whose documents may be known."""
         position, spans = rows.positions(document), spans_of(document) if spans is None else spans
-        if self.packing is not None and self.packing.needed(spans, len(token)):
+        # Else transformers reads the positions, to find out what is packed: a device would be waited for.
+        waits = self.device.type != "cpu"
+        if self.packing is not None and (waits or self.packing.needed(spans, len(token))):
             with by_documents(self.packing, spans, position):
                 out = self.run(token, position, None, None, layers)
         else:  # a document a row has the causal pattern, which needs no mask

@@ -25,13 +25,18 @@ def path_of(device: str) -> Iterator[None]:
     with ExitStack() as patches:
         if device == "cuda":
             for module, name, there in (
-                (attention, "runs_fused", flex.takes),
+                (attention, "runs_fused", runs_fused),
                 (attention, "attend_fused", attend_fused),
                 (vocab, "SUMS_WIDE", ("cpu",)),
                 (optim, "FUSED", ("cpu",)),
             ):
                 patches.enter_context(patch.object(module, name, there))
         yield
+
+
+def runs_fused(query: Tensor, value: Tensor) -> bool:
+    """Whether a head's rows in training are what the fused kernel takes."""
+    return query.shape[-1] in flex.WIDTHS and value.shape[-1] in flex.WIDTHS and query.dtype in flex.DTYPES
 
 
 def attend_fused(query: Tensor, pairs: list[tuple[Tensor, Tensor]], seen: attention.Pattern) -> Tensor:
