@@ -16,6 +16,7 @@ from train.distributed.strategy import BUCKET
 from train.planning.shapes import TargetShape
 from train.planning.trace import NONE, Size, Trace, blocks, times
 
+COMPILED = 150 * 2**20  # bytes of oneDNN's code for products in bf16, once its cache is full: measured
 AHEAD = 2  # layers of a target that are whole on a device at once when they are gathered or streamed
 
 
@@ -78,13 +79,14 @@ class MemoryUse:
         """Return the peak in bytes.
 
         `slack` is the allocator's overhead, as a fraction of the requested bytes. With `heap` it is glibc's allocator,
-        which keeps small blocks and returns large ones: each kind's own peak then counts.
+        which keeps small temporary blocks and leaves holes between them, and returns large ones: each kind's own peak
+        then counts.
         """
         if not heap:
             return round(self.process + (1 + slack) * (self.asked() - self.process))
         most = reduce(or_, (sum(sizes.values(), NONE) for sizes in self.stages.values()), NONE)
-        size = sum(self.resident.values(), NONE) + most
-        return round(self.process + size["large"] + (1 + slack) * size["small"])
+        resident = sum(size.total() for size in self.resident.values())
+        return round(self.process + resident + most["large"] + (1 + slack) * most["small"])
 
 
 def head_state(trace: Trace, layout: Layout, muon: bool, averaged: bool) -> dict[str, Size]:

@@ -42,7 +42,7 @@ class PlanInputs(NamedTuple):
     traced: Trace
     layout: Layout
     item: int  # bytes of a value of the target
-    own_item: int  # of a value of the features as the head reads them
+    bf16: bool  # whether the head's products are in bf16
     rows: int  # of a micro-batch
     micro: int  # micro-batches of a process in a step
     layers: int  # bytes of the target's layers, 0 where they stay on disk
@@ -155,7 +155,7 @@ def plan_inputs(run: RunConfig) -> PlanInputs:
     )  # fmt: skip
     weight_bytes = QUANTIZED.get(run.model.quantize or "", dtype.itemsize)
     layers = int(weight_bytes * shape.inner) if reads_target(run) else 0
-    return PlanInputs(run, device, shape, trace(job), layout, dtype.itemsize, dtype.itemsize if bf16 else 4, rows, micro, layers)
+    return PlanInputs(run, device, shape, trace(job), layout, dtype.itemsize, bf16, rows, micro, layers)
 
 
 def _check_placed(run: RunConfig, layout: Layout, device: str) -> None:
@@ -179,10 +179,11 @@ def device_use(inputs: PlanInputs, main: bool, number: int) -> MemoryUse:
     tokens, length = inputs.rows * run.data.length, run.data.length
     target, gathered, _ = memory.target_state(shape, layout, inputs.layers, inputs.item, number)
     muon = run.trainer.optimizer == "muon"
+    own = inputs.item if inputs.bf16 else 4  # bytes of a value of the features as the head reads them
     features, copy = (
-        memory.features_size(shape, tokens, item, traced.feature_layers) for item in (inputs.item, inputs.own_item)
+        memory.features_size(shape, tokens, item, traced.feature_layers) for item in (inputs.item, own)
     )
-    copied = run.objective.noise > 0 or inputs.own_item > inputs.item
+    copied = run.objective.noise > 0 or own != inputs.item
     several, heap = inputs.micro > 1, inputs.heap
     resident = target | memory.head_state(traced, layout, muon, run.trainer.ema > 0)
     stages = {
@@ -191,6 +192,8 @@ def device_use(inputs: PlanInputs, main: bool, number: int) -> MemoryUse:
     }
     if heap:  # what lies on the host elsewhere
         resident |= host_state(inputs)
+        if inputs.bf16 or inputs.item == 2:
+            resident["code of products in bf16"] = Counter(large=memory.COMPILED)
         stages["writing the head"] = memory.write_stage(traced)
     whole = {"target: gathered layers": Counter(large=gathered)} if gathered else {}
     if inputs.layers and run.features.runs_target:
