@@ -89,10 +89,10 @@ def peak(words: list[str]) -> int:
         RuntimeError: it failed; with the end of what it said.
     """
     done = subprocess.run([sys.executable, "-c", DRIVER, *words], capture_output=True, text=True, cwd=ROOT, check=False)
-    found = re.findall(r"^VmHWM:\s+(\d+) kB$", done.stdout, re.MULTILINE)  # a process that it forks may tell its own
-    if done.returncode or not found:
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", done.stdout, re.MULTILINE)
+    if done.returncode or found is None:
         raise RuntimeError((done.stdout + done.stderr)[-2000:])
-    return max(map(int, found)) * 1024
+    return int(found[1]) * 1024
 
 
 def composed(overrides: list[str]) -> Any:

@@ -1,8 +1,8 @@
 """The path that a step takes on its device, for fake tensors, which are a CPU's.
 
 torch has no fake tensors of a device that its build does not know, so those of a CPU stand for them, and what asks for
-the device is told otherwise: which attention runs, how gradients of a vocabulary are summed, whether the optimiser is
-fused. The fused attention, which is compiled for the device, becomes two operators of its sizes.
+the device is told otherwise: which attention runs, how gradients of a vocabulary are summed, whether the norm and the
+optimiser are fused. A kernel that a CPU lacks becomes an operator of its sizes, and another one for its gradient.
 """
 
 import math
@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
 from heads.modules import attention, flex, vocab
@@ -29,6 +30,7 @@ def path_of(device: str) -> Iterator[None]:
                 (attention, "attend_fused", attend_fused),
                 (vocab, "SUMS_WIDE", ("cpu",)),
                 (optim, "FUSED", ("cpu",)),
+                (functional, "rms_norm", rms_norm),
             ):
                 patches.enter_context(patch.object(module, name, there))
         yield
@@ -49,6 +51,26 @@ def attend_fused(query: Tensor, pairs: list[tuple[Tensor, Tensor]], seen: attent
         query, key, value, reach - reach * reach // (2 * length) + flex.TILE * steps
     )[0]
     return out
+
+
+def rms_norm(x: Tensor, _shape: torch.Size, weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    """Return the norm of the last dimension, by the operator that stands for its kernel."""
+    del eps
+    out: Tensor = torch.ops.headstart.rms_norm(x)[0]
+    return out if weight is None else out * weight
+
+
+def _norm(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1))
+
+
+def _norm_backward(grad: Tensor, x: Tensor, scale: Tensor) -> Tensor:
+    del x, scale
+    return torch.empty_like(grad)
+
+
+def _keep_norm(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(inputs[0], output[1])
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, keys: int) -> tuple[Tensor, Tensor]:
@@ -80,6 +102,15 @@ _attention_backward = torch.library.custom_op("headstart::attention_backward", _
 _attention.register_fake(_forward)
 _attention.register_autograd(_gradient, setup_context=_keep)
 _attention_backward.register_fake(_backward)
+
+# The norm, whose second result is what it divides by; and its gradient.
+_rms_norm = torch.library.custom_op("headstart::rms_norm", _norm, mutates_args=())
+_rms_norm_backward = torch.library.custom_op("headstart::rms_norm_backward", _norm_backward, mutates_args=())
+_rms_norm.register_fake(_norm)
+_rms_norm.register_autograd(
+    lambda ctx, grad, _: torch.ops.headstart.rms_norm_backward(grad, *ctx.saved_tensors), setup_context=_keep_norm
+)
+_rms_norm_backward.register_fake(_norm_backward)
 
 
 @register_flop_formula(torch.ops.headstart.attention)

@@ -159,36 +159,59 @@ def trace(job: Job) -> Trace:
     return _traced[key]
 
 
-def _run_trace(job: Job) -> Trace:
-    config, shape = job.objective, job.shape
-    tokens = job.rows * job.length
-    anchored = 1.0 if config.anchors is None else min(1.0, config.anchors / job.length)
-    used = min(tokens, round(tokens * anchored * config.depths)) if anchored < 1 else tokens
+class Inputs(NamedTuple):
+    """The inputs of a micro-batch, without values."""
+
+    features: Features
+    weight: Tensor
+    anchors: Tensor | None
+    chunks: list[Chunk]
+
+
+def head_of(job: Job) -> tuple[Any, int]:
+    """Return a head on the meta device, and its number of parameters without adapters."""
+    shape = job.shape
     with torch.device("meta"):
         embeddings = Embeddings(shape.width, shape.vocab, shape.layers, shape.layer, job.dtype)
         head: Any = HEADS[job.head.name](job.head, embeddings)
         whole = sum(p.numel() for p in head.parameters())
         adapt(head, job.peft)
+    return head, whole
+
+
+def inputs_of(job: Job, head: Any) -> Inputs:
+    """Move a head from the meta device to fake tensors, and return a micro-batch for it, whose rows are all trained."""
+    config = job.objective
+    tokens = job.rows * job.length
+    anchored = 1.0 if config.anchors is None else min(1.0, config.anchors / job.length)
+    used = min(tokens, round(tokens * anchored * config.depths)) if anchored < 1 else tokens
     size = min(used, chunk_rows(head, job.device, config.depths * tokens))
+    head.embeddings.weight = torch.empty(head.embeddings.weight.shape, dtype=job.dtype)
+    _materialise(head)
+    for module in head.modules():
+        if isinstance(module, Recomputing):
+            module.recompute = job.trainer.recompute
+    sizes = [min(size, used - begin) for begin in range(0, used, size)]
+    chunks = [_chunk(each, round(each * anchored), config.depths) for each in sizes]
+    return Inputs(*_batch(job, len(head.feature_layers), anchored), chunks)
+
+
+def _run_trace(job: Job) -> Trace:
+    config, shape = job.objective, job.shape
+    head, whole = head_of(job)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        embeddings.weight = torch.empty(embeddings.weight.shape, dtype=job.dtype)
-        _materialise(head)
-        for module in head.modules():
-            if isinstance(module, Recomputing):
-                module.recompute = job.trainer.recompute
+        features, weight, anchors, chunks = inputs_of(job, head)
         trained = [p for p in head.parameters() if p.requires_grad]
         if job.accumulates:
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter)
-        features, weight, anchors = _batch(job, len(head.feature_layers), anchored)
-        count = min(CHUNKS, used // size)
-        chunks = [_chunk(size, round(size * anchored), config.depths) for _ in range(count)]
+        some = chunks[:CHUNKS]
         counting: Any = Flops  # a dispatch mode is a context of an untyped kind
         shadow = Shadow()
         with shadow, counting() as counter, torch.autocast("cpu", torch.bfloat16, enabled=job.autocast):
             drafts = head.unroll(features, config.depths, anchors)
             activations, before = shadow.live, counter.total
-            loss, sums = objective(head, drafts, features, weight, config, chunks)
+            loss, sums = objective(head, drafts, features, weight, config, some)
             loss_flops = counter.total - before
             del drafts, sums
             with torch.autocast("cpu", enabled=False):
@@ -196,12 +219,13 @@ def _run_trace(job: Job) -> Trace:
         update = _updated(head, job.trainer)
     sizes = [4 * p.numel() for p in trained]
     vocabulary = {shape.vocab} if head.vocab is None else {shape.vocab, len(head.vocab.ids)}
+    share = sum(len(chunk.teacher) for chunk in chunks) / sum(len(chunk.teacher) for chunk in some)
     return Trace(
         whole, sum(sizes) // 4, sum(p.numel() for p in head.parameters()) - sum(sizes) // 4, len(head.feature_layers),
         sum(map(blocks, sizes), NONE),
         sum(p.numel() for p in trained if p.ndim != 2 or p.shape[0] in vocabulary),
         activations, shadow.peak, shadow.most, update,
-        round(counter.total - loss_flops + loss_flops * (used / (count * size))),
+        round(counter.total + loss_flops * (share - 1)),
     )  # fmt: skip
 
 
