@@ -10,10 +10,10 @@ from hydra import compose, initialize_config_dir
 from torch._subclasses import FakeTensorMode
 
 from heads.base import LayerShape
+from heads.common.resolvers import ROOT, register_resolvers
 from heads.modules.attention import BLOCK, Pattern
 from heads.modules.layers import Recomputing
 from heads.modules.vocab import GradientSum
-from heads.common.resolvers import ROOT, register_resolvers
 from inference.target.placement import HERE
 from inference.target.target import Target
 from tests import toys

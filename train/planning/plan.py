@@ -39,10 +39,10 @@ class PlanInputs(NamedTuple):
     run: RunConfig
     device: DeviceConfig
     shape: TargetShape
+    job: Job
     traced: Trace
     layout: Layout
     item: int  # bytes of a value of the target
-    bf16: bool  # whether the head's products are in bf16
     rows: int  # of a micro-batch
     micro: int  # micro-batches of a process in a step
     layers: int  # bytes of the target's layers, 0 where they stay on disk
@@ -152,10 +152,10 @@ def plan_inputs(run: RunConfig) -> PlanInputs:
     micro = -(-mine // rows)
     job = Job(
         run.head, run.peft, run.objective, run.trainer, shape, dtype, bf16, str(device.type), rows, length, micro > 1
-    )  # fmt: skip
+    )
     weight_bytes = QUANTIZED.get(run.model.quantize or "", dtype.itemsize)
     layers = int(weight_bytes * shape.inner) if reads_target(run) else 0
-    return PlanInputs(run, device, shape, trace(job), layout, dtype.itemsize, bf16, rows, micro, layers)
+    return PlanInputs(run, device, shape, job, trace(job), layout, dtype.itemsize, rows, micro, layers)
 
 
 def _check_placed(run: RunConfig, layout: Layout, device: str) -> None:
@@ -179,10 +179,8 @@ def device_use(inputs: PlanInputs, main: bool, number: int) -> MemoryUse:
     tokens, length = inputs.rows * run.data.length, run.data.length
     target, gathered, _ = memory.target_state(shape, layout, inputs.layers, inputs.item, number)
     muon = run.trainer.optimizer == "muon"
-    own = inputs.item if inputs.bf16 else 4  # bytes of a value of the features as the head reads them
-    features, copy = (
-        memory.features_size(shape, tokens, item, traced.feature_layers) for item in (inputs.item, own)
-    )
+    own = inputs.item if inputs.job.autocast else 4  # bytes of a value of the features as the head reads them
+    features, copy = (memory.features_size(shape, tokens, item, traced.feature_layers) for item in (inputs.item, own))
     copied = run.objective.noise > 0 or own != inputs.item
     several, heap = inputs.micro > 1, inputs.heap
     resident = target | memory.head_state(traced, layout, muon, run.trainer.ema > 0)
@@ -192,7 +190,7 @@ def device_use(inputs: PlanInputs, main: bool, number: int) -> MemoryUse:
     }
     if heap:  # what lies on the host elsewhere
         resident |= host_state(inputs)
-        if inputs.bf16 or inputs.item == 2:
+        if inputs.job.autocast or inputs.item == 2:
             resident["code of products in bf16"] = Counter(large=memory.COMPILED)
         stages["writing the head"] = memory.write_stage(traced)
     whole = {"target: gathered layers": Counter(large=gathered)} if gathered else {}
