@@ -6,7 +6,6 @@ how a tree mask reaches its attention. `Target` (target.py) proves these before 
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -208,7 +207,11 @@ class TargetModel:
         token, document = to_device(token, self.device), to_device(document, self.device)
         if self.placed.group is None:
             return self.own_features(token, document, layers, spans)
-        return by_turns(self.placed.group, partial(self.own_features, layers=layers), token, document)
+
+        def turn(token: Tensor, document: Tensor, known: Tensor) -> Features:
+            return self.own_features(token, document, layers, spans_of(known))
+
+        return by_turns(self.placed.group, turn, token, document)
 
     def own_features(
         self, token: Tensor, document: Tensor, layers: tuple[int, ...], spans: list[Span] | None = None

@@ -1,13 +1,14 @@
 """Whole training steps on a dummy accelerator that take the path of a GPU, with a live target: where the host waits.
 
-Started as a script, it prints as JSON what each case in its arguments waits for and sends: a toy head's name, the number
-of documents in a packed row and of micro-batches in a step. What the host knows has values, what lies on the dummy has
+Started as a script, it prints as JSON what each case in its arguments waits for and sends: a toy head's name, how many
+documents a packed row has and how many micro-batches a step. What the host knows has values, what lies on the dummy has
 none. Registering a device is for good, so it has a process of its own.
 """
 
 import json
 import os
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from transformers import masking_utils
 from data.batches import Batches, Packed
 from data.features.source import Live
 from heads.modules import attention, vocab
+from inference.target import attention as documents_of
 from tests import toys
 from tests.inference.accelerator import NAME, on_dummy
 from tests.train import strategy_job
@@ -51,17 +53,13 @@ class Device(TorchDispatchMode):
         self.waits: list[str] = []
         self.sent = 0
 
-    def note(self) -> None:
-        """Note the line of the project that is running."""
+    def note(self, count: int = 1) -> int:
+        """Note the line of the project that is running, which reads so many numbers."""
         frame: Any = sys._getframe(1)
         while frame.f_code.co_filename == __file__ or not Following.ours(frame.f_code.co_filename):
             frame = frame.f_back
         self.waits.append(f"{Path(frame.f_code.co_filename).stem}:{frame.f_code.co_name}")
-
-    def read(self, x: Tensor) -> list[Any]:
-        """Return numbers in place of a tensor's values."""
-        self.note()
-        return [1.0] * x.numel()
+        return count
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation."""
@@ -71,8 +69,7 @@ class Device(TorchDispatchMode):
         if not any(there) and torch.device(kwargs.get("device") or "cpu").type != NAME:
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
-            self.note()
-            return 1
+            return self.note()
         if any(x.ndim and not known for x, known in zip(given, there, strict=True)):
             self.sent += 1
             if not kwargs.get("non_blocking"):
@@ -83,11 +80,10 @@ class Device(TorchDispatchMode):
             return func(*args, **kwargs)
 
 
-def stepper(name: str, documents: int, micro_batches: int, device: Device) -> Stepper:
+def stepper(name: str, target: Any, documents: int, micro_batches: int, device: Device) -> Stepper:
     """Return a toy head's steps on the dummy, of rows that hold so many documents."""
     case = name if name in strategy_job.CASES else "eagle"
     run = strategy_job.run_of(case, "ddp")
-    target: Any = toys.target.__wrapped__("llama", torch.float32)  # its parameters are replaced
     head: Any = toys.head(name, target).train()
     objective = replace(run.objective, losses={"soft_ce": 1.0}, depths=min(4, head.max_depth), anchors=6, noise=0.2)
     trained = [key for key, _ in head.named_parameters()]
@@ -109,17 +105,24 @@ def stepper(name: str, documents: int, micro_batches: int, device: Device) -> St
     return Stepper(trainer, run.launcher, accelerator, Loss(head, objective, compiled=False), source, 32)
 
 
-def counted(name: str, documents: int, micro_batches: int) -> dict[str, Any]:
-    """Return what a step waits for and how often it sends; the step before it makes tables and the optimiser's state."""
-    device = Device()
-    with (
-        path.path_of("cuda"), mock.patch.object(optim, "FUSED", (NAME,)), mock.patch.object(vocab, "SUMS_WIDE", (NAME,)),
-        mock.patch.object(attention, "runs_fused", lambda *_: True),
-        mock.patch.object(FakeTensor, "tolist", lambda x: device.read(x)),
-        mock.patch.object(masking_utils, "is_tracing", lambda *_: False),  # it reads none that has no values
-        device,
-    ):  # fmt: skip
-        step = stepper(name, documents, micro_batches, device)
+def counted(head: str, documents: int, micro_batches: int) -> dict[str, Any]:
+    """Return what a step waits for and how often it sends; one before it makes tables and the optimiser's state."""
+    device, options = Device(), frozenset({*documents_of.NEEDED, "enable_gqa"})
+    target: Any = toys.target.__wrapped__("llama", torch.float32)  # its parameters are replaced
+    with ExitStack() as patches:
+        patches.enter_context(path.path_of("cuda"))
+        for module, name, there in (
+            (optim, "FUSED", (NAME,)),
+            (vocab, "SUMS_WIDE", (NAME,)),
+            (attention, "runs_fused", mock.Mock(return_value=True)),
+            (documents_of, "route", mock.Mock(return_value=documents_of.VARLEN)),
+            (documents_of, "varlen_options", mock.Mock(return_value=options)),
+            (masking_utils, "is_tracing", mock.Mock(return_value=False)),  # else it reads none that has no values
+            (FakeTensor, "tolist", lambda x: [1.0] * device.note(x.numel())),
+        ):
+            patches.enter_context(mock.patch.object(module, name, there))
+        patches.enter_context(device)
+        step = stepper(head, target, documents, micro_batches, device)
         step(0, halted=lambda: False)
         device.waits.clear()
         device.sent = 0

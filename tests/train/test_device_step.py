@@ -15,9 +15,9 @@ DOCUMENTS, MICRO_BATCHES = (1, 2, 8), (1, 3)
 CASES = [f"{name}:2:1" for name in NAMES] + [
     f"{name}:{documents}:{count}" for name in ("eagle3", "block") for documents in DOCUMENTS for count in MICRO_BATCHES
 ]
-# Tokens, documents, the rows' weights, the chunks of the loss, the keys of the noise and the anchors; and once a step
-# how many rows are trained.
-SENT = 6
+# Tokens, documents and where they begin, the rows' weights, the chunks of the loss, the keys of the noise and the
+# anchors; and once a step how many rows are trained.
+SENT = 7
 
 
 @pytest.fixture(scope="module")
