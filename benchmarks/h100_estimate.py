@@ -1,9 +1,12 @@
-"""An estimate of a decoding step on an H100 at the shape of an 8B, from counted operations and bytes: nothing is timed.
+"""An estimate of a step on an H100 at the shape of an 8B, from counted operations and bytes: nothing is timed.
 
-    python benchmarks/h100_estimate.py
+    python benchmarks/h100_estimate.py [decoding]
+    python benchmarks/h100_estimate.py training [OVERRIDES…]
 
-Operations are those of the static step on the embedded target, whose layers are as an 8B's (benchmarks/step_counts.py);
-bytes are those of weights and caches that a step reads. Every other number is an assumption that stands below.
+Decoding: operations are those of the static step on the embedded target, whose layers are as an 8B's
+(benchmarks/step_counts.py); bytes are those of weights and caches that a step reads. Training: EAGLE-3 with a live
+target, a micro-batch a step, every kernel at its own shape (benchmarks/training_kernels.py); overrides are those of
+train/run.py. Every other number is an assumption that stands below.
 """
 
 import sys
@@ -12,9 +15,16 @@ from typing import NamedTuple
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from benchmarks import training_kernels
+from benchmarks.planner import composed
 from benchmarks.step_counts import TREES, batch_of_size, counted, embedded, head_of
+from benchmarks.training_kernels import Kernel
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
+from train.planning.plan import plan_inputs
+from train.planning.shapes import configuration
+from train.planning.trace import head_of as traced_head
+from train.tracking.flops import PEAKS
 
 BANDWIDTH, PRODUCTS = 2.85e12, 620e12  # bytes/s and bf16 operations/s that an H100 achieves
 LAUNCH, KERNEL, READ = 5.5e-6, 2.0e-6, 12e-6  # seconds of a launch by the host, of a small kernel, of a read
@@ -22,6 +32,17 @@ LAYERS, WEIGHTS, ENTRY = 32, 15.0e9, 131_072  # Llama-3.1-8B in bf16, its lm_hea
 HEAD, HEAD_LM = 2 * 243e6, 2 * 32_000 * 4_096  # an EAGLE-3 head and its lm_head, bytes
 LARGE, FUSED = 8, 7  # a layer's products and its attention, priced by bytes; small kernels of a compiled layer
 CONTEXT = 1024
+# The step of ../shared/reference/gpu_path.md, section 3, and what it estimates of it in ms, at 8c134ed and as a goal.
+SETTINGS = ["experiment=eagle3_llama8b_8x80", "launcher.num_processes=1"]
+SETTINGS += ["trainer.batch_tokens=16384", "trainer.micro_tokens=16384"]
+TRAINING = {
+    training_kernels.TARGET: ("440-470", "360-400"),
+    training_kernels.LOSS: ("750-850", "150"),
+    training_kernels.PRODUCTS: ("200", "200"),
+    training_kernels.ATTEND: ("108", "15-20"),
+    training_kernels.SMALL: ("50", "25"),
+    training_kernels.OPTIMISER: ("14", "4"),
+}
 
 
 class Cost(NamedTuple):
@@ -53,8 +74,60 @@ def seconds(cost: Cost, batch: int, way: str) -> dict[str, float]:
     return spent | {"other": spent["other"] + READ}
 
 
-def main() -> None:
-    """Count and print."""
+def device_seconds(kernel: Kernel) -> float:
+    """Return how long a kernel takes the device: its products or its bytes, whichever is more, and not below KERNEL."""
+    return max(KERNEL, kernel.flops / PRODUCTS, kernel.moved / BANDWIDTH)
+
+
+def step_seconds(kernels: list[Kernel]) -> float:
+    """Return the seconds from one read of the host to the next.
+
+    Between them the host launches these kernels one after the other; each begins when it is launched and the one
+    before it has ended.
+    """
+    launched = done = 0.0
+    for kernel in kernels:
+        launched += LAUNCH
+        done = max(done, launched) + device_seconds(kernel)
+    return done + READ
+
+
+def training_table(kernels: list[Kernel], tokens: int) -> list[str]:
+    """Return the estimate of a step that trains on so many tokens, as lines of a Markdown table."""
+    lines = [
+        "| part | launches | GB | TFLOP | ms | before, ms | goal, ms |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for part, (before, goal) in TRAINING.items():
+        mine = [kernel for kernel in kernels if kernel.part == part]
+        spent = sum(map(device_seconds, mine))
+        sizes = sum(kernel.moved for kernel in mine) / 1e9, sum(kernel.flops for kernel in mine) / 1e12
+        cells = f"{len(mine):,} | {sizes[0]:,.0f} | {sizes[1]:,.1f} | {1e3 * spent:,.0f} | {before} | {goal}"
+        lines.append(f"| {part} | {cells} |")
+    step, busy = step_seconds(kernels), sum(map(device_seconds, kernels))
+    lines.append(f"| device idle |  |  |  | {1e3 * (step - busy):,.1f} | 30-60 | 5 |")
+    flops = sum(kernel.flops for kernel in kernels)
+    used = f"{tokens / step:,.0f} tokens/s, MFU {flops / step / (1e12 * PEAKS['H100']):.0%}"
+    moved = sum(kernel.moved for kernel in kernels) / 1e9
+    lines.append(
+        f"| **step** | {len(kernels):,} | {moved:,.0f} | {flops / 1e12:,.1f} | **{1e3 * step:,.0f}: {used}** | "
+        "1,650-1,750: 9,500 tokens/s, 27% | 800: 20,000 tokens/s, 56% |"
+    )
+    return lines
+
+
+def training(overrides: list[str]) -> None:
+    """Count and print a training step."""
+    run = composed([*SETTINGS, *overrides])
+    job = plan_inputs(run).job
+    head, _ = traced_head(job)
+    step, update = training_kernels.head_kernels(job)
+    target = training_kernels.target_kernels(configuration(run.model), job, head.feature_layers, run.data.length)
+    print("\n".join(training_table([*update, *target, *step], job.rows * job.length)))
+
+
+def decoding() -> None:
+    """Count and print a decoding step."""
     target = embedded()
     depth = target.config.num_hidden_layers
     head = head_of("eagle3", target)
@@ -77,4 +150,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    kind, *words = sys.argv[1:] or ["decoding"]
+    if kind == "training":
+        training(words)
+    else:
+        decoding()

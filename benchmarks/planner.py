@@ -3,9 +3,9 @@
     python benchmarks/planner.py [--only NAME …] [--folder FOLDER]
     python benchmarks/planner.py --presets
 
-Each configuration trains a few real steps by train/run.py, in a process of its own whose largest resident size the
-system tells at its end. Targets are random, with the embedded one's tokenizer. `imports` is a process that imports what
-a run imports and ends: a part of what a plan takes as given (conf/device/cpu.yaml).
+Each configuration trains some real steps by train/run.py, and writes checkpoints between them, in a process of its own
+whose largest resident size the system tells at its end. Targets are random but for the embedded one. `process` is a run
+of next to nothing: what a plan takes as given (conf/device/cpu.yaml).
 """
 
 import argparse
@@ -30,7 +30,6 @@ from train.config import run_config
 from train.planning.plan import GIB, plan
 
 TINY, MIB = ROOT / "examples" / "tiny", 2**20
-BESIDE = 60 * MIB  # tokenizer and data, as conf/device/cpu.yaml counts them
 SHAPES = {
     "llama110m": {
         "vocab_size": 32000, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
@@ -49,19 +48,24 @@ atexit.register(lambda: print(*(line for line in status.read_text().splitlines()
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__" if len(sys.argv) > 1 else "imported")
 """
-LAYERS = "head.feature_layers=[0,2,4]"
-SHORT = ["trainer.steps=3", "trainer.eval_prompts=0", "eval.prompts=0", "data.limit=400", "model.device=cpu"]
-CONFIGURATIONS: dict[str, tuple[str | None, list[str]]] = {
-    "llama110m-eagle": ("llama110m", ["head=eagle", "trainer.batch_tokens=4096", "trainer.micro_tokens=2048"]),
-    "vocabulary128k-eagle3": (
-        "vocabulary128k", ["head=eagle3", LAYERS, "trainer.batch_tokens=2048", "trainer.micro_tokens=1024"],
-    ),
-    "vocabulary128k-medusa": (
-        "vocabulary128k", ["head=medusa", "head.heads=2", "objective.depths=2", "trainer.batch_tokens=512"],
-    ),
-    "tiny-eagle": (None, ["head=eagle", "trainer.batch_tokens=16384", "trainer.micro_tokens=16384"]),
-    "tiny-eagle3": (None, ["head=eagle3", "trainer.batch_tokens=8192", "trainer.micro_tokens=8192"]),
-}  # fmt: skip
+# Long enough for glibc's heap to have grown (train/distributed/processes.py), and for checkpoints beside the training.
+SHORT = ["trainer.steps=10", "trainer.save_every=4", "trainer.eval_prompts=0", "eval.prompts=0", "data.limit=400"]
+SHORT += ["model.device=cpu"]
+NOTHING = ["head=mlp", "head.heads=1", "objective.depths=1", "data.length=32", "trainer.batch_tokens=32"]
+NOTHING += ["trainer.precision=fp32", "model.dtype=float32"]  # without code of products in bf16, which a plan counts
+HEADS: dict[str, list[str]] = {
+    "eagle": ["head=eagle"],
+    "eagle3": ["head=eagle3", "head.feature_layers=[0,2,4]"],
+    "medusa": ["head=medusa", "head.heads=2", "objective.depths=2"],
+    "mtp": ["head=mtp"],
+    "block": ["head=block", "objective.anchors=64"],
+}
+TOKENS = {  # of a micro-batch
+    "tiny": {"eagle": 4096, "eagle3": 4096, "medusa": 4096, "mtp": 4096, "block": 4096},
+    "llama110m": {"eagle": 2048, "eagle3": 1024, "medusa": 2048, "mtp": 2048, "block": 2048},
+    "vocabulary128k": {"eagle3": 1024, "medusa": 512},
+}
+CONFIGURATIONS = {f"{shape}-{head}": (shape, head) for shape, heads in TOKENS.items() for head in heads}
 
 
 def target(name: str, folder: Path) -> Path:
@@ -98,43 +102,60 @@ def composed(overrides: list[str]) -> Any:
         return run_config(compose("train", overrides))
 
 
-def measure(name: str, folder: Path, imports: int) -> tuple[float, float]:
-    """Return what a configuration's plan says and what its run took, in MiB; `imports` is what a bare process takes."""
-    shape, overrides = CONFIGURATIONS[name]
-    path = [] if shape is None else [f"model.path={target(shape, folder)}"]
-    words = [*SHORT, *path, *overrides]
-    planned = plan(composed([*words, "device=cpu", f"device.context_gb={(imports + BESIDE) / 2**30}"]))["peak_bytes"]
+def planned(words: list[str], process: int) -> int:
+    """Return the peak in bytes that a plan says of a run, in a process that takes so many before it loads anything."""
+    peak_bytes: int = plan(composed([*words, "device=cpu", f"device.context_gb={process / GIB}"]))["peak_bytes"]
+    return peak_bytes
+
+
+def taken(words: list[str], folder: Path) -> int:
+    """Return the largest resident size of a run in bytes."""
     out = folder / "run"
-    taken = peak(["train/run.py", *words, f"out={out}", "overwrite=true"])
+    size = peak(["train/run.py", *words, f"out={out}", "overwrite=true"])
     shutil.rmtree(out, ignore_errors=True)
-    return planned / MIB, taken / MIB
+    return size
+
+
+def process(folder: Path) -> int:
+    """Return what a run takes beside what it loads and computes, in bytes."""
+    words = [*SHORT, *NOTHING]
+    return taken(words, folder) - planned(words, 0)
+
+
+def measure(name: str, folder: Path, base: int) -> tuple[float, float]:
+    """Return what a configuration's plan says and what its run took, in MiB, both with the `base` of a process."""
+    shape, head = CONFIGURATIONS[name]
+    path = [] if shape == "tiny" else [f"model.path={target(shape, folder)}"]
+    tokens = TOKENS[shape][head]
+    words = [*SHORT, *path, *HEADS[head], f"trainer.batch_tokens={2 * tokens}", f"trainer.micro_tokens={tokens}"]
+    return planned(words, base) / MIB, taken(words, folder) / MIB
 
 
 def memory(names: list[str], folder: Path) -> None:
     """Print plan and measurement of each configuration."""
-    imports = peak(["train/run.py"])
-    print(f"imports: {imports / MIB:,.0f} MiB\n")
+    base = process(folder)
+    print(f"process: {base / MIB:,.0f} MiB\n")
     print("| configuration | plan, MiB | measured, MiB | plan / measured |\n| --- | ---: | ---: | ---: |")
     for name in names:
-        planned, taken = measure(name, folder, imports)
-        print(f"| {name} | {planned:,.0f} | {taken:,.0f} | {planned / taken:.2f} |", flush=True)
+        expected, found = measure(name, folder, base)
+        print(f"| {name} | {expected:,.0f} | {found:,.0f} | {expected / found:.2f} |", flush=True)
 
 
-def preset_row(planned: dict[str, Any]) -> str:
+def preset_row(found: dict[str, Any]) -> str:
     """Return the plan as cells of a Markdown row."""
-    devices, device = planned["devices"], planned["device"]
+    devices, device = found["devices"], found["device"]
     nodes = len({memory.node for memory in devices})
     fullest = max(devices, key=lambda memory: memory.peak)
-    sizes = " / ".join(f"{planned[f'{kind}_parameters'] / 1e9:.2f}" for kind in ("target", "active", "head"))
-    extraction = planned.get("gpu_hours_of_extraction")
+    sizes = " / ".join(f"{found[f'{kind}_parameters'] / 1e9:.2f}" for kind in ("target", "active", "head"))
+    extraction = found.get("gpu_hours_of_extraction")
     apart = "" if extraction is None else f" (+ {extraction:,.0f} of extraction)"
     cells = [
         f"{nodes} x {len(devices) // nodes} {device['name']}",
         sizes,
         f"{fullest.peak / GIB:.1f} of {fullest.capacity / GIB:.1f}",
-        "yes" if planned["fits"] else "no",
-        f"{planned['gpu_hours']:,.1f}{apart}",
-        f"{planned['hours']:,.1f}",
+        "yes" if found["fits"] else "no",
+        f"{found['gpu_hours']:,.1f}{apart}",
+        f"{found['hours']:,.1f}",
     ]
     return " | ".join(cells)
 

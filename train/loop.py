@@ -19,6 +19,7 @@ from train.checkpoints import format, resume
 from train.checkpoints.resume import Identity
 from train.checkpoints.saver import Saver
 from train.distributed.control import STOPPED, ProcessControl, on_main
+from train.distributed.processes import RELEASE_EVERY, release_freed
 from train.step import BAD, Stepper, keep_batch
 from train.tracking.trackers import Tracker
 
@@ -225,6 +226,8 @@ class Loop:
             self.tracker.log({"step": step + 1, **taken.record})
         if taken.bad is not None:
             self.refuse(step, taken.bad)
+        if self.accelerator.device.type == "cpu" and (step + 1) % RELEASE_EVERY == 0:
+            release_freed()
         self.step.clock.lap("other")
         return True
 

@@ -16,6 +16,8 @@ from torch.nn import functional
 
 from heads.base import DraftVocabulary, Embeddings
 
+SUMS_WIDE = ("cuda",)  # devices whose products of narrow numbers are added to a sum in fp32 unrounded
+
 
 def draft_vocabulary(size: int | None, full_size: int) -> DraftVocabulary | None:
     """Return the draft vocabulary of a head's configuration, None where it is the target's whole one."""
@@ -44,14 +46,14 @@ class GradientSum:
         self.total: Tensor | None = None
 
     def add(self, d_logits: Float[Tensor, "W n"], hidden: Float[Tensor, "n D"]) -> None:
-        """Add a product in place: CUDA multiplies narrow numbers into the sum, other devices round the product once."""
+        """Add a product in place; devices that do not sum wide round it once."""
         first = self.total is None
         if self.total is None:
             self.total = d_logits.new_empty(len(d_logits), hidden.shape[1], dtype=self.dtype)
         beta = 0 if first else 1
         if d_logits.dtype == self.dtype:  # with `out`, an overload that autocast leaves alone
             torch.addmm(self.total, d_logits, hidden, beta=beta, out=self.total)
-        elif d_logits.device.type == "cuda":
+        elif d_logits.device.type in SUMS_WIDE:
             torch.addmm(self.total, d_logits, hidden, beta=beta, out_dtype=self.dtype, out=self.total)
         else:
             product = d_logits @ hidden

@@ -6,7 +6,6 @@ how a tree mask reaches its attention. `Target` (target.py) proves these before 
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -208,14 +207,20 @@ class TargetModel:
         token, document = to_device(token, self.device), to_device(document, self.device)
         if self.placed.group is None:
             return self.own_features(token, document, layers, spans)
-        return by_turns(self.placed.group, partial(self.own_features, layers=layers), token, document)
+
+        def turn(token: Tensor, document: Tensor, known: Tensor) -> Features:
+            return self.own_features(token, document, layers, spans_of(known))
+
+        return by_turns(self.placed.group, turn, token, document)
 
     def own_features(
         self, token: Tensor, document: Tensor, layers: tuple[int, ...], spans: list[Span] | None = None
     ) -> Features:
         """Return the features of rows that all processes of a pass have alike, and whose documents may be known."""
         position, spans = rows.positions(document), spans_of(document) if spans is None else spans
-        if self.packing is not None and self.packing.needed(spans, len(token)):
+        # Else transformers reads the positions, to find out what is packed: a device would be waited for.
+        waits = self.device.type != "cpu"
+        if self.packing is not None and (waits or self.packing.needed(spans, len(token))):
             with by_documents(self.packing, spans, position):
                 out = self.run(token, position, None, None, layers)
         else:  # a document a row has the causal pattern, which needs no mask

@@ -8,13 +8,15 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor, distributed, nn
+from torch.nn import functional
 
+from heads.base import to_device
 from heads.common.target_config import read_target_config
 from inference.target.checkpoint import FEW, digest, fingerprint, fingerprint_on_disk
 from inference.target.embeddings import TargetEmbeddings
 from inference.target.placement import TENSOR_PARALLEL, Placement, mesh
 
-Rows = Callable[[Tensor, Tensor], Any]
+Rows = Callable[[Tensor, Tensor, Tensor], Any]
 
 
 class Placed(NamedTuple):
@@ -130,17 +132,27 @@ def by_turns(group: distributed.ProcessGroup, run: Rows, token: Tensor, document
 
     The group's processes have rows of their own, since each trains the head on its own: every process takes a turn in
     which all of them run its rows, and keeps what came of its own. So no work is done twice, and no process holds more
-    than one turn's features beside its own. `run` takes tokens and documents "B T"; B and T may differ by process.
+    than one turn's features beside its own. `run` takes tokens and documents "B T", and the documents on the host; B
+    and T may differ by process. However large the group, the host waits twice: for the shapes, and for the documents.
     """
-    mine, size = distributed.get_rank(group), distributed.get_world_size(group)
-    shapes = [torch.zeros(2, dtype=torch.long, device=token.device) for _ in range(size)]
-    distributed.all_gather(shapes, torch.tensor(token.shape, device=token.device), group=group)
-    own_result = None
-    for turn, shape in enumerate(torch.stack(shapes).tolist()):
-        both = torch.stack([token, document]) if turn == mine else token.new_empty(2, *shape)
-        distributed.broadcast(both, group=group, group_src=turn)
-        result = run(both[0], both[1])
+    mine, own_result = distributed.get_rank(group), None
+    shape = to_device(torch.tensor(token.shape), token.device)
+    shapes = torch.stack(_gathered(group, shape)).tolist()
+    sizes = [rows * length for rows, length in shapes]
+    padded = functional.pad(torch.stack([token, document]).flatten(1), (0, max(sizes) - token.numel()))
+    turns = torch.stack(_gathered(group, padded))
+    known = turns[:, 1].cpu()
+    for turn, (size, form) in enumerate(zip(sizes, shapes, strict=True)):
+        token, document = turns[turn, :, :size].unflatten(1, form)
+        result = run(token, document, known[turn, :size].view(form))
         if turn == mine:
             own_result = result
         del result  # else it would stand beside what the next turn makes
     return own_result
+
+
+def _gathered(group: distributed.ProcessGroup, x: Tensor) -> list[Tensor]:
+    """Return every process's tensor, all of one shape."""
+    gathered = [torch.empty_like(x) for _ in range(distributed.get_world_size(group))]
+    distributed.all_gather(gathered, x.contiguous(), group=group)
+    return gathered

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from data.batches import Packed
-from heads.base import to_device
+from heads.base import Features, to_device
+from inference.target.attention import spans_of
 from tests import toys
 from tests.train import strategy_job
 from tests.train.host_reads import followed
@@ -54,6 +56,35 @@ def test_what_does_not_wait_is_not_noted(monkeypatch: pytest.MonkeyPatch) -> Non
         rows[rows > 0].tolist()
         module(to_device(rows, HERE))[:, torch.tensor([0, 2])].sum().backward()
     assert noted == []
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_a_group_waits_twice_for_the_rows_of_all_its_turns(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For their shapes and their documents, whatever the number of turns and of documents."""
+
+    def all_gather(gathered: list[Tensor], x: Tensor, group: object) -> None:
+        for each in gathered:
+            each.copy_(x)
+
+    for name, stand_in in (("get_rank", lambda _: 1), ("get_world_size", lambda _: size), ("all_gather", all_gather)):
+        monkeypatch.setattr(torch.distributed, name, stand_in)
+    ran: list[Any] = []
+    target = toys.target()
+    monkeypatch.setattr(target, "placed", target.placed._replace(group=mock.Mock(spec=torch.distributed.ProcessGroup)))
+
+    def own_features(*inputs: Any) -> Features:
+        ran.append(inputs)
+        states = torch.zeros(2, 16, 1, 32)
+        return Features(inputs[0], states, states[:, :, 0], inputs[1])
+
+    monkeypatch.setattr(target, "own_features", own_features)
+    token, document = torch.arange(32).view(2, 16), (torch.arange(16) // 3).expand(2, -1)
+    with followed(monkeypatch, target.model) as noted:
+        target.features(token, document, ())
+    assert noted == 2 * ["inference/target/placed.py:by_turns"]
+    assert len(ran) == size
+    assert all(inputs[0].equal(token) and inputs[1].equal(document) for inputs in ran)
+    assert all(inputs[3] == spans_of(document) for inputs in ran)
 
 
 # What is compiled runs no operation that could be followed.

@@ -6,19 +6,24 @@ from typing import Any
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 from torch._subclasses import FakeTensorMode
 
 from heads.base import LayerShape
+from heads.common.resolvers import ROOT, register_resolvers
 from heads.modules.attention import BLOCK, Pattern
 from heads.modules.layers import Recomputing
+from heads.modules.vocab import GradientSum
 from inference.target.placement import HERE
 from inference.target.target import Target
 from tests import toys
 from train.adapt import WholeConfig
+from train.config import TrainerConfig, run_config
 from train.distributed.processes import LARGE
 from train.losses import ObjectiveConfig
 from train.objective import weights
 from train.planning.memory import Layout, MemoryUse, head_state, pass_stage, target_state
+from train.planning.path import path_of
 from train.planning.plan import by_driver_name
 from train.planning.shapes import TargetShape
 from train.planning.trace import NONE, Job, Shadow, Trace, trace
@@ -31,11 +36,20 @@ OBJECTIVE = ObjectiveConfig({"soft_ce": 1.0}, "decay", 1.0, 0.5, 4, "token", Non
 SHAPE = TargetShape(LayerShape(8, 2, 16, 512), 512, 10, 128, 1000, 2 * 128 * 1000, 10_000_000, 4_000_000, True)
 
 
+def trainer(*overrides: str) -> TrainerConfig:
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return run_config(compose("train", list(overrides))).trainer
+
+
+TRAINER, RECOMPUTING = trainer(), trainer("trainer.recompute=true")
+
+
 def size(large: int, small: int) -> Any:
     return collections.Counter(large=large, small=small)
 
 
-TRACE = Trace(1000, 1000, 0, 3, size(4000, 0), 400, 200, NONE, NONE, 0, 0)
+TRACE = Trace(1000, 1000, 0, 3, size(4000, 0), 200, NONE, NONE, 0, NONE, 0)
 
 
 def followed(run: Any) -> Shadow:
@@ -83,8 +97,8 @@ def job(target: Target, name: str, **changes: Any) -> Job:
         vocab=embeddings.vocab_size,
     )  # fmt: skip
     made = Job(
-        toys.head(name, target).config, WholeConfig("none"), OBJECTIVE, shape, torch.float32, False, "cpu", 2, 64,
-        False, True,
+        toys.head(name, target).config, WholeConfig("none"), OBJECTIVE, TRAINER, shape, torch.float32, False, "cpu",
+        2, 64, True,
     )  # fmt: skip
     return made._replace(**changes)
 
@@ -109,7 +123,7 @@ def test_the_operations_are_those_of_a_real_step(name: str, monkeypatch: pytest.
 
 def test_recomputation_keeps_less_and_computes_more() -> None:
     target = toys.target()
-    kept, again = (trace(job(target, "eagle", recompute=each)) for each in (False, True))
+    kept, again = (trace(job(target, "eagle", trainer=each)) for each in (TRAINER, RECOMPUTING))
     assert again.activations.total() < kept.activations.total()
     assert again.flops > kept.flops
 
@@ -128,8 +142,45 @@ def test_what_is_recomputed_is_what_a_run_recomputes() -> None:
         Loss(head, OBJECTIVE, compiled=False)(features, weight, None)[0].backward()
     with Counter() as extracted:
         target.features(token, document, head.feature_layers)
-    planned = trace(job(target, "eagle", recompute=True)).flops
+    planned = trace(job(target, "eagle", trainer=RECOMPUTING)).flops
     assert planned == pytest.approx(count.total - extracted.total, rel=0.02)
+
+
+def test_on_a_gpu_the_attention_keeps_the_keys_of_all_steps_side_by_side() -> None:
+    """The kernel's own inputs, at depth d those of d rows for each; blocks keep each row's once.
+
+    The keys as they were remain as well, since they were rotated in one tensor with the queries.
+    """
+    target, depths = toys.target(), OBJECTIVE.depths
+    config = replace(job(target, "eagle3").head, head_dim=128)  # so that its masks are little beside them
+    blocks, fused = (trace(job(target, "eagle3", head=config, device=device)) for device in ("cpu", "cuda"))
+    of_rows = 4 * 2 * (2 * 64) * target.embeddings.layer.num_kv_heads * 128  # keys and values of a step
+    kept = fused.activations.total() - blocks.activations.total()
+    assert kept == pytest.approx((depths * (depths + 1) / 2 - depths / 2) * of_rows, rel=0.02)
+
+
+@pytest.mark.parametrize(("device", "taken"), [("cpu", 2 * 700 * 40), ("cuda", 0)])
+def test_a_gpu_sums_the_lm_heads_gradient_without_a_product_beside_it(device: str, taken: int) -> None:
+    with FakeTensorMode(), path_of(device):
+        gradient = GradientSum(torch.empty(700, 40))
+        products = torch.empty(700, 3, dtype=torch.bfloat16), torch.empty(3, 40, dtype=torch.bfloat16)
+        with Shadow():
+            gradient.add(*products)
+        with Shadow() as shadow:
+            gradient.add(*products)
+    assert shadow.peak.total() == taken
+
+
+def test_an_optimiser_takes_what_its_step_takes() -> None:
+    """On a CPU AdamW makes a tensor after the other, and has that of the parameter before still; a fused one none."""
+    target = toys.target()
+    head: Any = toys.head("eagle3", target)
+    largest = sorted(4 * p.numel() for p in head.parameters())
+    on_cpu, on_cuda = (trace(job(target, "eagle3", device=device)).update for device in ("cpu", "cuda"))
+    assert 2 * largest[-1] < on_cpu.total() <= 2 * largest[-1] + largest[-2]
+    assert on_cuda.total() == 0
+    muon = trace(job(target, "eagle3", trainer=trainer("trainer.optimizer=muon"), device="cuda"))
+    assert muon.update.total() > 0
 
 
 def test_memory_grows_with_the_rows_alone() -> None:
@@ -177,7 +228,7 @@ def test_layers_lie_where_they_are_told_to() -> None:
 
 def test_a_group_holds_one_other_turn_beside_its_own_rows() -> None:
     layout = Layout("ddp", replace(HERE, placement="tensor_parallel"), 4, 1, 4, 4)
-    alone, found = (pass_stage(SHAPE, each, 64, 32, 2, 3) for each in (layout._replace(where=HERE), layout))
+    alone, found = (pass_stage(SHAPE, each, 64, 32, 2, 3, False) for each in (layout._replace(where=HERE), layout))
     assert found["features"] == found["features of another's turn"] == alone["features"]
     assert found["target: activations, mask"].total() <= alone["target: activations, mask"].total()
 
@@ -205,9 +256,11 @@ def test_a_placement_cuts_the_layers(placement: str, there: int, gathered: int, 
 
 
 def test_stages_do_not_add_up() -> None:
-    held = MemoryUse({"a": size(100, 10)}, {"one": {"x": size(50, 1)}, "two": {"y": size(5, 30), "z": size(1, 0)}})
-    assert held.peak(1000, 0.0, heap=False) == 1000 + 110 + 51
-    assert held.peak(1000, 1.0, heap=True) == 1000 + 100 + 50 + 2 * (10 + 30)
+    stages = {"one": {"x": size(50, 1)}, "two": {"y": size(5, 30), "z": size(1, 0)}}
+    held = MemoryUse(1000, {"a": size(100, 10)}, stages)
+    assert held.asked() == held.peak(0.0, heap=False) == 1000 + 110 + 51
+    assert held.peak(0.1, heap=False) == 1000 + round(1.1 * 161)
+    assert held.peak(1.0, heap=True) == 1000 + 110 + 50 + 2 * 30
 
 
 def test_the_products_of_a_pass_are_counted() -> None:

@@ -13,7 +13,7 @@ from benchmarks import planner
 from heads.common.resolvers import ROOT, register_resolvers
 from train.config import RunConfig, run_config
 from train.planning import shapes
-from train.planning.plan import GIB, SAFE, plan, sized
+from train.planning.plan import GIB, SAFE, plan, preset, sized
 from train.planning.table import advice, table
 
 VICUNA: dict[str, Any] = {"vocab_size": 32000, "tie_word_embeddings": False}
@@ -265,11 +265,45 @@ def test_every_experiment_fits_its_devices(experiment: str) -> None:
     assert found["gpu_hours"] > 0
 
 
+@pytest.fixture(scope="module")
+def process_bytes(tmp_path_factory: pytest.TempPathFactory) -> int:
+    return planner.process(tmp_path_factory.mktemp("process"))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama110m-eagle", "vocabulary128k-eagle3", "tiny-eagle"])
-def test_a_plan_is_near_the_memory_that_a_run_takes(name: str, tmp_path: Path) -> None:
-    planned, taken = planner.measure(name, tmp_path, planner.peak(["train/run.py"]))
-    assert planned == pytest.approx(taken, rel=0.15)
+@pytest.mark.parametrize("name", planner.CONFIGURATIONS)
+def test_a_plan_is_near_the_memory_that_a_run_takes(name: str, process_bytes: int, tmp_path: Path) -> None:
+    planned, taken = planner.measure(name, tmp_path, process_bytes)
+    assert planned == pytest.approx(taken, rel=0.1)
+
+
+@pytest.mark.slow
+def test_a_process_takes_what_a_cpu_is_said_to_take(process_bytes: int) -> None:
+    assert process_bytes == pytest.approx(preset("cpu").context_gb * GIB, rel=0.1)
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_plan_says_what_the_process_and_the_allocator_take() -> None:
+    words = "model=llama8b", "head=eagle3", "device=h100", *SMALL
+    found = plan(run(*words))
+    console = Console(width=120)
+    with console.capture() as shown:
+        console.print(table(run(*words), found))
+    device = found["devices"][0]
+    assert device.held.process == GIB
+    assert device.peak == pytest.approx(GIB + 1.08 * (device.held.asked() - GIB))
+    assert {"process", "allocator"} <= {line.split("│")[1].strip() for line in shown.get().splitlines() if "│" in line}
+
+
+def test_on_a_cpu_a_process_holds_what_lies_on_the_host_elsewhere() -> None:
+    """The checkpoint that is being written, with a running average, and code of products in bf16 if there are any."""
+    words = "head=eagle", "device=cpu", "model.device=cpu", "trainer.ema=0.9", *SMALL
+    found, exact = (plan(run(*words, *rest)) for rest in ((), ("trainer.precision=fp32", "model.dtype=float32")))
+    held = [each["devices"][0].held.resident for each in (found, exact)]
+    assert held[0]["a checkpoint that is being written"].total() == 16 * found["trained_parameters"]
+    assert "code of products in bf16" not in held[1]
+    assert found["host"] is None
+    assert "a checkpoint that is being written" in plan(run("head=eagle", "device=h100", *SMALL))["host"].resident
 
 
 AUTOMATIC = ("model=llama8b", "head=eagle", "device=h100", "data.length=64", "trainer.micro_tokens=null")

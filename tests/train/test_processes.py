@@ -35,6 +35,29 @@ print(faults() - before)
 """
 
 
+HOLES = """
+import torch
+from train.distributed.processes import keep_freed, release_freed
+
+def resident():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+keep_freed()
+blocks = [torch.ones(2**20) for _ in range(32)]
+del blocks[::2]
+before = resident()
+release_freed()
+print(before - resident())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="another allocator")
+def test_memory_between_live_blocks_is_given_back() -> None:
+    done = subprocess.run([sys.executable, "-c", HOLES], check=True, capture_output=True, text=True)
+    assert int(done.stdout) > 0.9 * 16 * 4 * 2**10
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="another allocator")
 def test_memory_that_is_freed_is_taken_again() -> None:
     done = subprocess.run([sys.executable, "-c", FRESH], check=True, capture_output=True, text=True)

@@ -4,6 +4,7 @@ check.py   checks of a run by its configuration, the file system and the target'
 plan.py    the plan of plan=true: its device, memory, disk, operations, hours
 memory.py  memory of a process for head and target, by strategy and placement
 trace.py   memory and operations of a head's micro-batch, traced on fake tensors
+path.py    the path that these take on a device
 shapes.py  a target's shape from its configuration alone
 table.py   a plan as tables for the terminal, with overrides that make the run fit
 """

@@ -1,7 +1,8 @@
 """Estimate the memory of a process from sizes: the head's by its strategy, the target's by its placement.
 
-A device holds the resident tensors, and beside them those of its largest stage: the target's forward pass, the head's
-step, the optimiser, a measurement of τ, the final evaluation. Stages follow each other, so they never add up.
+A device holds what a process takes before it loads anything, the resident tensors, and beside them those of its largest
+stage: the target's forward pass, the head's step, the optimiser, a measurement of τ, writing the head, the final
+evaluation. Stages follow each other, so they never add up.
 """
 
 from collections import Counter
@@ -15,6 +16,7 @@ from train.distributed.strategy import BUCKET
 from train.planning.shapes import TargetShape
 from train.planning.trace import NONE, Size, Trace, blocks, times
 
+COMPILED = 140 * 2**20  # bytes of oneDNN's code for products in bf16, once its cache is full: measured
 AHEAD = 2  # layers of a target that are whole on a device at once when they are gathered or streamed
 
 
@@ -56,23 +58,35 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """The memory of a device or a node: resident sizes by name, and temporary sizes by stage and name."""
+    """The memory of a device or a node.
 
+    Attributes:
+        process: bytes that a process takes before it loads anything.
+        resident: sizes by name.
+        stages: temporary sizes by stage and name.
+    """
+
+    process: int
     resident: dict[str, Size]
     stages: dict[str, dict[str, Size]]
 
-    def peak(self, base: int | float, slack: float, heap: bool) -> int:
-        """Return the peak in bytes, above the `base` that a process takes before it loads anything.
+    def asked(self) -> int:
+        """Return the bytes that are asked for at once at most."""
+        stages = [sum(size.total() for size in sizes.values()) for sizes in self.stages.values()]
+        return self.process + sum(size.total() for size in self.resident.values()) + max(stages, default=0)
+
+    def peak(self, slack: float, heap: bool) -> int:
+        """Return the peak in bytes.
 
         `slack` is the allocator's overhead, as a fraction of the requested bytes. With `heap` it is glibc's allocator,
-        which keeps small blocks and returns large ones: each kind's own peak then counts.
+        which keeps small temporary blocks and leaves holes between them, and returns large ones: each kind's own peak
+        then counts.
         """
-        resident = sum(self.resident.values(), NONE)
-        stages = [sum(sizes.values(), NONE) for sizes in self.stages.values()]
         if not heap:
-            return round(base + (1 + slack) * (resident.total() + max((size.total() for size in stages), default=0)))
-        most = reduce(or_, stages, NONE)
-        return round(base + resident["large"] + most["large"] + (1 + slack) * (resident["small"] + most["small"]))
+            return round(self.process + (1 + slack) * (self.asked() - self.process))
+        most = reduce(or_, (sum(sizes.values(), NONE) for sizes in self.stages.values()), NONE)
+        resident = sum(size.total() for size in self.resident.values())
+        return round(self.process + resident + most["large"] + (1 + slack) * most["small"])
 
 
 def head_state(trace: Trace, layout: Layout, muon: bool, averaged: bool) -> dict[str, Size]:
@@ -130,13 +144,17 @@ def target_state(
 
 
 def pass_stage(
-    shape: TargetShape, layout: Layout, tokens: int, length: int, item: int, features: int
+    shape: TargetShape, layout: Layout, tokens: int, length: int, item: int, features: int, several: bool
 ) -> dict[str, Size]:
-    """Return the memory of the target's forward pass; a tensor-parallel group runs its processes' rows in turn."""
+    """Return the memory of the target's forward pass; a tensor-parallel group runs its processes' rows in turn.
+
+    Where a step has `several` micro-batches, the features of the one before are there until the pass has ended.
+    """
     working = shape.working(tokens, length, item, features, layout.shared)
     output = features_size(shape, tokens, item, features)
     sizes = {"target: activations, mask": blocks(working, tokens * item * shape.width), "features": output}
-    return sizes | ({"features of another's turn": output} if layout.shared > 1 else {})
+    others = {"features of another's turn": layout.shared > 1, "features of the micro-batch before": several}
+    return sizes | {name: output for name, there in others.items() if there}
 
 
 def features_size(shape: TargetShape, tokens: int, item: int, features: int) -> Size:
@@ -145,28 +163,21 @@ def features_size(shape: TargetShape, tokens: int, item: int, features: int) -> 
     return blocks(row * features) + blocks(row)
 
 
-def head_stage(trace: Trace, features: Size, accumulates: bool, noise: bool, heap: bool) -> dict[str, Size]:
+def head_stage(trace: Trace, features: Size, copy: Size, accumulates: bool, heap: bool) -> dict[str, Size]:
     """Return the memory of the head's step above its resident state.
 
-    Gradients are resident where a step `accumulates` them over micro-batches; noise takes the features' size again.
+    Gradients are resident where a step `accumulates` them over micro-batches; `copy` is that of features with noise, or
+    in the head's dtype.
     """
     peak, activations, gradients = trace.peak, trace.activations, NONE if accumulates else trace.weights
     if not heap:
         peak = Counter(large=trace.most)
         activations, gradients = (Counter(large=size.total()) for size in (activations, gradients))
     return {
-        "features": times(features, 2 if noise else 1),
+        "features": features + copy,
         "head: activations": activations,
         "loss: logits chunks, gradients": peak - gradients - activations,
     }
-
-
-def optimizer_stage(trace: Trace, muon: bool, heap: bool) -> dict[str, Size]:
-    """Return the memory of the optimiser's step: two temporary tensors for a parameter at a time.
-
-    AdamW takes none on a GPU, where it is fused.
-    """
-    return {"optimiser: update": times(blocks(trace.largest), 2 if heap or muon else 0)}
 
 
 def measure_stage(
@@ -183,3 +194,11 @@ def measure_stage(
         ),  # a buffer doubles when it is full
         "τ: pass over a prompt": blocks(shape.working(tokens, tokens, item, trace.feature_layers, layout.shared)),
     }
+
+
+def write_stage(trace: Trace) -> dict[str, Size]:
+    """Return the host's memory while the head is written: its weights, a head of them, and the file, in fp32 each.
+
+    The gradients are gone by then, and count as resident.
+    """
+    return {"head: weights, a copy of it, its file": trace.weights + trace.weights}

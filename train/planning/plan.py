@@ -23,7 +23,7 @@ from train.planning import memory
 from train.planning.check import reads_target
 from train.planning.memory import Layout, MemoryUse
 from train.planning.shapes import QUANTIZED, TargetShape, configuration, target_shape
-from train.planning.trace import Job, Trace, trace
+from train.planning.trace import NONE, Job, Size, Trace, blocks, times, trace
 from train.start import AUTO, CHECKPOINT, LAST_LAYER, check_copied
 
 GIB = 2**30
@@ -39,6 +39,7 @@ class PlanInputs(NamedTuple):
     run: RunConfig
     device: DeviceConfig
     shape: TargetShape
+    job: Job
     traced: Trace
     layout: Layout
     item: int  # bytes of a value of the target
@@ -150,12 +151,11 @@ def plan_inputs(run: RunConfig) -> PlanInputs:
     rows = min(mine, max(1, run.trainer.micro_tokens // length))
     micro = -(-mine // rows)
     job = Job(
-        run.head, run.peft, run.objective, shape, dtype, bf16, str(device.type), rows, length,
-        run.trainer.recompute, micro > 1,
-    )  # fmt: skip
+        run.head, run.peft, run.objective, run.trainer, shape, dtype, bf16, str(device.type), rows, length, micro > 1
+    )
     weight_bytes = QUANTIZED.get(run.model.quantize or "", dtype.itemsize)
     layers = int(weight_bytes * shape.inner) if reads_target(run) else 0
-    return PlanInputs(run, device, shape, trace(job), layout, dtype.itemsize, rows, micro, layers)
+    return PlanInputs(run, device, shape, job, trace(job), layout, dtype.itemsize, rows, micro, layers)
 
 
 def _check_placed(run: RunConfig, layout: Layout, device: str) -> None:
@@ -179,16 +179,24 @@ def device_use(inputs: PlanInputs, main: bool, number: int) -> MemoryUse:
     tokens, length = inputs.rows * run.data.length, run.data.length
     target, gathered, _ = memory.target_state(shape, layout, inputs.layers, inputs.item, number)
     muon = run.trainer.optimizer == "muon"
-    features = memory.features_size(shape, tokens, inputs.item, traced.feature_layers)
+    own = inputs.item if inputs.job.autocast else 4  # bytes of a value of the features as the head reads them
+    features, copy = (memory.features_size(shape, tokens, item, traced.feature_layers) for item in (inputs.item, own))
+    copied = run.objective.noise > 0 or own != inputs.item
+    several, heap = inputs.micro > 1, inputs.heap
     resident = target | memory.head_state(traced, layout, muon, run.trainer.ema > 0)
     stages = {
-        "head's step": memory.head_stage(traced, features, inputs.micro > 1, run.objective.noise > 0, inputs.heap),
-        "optimiser": memory.optimizer_stage(traced, muon, inputs.heap),
+        "head's step": memory.head_stage(traced, features, copy if copied else NONE, several, heap),
+        "optimiser": {"optimiser: update": traced.update},
     }
+    if heap:  # what lies on the host elsewhere
+        resident |= host_state(inputs)
+        if inputs.job.autocast or inputs.item == 2:
+            resident["code of products in bf16"] = Counter(large=memory.COMPILED)
+        stages["writing the head"] = memory.write_stage(traced)
     whole = {"target: gathered layers": Counter(large=gathered)} if gathered else {}
     if inputs.layers and run.features.runs_target:
         stages["target's pass"] = whole | memory.pass_stage(
-            shape, layout, tokens, length, inputs.item, traced.feature_layers
+            shape, layout, tokens, length, inputs.item, traced.feature_layers, several
         )
     if (main or layout.where.together) and run.trainer.eval_prompts and inputs.layers:
         reach = length + run.trainer.eval_tokens
@@ -196,23 +204,28 @@ def device_use(inputs: PlanInputs, main: bool, number: int) -> MemoryUse:
     if main and run.eval.prompts:
         again = int(QUANTIZED.get(run.model.quantize or "", 4) * shape.inner) + 4 * shape.embeddings
         stages["final evaluation"] = {"target again, in fp32": Counter(large=again)}
-    return MemoryUse(resident, stages)
+    return MemoryUse(round(inputs.device.context_gb * GIB), resident, stages)
 
 
 def host_use(inputs: PlanInputs) -> MemoryUse:
     """Return the use of a node's host memory beside its devices."""
-    run, layout = inputs.run, inputs.layout
+    layout = inputs.layout
     _, _, offloaded = memory.target_state(inputs.shape, layout, inputs.layers, inputs.item)
-    tokens = run.trainer.steps * run.trainer.batch_tokens
-    snapshot = round(state_bytes(inputs) / layout.nodes)
-    resident = {
-        "processes": Counter(large=round(HOST_BASE * GIB * layout.processes)),
-        "data, if no row comes twice": Counter(large=ROW_BYTES * tokens * layout.processes),
-        "a checkpoint that is being written": Counter(large=snapshot),
-    }
+    held = {name: times(size, layout.processes) for name, size in host_state(inputs).items()}
     if offloaded:
-        resident["target: layers"] = Counter(large=offloaded * layout.processes)
-    return MemoryUse(resident, {})
+        held["target: layers"] = Counter(large=offloaded * layout.processes)
+    return MemoryUse(round(HOST_BASE * GIB * layout.processes), held, {})
+
+
+def host_state(inputs: PlanInputs) -> dict[str, Size]:
+    """Return what lies in a process's host memory beside itself; checkpoints are shared among all processes."""
+    run = inputs.run
+    return {
+        "data, if no row comes twice": blocks(ROW_BYTES * run.trainer.steps * run.trainer.batch_tokens),
+        "a checkpoint that is being written": times(
+            inputs.traced.weights, state_bytes(inputs) / (4 * inputs.traced.trained * inputs.layout.world)
+        ),
+    }
 
 
 def state_bytes(inputs: PlanInputs) -> int:
@@ -225,17 +238,17 @@ def device_memories(inputs: PlanInputs) -> list[DeviceMemory]:
     """Return the memory of every device of every node."""
     device, layout = inputs.device, inputs.layout
     capacity, memories = round(float(device.memory_gb or 0) * GIB), []
-    base = device.context_gb * GIB
     for node in range(layout.nodes):
         for process in range(layout.processes):
             held = device_use(inputs, node == process == 0, process)
-            peak = held.peak(base, device.slack, inputs.heap)
+            peak = held.peak(device.slack, inputs.heap)
             room = capacity // layout.processes if inputs.heap else capacity
             memories.append(DeviceMemory(node, process, held, peak, room))
         beyond = layout.devices if layout.placement == DEVICE_MAP and not inputs.heap else []
         for spare in (number for number in beyond if number >= layout.processes):
-            held = MemoryUse({"target: layers": Counter(large=round(inputs.layers * layout.mapped(spare)))}, {})
-            memories.append(DeviceMemory(node, spare, held, held.peak(base, device.slack, False), capacity))
+            layers = Counter(large=round(inputs.layers * layout.mapped(spare)))
+            held = MemoryUse(round(device.context_gb * GIB), {"target: layers": layers}, {})
+            memories.append(DeviceMemory(node, spare, held, held.peak(device.slack, False), capacity))
     return memories
 
 

@@ -52,9 +52,9 @@ def table(run: RunConfig, planned: dict[str, Any]) -> Group:
     for names, memory in _grouped(planned["devices"]):
         fit = "fits" if memory.fits else "does NOT fit"
         title = f"{names}: {gib(memory.peak)} of {gib(memory.capacity)}, {fit}"
-        parts.append(_memory_table(title, memory.held))
+        parts.append(_memory_table(title, memory.held, memory.peak))
     if planned["host"] is not None:
-        parts.append(_memory_table("host memory of each node", planned["host"]))
+        parts.append(_memory_table("host memory of each node", planned["host"], planned["host"].asked()))
     return Group(*parts, *(["it fits"] if planned["fits"] else _remedies(advice(run, planned))))
 
 
@@ -90,14 +90,17 @@ def _grouped(devices: list[DeviceMemory]) -> Iterator[tuple[str, DeviceMemory]]:
         yield ", ".join(names), group[0]
 
 
-def _memory_table(title: str, use: MemoryUse) -> Table:
+def _memory_table(title: str, use: MemoryUse, peak: int) -> Table:
     shown = _table(title)
+    shown.add_row("process", gib(use.process))
     for name, size in use.resident.items():
         shown.add_row(name, gib(size.total()))
     for stage, sizes in use.stages.items():
         shown.add_row(f"while: {stage}", gib(sum(size.total() for size in sizes.values())), style="bold")
         for name, size in sizes.items():
             shown.add_row(f"  {name}", gib(size.total()))
+    if peak > use.asked():
+        shown.add_row("allocator", gib(peak - use.asked()))
     return shown
 
 

@@ -1,8 +1,9 @@
 """Trace a head's micro-batch on fake tensors: its memory and floating-point operations.
 
-The head's own code runs on torch's fake tensors, which have shapes and no values: unroll, loss and backward pass. So a
-plan holds for every head, option and recomputation, and there is no formula beside the code that could go stale. Sizes
-that depend on values are taken at their largest: every row is trained.
+The head's own code runs on torch's fake tensors, which have shapes and no values: unroll, loss, backward pass and
+optimiser. So a plan holds for every head, option and recomputation, and there is no formula beside the code that could
+go stale. They are a CPU's, since torch has no others without the device; where a run takes another path on its own
+device, so do they (`path.py`). Sizes that depend on values are taken at their largest: every row is trained.
 """
 
 import weakref
@@ -21,9 +22,12 @@ from heads import HEADS
 from heads.base import Features, LayerShape
 from heads.modules.layers import Recomputing
 from heads.modules.rope import Rotary
+from train import optim
 from train.adapt import adapt
+from train.config import TrainerConfig
 from train.distributed.processes import LARGE
 from train.objective import Chunk, Pick, chunk_rows, objective
+from train.planning.path import path_of
 from train.planning.shapes import TargetShape
 from train.tracking.flops import Flops
 
@@ -87,6 +91,8 @@ class Shadow(TorchDispatchMode):
                 self.count(leaf.untyped_storage(), NONE)
         if func is torch.ops.aten._local_scalar_dense.default:
             out: Any = 1
+        elif func is torch.ops.aten.addmm.dtype_out:  # which torch has for CUDA alone
+            out = kwargs["out"]
         else:
             out = func(*args, **(kwargs or {}))
         for result in out if isinstance(out, tuple | list) else (out,):
@@ -115,13 +121,13 @@ class Job(NamedTuple):
     head: Any
     peft: Any
     objective: Any
+    trainer: TrainerConfig
     shape: TargetShape
     dtype: torch.dtype
     autocast: bool
     device: str
     rows: int
     length: int
-    recompute: bool
     accumulates: bool
 
 
@@ -133,11 +139,11 @@ class Trace(NamedTuple):
     frozen: int
     feature_layers: int  # of the target, that the head reads
     weights: Size  # of the trained parameters in fp32
-    largest: int  # bytes of the largest of them
     vectors: int  # parameters whose state Muon does not halve
     activations: Size  # that the unrolling keeps for the backward pass
     peak: Size  # of each kind of block, gradients included unless an earlier micro-batch allocated them
     most: int  # peak of both kinds together
+    update: Size  # peak of the optimiser's step, above its state
     flops: int  # of forward and backward pass
 
 
@@ -148,52 +154,89 @@ def trace(job: Job) -> Trace:
     """Return the trace of one micro-batch; traces are cached, and a head that does not fit the target is refused."""
     key = repr(job)  # configurations are not hashable
     if key not in _traced:
-        _traced[key] = _run_trace(job)
+        with path_of(job.device):
+            _traced[key] = _run_trace(job)
     return _traced[key]
 
 
-def _run_trace(job: Job) -> Trace:
-    config, shape = job.objective, job.shape
-    tokens = job.rows * job.length
-    anchored = 1.0 if config.anchors is None else min(1.0, config.anchors / job.length)
-    used = min(tokens, round(tokens * anchored * config.depths)) if anchored < 1 else tokens
+class Inputs(NamedTuple):
+    """The inputs of a micro-batch, without values."""
+
+    features: Features
+    weight: Tensor
+    anchors: Tensor | None
+    chunks: list[Chunk]
+
+
+def head_of(job: Job) -> tuple[Any, int]:
+    """Return a head on the meta device, and its number of parameters without adapters."""
+    shape = job.shape
     with torch.device("meta"):
         embeddings = Embeddings(shape.width, shape.vocab, shape.layers, shape.layer, job.dtype)
         head: Any = HEADS[job.head.name](job.head, embeddings)
         whole = sum(p.numel() for p in head.parameters())
         adapt(head, job.peft)
+    return head, whole
+
+
+def inputs_of(job: Job, head: Any) -> Inputs:
+    """Move a head from the meta device to fake tensors, and return a micro-batch for it, whose rows are all trained."""
+    config = job.objective
+    tokens = job.rows * job.length
+    anchored = 1.0 if config.anchors is None else min(1.0, config.anchors / job.length)
+    used = min(tokens, round(tokens * anchored * config.depths)) if anchored < 1 else tokens
     size = min(used, chunk_rows(head, job.device, config.depths * tokens))
+    head.embeddings.weight = torch.empty(head.embeddings.weight.shape, dtype=job.dtype)
+    _materialise(head)
+    for module in head.modules():
+        if isinstance(module, Recomputing):
+            module.recompute = job.trainer.recompute
+    sizes = [min(size, used - begin) for begin in range(0, used, size)]
+    chunks = [_chunk(each, round(each * anchored), config.depths) for each in sizes]
+    return Inputs(*_batch(job, len(head.feature_layers), anchored), chunks)
+
+
+def _run_trace(job: Job) -> Trace:
+    config, shape = job.objective, job.shape
+    head, whole = head_of(job)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        embeddings.weight = torch.empty(embeddings.weight.shape, dtype=job.dtype)
-        _materialise(head)
-        for module in head.modules():
-            if isinstance(module, Recomputing):
-                module.recompute = job.recompute
+        features, weight, anchors, chunks = inputs_of(job, head)
         trained = [p for p in head.parameters() if p.requires_grad]
         if job.accumulates:
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter)
-        features, weight, anchors = _batch(job, len(head.feature_layers), anchored)
-        count = min(CHUNKS, used // size)
-        chunks = [_chunk(size, round(size * anchored), config.depths) for _ in range(count)]
+        some = chunks[:CHUNKS]
         counting: Any = Flops  # a dispatch mode is a context of an untyped kind
         shadow = Shadow()
         with shadow, counting() as counter, torch.autocast("cpu", torch.bfloat16, enabled=job.autocast):
             drafts = head.unroll(features, config.depths, anchors)
             activations, before = shadow.live, counter.total
-            loss, sums = objective(head, drafts, features, weight, config, chunks)
+            loss, sums = objective(head, drafts, features, weight, config, some)
             loss_flops = counter.total - before
             del drafts, sums
             with torch.autocast("cpu", enabled=False):
                 loss.backward()
+        update = _updated(head, job.trainer)
     sizes = [4 * p.numel() for p in trained]
     vocabulary = {shape.vocab} if head.vocab is None else {shape.vocab, len(head.vocab.ids)}
+    share = sum(len(chunk.teacher) for chunk in chunks) / sum(len(chunk.teacher) for chunk in some)
     return Trace(
         whole, sum(sizes) // 4, sum(p.numel() for p in head.parameters()) - sum(sizes) // 4, len(head.feature_layers),
-        sum(map(blocks, sizes), NONE), max(sizes),
+        sum(map(blocks, sizes), NONE),
         sum(p.numel() for p in trained if p.ndim != 2 or p.shape[0] in vocabulary),
-        activations, shadow.peak, shadow.most, round(counter.total - loss_flops + loss_flops * (used / (count * size))),
+        activations, shadow.peak, shadow.most, update,
+        round(counter.total + loss_flops * (share - 1)),
     )  # fmt: skip
+
+
+def _updated(head: Any, trainer: TrainerConfig) -> Size:
+    """Return the peak of an optimiser's second step, which finds its state."""
+    moved = optim.optimizer(head, trainer)
+    with Shadow():
+        moved.step()
+    with Shadow() as shadow:
+        moved.step()
+    return shadow.peak
 
 
 def _chunk(teachers: int, trained: int, depths: int) -> Chunk:

@@ -1,0 +1,107 @@
+"""The estimate of a training step: its arithmetic by hand, and what it counts of a toy."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.nn import functional
+from transformers import LlamaConfig
+
+from benchmarks import h100_estimate as estimate
+from benchmarks import training_kernels as counted
+from benchmarks.h100_estimate import BANDWIDTH, KERNEL, LAUNCH, PRODUCTS, READ
+from benchmarks.training_kernels import Kernel, Kernels
+from tests import toys
+from tests.train.test_memory import OBJECTIVE, job
+from train.planning.trace import trace
+
+SMALL = Kernel(counted.SMALL, 0, 8)
+
+
+def test_a_kernel_takes_its_products_or_its_bytes() -> None:
+    assert estimate.device_seconds(SMALL) == KERNEL
+    assert estimate.device_seconds(Kernel("", int(PRODUCTS), int(BANDWIDTH / 2))) == 1
+    assert estimate.device_seconds(Kernel("", int(PRODUCTS), int(3 * BANDWIDTH))) == 3
+
+
+def test_a_step_takes_what_host_and_device_take_beside_each_other() -> None:
+    """The host is the slower one of small kernels, and is far ahead while a large one runs."""
+    large = Kernel("", int(PRODUCTS), 0)
+    assert estimate.step_seconds([SMALL] * 10) == pytest.approx(10 * LAUNCH + KERNEL + READ)
+    assert estimate.step_seconds([large, *[SMALL] * 10]) == pytest.approx(LAUNCH + 1 + 10 * KERNEL + READ)
+    assert estimate.step_seconds([*[SMALL] * 10, large]) == pytest.approx(11 * LAUNCH + 1 + READ)
+
+
+def test_the_table_adds_up() -> None:
+    kernels = [Kernel(counted.TARGET, int(PRODUCTS), int(1e9)), Kernel(counted.LOSS, 0, int(2 * BANDWIDTH))]
+    lines = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:]] for line in
+             estimate.training_table(kernels, 3000)}  # fmt: skip
+    assert lines[counted.TARGET][:4] == ["1", "1", "620.0", "1,000"]
+    assert lines[counted.LOSS][:4] == ["1", "5,700", "0.0", "2,000"]
+    assert lines[counted.ATTEND][:4] == ["0", "0", "0.0", "0"]
+    launches, moved, flops, step = lines["**step**"][:4]
+    assert (launches, moved, flops) == ("2", "5,701", "620.0")
+    assert re.match(r"\*\*3,000: 1,000 tokens/s, MFU 21%\*\*", step)
+
+
+def test_bytes_and_operations_are_those_of_the_shapes() -> None:
+    with FakeTensorMode():
+        a, b = torch.empty(4, 8), torch.empty(8, 16)
+        table, index = torch.empty(1000, 8), torch.zeros(5, dtype=torch.long)
+        with Kernels() as kernels, kernels.within("x"):
+            (a @ b).view(2, -1)
+            a.add_(1)
+            a[0].expand(7, 8) + 1
+            functional.embedding(index, table)
+            torch.empty(3)
+    expected = [
+        (2 * 4 * 8 * 16, 4 * (32 + 128 + 64)), (0, 4 * (32 + 32)), (0, 4 * (32 + 56)), (0, 2 * 4 * 40)
+    ]  # fmt: skip
+    assert [kernel[1:] for kernel in kernels.noted] == expected
+
+
+@pytest.fixture(scope="module")
+def kernels() -> dict[str, list[Kernel]]:
+    target = toys.target()
+    one = job(target, "eagle3", device="cuda", autocast=True, dtype=torch.bfloat16, accumulates=False)
+    one = one._replace(head=replace(one.head, head_dim=16))
+    step, update = counted.head_kernels(one)
+    config = LlamaConfig(**toys.SIZES)
+    return {"step": step, "update": update, "target": counted.target_kernels(config, one, (0, 2), 64)}
+
+
+def parts(noted: list[Kernel]) -> set[str]:
+    return {kernel.part for kernel in noted}
+
+
+def test_every_kernel_of_a_step_has_a_part(kernels: dict[str, list[Kernel]]) -> None:
+    assert parts(kernels["step"] + kernels["update"] + kernels["target"]) == {*estimate.TRAINING}
+    assert parts(kernels["target"]) == {counted.TARGET}
+    assert len(kernels["update"]) == 4  # of matrices and of vectors, the steps and a fused kernel
+
+
+def test_attention_is_a_kernel_a_depth_and_another_for_its_gradient(kernels: dict[str, list[Kernel]]) -> None:
+    fused = [kernel for kernel in kernels["step"] if kernel.part == counted.ATTEND and kernel.flops]
+    assert len(fused) == 2 * OBJECTIVE.depths
+    assert sum(bool(kernel.flops) for kernel in kernels["target"]) == 3 * (7 + 1)
+
+
+def test_the_products_are_those_of_the_trace(kernels: dict[str, list[Kernel]]) -> None:
+    one = job(toys.target(), "eagle3", device="cuda", autocast=True, dtype=torch.bfloat16, accumulates=False)
+    planned = trace(one._replace(head=replace(one.head, head_dim=16))).flops
+    assert sum(kernel.flops for kernel in kernels["step"]) == pytest.approx(planned, rel=0.01)
+
+
+def test_launches_do_not_depend_on_the_vocabulary(kernels: dict[str, list[Kernel]]) -> None:
+    one: Any = job(toys.target(), "eagle3", device="cuda", autocast=True, dtype=torch.bfloat16, accumulates=False)
+    wide = one._replace(head=replace(one.head, head_dim=16), shape=replace(one.shape, vocab=50_000))
+    assert len(counted.head_kernels(wide)[0]) == len(kernels["step"])
+
+
+def test_a_view_moves_what_lies_behind_it() -> None:
+    x: Tensor = torch.empty(1, 8)
+    assert counted.size(x.expand(100, 8)) == counted.size(x) == 32
