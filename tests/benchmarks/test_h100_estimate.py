@@ -46,6 +46,7 @@ def test_the_table_adds_up() -> None:
     launches, moved, flops, step = lines["**step**"][:4]
     assert (launches, moved, flops) == ("2", "5,701", "620.0")
     assert re.match(r"\*\*3,000: 1,000 tokens/s, MFU 21%\*\*", step)
+    assert lines["features given"][3] == "2,000: 1,500 tokens/s"
 
 
 def test_bytes_and_operations_are_those_of_the_shapes() -> None:
