@@ -208,8 +208,8 @@ class TargetModel:
         if self.placed.group is None:
             return self.own_features(token, document, layers, spans)
 
-        def turn(token: Tensor, document: Tensor, known: Tensor) -> Features:
-            return self.own_features(token, document, layers, spans_of(known))
+        def turn(token: Tensor, document: Tensor, on_host: Tensor) -> Features:
+            return self.own_features(token, document, layers, spans_of(on_host))
 
         return by_turns(self.placed.group, turn, token, document)
 

@@ -141,10 +141,10 @@ def by_turns(group: distributed.ProcessGroup, run: Rows, token: Tensor, document
     sizes = [rows * length for rows, length in shapes]
     padded = functional.pad(torch.stack([token, document]).flatten(1), (0, max(sizes) - token.numel()))
     turns = torch.stack(_gathered(group, padded))
-    known = turns[:, 1].cpu()
+    on_host = turns[:, 1].cpu()
     for turn, (size, form) in enumerate(zip(sizes, shapes, strict=True)):
         token, document = turns[turn, :, :size].unflatten(1, form)
-        result = run(token, document, known[turn, :size].view(form))
+        result = run(token, document, on_host[turn, :size].view(form))
         if turn == mine:
             own_result = result
         del result  # else it would stand beside what the next turn makes

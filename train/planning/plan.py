@@ -179,9 +179,9 @@ def device_use(inputs: PlanInputs, main: bool, number: int) -> MemoryUse:
     tokens, length = inputs.rows * run.data.length, run.data.length
     target, gathered, _ = memory.target_state(shape, layout, inputs.layers, inputs.item, number)
     muon = run.trainer.optimizer == "muon"
-    own = inputs.item if inputs.job.autocast else 4  # bytes of a value of the features as the head reads them
-    features, copy = (memory.features_size(shape, tokens, item, traced.feature_layers) for item in (inputs.item, own))
-    copied = run.objective.noise > 0 or own != inputs.item
+    value = inputs.item if inputs.job.autocast else 4  # bytes of a value of the features as the head reads them
+    features, copy = (memory.features_size(shape, tokens, item, traced.feature_layers) for item in (inputs.item, value))
+    copied = run.objective.noise > 0 or value != inputs.item
     several, heap = inputs.micro > 1, inputs.heap
     resident = target | memory.head_state(traced, layout, muon, run.trainer.ema > 0)
     stages = {

@@ -192,7 +192,7 @@ def inputs_of(job: Job, head: Any) -> Inputs:
         if isinstance(module, Recomputing):
             module.recompute = job.trainer.recompute
     sizes = [min(size, used - begin) for begin in range(0, used, size)]
-    chunks = [_chunk(each, round(each * anchored), config.depths) for each in sizes]
+    chunks = [_chunk(rows, round(rows * anchored), config.depths) for rows in sizes]
     return Inputs(*_batch(job, len(head.feature_layers), anchored), chunks)
 
 
