@@ -27,9 +27,9 @@ from heads.modules.attention import KeyValue, attend_rows
 from heads.modules.fusion import DFLASH_LAYERS, Fusion, chosen_layers
 from heads.modules.kv_cache import KVCache
 from heads.modules.layers import Block as Layer
-from heads.modules.layers import RMSNorm, masked_attention
+from heads.modules.layers import RMSNorm
 from heads.modules.rope import Rope
-from heads.modules.slots import at_rows, behind
+from heads.modules.slots import at_rows, behind, behind_roots
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
 from heads.rows import last_valid
 
@@ -149,11 +149,6 @@ class Block(nn.Module):
             for depth in range(1, depths + 1)
         ]
 
-    def _block_mask(self, device: torch.device) -> Bool[Tensor, "S S"]:
-        """Return which slots of its block each slot sees."""
-        every = torch.ones(self.size, self.size, dtype=torch.bool, device=device)
-        return every.tril() if self.config.causal else every
-
     def _draft(self, features: Features, state: Tensor, chosen: Int[Tensor, "B n"], depth: int) -> Draft:
         """Return one depth's states at the rows that they were drafted from."""
         token = rows.drafted_token(features.token, depth).gather(1, chosen)
@@ -173,14 +168,8 @@ class Block(nn.Module):
         for i, pair in enumerate(self.context(features.hidden, new, cache.longest)):
             cache.append(i, *pair, new)
         cache.length[: len(token)] += token.shape[1] if count is None else count
-        length, root = cache.length[: len(token)], last_valid(token, count)
-        position = length[:, None] + torch.arange(self.size, device=token.device)
-        block = self._block_mask(token.device).expand(len(token), -1, -1)
-        sees = torch.cat([cache.sees(position, length - 1), block], -1)
-
-        def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return masked_attention(query, *cache.draft(i, key, value, 0), sees)
-
+        position, attend = behind_roots(cache, len(token), self.size, causal=self.config.causal)
+        root = last_valid(token, count)
         x = self.slots(root).flatten(1, 2)
         for i, layer in enumerate(self.layers):
             x = layer(x, position, cache.longest + self.size, partial(attend, i))

@@ -24,8 +24,7 @@ from heads.eagle3 import Eagle3
 from heads.modules import autoregressive
 from heads.modules.attention import KeyValue, attend_rows, pattern
 from heads.modules.kv_cache import KVCache
-from heads.modules.layers import masked_attention
-from heads.modules.slots import at_rows, behind
+from heads.modules.slots import at_rows, behind, behind_roots
 
 
 class PEagle(Eagle3):
@@ -111,16 +110,9 @@ class PEagle(Eagle3):
         cache = KVCache(len(token), self.config.length, token.device) if state is None else state
         new, start = cache.begin(token.shape[1], len(token)), self.begin(features)
         _, read = autoregressive.commit(self, cache, start, token, new, count)
-        slots, length = self.max_depth - 1, cache.length[: len(token)]
-        states = rows.last_valid(read, count)
+        slots, states = self.max_depth - 1, rows.last_valid(read, count)
         if slots:
-            position = length[:, None] + torch.arange(slots, device=token.device)
-            block = torch.ones(slots, slots, dtype=torch.bool, device=token.device).tril()
-            sees = torch.cat([cache.sees(position, length - 1), block.expand(len(token), -1, -1)], -1)
-
-            def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-                return masked_attention(query, *cache.draft(i, key, value, 0), sees)
-
+            position, attend = behind_roots(cache, len(token), slots, causal=True)
             drafted = self.slots(position, cache.longest + slots, [partial(attend, i) for i in range(self.attentions)])
             states = torch.cat([states, drafted], 1)
         return cache, self._level(states, 1, 1)

@@ -6,7 +6,7 @@ split_keys.py      masked attention split over its keys, where the device needs 
 layers.py          the decoder layer that heads share, and compiling a head's
 flex.py            the same attention as the next file's in one kernel of a device, and its mask
 attention.py       training-time-test attention over packed sequences: exact, block-wise, in linear memory
-slots.py           mask slots behind anchor rows in training, and the rows that they attend to
+slots.py           mask slots behind anchor rows in training and behind roots, and what they attend to
 autoregressive.py  unroll, extend and expand of heads that draft one token after another
 kv_cache.py        the head's KV cache of verified rows, and how far back it looks
 fusion.py          fusing the hidden states of several target layers into one

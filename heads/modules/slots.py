@@ -1,5 +1,6 @@
-"""Mask slots in training: a block of them behind each anchor row, and the rows that they attend to."""
+"""Mask slots: a block of them behind each anchor row in training, or behind each root, and what they attend to."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor
 
 from heads import rows
 from heads.modules.attention import Pattern
+from heads.modules.kv_cache import KVCache
+from heads.modules.layers import masked_attention
 
 
 class Slots(NamedTuple):
@@ -52,3 +55,26 @@ def at_rows(state: Float[Tensor, "B n X"], anchor: Int[Tensor, "B n"], length: i
     """Return states of anchors at their rows of T = `length`, zeros at the others."""
     full = state.new_zeros(len(state), length, state.shape[-1])
     return full.scatter(1, anchor[..., None].expand_as(state), state)
+
+
+def behind_roots(
+    cache: KVCache, sequences: int, size: int, *, causal: bool
+) -> tuple[Int[Tensor, "B S"], Callable[..., Tensor]]:
+    """Return the positions of slots behind the newest rows of a cache, and their attention, given a layer's number.
+
+    Args:
+        cache: the head's KV cache, to which the slots' keys and values are added as drafted rows.
+        sequences: B, the first ones of the cache.
+        size: slots behind each root.
+        causal: whether a slot sees no later slots.
+    """
+    length = cache.length[:sequences]
+    position = length[:, None] + torch.arange(size, device=length.device)
+    block = torch.ones(size, size, dtype=torch.bool, device=length.device)
+    block = (block.tril() if causal else block).expand(sequences, -1, -1)
+    sees = torch.cat([cache.sees(position, length - 1), block], -1)
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return masked_attention(query, *cache.draft(layer, key, value, 0), sees)
+
+    return position, attend

@@ -143,11 +143,11 @@ def stuck(folder: Path, rank: int) -> None:
     """One micro-batch of the sixth step takes much longer than the others."""
     before = Stepper.backward
 
-    def backward(self: Stepper, given: Any, drawn: Any, *words: Any, **named: Any) -> Any:
-        if PLACES[int(drawn[0])][0] == 5 and not (folder / "stuck").exists():
+    def backward(self: Stepper, given: Any, keys: Any, *words: Any, **named: Any) -> Any:
+        if PLACES[int(keys[0])][0] == 5 and not (folder / "stuck").exists():
             note(folder, "stuck")
             time.sleep(8)
-        return before(self, given, drawn, *words, **named)
+        return before(self, given, keys, *words, **named)
 
     Stepper.backward = backward
 
@@ -156,11 +156,11 @@ def rows(folder: Path, rank: int) -> None:
     """Every row that is trained on is noted, with its step."""
     before, name = Stepper.backward, f"rows-{time.monotonic_ns()}-{rank}"
 
-    def backward(self: Stepper, given: Any, drawn: Any, *words: Any, **named: Any) -> Any:
-        for step, row in map(PLACES.__getitem__, drawn.tolist()):
+    def backward(self: Stepper, given: Any, keys: Any, *words: Any, **named: Any) -> Any:
+        for step, row in map(PLACES.__getitem__, keys.tolist()):
             if row >= 0:  # else the row only fills up
                 note(folder, name, f"{step} {row}")
-        return before(self, given, drawn, *words, **named)
+        return before(self, given, keys, *words, **named)
 
     Stepper.backward = backward
 
@@ -199,10 +199,10 @@ def fails(folder: Path, rank: int) -> None:
     """The sixth step fails for a reason of this process alone."""
     before = Stepper.backward
 
-    def backward(self: Stepper, given: Any, drawn: Any, *words: Any, **named: Any) -> Any:
-        if PLACES[int(drawn[0])][0] == 5:
+    def backward(self: Stepper, given: Any, keys: Any, *words: Any, **named: Any) -> Any:
+        if PLACES[int(keys[0])][0] == 5:
             raise ValueError("row 7 is in no shard")
-        return before(self, given, drawn, *words, **named)
+        return before(self, given, keys, *words, **named)
 
     Stepper.backward = backward
 
@@ -211,11 +211,11 @@ def told(folder: Path, rank: int) -> None:
     """The first micro-batch of the sixth step brings a SIGTERM: the step is left after the second."""
     before = Stepper.backward
 
-    def backward(self: Stepper, given: Any, drawn: Any, *words: Any, **named: Any) -> Any:
-        if PLACES[int(drawn[0])][0] == 5 and not (folder / "told").exists():
+    def backward(self: Stepper, given: Any, keys: Any, *words: Any, **named: Any) -> Any:
+        if PLACES[int(keys[0])][0] == 5 and not (folder / "told").exists():
             note(folder, "told")
             os.kill(os.getpid(), signal.SIGTERM)
-        return before(self, given, drawn, *words, **named)
+        return before(self, given, keys, *words, **named)
 
     Stepper.backward = backward
 
@@ -224,10 +224,10 @@ def poisoned(folder: Path, rank: int) -> None:
     """What the target gives for the sixth step is not finite."""
     before = Stepper.backward
 
-    def backward(self: Stepper, given: Any, drawn: Any, *words: Any, **named: Any) -> Any:
-        if PLACES[int(drawn[0])][0] == 5:
+    def backward(self: Stepper, given: Any, keys: Any, *words: Any, **named: Any) -> Any:
+        if PLACES[int(keys[0])][0] == 5:
             given.features.last.fill_(float("nan"))
-        return before(self, given, drawn, *words, **named)
+        return before(self, given, keys, *words, **named)
 
     Stepper.backward = backward
 

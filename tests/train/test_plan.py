@@ -295,6 +295,16 @@ def test_a_plan_says_what_the_process_and_the_allocator_take() -> None:
     assert {"process", "allocator"} <= {line.split("│")[1].strip() for line in shown.get().splitlines() if "│" in line}
 
 
+@pytest.mark.usefixtures("offline")
+def test_muons_checkpoint_lacks_a_moment_of_each_matrix() -> None:
+    words = "model=llama8b", "head=medusa", "head.lm_head=shared", "device=h100", *SMALL
+    adamw, muon = (plan(run(*words, f"trainer.optimizer={name}")) for name in ("adamw", "muon"))
+    name = "a checkpoint that is being written"
+    held, saved = muon["host"].resident[name].total(), adamw["host"].resident[name].total()
+    assert saved == 12 * adamw["trained_parameters"]
+    assert 8 * muon["trained_parameters"] <= held < 8.1 * muon["trained_parameters"]
+
+
 def test_on_a_cpu_a_process_holds_what_lies_on_the_host_elsewhere() -> None:
     """The checkpoint that is being written, with a running average, and code of products in bf16 if there are any."""
     words = "head=eagle", "device=cpu", "model.device=cpu", "trainer.ema=0.9", *SMALL

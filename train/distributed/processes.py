@@ -25,7 +25,7 @@ ELSEWHERE = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FS
 
 TRIMMED = 2**28  # bytes
 TRIM, MMAP = -1, -3  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, mallopt(3)
-RELEASE_EVERY = 8  # steps: then fresh pages cost less than a hundredth of them
+RELEASE_EVERY = 8  # steps: fresh pages then cost a fiftieth of them
 # oneDNN keeps the code of so many products, of 256 KiB or more each. A step has about a hundred that come again, and
 # some of sizes that do not, which its default of 1,024 piles up.
 PRODUCTS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256"
@@ -90,7 +90,7 @@ def accelerator_for(launcher: LauncherConfig, trainer: TrainerConfig, model: Mod
 
 
 def follow_nccl() -> None:
-    """Let gloo, which was not told an interface of the network, take the first of those that NCCL was told.
+    """Let gloo, if it was given no network interface, take the first of those that NCCL was given.
 
     NCCL's names are beginnings, whole ones behind "=", and those to leave out behind "^"; gloo's are whole.
     """

@@ -95,7 +95,7 @@ def head_state(trace: Trace, layout: Layout, muon: bool, averaged: bool) -> dict
     With `muon` matrices between hidden states have one moment; a running average is sharded as the weights are.
     """
     count, world, whole = trace.trained, layout.world, trace.weights
-    moments = (trace.trained + trace.vectors) / count if muon else 2.0
+    moments = moments_of(trace, muon)
     cut = {"ddp": (1, 1, 1), "zero2": (1, world, world), "zero3": (world, world, world), "fsdp2": (world, world, world)}
     weights, gradients, states = cut[layout.strategy]
     held = {
@@ -115,6 +115,11 @@ def head_state(trace: Trace, layout: Layout, muon: bool, averaged: bool) -> dict
     if averaged:
         held["head: running average"] = times(whole, 1 / weights)
     return held
+
+
+def moments_of(trace: Trace, muon: bool) -> float:
+    """Return how many moments a trained parameter has on average."""
+    return (trace.trained + trace.vectors) / trace.trained if muon else 2.0
 
 
 def target_state(

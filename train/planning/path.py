@@ -1,8 +1,9 @@
 """The path that a step takes on its device, for fake tensors, which are a CPU's.
 
-torch has no fake tensors of a device that its build does not know, so those of a CPU stand for them, and what asks for
-the device is told otherwise: which attention runs, how gradients of a vocabulary are summed, whether the norm and the
-optimiser are fused. A kernel that a CPU lacks becomes an operator of its sizes, and another one for its gradient.
+torch has no fake tensors of a device that its build does not know, so those of a CPU stand for them, and the choices
+that follow from a device are replaced: which attention runs, how gradients of a vocabulary are summed, whether the norm
+and the optimiser are fused. A kernel that a CPU lacks becomes an operator of its sizes, and another one for its
+gradient.
 """
 
 import math

@@ -230,8 +230,9 @@ def host_state(inputs: PlanInputs) -> dict[str, Size]:
 
 def state_bytes(inputs: PlanInputs) -> int:
     """Return the bytes of a checkpoint: weights, moments, the running average."""
-    trained = 12 + (4 if inputs.run.trainer.ema > 0 else 0)
-    return inputs.traced.trained * trained + inputs.traced.frozen * 4
+    trainer, traced = inputs.run.trainer, inputs.traced
+    copies = 1 + memory.moments_of(traced, trainer.optimizer == "muon") + (trainer.ema > 0)
+    return round(4 * (copies * traced.trained + traced.frozen))
 
 
 def device_memories(inputs: PlanInputs) -> list[DeviceMemory]:
