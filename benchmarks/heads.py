@@ -1,13 +1,15 @@
 """Heads and training options side by side: the same target, data, tokens and verifier, features extracted once.
 
-    python benchmarks/heads.py [--seeds 0 1 2] --out table.jsonl [--prompts 24] NAME OVERRIDES… [+ NAME OVERRIDES…]
+    python benchmarks/heads.py [--seeds 0 1 2] [--steps 200 800] --out table.jsonl [--prompts 24]
+        [--figure FILE.svg] NAME OVERRIDES… [+ NAME OVERRIDES…]
 
 Each row is a name and overrides of conf/train.yaml, rows are parted by `+`. All rows read the same packed rows, in an
-order that the seed gives, for as many steps and tokens as their own overrides say. A finished row and seed is a line of
-`table.jsonl`; what stands there already is not run again. Without a row the file's table is printed alone. τ is that of
-the real verifier on held-out prompts, greedy, with the bootstrap's interval over prompts; cost is parameters and CPU
-seconds of training, to which the first row adds the target's passes. The heads are kept in `runs/NAME-SEED/head` beside
-the table, where `eval/run.py run=… compare=[…]` finds them.
+order that the seed gives, for as many steps and tokens as their own overrides say; with `--steps`, anew for each of
+these lengths, with its whole schedule. A finished row and seed is a line of `table.jsonl`; what stands there already is
+not run again. Without a row the file's table is printed alone; `--figure` draws τ against tokens and against seconds.
+τ is that of the real verifier on held-out prompts, greedy, with the bootstrap's interval over prompts; cost is
+parameters and CPU seconds of training, to which the first row adds the target's passes. The heads are kept in
+`runs/NAME-STEPS-SEED/head` beside the table, where `eval/run.py run=… compare=[…]` finds them.
 """
 
 import argparse
@@ -93,7 +95,12 @@ def train(run: RunConfig, target: Any, samples: Sequence[Sample], held_out: list
     weights = loop.step.state.weights()
     save_head(Path(run.out, "head"), decoding_copy(head, weights, None), target.target.spec, vars(run.tree))
     made = decoding_copy(head, weights, target.target)
-    found: dict[str, Any] = {"parameters": parameter_count(head), "train_seconds": round(seconds, 1)}
+    tokens = run.trainer.steps * run.trainer.batch_tokens
+    found: dict[str, Any] = {
+        "tokens": tokens,
+        "parameters": parameter_count(head),
+        "train_seconds": round(seconds, 1),
+    }
     for temperature in (0.0, 1.0):
         sampling = Sampling(temperature, 0, 1.0) if temperature else GREEDY
         source = HeadDrafter(made, run.tree, run.head.name)
@@ -112,14 +119,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Heads and training options side by side.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=int, nargs="+", help="lengths to train every row for")
     parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--figure", type=Path)
     asked, words = parser.parse_known_args()
     rows: list[list[str]] = [[]]
     for word in words:
         rows = [*rows, []] if word == "+" else [*rows[:-1], [*rows[-1], word]]
+    if asked.steps:
+        rows = [[*row, f"trainer.steps={n}"] for row in rows if row for n in asked.steps]
     lines = asked.out.read_text().splitlines() if asked.out.exists() else []
-    done = {(row["name"], row["seed"]): row for row in map(json.loads, lines)}
-    todo = [(row, seed) for seed in asked.seeds for row in rows if row and (row[0], seed) not in done]
+    done = [json.loads(line) for line in lines]
+    there = [(row["name"], row["overrides"], row["seed"]) for row in done]
+    todo = [(row, seed) for seed in asked.seeds for row in rows if row and (row[0], row[1:], seed) not in there]
     if todo:
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             runs = [(row, seed, run_config(compose("train", [*row[1:], f"trainer.seed={seed}"]))) for row, seed in todo]
@@ -132,7 +144,7 @@ def main() -> None:
             samples = load_samples(first.data, target.tokenizer)
             held_out = [p.token for p in held_out_prompts(first.data, target.tokenizer, asked.prompts)]
             for row, seed, run in runs:
-                out = asked.out.parent / "runs" / f"{row[0]}-{seed}"
+                out = asked.out.parent / "runs" / f"{row[0]}-{run.trainer.steps}-{seed}"
                 out.mkdir(parents=True, exist_ok=True)
                 begin = time.time()
                 measured = train(replace(run, out=str(out)), extracted, samples, held_out)
@@ -140,23 +152,73 @@ def main() -> None:
                 found["seconds"] = round(time.time() - begin)
                 with asked.out.open("a") as file:
                     file.write(json.dumps(found) + "\n")
-                done[row[0], seed] = found
+                done.append(found)
                 print(found, flush=True)
-    table(list(done.values()))
+    table(done)
+    if asked.figure:
+        asked.figure.write_text(figure(done))
 
 
 def table(done: list[dict[str, Any]]) -> None:
-    """Print a line a name: means over seeds and their spread."""
-    for name in dict.fromkeys(row["name"] for row in done):
-        mine = [row for row in done if row["name"] == name]
+    """Print a line a name and length: means over seeds and their spread."""
+    for name, tokens in dict.fromkeys((row["name"], row["tokens"]) for row in done):
+        mine = [row for row in done if (row["name"], row["tokens"]) == (name, tokens)]
         taus = [row["tau_T0"] for row in mine]
         spread = statistics.stdev(taus) if len(taus) > 1 else 0.0
         hot = statistics.mean(row["tau_T1"] for row in mine)
         print(
-            f"{name:28s} tau {statistics.mean(taus):.3f} ± {spread:.3f} ({len(mine)})  T=1 {hot:.3f}  "
+            f"{name:24s} {tokens:>9,}  tau {statistics.mean(taus):.3f} ± {spread:.3f} ({len(mine)})  T=1 {hot:.3f}  "
             f"{mine[0]['parameters']:>10,}  {statistics.mean(r['train_seconds'] for r in mine):6.0f} s  "
             f"{mine[0]['accepted_T0']}"
         )
+
+
+def figure(done: list[dict[str, Any]]) -> str:
+    """Return τ against tokens and against seconds, a line a name through its means over seeds, as SVG."""
+    import vl_convert
+
+    base = {
+        "width": 420,
+        "height": 320,
+        "mark": {"type": "line", "point": True},
+        "encoding": {
+            "y": {
+                "field": "tau_T0",
+                "aggregate": "mean",
+                "title": "τ",
+                "scale": {"zero": False},
+                "type": "quantitative",
+            },
+            "color": {
+                "field": "name",
+                "type": "nominal",
+                "title": "head",
+                "sort": list(dict.fromkeys(row["name"] for row in done)),
+            },
+        },
+    }
+    means = [{"op": "mean", "field": field, "as": field} for field in ("train_seconds", "tau_T0")]
+    by_tokens, by_seconds = (
+        {"field": field, "title": title, "type": "quantitative", "scale": {"type": "log", "nice": False}}
+        for field, title in (
+            ("tokens", "training tokens"),
+            ("train_seconds", "CPU seconds of training, target's passes apart"),
+        )
+    )
+    panels = [
+        {**base, "encoding": {**base["encoding"], "x": by_tokens}},
+        {
+            **base,
+            "transform": [{"aggregate": means, "groupby": ["name", "tokens"]}],
+            "encoding": {**base["encoding"], "x": by_seconds},
+        },
+    ]
+    whole = {
+        "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
+        "data": {"values": done},
+        "hconcat": panels,
+    }
+    return str(vl_convert.vegalite_to_svg(json.dumps(whole)))
 
 
 if __name__ == "__main__":
