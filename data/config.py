@@ -24,7 +24,7 @@ class DataConfig:
     dedup: bool
     contamination: Count | None
     cache: str | None
-    turns: Annotated[str, OneOf(("all", "last"))]
+    turns: Annotated[str, OneOf(("all", "last", "text"))]
     reasoning: Annotated[str, OneOf(("keep", "cut"))]
     on_bad: Annotated[str, OneOf(("fail", "drop"))]
 

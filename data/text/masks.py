@@ -5,6 +5,7 @@ Their one home. A plain text is all answer. In a chat, an answer starts and ends
 template renders it, never of its parts put together.
 """
 
+import dataclasses
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
@@ -86,13 +87,18 @@ def samples_of(
             'put a chat_template.jinja beside the model, or give plain text ({"text"} records or .txt)'
         )
     try:
-        return _plain(record, tokenizer, config.max_tokens, seen) if plain else _chat(record, tokenizer, config, seen)
+        if plain:
+            return _plain(record, tokenizer, config.max_tokens, seen)
+        samples = _chat(record, tokenizer, config, seen)
     except (BadSampleError, RenderError, UnicodeEncodeError) as error:
         bad = _bad_sample(error)
         if config.on_bad == "fail":
             raise ValueError(f"{path}: sample {record.id}: {bad}") from error
         seen[f"dropped, {bad.cause}"] += 1
         return []
+    if config.turns == "text":
+        return [dataclasses.replace(sample, mask=[1] * len(sample.mask)) for sample in samples]
+    return samples
 
 
 def _bad_sample(error: ValueError) -> BadSampleError:

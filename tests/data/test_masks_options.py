@@ -51,6 +51,14 @@ def test_the_last_turn_alone(family: str, chat: str, texts: list[str], tagged: b
     assert [part.split("⟧")[0] for part in marked(sample, tokenizer).split("⟦")[1:]] == texts
 
 
+def test_the_text_trains_all_tokens_of_the_same_chat() -> None:
+    tokenizer = family_tokenizer("chatml", False)
+    (answers,) = masked(chat_record("chatml", "plain"), tokenizer)
+    (text,) = masked(chat_record("chatml", "plain"), tokenizer, turns="text")
+    assert text.token == answers.token
+    assert 0 < sum(answers.mask) < sum(text.mask) == len(text.token)
+
+
 def test_a_last_turn_has_its_tool_calls_and_ends_where_nobody_answers() -> None:
     tokenizer = family_tokenizer("qwen25", False)
     record = chat_record("qwen25", "tools")

@@ -235,7 +235,7 @@ def poisoned(folder: Path, rank: int) -> None:
 def deaf(folder: Path, rank: int) -> None:
     """The sixth step waits for a device for good, and heartbeats are as where NCCL lets a process do so."""
     before, read, taken = Heartbeat.__init__, Stepper.read, []
-    control.LOST = 1.0
+    control.LOST = 2.0
 
     def made(self: Heartbeat, *words: Any, ends: bool) -> None:
         before(self, *words, ends=True)

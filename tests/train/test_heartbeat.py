@@ -117,3 +117,17 @@ def test_only_the_first_that_waits_names_the_lost_one(
         assert line.endswith("ended: out of memory; the others have stopped, and resume=true goes on from the last "
                              "checkpoint\n") == says  # fmt: skip
         heart.end()
+
+
+def test_nobody_is_lost_where_the_whole_machine_stood_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "LOST", 0.1)
+    monkeypatch.setattr(control, "BEAT", 0.05)
+    monkeypatch.setattr(control.os, "_exit", sys.exit)
+    heart, _ = pair = [Heartbeat(tmp_path, rank, 2, 600) for rank in range(2)]
+    for each in pair:
+        each._write("")
+    looked(heart, 0.3)  # the clock runs, and neither writes a heartbeat
+    for _ in range(3):
+        heart._write("")
+    with pytest.raises(SystemExit, match="2"):
+        looked(heart, 0.1)

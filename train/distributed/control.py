@@ -75,7 +75,7 @@ class Heartbeat:
         self._end, self._thread = threading.Event(), threading.Thread(target=self._run, daemon=True)
         self._lost: list[int] = []
         self._waiting: tuple[str, float] | None = None
-        self._heard: dict[int, tuple[int, float]] = {}  # the last beat of each process, and when it was new
+        self._heard: dict[int, tuple[int, int]] = {}  # the last beat of each process, and the beat here when it was new
 
     def start(self) -> None:
         """Start the thread that writes heartbeats."""
@@ -155,8 +155,9 @@ class Heartbeat:
         signs = self._read()
         for rank, sign in signs.items():
             if rank not in self._heard or self._heard[rank][0] != sign["beat"]:
-                self._heard[rank] = sign["beat"], now
-        gone = {rank for rank in signs if now - self._heard[rank][1] > LOST}
+                self._heard[rank] = sign["beat"], self._beat
+        # By beats here: where the whole machine stalls, all clocks run on and nobody is lost.
+        gone = {rank for rank in signs if (self._beat - self._heard[rank][1]) * BEAT > LOST}
         if missing := self._named(signs, gone, timed_out=now - self._moved > self.timeout):
             self._write("", lost=True)
             if self.speaks():
