@@ -10,7 +10,7 @@ SERVING := .venv-serving
 SERVED := $(SERVING)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-serving fuzz lint format types same-loss bench gpu-smoke gpu
+.PHONY: help setup demo test test-slow test-serving fuzz lint format types same-loss bench gpu-carry gpu
 
 help: ## this list
 	@echo "make TARGET [PYTHON=python3.12] [TORCH_INDEX=https://download.pytorch.org/whl/cpu]"
@@ -79,8 +79,8 @@ bench: setup ## the baseline against HF generate, what the engine costs, batches
 	$(RUN) benchmarks/engine.py
 	$(RUN) benchmarks/batches.py
 
-gpu-smoke: setup ## on an accelerator: every test, and the losslessness gate on 100,000 tokens
-	$(RUN) benchmarks/gpu/smoke.py
+gpu-carry: setup ## what travels to a device machine without network: its missing packages, and REVISION
+	$(RUN) benchmarks/gpu/carry.py
 
-gpu: setup ## on an accelerator: everything that benchmarks/gpu.md shows; make gpu TEXT=folder of text for a target
-	$(RUN) benchmarks/gpu/run.py $(if $(TEXT),--text $(TEXT))
+gpu: setup ## on an accelerator: what benchmarks/gpu.md waits for, within minutes; the same again goes on
+	$(RUN) benchmarks/gpu/run.py

@@ -56,10 +56,10 @@ class Cost(NamedTuple):
     rows: int
 
 
-def seconds(cost: Cost, batch: int, way: str) -> dict[str, float]:
+def seconds(cost: Cost, batch: int, way: str, context: int = CONTEXT) -> dict[str, float]:
     """Return the seconds of draft, pass and the rest: run by the host, captured, or captured and compiled."""
     small = LAYERS * (FUSED if way == "compiled" else cost.layer - LARGE) + cost.verify
-    read = WEIGHTS + batch * (CONTEXT + cost.rows) * ENTRY
+    read = WEIGHTS + batch * (context + cost.rows) * ENTRY
     products = 2 * (WEIGHTS / 2) * batch * cost.rows
     stages = {
         "draft": (cost.draft, cost.levels * (HEAD + HEAD_LM) / BANDWIDTH),

@@ -13,7 +13,7 @@ Shape letters: B rows of a batch, T positions, L feature layers, D the target's 
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -157,7 +157,8 @@ class DraftHead(Protocol):
     feature_layers: tuple[int, ...]
     max_depth: int
     keeps_rows: bool
-    vocab: DraftVocabulary | None
+    if TYPE_CHECKING:  # from Python 3.12 on an isinstance test does not see attributes that are modules
+        vocab: DraftVocabulary | None
 
     @property
     def embeddings(self) -> Embeddings:

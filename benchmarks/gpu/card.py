@@ -1,9 +1,8 @@
-"""What is told of a target that target.py made: its card, the tables and the loss curve of benchmarks/gpu.md."""
+"""The card of a target that target.py made: what it is, what it read, its losses, its prompts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.gpu.common import Figure, Table
 from eval.report.text import grid
 
 POINTS = 10  # of the loss curve, in a table
@@ -51,31 +50,6 @@ def curve_rows(curve: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 LOSS_HEADER = ("held-out", "chats", "tokens", "nats/token", "perplexity", "bits/byte")
 CURVE_HEADER = ("layers", "tokens", "loss")
-
-
-def tables_of(numbers: Mapping[str, Any], name: str) -> list[Table]:
-    """Return the tables of the record."""
-    return [
-        Table(f"The {name}: shape and training", ("what", "measured"), size_rows(numbers)),
-        Table("Its loss on held-out text, over what is answered", LOSS_HEADER, loss_rows(numbers)),
-        Table("Its loss while it was trained, of single steps", CURVE_HEADER, curve_rows(numbers["curve"])),
-    ]
-
-
-def figures_of(numbers: Mapping[str, Any], name: str) -> list[Figure]:
-    """Return the loss curve."""
-    values = [{"tokens": each["tokens"] / 1e6, "loss": each["loss"]} for each in numbers["curve"]]
-    spec = {
-        "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
-        "width": 480, "height": 240,
-        "data": {"values": values},
-        "mark": {"type": "line"},
-        "encoding": {
-            "x": {"field": "tokens", "type": "quantitative", "title": "tokens, millions"},
-            "y": {"field": "loss", "type": "quantitative", "title": "nats a token", "scale": {"zero": False}},
-        },
-    }  # fmt: skip
-    return [Figure(f"{name}-loss", f"Loss of the {name} while it was trained", spec)]
 
 
 def passed_over(kind: str, each: Mapping[str, Any]) -> str:

@@ -1,210 +1,153 @@
-"""Decoding at the shape of an 8B, random bf16 weights: what a step costs, and what speedup an acceptance length gives.
+"""Decoding steps at the shape of an 8B, random weights: the engine's own, in a context that grows with every step."""
 
-    python benchmarks/gpu/decoding.py --out OUT [--minutes 9] [--batches 1 4 …] [--contexts 1024 8192 …] [--toy]
-
-A cell is a batch and a context, measured compiled: a plain step, and a step that drafts with a head of random weights.
-The first cell has also passes of other sizes and a second head, and is measured eager too. `generate` is HF's, in the
-same process on the same model. A cell that fails says so in its row and stops nothing.
-
-Each cell is kept in OUT/decoding.json. With --minutes none but the first is begun after so many; the same
-command again, at the same commit on the same device, goes on where the last one stopped.
-"""
-
-import sys
-import time
-import traceback
-from collections.abc import Callable
-from contextlib import redirect_stdout
-from dataclasses import dataclass
-from functools import cached_property, partial
-from io import StringIO
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)
-
 import torch
-from transformers import CompileConfig
 
-from benchmarks.gpu.common import Asked, arguments, bandwidth, earlier, random_target, record, seconds, weight_bytes
-from benchmarks.gpu.decoding_tables import figures, tables
-from benchmarks.gpu.sequences import TOY_TREE, TREE, Parts, Sequences, compile_anew, random_head, release
-from heads.common.errors import one_line
-from inference.decode import Settings, autoregress
-from inference.target.target import Target
+from benchmarks.gpu.bench import Bench, Row, once, profiled, seconds, waits
+from benchmarks.h100_estimate import LAYERS, Cost
+from benchmarks.h100_estimate import seconds as estimated
+from benchmarks.step_counts import TREES, counted
+from eval.measures.machine import peak_memory
+from inference.batch import Batch, batch_of
+from inference.decode import Settings
+from inference.drafters.head import HeadDrafter
+from inference.drafters.plain import Plain
+from inference.protocol import Drafter
+from inference.target import compiled
 from inference.verification.sample import GREEDY
 
-HEADS = ("eagle3", "eagle")  # the first one is in every cell
-NODES = (8, 16, 32, 64, 128)  # of a pass, its root among them
-TOY_NODES = (8, 16)
-BATCHES, CONTEXTS = (1, 4, 16, 32), (1024, 8192, 32768)
-TOY_BATCHES, TOY_CONTEXTS = (1, 2), (64, 128)
+TREE_OF = {"tree": TREES["dynamic, depth 5, 60 nodes"], "chain": TREES["chain of 4"]}
+# By benchmarks/step_counts.py: operations of a layer, of a pass beside its layers; of the draft and the rest.
+LAYER, AROUND = 38, 12
+COUNTS = {"plain": Cost(4, LAYER, AROUND, 17, 0, 1), "tree": Cost(370, LAYER, AROUND, 64, 6, 61),
+          "chain": Cost(261, LAYER, AROUND, 60, 5, 5)}  # fmt: skip
+TAU = {"plain": 1.0, "tree": 4.0, "chain": 2.8}  # that tokens/s are given at: random weights accept nothing
+TOKENS = 512  # of an answer: more than all steps here commit
+WARM, MEASURED = 4, 24  # steps
 
 
-@dataclass(frozen=True)
-class Bench:
-    """The target, and how often things are measured."""
-
-    asked: Asked
-    target: Target
-    repeats: int
-
-    @cached_property
-    def heads(self) -> dict[str, Any]:
-        """Heads of random weights."""
-        return {name: random_head(name, self.target) for name in HEADS}
-
-
-def cell(bench: Bench, size: int, context: int, *, quick: bool, whole: bool) -> dict[str, Any]:
-    """Measure a batch at a context.
-
-    Args:
-        bench: the target.
-        size: sequences.
-        context: committed rows of each.
-        quick: whether the passes are compiled.
-        whole: whether passes of all sizes are measured, and all heads.
-
-    Raises:
-        torch.OutOfMemoryError: it does not fit.
-    """
-    target, toy = bench.target, bench.asked.toy
-    if quick:
-        compile_anew(target, bench.asked)
-    sequences = Sequences(target, size, context)
-    found: dict[str, Any] = {"batch": size, "context": context, "compiled": quick, "heads": {}, "nodes": {}}
-    found["plain"] = told(sequences.measure(sequences.plain(), bench.repeats))
-    for name in HEADS if whole else HEADS[:1]:
-        drafters = sequences.drafted(bench.heads[name], TOY_TREE if toy else TREE)
-        found["heads"][name] = told(sequences.measure(drafters, bench.repeats))
-    for nodes in (TOY_NODES if toy else NODES) if whole else ():
-        found["nodes"][str(nodes)] = told(sequences.measure(sequences.planted(nodes), bench.repeats))
-    return found
+def make(bench: Bench) -> list[Row]:
+    """Make the target, and return what it is."""
+    took = once(lambda: bench.target, bench.device)
+    target, context = bench.target, 64 if bench.toy else 1024
+    token = torch.zeros(context, dtype=torch.long, device=bench.device)
+    prompt = seconds(lambda: target.prefill(token, target.cache(context)), bench.device, 5)
+    return [
+        ("made and checked, s", took, None), ("takes trees", str(target.takes_trees), "True"),
+        ("packs documents", str(target.packing is not None), "True"), ("captures", str(target.captures), "True"),
+        ("memory, GiB", peak_memory(bench.device) / 2**30, 15.0), (f"a prompt of {context}, ms", 1e3 * prompt, 28.0),
+    ]  # fmt: skip
 
 
-def told(parts: Parts) -> dict[str, float]:
-    """Return a step's parts by name."""
-    return {**parts._asdict(), "step": parts.step}
+def batch_at(bench: Bench, kind: str, size: int, context: int) -> Batch:
+    """Return a full batch of sequences of about so many tokens."""
+    target, tokens = bench.target, 128 if bench.toy else TOKENS
+    source: Drafter = Plain(target.device) if kind == "plain" else HeadDrafter(bench.head, TREE_OF[kind], kind)
+    chance = torch.Generator().manual_seed(size)
+    requests = [
+        (torch.randint(target.embeddings.vocab_size, (context - slot,), generator=chance).tolist(),
+         Settings(tokens, GREEDY))
+        for slot in range(size)
+    ]  # fmt: skip
+    batch = batch_of(target, source, size, requests)
+    assert batch.device_step is not None
+    batch.device_step.static = True  # as on CUDA
+    for number, request in enumerate(requests):
+        batch.admit(number, *request)
+    return batch
 
 
-def generate(bench: Bench) -> dict[str, Any]:
-    """Measure tokens a second of the baseline here and in HF generate, the prefill of a short prompt included."""
-    target, asked = bench.target, bench.asked
-    length, tokens = (16, 8) if asked.toy else (64, 128)
-    prompt = torch.randint(target.embeddings.vocab_size, (length,), generator=torch.Generator().manual_seed(1)).tolist()
-    config = CompileConfig(backend="eager", mode="default") if asked.toy else CompileConfig()
-    if asked.device.type == "cpu":
-        config._compile_all_devices = True  # else it compiles on accelerators alone
-    static = {"cache_implementation": "static"}
-
-    def ours() -> int:
-        return len(autoregress(target, prompt, Settings(tokens, GREEDY)).tokens)
-
-    def theirs(**how: Any) -> int:
-        call: Any = target.model.generate
-        given = torch.tensor([prompt], device=target.device)
-        out = call(given, attention_mask=torch.ones_like(given), max_new_tokens=tokens, do_sample=False, pad_token_id=0,
-                   **how)  # fmt: skip
-        return out.shape[1] - length
-
-    ways: dict[str, Callable[[], int]] = {
-        "HF, dynamic cache": theirs,
-        "HF, static cache": partial(theirs, **static, disable_compile=True),
-        "HF, static cache, compiled": partial(theirs, **static, compile_config=config),
-        "here, eager": ours,
-        "here, compiled": ours,  # the last: what is compiled stays so until it is released
-    }
-    found: dict[str, Any] = {"prompt": length, "tokens": tokens, "rates": {}}
-    for name, call in ways.items():
-        if name == "here, compiled":
-            compile_anew(target, asked)
-        made = call()
-        if made != tokens:
-            raise RuntimeError(f"{name} wrote {made} of {tokens} tokens")
-        found["rates"][name] = tokens / seconds(call, target.device, 3, 1)
-        vars(target.model).pop("_compiled_call", None)
-    return found
+def batch_by(bench: Bench, way: str, kind: str, size: int, context: int) -> Batch:
+    """Return a batch whose steps run as they are, captured, or captured with compiled layers and drafts."""
+    target = bench.target
+    target.compiled, target.compiles_drafts = None, False
+    if way == "compiled":
+        if bench.compiled is None:
+            compiled.BACKEND = "eager" if bench.toy else "inductor"  # inductor takes minutes on a CPU
+            target.compile()
+            bench.compiled = target.compiled
+        target.compiled, target.compiles_drafts = bench.compiled, True
+    with target.uncaptured() if way == "eager" else nullcontext(), torch.inference_mode():  # as in speculate()
+        return batch_at(bench, kind, size, context)
 
 
-def limits(bench: Bench) -> dict[str, Any]:
-    """Measure what the device can do, and count what a step must read."""
-    config: Any = bench.target.config
-    row = 2 * config.num_hidden_layers * config.num_key_value_heads * bench.target.embeddings.layer.head_dim
-    return {
-        "bandwidth": bandwidth(bench.asked),
-        "weight_bytes": weight_bytes(bench.target),
-        "row_bytes": row * bench.target.dtype.itemsize,
-        "tree": (TOY_TREE if bench.asked.toy else TREE).label,
-    }
+def estimate(kind: str, size: int, context: int, way: str) -> dict[str, float]:
+    """Return the estimated seconds of a step's parts on an H100."""
+    return estimated(COUNTS[kind], size, way, context)
 
 
-def measured(bench: Bench, call: Callable[[Bench], dict[str, Any]]) -> dict[str, Any]:
-    """Return what a call measures, or in a word why it failed; all that it took is given back."""
-    try:
-        return call(bench)
-    except torch.OutOfMemoryError:
-        return {"failed": "out of memory"}
-    except (RuntimeError, ValueError) as error:  # what compilers raise; the other cells may run all the same
-        traceback.print_exc()
-        said = one_line(error)
-        return {"failed": "out of memory" if "out of memory" in said else said[:80]}
-    finally:
-        release(bench.target)
+def step(bench: Bench, kind: str, size: int, context: int, way: str) -> list[Row]:
+    """Return what a step of a batch costs, beside the estimate."""
+    shape = (min(size, 3), context // 32) if bench.toy else (size, context)
+    batch = batch_by(bench, way, kind, *shape)
+    first = [once(batch.step, bench.device) for _ in range(WARM)]
+    count = 3 if bench.toy else MEASURED
+    spent = [once(batch.step, bench.device) for _ in range(count)]
+    taken = [step for sequence in batch.running for step in sequence.session.generation.steps[-count:]]
+    assert len(taken) == count * shape[0], "no sequence has ended"
+    mean, guess = sum(spent) / count, estimate(kind, size, context, way)
+    parts = {"draft": "draft_s", "verify": "verify_s", "other": "other_s"}
+    rows: list[Row] = [("step, ms", 1e3 * mean, 1e3 * sum(guess.values()))]
+    rows += [
+        (f"- {part}, ms", 1e3 * sum(getattr(one, field) for one in taken) / count, 1e3 * guess[part])
+        for part, field in parts.items()
+    ]
+    rows += [
+        ("slowest step, ms", 1e3 * max(spent), None), ("first step, s", first[0], None),
+        ("second step, captured, s", first[1], None),
+        (f"tokens/s at τ = {TAU[kind]}", shape[0] * TAU[kind] / mean, size * TAU[kind] / sum(guess.values())),
+        ("host waits a step", waits(batch.step, bench.device), 1), ("graphs", graphs(batch), None),
+        ("tokens committed a step and sequence", sum(one.committed for one in taken) / len(taken), None),
+        ("peak memory, GiB", peak_memory(bench.device) / 2**30, None),
+    ]  # fmt: skip
+    return rows
 
 
-def tasks(batches: list[int], contexts: list[int]) -> dict[str, Callable[[Bench], dict[str, Any]]]:
-    """Return what is measured, by name, what matters most first."""
-    first = {"batch": batches[0], "context": contexts[0]}
-    found: dict[str, Callable[[Bench], dict[str, Any]]] = {
-        _named(**first): partial(cell, size=batches[0], context=contexts[0], quick=True, whole=True),
-        f"{_named(**first)}, eager": partial(cell, size=batches[0], context=contexts[0], quick=False, whole=True),
-        "generate": generate,
-    }
-    for batch in batches:
-        for context in contexts:
-            found.setdefault(
-                _named(batch, context), partial(cell, size=batch, context=context, quick=True, whole=False)
-            )
-    return found
+def graphs(batch: Batch) -> int | str:
+    """Return how many graphs hold a batch's steps."""
+    held: Any = batch.device_step and batch.device_step.graphs
+    if held is None:
+        return "none"
+    return len(held.captured) if held.able else "capture failed"
 
 
-def _named(batch: int, context: int) -> str:
-    return f"{batch} x {context}"
+def operations(bench: Bench) -> list[Row]:
+    """Return the operations and host reads of a step by part, beside those of docs/engine.md at an 8B's depth."""
+    rows: list[Row] = []
+    layers = bench.target.config.num_hidden_layers
+    for kind, cost in COUNTS.items():
+        parts, reads = counted(batch_by(bench, "eager", kind, 1, 64 if bench.toy else 1024))
+        of = {"draft": cost.draft, "verify": AROUND + LAYER * layers, "other": cost.other}
+        rows += [(f"{kind}: operations of {part}", parts[part], count) for part, count in of.items()]
+        rows.append((f"{kind}: reads by the host", reads, 1))
+    return rows
 
 
-def main() -> None:
-    """Measure and write the record."""
-    asked, read = arguments(
-        "Decoding at the shape of an 8B.",
-        minutes={"type": float, "default": float("inf"), "help": "none but the first cell is begun after so many"},
-        batches={"type": int, "nargs": "+", "default": None},
-        contexts={"type": int, "nargs": "+", "default": None},
-    )
-    begin = time.monotonic()
-    batches = sorted(read.batches or (TOY_BATCHES if asked.toy else BATCHES))
-    contexts = sorted(read.contexts or (TOY_CONTEXTS if asked.toy else CONTEXTS))
-    wanted, numbers = tasks(batches, contexts), earlier(asked, "decoding")
-    bench = Bench(asked, random_target(asked), 3 if asked.toy else 20)
-    numbers.setdefault("limits", limits(bench))
-    if not {"nodes", "failed"} & numbers.get(next(iter(wanted)), {}).keys():
-        numbers.pop(next(iter(wanted)), None)  # it was not the first cell then, and lacks what only that one has
-
-    def keep() -> None:
-        record(asked, "decoding", numbers, tables(numbers, list(wanted)), figures(numbers, list(wanted)))
-
-    left = [name for name in wanted if name not in numbers]
-    for name in left:
-        if name != left[0] and time.monotonic() - begin > 60 * read.minutes:
-            break
-        print(f"{name} …", flush=True)
-        numbers[name] = measured(bench, wanted[name])
-        with redirect_stdout(StringIO()):  # what stops this run takes none of it away; tables are read at the end
-            keep()
-    keep()
-    if missing := sum(name not in numbers for name in wanted):
-        print(f"{missing} of {len(wanted)} are not measured yet: the same command again goes on")
+def profile(bench: Bench, way: str) -> list[Row]:
+    """Return where the time of a step with a tree of 60 goes, for one sequence."""
+    batch = batch_by(bench, way, "tree", 1, 64 if bench.toy else 1024)
+    for _ in range(WARM):
+        batch.step()
+    whole = seconds(batch.step, bench.device, 5)
+    cost = COUNTS["tree"]
+    launches = cost.draft + AROUND + LAYER * LAYERS + cost.other
+    expected = {"kernels": launches, "launches": launches if way == "eager" else 0, "copies": 1,
+                "graph_launches": 0 if way == "eager" else 4}  # fmt: skip
+    trace = profiled(batch.step, bench.device, bench.out / f"trace_decoding_{way}.json.gz")
+    return told(trace, whole, expected, 1e3 * sum(estimate("tree", 1, 1024, way).values()))
 
 
-if __name__ == "__main__":
-    main()
+def told(trace: dict[str, Any], whole: float, expected: dict[str, float], step_ms: float) -> list[Row]:
+    """Return a profile's figures, each of one step, and what took longest."""
+    rows: list[Row] = [("step, ms", 1e3 * whole, step_ms), ("step under the profiler, ms", trace["wall"], None)]
+    rows.append(("device at work, ms", trace["busy"], None))
+    rows += [(name, trace[name], expected.get(name)) for name in ("kernels", "launches", "graph_launches", "copies")]
+    rows.append(("waits of the host", sum(trace["syncs"].values()), 1))
+    rows += [(f"- {name}", count, None) for name, count in trace["syncs"].items()]
+    for key in ("largest", "largest_host"):
+        rows += [
+            (f"{key}: {name[:70]}", f"{spent:.3f} ms, {calls:.0f} calls", None) for name, spent, calls in trace[key]
+        ]
+    return rows

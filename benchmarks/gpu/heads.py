@@ -1,273 +1,114 @@
-"""Every head that exists, on one target: the same answers, features and tokens, then tau and speedup side by side.
-
-    python benchmarks/gpu/heads.py --out DIR [--target DIR/target] [--only HEAD …] [--minutes 9]
-
-All by the product's own commands:
-
-1. the target of benchmarks/gpu/target.py answers its training prompts (data/run.py);
-2. its features of all packed rows are extracted once, of every layer that a head reads (data/run.py); --features live
-   leaves that out, and every training computes them;
-3. each head trains on the same rows in the same order (train/run.py);
-4. all heads are measured in one session a workload (eval/run.py), compiled where there is an accelerator, under the
-   device's default tree. Goals are judged on code at temperature 0.
-
-No piece of work begins once --minutes have passed, and what is still at work then is stopped; the same command goes on
-there. What is finished is not done again. What failed is told in the record, and the status is then 1.
-"""
+"""Heads trained and evaluated on the device by the product's own commands, and the target of 94 M (target.py)."""
 
 import json
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
-from benchmarks.gpu.common import Asked, arguments, product_rate, record
-from benchmarks.gpu.head_tables import figures_of, goals, measured, tables_of, training_facts
-from benchmarks.gpu.text import KINDS
-from benchmarks.training import composed
-from heads import HEADS
+from benchmarks.gpu import target as targets
+from benchmarks.gpu.bench import Bench, Row
 from heads.common.resolvers import ROOT
-from inference.target.embeddings_only import EmbeddingsOnly
 
-GRACE = 45  # seconds that a stopped training has for its checkpoint
-NOT_LOSSLESS = 1  # an evaluation's status where a gate is red: the report is there all the same
-TOY_HEADS = ("eagle", "medusa")
+TOKENS = 2048  # of a training step
+TAU = {"eagle3": 3.76, "mtp": 3.94}  # on a CPU, after 0.41 M tokens (benchmarks/heads.py)
+PLAIN = 530.0  # tokens/s of the embedded target's captured baseline: 945 kernels of 2 us
+TREE_STEP = 2.7  # ms of a captured step with a tree of 12 nodes: 1,358 of them
+NOT_LOSSLESS = 1  # an evaluation's status where a check failed: the report is there all the same
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """How much of everything.
+def product(script: str, *words: str, fine: Sequence[int] = (0,)) -> None:
+    """Run one of the product's commands, which prints to the log.
 
-    Attributes:
-        steps, batch: of every head's training, and tokens in a step.
-        length: of a packed row.
-        answers, answer_tokens: prompts that the target answers, and tokens of an answer at most.
-        heat: the temperature of the answers.
-        prompts, tokens: of a workload, and of an answer that is measured.
-        gate_tv: what the sampled gate reveals.
+    Raises:
+        RuntimeError: it failed.
     """
-
-    steps: int
-    batch: int
-    length: int
-    answers: int
-    answer_tokens: int
-    heat: float
-    prompts: int
-    tokens: int
-    gate_tv: float
+    sys.stdout.flush()
+    status = subprocess.run([sys.executable, script, *words], cwd=ROOT, check=False).returncode
+    if status not in fine:
+        raise RuntimeError(f"{script} ended with status {status}: log.txt has what it printed")
 
 
-FULL = Sizes(1500, 8192, 512, 8000, 192, 0.5, 12, 128, 0.02)
-SMALL = Sizes(4, 256, 128, 24, 24, 0.0, 2, 12, 0.3)
+def of_target(bench: Bench, large: bool) -> list[str]:
+    """Return the words that name the target: the embedded one, or the one of 94 M."""
+    words, path = [f"model.device={bench.device}"], bench.work / "target"
+    return [*words, f"model.path={path}", f"data.prompts={path / 'prompts.jsonl'}"] if large else words
 
 
-class Session:
-    """One call of this script: what it may still take, and the pieces of work that it does or leaves.
-
-    Attributes:
-        left: pieces that are not finished, in words.
-        failed: pieces that ended with an error, and its status.
-    """
-
-    def __init__(self, minutes: float) -> None:
-        self.minutes, self.end = minutes, time.monotonic() + minutes * 60
-        self.left: list[str] = []
-        self.failed: dict[str, int] = {}
-
-    def run(self, piece: str, words: Sequence[str], share: float = 0.0, fine: Sequence[int] = (0,)) -> bool:
-        """Run a command; return whether it came to its end.
-
-        Args:
-            piece: what it does, in words.
-            words: the command, without Python.
-            share: of the minutes, that must be left for a piece that cannot go on where it was stopped.
-            fine: statuses that are no error.
-        """
-        remaining = self.end - time.monotonic()
-        if remaining <= share * self.minutes * 60:
-            self.left.append(piece)
-            return False
-        print(f"\n{piece}: python {' '.join(words)}", flush=True)
-        work = subprocess.Popen([sys.executable, *words], cwd=ROOT)
-        try:
-            status = work.wait(remaining)
-        except subprocess.TimeoutExpired:
-            self.left.append(piece)
-            stop(work)
-            return False
-        if status not in fine:
-            self.failed[piece] = status
-        return status in fine
+def train(bench: Bench, head: str, steps: int, large: bool = False) -> list[Row]:
+    """Train a head, and return what that took."""
+    bench.drop()
+    out = folder(bench, head, steps, large)
+    tokens = 256 if bench.toy else TOKENS
+    data = [f"data.path={bench.work / 'answers.jsonl'}"] if large else []
+    product(
+        "train/run.py", f"head={head}", f"out={out}", "overwrite=true", *of_target(bench, large),
+        *data, "data.cache=null", *(["data.limit=300", "data.length=128"] if bench.toy else []),
+        f"trainer.steps={min(steps, 10) if bench.toy else steps}", f"trainer.batch_tokens={tokens}",
+        f"trainer.micro_tokens={tokens}", "trainer.eval_prompts=0", "trainer.estimate_every=null", "eval.prompts=0",
+    )  # fmt: skip
+    cost = json.loads((out / "training.json").read_text(encoding="utf-8"))
+    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [record for record in map(json.loads, lines) if "tokens_per_second" in record]
+    middle = records[len(records) // 2]
+    return [
+        ("tokens", cost["tokens"], None), ("seconds", cost["seconds"], None), ("loss", records[-1]["loss"], None),
+        ("tokens/s, in the middle", middle["tokens_per_second"], None),
+        *((f"- {part}, ms", 1e3 * spent, None) for part, spent in middle["seconds"].items()),
+        ("peak memory, GiB", middle["memory_bytes"] / 2**30, None),
+    ]  # fmt: skip
 
 
-def stop(work: subprocess.Popen[bytes]) -> None:
-    """Ask a process to end, then end it."""
-    work.send_signal(signal.SIGTERM)
-    try:
-        work.wait(GRACE)
-    except subprocess.TimeoutExpired:
-        work.kill()
-        work.wait()
+def folder(bench: Bench, head: str, steps: int, large: bool) -> Path:
+    """Return a head's folder."""
+    return bench.work / f"{head}-{steps}{'-large' if large else ''}"
 
 
-class Work:
-    """The pieces of work, in folders under `out`.
-
-    Args:
-        asked: by `arguments`.
-        target: the target's folder.
-        features: stored or live.
-    """
-
-    def __init__(self, asked: Asked, target: Path, features: str) -> None:
-        self.asked, self.target, self.features = asked, target, features
-        self.out = asked.out.resolve() / "heads"
-        self.sizes = SMALL if asked.toy else FULL
-        self.answers, self.store = self.out / "answers.jsonl", self.out / "features"
-        kinds = [kind for kind in KINDS if (target / f"{kind}.jsonl").is_file()]
-        # On a device a session of its own each, which a call has time for.
-        self.workloads = [kinds] if asked.toy else [[kind] for kind in kinds]
-        self.data = [
-            f"model.path={target}", f"model.device={asked.device}", f"data.prompts={target / 'prompts.jsonl'}",
-            f"data.length={self.sizes.length}", f"data.cache={self.out / 'cache'}",
-        ]  # fmt: skip
-
-    def answer(self, session: Session) -> bool:
-        """Let the target answer the training prompts."""
-        batch = 8 if self.asked.toy else 256
-        words = [
-            "data/run.py", *self.data, f"answers={self.answers}", f"data.path={self.target / 'train_prompts.jsonl'}",
-            f"limit={self.sizes.answers}", f"max_new_tokens={self.sizes.answer_tokens}",
-            f"temperature={self.sizes.heat}", "keep_unfinished=true", f"batch_size={batch}",
-        ]  # fmt: skip
-        return self.answers.exists() or session.run("the target's answers", words)
-
-    def extract(self, session: Session) -> bool:
-        """Extract the features of every layer that a head reads."""
-        done = self.out / "features.done"
-        if self.features == "live" or done.exists():
-            return True
-        layers = ",".join(map(str, self.layers()))
-        words = [
-            "data/run.py", *self.data, f"data.path={self.answers}", "features=stored", f"features.path={self.store}",
-            f"layers=[{layers}]", f"features.micro_rows={8 if self.asked.toy else 64}",
-        ]  # fmt: skip
-        if not session.run("features", words):
-            return False
-        done.touch()
-        return True
-
-    def layers(self) -> list[int]:
-        """Return the target's layers that any head reads."""
-        embeddings = EmbeddingsOnly.load(str(self.target), "auto", "cpu", False).embeddings
-        runs = [composed(f"head={name}", f"model.path={self.target}", f"data.path={self.answers}") for name in HEADS]
-        return sorted({i for run in runs for i in HEADS[run.head.name](run.head, embeddings).feature_layers})
-
-    def train(self, name: str, session: Session) -> bool:
-        """Train a head, or go on with it."""
-        folder, sizes = self.out / name, self.sizes
-        if self.trained(name):
-            return True
-        stored = ["features=stored", f"features.path={self.store}", "features.prefetch=8"]
-        words = [
-            "train/run.py", f"head={name}", f"name={name}", f"out={folder}", *self.data, f"data.path={self.answers}",
-            *(stored if self.features == "stored" else []), f"trainer.steps={sizes.steps}",
-            f"trainer.batch_tokens={sizes.batch}", f"trainer.micro_tokens={sizes.batch}",
-            f"trainer.eval_every={sizes.steps}", f"trainer.save_every={max(1, sizes.steps // 3)}",
-            "trainer.eval_prompts=0", "eval.prompts=0",
-            f"resume={'true' if (folder / 'config.yaml').exists() else 'false'}",
-        ]  # fmt: skip
-        return session.run(name, words)
-
-    def trained(self, name: str) -> bool:
-        """Whether a head is trained.
-
-        Raises:
-            SystemExit: for another number of tokens than the others.
-        """
-        file = self.out / name / "training.json"
-        if not file.exists():
-            return False
-        took, wanted = json.loads(file.read_text())["tokens"], self.sizes.steps * self.sizes.batch
-        if took != wanted:
-            raise SystemExit(
-                f"{file}: {took} tokens, and {wanted} are asked for; remove the folder, or give another --out"
-            )
-        return True
-
-    def report_of(self, workloads: Sequence[str]) -> Path:
-        """Return the folder of the report on workloads that share a session."""
-        return self.out / "eval" / "-".join(workloads)
-
-    def measure(self, names: Sequence[str], workloads: Sequence[str], session: Session) -> bool:
-        """Measure all trained heads in one session, unless a report has them."""
-        sizes, folder = self.sizes, self.report_of(workloads)
-        if set(names) <= reported(folder):
-            return True
-        runs = ",".join(str(self.out / name) for name in names)
-        files = ",".join(str(self.target / f"{workload}.jsonl") for workload in workloads)
-        compiled = self.asked.device.type == "cuda"
-        words = [
-            "eval/run.py", f"run=[{runs}]", f"workload=[{files}]", "temperature=[0,1]",
-            "tier=live", "hf=false", f"engine.compile={'true' if compiled else 'false'}", f"prompts={sizes.prompts}",
-            f"max_new_tokens={sizes.tokens}", "repeats=1", "warmup=2", f"gate_tv={sizes.gate_tv}", f"out={folder}",
-            f"model.device={self.asked.device}",
-        ]  # fmt: skip
-        return session.run(f"{', '.join(workloads)} with {', '.join(names)}", words, share=0.5, fine=(0, NOT_LOSSLESS))
+def evaluate(bench: Bench, heads: Sequence[str], compiled: bool, large: bool = False) -> list[Row]:
+    """Return acceptance and speed of the heads, against the baseline of the same engine."""
+    bench.drop()
+    out = bench.work / f"eval{'-large' if large else ''}{'-compiled' if compiled else ''}"
+    runs = ",".join(str(folder(bench, head, 1600, large)) for head in heads)
+    prompts, tokens = (2, 12) if bench.toy else (16, 128)
+    product(
+        "eval/run.py", f"run=[{runs}]", f"workload={bench.work / 'target' / 'code.jsonl' if large else 'tiny'}",
+        "tier=live", "hf=false", f"prompts={prompts}", f"max_new_tokens={tokens}", "repeats=1", "dtype=bfloat16",
+        f"engine.compile={str(compiled and not bench.toy).lower()}", f"out={out}", f"model.device={bench.device}",
+        fine=(0, NOT_LOSSLESS),
+    )  # fmt: skip
+    report = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    return [line for row in report["rows"] if row["tier"] == "live" and not row["category"] for line in lines_of(row)]
 
 
-def reported(folder: Path) -> set[str]:
-    """Return the heads that a folder's report has."""
-    file = folder / "report.json"
-    return {row["drafter"] for row in json.loads(file.read_text())["rows"]} if file.exists() else set()
+def lines_of(row: dict[str, Any]) -> list[Row]:
+    """Return a report's row: on a device that its launches bound a step with the small tree takes TREE_STEP."""
+    name = row["drafter"].split("-")[0]
+    tau = TAU.get(name)
+    lines: list[Row] = [(f"{name}: tokens/s", row["tokens_per_second"], 1e3 * tau / TREE_STEP if tau else PLAIN)]
+    if tau is not None:
+        lines += [(f"{name}: τ", row["tau"], tau), (f"{name}: speedup", row["speedup"], 1e3 * tau / TREE_STEP / PLAIN)]
+        lines.append((f"{name}: losslessness", json.dumps(row["lossless"]), None))
+    parts = {part: 1e3 * spent / max(1, row["steps"]) for part, spent in row["seconds"].items()}
+    return lines + [(f"{name}: {part} of a step, ms", spent, None) for part, spent in parts.items()]
 
 
-def main() -> None:
-    """Do what is missing, tell what is there."""
-    asked, said = arguments(
-        __doc__,
-        target={"type": Path, "help": "made by target.py; OUT/target unless it is given"},
-        only={"nargs": "+", "choices": list(HEADS), "help": "these heads alone"},
-        minutes={"type": float, "default": 9.0, "help": "after which nothing begins and nothing goes on"},
-        features={"choices": ("stored", "live"), "default": "stored"},
-    )
-    target = (said.target or asked.out / "target").resolve()
-    if not (target / "train_prompts.jsonl").exists() or not (target / "prompts.jsonl").exists():
-        raise SystemExit(f"{target}: holds no finished target; make one by benchmarks/gpu/target.py --out {asked.out}")
-    names = said.only or (list(TOY_HEADS) if asked.toy else list(HEADS))
-    work, session = Work(asked, target, said.features), Session(said.minutes)
-    work.out.mkdir(parents=True, exist_ok=True)
-    if work.answer(session) and work.extract(session):
-        trained = [name for name in names if work.train(name, session)]
-        for workloads in work.workloads if trained else ():
-            work.measure(trained, workloads, session)
-    told = numbers_of(work, session)
-    record(asked, "heads", told, tables_of(told), figures_of(told))
-    if session.left:
-        print(f"not finished: {'; '.join(session.left)}. The same command goes on there.")
-    if session.failed:
-        raise SystemExit(1)
+def target(bench: Bench, part: str) -> list[Row]:
+    """Do one part of making the target, and return what it is."""
+    bench.drop()
+    call = {"text": targets.read_text, "train": targets.teach, "measure": targets.measure}[part]
+    call(bench, bench.work / "target")
+    return targets.rows_of(bench.work / "target", part)
 
 
-def numbers_of(work: Work, session: Session) -> dict[str, Any]:
-    """Return everything that is known by now, of earlier calls too."""
-    rate = product_rate(work.asked)
-    trained = {name: training_facts(work.out / name, rate) for name in HEADS if work.trained(name)}
-    files = [work.report_of(workloads) / "report.json" for workloads in work.workloads]
-    rows = [row for file in files if file.exists() for row in measured(json.loads(file.read_text(encoding="utf-8")))]
-    return {
-        "sizes": vars(work.sizes), "features": work.features, "product_rate": rate, "trained": trained,
-        "goals": goals(rows), "measured": rows, "left": session.left, "failed": session.failed,
-    }  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()
+def answers(bench: Bench) -> list[Row]:
+    """Let the target answer the prompts that heads train on."""
+    bench.drop()
+    file = bench.work / "answers.jsonl"
+    limit, tokens, batch = (24, 24, 8) if bench.toy else (6000, 192, 256)
+    product(
+        "data/run.py", *of_target(bench, large=True), f"answers={file}", "data.cache=null",
+        f"data.path={bench.work / 'target' / 'train_prompts.jsonl'}", f"limit={limit}", f"max_new_tokens={tokens}",
+        "temperature=0.5", "keep_unfinished=true", f"batch_size={batch}",
+    )  # fmt: skip
+    return [("answers", len(file.read_text(encoding="utf-8").splitlines()), limit)]

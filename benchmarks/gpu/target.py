@@ -1,17 +1,17 @@
 """A target worth measuring: a Llama trained for minutes on code, prose and dialogues, with prompts and a card.
 
-    python benchmarks/gpu/target.py --out DIR --text FOLDER [--minutes 8] [--part text|train|measure]
-    python benchmarks/gpu/target.py --out DIR --size embedded      # the embedded target anew, by the same recipe
+    python benchmarks/gpu/target.py --out DIR [--text FOLDER] [--minutes 6] [--size embedded] [--toy]
 
 FOLDER holds what of benchmarks/gpu/text.py's FILES there is; Python sources are the interpreter's own. There are three
-parts: text (tokenizer, tokens, what is held out), train (for the minutes that are given, compilation included), measure
-(prompts, losses, samples, the card). --part names the one to end with, for machines on which no command may last long;
-a finished part is not done again, but for the last one.
+parts, which benchmarks/gpu/run.py does one by one: text (tokenizer, tokens, what is held out), train (for the minutes
+that are given, compilation included), measure (prompts, losses, samples, the card). A finished part is not done again.
+--size embedded makes the embedded target anew, by the same recipe.
 
-DIR/target is the Hugging Face folder, with code.jsonl, prose.jsonl and dialogue.jsonl to measure on, all of them in
+DIR is a Hugging Face folder, with code.jsonl, prose.jsonl and dialogue.jsonl to measure on, all of them in
 prompts.jsonl, and train_prompts.jsonl, which the target answers for heads to train on (benchmarks/gpu/heads.py).
 """
 
+import argparse
 import itertools
 import json
 import random
@@ -27,9 +27,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.gpu.card import card, figures_of, tables_of
-from benchmarks.gpu.common import Asked, arguments, product_rate, record
-from benchmarks.gpu.text import KINDS, Chat, Text, embedded_text, gathered, own_text
+from benchmarks.gpu.bench import Bench, Row, product_rate
+from benchmarks.gpu.card import card
+from benchmarks.gpu.text import KINDS, Chat, embedded_text, gathered, own_text
 from benchmarks.gpu.workloads import choose, training_prompts, write_lines
 from eval.measures.machine import peak_memory, synchronize
 from examples.tiny.recipe import (
@@ -51,6 +51,7 @@ from examples.tiny.recipe import (
     train,
 )
 from heads.common.files import write_whole
+from inference.target.config import default_device
 
 # SmolLM2-135M's widths at 24 layers: 94 M parameters.
 LARGE = Recipe(
@@ -61,26 +62,20 @@ TOY = Recipe(
     vocab=512, width=128, inner=256, heads=4, kv_heads=2, layers=8, shallow=2, context=512, window=128,
     batch_tokens=512, peak_lr=6e-3, warm_steps=8,
 )  # fmt: skip
-PARTS = ("text", "train", "measure")
 SAMPLE = 30_000_000  # characters that the tokenizer is trained on
 MEASURED = 400  # held-out chats of a kind
-TRAINING, HELD_OUT = "training.json", "held_out.json"
+TRAINING, HELD_OUT, MEASURED_FILE = "training.json", "held_out.json", "measured.json"
 
 
-def recipe_of(asked: Asked, size: str) -> Recipe:
+def recipe_of(bench: Bench, size: str) -> Recipe:
     """Return the recipe of a size; at toy size all have one."""
-    return TOY if asked.toy else {"large": LARGE, "embedded": EMBEDDED}[size]
+    return TOY if bench.toy else {"large": LARGE, "embedded": EMBEDDED}[size]
 
 
-def gather(asked: Asked, size: str, folder: Path | None) -> Text:
-    """Return the text that a target of this size reads; the embedded one reads code alone."""
-    if asked.toy:
-        return own_text(400)
-    return gathered(folder) if size == "large" else embedded_text()
-
-
-def read_text(text: Text, recipe: Recipe, out: Path, toy: bool) -> None:
+def read_text(bench: Bench, out: Path, size: str = "large") -> None:
     """Write the tokenizer, the stream of tokens, what is held out, and the prompts to be answered."""
+    recipe = recipe_of(bench, size)
+    text = own_text(400) if bench.toy else gathered(bench.text) if size == "large" else embedded_text()
     out.mkdir(parents=True, exist_ok=True)
     found, left = text.documents(), SAMPLE
     sample = []
@@ -89,7 +84,7 @@ def read_text(text: Text, recipe: Recipe, out: Path, toy: bool) -> None:
             break
         sample.append(document)
     tokenizer = make_tokenizer(sample, recipe, out)
-    write_lines(out / "train_prompts.jsonl", training_prompts(text.chats, 60 if toy else None))
+    write_lines(out / "train_prompts.jsonl", training_prompts(text.chats, 60 if bench.toy else None))
     stream = encoded(tokenizer, found)
     save_file({"token": stream.to(torch.int32)}, out / "stream.safetensors.new")
     (out / "stream.safetensors.new").replace(out / "stream.safetensors")
@@ -102,20 +97,21 @@ def read_text(text: Text, recipe: Recipe, out: Path, toy: bool) -> None:
     print(f"{len(found)} documents, {len(stream) / 1e6:.2f} M tokens; {len(tokenizer)} tokens in the vocabulary")
 
 
-def teach(asked: Asked, recipe: Recipe, out: Path, minutes: float) -> None:
-    """Train the target and save it with what its training cost."""
+def teach(bench: Bench, out: Path, size: str = "large", minutes: float | None = None) -> None:
+    """Train the target, for 6 minutes unless it is said otherwise, and save it with what its training cost."""
     torch.manual_seed(0)
+    recipe, minutes = recipe_of(bench, size), minutes or (0.2 if bench.toy else 6)
     tokenizer = AutoTokenizer.from_pretrained(out)
-    stream = load_file(out / "stream.safetensors")["token"].long().to(asked.device)
+    stream = load_file(out / "stream.safetensors")["token"].long().to(bench.device)
     recipe = replace(recipe, batch_tokens=min(recipe.batch_tokens, len(stream) // 2 // recipe.context * recipe.context))
-    seconds, curve, kind = minutes * 60, list[Point](), asked.device.type
+    seconds, curve, kind = minutes * 60, list[Point](), bench.device.type
     if kind == "cuda":
-        torch.cuda.reset_peak_memory_stats(asked.device)
-    model = build(recipe, recipe.shallow, len(tokenizer)).to(asked.device)
+        torch.cuda.reset_peak_memory_stats(bench.device)
+    model = build(recipe, recipe.shallow, len(tokenizer)).to(bench.device)
     seen = train(model, stream, recipe, Part(seconds * SHALLOW_SHARE, ENTRY, TURN, 0), curve)
     model = stack(model, recipe, len(tokenizer))
     seen = train(model, stream, recipe, Part(seconds * (1 - SHALLOW_SHARE), BACK, EXIT, seen), curve)
-    synchronize(asked.device)
+    synchronize(bench.device)
     save(model, recipe, out, len(tokenizer))
     told = {
         "parameters": sum(each.numel() for each in model.parameters()),
@@ -123,18 +119,18 @@ def teach(asked: Asked, recipe: Recipe, out: Path, minutes: float) -> None:
         "stream": len(stream),
         "minutes": minutes,
         "curve": [each._asdict() for each in curve],
-        "peak_memory_bytes": peak_memory(asked.device),
-        **speeds(curve, recipe, len(tokenizer), asked),
+        "peak_memory_bytes": peak_memory(bench.device),
+        **speeds(curve, recipe, len(tokenizer), bench),
     }
     write_whole(out / TRAINING, (json.dumps(told, indent=1) + "\n").encode())
 
 
-def speeds(curve: list[Point], recipe: Recipe, vocab: int, asked: Asked) -> dict[str, Any]:
+def speeds(curve: list[Point], recipe: Recipe, vocab: int, bench: Bench) -> dict[str, Any]:
     """Return tokens a second and MFU of each depth, by the median interval between two points of its curve.
 
     What a step compiles is in no median. MFU is against the rate of a large bf16 product on this device.
     """
-    rate, found = product_rate(asked), {}
+    rate, found = product_rate(bench), {}
     for layers in sorted({each.layers for each in curve}):
         mine = [each for each in curve if each.layers == layers]
         steps = sorted((b.tokens - a.tokens) / (b.seconds - a.seconds) for a, b in itertools.pairwise(mine))
@@ -157,10 +153,11 @@ def flops_per_token(recipe: Recipe, layers: int, vocab: int) -> float:
     return 6.0 * weights + 6.0 * layers * width * recipe.window
 
 
-def measure(asked: Asked, recipe: Recipe, out: Path, name: str) -> None:
-    """Choose the prompts, measure losses on what is held out, write samples and the card, and the record."""
+def measure(bench: Bench, out: Path, size: str = "large") -> None:
+    """Choose the prompts, measure losses on what is held out, write samples, the card and the numbers."""
+    recipe = recipe_of(bench, size)
     tokenizer = AutoTokenizer.from_pretrained(out)
-    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).to(asked.device).eval()
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).to(bench.device).eval()
     told = json.loads((out / HELD_OUT).read_text(encoding="utf-8"))
     numbers: dict[str, Any] = {
         "shape": vars(recipe), "read": told["read"], **json.loads((out / TRAINING).read_text()), "kinds": {},
@@ -172,7 +169,7 @@ def measure(asked: Asked, recipe: Recipe, out: Path, name: str) -> None:
         if not kept:
             continue
         loss = held_out_loss(model, tokenizer, [each.turns for each in kept[:MEASURED]], recipe.context)
-        picked = choose(model, tokenizer, kept, asked.toy)
+        picked = choose(model, tokenizer, kept, bench.toy)
         numbers["kinds"][kind] = {
             "chats": min(len(kept), MEASURED), "nats_per_token": loss.mean, "perplexity": loss.perplexity,
             "bits_per_byte": loss.bits_per_byte, "tokens": loss.tokens, "bytes": loss.bytes, **picked.counts,
@@ -181,34 +178,42 @@ def measure(asked: Asked, recipe: Recipe, out: Path, name: str) -> None:
         write_lines(out / f"{kind}.jsonl", picked.records)
         chosen += [each | {"category": kind} for each in picked.records]
     write_lines(out / "prompts.jsonl", chosen)
-    (out / "README.md").write_text(card(numbers, name), encoding="utf-8")
-    record(asked, name, numbers, tables_of(numbers, name), figures_of(numbers, name))
+    (out / "README.md").write_text(card(numbers, size), encoding="utf-8")
+    write_whole(out / MEASURED_FILE, json.dumps(numbers, indent=1).encode())
+
+
+def rows_of(out: Path, part: str) -> list[Row]:
+    """Return the figures of a part that is done."""
+    file = {"text": HELD_OUT, "train": TRAINING, "measure": MEASURED_FILE}[part]
+    numbers = json.loads((out / file).read_text(encoding="utf-8"))
+    if part == "text":
+        return [("tokens of text", numbers["stream"], None)]
+    if part == "train":
+        keys = ("parameters", "tokens_seen", "minutes", "product_rate")
+        rows: list[Row] = [(key, numbers[key], None) for key in keys]
+        rows += [(f"{layers} layers: {key}", value, None) for layers, speed in numbers["speed"].items()
+                 for key, value in speed.items()]  # fmt: skip
+        return [*rows, ("loss of the last step", numbers["curve"][-1]["loss"], None)]
+    return [(f"{kind}: nats a token", one["nats_per_token"], None) for kind, one in numbers["kinds"].items()]
 
 
 def main() -> None:
     """Do the parts that are not done."""
-    asked, said = arguments(
-        __doc__,
-        text={"type": Path, "help": "the folder of prose and dialogues; without it the target reads code alone"},
-        minutes={"type": float, "help": "of training; 8 unless it is a toy"},
-        part={"choices": PARTS, "help": "the part to end with; all of them unless it is given"},
-        size={"choices": ("large", "embedded"), "default": "large"},
-        again={"action": "store_true", "help": "begin with nothing"},
-    )
-    name = "target" if said.size == "large" else said.size
-    recipe, out = recipe_of(asked, said.size), asked.out / name
-    last = PARTS.index(said.part or PARTS[-1])
-    if said.text is not None and not said.text.is_dir():
-        raise SystemExit(f"--text {said.text}: is no folder; name the one that holds the text, or leave it out")
-    if said.again:
-        for file in (TRAINING, HELD_OUT):
-            (out / file).unlink(missing_ok=True)
-    if not (out / HELD_OUT).exists():
-        read_text(gather(asked, said.size, said.text), recipe, out, asked.toy)
-    if last >= 1 and not (out / TRAINING).exists():
-        teach(asked, recipe, out, said.minutes or (0.2 if asked.toy else 8))
-    if last == 2:
-        measure(asked, recipe, out, name)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--text", type=Path, help="the folder of prose and dialogues; without it it reads code alone")
+    parser.add_argument("--minutes", type=float, help="of training")
+    parser.add_argument("--size", choices=("large", "embedded"), default="large")
+    parser.add_argument("--toy", action="store_true", help="a size for a CPU")
+    options = parser.parse_args()
+    if options.text is not None and not options.text.is_dir():
+        raise SystemExit(f"--text {options.text}: is no folder; name the one that holds the text, or leave it out")
+    bench = Bench(torch.device("cpu" if options.toy else default_device()), options.toy, options.out, options.text)
+    if not (options.out / HELD_OUT).exists():
+        read_text(bench, options.out, options.size)
+    if not (options.out / TRAINING).exists():
+        teach(bench, options.out, options.size, options.minutes)
+    measure(bench, options.out, options.size)
 
 
 if __name__ == "__main__":

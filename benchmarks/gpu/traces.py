@@ -21,7 +21,7 @@ READ = "aten::_local_scalar_dense"  # what item() is, and tolist() of one number
 GRAPH = "cudaGraphLaunch"
 LAUNCHES = ("LaunchKernel", GRAPH)  # parts of names: the driver has several
 COPY = "Memcpy DtoH"
-LARGEST = 10
+LARGEST = 20
 
 
 def digest(events: Iterable[Event]) -> Numbers:

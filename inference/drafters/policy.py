@@ -15,7 +15,7 @@ For a batch on its device (`ranked`) the same trees grow as for one sequence aft
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -45,11 +45,12 @@ class Expander(Protocol):
     """What a tree grows from: the part of `DraftHead` that drafts."""
 
     max_depth: int
+    if TYPE_CHECKING:  # as there
 
-    @property
-    def vocab(self) -> DraftVocabulary | None:
-        """The tokens that logits are of, None for all."""
-        ...
+        @property
+        def vocab(self) -> DraftVocabulary | None:
+            """The tokens that logits are of, None for all."""
+            ...
 
     def expand(
         self,

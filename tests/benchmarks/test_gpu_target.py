@@ -13,8 +13,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.gpu import target as script
 from benchmarks.gpu import text, workloads
-from benchmarks.gpu.card import card, curve_rows, tables_of
-from benchmarks.gpu.common import Asked
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.card import card, curve_rows
 from benchmarks.gpu.text import Chat
 from examples.tiny import corpus, make_target
 from examples.tiny import recipe as recipes
@@ -117,7 +117,7 @@ def test_operations_are_those_that_torch_counts() -> None:
 def test_speeds_leave_out_what_a_step_compiles() -> None:
     times = [(1, 100.0), (20, 101.0), (40, 102.0), (60, 130.0), (80, 131.0)]
     curve = [Point(4, step, step * 100, 1.0, seconds) for step, seconds in times]
-    found = script.speeds(curve, SMALL, SMALL.vocab, Asked(torch.device("cpu"), True, Path()))
+    found = script.speeds(curve, SMALL, SMALL.vocab, Bench(torch.device("cpu"), True, Path()))
     assert list(found["speed"]) == ["4"]
     assert found["speed"]["4"]["tokens_per_second"] == 2000.0
     flops = script.flops_per_token(SMALL, 4, SMALL.vocab)
@@ -248,41 +248,28 @@ def test_the_curve_in_a_table_ends_with_the_last_point() -> None:
         assert len({row[1] for row in rows}) == len(rows)
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("gpu")
-    words = [sys.executable, "benchmarks/gpu/target.py", "--toy", "--device", "cpu", "--out", str(out)]
-    for part in ("text", "train", "measure"):
-        subprocess.run([*words, "--part", part], cwd=ROOT, check=True, capture_output=True)
-    return out
-
-
 @pytest.mark.slow
-def test_a_toy_target_is_made_in_parts(made: Path) -> None:
-    told = json.loads((made / "target.json").read_text())
-    numbers, folder = told["numbers"], made / "target"
+def test_a_toy_target_is_made_and_a_finished_part_is_not_done_again(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/gpu/target.py", "--toy", "--out", str(tmp_path)]
+    written = []
+    for _ in range(2):
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        written.append((tmp_path / "model.safetensors").stat().st_mtime_ns)
+    assert written[0] == written[1]
+    numbers = json.loads((tmp_path / "measured.json").read_text())
     assert set(numbers["kinds"]) == {"code", "prose", "dialogue"}
     assert numbers["curve"][-1]["loss"] < numbers["curve"][0]["loss"]
     assert numbers["tokens_seen"] == script.TOY.batch_tokens * (numbers["tokens_seen"] // script.TOY.batch_tokens)
     for kind, each in numbers["kinds"].items():
         assert each["perplexity"] == pytest.approx(math.exp(each["nats_per_token"]))
         assert each["perplexity"] < script.TOY.vocab
-        lines = (folder / f"{kind}.jsonl").read_text().splitlines()
+        lines = (tmp_path / f"{kind}.jsonl").read_text().splitlines()
         assert len(lines) == each["prompts"] >= 2
-        assert f"{each['perplexity']:.2f}" in (folder / "README.md").read_text()
-    everything = [json.loads(line)["id"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
+        assert f"{each['perplexity']:.2f}" in (tmp_path / "README.md").read_text()
+    everything = [json.loads(line)["id"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     assert len(everything) == sum(each["prompts"] for each in numbers["kinds"].values())
-    answered = {json.loads(line)["id"] for line in (folder / "train_prompts.jsonl").read_text().splitlines()}
+    answered = {json.loads(line)["id"] for line in (tmp_path / "train_prompts.jsonl").read_text().splitlines()}
     assert not {f"code {name}" for name in everything} & answered
-    loaded = LlamaForCausalLM.from_pretrained(folder)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
     assert sum(each.numel() for each in loaded.parameters()) == numbers["parameters"]
-    assert [table["caption"] for table in told["tables"]] == [each.caption for each in tables_of(numbers, "target")]
-    assert card(numbers, "target") == (folder / "README.md").read_text()
-
-
-@pytest.mark.slow
-def test_a_finished_part_is_not_done_again(made: Path) -> None:
-    before = (made / "target" / "model.safetensors").stat().st_mtime_ns
-    words = [sys.executable, "benchmarks/gpu/target.py", "--toy", "--device", "cpu", "--out", str(made), "--part"]
-    subprocess.run([*words, "train"], cwd=ROOT, check=True, capture_output=True)
-    assert (made / "target" / "model.safetensors").stat().st_mtime_ns == before
+    assert card(numbers, "large") == (tmp_path / "README.md").read_text()

@@ -1,5 +1,6 @@
 """Test 3 of the design: `unroll` is `extend` and `expand` done for all rows at once; and Block is the HF layer."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from heads import HEADS, rows
 from heads.base import DraftHead, Features, LayerShape
 from heads.modules.layers import Block, masked_attention
 from heads.modules.rope import Rope, Rotary, scaling_of
+from inference.drafters.policy import Expander
 from tests import drafting, toys
 
 
@@ -22,6 +24,15 @@ def features(length: int = 14, layers: tuple[int, ...] = ()) -> Features:
     document[1, -3:] = -1
     token = torch.tensor([toys.prompt(1, length), toys.prompt(2, length)])
     return target.features(token, document, layers)
+
+
+@pytest.mark.parametrize("protocol", [DraftHead, Expander])
+@pytest.mark.parametrize("name", [*HEADS, "eagle pruned"])
+def test_a_head_has_what_its_protocol_asks_for_as_python_3_12_looks_for_it(name: str, protocol: type) -> None:
+    """Without `__getattr__`, by which a module has its submodules."""
+    members = {*protocol.__annotations__, *vars(protocol)}
+    for member in (member for member in members if not member.startswith("_")):
+        inspect.getattr_static(toys.head(name, toys.target("llama", torch.float64)), member)
 
 
 @pytest.mark.parametrize("name", [*HEADS, *toys.OPTIONS])

@@ -1,0 +1,252 @@
+"""The driver of a device's minutes: what hangs or crashes costs one piece; and the whole of it, rehearsed on a CPU."""
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import bench, carry, checks, results, run
+from benchmarks.gpu.items import ITEMS, named
+from heads.common.resolvers import ROOT
+
+MIB = 2**20
+NAMES = list(named())
+# A process that does what its first words say: "PIECE=hang", "PIECE=crash"; all other pieces are measured.
+WORK = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from benchmarks.gpu import results, run
+out, work, names = Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[5:]
+plans = dict(plan.split("=") for plan in sys.argv[4].split(","))
+if "early" in plans:
+    sys.exit(7)
+(work / "facts.json").write_text("{}")
+for name in names:
+    run.write_status(work / "status.json", name)
+    plan = plans.get(name, "")
+    print(name, plan, flush=True)
+    if plan == "crash":
+        sys.exit(9)
+    if plan:
+        time.sleep(60 if plan == "hang" else float(plan))
+    results.keep(out, name, {"seconds": 0.0, "rows": [["speed", 2.0, 1.0]]})
+"""
+
+
+def driver(folder: Path, plans: dict[str, str], items: list[int], **limits: float) -> run.Driver:
+    """Return a driver whose process does as planned."""
+    out, work = folder / "out", folder / "work"
+    for each in (out, work):
+        each.mkdir()
+    words = ",".join(f"{name}={plan}" for name, plan in plans.items()) or "="
+    options = argparse.Namespace(
+        **{"out": out, "work": work, "items": items, "minutes": 1.0, "scale": 1.0, "toy": True, **limits}
+    )
+    return run.Driver(options, [sys.executable, "-c", WORK, str(ROOT), str(out), str(work), words])
+
+
+def of_item(number: int) -> list[str]:
+    return [name for name, (item, _) in named().items() if item == number]
+
+
+def test_what_hangs_or_crashes_costs_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "POLL", 0.02)
+    first, second, *rest = of_item(1)
+    job = driver(tmp_path, {first: "hang", second: "crash"}, [1], scale=0.02)
+    monkeypatch.setattr(run, "START", 40)
+    monkeypatch.setattr(run, "ITEMS", tuple(item._replace(minutes=30) for item in ITEMS))
+    job.run()
+    entries = results.read(tmp_path / "out")
+    assert entries[first]["failed"] == "took longer than its 1.4 s"
+    assert entries[second]["failed"] == "its process ended with status 9"
+    assert f"{second} crash" in entries[second]["log"]
+    assert all(entries[name]["rows"] for name in rest)
+    assert job.process is not None
+    assert job.process.poll() is not None
+    page = (tmp_path / "out" / "gpu.md").read_text()
+    assert "| speed | 2 | 1 | **2.00** |" in page
+    assert f"| **{first}** | failed: took longer" in page
+
+
+def test_an_item_leaves_the_rest_when_its_minutes_are_spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left is no failure: the next call begins with it."""
+    monkeypatch.setattr(run, "POLL", 0.02)
+    first, second, *_ = of_item(1)
+    monkeypatch.setattr(run, "ITEMS", tuple(item._replace(minutes=0.6) for item in ITEMS))
+    driver(tmp_path, {second: "hang"}, [1, 3], scale=0.05).run()
+    assert list(results.read(tmp_path / "out")) == [first, *of_item(3)]
+
+
+def test_nothing_goes_on_behind_the_calls_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "POLL", 0.02)
+    first, second, *_ = of_item(1)
+    job = driver(tmp_path, {second: "hang"}, [1, 3], minutes=0.03)
+    began = time.monotonic()
+    job.run()
+    assert time.monotonic() - began < 10
+    assert list(results.read(tmp_path / "out")) == [first]
+
+
+def test_a_process_that_cannot_begin_ends_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "POLL", 0.02)
+    with pytest.raises(SystemExit, match="nothing can be measured: its process ended with status 7"):
+        driver(tmp_path, {"early": "crash"}, [1]).run()
+    assert results.read(tmp_path / "out") == {}
+
+
+def test_a_stopped_driver_takes_its_process_along(tmp_path: Path) -> None:
+    job = driver(tmp_path, {NAMES[0]: "hang"}, [1])
+    job.start()
+    assert job.process is not None
+    job.stop()
+    assert job.process.returncode == -signal.SIGKILL
+    with pytest.raises(SystemExit):
+        run.ended(signal.SIGTERM, None)
+
+
+def test_a_piece_is_done_for_this_code_on_this_device() -> None:
+    facts = {"revision": "a", "device": "x", "toy": False}
+    assert results.is_done(facts | {"failed": "no"}, facts)
+    assert not results.is_done(None, facts)
+    assert not any(results.is_done(facts | {key: "other"}, facts) for key in facts)
+
+
+def test_all_pieces_exist_and_fit_their_item() -> None:
+    for name, (item, piece) in named().items():
+        module, function = piece.call.split(".")
+        source = (ROOT / "benchmarks" / "gpu" / f"{module}.py").read_text()
+        assert f"\ndef {function}(bench: Bench" in source, name
+        assert piece.seconds <= 60 * ITEMS[item - 1].minutes, name
+
+
+@pytest.mark.parametrize("line", ["{0} {1}  [ 5%]", "[gw1] [  5%] {1} {0} "])
+def test_tests_are_counted_with_processes_and_without(line: str) -> None:
+    ends = {"a.py::one[x of y-fp32]": "PASSED", "a.py::one[x of z-fp32]": "FAILED", "a.py::two": "SKIPPED"}
+    printed = "\n".join(line.format(name, how) for name, how in ends.items())
+    assert checks.counted(f"collected 3 items\n{printed}\n= short test summary info =\nERROR a.py::three\n") == ends
+
+
+def test_the_waits_of_a_device_are_counted_by_its_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def step() -> None:
+        for text in ("called a synchronizing CUDA operation (Triggered internally)", "another") * 2:
+            warnings.warn(text, stacklevel=1)
+
+    assert bench.waits(step, torch.device("cuda")) == 2
+    assert modes == ["warn", "default"]
+
+
+# A machine without network and without the packages that the image lacks.
+BARE = """
+import socket
+from importlib.machinery import PathFinder
+LACKING, FIND, CONNECT = set({lacking!r}), PathFinder.find_spec, socket.socket.connect
+def find(name, path=None, target=None):
+    return None if name.partition(".")[0] in LACKING else FIND(name, path, target)
+def connect(self, address):
+    if self.family != socket.AF_UNIX and address[0] not in ("127.0.0.1", "::1", "localhost"):
+        raise OSError(f"NO NETWORK: {{address}}")
+    CONNECT(self, address)
+PathFinder.find_spec, socket.socket.connect = find, connect
+"""
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the checkout as it travels: without .git, with the carried folder and REVISION."""
+    folder = tmp_path_factory.mktemp("travels") / "tree"
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in filter(lambda name: (ROOT / name).is_file(), listed.stdout.splitlines()):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, folder / name)
+    carry.carry(folder / "carried")
+    (folder / "REVISION").write_text("rehearsed\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bare(tree: Path) -> dict[str, str]:
+    """Return the environment of such a machine: of its own there is no command but timeout."""
+    there = {*carry.closure([*carry.PROVIDED, *carry.CARRIED]), "headstart"}
+    packages = packages_distributions().items()
+    lacking = {name for name, owners in packages if not there & {carry.canonicalize_name(owner) for owner in owners}}
+    assert {"datasets", "wandb", "vl_convert"} <= lacking
+    place, commands = tree.parent / "bare", tree.parent / "bin"
+    for folder in (place, commands):
+        folder.mkdir()
+    (place / "sitecustomize.py").write_text(BARE.format(lacking=sorted(lacking)))
+    (commands / "timeout").symlink_to(str(shutil.which("timeout")))
+    return {"PATH": str(commands), "PYTHONPATH": str(place), "HOME": str(tree.parent), "OMP_NUM_THREADS": "1"}
+
+
+# Of a device machine's Python, torch and transformers where the variable names an interpreter that has them.
+PYTHON = os.environ.get("HEADSTART_DEVICE_PYTHON", sys.executable)
+
+
+@pytest.mark.slow
+def test_what_is_carried_suffices_to_train_and_to_evaluate(tree: Path, bare: dict[str, str]) -> None:
+    size = sum(file.stat().st_size for file in (tree / "carried").rglob("*") if file.is_file())
+    assert size < 20 * MIB
+    assert sum(file.stat().st_size for file in tree.rglob("*") if file.is_file()) < 64 * MIB
+    path = {"PYTHONPATH": f"carried:{bare['PYTHONPATH']}"}
+    words = (
+        "import train.run, eval.run, hydra, omegaconf; print(hydra.__file__, omegaconf.__file__, train.run.__file__)"
+    )
+    done = subprocess.run([PYTHON, "-c", words], cwd=tree, env=bare | path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(file.startswith(str(tree)) for file in done.stdout.split())
+
+
+@pytest.mark.slow
+def test_the_rehearsal_measures_every_piece_within_its_share(tree: Path, bare: dict[str, str], tmp_path: Path) -> None:
+    def call(out: Path, *words: str) -> dict[str, Any]:
+        command = [
+            PYTHON,
+            "benchmarks/gpu/run.py",
+            "--toy",
+            "--out",
+            str(out),
+            "--work",
+            str(tmp_path / "work"),
+            *words,
+        ]
+        done = subprocess.run(
+            [*command, "--minutes", "30"], cwd=tree, env=bare, capture_output=True, text=True, check=False
+        )
+        log = (out / "log.txt").read_text()
+        assert done.returncode == 0, done.stdout + done.stderr + log[-6000:]
+        assert "NO NETWORK" not in log
+        return results.read(out)
+
+    entries = call(tmp_path / "out")
+    assert set(entries) == set(NAMES)
+    for number, item in enumerate(ITEMS, 1):
+        mine = [entries[name] for name in of_item(number)]
+        assert sum(entry["seconds"] for entry in mine) < 60 * item.minutes
+        assert all(entry["rows"] for entry in mine)
+        assert any(estimate is not None for entry in mine for *_, estimate in entry["rows"]), (
+            f"{item.title}: no estimate"
+        )
+        assert not [row for entry in mine for row in entry["rows"] if row[0].startswith("failed: ")]
+    assert {entry["revision"] for entry in entries.values()} == {"rehearsed"}
+    files = list((tmp_path / "out").iterdir())
+    traces = {f"trace_{name}.json.gz" for name in ("decoding_eager", "decoding_captured", "training")}
+    assert {file.name for file in files} == {"gpu.json", "gpu.md", "log.txt", *traces}
+    assert all(file.stat().st_size < 16 * MIB for file in files)
+    assert (tmp_path / "out" / "gpu.json").stat().st_size < MIB
+    assert call(tmp_path / "next", "--earlier", str(tmp_path / "out")) == entries, "nothing is measured twice"
