@@ -149,24 +149,31 @@ class Block(nn.Module):
         embedding = self.embeddings.embed(root).to(self.mask.dtype)[..., None, :]
         return torch.cat([embedding, self.mask.expand(*root.shape, self.size - 1, -1)], -2)
 
-    def conditioned(self, state: Float[Tensor, "*n D"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n X"]:
-        """Return the input of `score` for a slot once the token before it is known."""
+    def context_of(self, slot: Float[Tensor, "*#n D"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n X"] | None:
+        """Return what corrects a slot's logits once the token before it is known, None if nothing does."""
         if self.before is not None:
-            return torch.cat([state, self.before(token).to(state.dtype)], -1)
-        return state if self.selector is None else torch.cat([state, self.selector.context(state, token)], -1)
+            return self.before(token).to(slot.dtype)
+        return None if self.selector is None else self.selector.context(slot, token)
+
+    def corrected(
+        self, slot: Float[Tensor, "*#n D"], context: Float[Tensor, "*n X"] | None, depth: int
+    ) -> Float[Tensor, "*n W"]:
+        """Return the logits of slots, of which one may serve several nodes."""
+        logits = self.lm_head(slot)
+        if context is None:
+            return logits
+        if self.domino is not None:
+            return self.domino(logits, slot, context, depth)
+        if self.selector is not None:
+            return self.selector(logits, context)
+        assert self.bias is not None
+        return logits + self.bias(context)
 
     def score(self, state: Float[Tensor, "*n X"], depth: int) -> Float[Tensor, "*n W"]:
         """Return the logits of slots; of a slot's state alone those without a correction."""
         width = self.embeddings.hidden_size
-        logits = self.lm_head(state[..., :width])
-        if state.shape[-1] == width:
-            return logits
-        if self.domino is not None:
-            return self.domino(logits, state, depth)
-        if self.selector is not None:
-            return self.selector(logits, state[..., width:])
-        assert self.bias is not None
-        return logits + self.bias(state[..., width:])
+        context = state[..., width:] if state.shape[-1] > width else None
+        return self.corrected(state[..., :width], context, depth)
 
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Draft a block from every anchor; all of them go through the layers side by side."""
@@ -184,12 +191,12 @@ class Block(nn.Module):
         states, drafts, memory = self.norm(x).unflatten(1, (-1, self.size))[:, :, self.idle :], list[Draft](), None
         for depth, state in enumerate(states.unbind(2), 1):
             token = rows.drafted_token(features.token, depth).gather(1, slots.anchor)
+            context = self.context_of(state, token)
             if self.domino is not None:
                 memory = self.domino.advance(self.embeddings.embed(token), memory)
-                state = torch.cat([state, memory.to(state.dtype)], -1)
-            else:
-                state = self.conditioned(state, token)
-            drafts.append(self._draft(at_rows(state, slots.anchor, features.token.shape[1])))
+                context = memory.to(state.dtype)
+            full = state if context is None else torch.cat([state, context], -1)
+            drafts.append(self._draft(at_rows(full, slots.anchor, features.token.shape[1])))
         return drafts
 
     def _draft(self, state: Float[Tensor, "B T X"]) -> Draft:
@@ -240,10 +247,8 @@ class Block(nn.Module):
         return self._level(hidden, token, depth + 1)
 
     def _level(self, slots: Float[Tensor, "B K D"], token: Int[Tensor, "B N"], depth: int) -> Level:
-        if self.domino is not None:  # each node has all slots
-            return Level(self.score(self.domino.slot(slots, depth), depth), slots)
+        if self.domino is not None:
+            return Level(self.corrected(*self.domino.split(slots, depth), depth), slots)
         slot = slots[:, depth - 1 : depth]
-        if self.before is None and self.selector is None:
-            return Level(self.score(slot, depth).expand(-1, token.shape[1], -1), slots)
-        state = self.conditioned(slot.expand(-1, token.shape[1], -1), token)
-        return Level(self.score(state, depth), slots)
+        logits = self.corrected(slot, self.context_of(slot, token), depth)
+        return Level(logits.expand(-1, token.shape[1], -1), slots)

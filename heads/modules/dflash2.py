@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heads.modules.layers import Attend, Block
-from heads.modules.vocab import VocabularyLinear
 
 
 class GroupedConv(nn.Module):
@@ -67,8 +66,8 @@ class ConvBlock(Block):
 class Selector(nn.Module):
     """A score of each candidate behind the token before it: <A[p] * P(h), B[c]>, added to the candidate's logit.
 
-    In use the slot's `top_k` tokens of the highest logits are candidates and others are not drafted; in training all
-    tokens are scored, so that a target outside them teaches too.
+    Candidates are the slot's `top_k` tokens of the highest logits. All others, which the authors do not draft, keep
+    their order below the last candidate, so that a target among them teaches too.
     """
 
     def __init__(self, width: int, rank: int, top_k: int, size: int) -> None:
@@ -76,18 +75,17 @@ class Selector(nn.Module):
         self.top_k = top_k
         self.predecessor = nn.Embedding(size, rank)
         self.projection = nn.Linear(width, rank, bias=False)
-        self.successor = VocabularyLinear(rank, size, bias=False)
+        self.successor = nn.Embedding(size, rank)
         nn.init.normal_(self.predecessor.weight, std=0.02)
         nn.init.normal_(self.successor.weight, std=0.02)
 
-    def context(self, state: Float[Tensor, "*n D"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n R"]:
+    def context(self, slot: Float[Tensor, "*#n D"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n R"]:
         """Return what a slot's state and the token before it say about the candidates."""
-        return self.predecessor(token).to(state.dtype) * self.projection(state)
+        return self.predecessor(token).to(slot.dtype) * self.projection(slot.contiguous())
 
-    def forward(self, logits: Float[Tensor, "*n W"], context: Float[Tensor, "*n R"]) -> Float[Tensor, "*n W"]:
+    def forward(self, logits: Float[Tensor, "*#n W"], context: Float[Tensor, "*n R"]) -> Float[Tensor, "*n W"]:
         """Return the selector's logits."""
-        if self.training:
-            return logits + self.successor(context)
         best = logits.topk(min(self.top_k, logits.shape[-1]), -1)
-        edge = (self.successor.weight[best.indices] @ context[..., None])[..., 0]
-        return torch.full_like(logits, float("-inf")).scatter(-1, best.indices, best.values + edge)
+        scores = best.values + (self.successor(best.indices) * context[..., None, :]).sum(-1)
+        below = logits - best.values[..., -1:] + scores.amin(-1, keepdim=True)
+        return below.scatter(-1, best.indices.expand_as(scores), scores)

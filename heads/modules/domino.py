@@ -27,9 +27,14 @@ class Domino(nn.Module):
         new: Tensor = self.gru(flat, None if memory is None else memory.flatten(0, -2))
         return new.unflatten(0, embedding.shape[:-1])
 
-    def forward(self, logits: Float[Tensor, "*n W"], state: Float[Tensor, "*n X"], depth: int) -> Float[Tensor, "*n W"]:
-        """Return the corrected logits; `state` is that of a slot and of the GRU."""
-        return logits if depth == 1 else logits + self.up(functional.silu(self.down(state)))
+    def forward(
+        self, logits: Float[Tensor, "*#n W"], slot: Float[Tensor, "*#n D"], memory: Float[Tensor, "*n G"], depth: int
+    ) -> Float[Tensor, "*#n W"]:
+        """Return the corrected logits of slots behind these states of the GRU."""
+        if depth == 1:
+            return logits
+        state = torch.cat([slot.expand(*memory.shape[:-1], -1), memory], -1)
+        return logits + self.up(functional.silu(self.down(state)))
 
     def begin(self, slots: Float[Tensor, "B S D"], embedding: Float[Tensor, "B 1 D"]) -> Float[Tensor, "B 1 Y"]:
         """Return the root's node: the states of all slots, and the GRU's after the chosen token."""
@@ -40,7 +45,7 @@ class Domino(nn.Module):
         memory = self.advance(embedding, node[..., -self.inner :])
         return torch.cat([node[..., : -self.inner], memory.to(node.dtype)], -1)
 
-    def slot(self, node: Float[Tensor, "B N Y"], depth: int) -> Float[Tensor, "B N X"]:
-        """Return the state of one slot of each node joined to its GRU's."""
+    def split(self, node: Float[Tensor, "B N Y"], depth: int) -> tuple[Float[Tensor, "B 1 D"], Float[Tensor, "B N G"]]:
+        """Return the state of one slot, which all nodes share, and the GRU's of each node."""
         end = depth * self.width
-        return torch.cat([node[..., end - self.width : end], node[..., -self.inner :]], -1)
+        return node[:, :1, end - self.width : end], node[..., -self.inner :]
