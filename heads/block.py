@@ -113,7 +113,9 @@ class Block(nn.Module):
         kind: Any = Layer
         if config.conv is not None:
             if width % config.conv_group:
-                raise ValueError(f"head.conv_group is {config.conv_group}: give a divisor of the target's width, {width}")
+                raise ValueError(
+                    f"head.conv_group is {config.conv_group}: give a divisor of the target's width, {width}"
+                )
             kind = partial(ConvBlock, size=self.size, taps=config.conv, group=config.conv_group)
         self.layers = nn.ModuleList(
             kind(width, shape, rope=Rope.of(config), eps=eps, qk_norm=config.qk_norm) for _ in range(config.layers)
@@ -188,14 +190,14 @@ class Block(nn.Module):
 
         for layer, pair in zip(self.layers, context, strict=True):
             x = layer(x, slots.position.flatten(1), last, lambda *qkv, pair=pair: attend(pair, *qkv))
-        states, drafts, memory = self.norm(x).unflatten(1, (-1, self.size))[:, :, self.idle :], list[Draft](), None
+        states, drafts = self.norm(x).unflatten(1, (-1, self.size))[:, :, self.idle :], list[Draft]()
+        memory: Tensor | None = None
         for depth, state in enumerate(states.unbind(2), 1):
             token = rows.drafted_token(features.token, depth).gather(1, slots.anchor)
-            context = self.context_of(state, token)
+            before = self.context_of(state, token)
             if self.domino is not None:
-                memory = self.domino.advance(self.embeddings.embed(token), memory)
-                context = memory.to(state.dtype)
-            full = state if context is None else torch.cat([state, context], -1)
+                before = memory = self.domino.advance(self.embeddings.embed(token), memory)
+            full = state if before is None else torch.cat([state, before.to(state.dtype)], -1)
             drafts.append(self._draft(at_rows(full, slots.anchor, features.token.shape[1])))
         return drafts
 

@@ -53,10 +53,12 @@ def objective(
         top: the teacher where a store kept the top-k tokens of each row; None computes it from `last`.
         base: the share of the loss that the drafts' `base` has, where there is one.
     """
-    flat: list[list[Tensor | None]] = [[None if field is None else field.flatten(0, 1) for field in draft] for draft in drafts]
+    flat: list[list[Tensor | None]] = [
+        [None if field is None else field.flatten(0, 1) for field in draft] for draft in drafts
+    ]
     parts = chunked(weight > 0, weight[0].numel(), weight.device) if chunks is None else chunks
     if not base:
-        flat = [fields[:-1] + [None] for fields in flat]
+        flat = [[*fields[:-1], None] for fields in flat]
     work = Work(head, features, weight.flatten(1), config, parts, top, labels(head, features), base)
     if config.depth_weights == "dpace":
         depth_weight = dpace(work, [state for state, *_ in flat if state is not None])

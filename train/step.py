@@ -63,7 +63,9 @@ class Loss(nn.Module):
             chunks = self.chunks(weight > 0, weight.device)
         with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.quick):
             drafts = self.unroll(features, self.config.depths, anchors)
-            return objective(head, drafts, features, weight, self.config, chunks, top, self.config.base_share(self.progress))
+            return objective(
+                head, drafts, features, weight, self.config, chunks, top, self.config.base_share(self.progress)
+            )
 
     def chunks(self, trained: Tensor, device: torch.device) -> list[Chunk]:
         """Return the trained rows of a micro-batch as they are scored on a device; `trained` is the host's."""

@@ -27,7 +27,7 @@ class GroupedConv(nn.Module):
 
     def kernels(self, x: Float[Tensor, "*n S D"]) -> Float[Tensor, "2 *n S k g c"]:
         """Return the kernels before and behind a sublayer that reads `x`."""
-        _, taps, width = self.base_kernel.shape
+        taps = self.base_kernel.shape[1]
         added = self.kernel_projection(x).unflatten(-1, (2, taps, -1))
         base = self.base_kernel.unflatten(-1, (added.shape[-1], -1))
         return torch.stack([base[i] + added[..., i, :, :, None] for i in range(2)])
@@ -36,7 +36,9 @@ class GroupedConv(nn.Module):
 def convolve(x: Float[Tensor, "*n S D"], kernel: Float[Tensor, "*n S k g c"]) -> Float[Tensor, "*n S D"]:
     """Return each slot's sum over itself and the slots before it, weighted by the slot's own kernel."""
     groups = x.unflatten(-1, kernel.shape[-2:])
-    shifted = [functional.pad(groups, (0, 0, 0, 0, tap, 0))[..., : x.shape[-2], :, :] for tap in range(kernel.shape[-3])]
+    shifted = [
+        functional.pad(groups, (0, 0, 0, 0, tap, 0))[..., : x.shape[-2], :, :] for tap in range(kernel.shape[-3])
+    ]
     return (torch.stack(shifted, -3) * kernel).sum(-3).flatten(-2)
 
 
@@ -81,7 +83,7 @@ class Selector(nn.Module):
 
     def context(self, slot: Float[Tensor, "*#n D"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n R"]:
         """Return what a slot's state and the token before it say about the candidates."""
-        return self.predecessor(token).to(slot.dtype) * self.projection(slot.contiguous())
+        return self.predecessor(token).to(slot.dtype) * self.projection(slot)
 
     def forward(self, logits: Float[Tensor, "*#n W"], context: Float[Tensor, "*n R"]) -> Float[Tensor, "*n W"]:
         """Return the selector's logits."""

@@ -224,7 +224,7 @@ def hydra(folder: Path, served: Served, token: list[int], steps: int) -> list[Te
 
 
 def convolved(x: Tensor, base: Tensor, added: Tensor) -> Tensor:
-    """Return a block's slots under DFlash2's kernels: `base` for each tap and channel, `added` for each slot and group."""
+    """Return a block's slots under DFlash2's kernels: `base` by tap and channel, `added` by slot, tap and group."""
     out, size = torch.zeros_like(x), x.shape[1] // added.shape[-1]
     for slot in range(len(x)):
         for tap in range(min(len(base), slot + 1)):

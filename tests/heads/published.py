@@ -88,7 +88,8 @@ PLAIN_HYDRA = (
 )  # fmt: skip
 DFLASH = (
     (r"^fusion\.", ""), (r"^domino\.gru\.(\w+)", r"prefix_gru.\1_l0"), (r"^domino\.down", "embed_proj.0"),
-    (r"^domino\.up", "embed_proj.2"), (r"^selector\.(predecessor|successor)\.weight", r"candidate_selector.\1_codebook"),
+    (r"^domino\.up", "embed_proj.2"),
+    (r"^selector\.(predecessor|successor)\.weight", r"candidate_selector.\1_codebook"),
     (r"^selector\.projection", "candidate_selector.hidden_projection"),
     (r"^before", "markov_head.markov_w1"), (r"^bias", "markov_head.markov_w2"),
     (r"^confidence", "confidence_head.proj"),
@@ -264,12 +265,21 @@ def dflash2() -> tuple[nn.Module, Tensors, dict[str, Any]]:
     head = block(selector_rank=6, conv=2, length=8)
     told = {**DFLASH_CONFIG["dflash_config"], "conv_kernel_size": 2, "selector_top_k": 7}
     window = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8, "is_causal": False}
-    return head, without_mask(renamed(head, *DFLASH)), {**DFLASH_CONFIG, **window, "dflash_config": told, "block_size": 5}
+    return (
+        head,
+        without_mask(renamed(head, *DFLASH)),
+        {**DFLASH_CONFIG, **window, "dflash_config": told, "block_size": 5},
+    )
 
 
 def domino() -> tuple[nn.Module, Tensors, dict[str, Any]]:
     head = block(domino=12, from_anchor=True)
-    told = {**DFLASH_CONFIG["dflash_config"], "projector_type": "domino", "pure_draft_prefix_len": 1, "shift_label": True}
+    told = {
+        **DFLASH_CONFIG["dflash_config"],
+        "projector_type": "domino",
+        "pure_draft_prefix_len": 1,
+        "shift_label": True,
+    }
     return head, without_mask(renamed(head, *DFLASH)), {**DFLASH_CONFIG, "dflash_config": told, "block_size": 4}
 
 

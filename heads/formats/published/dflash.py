@@ -6,8 +6,8 @@ DSpark adds `markov_head` and `confidence_head`, Domino `prefix_gru` and `embed_
 vLLM, SGLang and their authors' code read it. Their mask slots hold the target's embedding of one token, where our head
 has a parameter, so a head goes into this format only where its own mask slot is one of the embedding's rows. A block of
 DFlash drafts from its mask slots alone; in DSpark the chosen token's slot drafts too. vLLM alone reads an lm_head, over
-a pruned vocabulary. Domino is SGLang's alone, which corrects all slots but the first, as we do, and drafts one token less
-than a block whose anchor drafts has slots.
+a pruned vocabulary. Domino is SGLang's alone, which corrects all slots but the first, as we do, and drafts one token
+less than a block whose anchor drafts has slots.
 """
 
 from typing import Any
@@ -191,7 +191,9 @@ def _check_successors(source: Export) -> None:
             "one of conv and selector_rank", "and DFlash2 has both; train with head.conv=2 head.selector_rank=256"
         )
     if options.conv is not None and options.from_anchor:
-        raise source.refusal("from_anchor=true", "and DFlash2 drafts from its mask slots; train with head.from_anchor=false")
+        raise source.refusal(
+            "from_anchor=true", "and DFlash2 drafts from its mask slots; train with head.from_anchor=false"
+        )
 
 
 def _said(options: Any) -> dict[str, Any]:
@@ -224,19 +226,19 @@ def shapes(config: dict[str, Any]) -> Shapes:
     return expected
 
 
-def _domino_shapes(told: dict[str, Any], width: int, drafted: int) -> Shapes:
-    if told.get("projector_type") != "domino":
+def _domino_shapes(record: dict[str, Any], width: int, drafted: int) -> Shapes:
+    if record.get("projector_type") != "domino":
         return {}
-    inner, rank = told["gru_hidden_dim"], told["emb_dim"]
+    inner, rank = record["gru_hidden_dim"], record["emb_dim"]
     sizes = (3 * inner, width), (3 * inner, inner), (rank, width + inner), (drafted, rank)
     names = ("gru.weight_ih", "gru.weight_hh", "down.weight", "up.weight")
     return {NAMES[f"domino.{name}"]: size for name, size in zip(names, sizes, strict=True)}
 
 
-def _dflash2_shapes(told: dict[str, Any], layers: int, width: int, full: int) -> Shapes:
-    if told.get("selector_rank") is None:
+def _dflash2_shapes(record: dict[str, Any], layers: int, width: int, full: int) -> Shapes:
+    if record.get("selector_rank") is None:
         return {}
-    rank, taps, groups = told["selector_rank"], told["conv_kernel_size"], width // told["conv_group_size"]
+    rank, taps, groups = record["selector_rank"], record["conv_kernel_size"], width // record["conv_group_size"]
     sizes = {"predecessor": (full, rank), "successor": (full, rank), "projection": (rank, width)}
     expected: Shapes = {NAMES[f"selector.{name}.weight"]: size for name, size in sizes.items()}
     for i in range(layers):

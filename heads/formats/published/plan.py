@@ -20,7 +20,9 @@ log = logging.getLogger(__name__)
 
 OFFSETS, KNOWN = "d2t", "t2d"  # over the draft's vocabulary an offset to the target's id, over the target's a mask
 EMBEDDING = "embed_tokens.weight"  # the target's own, the end of its name
-OVER_VOCABULARY = re.compile(r"lm_heads?\.|bias\.weight$|domino\.up\.")  # of a head's tensors, those with a row for each token
+OVER_VOCABULARY = re.compile(
+    r"lm_heads?\.|bias\.weight$|domino\.up\."
+)  # of a head's tensors, those with a row for each token
 # The defaults of transformers for a Llama's config.json; published heads are, and run on these.
 THETA, EPS = 10000.0, 1e-6
 ACTIVATIONS = (None, "silu", "swish")
