@@ -242,9 +242,9 @@ def _dflash2_shapes(record: dict[str, Any], layers: int, width: int, full: int) 
     sizes = {"predecessor": (full, rank), "successor": (full, rank), "projection": (rank, width)}
     expected: Shapes = {NAMES[f"selector.{name}.weight"]: size for name, size in sizes.items()}
     for i in range(layers):
-        for part in ("attention", "mlp"):
-            expected[CONV.format(i, part, "base_kernel")] = (2, taps, width)
-            expected[CONV.format(i, part, KERNEL)] = (2 * taps * groups, width)
+        for sublayer in ("attention", "mlp"):
+            expected[CONV.format(i, sublayer, "base_kernel")] = (2, taps, width)
+            expected[CONV.format(i, sublayer, KERNEL)] = (2 * taps * groups, width)
     return expected
 
 
