@@ -106,12 +106,14 @@ class Draft(NamedTuple):
     """One depth of `unroll`, for every row: the inputs of `score`, which takes a few rows at a time, never all at once.
 
     `feature` is the target's feature as the head predicts it, `confidence` the logit of a draft's acceptance; None from
-    heads that predict none.
+    heads that predict none. `base` is a state that `score` gives the logits of before they are corrected by the tokens
+    drafted so far, None from heads that correct none.
     """
 
     state: Float[Tensor, "B T X"]
     feature: Float[Tensor, "B T D"] | None = None
     confidence: Float[Tensor, "B T"] | None = None
+    base: Float[Tensor, "B T Y"] | None = None
 
 
 class LayerShape(NamedTuple):

@@ -9,7 +9,9 @@ slot sees the slots before it alone (JetSpec, arXiv 2606.18394), so that the dep
 path; else all slots see each other, as in DFlash. `from_anchor`: the chosen token's slot drafts too, and each slot
 the token behind its own (DSpark, arXiv 2607.05147), so that a block has one slot less. `markov_rank` adds to a depth's
 logits a term of low rank that depends on the token drafted before it, and `confidence` a prediction of each draft's
-acceptance (DSpark again).
+acceptance (DSpark again). `domino` in its place adds one that depends on all tokens drafted before it
+(heads/modules/domino.py), `selector_rank` one that depends on the slot as well, and `conv` puts convolutions into the
+layers (both heads/modules/dflash2.py).
 """
 
 from dataclasses import dataclass
@@ -24,6 +26,8 @@ from heads import rows
 from heads.base import Draft, Embeddings, Features, Level, check_depths, layer_shape
 from heads.common.ranges import Amount, Count, Parts, Positive, Width
 from heads.modules.attention import KeyValue, attend_rows
+from heads.modules.dflash2 import ConvBlock, Selector
+from heads.modules.domino import Domino
 from heads.modules.fusion import DFLASH_LAYERS, Fusion, chosen_layers
 from heads.modules.kv_cache import KVCache
 from heads.modules.layers import Block as Layer
@@ -61,6 +65,12 @@ class Block(nn.Module):
         causal: bool
         from_anchor: bool
         markov_rank: Width | None
+        domino: Width | None
+        domino_rank: Width
+        selector_rank: Width | None
+        selector_top_k: Count
+        conv: Count | None
+        conv_group: Width
         confidence: bool
         mask_token: int | None
         qk_norm: bool
@@ -75,6 +85,18 @@ class Block(nn.Module):
         lm_head: str
         draft_vocab: Count | None
 
+        def __post_init__(self) -> None:
+            """Refuse options that exclude each other."""
+            terms = [name for name in ("markov_rank", "domino", "selector_rank") if getattr(self, name) is not None]
+            if len(terms) > 1:
+                raise ValueError(f"head.{terms[0]} and head.{terms[1]} correct the same logits: give one of them")
+            if self.domino is not None and self.depths == 1:
+                raise ValueError("head.domino corrects depths from the second on: give head.depths of 2 or more")
+            if self.selector_rank is not None and self.draft_vocab is not None:
+                raise ValueError("head.selector_rank selects among the whole vocabulary: give head.draft_vocab=null")
+            if self.conv is not None and self.conv > self.depths + (not self.from_anchor):
+                raise ValueError(f"head.conv is {self.conv}: give at most the slots of a block, a slot a depth")
+
     keeps_rows = True
 
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
@@ -88,8 +110,15 @@ class Block(nn.Module):
         self.fusion = Fusion(width, len(self.feature_layers), eps, normed=False)
         self.hidden_norm = RMSNorm(width, eps)
         self.mask = _mask(config.mask_token, embeddings)
+        kind: Any = Layer
+        if config.conv is not None:
+            if width % config.conv_group:
+                raise ValueError(
+                    f"head.conv_group is {config.conv_group}: give a divisor of the target's width, {width}"
+                )
+            kind = partial(ConvBlock, size=self.size, taps=config.conv, group=config.conv_group)
         self.layers = nn.ModuleList(
-            Layer(width, shape, rope=Rope.of(config), eps=eps, qk_norm=config.qk_norm) for _ in range(config.layers)
+            kind(width, shape, rope=Rope.of(config), eps=eps, qk_norm=config.qk_norm) for _ in range(config.layers)
         )
         self.norm = RMSNorm(width, eps)
         self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
@@ -99,6 +128,9 @@ class Block(nn.Module):
         self.bias = None if rank is None else nn.Linear(rank, size, bias=False)
         if self.bias is not None:
             nn.init.zeros_(self.bias.weight)
+        inner, edges = config.domino, config.selector_rank
+        self.domino = None if inner is None else Domino(width, inner, config.domino_rank, size)
+        self.selector = None if edges is None else Selector(width, edges, config.selector_top_k, size)
         self.confidence = nn.Linear(width + (rank or 0), 1) if config.confidence else None
 
     @property
@@ -119,16 +151,31 @@ class Block(nn.Module):
         embedding = self.embeddings.embed(root).to(self.mask.dtype)[..., None, :]
         return torch.cat([embedding, self.mask.expand(*root.shape, self.size - 1, -1)], -2)
 
-    def conditioned(self, state: Float[Tensor, "*n D"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n X"]:
-        """Return the input of `score` for a slot once the token before it is known."""
-        return state if self.before is None else torch.cat([state, self.before(token).to(state.dtype)], -1)
+    def context_of(self, slot: Float[Tensor, "*#n D"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n X"] | None:
+        """Return what corrects a slot's logits once the token before it is known, None if nothing does."""
+        if self.before is not None:
+            return self.before(token).to(slot.dtype)
+        return None if self.selector is None else self.selector.context(slot, token)
+
+    def corrected(
+        self, slot: Float[Tensor, "*#n D"], context: Float[Tensor, "*n X"] | None, depth: int
+    ) -> Float[Tensor, "*n W"]:
+        """Return the logits of slots, of which one may serve several nodes."""
+        logits = self.lm_head(slot)
+        if context is None:
+            return logits
+        if self.domino is not None:
+            return self.domino(logits, slot, context, depth)
+        if self.selector is not None:
+            return self.selector(logits, context)
+        assert self.bias is not None
+        return logits + self.bias(context)
 
     def score(self, state: Float[Tensor, "*n X"], depth: int) -> Float[Tensor, "*n W"]:
-        """Return the logits of slots."""
-        del depth
+        """Return the logits of slots; of a slot's state alone those without a correction."""
         width = self.embeddings.hidden_size
-        logits = self.lm_head(state[..., :width])
-        return logits if self.bias is None else logits + self.bias(state[..., width:])
+        context = state[..., width:] if state.shape[-1] > width else None
+        return self.corrected(state[..., :width], context, depth)
 
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Draft a block from every anchor; all of them go through the layers side by side."""
@@ -143,17 +190,24 @@ class Block(nn.Module):
 
         for layer, pair in zip(self.layers, context, strict=True):
             x = layer(x, slots.position.flatten(1), last, lambda *qkv, pair=pair: attend(pair, *qkv))
-        states = self.norm(x).unflatten(1, (-1, self.size))
-        return [
-            self._draft(features, states[:, :, depth - 1 + self.idle], slots.anchor, depth)
-            for depth in range(1, depths + 1)
-        ]
+        states, drafts = self.norm(x).unflatten(1, (-1, self.size))[:, :, self.idle :], list[Draft]()
+        memory: Tensor | None = None
+        for depth, state in enumerate(states.unbind(2), 1):
+            token = rows.drafted_token(features.token, depth).gather(1, slots.anchor)
+            before = self.context_of(state, token)
+            if self.domino is not None:
+                before = memory = self.domino.advance(self.embeddings.embed(token), memory)
+            full = state if before is None else torch.cat([state, before.to(state.dtype)], -1)
+            drafts.append(self._draft(at_rows(full, slots.anchor, features.token.shape[1])))
+        return drafts
 
-    def _draft(self, features: Features, state: Tensor, chosen: Int[Tensor, "B n"], depth: int) -> Draft:
-        """Return one depth's states at the rows that they were drafted from."""
-        token = rows.drafted_token(features.token, depth).gather(1, chosen)
-        full = at_rows(self.conditioned(state, token), chosen, features.token.shape[1])
-        return Draft(full, None, None if self.confidence is None else self.confidence(full)[..., 0])
+    def _draft(self, state: Float[Tensor, "B T X"]) -> Draft:
+        """Return one depth's draft of its states at the rows that they were drafted from."""
+        width = self.embeddings.hidden_size
+        confidence = None
+        if self.confidence is not None:
+            confidence = self.confidence(state[..., : self.confidence.in_features])[..., 0]
+        return Draft(state, None, confidence, None if state.shape[-1] == width else state[..., :width])
 
     def extend(
         self,
@@ -173,7 +227,10 @@ class Block(nn.Module):
         x = self.slots(root).flatten(1, 2)
         for i, layer in enumerate(self.layers):
             x = layer(x, position, cache.longest + self.size, partial(attend, i))
-        return cache, self._level(self.norm(x)[:, self.idle :], root, 1)
+        states = self.norm(x)[:, self.idle :]
+        if self.domino is not None:
+            states = self.domino.begin(states, self.embeddings.embed(root))
+        return cache, self._level(states, root, 1)
 
     def expand(
         self,
@@ -184,13 +241,16 @@ class Block(nn.Module):
         mask: Bool[Tensor, "B N M"],
         depth: int,
     ) -> Level:
-        """Score the next depth from its slot; of the path only the last token matters, and only to `markov_rank`."""
-        del state, parent, mask
-        return self._level(level.hidden, token, depth + 1)
+        """Score the next depth from its slot; of the path the last token matters, or all of them to `domino`."""
+        del state, mask
+        hidden = level.hidden
+        if self.domino is not None:
+            hidden = self.domino.grow(rows.of_parents(hidden, parent), self.embeddings.embed(token))
+        return self._level(hidden, token, depth + 1)
 
     def _level(self, slots: Float[Tensor, "B K D"], token: Int[Tensor, "B N"], depth: int) -> Level:
+        if self.domino is not None:
+            return Level(self.corrected(*self.domino.split(slots, depth), depth), slots)
         slot = slots[:, depth - 1 : depth]
-        if self.before is None:
-            return Level(self.score(slot, depth).expand(-1, token.shape[1], -1), slots)
-        state = self.conditioned(slot.expand(-1, token.shape[1], -1), token)
-        return Level(self.score(state, depth), slots)
+        logits = self.corrected(slot, self.context_of(slot, token), depth)
+        return Level(logits.expand(-1, token.shape[1], -1), slots)

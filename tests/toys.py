@@ -72,8 +72,8 @@ HEAD_CONFIGS: dict[str, dict[str, Any]] = {
     "mtp": {"qk_norm": False, "lm_head": "shared", "draft_vocab": None, **LAYER, "length": None},
     "block": {
         "depths": 4, "layers": 2, "feature_layers": [0, 2], "causal": True, "from_anchor": False, "mask_token": None,
-        "markov_rank": None,
-        "confidence": False, "qk_norm": True, "lm_head": "shared", "draft_vocab": None, **LAYER,
+        "markov_rank": None, "domino": None, "domino_rank": 5, "selector_rank": None, "selector_top_k": 7, "conv": None,
+        "conv_group": 8, "confidence": False, "qk_norm": True, "lm_head": "shared", "draft_vocab": None, **LAYER,
     },
     "peagle": {
         "layers": 2, "feature_layers": [0, 1, 2], "feature_norm": True, "joint_norm": False, "norm_output": False,
@@ -95,6 +95,8 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp tied": ("mlp", {"tied": True, "scale_input": False, "inner": None, "draft_vocab": 30}),
     "mtp of Qwen3": ("mtp", {"qk_norm": True, "length": 5, "lm_head": "own", "draft_vocab": 30}),
     "block both ways": ("block", {"causal": False, "length": None, "qk_norm": False}),
+    "block of Domino": ("block", {"domino": 12, "draft_vocab": 30}),
+    "block of DFlash2": ("block", {"causal": False, "selector_rank": 6, "conv": 2}),
     "block of DSpark": ("block", {"from_anchor": True, "markov_rank": 6, "confidence": True, "draft_vocab": 30}),
 }
 PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0, 0]]

@@ -27,6 +27,8 @@ class ObjectiveConfig:
         normalize: "token", every trained row of the global batch counts alike, or "sequence": every document does.
         anchors: rows of each packed sequence that are drafted from in a step, sampled anew each step; null for all.
         eta, top_k: parameters of the losses lk and top_k.
+        base: share of the loss of a head's logits before they are corrected by drafted tokens, at the first step and at
+            the last one (Domino); null for none.
     """
 
     losses: dict[str, Amount]
@@ -39,6 +41,7 @@ class ObjectiveConfig:
     noise: Amount
     eta: Amount
     top_k: Count
+    base: list[Fraction] | None
 
     def __post_init__(self) -> None:
         """Check the losses' names."""
@@ -47,6 +50,13 @@ class ObjectiveConfig:
                 raise ValueError(f"objective.losses.{name}: unknown, choose from {', '.join(LOSSES)}")
         if not any(self.losses.values()):
             raise ValueError("objective.losses: no loss has a weight; give at least one")
+        if self.base is not None and len(self.base) != 2:
+            raise ValueError("objective.base: give two shares, of the first step and of the last, such as [1,0]")
+
+    def base_share(self, progress: float) -> float:
+        """Return the share of the uncorrected logits' loss after a fraction of the steps."""
+        first, last = self.base or (0.0, 0.0)
+        return first + (last - first) * progress
 
 
 @dataclass

@@ -38,6 +38,7 @@ def objective(
     config: ObjectiveConfig,
     chunks: "list[Chunk] | None" = None,
     top: TopLogProbs | None = None,
+    base: float = 0.0,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, "d"]]]:
     """Return the weighted loss, and unweighted sums of each loss and of accuracy at each depth.
 
@@ -50,10 +51,15 @@ def objective(
         chunks: the rows to score, by `chunked`; None takes all rows of a weight at once by plain autograd: the
             reference.
         top: the teacher where a store kept the top-k tokens of each row; None computes it from `last`.
+        base: the share of the loss that the drafts' `base` has, where there is one.
     """
-    flat = [tuple(None if field is None else field.flatten(0, 1) for field in draft) for draft in drafts]
+    flat: list[list[Tensor | None]] = [
+        [None if field is None else field.flatten(0, 1) for field in draft] for draft in drafts
+    ]
     parts = chunked(weight > 0, weight[0].numel(), weight.device) if chunks is None else chunks
-    work = Work(head, features, weight.flatten(1), config, parts, top, labels(head, features))
+    if not base:
+        flat = [[*fields[:-1], None] for fields in flat]
+    work = Work(head, features, weight.flatten(1), config, parts, top, labels(head, features), base)
     if config.depth_weights == "dpace":
         depth_weight = dpace(work, [state for state, *_ in flat if state is not None])
     else:
@@ -65,7 +71,7 @@ def objective(
         module: Any = head
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         apply: Any = _Chunked.apply
-        loss, sums = apply(work, len(drafts), *(field for draft in flat for field in draft), *trained)
+        loss, sums = apply(work, len(drafts), *(field for fields in flat for field in fields), *trained)
     return loss, dict(zip([*config.losses, "accuracy"], sums, strict=True))
 
 
@@ -96,7 +102,7 @@ def dpace(work: "Work", states: list[Tensor]) -> Float[Tensor, "d N"]:
     for teacher, picks in work.chunks:
         probs = work.teacher_probs(teacher)
         for d, (state, pick) in enumerate(zip(states, picks, strict=True)):
-            x = work.rows(d, [state[pick.source], None, None], pick, probs)
+            x = work.rows(d, [state[pick.source], None, None, None], pick, probs)
             label_p[d, pick.source] = (-LOSSES["ce"](x, config)).exp().to(label_p.dtype)
     trained = work.weight > 0
     confidence = torch.where(trained, (1 - config.dpace_alpha) * label_p + config.dpace_alpha, 1.0)
@@ -154,6 +160,7 @@ class Work(NamedTuple):
     chunks: list[Chunk]
     top: TopLogProbs | None
     label: Int[Tensor, "N"]  # of the rows that each row teaches
+    base: float = 0.0
 
     @torch.no_grad()
     def teacher_probs(self, teacher: Int[Tensor, "n"], *, lean: bool = False) -> TeacherProbs:
@@ -184,7 +191,7 @@ class Work(NamedTuple):
 
     def rows(self, d: int, fields: Sequence[Tensor | None], pick: Pick, probs: TeacherProbs) -> Rows:
         """Return the losses' input for the picked rows of depth `d` + 1, whose `fields` are those of their `Draft`."""
-        state, feature, confidence = fields
+        state, feature, confidence, _ = fields
         assert state is not None
         logits = self.head.score(state, d + 1)
         dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -202,7 +209,12 @@ class Work(NamedTuple):
     def depth(self, d: int, fields: Sequence[Tensor | None], pick: Pick, probs: TeacherProbs) -> tuple[Tensor, Tensor]:
         """Return the weighted loss of the picked rows, and the sums of each loss and of right guesses."""
         x, total, sums = self.rows(d, fields, pick, probs), self.weight.new_zeros(()), []
-        weight = self.weight[d][pick.source]
+        weight, base = self.weight[d][pick.source], fields[-1]
+        if base is not None:
+            uncorrected = self.rows(d, [base, *fields[1:]], pick, probs)
+            for name, factor in self.config.losses.items():
+                total = total + self.base * factor * (LOSSES[name](uncorrected, self.config) * weight).sum()
+            weight = weight * (1 - self.base)
         for name, factor in self.config.losses.items():
             value = LOSSES[name](x, self.config)
             total = total + factor * (value * weight).sum()

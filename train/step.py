@@ -46,6 +46,7 @@ class Loss(nn.Module):
         super().__init__()
         self.head, self.config, self.noise, self.quick = head, config, config.noise, quick
         unroll: Any = head.unroll
+        self.progress = 0.0  # the fraction of all steps that are taken
         whole = compiled and not compile_layers(head)  # a head without decoder layers is short enough
         self.unroll = torch.compile(unroll) if whole else unroll
 
@@ -62,7 +63,9 @@ class Loss(nn.Module):
             chunks = self.chunks(weight > 0, weight.device)
         with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.quick):
             drafts = self.unroll(features, self.config.depths, anchors)
-            return objective(head, drafts, features, weight, self.config, chunks, top)
+            return objective(
+                head, drafts, features, weight, self.config, chunks, top, self.config.base_share(self.progress)
+            )
 
     def chunks(self, trained: Tensor, device: torch.device) -> list[Chunk]:
         """Return the trained rows of a micro-batch as they are scored on a device; `trained` is the host's."""
@@ -175,6 +178,7 @@ class Stepper:
         """Take step `step`, counted from 0, unless `halted` says before a micro-batch, on all processes, to stop."""
         self.clock.begin()
         trainer, device, stall = self.trainer, self.accelerator.device, self.source.stall
+        self.loss.progress = step / trainer.steps
         micro_batches = self.source(step)
         batches = [micro.batch for micro in micro_batches]
         keys = [row_keys(trainer.seed, step, batch.index) for batch in batches]

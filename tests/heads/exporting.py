@@ -78,8 +78,13 @@ def chain(head: Any, steps: int) -> list[Tensor]:
 
 
 def assert_same(theirs: list[Tensor], ours: list[Tensor]) -> None:
-    """Assert the same logits, as measured by the largest; they change from step to step, pruned in the same places."""
+    """Assert the same logits, as measured by the largest, and lower ones of ours where an engine has none.
+
+    They change from step to step.
+    """
     assert float((ours[0] - ours[-1]).nan_to_num().abs().max()) > 0.1
     for one, other in zip(theirs, ours, strict=True):
         largest = float(other[other.isfinite()].abs().max())
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * max(1.0, largest))
+        there = one.isfinite()
+        torch.testing.assert_close(one[there], other[there], rtol=0, atol=1e-5 * max(1.0, largest))
+        assert bool((other[~there][:, None] <= other[there] + 1e-5).all())

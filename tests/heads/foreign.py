@@ -6,6 +6,8 @@ hs[L] the output of its layer L - 1, and the last one has been normed.
 """
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,7 +71,9 @@ class Reading:
         return self.linear(f"{name}o_proj", (score.softmax(-1) @ value).transpose(0, 1).flatten(1))
 
     def mlp(self, layer: str, x: Tensor) -> Tensor:
-        x = self.norm(f"{layer}post_attention_layernorm", x)
+        return self.mlp_of_normed(layer, self.norm(f"{layer}post_attention_layernorm", x))
+
+    def mlp_of_normed(self, layer: str, x: Tensor) -> Tensor:
         gate = functional.silu(self.linear(f"{layer}mlp.gate_proj", x))
         return self.linear(f"{layer}mlp.down_proj", gate * self.linear(f"{layer}mlp.up_proj", x))
 
@@ -219,6 +223,45 @@ def hydra(folder: Path, served: Served, token: list[int], steps: int) -> list[Te
     return found
 
 
+def convolved(x: Tensor, base: Tensor, added: Tensor) -> Tensor:
+    """Return a block's slots under DFlash2's kernels: `base` by tap and channel, `added` by slot, tap and group."""
+    out, size = torch.zeros_like(x), x.shape[1] // added.shape[-1]
+    for slot in range(len(x)):
+        for tap in range(min(len(base), slot + 1)):
+            kernel = base[tap] + added[slot, tap].repeat_interleave(size)
+            out[slot] += kernel * x[slot - tap]
+    return out
+
+
+def between(read: Reading, name: str, x: Tensor, inner: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a sublayer's output, between the two convolutions of that name where there are some."""
+    base = read.tensors.get(f"{name}.base_kernel")
+    if base is None:
+        return inner(x)
+    added = read.linear(f"{name}.kernel_projection", x).view(len(x), 2, base.shape[1], -1)
+    return convolved(inner(convolved(x, base[0], added[:, 0])), base[1], added[:, 1])
+
+
+def selected(read: Reading, logits: Tensor, slot: Tensor, last: int) -> Tensor:
+    """Return the scores of DFlash2's candidates behind the token before them."""
+    before, behind = (read.tensors[f"candidate_selector.{kind}_codebook"] for kind in ("predecessor", "successor"))
+    context = before[last] * read.linear("candidate_selector.hidden_projection", slot)
+    scores = torch.full_like(logits, float("-inf"))
+    for candidate in logits.topk(read.config["dflash_config"]["selector_top_k"]).indices.tolist():
+        scores[candidate] = logits[candidate] + context @ behind[candidate]
+    return scores
+
+
+def recurrent(read: Reading, served: Served, slot: Tensor, tokens: list[int]) -> Tensor:
+    """Return Domino's correction of a slot by torch's own GRU over the block's tokens so far."""
+    weights = {name: read.tensors[f"prefix_gru.{name}"] for name in ("weight_ih_l0", "weight_hh_l0")}
+    width, inner = weights["weight_ih_l0"].shape[1], weights["weight_hh_l0"].shape[1]
+    gru = torch.nn.GRU(width, inner, bias=False, batch_first=True)
+    gru.load_state_dict(weights)
+    state = gru(served.embedding[tokens][None])[1][0, 0].detach()
+    return read.linear("embed_proj.2", functional.silu(read.linear("embed_proj.0", torch.cat([slot, state]))))
+
+
 def dflash(folder: Path, served: Served, token: list[int], steps: int) -> list[Tensor]:
     """Return each slot's logits, greedy: the context's keys and values are made of the fused features."""
     read = Reading(folder, served)
@@ -232,18 +275,28 @@ def dflash(folder: Path, served: Served, token: list[int], steps: int) -> list[T
     mask = torch.cat([torch.ones(size, before, dtype=torch.bool), own.tril() if read.config["is_causal"] else own], 1)
     for i in range(read.config["num_hidden_layers"]):
         name = f"layers.{i}.self_attn."
-        y = read.norm(f"layers.{i}.input_layernorm", x)
-        seen = torch.cat([context, y])
-        query = read.rotated(read.heads(f"{name}q_proj", y, f"{name}q_norm"), place[before:])
-        key = read.rotated(read.heads(f"{name}k_proj", seen, f"{name}k_norm"), place)
-        x = x + read.mixed(name, query, key, read.heads(f"{name}v_proj", seen), mask)
-        x = x + read.mlp(f"layers.{i}.", x)
+
+        def attended(y: Tensor, name: str = name) -> Tensor:
+            seen = torch.cat([context, y])
+            query = read.rotated(read.heads(f"{name}q_proj", y, f"{name}q_norm"), place[before:])
+            key = read.rotated(read.heads(f"{name}k_proj", seen, f"{name}k_norm"), place)
+            return read.mixed(name, query, key, read.heads(f"{name}v_proj", seen), mask)
+
+        x = x + between(read, f"layers.{i}.attention_conv", read.norm(f"layers.{i}.input_layernorm", x), attended)
+        normed = read.norm(f"layers.{i}.post_attention_layernorm", x)
+        x = x + between(read, f"layers.{i}.mlp_conv", normed, partial(read.mlp_of_normed, f"layers.{i}."))
     slots, last, found = read.norm("norm", x)[0 if told["sample_from_anchor"] else 1 :], token[-1], []
     assert len(slots) == steps
+    chain = [last]
     for slot in slots:
         logits = read.tensors.get("lm_head.weight", served.lm_head) @ slot
         if "markov_rank" in read.config:
             logits = logits + read.linear("markov_head.markov_w2", read.tensors["markov_head.markov_w1.weight"][last])
+        if told.get("projector_type") == "domino" and len(chain) > told["pure_draft_prefix_len"]:
+            logits = logits + recurrent(read, served, slot, chain)
+        if "selector_rank" in told:
+            logits = selected(read, logits, slot, last)
         found.append(read.spread(logits))
         last = int(found[-1].argmax())
+        chain.append(last)
     return found

@@ -34,7 +34,7 @@ def made(name: str, **options: Any) -> nn.Module:
     torch.manual_seed(5)
     config = {"name": kind, **toys.HEAD_CONFIGS[kind], **own, **options}
     if "length" in config:
-        config |= NOT_LOOKING_BACK
+        config |= NOT_LOOKING_BACK | {key: options[key] for key in ("length",) if key in options}
     head = HEADS[kind](HEADS[kind].Config(**config), toys.target().embeddings)
     vocab: Any = head.vocab
     if vocab is not None:
@@ -87,7 +87,11 @@ PLAIN_HYDRA = (
     lambda found: f"hydra_mlp.{found[1]}.{int(found[2]) + 1}"), (r"^lm_heads\.(\d+)", r"hydra_lm_head.\1"),
 )  # fmt: skip
 DFLASH = (
-    (r"^fusion\.", ""), (r"^before", "markov_head.markov_w1"), (r"^bias", "markov_head.markov_w2"),
+    (r"^fusion\.", ""), (r"^domino\.gru\.(\w+)", r"prefix_gru.\1_l0"), (r"^domino\.down", "embed_proj.0"),
+    (r"^domino\.up", "embed_proj.2"),
+    (r"^selector\.(predecessor|successor)\.weight", r"candidate_selector.\1_codebook"),
+    (r"^selector\.projection", "candidate_selector.hidden_projection"),
+    (r"^before", "markov_head.markov_w1"), (r"^bias", "markov_head.markov_w2"),
     (r"^confidence", "confidence_head.proj"),
 )  # fmt: skip
 DFLASH_CONFIG = {
@@ -256,6 +260,29 @@ def dspark_of_states_alone() -> tuple[nn.Module, Tensors, dict[str, Any]]:
     return head, tensors, {**config, **flat, "speculators_model_type": "dspark"}
 
 
+def dflash2() -> tuple[nn.Module, Tensors, dict[str, Any]]:
+    """Return a head whose layers look back at a window, as the authors' do."""
+    head = block(selector_rank=6, conv=2, length=8)
+    told = {**DFLASH_CONFIG["dflash_config"], "conv_kernel_size": 2, "selector_top_k": 7}
+    window = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8, "is_causal": False}
+    return (
+        head,
+        without_mask(renamed(head, *DFLASH)),
+        {**DFLASH_CONFIG, **window, "dflash_config": told, "block_size": 5},
+    )
+
+
+def domino() -> tuple[nn.Module, Tensors, dict[str, Any]]:
+    head = block(domino=12, from_anchor=True)
+    told = {
+        **DFLASH_CONFIG["dflash_config"],
+        "projector_type": "domino",
+        "pure_draft_prefix_len": 1,
+        "shift_label": True,
+    }
+    return head, without_mask(renamed(head, *DFLASH)), {**DFLASH_CONFIG, "dflash_config": told, "block_size": 4}
+
+
 # By name: the format, what makes the head, its files' tensors and config.json, and one of the tensors.
 CASES: dict[str, tuple[str, Callable[[], tuple[nn.Module, Tensors, dict[str, Any]]], str]] = {
     "EAGLE-1 of Vicuna": ("eagle", eagle_authors, "layers.0.post_attention_layernorm.weight"),
@@ -278,6 +305,8 @@ CASES: dict[str, tuple[str, Callable[[], tuple[nn.Module, Tensors, dict[str, Any
     "MLP speculator tied, once": ("mlp", mlp_tied_once, "ln.0.weight"),
     "DFlash": ("dflash", dflash, "layers.1.self_attn.k_norm.weight"),
     "DSpark": ("dflash", dspark, "markov_head.markov_w2.weight"),
+    "DFlash2": ("dflash", dflash2, "candidate_selector.successor_codebook"),
+    "Domino": ("dflash", domino, "embed_proj.2.weight"),
     "DSpark of speculators": ("dflash", dspark_of_states_alone, "confidence_head.proj.bias"),
 }
 

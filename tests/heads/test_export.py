@@ -48,6 +48,7 @@ def masked(head: Any) -> Any:
 SGLANG, TRTLLM = (partial(foreign.eagle3, engine=engine) for engine in ("sglang", "trtllm"))
 BLOCK = {"causal": False, "feature_layers": [5, 2]}
 DSPARK = {**BLOCK, "causal": True, "from_anchor": True, "markov_rank": 6, "confidence": True}
+DFLASH2 = {"conv": 2, "selector_rank": 6}
 WINDOWLESS = {"layers": 1, "draft_vocab": None, "bias": False}
 CASES = {
     "EAGLE-3 vLLM": Case("eagle3", OWN_PLACE, "vllm", foreign.eagle3),
@@ -101,6 +102,9 @@ CASES = {
     "DFlash": Case("block", BLOCK, "dflash", foreign.dflash),
     "DFlash causal": Case("block", {**BLOCK, "causal": True}, "sglang", foreign.dflash),
     "DSpark": Case("block", DSPARK, "sglang", foreign.dflash),
+    "DFlash2": Case("block", {**BLOCK, **DFLASH2}, "vllm", foreign.dflash),
+    "Domino": Case("block", {**BLOCK, "from_anchor": True, "domino": 12}, "sglang", foreign.dflash),
+    "Domino of mask slots": Case("block", {**BLOCK, "domino": 12}, "sglang", foreign.dflash),
     "DSpark pruned": Case("block", {**DSPARK, "draft_vocab": 30, "lm_head": "own"}, "vllm", foreign.dflash),
 }  # fmt: skip
 
@@ -144,7 +148,7 @@ def test_what_was_exported_is_read_back(name: str, tmp_path: Path, caplog: pytes
 
 def test_every_format_and_head_is_tried() -> None:
     tried = {(case.form, case.kind) for case in CASES.values()}
-    same = {("vllm", "hass"): "eagle", ("sglang", "hass"): "eagle", ("vllm", "block"): "dflash"}
+    same = {("vllm", "hass"): "eagle", ("sglang", "hass"): "eagle"}
     assert tried | set(same) == {(form, kind) for form, kinds in FORMATS.items() for kind in kinds}
 
 
@@ -226,6 +230,9 @@ def test_an_identity_head_drafts_the_targets_own_next_token(name: str, tmp_path:
         ("block", {**BLOCK, "confidence": True}, "vllm", "confidence=true without a Markov term"),
         ("block", {**BLOCK, "from_anchor": True}, "sglang", "from_anchor=true, and DFlash drafts from its mask slots"),
         ("block", {**BLOCK, "markov_rank": 4}, "vllm", "markov_rank with from_anchor=false"),
+        ("block", {**BLOCK, "domino": 12}, "vllm", "domino=12, which SGLang alone runs"),
+        ("block", {**BLOCK, "conv": 2}, "vllm", "one of conv and selector_rank, and DFlash2 has both"),
+        ("block", {**BLOCK, **DFLASH2, "from_anchor": True}, "sglang", "from_anchor=true, and DFlash2 drafts from its"),
         ("mlp", {}, "vllm", "not one of a head of kind mlp, .*its own"),
         ("medusa", {}, "sglang", "kind medusa, which can take the form of vllm, medusa"),
         ("hass", {"draft_vocab": None}, "hydra", "kind hass, which can take the form of vllm, sglang, eagle"),

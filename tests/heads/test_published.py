@@ -39,6 +39,7 @@ def test_a_head_under_foreign_names_drafts_the_same_bits(case: str, tmp_path: Pa
     assert is_published(folder)
     assert format_of(folder) == form
     loaded: Any = load_published(folder, toys.target().embeddings)
+    loaded.requires_grad_(False)  # a small product takes another kernel where it has a gradient
     expected = drafts(head)
     assert not torch.equal(expected[0][0], expected[2][0])
     for one, other in zip(expected, drafts(loaded), strict=True):
@@ -46,7 +47,7 @@ def test_a_head_under_foreign_names_drafts_the_same_bits(case: str, tmp_path: Pa
     spec = toys.target().spec
     save_head(tmp_path / "ours", loaded, spec, {})
     assert not is_published(tmp_path / "ours")
-    again = drafts(load_head(tmp_path / "ours", toys.target().embeddings, spec))
+    again = drafts(load_head(tmp_path / "ours", toys.target().embeddings, spec).requires_grad_(False))
     assert all(torch.equal(one, other) for one, other in zip(expected, again, strict=True))
 
 

@@ -18,7 +18,7 @@ from train.tracking.flops import Flops
 
 CONFIG = ObjectiveConfig(
     losses={"soft_ce": 1.0}, depth_weights="decay", depth_decay=0.5, dpace_alpha=0.5, depths=2, normalize="token",
-    anchors=None, noise=0.0, eta=3.0, top_k=4,
+    anchors=None, noise=0.0, eta=3.0, top_k=4, base=None,
 )  # fmt: skip
 
 
@@ -245,3 +245,25 @@ def test_accuracy_counts_the_rows_whose_guess_is_the_targets_own(name: str, monk
         missed += int((trained & (place < 0) & (guess == 0)).sum())
     assert sums["accuracy"].tolist() == counts
     assert (missed > 0) == (head.vocab is not None)
+
+
+@pytest.mark.parametrize("chunk", [4, None])
+def test_the_uncorrected_logits_have_their_share_of_the_loss(chunk: int | None) -> None:
+    head: Any = toys.head("block of Domino", toys.target("llama", torch.float64)).requires_grad_()
+    features, mask = batch(head.feature_layers, torch.float64)
+    weight = weights(features.document, mask, None, CONFIG).row
+    chunks = None if chunk is None else chunked(weight > 0, chunk, weight.device)
+    of = replace(CONFIG, depths=4, base=[0.8, 0.2])
+
+    def gradient(base: float, *, uncorrected: bool = False) -> torch.Tensor:
+        drafts = head.unroll(features, 4)
+        drafts = [draft._replace(state=draft.base) for draft in drafts] if uncorrected else drafts
+        loss, sums = objective(head, drafts[:2], features, weight, of, chunks, None, base)
+        if not uncorrected:
+            torch.testing.assert_close(sums["soft_ce"], plain_sums, check_dtype=False)
+        return torch.autograd.grad(loss, head.fusion.fc.weight)[0]
+
+    plain_sums = objective(head, head.unroll(features, 4)[:2], features, weight, of, None)[1]["soft_ce"]
+    assert of.base_share(0.5) == pytest.approx(0.5)
+    both = 0.25 * gradient(0.0, uncorrected=True) + 0.75 * gradient(0.0)
+    torch.testing.assert_close(gradient(0.25), both)

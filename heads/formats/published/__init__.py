@@ -15,7 +15,7 @@ peagle.py     P-EAGLE: vLLM and speculators
 medusa.py     Medusa: vLLM up to 0.32, the authors
 hydra.py      Hydra and Hydra++: the authors
 mlp.py        the MLP speculator, read alone
-dflash.py     DFlash and DSpark: vLLM, SGLang
+dflash.py     DFlash, DSpark and DFlash2: vLLM, SGLang; Domino: SGLang
 """
 
 import re

@@ -1,9 +1,13 @@
-"""DFlash, and DSpark with its `markov_head` and `confidence_head`: `fc`, `hidden_norm`, `layers.{i}`, `norm`.
+"""DFlash and its successors: `fc`, `hidden_norm`, `layers.{i}`, `norm`.
+
+DSpark adds `markov_head` and `confidence_head`, Domino `prefix_gru` and `embed_proj`, DFlash2 the layers'
+`attention_conv` and `mlp_conv` and a `candidate_selector`.
 
 vLLM, SGLang and their authors' code read it. Their mask slots hold the target's embedding of one token, where our head
 has a parameter, so a head goes into this format only where its own mask slot is one of the embedding's rows. A block of
 DFlash drafts from its mask slots alone; in DSpark the chosen token's slot drafts too. vLLM alone reads an lm_head, over
-a pruned vocabulary.
+a pruned vocabulary. Domino is SGLang's alone, which corrects all slots but the first, as we do, and drafts one token
+less than a block whose anchor drafts has slots.
 """
 
 from typing import Any
@@ -17,17 +21,25 @@ from heads.formats.published.exporting import EngineClass, Export, Foreign, Shap
 from heads.formats.published.plan import KNOWN, OFFSETS, Plan, Source, check_width, decoder, drafted_by_offsets
 from heads.modules.fusion import DFLASH_LAYERS
 
-DSPARK = "Qwen3DSparkModel"
-FOUND = f"DFlashDraftModel|{DSPARK}"
+DSPARK, DFLASH2 = "Qwen3DSparkModel", "DFlash2DraftModel"
+FOUND = f"DFlashDraftModel|{DFLASH2}|{DSPARK}"
 CLASS = EngineClass(["DFlashDraftModel"], "qwen3", {"vllm": FOUND, "sglang": FOUND})
 NAMES = {
     "fusion.fc.weight": "fc.weight",
     "before.weight": "markov_head.markov_w1.weight",
     "bias.weight": "markov_head.markov_w2.weight",
+    "domino.gru.weight_ih": "prefix_gru.weight_ih_l0",
+    "domino.gru.weight_hh": "prefix_gru.weight_hh_l0",
+    "domino.down.weight": "embed_proj.0.weight",
+    "domino.up.weight": "embed_proj.2.weight",
+    "selector.predecessor.weight": "candidate_selector.predecessor_codebook",
+    "selector.successor.weight": "candidate_selector.successor_codebook",
+    "selector.projection.weight": "candidate_selector.hidden_projection.weight",
     "confidence.weight": "confidence_head.proj.weight",
     "confidence.bias": "confidence_head.proj.bias",
 }
 SIGNATURE = (r"fc\.weight", r"hidden_norm\.weight", r"layers\.0\.self_attn\.q_proj\.weight")
+CONV, KERNEL = "layers.{}.{}_conv.{}", "kernel_projection.weight"
 OURS = ("mask", "vocab.ids", "lm_head.weight")  # tensors that have another form there
 
 
@@ -39,11 +51,15 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         raise source.refusal(f"markov_head_type={options['markov_head_type']}")
     if options.get("use_swa"):
         raise source.refusal("a sliding window (use_swa)")
+    for key, plain in (("output_multiplier", 1.0), ("final_logit_softcapping", 0.0)):
+        if options.get(key) not in (None, plain):
+            raise source.refusal(f"{key}={options[key]}")
     if not isinstance(options.get("block_size"), int):
         raise source.error("config.json does not say block_size; download it again")
     ids = drafted_by_offsets(source, embeddings)
     markov = source.tensors.get(NAMES["before.weight"])
-    anchor = options.get("sample_from_anchor", markov is not None)
+    terms = _domino(source, options) | _dflash2(source, options)
+    anchor = options.get("shift_label" if terms["domino"] else "sample_from_anchor", markov is not None)
     layers = source.count(r"layers\.(\d+)\.self_attn\.q_proj\.weight$")
     source.compare("num_hidden_layers", layers)
     filled = {"mask": _mask(source, options, embeddings)} | _confidence(source, markov)
@@ -58,10 +74,33 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         "mask_token": options["mask_token_id"],
         "qk_norm": "layers.0.self_attn.q_norm.weight" in source.tensors,
         "lm_head": "own" if "lm_head.weight" in source.tensors else "shared",
-        **decoder(source, "layers.0.", embeddings),
+        **terms,
+        **decoder(source, "layers.0.", embeddings, sliding=True),
     }
     unread = {OFFSETS, KNOWN, *(NAMES[name] for name in filled if name in NAMES)} & source.tensors.keys()
     return Plan("block", config, lambda name: NAMES.get(name, name), filled, unread, ids)
+
+
+def _domino(source: Source, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of Domino; refuse another number of uncorrected slots than one, SGLang's only."""
+    inner, rank = (source.tensors.get(NAMES[f"domino.{name}"]) for name in ("gru.weight_hh", "down.weight"))
+    if inner is not None and options.get("pure_draft_prefix_len") != 1:
+        raise source.refusal(f"pure_draft_prefix_len={options.get('pure_draft_prefix_len')}")
+    return {"domino": None if inner is None else inner.shape[1], "domino_rank": 1 if rank is None else len(rank)}
+
+
+def _dflash2(source: Source, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of DFlash2."""
+    rank = source.tensors.get(NAMES["selector.projection.weight"])
+    base, added = (source.tensors.get(CONV.format(0, "attention", name)) for name in ("base_kernel", KERNEL))
+    top_k = options.get("selector_top_k")
+    if rank is not None and not isinstance(top_k, int):
+        raise source.error("config.json does not say selector_top_k; download it again")
+    conv: dict[str, int | None] = {"conv": None, "conv_group": 1}
+    if base is not None and added is not None:
+        taps = base.shape[1]
+        conv = {"conv": taps, "conv_group": base.shape[2] * 2 * taps // max(len(added), 1)}
+    return {"selector_rank": None if rank is None else len(rank), "selector_top_k": top_k or 1, **conv}
 
 
 def _layers(source: Source, options: dict[str, Any], embeddings: Embeddings) -> list[int] | None:
@@ -103,13 +142,14 @@ def engines(source: Export) -> Foreign:
         raise source.refusal("confidence=true without a Markov term", "which is DSpark's; give head.markov_rank a rank")
     if markov is not None and not options.from_anchor:
         raise source.refusal("markov_rank with from_anchor=false", "and DSpark drafts from its anchor")
-    if markov is None and options.from_anchor:
+    _check_successors(source)
+    if markov is None and options.domino is None and options.from_anchor:
         raise source.refusal(
             "from_anchor=true", "and DFlash drafts from its mask slots alone; train with head.from_anchor=false"
         )
     outputs, order = source.outputs()
     config = {
-        "architectures": CLASS.architectures if markov is None else [DSPARK],
+        "architectures": [DSPARK] if markov else [DFLASH2] if options.selector_rank else CLASS.architectures,
         "model_type": CLASS.model_type,
         "torch_dtype": source.dtype,
         "num_hidden_layers": options.layers,
@@ -123,7 +163,9 @@ def engines(source: Export) -> Foreign:
             BLOCK_OUTPUTS: outputs,
             "causal": options.causal,
             "sample_from_anchor": options.from_anchor,
+            **_said(options),
         },
+        **({} if options.domino is None else {"emb_dim": options.domino_rank}),
         **({} if markov is None else {"markov_rank": markov, "markov_head_type": "vanilla"}),
         **({} if source.head.vocab is None else {"draft_vocab_size": source.draft_vocab()}),
     }
@@ -135,6 +177,34 @@ def engines(source: Export) -> Foreign:
     if options.confidence:
         expected |= {NAMES["confidence.weight"]: (1, config["hidden_size"] + markov), NAMES["confidence.bias"]: (1,)}
     return Foreign(config, tensors, expected)
+
+
+def _check_successors(source: Export) -> None:
+    """Refuse options of Domino and DFlash2 that their engines do not run."""
+    options = source.config
+    if options.domino is not None and source.form != "sglang":
+        raise source.refusal(
+            f"domino={options.domino}", "which SGLang alone runs; export it with format=sglang, or leave format out"
+        )
+    if (options.conv is None) != (options.selector_rank is None):
+        raise source.refusal(
+            "one of conv and selector_rank", "and DFlash2 has both; train with head.conv=2 head.selector_rank=256"
+        )
+    if options.conv is not None and options.from_anchor:
+        raise source.refusal(
+            "from_anchor=true", "and DFlash2 drafts from its mask slots; train with head.from_anchor=false"
+        )
+
+
+def _said(options: Any) -> dict[str, Any]:
+    """Return what `dflash_config` says of Domino or DFlash2."""
+    if options.domino is not None:
+        sizes = {"gru_hidden_dim": options.domino, "emb_dim": options.domino_rank}
+        return {"projector_type": "domino", "pure_draft_prefix_len": 1, "shift_label": options.from_anchor, **sizes}
+    if options.conv is None:
+        return {}
+    selector = {"selector_rank": options.selector_rank, "selector_top_k": options.selector_top_k}
+    return {"conv_kernel_size": options.conv, "conv_group_size": options.conv_group, **selector}
 
 
 def shapes(config: dict[str, Any]) -> Shapes:
@@ -149,8 +219,32 @@ def shapes(config: dict[str, Any]) -> Shapes:
         expected |= {f"{inner}{kind}_norm.weight": (config["head_dim"],) for kind in "qk"}
     if rank is not None:
         expected |= {NAMES["before.weight"]: (full, rank), NAMES["bias.weight"]: (drafted, rank)}
+    expected |= _domino_shapes(config["dflash_config"], width, drafted)
+    expected |= _dflash2_shapes(config["dflash_config"], config["num_hidden_layers"], width, full)
     if drafted < full:
         expected |= {"lm_head.weight": (drafted, width), OFFSETS: (drafted,), KNOWN: (full,)}
+    return expected
+
+
+def _domino_shapes(record: dict[str, Any], width: int, drafted: int) -> Shapes:
+    if record.get("projector_type") != "domino":
+        return {}
+    inner, rank = record["gru_hidden_dim"], record["emb_dim"]
+    sizes = (3 * inner, width), (3 * inner, inner), (rank, width + inner), (drafted, rank)
+    names = ("gru.weight_ih", "gru.weight_hh", "down.weight", "up.weight")
+    return {NAMES[f"domino.{name}"]: size for name, size in zip(names, sizes, strict=True)}
+
+
+def _dflash2_shapes(record: dict[str, Any], layers: int, width: int, full: int) -> Shapes:
+    if record.get("selector_rank") is None:
+        return {}
+    rank, taps, groups = record["selector_rank"], record["conv_kernel_size"], width // record["conv_group_size"]
+    sizes = {"predecessor": (full, rank), "successor": (full, rank), "projection": (rank, width)}
+    expected: Shapes = {NAMES[f"selector.{name}.weight"]: size for name, size in sizes.items()}
+    for i in range(layers):
+        for sublayer in ("attention", "mlp"):
+            expected[CONV.format(i, sublayer, "base_kernel")] = (2, taps, width)
+            expected[CONV.format(i, sublayer, KERNEL)] = (2 * taps * groups, width)
     return expected
 
 

@@ -20,7 +20,9 @@ log = logging.getLogger(__name__)
 
 OFFSETS, KNOWN = "d2t", "t2d"  # over the draft's vocabulary an offset to the target's id, over the target's a mask
 EMBEDDING = "embed_tokens.weight"  # the target's own, the end of its name
-OVER_VOCABULARY = re.compile(r"lm_heads?\.|bias\.weight$")  # of a head's tensors, those with a row for each token
+OVER_VOCABULARY = re.compile(
+    r"lm_heads?\.|bias\.weight$|domino\.up\."
+)  # of a head's tensors, those with a row for each token
 # The defaults of transformers for a Llama's config.json; published heads are, and run on these.
 THETA, EPS = 10000.0, 1e-6
 ACTIVATIONS = (None, "silu", "swish")
@@ -154,16 +156,18 @@ def check_width(source: Source, name: str, embeddings: Embeddings) -> None:
         )
 
 
-def decoder(source: Source, layer: str, embeddings: Embeddings) -> dict[str, Any]:
+def decoder(source: Source, layer: str, embeddings: Embeddings, *, sliding: bool = False) -> dict[str, Any]:
     """Return the numbers of the decoder layers for a head's configuration, the target's where config.json is silent.
 
-    `layer` is the prefix of a layer's tensors, with its point.
+    `layer` is the prefix of a layer's tensors, with its point; `sliding` allows layers that all look back as far.
 
     Raises:
         ValueError: a tensor is missing, the rows are no whole heads, or the layer does what ours cannot.
     """
-    _check_options(source, layer)
     config = source.config
+    alike = sliding and set(config.get("layer_types") or ()) == {"sliding_attention"}
+    length = config.get("sliding_window") if alike else None
+    _check_options(source, layer, sliding=isinstance(length, int))
     rows, kv_rows = (len(source.tensor(f"{layer}self_attn.{name}_proj.weight")) for name in "qk")
     normed = source.tensors.get(f"{layer}self_attn.q_norm.weight")
     width = (
@@ -182,7 +186,7 @@ def decoder(source: Source, layer: str, embeddings: Embeddings) -> dict[str, Any
     source.compare("num_attention_heads", sizes["num_heads"])
     source.compare("num_key_value_heads", sizes["num_kv_heads"])
     source.compare("intermediate_size", sizes["intermediate_size"])
-    return {**sizes, "length": None, **_rope(source), "norm_eps": float(config.get("rms_norm_eps", EPS))}
+    return {**sizes, "length": length, **_rope(source), "norm_eps": float(config.get("rms_norm_eps", EPS))}
 
 
 def positions_of(config: Mapping[str, Any], default: float | None = None) -> Rope | None:
@@ -203,15 +207,15 @@ def _rope(source: Source) -> dict[str, Any]:
     return {"rope_theta": rope.theta, "rope_scaling": rope.scaling}
 
 
-def _check_options(source: Source, layer: str) -> None:
-    """Refuse options that the shared decoder layer lacks."""
+def _check_options(source: Source, layer: str, *, sliding: bool) -> None:
+    """Refuse options that the shared decoder layer lacks, a window among them unless all layers are `sliding`."""
     config = source.config
     for name in sorted(source.tensors):
         if name.startswith(layer) and name.endswith("_proj.bias"):
             raise source.refusal(f"a bias in its layer, {name} (attention_bias, qkv_bias)")
     if config.get("hidden_act") not in ACTIVATIONS:
         raise source.refusal(f"hidden_act={config['hidden_act']}")
-    if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
+    if not sliding and (config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ())):
         raise source.refusal("a sliding window (layer_types, use_sliding_window)")
     if config.get("logit_scale", 1.0) != 1.0:
         raise source.refusal(f"logit_scale={config['logit_scale']}")
