@@ -1,5 +1,6 @@
 """A published head in plain transformers: model.generate writes what it writes without the head."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,12 @@ from tests.heads.shipped import Known, drafting, published
 
 NEW = 40
 KINDS = [*toys.HEAD_CONFIGS, *toys.OPTIONS]
+QUICK = {"eagle3.1", "mtp", "hydra", "llama", "gemma3"}  # one of each path through the code; the others are slow
+
+
+def slow_beside(names: Iterable[str]) -> list[Any]:
+    """Return the names, all that are not QUICK as slow ones."""
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def plainly(of: Target, ids: Tensor, **options: Any) -> Any:
@@ -56,7 +63,7 @@ class Streamed(BaseStreamer):
         self.ended += 1
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", slow_beside(KINDS))
 def test_every_kind_of_head_writes_the_same(name: str, tmp_path: Path, text: list[int]) -> None:
     target = toys.target()
     folder = published(tmp_path / "head", toys.head(name, target), target)
@@ -67,7 +74,7 @@ def test_every_kind_of_head_writes_the_same(name: str, tmp_path: Path, text: lis
     assert again.sequences.tolist() == [text[:16]]
 
 
-@pytest.mark.parametrize("name", [*toys.ARCHITECTURES])
+@pytest.mark.parametrize("name", slow_beside(toys.ARCHITECTURES))
 def test_every_architecture_writes_the_same(name: str, tmp_path: Path) -> None:
     target = toys.target(name)
     folder = published(tmp_path / "head", toys.head("eagle3", target), target)

@@ -20,7 +20,7 @@ from tests.heads.published import dflash, drafts, eagle3_authors, eagle_authors,
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 
 
-@pytest.mark.parametrize("file", PICKLES)
+@pytest.mark.parametrize("file", [PICKLES[0], *(pytest.param(file, marks=pytest.mark.slow) for file in PICKLES[1:])])
 def test_a_pickle_is_refused_and_its_conversion_is_read_in_its_dtype(file: str, tmp_path: Path) -> None:
     _, tensors, config = eagle3_authors()
     half = {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
