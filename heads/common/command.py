@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 
 import hydra
+from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
@@ -21,7 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from heads.common.errors import user_errors
 from heads.common.redact import replaced_word
-from heads.common.resolvers import register_resolvers
+from heads.common.resolvers import ROOT, register_resolvers
+from heads.common.target_config import best_head
 
 VARIABLE = "HEADSTART_{}_SECRET"  # by which heads/common/redact.py knows its value for a secret
 
@@ -45,6 +47,7 @@ def command(config: str) -> Callable[[Callable[[DictConfig], object]], Callable[
             os.environ["HYDRA_FULL_ERROR"] = "1"  # else it prints its errors itself, values and all
             with user_errors():
                 try:
+                    sys.argv[1:] = with_best_head(config, sys.argv[1:])
                     composed()
                 except (HydraException, OmegaConfBaseException) as error:
                     raise ValueError(_mistake(error, sys.argv[1:])) from error
@@ -57,6 +60,21 @@ def command(config: str) -> Callable[[Callable[[DictConfig], object]], Callable[
 def without_secrets(words: Iterable[str]) -> list[str]:
     """Return a command's words with an interpolation instead of every secret, which moves into the environment."""
     return [replaced_word(word, _in_environment) for word in words]
+
+
+def with_best_head(config: str, words: Sequence[str]) -> list[str]:
+    """Return a command's words with the head that is best for its target in place of `head=best`."""
+    if not any(re.fullmatch(r"head=(.*,)?best(,.*)?", word) for word in words):
+        return [*words]
+    others = [word for word in words if word != "head=best"]
+    if len(others) == len(words) or {"-m", "--multirun"}.intersection(words):
+        raise ValueError("head=best is one head for one run: in a sweep name the heads, as in head=mtp,mlp")
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        path = compose(config, [word for word in others if not word.startswith("-")]).model.path
+    head, reason = best_head(path)
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"head=best: {head}, {reason}\n")
+    return [f"head={head}" if word == "head=best" else word for word in words]
 
 
 def _in_environment(secret: str) -> str:

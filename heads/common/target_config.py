@@ -18,6 +18,7 @@ from heads.common.errors import one_line
 from heads.common.ranges import LARGEST
 from heads.common.untrusted import entries, parse_json, regular, shown
 
+DEEP = 20  # layers of a target, to which a layer of a head for each drafted token is cheap enough
 UNBOUNDED = 2**31  # of a target whose configuration does not say
 MOST_PARTS = 2_000  # layers and other modules that are built one by one: beyond any target that there is
 PARTS = re.compile(r"layers?$|blocks?$|^depths?$|_depth$|^num_labels$")
@@ -101,6 +102,17 @@ def row_length(path: str, length: int) -> int:
         return min(length, context_of(read_target_config(path, trust_remote_code=False, cached_alone=True)))
     except ValueError:
         return length
+
+
+def best_head(path: str) -> tuple[str, str]:
+    """Return the head that evidence favours for a target (docs/heads.md, "Which head"), and the reason in words."""
+    try:
+        layers = read_target_config(path, trust_remote_code=False).get_text_config().num_hidden_layers
+    except ValueError as error:
+        raise ValueError(f"model.path={path}: {error}; head=best reads its number of layers: name a head") from error
+    if layers < DEEP:
+        return "mlp", f"since a pass of this target, {layers} layers, costs little more than a layer of a head"
+    return "mtp", f"since it drafts best for a target of {layers} layers; engines serve eagle3, which is next"
 
 
 def check_rows(length: int, context: int, name: str) -> None:

@@ -1,14 +1,16 @@
 """command(): secrets of the command line reach neither Hydra nor its files, and no mistake tells a value."""
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from heads.common.command import without_secrets
+from heads.common.command import with_best_head, without_secrets
 from train import convert
 
 SECRET = "cAnArY0123"
@@ -101,3 +103,25 @@ def test_the_environment_has_the_secret_as_it_was_meant(word: str, value: str) -
     assert value not in hidden
     assert kept == value
     assert without_secrets([hidden]) == [hidden], "as a process that this one starts gets it"
+
+
+def test_the_best_head_is_named_by_the_targets_depth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert with_best_head("train", ["head=best", "name=mine"]) == ["head=mtp", "name=mine"]
+    assert capsys.readouterr().err.startswith("head=best: mtp, since")
+    for layers, head in ((19, "mlp"), (20, "mtp")):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": layers}))
+        assert with_best_head("data", [f"model.path={tmp_path}", "head=best"])[1] == f"head={head}"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["head=best,mtp"], "in a sweep name the heads"),
+        (["-m", "head=best"], "in a sweep name the heads"),
+        (["head=best", "model.path=no/where"], "model.path=no/where: .*name a head"),
+    ],
+)
+def test_no_best_head_is_guessed(words: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=message):
+        with_best_head("train", words)
