@@ -4,6 +4,7 @@ Row t enters as eh_proj(enorm(embedding of token t+1), hnorm(state t)), the embe
 one decoder layer and a final norm of the module's own turn it into state t+1, which goes to the target's lm_head, and
 back into the module one depth later. State t itself is the target's, after its final norm. Row t has the rotary
 position t, in texts of any length, and looks at the last `length` rows alone (heads/modules/kv_cache.py).
+`feature_layers`, which is not DeepSeek's, adds EAGLE-3's fused states of these layers to the target's own.
 """
 
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from heads.base import Draft, Embeddings, Features, Level, layer_shape
 from heads.common.ranges import Amount, Count, Positive, Width
 from heads.modules import autoregressive
 from heads.modules.attention import KeyValue
+from heads.modules.fusion import Fusion, chosen_layers
 from heads.modules.kv_cache import KVCache
 from heads.modules.layers import Attend, Block, RMSNorm
 from heads.modules.rope import Rope
@@ -24,7 +26,7 @@ from heads.modules.vocab import DraftLmHead, draft_vocabulary
 
 
 class Mtp(nn.Module):
-    """The MTP module. It reads `Features.last`; embedding and lm_head stay the target's and frozen.
+    """The MTP module. It reads `last` and by option `hidden` of the features; embedding and lm_head are the target's.
 
     A checkpoint's own module may replace `block`, the three norms and `eh_proj`; its block takes the arguments of
     `heads.modules.layers.Block`.
@@ -44,10 +46,10 @@ class Mtp(nn.Module):
         rope_scaling: dict[str, Any] | None
         norm_eps: Amount
         qk_norm: bool
+        feature_layers: list[int] | None
         lm_head: str
         draft_vocab: Count | None
 
-    feature_layers: tuple[int, ...] = ()
     max_depth, keeps_rows = 64, True
     attentions = 1
     injected = False
@@ -57,6 +59,11 @@ class Mtp(nn.Module):
         self.config = config
         self._embeddings = (embeddings,)  # in a tuple, so that they are no submodule and never trained or saved
         width, shape, eps = embeddings.hidden_size, layer_shape(config, embeddings), config.norm_eps
+        layers = config.feature_layers
+        self.feature_layers = () if layers is None else chosen_layers(layers, len(layers), embeddings.num_layers)
+        self.fusion = Fusion(width, len(self.feature_layers), eps, normed=True) if layers else None
+        if self.fusion is not None:
+            nn.init.zeros_(self.fusion.fc.weight)  # so that it starts as the module of one state
         self.enorm: nn.Module = RMSNorm(width, eps)
         self.hnorm: nn.Module = RMSNorm(width, eps)
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
@@ -71,8 +78,8 @@ class Mtp(nn.Module):
         return self._embeddings[0]
 
     def begin(self, features: Features) -> Float[Tensor, "B T D"]:
-        """Return the target's own states."""
-        return features.last
+        """Return the target's own states, to which those of other layers are added by option."""
+        return features.last if self.fusion is None else features.last + self.fusion(features.hidden)
 
     def inject(self, _start: Tensor, _position: Tensor, _last: int) -> tuple[KeyValue, ...]:
         """Return nothing: the rows of depth 1 are the context."""

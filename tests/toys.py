@@ -69,7 +69,9 @@ HEAD_CONFIGS: dict[str, dict[str, Any]] = {
         "lm_head_rank": None, "draft_vocab": None, **LAYER,
     },
     "mlp": {"heads": 4, "inner": 24, "tied": False, "scale_input": True, "draft_vocab": None},
-    "mtp": {"qk_norm": False, "lm_head": "shared", "draft_vocab": None, **LAYER, "length": None},
+    "mtp": {
+        "qk_norm": False, "feature_layers": None, "lm_head": "shared", "draft_vocab": None, **LAYER, "length": None,
+    },
     "block": {
         "depths": 4, "layers": 2, "feature_layers": [0, 2], "causal": True, "from_anchor": False, "mask_token": None,
         "markov_rank": None, "domino": None, "domino_rank": 5, "selector_rank": None, "selector_top_k": 7, "conv": None,
@@ -93,7 +95,10 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa shared": ("medusa", {"lm_head": "shared", "layers": 2}),
     "hydra plain": ("hydra", {"prefix": False, "tied": True, "layers": 3, "lm_head_bias": True, "draft_vocab": 30}),
     "mlp tied": ("mlp", {"tied": True, "scale_input": False, "inner": None, "draft_vocab": 30}),
-    "mtp of Qwen3": ("mtp", {"qk_norm": True, "length": 5, "lm_head": "own", "draft_vocab": 30}),
+    "mtp of Qwen3": (
+        "mtp",
+        {"qk_norm": True, "feature_layers": [2, 0], "length": 5, "lm_head": "own", "draft_vocab": 30},
+    ),
     "block both ways": ("block", {"causal": False, "length": None, "qk_norm": False}),
     "block of Domino": ("block", {"domino": 12, "draft_vocab": 30}),
     "block of DFlash2": ("block", {"causal": False, "selector_rank": 6, "conv": 2}),

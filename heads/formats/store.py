@@ -36,6 +36,7 @@ EARLIER = {
     "length": None, "lm_head": "shared", "lm_head_rank": None, "draft_vocab": None, "qk_norm": False,
     "from_anchor": False, "rope_scaling": None, "mask_token": None, "joint_norm": False,
     "domino": None, "domino_rank": 256, "selector_rank": None, "selector_top_k": 16, "conv": None, "conv_group": 16,
+    "feature_layers": None,
 }  # fmt: skip
 
 

@@ -149,7 +149,7 @@ def _build(target: Target) -> Mtp:
     eps = float(getattr(target.config, "rms_norm_eps", 0.0))  # the copies know their own
     with torch.device("meta"):
         head = Mtp(
-            Mtp.Config("mtp", None, None, None, None, None, 10000.0, None, eps, False, "shared", None),
+            Mtp.Config("mtp", None, None, None, None, None, 10000.0, None, eps, False, None, "shared", None),
             target.embeddings,
         ).to(target.dtype)
     head.block = block
