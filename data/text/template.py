@@ -176,6 +176,12 @@ def turn_end_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 @lru_cache(maxsize=8)
+def last_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the largest number of a token that the tokenizer knows."""
+    return max(tokenizer.get_vocab().values())
+
+
+@lru_cache(maxsize=8)
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """Return the pattern of a turn's end: a special token, perhaps behind blanks."""
     return re.compile(rf"\s*{_any_special(tokenizer)}")
