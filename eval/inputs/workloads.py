@@ -208,7 +208,7 @@ def varied(records: list[Indexed], count: int) -> list[Indexed]:
     """
     texts: dict[str, Indexed] = {}
     for index, record in records:
-        if not isinstance(record, Record) or record.messages:
+        if not isinstance(record, Record) or record.messages or record.exact:
             return records
         texts.setdefault(record.text, (index, record))
     picked = [texts[text] for text in texts if len(WORD.findall(text)) >= LONG] or list(texts.values())

@@ -144,6 +144,7 @@ class TargetModel:
         quantized: how its weights are quantised, None if they are not.
         captures: whether decoding steps are captured in CUDA graphs. The host reads in passes of targets with experts,
             and others may copy between devices or compute as a library of quantisation does.
+        sibling: whether heads may draft for it that were made for another checkpoint of its shape.
         idle: by drafter, batches of one slot that wait for another request (inference/batch.py).
     """
 
@@ -180,7 +181,7 @@ class TargetModel:
         self.spec = TargetSpec(name, *sizes, digest, attached)
         note_unknown(tokenizer, self.embeddings.vocab_size, name)
         self.compiled: Compiler | None = None
-        self.compiles_drafts = False
+        self.compiles_drafts = self.sibling = False
         self.pool = Pool({})
         self.packing: Packing | None = None
         self.switch = switch_of(model)

@@ -40,7 +40,10 @@ def logged(number: int, tokenizer: Any) -> dict[str, Any]:
     result = f"<|user|>tool: the result is {2 * number}<|end|><|assistant|>"
     parts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (question, call, result, answer)]
     first = {"prompt_token_ids": parts[0], "token_ids": parts[1]}
-    return {"id": f"t{number}", "tokens": [first, {"prompt_token_ids": sum(parts[:3], []), "token_ids": parts[3]}]}
+    return {
+        "id": f"t{number}",
+        "tokens": [first, {"prompt_token_ids": [*parts[0], *parts[1], *parts[2]], "token_ids": parts[3]}],
+    }
 
 
 @pytest.mark.slow
