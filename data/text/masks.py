@@ -27,6 +27,7 @@ from data.text.template import (
     encode_spans,
     is_tagged,
     last_token,
+    media_tokens,
     render,
     render_tagged,
     text_end,
@@ -135,6 +136,10 @@ def check_vocabulary(token: list[int], tokenizer: PreTrainedTokenizerBase) -> No
     if unknown is not None:
         message = f"token {unknown} is none of the tokenizer's 0 to {last}; give the model.path that wrote it"
         raise BadSampleError("token of another vocabulary", message)
+    media = media_tokens(tokenizer)
+    if media and (seen := next((number for number in token if number in media), None)) is not None:
+        message = f"token {seen} ({media[seen]}) stands for more than text, which alone is read; remove the record"
+        raise BadSampleError("more than text", message)
 
 
 def counts_line(seen: Counter[str]) -> str:

@@ -19,7 +19,7 @@ from data.text.filters import Counts, Filters
 from data.text.masks import BadSampleError, Sample, check_vocabulary, counts_line, is_plain, samples_of
 from data.text.records import Record, content_text, label
 from data.text.sources import Source, divide, held_out_records, open_source, open_sources, read_all, training_records
-from data.text.template import encode, encode_plain, last_token, render
+from data.text.template import check_media, encode, encode_plain, last_token, render
 from heads.common.resolvers import ROOT
 from inference.chat_template import RenderError
 
@@ -238,6 +238,7 @@ def prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
         if first is None:
             raise ValueError(f"prompt {record.id}: the chat has no user message; remove it")
         messages = record.messages[: first + 1]
+        check_media(messages)
         text, system = content_text(messages[first]), "\n\n".join(content_text(message) for message in messages[:first])
         if tokenizer.chat_template:
             (token,) = encode([render(messages, tokenizer, True, record.tools)], tokenizer)

@@ -1,6 +1,7 @@
 """Parsing of raw records, in all shapes that users and published prompt sets have, into one: a chat, or a text."""
 
 import json
+import re
 from typing import Any, NamedTuple
 
 from data.text.exact import Exact, exact_tokens
@@ -25,6 +26,7 @@ SHAPES = (
     'an OpenAI batch line {"custom_id", "body": {"messages"}}, {"text"}, and tokens: {"input_ids", "loss_mask"} or '
     '{"prompt_token_ids", "token_ids"}'
 )
+MEDIA = re.compile(r"(input_)?(image|video|audio)s?(_url)?")  # keys and types of what is no text
 SHOWN = 300  # characters of a record in an error
 SUMMARIZE = "Summarize: {}"  # Spec-Bench's prompt for CNN/DM's articles
 UNFETCHED = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # SPEED-Bench's placeholder for text under others' licences
@@ -81,7 +83,7 @@ def parse(raw: dict[str, Any], index: int, path: str) -> Record:
         shown = json.dumps(raw, ensure_ascii=False, sort_keys=True, default=str)
         shown = shown if len(shown) <= SHOWN else shown[:SHOWN] + "…"
         raise ValueError(f"{path}: record {name} is of no known shape: {shown} The shapes read are {SHAPES}")
-    return Record(name, label(raw.get("category") or ""), messages or [], text, tools, path, exact)
+    return Record(name, label(raw.get("category") or ""), _with_media(messages or [], body), text, tools, path, exact)
 
 
 def label(value: Any) -> str:
@@ -95,6 +97,21 @@ def content_text(message: Message) -> str:
     if isinstance(content, str):
         return content
     return "".join(item.get("text") or "" for item in content)
+
+
+def media_in(messages: list[Message]) -> str:
+    """Return what a chat calls the first thing in it that is no text, such as image_url; empty for none."""
+    parts = (item for message in messages if isinstance(message.get("content"), list) for item in message["content"])
+    return next((name for part in parts for name in (str(part.get("type")), *part) if MEDIA.fullmatch(name)), "")
+
+
+def _with_media(messages: list[Message], raw: dict[str, Any]) -> list[Message]:
+    """Return the messages, the first one with what the record holds beside them that is no text."""
+    name = next((key for key in raw if MEDIA.fullmatch(key) and raw[key]), None)
+    if name is None or not messages:
+        return messages
+    text = {"type": "text", "text": content_text(messages[0])}
+    return [{**messages[0], "content": [text, {"type": name}]}, *messages[1:]]
 
 
 def parsed(value: Any) -> Any:

@@ -29,7 +29,7 @@ def sibling(folder: Path, runs: Path, **changed: Any) -> Path:
     torch.manual_seed(1)
     with torch.no_grad():
         for weight in model.parameters():
-            weight += 0.02 * weight.std() * torch.randn_like(weight)
+            weight.add_(0.02 * weight.std() * torch.randn_like(weight))
     model.save_pretrained(folder)
     return folder
 
