@@ -12,7 +12,7 @@ from data.text.exact import Exact
 from data.text.masks import samples_of
 from data.text.prompts import prompt_of, split_text
 from data.text.records import Message, Record, content_text
-from data.text.template import encode_plain
+from data.text.template import check_media, encode_plain
 from inference.decode import Settings, autoregress
 from inference.target.target import Target
 from inference.target.tokenizer import Reads, tokenize
@@ -115,6 +115,7 @@ def _rendered(record: Record, tokenizer: PreTrainedTokenizerBase) -> Iterator[tu
 def _joined(messages: Sequence[Message], reads: Reads) -> Iterator[tuple[list[int], int]]:
     """Yield the answers of a chat for a tokenizer without a template, its texts one after another."""
     tokenizer: Any = reads.tokenizer
+    check_media(list(messages))
     before: list[str] = []
     for message in messages:
         if message["role"] == "assistant":
