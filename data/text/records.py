@@ -101,8 +101,8 @@ def content_text(message: Message) -> str:
 
 def media_in(messages: list[Message]) -> str:
     """Return what a chat calls the first thing in it that is no text, such as image_url; empty for none."""
-    parts = (item for message in messages if isinstance(message.get("content"), list) for item in message["content"])
-    return next((name for part in parts for name in (str(part.get("type")), *part) if MEDIA.fullmatch(name)), "")
+    items = (item for message in messages if isinstance(message.get("content"), list) for item in message["content"])
+    return next((name for item in items for name in (str(item.get("type")), *item) if MEDIA.fullmatch(name)), "")
 
 
 def _with_media(messages: list[Message], raw: dict[str, Any]) -> list[Message]:
