@@ -175,13 +175,14 @@ class TargetModel:
         here = all(weights.device == self.device for weights in model.parameters())
         routed = any(getattr(self.config, key, None) for key in EXPERTS)
         self.idle: dict[Any, Any] = {}
+        self.sibling = False
         self.captures = self.device.type == "cuda" and here and not routed and self.quantized is None
         sizes = self.embeddings.vocab_size, self.embeddings.hidden_size, self.config.num_hidden_layers
         digest, attached = (self.placed.fingerprint, None) if adapter is None else (adapter.fingerprint, adapter.name)
         self.spec = TargetSpec(name, *sizes, digest, attached)
         note_unknown(tokenizer, self.embeddings.vocab_size, name)
         self.compiled: Compiler | None = None
-        self.compiles_drafts = self.sibling = False
+        self.compiles_drafts = False
         self.pool = Pool({})
         self.packing: Packing | None = None
         self.switch = switch_of(model)
