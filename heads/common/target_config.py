@@ -22,10 +22,6 @@ UNBOUNDED = 2**31  # of a target whose configuration does not say
 MOST_PARTS = 2_000  # layers and other modules that are built one by one: beyond any target that there is
 PARTS = re.compile(r"layers?$|blocks?$|^depths?$|_depth$|^num_labels$")
 SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "max_position_embeddings")
-TOWERS = ("vision_config", "audio_config")  # beside the `text_config` of a checkpoint that reads more than text
-# The models that text towers are where transformers has no causal LM of them: without images their positions are plain.
-TOWER_TYPES = {"qwen3_vl_text": "qwen3"}
-ABOVE = ("architectures", "dtype", "quantization_config", "eos_token_id", "bos_token_id", "pad_token_id")
 # Implementations of attention and experts in torch and transformers. Others may be fetched from the Hub and run.
 OURS = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 # The errors that transformers and its modeling code raise at values that they did not expect.
@@ -33,6 +29,10 @@ UNFIT = (
     OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, RuntimeError, ArithmeticError,
     AssertionError, MemoryError, StrictDataclassError, SafetensorError,
 )  # fmt: skip
+TOWERS = ("vision_config", "audio_config")  # beside the `text_config` of a checkpoint that reads more than text
+# The models that text towers are where transformers has no causal LM of them: without images their positions are plain.
+TOWER_TYPES = {"qwen3_vl_text": "qwen3"}
+ABOVE = ("architectures", "dtype", "quantization_config", "eos_token_id", "bos_token_id", "pad_token_id")
 
 
 def read_target_config(path: str, trust_remote_code: bool, cached_alone: bool = False) -> PreTrainedConfig:
