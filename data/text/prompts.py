@@ -168,7 +168,8 @@ def worded(record: Record, tokenizer: PreTrainedTokenizerBase) -> Record:
     """Return a record with the text of its tokens where it has no messages, for contamination to be seen."""
     if not record.exact or record.messages:
         return record
-    token = [number for document in record.exact for number in document.token if 0 <= number <= last_token(tokenizer)]
+    last = last_token(tokenizer)
+    token = [number for document in record.exact for number in document.token if 0 <= number <= last]
     return record._replace(text=str(tokenizer.decode(token, skip_special_tokens=True)))
 
 

@@ -74,7 +74,10 @@ def text_tower(config: PreTrainedConfig) -> PreTrainedConfig:
     for key in ABOVE:
         if getattr(text, key, None) is None and getattr(config, key, None) is not None:
             setattr(text, key, getattr(config, key))
-    text.tie_word_embeddings, text.name_or_path = config.tie_word_embeddings, config.name_or_path
+    text.tie_word_embeddings = getattr(
+        config, "tie_word_embeddings", text.tie_word_embeddings
+    )  # transformers asks above
+    text.name_or_path = config.name_or_path
     return text
 
 
