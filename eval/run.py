@@ -21,7 +21,8 @@ from eval.config import OWN, RECORDED, EngineConfig, EvalConfig, listed
 from eval.endpoint import measure
 from eval.gates import check
 from eval.inputs.drafters import check_drafters, load_drafters
-from eval.inputs.runs import model_of, own_prompts
+from eval.inputs.runs import find_heads, model_of, own_prompts
+from eval.inputs.siblings import notes, saved_rows
 from eval.inputs.workloads import Workload, load_workload, prompt_counts, read_workload
 from eval.measures.losslessness import FailedChecks, Gate, SampledGate
 from eval.measures.machine import device_facts, provenance
@@ -81,6 +82,8 @@ def prepared(config: EvalConfig) -> tuple[ModelConfig, list[str], Path]:
     model = model_of(runs[0] if runs else None, config.model)
     check_drafters(config)
     names, out = workloads_of(config, model), folder_for(config.out, runs, list(config.drafter))
+    if model.sibling and config.out is None:
+        out /= model.name  # the run's own report is of the head's own target
     device_named(model.device)
     check_writable(out, "out")
     if not config.from_log:
@@ -119,6 +122,9 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
     failed = FailedChecks.of(gates, sampled)
     not_lossless = {name for name in drafters if failed.source(name, config.batch_sizes())}
     rows, extras = along_texts(config, target, workloads, drafters, logs or timed.materials, not_lossless)
+    others = saved_rows(find_heads([*config.runs(), *config.compare]), target.spec) if model.sibling else {}
+    if others:
+        extras["warnings"] = notes(others, target.spec, timed.rows)
     return Report(
         target={"name": model.name, "path": model.path, **described(target)},
         device=device_facts(target.device, target.dtype),
@@ -176,8 +182,6 @@ def beside(config: EvalConfig) -> Report:
     check_writable(out, "out")
     report = side_by_side(config.reports())
     publish(report, out)
-    for warning in report.extras["warnings"]:
-        print(visible(f"compare with care: {warning}"), file=sys.stderr)
     return report
 
 
@@ -265,6 +269,8 @@ def publish(report: Report, out: Path) -> None:
     # A pipe has no width of its own, and rich's guess would break the lines.
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     console.print(terminal(report.as_dict()))
+    for warning in report.extras.get("warnings", []):
+        print(visible(f"compare with care: {warning}"), file=sys.stderr)
     report.write(out)
     files = [str(out / name) for name in READ if (out / name).exists()]
     console.print(visible(f"report: {' and '.join(files)}"), soft_wrap=True, markup=False)

@@ -25,10 +25,10 @@ from eval.tuning.grid import SIZES, Tried, distinct, halves, hopeful, simulate, 
 from eval.tuning.results import AtBatch, Candidate, Measured, Tuning, conclude, fastest
 from heads.formats.hub import resolve_head
 from heads.formats.published import is_published
-from heads.formats.store import SCHEDULE, load_head, read_config, save_tree
+from heads.formats.store import SCHEDULE, read_config, save_tree
 from inference.batch import Batch
 from inference.decode import Settings
-from inference.drafters.head import HeadDrafter, saved_tree
+from inference.drafters.head import HeadDrafter, load_for, saved_tree
 from inference.drafters.plain import Plain
 from inference.drafters.policy import TreeConfig
 from inference.protocol import Drafter
@@ -89,7 +89,7 @@ def tune(plan: TunePlan, target: Target, prompts: Sequence[Prompt], engine: str)
         raise ValueError(
             f"{folder}: tune=true writes the tree into the head, and this one is of another project's format"
         )
-    head: Any = load_head(folder, target.embeddings, target.spec).to(device=target.device, dtype=target.dtype).eval()
+    head = load_for(folder, target)
     answered = [(prompt, text) for prompt in prompts for text in write(target, [prompt.token], plan.settings)]
     if not answered:
         raise ValueError("the target answers every prompt with one token, so nothing is drafted: set another workload")

@@ -106,7 +106,7 @@ def main(cfg: DictConfig) -> None:
         text, status = doctor.report(typed(DoctorConfig, OmegaConf.masked_copy(cfg, keys)))
         print(visible(text))
         raise SystemExit(status)
-    keys = [str(key) for key in cfg if key not in ("doctor", "checkup")]
+    keys = [str(key) for key in cfg if key not in ("doctor", "checkup", "model")]
     publish(typed(PublishConfig, OmegaConf.masked_copy(cfg, keys)), HfApi(library_name="headstart"))
 
 

@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,10 +9,7 @@ from torch import Tensor, nn
 
 from heads import HEADS
 from heads.base import HeadConfig
-from heads.common.typed import typed
-from heads.formats.hub import load_found, resolve_head
-from heads.formats.published import is_published
-from heads.formats.store import TargetSpec, read_config
+from heads.formats.hub import load_found, resolve_head, sibling_spec
 from heads.modules.rope import scaling_of
 from heads.mtp import Mtp
 from inference.drafters.mtp import load_mtp
@@ -79,7 +75,7 @@ def first_head(config: HeadConfig, init: str | None, target: Target | Embeddings
         new: nn.Module = kind(config, target.embeddings)
         return new
     folder = resolve_head(init)
-    loaded: Any = load_found(folder, target.embeddings, start_spec(folder, target.spec))
+    loaded: Any = load_found(folder, target.embeddings, sibling_spec(folder, target.spec, "is trained on for"))
     if type(loaded.config) is not type(config):
         name = loaded.config.name
         raise ValueError(
@@ -88,20 +84,6 @@ def first_head(config: HeadConfig, init: str | None, target: Target | Embeddings
     head: nn.Module = kind(replace(loaded.config, name=config.name), target.embeddings)
     head.load_state_dict(loaded.state_dict())  # into a new head's fp32, whatever the file's dtype
     return head
-
-
-def start_spec(folder: Path, spec: TargetSpec) -> TargetSpec:
-    """Return the target's spec with the fingerprint that the head in `folder` was trained for, which may differ.
-
-    So a head of a base model can start the training for that model fine-tuned, or with an adapter. The shapes must
-    agree.
-    """
-    if is_published(folder):  # by other projects, which record no fingerprint
-        return spec
-    trained_for = typed(TargetSpec, read_config(folder)["target"])
-    if trained_for.fingerprint != spec.fingerprint:
-        log.warning("%s: made for the weights of %s; it is trained on for those of %s", folder, trained_for, spec)
-    return replace(spec, fingerprint=trained_for.fingerprint)
 
 
 def mtp_from_target(config: HeadConfig, init: str, target: Target) -> nn.Module:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 
 from transformers import PreTrainedTokenizerBase
 
+from data.text.exact import LoggedAnswer
 from data.text.masks import is_plain
 from data.text.prompts import prompt_of
 from data.text.reasoning import OPENED, THOUGHT, split_reasoning
@@ -47,6 +48,7 @@ class AnswerSettings:
     top_p: TopP
     max_new_tokens: Count
     keep_unfinished: bool
+    save_tokens: bool
     seed: Number
     thinking: bool | None
     template_args: dict[str, Any]
@@ -71,13 +73,17 @@ class AnswerSettings:
 
 
 class Reply(NamedTuple):
-    """The target's reply in the parts that the answerer can separate; `finished` if it has an end token."""
+    """The target's reply in the parts that the answerer can separate; `finished` if it has an end token.
+
+    `logged` are all tokens of prompt and answer, end tokens too, where the settings ask for them.
+    """
 
     text: str
     finished: bool
     reasoning: str = ""
     tool_calls: tuple[Any, ...] = ()
     token: tuple[int, ...] = ()
+    logged: LoggedAnswer | None = None
 
 
 class Outcome(NamedTuple):
@@ -108,6 +114,7 @@ class Conversation:
         self.cause = "" if self.turns else "no_question"
         self.messages: list[Message] = []  # up to the last answer
         self.prompt: list[Message] = []  # and with the current turn
+        self.logged: list[LoggedAnswer] = []
         self.answers, self.opened = 0, False
 
     def ask(self) -> list[int] | None:
@@ -152,6 +159,7 @@ class Conversation:
             message["tool_calls"] = list(reply.tool_calls)
             self.cause = self.cause or ("called" if self.turns else "")
         self.messages = [*self.prompt, message]
+        self.logged += [reply.logged] if reply.logged else []
         self.answers += 1
 
     def outcome(self) -> Outcome:
@@ -159,6 +167,7 @@ class Conversation:
         if not self.answers:
             return Outcome(self.id, None, 0, self.cause)
         chat = {"id": self.id, "messages": self.messages} | ({"tools": self.tools} if self.tools else {})
+        chat |= logged(self.logged)
         return Outcome(self.id, chat, self.answers, self.cause)
 
     def seed(self) -> int:
@@ -175,6 +184,7 @@ class Document:
         self.id, self.tokenizer, self.settings = record.id, tokenizer, settings
         self.room = context - settings.max_new_tokens
         self.answer, self.text, self.prompted = "", "", False
+        self.logged: list[LoggedAnswer] = []
         self.cause = "" if record.text.strip() or turns_of(record.messages) else "no_question"
         try:
             self.prompt = prompt_of(record, tokenizer)
@@ -205,13 +215,14 @@ class Document:
             self.cause = "round_trip"
         else:
             self.answer, self.text = reply.text, text if reply.finished else text.rstrip(UNFINISHED)
+            self.logged = [reply.logged] if reply.logged else []
 
     def outcome(self) -> Outcome:
         """Return prompt, answer and text; with a chat template only the text, lest readers take it for a chat."""
         if not self.answer:
             return Outcome(self.id, None, 0, self.cause)
         parts = {} if self.tokenizer.chat_template else {"prompt": self.prompt.text, "answer": self.answer}
-        return Outcome(self.id, {"id": self.id, **parts, "text": self.text}, 1, self.cause)
+        return Outcome(self.id, {"id": self.id, **parts, "text": self.text, **logged(self.logged)}, 1, self.cause)
 
     def seed(self) -> int:
         """Return the seed of the answer."""
@@ -241,6 +252,11 @@ class Answerer(Protocol):
     def describe(self) -> dict[str, Any]:
         """Return the settings that shape the answers, for their provenance."""
         ...
+
+
+def logged(answers: list[LoggedAnswer]) -> dict[str, Any]:
+    """Return the field of a chat that holds its answers' tokens; nothing where there are none."""
+    return {"tokens": [answer._asdict() for answer in answers]} if answers else {}
 
 
 def turns_of(messages: list[Message]) -> list[list[Message]]:

@@ -12,9 +12,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from data.answers.chats import AnswerSettings, Conversation, Outcome, Reply, Talk
-from data.answers.client import Client, EndpointError, read_reply
+from data.answers.client import Client, EndpointError, logged_answer, read_reply
 
 SEEDS = 2**31  # of the seeds that every server takes
+TOKENS = {"return_token_ids": True, "return_prompt_token_ids": True}  # SGLang needs the second in chats
 
 
 class Endpoint:
@@ -105,6 +106,7 @@ class Endpoint:
             "n": 1,
             "stream": False,
             **({"tools": talk.tools} if talk.tools else {}),
+            **(TOKENS if self.settings.save_tokens else {}),
             **({"chat_template_kwargs": self.template} if self.template else {}),
             **self.client.config.extra,
         }
@@ -113,4 +115,5 @@ class Endpoint:
             if (number := str(data.get("id"))) in self.seen and data.get("id") is not None:
                 raise EndpointError("duplicate", f"a second reply has the id {number}")
             self.seen.add(number)
-        return read_reply(data, self.model)
+        reply = read_reply(data, self.model)
+        return reply._replace(logged=logged_answer(data)) if self.settings.save_tokens else reply

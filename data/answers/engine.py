@@ -8,12 +8,13 @@ rounding: a forward pass of another shape may turn a near tie.
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.answers.chats import AnswerSettings, Outcome, Reply, Talk
+from data.text.exact import LoggedAnswer
 from heads.formats.hub import resolve_head
 from inference.batch import batch_of
 from inference.drafters.head import load_drafter, saved_tree
@@ -25,6 +26,14 @@ from inference.target.target import Target
 from inference.text_stream import UNFINISHED
 from inference.verification.sample import Sampling
 from inference.verification.verify import COUPLED
+
+
+class Answering(NamedTuple):
+    """A chat whose answer is being decoded, the prompt's tokens, and what holds the answer."""
+
+    talk: Talk
+    prompt: list[int]
+    generation: Generation
 
 
 class Engine:
@@ -45,7 +54,7 @@ class Engine:
     def answer(self, talks: Iterable[Talk]) -> Iterator[Outcome]:
         """Answer all chats; the next turn of a running chat goes before a new chat."""
         source, waiting = iter(talks), deque[Talk]()
-        answering: list[tuple[Talk, Generation]] = []
+        answering: list[Answering] = []
         while True:
             while self.batch.free:
                 talk = waiting.popleft() if waiting else next(source, None)
@@ -57,7 +66,7 @@ class Engine:
                     continue
                 request = Settings(self.settings.max_new_tokens, self.sampling, seed=talk.seed(), rule=COUPLED)
                 with torch.inference_mode():
-                    answering.append((talk, self.batch.admit(0, token, request)))
+                    answering.append(Answering(talk, token, self.batch.admit(0, token, request)))
                 self._release(answering, waiting)
             if not answering:
                 return
@@ -71,21 +80,22 @@ class Engine:
         return {"by": "engine", "target": {**spec, "dtype": str(self.target.dtype)}}
 
     @torch.inference_mode()
-    def _release(self, answering: list[tuple[Talk, Generation]], waiting: deque[Talk]) -> None:
+    def _release(self, answering: list["Answering"], waiting: deque[Talk]) -> None:
         """Hand finished answers to their chats, which wait for their next turn; free their slots."""
-        for talk, generation in [pair for pair in answering if pair[1].finish]:
-            talk.take(self._reply(generation))
+        for talk, prompt, generation in [entry for entry in answering if entry.generation.finish]:
+            talk.take(self._reply(prompt, generation))
             waiting.append(talk)
             self.tokens, self.passes = self.tokens + len(generation.tokens), self.passes + 1 + len(generation.steps)
-        answering[:] = [pair for pair in answering if not pair[1].finish]
+        answering[:] = [entry for entry in answering if not entry.generation.finish]
         self.batch.release()
 
-    def _reply(self, generation: Generation) -> Reply:
+    def _reply(self, prompt: list[int], generation: Generation) -> Reply:
         """Return the answer's text, special tokens within it included."""
         finished = generation.finish == "eos"
         token = generation.tokens[:-1] if finished else generation.tokens
         text = str(self.tokenizer.decode(token, clean_up_tokenization_spaces=False))
-        return Reply(text if finished else text.rstrip(UNFINISHED), finished, token=tuple(token))
+        logged = LoggedAnswer(prompt, generation.tokens) if self.settings.save_tokens else None
+        return Reply(text if finished else text.rstrip(UNFINISHED), finished, token=tuple(token), logged=logged)
 
 
 def check_drafter(options: Mapping[str, Any], run: str | None, tree: Mapping[str, Any]) -> tuple[str, Any]:

@@ -2,6 +2,7 @@
 
 files.py       files, packed or not, to raw records
 sources.py     files, folders, globs and Hub data sets by name; held-out records; mixtures; provenance
+exact.py       records that give their tokens, and servers' logs of them
 records.py     raw records of many shapes, published prompt sets among them, to chats or plain texts
 filters.py     removal of duplicates and of the evaluation's text, with counts
 template.py    chat templates: rendering, tags, the tokens that end a turn

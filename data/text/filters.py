@@ -124,7 +124,7 @@ def _key(record: Record) -> bytes:
     """Return a hash that is equal for records that differ in case and white space alone."""
     spoken = [_plain(content_text(message)) for message in record.messages]
     beside = [{key: value for key, value in message.items() if key != "content"} for message in record.messages]
-    whole = [_plain(record.text), record.tools, spoken, beside]
+    whole = [_plain(record.text), record.tools, spoken, beside, record.exact]
     return hashlib.blake2b(json.dumps(whole, sort_keys=True, default=str).encode(), digest_size=16).digest()
 
 

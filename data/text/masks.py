@@ -16,6 +16,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from data.config import DataConfig
+from data.text.exact import Exact
 from data.text.files import HEAD
 from data.text.reasoning import close_prompt, reasoning_of, skip, under_all_names, without
 from data.text.records import Message, Record, content_text
@@ -25,6 +26,8 @@ from data.text.template import (
     encode_plain,
     encode_spans,
     is_tagged,
+    last_token,
+    media_tokens,
     render,
     render_tagged,
     text_end,
@@ -50,7 +53,7 @@ class BadSampleError(ValueError):
 
     def __init__(self, cause: str, message: str) -> None:
         super().__init__(f"{message}, or set data.on_bad=drop")
-        self.cause = cause
+        self.cause, self.message = cause, message
 
 
 class Turn(NamedTuple):
@@ -68,7 +71,7 @@ def is_plain(record: Record, tokenizer: PreTrainedTokenizerBase) -> bool:
 def samples_of(
     record: Record, tokenizer: PreTrainedTokenizerBase, path: str, config: DataConfig, seen: Counter[str]
 ) -> list[Sample]:
-    """Return a record's samples: a text's pieces, or a chat, in some templates as several samples.
+    """Return a record's samples: its tokens if it gives them, a text's pieces, or a chat, as several in some templates.
 
     Args:
         path: the record's source, for errors.
@@ -81,15 +84,18 @@ def samples_of(
             away. `path` and the sample are named.
     """
     plain = is_plain(record, tokenizer)
-    if not plain and not tokenizer.chat_template:
+    if not (plain or record.exact) and not tokenizer.chat_template:
         raise ValueError(
             f"{path}: holds chats, but the tokenizer {tokenizer.name_or_path!r} has no chat template; "
             'put a chat_template.jinja beside the model, or give plain text ({"text"} records or .txt)'
         )
     try:
-        if plain:
+        if plain and not record.exact:
             return _plain(record, tokenizer, config.max_tokens, seen)
-        samples = _chat(record, tokenizer, config, seen)
+        if record.exact:
+            samples = _samples(record.id, checked_tokens(record, tokenizer), config.max_tokens, seen)
+        else:
+            samples = _chat(record, tokenizer, config, seen)
     except (BadSampleError, RenderError, UnicodeEncodeError) as error:
         bad = _bad_sample(error)
         if config.on_bad == "fail":
@@ -109,6 +115,31 @@ def _bad_sample(error: ValueError) -> BadSampleError:
         return BadSampleError("refused by the chat template", f"{error}; fix or remove the sample")
     assert isinstance(error, BadSampleError)
     return error
+
+
+def checked_tokens(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[Exact, ...]:
+    """Return the documents of a record that gives tokens; refuse what the tokenizer does not know, and odd masks."""
+    for token, mask in record.exact:
+        check_vocabulary(token, tokenizer)
+        if len(mask) != len(token) or set(mask) - {0, 1}:
+            message = f"it has {len(token)} tokens and a loss_mask of {len(mask)}; give a 0 or 1 for each token"
+            raise BadSampleError("mask that does not fit", message)
+        if 1 not in mask:
+            raise BadSampleError("mask all zeros", "the loss mask of its tokens is all zeros; remove the sample")
+    return record.exact
+
+
+def check_vocabulary(token: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse tokens that the tokenizer does not know."""
+    last = last_token(tokenizer)
+    unknown = next((number for number in token if not 0 <= number <= last), None)
+    if unknown is not None:
+        message = f"token {unknown} is none of the tokenizer's 0 to {last}; give the model.path that wrote it"
+        raise BadSampleError("token of another vocabulary", message)
+    media = media_tokens(tokenizer)
+    if media and (seen := next((number for number in token if number in media), None)) is not None:
+        message = f"token {seen} ({media[seen]}) stands for more than text, which alone is read; remove the record"
+        raise BadSampleError("more than text", message)
 
 
 def counts_line(seen: Counter[str]) -> str:
@@ -143,18 +174,25 @@ def _chat(record: Record, tokenizer: PreTrainedTokenizerBase, config: DataConfig
                 f"the loss mask is all {value}; check its messages (is an answer empty?), and where the chat template "
                 "puts {% generation %}",
             )
-    names = [record.id if len(masked) == 1 else f"{record.id}#{number}" for number in range(len(masked))]
+    return _samples(record.id, masked, config.max_tokens, seen)
+
+
+def _samples(
+    id_: str, masked: Sequence[tuple[list[int], list[int]]], max_tokens: int, seen: Counter[str]
+) -> list[Sample]:
+    """Return masked documents as samples, cut where they are too long."""
+    names = [id_ if len(masked) == 1 else f"{id_}#{number}" for number in range(len(masked))]
     samples = [
-        Sample(name, *_cut(token, mask, config.max_tokens))
+        Sample(name, *_cut(token, mask, max_tokens))
         for name, (token, mask) in zip(names, masked, strict=True)
-        if any(mask[: config.max_tokens])
+        if any(mask[:max_tokens])
     ]
     if not samples:
         raise BadSampleError(
             "answers beyond data.max_tokens",
-            f"data.max_tokens={config.max_tokens} cuts its answers away; raise it, shorten or remove the sample",
+            f"data.max_tokens={max_tokens} cuts its answers away; raise it, shorten or remove the sample",
         )
-    seen["cut at data.max_tokens"] += any(len(token) > config.max_tokens for token, _ in masked)
+    seen["cut at data.max_tokens"] += any(len(token) > max_tokens for token, _ in masked)
     return samples
 
 

@@ -16,10 +16,10 @@ from data.config import DataConfig
 from data.text.cache import PROMPTS, SAMPLES, CachedSamples, cache_key, cached, write_samples
 from data.text.files import Raw
 from data.text.filters import Counts, Filters
-from data.text.masks import Sample, counts_line, is_plain, samples_of
+from data.text.masks import BadSampleError, Sample, check_vocabulary, counts_line, is_plain, samples_of
 from data.text.records import Record, content_text, label
 from data.text.sources import Source, divide, held_out_records, open_source, open_sources, read_all, training_records
-from data.text.template import encode, encode_plain, render
+from data.text.template import check_media, encode, encode_plain, last_token, render
 from heads.common.resolvers import ROOT
 from inference.chat_template import RenderError
 
@@ -157,8 +157,20 @@ def _prepare(
     others = [prompt for name in evaluation for prompt in load_prompts(name, tokenizer, None)]
     filters = Filters(config, withheld, [prompt.text for prompt in held_out + others])
     filters.counts.held_out = len(withheld)
-    records = filters(training_records(parts, config))
+    records = training_records(parts, config)
+    if config.contamination is not None:
+        records = (worded(record, tokenizer) for record in records)
+    records = filters(records)
     return held_out, filters.counts, islice(_samples(records, config, tokenizer, filters.counts), config.limit)
+
+
+def worded(record: Record, tokenizer: PreTrainedTokenizerBase) -> Record:
+    """Return a record with the text of its tokens where it has no messages, for contamination to be seen."""
+    if not record.exact or record.messages:
+        return record
+    last = last_token(tokenizer)
+    token = [number for document in record.exact for number in document.token if 0 <= number <= last]
+    return record._replace(text=str(tokenizer.decode(token, skip_special_tokens=True)))
 
 
 def _fill_cache(prepare: Callable[[], Prepared], folder: Path) -> dict[str, Any]:
@@ -206,10 +218,17 @@ def _warn(counts: Counts, tokenizer: PreTrainedTokenizerBase, config: DataConfig
 def prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     """Return the prompt of a record: a chat's first question, by the chat template if any, or a piece of a plain text.
 
+    Of a record that gives its tokens it is those before the first answer, without a text: a system prompt that all
+    share would count as contamination.
+
     Raises:
         ValueError: there is none, it is no text, or the chat template does not render it; the record is named.
     """
     try:
+        if record.exact:
+            (prompt,), whole = before_answers(record, "first"), record.exact[0].token
+            check_vocabulary(whole, tokenizer)
+            return prompt if prompt.token else prompt._replace(token=whole[: max(1, len(whole) // 2)])
         if is_plain(record, tokenizer):
             if not record.text.strip():
                 raise ValueError(f"prompt {record.id}: has no user message and no text; remove it")
@@ -220,15 +239,26 @@ def prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
         if first is None:
             raise ValueError(f"prompt {record.id}: the chat has no user message; remove it")
         messages = record.messages[: first + 1]
+        check_media(messages)
         text, system = content_text(messages[first]), "\n\n".join(content_text(message) for message in messages[:first])
         if tokenizer.chat_template:
             (token,) = encode([render(messages, tokenizer, True, record.tools)], tokenizer)
             return Prompt(record.id, token, record.category, text, system)
         return Prompt(record.id, encode_plain(text, tokenizer), record.category, text, system)
+    except BadSampleError as error:
+        raise ValueError(f"prompt {record.id}: {error.message}") from error
     except RenderError as error:
         raise ValueError(f"prompt {record.id}: {error}; fix or remove the record") from error
     except UnicodeEncodeError as error:
         raise ValueError(f"prompt {record.id}: holds half a surrogate pair, which is no text; remove it") from error
+
+
+def before_answers(record: Record, turns: str) -> Iterator[Prompt]:
+    """Yield what stands before the first answer of a record that gives its tokens; with turns=all, before every one."""
+    prompts = [document.token[:start] for document in record.exact for start, _ in document.answers()]
+    prompts = (prompts or [record.exact[0].token])[: None if turns == "all" else 1]
+    for number, token in enumerate(prompts, 1):
+        yield Prompt(f"{record.id}.{number}" if len(prompts) > 1 else record.id, token, record.category)
 
 
 def split_text(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

@@ -1,8 +1,10 @@
 """Parsing of raw records, in all shapes that users and published prompt sets have, into one: a chat, or a text."""
 
 import json
+import re
 from typing import Any, NamedTuple
 
+from data.text.exact import Exact, exact_tokens
 from heads.common.untrusted import parse_json
 
 Message = dict[str, Any]
@@ -16,13 +18,15 @@ QUESTIONS = ("prompt", "question", "instruction")
 ANSWERS = ("answer", "output", "response", "completion")
 IDS = (
     *("id", "question_id", "task_id", "conversation_id", "prompt_id", "custom_id"),
-    *("uid", "unique_id", "instance_id", "_id", "ID", "key"),
+    *("uid", "unique_id", "instance_id", "_id", "ID", "key", "request_id"),
 )
 SHAPES = (
     '{"messages": [{role, content}]}, {"conversations": [{role, content} or {from, value}]}, {"prompt", "answer"}, '
     '{"question", "answer"}, {"instruction", "input", "output"}, {"turns" or "prompt": [...]}, '
-    'an OpenAI batch line {"custom_id", "body": {"messages"}} or {"text"}'
+    'an OpenAI batch line {"custom_id", "body": {"messages"}}, {"text"}, and tokens: {"input_ids", "loss_mask"} or '
+    '{"prompt_token_ids", "token_ids"}'
 )
+MEDIA = re.compile(r"(input_)?(image|video|audio)s?(_url)?")  # keys and types of what is no text
 SHOWN = 300  # characters of a record in an error
 SUMMARIZE = "Summarize: {}"  # Spec-Bench's prompt for CNN/DM's articles
 UNFETCHED = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # SPEED-Bench's placeholder for text under others' licences
@@ -58,6 +62,7 @@ class Record(NamedTuple):
     text: str  # a plain text's; of a chat, the same as one text where the record has it
     tools: tuple[dict[str, Any], ...] = ()  # the functions that the assistant may call, as OpenAI has them
     source: str = ""  # the name of its source
+    exact: tuple[Exact, ...] = ()  # its tokens, where it gives them: they then count, and not the text
 
 
 def parse(raw: dict[str, Any], index: int, path: str) -> Record:
@@ -67,16 +72,18 @@ def parse(raw: dict[str, Any], index: int, path: str) -> Record:
     answers nothing. Records without an answer are chats of one user message: prompts.
 
     Raises:
-        ValueError: the shape is unknown; the record is shown, cut to a readable length.
+        ValueError: the shape is unknown; the record is shown, cut to a readable length. Or its tokens are no numbers.
     """
     name = next((label(raw[key]) for key in IDS if raw.get(key) is not None), str(index))
     body = raw["body"] if isinstance(raw.get("body"), dict) else raw
     messages, text, tools = _messages(body), body.get("text") or "", _tools(body.get("tools"))
-    if (messages is None and not isinstance(body.get("text"), str)) or tools is None or not isinstance(text, str):
+    exact = exact_tokens(raw, f"{path}: record {name}")
+    worded = messages is not None or isinstance(body.get("text"), str) or exact
+    if not worded or tools is None or not isinstance(text, str):
         shown = json.dumps(raw, ensure_ascii=False, sort_keys=True, default=str)
         shown = shown if len(shown) <= SHOWN else shown[:SHOWN] + "…"
         raise ValueError(f"{path}: record {name} is of no known shape: {shown} The shapes read are {SHAPES}")
-    return Record(name, label(raw.get("category") or ""), messages or [], text, tools, path)
+    return Record(name, label(raw.get("category") or ""), _with_media(messages or [], body), text, tools, path, exact)
 
 
 def label(value: Any) -> str:
@@ -90,6 +97,21 @@ def content_text(message: Message) -> str:
     if isinstance(content, str):
         return content
     return "".join(item.get("text") or "" for item in content)
+
+
+def media_in(messages: list[Message]) -> str:
+    """Return what a chat calls the first thing in it that is no text, such as image_url; empty for none."""
+    items = (item for message in messages if isinstance(message.get("content"), list) for item in message["content"])
+    return next((name for item in items for name in (str(item.get("type")), *item) if MEDIA.fullmatch(name)), "")
+
+
+def _with_media(messages: list[Message], raw: dict[str, Any]) -> list[Message]:
+    """Return the messages, the first one with what the record holds beside them that is no text."""
+    name = next((key for key in raw if MEDIA.fullmatch(key) and raw[key]), None)
+    if name is None or not messages:
+        return messages
+    text = {"type": "text", "text": content_text(messages[0])}
+    return [{**messages[0], "content": [text, {"type": name}]}, *messages[1:]]
 
 
 def parsed(value: Any) -> Any:
@@ -189,8 +211,10 @@ def readable(raw: dict[str, Any], index: int, path: str) -> dict[str, Any]:
     CNN/DM has an article and its highlights, question sets have lists of answers, dialogues without answers have turns.
 
     Raises:
-        ValueError: it holds a placeholder for a text that must be fetched first.
+        ValueError: it holds a placeholder for a text that must be fetched first, or tokens that are no numbers.
     """
+    if exact_tokens(raw, f"{path}: record {index}"):
+        return raw
     if isinstance(raw.get("article"), str) and "highlights" in raw:
         return {**raw, "prompt": SUMMARIZE.format(raw["article"])}
     turns = raw.get("turns") or raw.get("prompt")

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from data.text.records import Message, content_text, parsed
-from inference.chat_template import rendering
+from data.text.records import Message, content_text, media_in, parsed
+from inference.chat_template import RenderError, rendering
 from inference.target.tokenizer import tokenize
 
 T = TypeVar("T")
@@ -24,6 +24,7 @@ GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TEMPLATE_DAY = datetime(2024, 7, 26)  # Llama 3's own default; without it a resumed run would see the new day's tokens
 DATE: dict[str, Any] = {"date_string": TEMPLATE_DAY.strftime("%d %b %Y")}
 NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+MEDIA_TOKEN = re.compile(r"image|video|audio|IMG")
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -102,11 +103,18 @@ def _as_it_takes_them(
     Some templates (DeepSeek-V3) join them to strings. Content in parts goes in as their text: a template for text alone
     would print the list.
     """
+    check_media(messages)
     with rendering(tokenizer):
         try:
             return call([_converted(message, parsed) for message in messages])
         except TypeError:
             return call([_converted(message, lambda text: text) for message in messages])
+
+
+def check_media(messages: list[Message]) -> None:
+    """Refuse a chat that holds more than text."""
+    if name := media_in(messages):
+        raise RenderError(f"it holds more than text ({name}), and text alone is read, of vision checkpoints too")
 
 
 def _converted(message: Message, read: Callable[[str], Any]) -> Message:
@@ -173,6 +181,19 @@ def turn_end_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}
     return frozenset((added | set(tokenizer.all_special_ids)) - unknown)
+
+
+@lru_cache(maxsize=8)
+def last_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the largest number of a token that the tokenizer knows."""
+    return max(tokenizer.get_vocab().values())
+
+
+@lru_cache(maxsize=8)
+def media_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Return the special tokens that stand for images or sound, by their numbers."""
+    added = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return {index: text for index, text in added.items() if MEDIA_TOKEN.search(text)}
 
 
 @lru_cache(maxsize=8)

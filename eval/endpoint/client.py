@@ -9,11 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from data.answers.client import FINISH_REASONS, Client, EndpointConfig, EndpointError
-from data.text.prompts import OPENING, Prompt
+from data.text.prompts import OPENING, Prompt, before_answers
 from data.text.records import Record, content_text
 from eval.config import API, ClientConfig, base_url
 from eval.endpoint.counters import EXACT, SGLANG, Counters, between, of_reply, read_counters, restarted, verified
-from eval.inputs.texts import TokenLog
 from eval.measures.metrics import Passes, together
 
 POLL_S = 0.02  # between two readings of counters that lag behind
@@ -58,7 +57,7 @@ class Answer(NamedTuple):
         return None if self.ttft_s is None else (self.latency_s - self.ttft_s) * self.weight
 
 
-def requests_of(record: Record | Prompt | TokenLog, turns: str, chat: bool) -> Iterator[Request]:
+def requests_of(record: Record | Prompt, turns: str, chat: bool) -> Iterator[Request]:
     """Yield a record's requests: its first question, or every question behind the messages before it.
 
     A plain text's prompt is the end of its first half, at most OPENING words. Without `chat`, messages are sent as one
@@ -67,9 +66,12 @@ def requests_of(record: Record | Prompt | TokenLog, turns: str, chat: bool) -> I
     Raises:
         ValueError: the record has no prompt, or no recorded answer before a question.
     """
-    if not isinstance(record, Record):
-        token = record.token if isinstance(record, Prompt) else record.prompt
-        yield Request(record.id, record.category, "/completions", {"prompt": list(token)})
+    if isinstance(record, Record) and record.exact:
+        for prompt in before_answers(record, turns):
+            yield Request(prompt.id, prompt.category, "/completions", {"prompt": prompt.token})
+        return
+    if isinstance(record, Prompt):
+        yield Request(record.id, record.category, "/completions", {"prompt": list(record.token)})
         return
     questions = [i for i, message in enumerate(record.messages) if message["role"] == "user"]
     if not questions:

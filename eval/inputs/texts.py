@@ -3,22 +3,20 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from data.config import DataConfig
-from data.text.files import Raw
+from data.text.exact import Exact
 from data.text.masks import samples_of
 from data.text.prompts import prompt_of, split_text
-from data.text.records import Message, Record, content_text, label
-from data.text.template import encode_plain
+from data.text.records import Message, Record, content_text
+from data.text.template import check_media, encode_plain
 from inference.decode import Settings, autoregress
 from inference.target.target import Target
 from inference.target.tokenizer import Reads, tokenize
 
-TOKENS = ("prompt_token_ids", "token_ids")  # keys of a log's record that has tokens: of the prompt and of the answer
 NO_ANSWER = "it has no answer to play back: give a log with answers, or text=own, for which the target writes them"
 
 
@@ -41,24 +39,6 @@ class Text:
         return len(self.token) - self.start
 
 
-class TokenLog(NamedTuple):
-    """A record of a log that has the tokens of a prompt and of its answer."""
-
-    id: str
-    category: str
-    prompt: list[int]
-    answer: list[int]
-
-    @classmethod
-    def read(cls, raw: Raw, index: int, path: str) -> "TokenLog":
-        """Return the record with TOKENS at an index of its file; refuse one where these are no lists of tokens."""
-        name = label(raw.get("id", raw.get("request_id", index)))
-        for key in TOKENS:
-            if not isinstance(raw[key], list) or not all(type(token) is int for token in raw[key]):
-                raise ValueError(f"{path}: record {name}: {key} is no list of token numbers: fix or remove the record")
-        return cls(name, label(raw.get("category") or ""), *(list(raw[key]) for key in TOKENS))
-
-
 class RecordedText(NamedTuple):
     """A text of a log, with its record's id and category."""
 
@@ -78,11 +58,12 @@ def of_answer(target: Target, prompt: list[int], answer: list[int], settings: Se
     return Text(prompt + answer, len(prompt), min(settings.max_new_tokens, target.context - len(prompt)))
 
 
-def recorded(record: Record | TokenLog, reads: Reads, turns: str, most: int) -> Iterator[RecordedText]:
+def recorded(record: Record, reads: Reads, turns: str, most: int) -> Iterator[RecordedText]:
     """Yield the first or all answers of a log's record, each after all messages before it, cut to `most` tokens.
 
-    A chat's tokens are those of the whole chat as the template renders it, and an answer is what training would mask
-    as one, its end token included. Without a template the texts stand one after another.
+    Tokens that the record gives are taken as they are. Other chats have those of the whole chat as the template renders
+    it, and an answer is what training would mask as one, its end token included. Without a template the texts stand
+    one after another.
 
     Raises:
         ValueError: it has no answer, or none that can be distinguished from its prompt.
@@ -97,10 +78,13 @@ def recorded(record: Record | TokenLog, reads: Reads, turns: str, most: int) -> 
         yield RecordedText(id_, record.category, Text(token[: start + most], start, most))
 
 
-def _answers(record: Record | TokenLog, reads: Reads) -> Iterator[tuple[list[int], int]]:
+def _answers(record: Record, reads: Reads) -> Iterator[tuple[list[int], int]]:
     """Yield the tokens up to the end of each answer, and the index of the answer's first."""
-    if isinstance(record, TokenLog):
-        yield record.prompt + record.answer, len(record.prompt)
+    if record.exact:
+        spans = [(document, span) for document in record.exact for span in document.answers()]
+        if not spans:
+            raise ValueError(f"record {record.id}: {NO_ANSWER}")
+        yield from ((document.token[:end], start) for document, (start, end) in spans)
         return
     tokenizer: Any = reads.tokenizer
     if not record.messages:
@@ -125,17 +109,13 @@ def _rendered(record: Record, tokenizer: PreTrainedTokenizerBase) -> Iterator[tu
         cause = next(iter(+dropped), "no answer").removeprefix("dropped, ")
         raise ValueError(f"record {record.id}: no answer can be told from its prompt ({cause}): fix it")
     for sample in samples:
-        start = 0
-        for answer, run in groupby(sample.mask):
-            end = start + len(list(run))
-            if answer:
-                yield sample.token[:end], start
-            start = end
+        yield from ((sample.token[:end], start) for start, end in Exact(sample.token, sample.mask).answers())
 
 
 def _joined(messages: Sequence[Message], reads: Reads) -> Iterator[tuple[list[int], int]]:
     """Yield the answers of a chat for a tokenizer without a template, its texts one after another."""
     tokenizer: Any = reads.tokenizer
+    check_media(list(messages))
     before: list[str] = []
     for message in messages:
         if message["role"] == "assistant":

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from data.text.filters import WORD
-from data.text.prompts import WORKLOADS, Prompt, locate, prompt_of
+from data.text.prompts import WORKLOADS, Prompt, before_answers, locate, prompt_of
 from data.text.records import Message, Record, content_text, parse, readable
 from data.text.sources import open_source
 from data.text.template import encode, encode_plain, render
 from eval.config import Selection
-from eval.inputs.texts import NO_ANSWER, TOKENS, RecordedText, TokenLog, recorded
+from eval.inputs.texts import NO_ANSWER, RecordedText, recorded
 from eval.measures import metrics
 from eval.measures.results import Measurement
 from inference.chat_template import RenderError
@@ -25,7 +25,7 @@ SEARCHED = 10_000  # the most records among which prompts of all categories are 
 LONG = 32  # words of a plain text from which on half of it is a prompt unlike others
 
 Answer = Callable[[list[int]], str]  # the target's answer to a prompt
-Readable = Record | Prompt | TokenLog
+Readable = Record | Prompt
 Indexed = tuple[int, Readable]
 
 
@@ -208,7 +208,7 @@ def varied(records: list[Indexed], count: int) -> list[Indexed]:
     """
     texts: dict[str, Indexed] = {}
     for index, record in records:
-        if not isinstance(record, Record) or record.messages:
+        if not isinstance(record, Record) or record.messages or record.exact:
             return records
         texts.setdefault(record.text, (index, record))
     picked = [texts[text] for text in texts if len(WORD.findall(text)) >= LONG] or list(texts.values())
@@ -229,9 +229,6 @@ def _records(path: str, limit: int) -> Iterator[Indexed]:
     for index, raw in enumerate(islice(source, limit)):
         if set(raw) == set(Prompt._fields):
             yield index, Prompt.read(raw, index, path)
-            continue
-        if set(TOKENS) <= set(raw):
-            yield index, TokenLog.read(raw, index, path)
             continue
         read = parse(readable(raw, index, path), index, path)
         name = f"{read.id}@{index}" if read.id in seen else read.id
@@ -257,8 +254,8 @@ def _prompts(record: Readable, target: Target, turns: str, answer: Answer) -> It
     """Yield a record's prompts: its first question, or every one after all messages before it."""
     if isinstance(record, Prompt):
         yield record
-    elif isinstance(record, TokenLog):
-        yield Prompt(record.id, record.prompt, record.category)
+    elif record.exact:
+        yield from before_answers(record, turns)
     elif turns == "first" or sum(message["role"] == "user" for message in record.messages) < 2:
         yield prompt_of(record, target.tokenizer)
     else:

@@ -30,19 +30,26 @@ UNFIT = (
     OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, RuntimeError, ArithmeticError,
     AssertionError, MemoryError, StrictDataclassError, SafetensorError,
 )  # fmt: skip
+TOWERS = ("vision_config", "audio_config")  # beside the `text_config` of a checkpoint that reads more than text
+# The models that text towers are where transformers has no causal LM of them: without images their positions are plain.
+TOWER_TYPES = {"qwen3_vl_text": "qwen3"}
+ABOVE = ("architectures", "dtype", "quantization_config", "eos_token_id", "bos_token_id", "pad_token_id")
 
 
 def read_target_config(path: str, trust_remote_code: bool, cached_alone: bool = False) -> PreTrainedConfig:
     """Return the configuration of a folder or Hub name, of which nothing is downloaded if `cached_alone`.
 
+    Of a checkpoint that reads images too it is that of its text tower, a causal LM by itself.
+
     Raises:
         ValueError: there is none, or no target can be built from it; in one line, without the path.
     """
-    read_target_values(path, trust_remote_code, cached_alone)
+    values = read_target_values(path, trust_remote_code, cached_alone)
     try:
         config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(
             path, trust_remote_code=trust_remote_code, local_files_only=cached_alone
         )
+        config = text_tower(config) if has_text_tower(values) else config
         text = config.get_text_config()
     except UNFIT as error:
         raise ValueError(reason(error)) from error
@@ -51,6 +58,28 @@ def read_target_config(path: str, trust_remote_code: bool, cached_alone: bool = 
         if size is not None and not (isinstance(size, int) and 1 <= size <= LARGEST):
             raise ValueError(f"{name} is {shown(size)} in its config.json, of which no model can be made")
     return config
+
+
+def has_text_tower(values: dict[str, Any]) -> bool:
+    """Whether a config.json is of a checkpoint that reads images or sound beside its text."""
+    return isinstance(values.get("text_config"), dict) and any(values.get(tower) for tower in TOWERS)
+
+
+def text_tower(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the text tower's configuration, with what stands above it: the class that serves it, dtype, end tokens."""
+    text: Any = config.get_text_config()
+    if text.model_type in TOWER_TYPES:
+        shape = {key: value for key, value in text.to_dict().items() if key != "model_type"}
+        rope = {key: value for key, value in shape["rope_parameters"].items() if not key.startswith("mrope")}
+        text = transformers.AutoConfig.for_model(TOWER_TYPES[text.model_type], **{**shape, "rope_parameters": rope})
+    for key in ABOVE:
+        if getattr(text, key, None) is None and getattr(config, key, None) is not None:
+            setattr(text, key, getattr(config, key))
+    text.tie_word_embeddings = getattr(
+        config, "tie_word_embeddings", text.tie_word_embeddings
+    )  # transformers asks above
+    text.name_or_path = config.name_or_path
+    return text
 
 
 def read_target_values(path: str, trust_remote_code: bool, cached_alone: bool) -> dict[str, Any]:

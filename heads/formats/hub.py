@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from heads.base import Embeddings
 from heads.common.errors import one_line
 from heads.common.files import last_good
 from heads.common.resolvers import ROOT
+from heads.common.typed import typed
 from heads.formats.published import format_of, is_published, load_published
 from heads.formats.published.files import INDEX, SAFE, further_files
 from heads.formats.store import CONFIG, SCHEDULE, TargetSpec, load_head, read_config
@@ -59,6 +61,24 @@ def load_found(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Mod
         ValueError: as `load_head` and `load_published`.
     """
     return load_published(folder, embeddings) if is_published(folder) else load_head(folder, embeddings, spec)
+
+
+def made_for(folder: Path) -> TargetSpec | None:
+    """Return the target that a head was made for; None of a head of another project, which does not record it."""
+    return None if is_published(folder) else typed(TargetSpec, read_config(folder)["target"])
+
+
+def sibling_spec(folder: Path, spec: TargetSpec, use: str) -> TargetSpec:
+    """Return the target's spec with the fingerprint that the head in `folder` was made for, which may differ.
+
+    So a head of a model can serve, or start the training of one for, that model fine-tuned, quantised or with an
+    adapter. The shapes must agree. `use` is what becomes of it, in the warning.
+    """
+    saved = made_for(folder)
+    if saved is None or saved.fingerprint == spec.fingerprint:
+        return spec
+    log.warning("%s: made for the weights of %s; it %s those of %s", folder, saved, use, spec)
+    return replace(spec, fingerprint=saved.fingerprint)
 
 
 def kind_of(folder: Path) -> str:

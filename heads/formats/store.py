@@ -245,9 +245,12 @@ def assert_same_target(folder: Path, saved: TargetSpec, target: TargetSpec) -> N
         if theirs != ours and field == "fingerprint" and QUANTISED in (theirs + ours):
             log.warning(UNSURE, folder, saved, target)
         elif theirs != ours:
+            drafting = (
+                ", or to draft for this one all the same set model.sibling=true" if field == "fingerprint" else ""
+            )
             raise ValueError(
                 f"{folder}: made for another target, {saved}: its {what} is {theirs}, but that of {target} is {ours}; "
-                "choose the target that it was made for with model.path and model.adapter"
+                f"choose the target that it was made for with model.path and model.adapter{drafting}"
             )
 
 

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from heads.base import DraftHead, Features, Level
 from heads.common.typed import typed
-from heads.formats.hub import load_found, schedule_of, tree_of
+from heads.formats.hub import load_found, schedule_of, sibling_spec, tree_of
 from heads.modules.kv_cache import SPARE, KVCache
 from heads.modules.layers import Attention
 from inference.drafters.deferred import DeferredRows
@@ -329,19 +329,25 @@ def saved_trees(folder: Path, given: Mapping[str, Any]) -> tuple[TreeConfig, Sch
         raise ValueError(f"{folder}: {error}") from error
 
 
+def load_for(folder: Path, target: Target) -> Any:
+    """Return a folder's head on a target's device and in its dtype; refuse one that may not draft for it."""
+    spec = sibling_spec(folder, target.spec, "drafts for") if target.sibling else target.spec
+    return load_found(folder, target.embeddings, spec).to(device=target.device, dtype=target.dtype).eval()
+
+
 def load_drafter(folder: Path, given: Mapping[str, Any], target: Target, name: str) -> HeadDrafter:
     """Return the head of a folder as a drafter for a target, on its device and in its dtype.
 
     Args:
         folder: of a head.
         given: of its tree, as `saved_tree`.
-        target: which it was trained for.
+        target: which it was trained for; where `target.sibling` says so, another checkpoint of the same shape.
         name: what reports and errors call it.
 
     Raises:
         ValueError: it is damaged or of another target, or the target cannot verify its tree.
     """
-    head: Any = load_found(folder, target.embeddings, target.spec).to(device=target.device, dtype=target.dtype).eval()
+    head = load_for(folder, target)
     tree, schedule = saved_trees(folder, given)
     for one in [tree] if schedule is None else schedule.trees:
         check_tree(target, one, name)

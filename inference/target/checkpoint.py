@@ -1,9 +1,10 @@
 """A checkpoint's own tensors, for what transformers does not load or does not keep as it was; and its fingerprint."""
 
 import hashlib
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ MOST_OF_ONE = 1_000  # characters or tokens that they make of a single one
 MOST_OF_A_BYTE = 16  # parameters, beyond any quantisation; tied ones aside
 # In a process of its own, which a damaged map of characters (SentencePiece's) may abort.
 ENCODING = "import sys, tokenizers; tokenizers.Tokenizer.from_file(sys.argv[1]).encode('a \ufb01 \uff71 \u65e5')"
+# Where a text tower's parameters stand in checkpoints that read images too.
+STORED = {"model.": ("language_model.model.", "model.language_model."), "lm_head.": ("language_model.lm_head.",)}
+RENAMED = {f"^{re.escape(stored)}": ours for ours, others in STORED.items() for stored in others}
 FEW = 16  # values of each parameter that the fingerprint reads
 
 
@@ -44,6 +48,12 @@ def tensor_files(checkpoint: str) -> dict[str, Path]:
     file = Path(str(cached_file(checkpoint, "model.safetensors")))
     with safe_open(file, "pt") as opened:
         return dict.fromkeys(opened.keys(), file)
+
+
+def stored_name(name: str, files: Container[str]) -> str:
+    """Return what a parameter is called in a checkpoint's files; RENAMED is the way back."""
+    others = (stored + name.removeprefix(ours) for ours in STORED if name.startswith(ours) for stored in STORED[ours])
+    return name if name in files else next((other for other in others if other in files), name)
 
 
 def check_index(checkpoint: str) -> None:
@@ -75,7 +85,8 @@ def check_files(checkpoint: str, config: PreTrainedConfig) -> None:
         raise ValueError(f"its config.json makes a model of {count} parameters, and its files have {size} bytes")
     if getattr(config, "quantization_config", None) is not None:
         return
-    floating = {name for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+    parameters = model.named_parameters()
+    floating = {stored_name(name, files) for name, parameter in parameters if parameter.is_floating_point()}
     for file in shards:
         with safe_open(file, "pt") as opened:
             kinds = {name: str(opened.get_slice(name).get_dtype()) for name in floating.intersection(opened.keys())}
@@ -169,8 +180,9 @@ def _originals(checkpoint: str, names: set[str]) -> dict[str, Shaped[Tensor, "N"
         raise ValueError(f"{checkpoint}: no parameter is quantised, so the weights that are must be buffers")
     files, few = tensor_files(checkpoint), {}
     for name in names:
-        with safe_open(files[name], "pt") as opened:
-            tensor = opened.get_slice(name)
+        stored = stored_name(name, files)
+        with safe_open(files[stored], "pt") as opened:
+            tensor = opened.get_slice(stored)
             shape = tensor.get_shape()
             rows = -(-FEW // max(1, prod(shape[1:])))
             few[name] = tensor[: min(rows, shape[0])].flatten()[:FEW]

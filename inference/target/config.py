@@ -15,7 +15,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 UNSAID: dict[str, Any] = {
     "name": "", "path": "", "dtype": "auto", "quantize": None, "adapter": None, "device": None,
     "placement": "replicate", "tensor_parallel": None, "devices": None, "offload": "cpu", "memory_gb": None,
-    "trust_remote_code": False, "data": "", "split": "", "prompts": "", "shape": None,
+    "trust_remote_code": False, "sibling": False, "data": "", "split": "", "prompts": "", "shape": None,
 }  # fmt: skip
 
 
@@ -32,6 +32,7 @@ class ModelConfig:
         device: of torch; None for the accelerator if there is one.
         placement, tensor_parallel, devices, offload, memory_gb: `where` it lies, as `Placement` has them.
         trust_remote_code: whether code that the checkpoint brings may run.
+        sibling: whether a head may draft for it that was made for another checkpoint of the same shape.
         data, split, prompts: text to train on and to evaluate with.
         shape: the values of the config.json of the path that it names by `of`; a plan takes them where that file cannot
             be read.
@@ -49,6 +50,7 @@ class ModelConfig:
     offload: Annotated[str, OneOf(OFFLOADS)]
     memory_gb: Positive | None
     trust_remote_code: bool
+    sibling: bool
     data: str
     split: str
     prompts: str

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from heads.common.target_config import UNFIT, read_target_config, reason
 from heads.formats.store import TargetSpec
-from inference.target.checkpoint import fingerprint_on_disk, tensor_files
+from inference.target.checkpoint import fingerprint_on_disk, stored_name, tensor_files
 from inference.target.config import DTYPES, ModelConfig, device_named, fast_dtype
 from inference.target.embeddings import TargetEmbeddings, final_norm
 from inference.target.loading import load_tokenizer, note_dtype
@@ -86,8 +86,9 @@ def _fill(model: nn.Module, parts: list[nn.Module], path: str, dtype: torch.dtyp
     files, loaded = tensor_files(path), {}
     for name, parameter in model.named_parameters():
         if id(parameter) in parameters:
-            with safe_open(files[name], "pt") as opened:
-                tensor = opened.get_tensor(name).to(device, dtype)
+            stored = stored_name(name, files)
+            with safe_open(files[stored], "pt") as opened:
+                tensor = opened.get_tensor(stored).to(device, dtype)
             loaded[id(parameter)] = nn.Parameter(tensor, requires_grad=False)
     for module in parts:
         for name, parameter in list(module.named_parameters(recurse=False)):

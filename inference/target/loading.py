@@ -18,11 +18,11 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from heads.common.errors import panicked
-from heads.common.target_config import UNFIT, read_target_config, reason
+from heads.common.target_config import UNFIT, has_text_tower, read_target_config, read_target_values, reason
 from heads.common.untrusted import regular
 from heads.formats.hub import cache_alone_without_connection
 from inference.target import placement
-from inference.target.checkpoint import check_files, check_index, check_tokenizer
+from inference.target.checkpoint import RENAMED, check_files, check_index, check_tokenizer
 from inference.target.placement import HERE, Placement
 
 log = logging.getLogger(__name__)
@@ -128,9 +128,12 @@ def load(
         if not trust_remote_code:
             check_files(path, configured)
         options |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}  # a pickle can hold code
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, output_loading_info=True, **options
-        )
+        if has_text_tower(read_target_values(path, trust_remote_code, cached_alone=False)):
+            options |= {"config": configured, "key_mapping": RENAMED}
+        with _unlisted():
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, output_loading_info=True, **options
+            )
         if missing := sorted(loaded[1]["missing_keys"]):  # transformers makes them up at random
             raise ValueError(f"its files hold no {missing[0]}, nor {len(missing) - 1} others; download it again")
         model: transformers.PreTrainedModel = loaded[0]
@@ -140,6 +143,18 @@ def load(
         move: Any = model.to  # transformers wraps it in a way that hides its arguments
         move(device)
     return model, tokenizer
+
+
+@contextmanager
+def _unlisted() -> Iterator[None]:
+    """Keep transformers from listing each tensor that a model leaves in its files, such as those that read images."""
+    log_of_loading = logging.getLogger("transformers.modeling_utils")
+    level = log_of_loading.level
+    log_of_loading.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log_of_loading.setLevel(level)
 
 
 def configuration(path: str, trust_remote_code: bool) -> PreTrainedConfig:

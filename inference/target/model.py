@@ -144,6 +144,7 @@ class TargetModel:
         quantized: how its weights are quantised, None if they are not.
         captures: whether decoding steps are captured in CUDA graphs. The host reads in passes of targets with experts,
             and others may copy between devices or compute as a library of quantisation does.
+        sibling: whether heads may draft for it that were made for another checkpoint of its shape.
         idle: by drafter, batches of one slot that wait for another request (inference/batch.py).
     """
 
@@ -174,6 +175,7 @@ class TargetModel:
         here = all(weights.device == self.device for weights in model.parameters())
         routed = any(getattr(self.config, key, None) for key in EXPERTS)
         self.idle: dict[Any, Any] = {}
+        self.sibling = False
         self.captures = self.device.type == "cuda" and here and not routed and self.quantized is None
         sizes = self.embeddings.vocab_size, self.embeddings.hidden_size, self.config.num_hidden_layers
         digest, attached = (self.placed.fingerprint, None) if adapter is None else (adapter.fingerprint, adapter.name)

@@ -87,10 +87,12 @@ class Target(TargetModel):
         Raises:
             ValueError: as `load`.
         """
-        return cls.load(
+        target = cls.load(
             model.path, dtype or model.dtype, device or model.device, model.trust_remote_code, model.quantize,
             model.adapter, model.where,
         )  # fmt: skip
+        target.sibling = model.sibling
+        return target
 
     @cached_property
     def parts(self) -> Parts:

@@ -61,8 +61,8 @@ def target() -> Target:
 def settings(temperature: float = 0.0, **changed: Any) -> AnswerSettings:
     """Return how to answer, with some values changed."""
     values: dict[str, Any] = {
-        "top_p": 0.9, "max_new_tokens": LENGTH, "keep_unfinished": True, "seed": 0, "thinking": None,
-        "template_args": {},
+        "top_p": 0.9, "max_new_tokens": LENGTH, "keep_unfinished": True, "save_tokens": False, "seed": 0,
+        "thinking": None, "template_args": {},
     }  # fmt: skip
     return AnswerSettings(temperature, **{**values, **changed})
 

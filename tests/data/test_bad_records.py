@@ -34,6 +34,49 @@ def test_a_prompt_that_is_no_text_is_named(raw: dict[str, Any], chat: PreTrained
         load_prompts(write({"id": 7, **raw}), chat, None)
 
 
+IMAGE = [{"type": "text", "text": "what is this"}, {"type": "image_url", "image_url": {"url": "x.png"}}]
+
+
+@pytest.mark.parametrize(
+    ("raw", "name"),
+    [
+        ({"messages": [{"role": "user", "content": IMAGE}, {"role": "assistant", "content": "a cat"}]}, "image_url"),
+        (
+            {"messages": [{"role": "user", "content": [{"image": "x.png"}]}, {"role": "assistant", "content": "b"}]},
+            "image",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "b"}], "image": "x"},
+            "image",
+        ),
+        ({"prompt": "c", "answer": "b", "videos": ["x.mp4"], "image": None}, "videos"),
+    ],
+)
+def test_what_is_more_than_text_is_refused_by_name(
+    raw: dict[str, Any], name: str, chat: PreTrainedTokenizerFast, write: Write, config: Config
+) -> None:
+    path = write({"prompt": "a", "answer": "b", "image": ""}, {"id": 7, **raw})
+    with pytest.raises(
+        ValueError, match=rf"data.jsonl: sample 7: it holds more than text \({name}\), and text"
+    ) as error:
+        load_samples(config(path), chat)
+    assert "\n" not in str(error.value)
+    assert [sample.id for sample in load_samples(config(path, on_bad="drop"), chat)] == ["0"]
+    for template in (chat.chat_template, None):
+        chat.chat_template = template
+        with pytest.raises(ValueError, match=rf"prompt 7: it holds more than text \({name}\).*remove the record"):
+            load_prompts(path, chat, None)
+
+
+def test_tokens_that_stand_for_an_image_are_refused_by_name(
+    chat: PreTrainedTokenizerFast, write: Write, config: Config
+) -> None:
+    chat.add_special_tokens({"additional_special_tokens": ["<|image_pad|>"]})
+    path = write({"id": 7, "prompt_token_ids": [5, len(chat) - 1], "token_ids": [6]})
+    with pytest.raises(ValueError, match=r"sample 7: token \d+ \(<\|image_pad\|>\) stands for more than text"):
+        load_samples(config(path), chat)
+
+
 @pytest.mark.parametrize(
     "changed",
     [{"id": 5}, {"category": ["a"]}, {"text": None}, {"token": "ab"}, {"token": [True]}, {"token": [1e999]}, {"x": 1}],

@@ -38,7 +38,7 @@ def test_a_log_without_answers_is_told_before_anything_is_measured(
     [
         ({"prompt_token_ids": [1, 2], "token_ids": []}, "record 0: it has no answer to play back"),
         ({"prompt_token_ids": [], "token_ids": [1, 2]}, "is empty: remove it"),
-        ({"prompt_token_ids": [1, 2], "token_ids": None}, "record 0: token_ids is no list of token numbers"),
+        ({"prompt_token_ids": [1, 2], "token_ids": None}, "record 0 is of no known shape"),
         ({"prompt_token_ids": "w1 w2", "token_ids": [1]}, "record 0: prompt_token_ids is no list of token numbers"),
         ({"prompt_token_ids": [1, 2], "token_ids": [3, 40]}, "record 0: its tokens are none of the target's 40"),
     ],

@@ -135,7 +135,7 @@ def test_trees_and_batches_that_a_target_masks_by_itself_are_refused_by_name(sai
         speculate(target, Plain(target.device), [prompt, prompt[:3]], settings, batch_size=2)
     with pytest.raises(ValueError, match=rf"own: .*\({said}.*tree=chain"):  # as both commands that load a head do
         check_masks(target, toys.TREES["static"])
-    asked = AnswerSettings(0.0, 1.0, TOKENS, True, 0, None, {})
+    asked = AnswerSettings(0.0, 1.0, TOKENS, True, False, 0, None, {})
     with pytest.raises(ValueError, match=rf"own: .*\({said}.*batch_size=1"):
         Engine(target, Plain(target.device), asked, 2)
 

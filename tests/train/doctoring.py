@@ -31,7 +31,7 @@ from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from tests import toys
 from tests.eval.stubs import ROW
-from train.release.config import CheckupConfig, DoctorConfig
+from train.release.config import CheckupConfig, DoctorConfig, SiblingConfig
 from train.release.doctor import TEMPLATE, examine
 from train.release.doctor.finding import WRONG, Finding
 from train.release.doctor.trials import Moved
@@ -177,9 +177,10 @@ def change(folder: Path, **edits: Callable[[dict[str, Any]], object]) -> None:
             (folder / files[name]).write_text(json.dumps(said))
 
 
-def asked(folder: Path, target: Target, measure: bool, form: str | None = None) -> DoctorConfig:
+def asked(folder: Path, target: Target, measure: bool, form: str | None = None, sibling: bool = False) -> DoctorConfig:
     workload = str(Path(target.name) / "prompts.jsonl")
-    return DoctorConfig(str(folder), target.name, form, CheckupConfig(workload, PROMPTS, TOKENS, 3, "float32", measure))
+    checkup = CheckupConfig(workload, PROMPTS, TOKENS, 3, "float32", measure)
+    return DoctorConfig(str(folder), target.name, form, checkup, SiblingConfig(sibling))
 
 
 def faults(folder: Path, target: Target, measure: bool = False, form: str | None = None) -> list[Finding]:

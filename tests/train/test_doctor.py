@@ -11,6 +11,7 @@ from tests.train.doctoring import (
     FULL,
     IDS,
     Ward,
+    asked,
     change,
     faults,
     prefixed,
@@ -20,6 +21,8 @@ from tests.train.doctoring import (
     within,
     without,
 )
+from train.release.doctor import examine
+from train.release.doctor.finding import OK, UNKNOWN, WRONG
 
 
 class Fault(NamedTuple):
@@ -202,3 +205,13 @@ def test_a_planted_fault_is_found_with_its_remedy(name: str, tmp_path: Path, war
     assert fault.remedy in found[0].remedy
     assert found[0].costs
     assert "\n" not in "".join(map(str, found[0]))
+
+
+def test_another_checkpoint_of_the_same_model_is_no_fault_where_it_is_said(tmp_path: Path, ward: Ward) -> None:
+    folder = ward.published(tmp_path / "head", "eagle3", None, {})
+    change(folder, config=within("target", fingerprint="0" * 32))
+    findings = {finding.check: finding for finding in examine(asked(folder, ward.target, False, sibling=True))}
+    assert not [finding for finding in findings.values() if finding.verdict == WRONG]
+    assert findings["target"].verdict == UNKNOWN
+    assert "made for the weights of" in findings["target"].says
+    assert findings["loads"].verdict == OK

@@ -56,6 +56,13 @@ class CheckupConfig:
 
 
 @dataclass(frozen=True)
+class SiblingConfig:
+    """Whether the target may be another checkpoint, of the same shape, than the one that the head was made for."""
+
+    sibling: bool
+
+
+@dataclass(frozen=True)
 class DoctorConfig:
     """The keys of conf/publish.yaml that the doctor reads: head, target, and the engine to check for (None: all)."""
 
@@ -63,6 +70,7 @@ class DoctorConfig:
     target: str | None
     format: str | None
     checkup: CheckupConfig
+    model: SiblingConfig
 
     def __post_init__(self) -> None:
         if self.format is not None:

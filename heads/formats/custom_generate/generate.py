@@ -138,7 +138,9 @@ def _check_mode(config: GenerationConfig, model_kwargs: dict[str, Any], rows: in
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name):
             raise ValueError(f"{name} {ELSE}")
-    more = sorted(name for name, value in model_kwargs.items() if value is not None and name not in TAKEN)
+    # Models that read images have a mapping of what they saw, empty without any.
+    given = {name for name, value in model_kwargs.items() if value is not None and value != {}}
+    more = sorted(given - TAKEN)
     if more:
         raise ValueError(f"{more[0]} {ELSE}")
     if rows > 1 and (config.output_scores or config.output_logits):

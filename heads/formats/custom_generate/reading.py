@@ -102,7 +102,7 @@ def _check_target(where: str, target: dict[str, Any], model: PreTrainedModel, em
     plain = model.dtype in (torch.bfloat16, torch.float32) and getattr(model, "hf_quantizer", None) is None
     fingerprint = target["fingerprint"]
     if not wrong and plain and target.get("adapter") is None and ":" not in fingerprint:
-        parameters = dict(model.named_parameters())
+        parameters = text_parameters(model)
         on_device = all(parameter.device.type != "meta" for parameter in parameters.values())
         if on_device and _digest(parameters) != fingerprint:
             wrong = ["weights"]
@@ -111,6 +111,15 @@ def _check_target(where: str, target: dict[str, Any], model: PreTrainedModel, em
             f"{where}: made for another model, {target['name']}: its {wrong[0]} is not that of "
             f"{model.config.name_or_path or type(model).__name__}; load the model that the head was made for"
         )
+
+
+def text_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Return a model's parameters by name; of one that reads images too, its text tower's as of a model by itself."""
+    parameters, tower = dict(model.named_parameters()), "model.language_model."
+    if not any(name.startswith(tower) for name in parameters):
+        return parameters
+    text = {name: value for name, value in parameters.items() if name.startswith((tower, "lm_head."))}
+    return {name.replace(tower, "model."): value for name, value in text.items()}
 
 
 def _digest(parameters: dict[str, nn.Parameter]) -> str:

@@ -127,7 +127,8 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     if model.config.is_encoder_decoder or not kinds <= ATTENTION:
         what = "an encoder" if model.config.is_encoder_decoder else f"layers of {sorted(kinds - ATTENTION)[0]}"
         raise ValueError(f"{name}: has {what}, with which this head does not draft; generate without custom_generate")
-    for module in model.base_model.modules():
+    base = getattr(model.base_model, "language_model", model.base_model)  # beside it may stand as many layers of vision
+    for module in base.modules():
         if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers:
             return module
     raise ValueError(f"{name}: no stack of decoder layers found; generate without custom_generate")

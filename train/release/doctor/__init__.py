@@ -15,10 +15,11 @@ checkup.py     findings from the trials, and the measured acceptance against the
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from heads.common.errors import one_line
-from heads.formats.hub import load_found
+from heads.formats.hub import load_found, sibling_spec
 from heads.formats.store import CONFIG, WEIGHTS
 from train.release.config import DoctorConfig
 from train.release.doctor import checkup, declared, examined, layers, positions, tensors
@@ -68,6 +69,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
     """
     head = examined.read(config.doctor)
     target = examined.load_target(config.target, head, config.checkup.dtype, config.checkup.measure)
+    target = replace(target, sibling=config.model.sibling)
     findings = []
     for name, check in CHECKS.items():
         unread = [file for file in check.needs if file in head.trouble]
@@ -104,6 +106,7 @@ def _loaded(head: Examined, target: Against) -> tuple[Any, str]:
     if target.embeddings is None or target.spec is None:
         return None, target.why
     try:
-        return load_found(head.folder, target.embeddings, target.spec), ""
+        spec = sibling_spec(head.folder, target.spec, "is examined for") if target.sibling else target.spec
+        return load_found(head.folder, target.embeddings, spec), ""
     except (ValueError, OSError) as error:
         return None, one_line(error)

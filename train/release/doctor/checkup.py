@@ -72,7 +72,8 @@ def measure(head: Examined, against: Against, loaded: Any, config: CheckupConfig
     by_layers = _layers(head, trials) if trials.head.feature_layers else _norm(trials)
     tried = zip(CHECKS, (by_layers, _tokens(trials), _moved(trials), _rope(head, against, trials)), strict=False)
     findings = [finding._replace(check=check) for check, finding in tried]
-    return findings + [finding._replace(check=CHECKS[-1]) for finding in _acceptance(head, reported, decoded)]
+    drafted = _acceptance(head, reported, decoded, against.sibling)
+    return findings + [finding._replace(check=CHECKS[-1]) for finding in drafted]
 
 
 def _decoded(head: Examined, target: Target, drafting: Any, config: CheckupConfig) -> tuple[Measured, Row | None]:
@@ -212,7 +213,7 @@ def _tree(head: Examined, label: str) -> TreeConfig | None:
         return None
 
 
-def _acceptance(head: Examined, reported: Row | None, measured: Measured) -> Findings:
+def _acceptance(head: Examined, reported: Row | None, measured: Measured, sibling: bool) -> Findings:
     """Whether the card's interval and the measured one overlap, and whether the head is accepted at all."""
     accepted, groups = metrics.acceptance(measured.generations), metrics.clustered(measured.prompts)
     interval = metrics.tau_interval(measured.generations, 0, groups)
@@ -237,6 +238,8 @@ def _acceptance(head: Examined, reported: Row | None, measured: Measured) -> Fin
     if reported.workload != measured.workload:
         other = reported.workload
         yield unknown(f"{here}; {card} is on {other}: give checkup.workload=FILE with those prompts to compare")
+    elif sibling:
+        yield unknown(f"{here}; {card} is that of the target that it was made for")
     elif bounds[1] < (reported.tau_ci or (reported.tau,))[0]:
         yield wrong(
             f"{here}; {card} is more",

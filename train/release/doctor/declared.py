@@ -12,6 +12,7 @@ from train.release.doctor.finding import Findings, ok, unknown, wrong
 
 TEMPLATE = "chat_template_sha256"  # of provenance.json and tokenizer_reference.json
 OTHER = "give the head's own target with target=…, or train a head for this one"
+SIBLING = "or, if it is another checkpoint of the same model, say model.sibling=true"
 NOTHING = "it drafts from features that mean something else: next to nothing is accepted"
 NUMBERS = ("target_hidden_size", "logit_scale")  # keys that engines read as numbers, so that a null stops them
 CLASSES = {"eagle3": eagle3.CLASS, "eagle": eagle.CLASS, "medusa": medusa.CLASS, "dflash": dflash.CLASS}
@@ -48,12 +49,10 @@ def target(head: Examined, against: Against) -> Findings:
         yield unknown("the sizes agree; of quantised weights no more can be told")
     elif fingerprint != against.spec.fingerprint:
         name = metadata.get("name") or head.said_target
-        yield wrong(
-            f"made for the weights of {name}, {fingerprint}, "
-            f"and those of {against.path} are {against.spec.fingerprint}",
-            NOTHING,
-            OTHER,
+        says = (
+            f"made for the weights of {name}, {fingerprint}, and those of {against.path} are {against.spec.fingerprint}"
         )
+        yield unknown(f"{says}: τ will show") if against.sibling else wrong(says, NOTHING, f"{OTHER}; {SIBLING}")
     elif not odd:
         yield ok(f"{against.path}, by its fingerprint")
 

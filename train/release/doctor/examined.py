@@ -165,6 +165,7 @@ class Against:
     tokenizer: PreTrainedTokenizerBase | None  # None where none loads
     model: Target | EmbeddingsOnly | None  # whole, its embedding and lm_head alone, or None where neither loads
     why: str  # the reason that not all of it loads
+    sibling: bool = False  # whether it may be another checkpoint than the one that the head was made for
 
     @property
     def whole(self) -> Target | None:

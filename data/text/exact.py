@@ -1,0 +1,87 @@
+"""Documents whose tokens are given: records with a loss mask, and servers' logs of a prompt's and an answer's tokens.
+
+vLLM and SGLang return them where a request has `return_token_ids`; SGLang's `/generate` calls an answer's `output_ids`.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import Any, NamedTuple
+
+PROMPT = ("prompt_token_ids", "input_ids")  # SGLang's requests have the second
+ANSWER = ("token_ids", "response_token_ids", "output_ids")
+MASKED = ("input_ids", "loss_mask")
+CHOICES = ("choices", "outputs", "tokens")  # of a reply, of vLLM's RequestOutput, of a chat that we answered
+
+
+class LoggedAnswer(NamedTuple):
+    """The tokens of a prompt and of its answer, under the keys of a log."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+
+
+class Exact(NamedTuple):
+    """One document: its tokens as they were, and its loss mask."""
+
+    token: list[int]
+    mask: list[int]
+
+    def answers(self) -> Iterator[tuple[int, int]]:
+        """Yield the start and the end of each run of tokens to train on."""
+        start = 0
+        for trained, run in groupby(self.mask):
+            end = start + len(list(run))
+            if trained:
+                yield start, end
+            start = end
+
+
+def exact_tokens(raw: dict[str, Any], where: str) -> tuple[Exact, ...]:
+    """Return the documents whose tokens a record gives, none where it is text.
+
+    Raises:
+        ValueError: they are no lists of token numbers; `where` names the record.
+    """
+    if all(raw.get(key) is not None for key in MASKED):
+        token, mask = (_ids(raw, key, where) for key in MASKED)
+        return (Exact(token, mask),)
+    documents: list[Exact] = []
+    for prompt, answer in logged_answers(raw, where):
+        before = documents[-1].token if documents else []
+        if before and prompt[: len(before)] == before:  # the next turn of the same text
+            documents[-1] = _joined(documents[-1], prompt, answer)
+        else:
+            documents.append(_joined(Exact([], []), prompt, answer))
+    return tuple(documents)
+
+
+def _joined(before: Exact, prompt: list[int], answer: list[int]) -> Exact:
+    context = [0] * (len(prompt) - len(before.token))
+    return Exact(prompt + answer, before.mask + context + [1] * len(answer))
+
+
+def logged_answers(raw: Mapping[str, Any], where: str) -> Iterator[LoggedAnswer]:
+    """Yield the tokens of each prompt and its answer in a log's record, or in a reply; refuse what is no numbers."""
+    reply = raw["response"] if isinstance(raw.get("response"), dict) else raw  # beside the request, as batches have it
+    reply = reply["body"] if isinstance(reply.get("body"), dict) else reply
+    choices = [choice for key in CHOICES if isinstance(reply.get(key), list) for choice in reply[key]]
+    for answer in [reply, *(choice for choice in choices if isinstance(choice, dict))]:
+        key = next((key for key in ANSWER if answer.get(key) is not None), None)
+        holders = (holder for holder in (answer, reply, raw, raw.get("request")) if isinstance(holder, dict))
+        asking = next(((holder, name) for holder in holders for name in PROMPT if holder.get(name) is not None), None)
+        if key is not None and asking is not None:
+            yield LoggedAnswer(_ids(*asking, where), _ids(answer, key, where)[-_count(answer) :])
+
+
+def _count(answer: Mapping[str, Any]) -> int:
+    """Return how many of the answer's last tokens are its own: some of SGLang's begin with the prompt's end; 0: all."""
+    metadata = answer.get("meta_info")
+    count = metadata.get("completion_tokens") if isinstance(metadata, dict) else None
+    return count if type(count) is int and count > 0 else 0
+
+
+def _ids(holder: Mapping[str, Any], key: str, where: str) -> list[int]:
+    value = holder[key]
+    if not isinstance(value, list) or not all(type(token) is int for token in value):
+        raise ValueError(f"{where}: {key} is no list of token numbers: fix or remove the record")
+    return list(value)

@@ -1,0 +1,142 @@
+"""Records that give their tokens: read in the forms of servers' logs, masked as they are, and written by us."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from data.answers.engine import Engine
+from data.answers.write import write_answers
+from data.config import DataConfig
+from data.text.exact import Exact, exact_tokens
+from data.text.prompts import load_samples, load_training
+from data.text.records import parse
+from inference.batch import Batch
+from inference.drafters.plain import Plain
+from inference.session import Generation, Settings
+from tests.data import answering, asking
+from tests.data import chat_server as serve
+from tests.data.answering import chat, settings, work
+
+Write, Config = Callable[..., str], Callable[..., DataConfig]
+
+PAIR = {"prompt_token_ids": [1, 2], "token_ids": [3, 4]}
+COUNTED = {"prompt_tokens": 2, "completion_tokens": 2}
+TRACE = [  # a question, a call; the tool's result, an answer; a text that was shortened
+    {"prompt_token_ids": [1, 2], "token_ids": [3, 4]},
+    {"prompt_token_ids": [1, 2, 3, 4, 5, 6], "token_ids": [7]},
+    {"prompt_token_ids": [1, 6], "token_ids": [8]},
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> Iterator[serve.Server]:
+    with serve.Server() as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"input_ids": [1, 2, 3, 4], "loss_mask": [0, 0, 1, 1]},
+        PAIR,
+        {"prompt_token_ids": [1, 2], "choices": [{"message": {"content": "x"}, "token_ids": [3, 4]}]},  # vLLM, a chat
+        {"choices": [{"text": "x", **PAIR}]},  # vLLM's completions, SGLang's chats
+        {"choices": [{"prompt_token_ids": [1, 2], "response_token_ids": [3, 4]}]},  # SGLang 0.5.18
+        {"text": "x", "output_ids": [2, 3, 4], "prompt_token_ids": [1, 2], "meta_info": COUNTED},  # SGLang's /generate
+        {"request": {"input_ids": [1, 2]}, "response": {"output_ids": [3, 4], "meta_info": {}}},
+        {"prompt_token_ids": [1, 2], "outputs": [{"token_ids": [3, 4], "token": None}]},  # vLLM's RequestOutput
+        {"custom_id": "a", "response": {"body": {"prompt_token_ids": [1, 2], "choices": [{"token_ids": [3, 4]}]}}},
+        {"messages": [{"role": "user", "content": "x"}], "tokens": [PAIR]},
+    ],
+)
+def test_the_tokens_of_a_log_are_read_in_each_servers_form(raw: dict[str, Any]) -> None:
+    assert parse(raw, 0, "f").exact == (([1, 2, 3, 4], [0, 0, 1, 1]),)
+
+
+def test_the_turns_of_a_trace_share_a_document_as_far_as_they_go_on_from_one_another() -> None:
+    first, second = exact_tokens({"tokens": TRACE}, "f")
+    assert first == ([1, 2, 3, 4, 5, 6, 7], [0, 0, 1, 1, 0, 0, 1])
+    assert second == ([1, 6, 8], [0, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"input_ids": [1, 999], "loss_mask": [0, 1]}, "token 999 is none of the tokenizer's 0 to 258; give the model"),
+        ({"input_ids": [1, -1], "loss_mask": [0, 1]}, "token -1 is none of the tokenizer's"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, "it has 2 tokens and a loss_mask of 1; give a 0 or 1 for each"),
+        ({"input_ids": [1, 2], "loss_mask": [1, 2]}, "give a 0 or 1 for each token"),
+        ({"input_ids": [1, 2], "loss_mask": [0, 0]}, "is all zeros; remove the sample"),
+        ({"input_ids": [1, 2.0], "loss_mask": [0, 1]}, "input_ids is no list of token numbers: fix or remove"),
+    ],
+)
+def test_tokens_that_do_not_fit_are_one_line_with_file_and_record(
+    raw: dict[str, Any], message: str, write: Write, config: Config, chat: PreTrainedTokenizerFast
+) -> None:
+    path = write({"id": "x7", **raw})
+    with pytest.raises(ValueError, match=message) as caught:
+        load_samples(config(path), chat)
+    assert path in str(caught.value)
+    assert "x7" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_tokens_are_trained_as_they_are_and_held_out_whole(
+    write: Write, config: Config, bare: PreTrainedTokenizerFast
+) -> None:
+    secret = "one two three four five"  # of an evaluation prompt
+    token = bare(f"x {secret}")["input_ids"]
+    records = [
+        {"id": "a", "tokens": TRACE},
+        {"id": "b", "input_ids": [9, 8, 7, 6], "loss_mask": [0, 1, 0, 1]},
+        {"id": "b again", "input_ids": [9, 8, 7, 6], "loss_mask": [0, 1, 0, 1]},
+        {"id": "c", "input_ids": token, "loss_mask": [1] * len(token)},
+        {"id": "d", "input_ids": [5, 4], "loss_mask": [0, 1]},
+        {"id": "e", "input_ids": [5, 400], "loss_mask": [0, 1]},
+        {"id": "held", **PAIR},
+    ]
+    asked = write({"text": f"{secret} " * 2}, name="asked.jsonl")
+    how = config(write(*records), held_out=1, contamination=5, max_tokens=5, on_bad="drop")
+    data = load_training(how, bare, 9, asked)
+    samples = {sample.id: (sample.token, sample.mask) for sample in data.samples}
+    assert samples == {
+        "a#0": ([1, 2, 3, 4], [0, 0, 1, 1]), "a#1": ([1, 6, 8], [0, 0, 1]), "b": ([9, 8, 7, 6], [0, 1, 0, 1]),
+        "d": ([5, 4], [0, 1]),
+    }  # fmt: skip
+    assert [(prompt.id, prompt.token) for prompt in data.held_out] == [("held", [1, 2])]
+    assert (data.counts.duplicates, data.counts.contaminated) == (1, 1)
+    assert data.counts.chats["dropped, token of another vocabulary"] == 1
+
+
+def test_a_log_of_ours_read_again_differs_in_no_token(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, how = answering.target(), settings(0.8, save_tokens=True)
+    decoded: list[list[int]] = []
+    admit = Batch.admit
+
+    def noted(batch: Batch, number: int, prompt: list[int], asked: Settings) -> Generation:
+        generation = admit(batch, number, prompt, asked)
+        decoded.append(generation.tokens)
+        return generation
+
+    monkeypatch.setattr(Batch, "admit", noted)
+    chats = [chat(f"c{i}", f"w{i} w3", f"w{i}", "w5") for i in range(6)]
+    write_answers(work(chats, how), Engine(target, Plain(target.device), how, 3), tmp_path / "log.jsonl")
+    samples = load_samples(config(str(tmp_path / "log.jsonl")), target.tokenizer)
+    trained = [sample.token[a:b] for sample in samples for a, b in Exact(sample.token, sample.mask).answers()]
+    assert len(trained) > len(chats)
+    assert all(tokens in decoded for tokens in trained)
+    again = [document.token for line in asking.lines(tmp_path / "log.jsonl") for document in exact_tokens(line, "f")]
+    assert [sample.token for sample in samples] == again
+
+
+def test_an_endpoint_is_asked_for_tokens_and_must_send_them(server: serve.Server, tmp_path: Path) -> None:
+    server.script = [serve.changed(prompt_token_ids=[1, 2]), serve.choice(**PAIR)]
+    counts, _ = asking.ask(server, tmp_path / "a", [chat("x", "w1"), chat("y", "w2")], settings(save_tokens=True))
+    (line,) = asking.lines(tmp_path / "a")
+    assert server.bodies[-1]["return_token_ids"]
+    assert (line["id"], line["tokens"], counts["failed"]) == ("y", [PAIR], {"tokens": 1})
