@@ -106,7 +106,8 @@ def record(target: Target, head: Any, text: Text) -> dict[int, Nodes]:
                 right.append(right[parent[node]] and tokens[node] == following[level[node] - 1])
             rows[top_k].append((score[1:].cpu().numpy(), np.array(right[1:]), np.array(parent[1:]) - 1))
             levels[top_k] = np.array(level[1:])
-    return {top_k: Nodes(*map(np.stack, zip(*lists, strict=True)), levels[top_k]) for top_k, lists in rows.items()}
+    columns = {top_k: zip(*lists, strict=True) for top_k, lists in rows.items()}
+    return {top_k: Nodes(*[*map(np.stack, columns[top_k]), levels[top_k]]) for top_k in TOPS}
 
 
 def joined(texts: Sequence[Nodes]) -> Nodes:

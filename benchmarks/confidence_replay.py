@@ -154,10 +154,9 @@ class Policy:
 
     def stops(self, rows: Array, depth: int) -> bool:
         """Whether drafting ends at a depth."""
-        draft = self.prices.draft[self.top_k]
-        return bool(
-            self.ranks.alive[rows, depth - 1].sum() < self.share * self.rate * (draft[depth + 1] - draft[depth])
-        )
+        assert self.share is not None
+        low, high = self.prices.draft[self.top_k][depth : depth + 2]
+        return bool(self.ranks.alive[rows, depth - 1].sum() < self.share * self.rate * (high - low))
 
     def worth(self, rows: Array, depth: int) -> tuple[float, Array, int]:
         """Return the gain in tokens over the price, each sequence's nodes, and the depth."""
