@@ -1,11 +1,12 @@
 """Whether a head's confidence should decide how deep it drafts and which nodes are verified: a replay at given prices.
 
-    python benchmarks/confidence.py RUN_OR_HEAD… [--batches 1 16 64] [--prompts 41] [--tokens 96] [--out FILE.json]
+    python benchmarks/confidence.py RUN_OR_HEAD… [--batches 1 16 64] [--held-out 160] [--tokens 96] [--out FILE.json]
 
-The target answers held-out prompts greedily. After every token of the answers the head (benchmarks/heads.py trains and
-keeps some) grows its dynamic trees, with the probability of each node's path and whether the target accepts it. A
-step's parts are priced twice: in the engine on this device (eval/tuning/costs.py), and as benchmarks/h100_estimate.py
-estimates them for an 8B on an H100. Full batches are then replayed step by step under these policies:
+The target answers the corpus' last prompts greedily; heads trained with `data.prompts= data.held_out=160` have not seen
+them (benchmarks/heads.py trains and keeps some). After every token of the answers the head grows its dynamic trees,
+with the probability of each node's path and whether the target accepts it. A step's parts are priced twice: in the
+engine on this device (eval/tuning/costs.py), and as benchmarks/h100_estimate.py estimates them for an 8B on an H100.
+Full batches are then replayed step by step under these policies:
 
     fixed      the dynamic tree, or chain, of one top_k, depth and budget: what the tuner chooses among
     order      the same, its nodes ranked by calibrated probability
@@ -18,7 +19,7 @@ estimates them for an 8B on an H100. Full batches are then replayed step by step
 Three quarters of the texts choose a policy's numbers and fit the calibration (isotonic, by depth); it is replayed along
 the last quarter, each in turn. A gain is over the fixed tree's tokens a second, with the paired bootstrap's interval
 over texts. `nodes`, `stop`, `hindsight` and `oracle` verify ragged trees at the price of their nodes, as no pass here
-does yet, and no decision costs anything: both favour adapting.
+does yet, and no decision costs anything: both favour adapting. benchmarks/confidence_replay.py has the policies.
 """
 
 import argparse
@@ -36,7 +37,7 @@ import numpy as np
 import torch
 from hydra import compose, initialize_config_dir
 
-from benchmarks import h100_estimate
+from benchmarks import h100_estimate as h100
 from benchmarks.confidence_replay import (
     KINDS,
     WIDEST,
@@ -74,7 +75,7 @@ SIZES, DEPTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32), (1, 2, 3, 5, DEEPEST)  # 
 SAMPLES = {1: 24, 16: 12}  # of every price, by batch size
 H100_BATCHES = (1, 16, 32, 64)
 LEVEL, STEP = 62, 64  # operations of a drafted level and of a step's rest (benchmarks/step_counts.py)
-FOLDS = 4  # parts of the texts
+FOLDS, CHOOSING = 4, 64  # parts of the texts; texts that a policy is chosen on, at most
 LEAST = 0.01  # the path probability of nodes whose calibration is reported
 
 
@@ -145,15 +146,14 @@ def measured(target: Target, head: Any, texts: Sequence[Text], batch: int, setti
 
 
 def estimated(batch: int) -> Prices:
-    """Price a step's parts on an H100, for an 8B and its EAGLE-3 head."""
-
-    def seconds(depth: int, nodes: int) -> dict[str, float]:
-        cost = h100_estimate.Cost(LEVEL * (depth + 1), 0, 12, STEP, depth + 1, nodes + 1)
-        return h100_estimate.seconds(cost, batch, "compiled")
-
-    passes = np.array([seconds(0, n)["verify"] + seconds(0, n)["other"] for n in range(WIDEST + 1)])
-    draft = np.array([seconds(depth, 0)["draft"] for depth in range(DEEPEST + 1)])
-    return Prices(batch, dict.fromkeys((False, True), passes), dict.fromkeys(TOPS, draft), np.zeros(DEEPEST + 2))
+    """Price a step's parts on an H100 for an 8B and its EAGLE-3 head, as in ../shared/reference/gpu_path.md."""
+    costs = [h100.Cost(0, 0, 12, STEP, 0, 1 + nodes) for nodes in range(WIDEST + 1)]
+    passes = np.array([sum(h100.seconds(cost, batch, "compiled").values()) for cost in costs])
+    weights = h100.HEAD + h100.HEAD_LM
+    level = {top_k: max(weights / h100.BANDWIDTH, weights * batch * top_k / h100.PRODUCTS) for top_k in TOPS}
+    levels = 1 + np.arange(DEEPEST + 1)  # one to extend by what was committed
+    draft = {top_k: levels * (seconds + LEVEL * h100.KERNEL) for top_k, seconds in level.items()}
+    return Prices(batch, dict.fromkeys((False, True), passes), draft, np.zeros(DEEPEST + 2))
 
 
 def errors_of_calibration(nodes: Nodes, p: Array) -> dict[str, list[float]]:
@@ -183,7 +183,7 @@ def compare(
             fitted[top_k][rows == fold] = p[rows == fold]
         ranks = {top_k: ranked(nodes, probs[top_k], top_k) for top_k, nodes in recorded.items()}
         sources = dict.fromkeys(KINDS, ranks) | {"fixed": raw, "oracle": perfect}
-        train, test = np.flatnonzero(texts != fold), np.flatnonzero(texts == fold)
+        train, test = np.flatnonzero(texts != fold)[:CHOOSING], np.flatnonzero(texts == fold)
         for name, price in prices.items():
             rate = 0.0
             for kind in KINDS:
@@ -228,15 +228,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Whether a head's confidence should decide what is drafted.")
     parser.add_argument("heads", nargs="+")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--prompts", type=int, default=41)
+    parser.add_argument("--held-out", type=int, default=160)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        run = run_config(compose("train"))
+        run = run_config(compose("train", ["data.prompts=", f"data.held_out={given.held_out}"]))
     target, settings = Target.load(run.model.path, given.dtype, run.model.device), Settings(given.tokens, GREEDY)
-    prompts = [prompt.token for prompt in held_out_prompts(run.data, target.tokenizer, given.prompts)]
+    prompts = [prompt.token for prompt in held_out_prompts(run.data, target.tokenizer, None)]
     texts, results = write(target, prompts, settings), []
     print(device_facts(target.device, target.dtype), f"{len(texts)} texts", flush=True)
     header = ["head", "prices", "fixed trees", "tokens/s", "over the baseline", *(f"{kind}, %" for kind in KINDS[1:])]
