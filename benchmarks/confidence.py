@@ -27,6 +27,7 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -87,56 +88,47 @@ def dynamic(top_k: int, depth: int) -> TreeConfig:
 @torch.inference_mode()
 def record(target: Target, head: Any, text: Text) -> dict[int, Nodes]:
     """Grow trees of every top_k after each token of a text."""
-    token, rows = torch.tensor(text.token), {top_k: list[tuple[Array, Array, Array]]() for top_k in TOPS}
+    token, nodes = torch.tensor(text.token), {top_k: list[Nodes]() for top_k in TOPS}
     features = target.features(token[None], torch.zeros_like(token)[None], head.feature_layers)
-    drafting, done, depth = HeadState(head, dynamic(1, 1)), 0, min(DEEPEST, head.max_depth)
-    levels: dict[int, Array] = {}
+    state, done, depth = HeadState(head, dynamic(1, 1)), 0, min(DEEPEST, head.max_depth)
     for root in range(text.start, len(text.token) - 1):
         output = TargetOutput(features.hidden[:, done:root], features.last[:, done:root], None)
-        drafting.update(Commit(token[done + 1 : root + 1], output, None))
+        state.update(Commit(token[done + 1 : root + 1], output, None))
         done, context = root, Context(text.token[: root + 1], GREEDY, Generator(0, target.device), depth)
-        following = [*text.token[root + 1 : root + 1 + depth], *[-1] * depth]
         for top_k in TOPS:
-            config = TreeConfig("dynamic", depth, top_k, 10**4, [], [])
-            assert drafting.level is not None
-            tree, score = candidates(head, drafting.state, drafting.level, config, context)
-            tokens, parent = tree.token.tolist(), tree.parent.tolist()
-            level, right = [0], [True]
-            for node in range(1, len(tokens)):
-                level.append(level[parent[node]] + 1)
-                right.append(right[parent[node]] and tokens[node] == following[level[node] - 1])
-            rows[top_k].append((score[1:].cpu().numpy(), np.array(right[1:]), np.array(parent[1:]) - 1))
-            levels[top_k] = np.array(level[1:])
-    columns = {top_k: zip(*lists, strict=True) for top_k, lists in rows.items()}
-    return {top_k: Nodes(*[*map(np.stack, columns[top_k]), levels[top_k]]) for top_k in TOPS}
+            nodes[top_k].append(grown(state, top_k, context, text.token[root + 1 :]))
+    return {top_k: joined(rows) for top_k, rows in nodes.items()}
 
 
-def joined(texts: Sequence[Nodes]) -> Nodes:
-    """Return the nodes of several texts, one after another."""
-    score, right, parent = (np.concatenate(arrays) for arrays in list(zip(*texts, strict=True))[:3])
-    return Nodes(score, right, parent, texts[0].depth)
+def grown(state: HeadState, top_k: int, context: Context, following: Sequence[int]) -> Nodes:
+    """Return all nodes that a dynamic tree drafts after one token, given those that follow it."""
+    config = TreeConfig("dynamic", context.room, top_k, 10**4, [], [])
+    assert state.level is not None
+    tree, score = candidates(state.head, state.state, state.level, config, context)
+    token, parent = tree.token.tolist(), tree.parent.tolist()
+    depth, right = [0], [True]
+    for node in range(1, len(token)):
+        depth.append(depth[parent[node]] + 1)
+        right.append(right[parent[node]] and [token[node]] == following[depth[node] - 1 : depth[node]])
+    return Nodes(score[None, 1:].cpu().numpy(), np.array([right[1:]]), np.array([parent[1:]]) - 1, np.array(depth[1:]))
+
+
+def joined(nodes: Sequence[Nodes]) -> Nodes:
+    """Return the nodes after several tokens, or of several texts, as one."""
+    score, right, parent, depth = zip(*nodes, strict=True)
+    return Nodes(np.concatenate(score), np.concatenate(right), np.concatenate(parent), depth[0])
 
 
 def measured(target: Target, head: Any, texts: Sequence[Text], batch: int, settings: Settings) -> Prices:
     """Price a step's parts on this device."""
     depths = sorted({min(depth, head.max_depth) for depth in DEPTHS})
     trees = {top_k: [dynamic(top_k, depth) for depth in depths] for top_k in TOPS}
-    drafter = HeadDrafter(head, dynamic(4, 5), "head")
-    costs = costing.measure(
-        target,
-        drafter,
-        texts,
-        [tree for sized in trees.values() for tree in sized],
-        SIZES,
-        SAMPLES.get(batch, 6),
-        settings,
-        batch,
-    )
+    drafter, timed = HeadDrafter(head, dynamic(4, 5), "head"), list(chain.from_iterable(trees.values()))
+    costs = costing.measure(target, drafter, texts, timed, SIZES, SAMPLES.get(batch, 6), settings, batch)
+    sizes = range(SIZES[-1] + 1)
     verify = {
-        branches: np.array(
-            [between(costs.verify, n) + between(costs.settle[branches], n) for n in range(SIZES[-1] + 1)]
-        )
-        for branches in (False, True)
+        branches: np.array([between(costs.verify, n) + between(settle, n) for n in sizes])
+        for branches, settle in zip((False, True), costs.settle, strict=True)
     }
     draft = {}
     for top_k, sized in trees.items():
