@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.confidence_replay import Array, Nodes, Prices, calibrated, chosen, isotonic, play, ranked
+from benchmarks.confidence_replay import Array, Nodes, Policy, Prices, calibrated, chosen, isotonic, play, ranked
 
 DEPTHS, LENGTH = np.arange(1, 5), 20
 TEXTS = np.arange(2)  # the target accepts every token drafted in the first, none in the second; the head knows
@@ -36,6 +36,9 @@ def test_each_policy_reaches_its_planted_optimum() -> None:
     best = 4 * 1.8 + 20 * 1.1  # depth 4, and depth 1 without a node
     assert [seconds(kind, p) for kind in ("stop", "hindsight")] == pytest.approx([best] * 2)
     assert seconds("oracle", nodes.right.astype(float)) == pytest.approx(best)
+    dear = prices(1)._replace(draft={1: np.arange(5.0)})
+    assert [Policy(ranked(nodes, p, 1), one, 1, range(1, 5), rate=1.0).choose(np.zeros(1, int)).depth
+            for one in (prices(1), dear)] == [4, 1]  # fmt: skip
 
 
 def test_a_batch_verifies_where_it_pays_and_shares_its_seconds() -> None:
