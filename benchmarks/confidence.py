@@ -1,8 +1,8 @@
 """Whether a head's confidence should decide how deep it drafts and which nodes are verified: a replay at given prices.
 
-    python benchmarks/confidence.py RUN_OR_HEAD… [--batches 1 16 64] [--held-out 160] [--tokens 96] [--out FILE.json]
+    python benchmarks/confidence.py RUN_OR_HEAD… [--batches 1 16 64] [--texts 64] [--tokens 96] [--out FILE.json]
 
-The target answers the corpus' last prompts greedily; heads trained with `data.prompts= data.held_out=160` have not seen
+The target answers the corpus' last prompts greedily; heads trained with `data.prompts= data.held_out=64` have not seen
 them (benchmarks/heads.py trains and keeps some). After every token of the answers the head grows its dynamic trees,
 with the probability of each node's path and whether the target accepts it. A step's parts are priced twice: in the
 engine on this device (eval/tuning/costs.py), and as benchmarks/h100_estimate.py estimates them for an 8B on an H100.
@@ -13,7 +13,7 @@ Full batches are then replayed step by step under these policies:
     nodes      one top_k and depth; of each batch the nodes are verified whose tokens are worth their price
     padded     the same, as many nodes of every sequence: what a pass of one shape can verify
     stop       as nodes; no further level is drafted once what reaches it is worth less than a share of its price
-    hindsight  as nodes, to the depth that turns out best when all levels are drafted, at the price of that depth
+    hindsight  as nodes, to the depth that is worth most once the probabilities of all levels are known
     oracle     as hindsight, for a confidence that is always right: a bound for every other one
 
 Three quarters of the texts choose a policy's numbers and fit the calibration (isotonic, by depth); it is replayed along
@@ -73,10 +73,10 @@ from train.config import run_config
 register_resolvers()
 TOPS, DEEPEST = (1, 2, 4, 8), 8
 SIZES, DEPTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32), (1, 2, 3, 5, DEEPEST)  # that are timed
-SAMPLES = {1: 24, 16: 12}  # of every price, by batch size
-H100_BATCHES = (1, 16, 32, 64)
+SAMPLES = {1: 16, 16: 8}  # of every price, by batch size
+H100_BATCHES = (1, 16, 32)
 LEVEL, STEP = 62, 64  # operations of a drafted level and of a step's rest (benchmarks/step_counts.py)
-FOLDS, CHOOSING = 4, 64  # parts of the texts; texts that a policy is chosen on, at most
+FOLDS, CHOOSING = 4, 48  # parts of the texts; texts that a policy is chosen on, at most
 LEAST = 0.01  # the path probability of nodes whose calibration is reported
 
 
@@ -220,13 +220,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Whether a head's confidence should decide what is drafted.")
     parser.add_argument("heads", nargs="+")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--held-out", type=int, default=160)
+    parser.add_argument("--texts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        run = run_config(compose("train", ["data.prompts=", f"data.held_out={given.held_out}"]))
+        run = run_config(compose("train", ["data.prompts=", f"data.held_out={given.texts}"]))
     target, settings = Target.load(run.model.path, given.dtype, run.model.device), Settings(given.tokens, GREEDY)
     prompts = [prompt.token for prompt in held_out_prompts(run.data, target.tokenizer, None)]
     texts, results = write(target, prompts, settings), []

@@ -14,9 +14,11 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 KINDS = ("fixed", "order", "nodes", "padded", "stop", "hindsight", "oracle")
 WIDEST = 60  # nodes of a tree
-BUDGETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 50, WIDEST)
-SHARES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # of a level's price
-ROUNDS, REFINED = 4, 2  # texts that pass through every slot of a batch, at least; corrections of the rate aimed at
+BUDGETS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, WIDEST)
+# What is accepted now is easy or hard to draft later, so a token is worth more or less than its share of the time.
+AIMS = (0.25, 0.5, 1.0, 2.0)  # of the rate, by which seconds are compared with tokens
+SHARES = (0.5, 1.0, 2.0, 4.0)  # of a level's price
+ROUNDS = 4  # texts that pass through every slot of a batch, at least
 
 
 class Nodes(NamedTuple):
@@ -146,6 +148,8 @@ class Policy:
     def choose(self, rows: Array) -> Choice:
         """Choose for a batch whose sequences stand at some rows."""
         depths = self.depths
+        if self.budget is not None:
+            return Choice(self.ranks.accepted[rows, depths[0] - 1, self.budget], self.budget, depths[0])
         if self.share is not None:
             depths = [next((depth for depth in depths[:-1] if self.stops(rows, depth)), depths[-1])]
         chosen = [self.worth(rows, depth) for depth in depths]
@@ -161,8 +165,6 @@ class Policy:
     def worth(self, rows: Array, depth: int) -> tuple[float, Array, int]:
         """Return the gain in tokens over the price, each sequence's nodes, and the depth."""
         verify, draft = self.verify, self.rate * float(self.prices.draft[self.top_k][depth])
-        if self.budget is not None:
-            return 0.0, np.full(len(rows), self.budget), depth
         p = self.ranks.p[rows, depth - 1, : len(verify) - 1]
         if self.padded:
             gain = np.append(0, p.sum(0).cumsum()) - self.rate * verify
@@ -203,30 +205,27 @@ def play(policy: Policy, lengths: Sequence[int], texts: Array) -> Outcome:
     return Outcome(np.array(lengths)[texts], spent, *(np.array([0, 1, 0, 0]) + total / total[0])[1:])
 
 
-def policies(kind: str, ranks: Mapping[int, Ranked], prices: Prices) -> Iterator[Policy]:
-    """Yield a kind's policies."""
+def policies(kind: str, ranks: Mapping[int, Ranked], prices: Prices, rate: float) -> Iterator[Policy]:
+    """Yield a kind's policies; `rate` is about how many tokens a second there are."""
     for top_k, nodes in ranks.items():
         depths = range(1, nodes.p.shape[1] + 1)
         base = Policy(nodes, prices, top_k, depths)
+        aimed = [replace(base, rate=aim * rate) for aim in AIMS]
         if kind in ("fixed", "order"):
             for depth in depths:
                 most = min(len(base.verify) - 1, depth if top_k == 1 else top_k + (depth - 1) * top_k**2)
-                sizes = [n for n in BUDGETS if depth <= n <= most]
+                sizes = [depth] if top_k == 1 else [n for n in BUDGETS if depth <= n <= most]
                 yield from (replace(base, depths=[depth], budget=n) for n in sizes)
         elif kind in ("nodes", "padded"):
-            yield from (replace(base, depths=[depth], padded=kind == "padded") for depth in depths)
+            yield from (replace(one, depths=[d], padded=kind == "padded") for one in aimed for d in depths)
         elif kind == "stop":
-            yield from (replace(base, share=share) for share in SHARES)
+            yield from (replace(one, share=share) for one in aimed for share in SHARES)
         else:
-            yield base
+            yield from aimed
 
 
 def chosen(
     kind: str, ranks: Mapping[int, Ranked], prices: Prices, lengths: Sequence[int], texts: Array, rate: float
 ) -> Policy:
-    """Return a kind's policy that is fastest along some texts; one that compares by a rate ends with its own."""
-    tried = [replace(policy, rate=rate) for policy in policies(kind, ranks, prices)]
-    best = max(tried, key=lambda policy: play(policy, lengths, texts).rate)
-    for _ in range(REFINED if best.budget is None else 0):
-        best = replace(best, rate=play(best, lengths, texts).rate)
-    return best
+    """Return a kind's policy that is fastest along some texts."""
+    return max(policies(kind, ranks, prices, rate), key=lambda policy: play(policy, lengths, texts).rate)
