@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -31,12 +31,17 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch; `index` is each row's number in `Packed`, -1 for a filler row, which has no mask."""
+    """A micro-batch; `index` is each row's number in `Packed`, -1 for a filler row, which has no mask.
+
+    One of drafts has the `path` of `Features`, and says which rows are `trained` at each depth.
+    """
 
     token: Int[Tensor, "B T"]
     document: Int[Tensor, "B T"]
     mask: Int[Tensor, "B T"]
     index: Int[Tensor, " B"]
+    path: Int[Tensor, "B T d"] | None = None
+    trained: Bool[Tensor, "d B T"] | None = None
 
 
 def pack(samples: Sequence[Sample], length: int) -> Packed:

@@ -42,6 +42,7 @@ class Features(NamedTuple):
     hidden: Float[Tensor, "B T L D"]
     last: Float[Tensor, "B T D"]
     document: Int[Tensor, "B T"]
+    path: Int[Tensor, "B T d"] | None = None  # the rows 1 … d further down each row's draft; None: those that follow
 
 
 class DraftVocabulary(nn.Module):

@@ -193,7 +193,7 @@ class Block(nn.Module):
         states, drafts = self.norm(x).unflatten(1, (-1, self.size))[:, :, self.idle :], list[Draft]()
         memory: Tensor | None = None
         for depth, state in enumerate(states.unbind(2), 1):
-            token = rows.drafted_token(features.token, depth).gather(1, slots.anchor)
+            token = rows.drafted_token(features.token, depth, features.path).gather(1, slots.anchor)
             before = self.context_of(state, token)
             if self.domino is not None:
                 before = memory = self.domino.advance(self.embeddings.embed(token), memory)

@@ -155,7 +155,7 @@ class Hydra(nn.Module):
             x = autoregressive.unroll(self.prefix, features, 1, predicts=False)[0].state
         drafts = []
         for depth, branch in enumerate(self.branches, 1):
-            x = self.joined(x, drafted_token(features.token, depth))
+            x = self.joined(x, drafted_token(features.token, depth, features.path))
             drafts.append(Draft(branch(x)))
         return drafts
 

@@ -100,7 +100,7 @@ class Mlp(nn.Module):
         check_depths(depths, self.max_depth)
         state, drafts = self.begin(features.last), []
         for depth in range(1, depths + 1):
-            state = self.step(state, drafted_token(features.token, depth), depth)
+            state = self.step(state, drafted_token(features.token, depth, features.path), depth)
             drafts.append(Draft(state))
         return drafts
 

@@ -46,9 +46,11 @@ def next_token(token: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
     return ahead(token, 1)
 
 
-def drafted_token(token: Int[Tensor, "B T"], depth: int) -> Int[Tensor, "B T"]:
-    """Return the token t+d that row t enters with when it is unrolled to depth d."""
-    return ahead(token, depth)
+def drafted_token(
+    token: Int[Tensor, "B T"], depth: int, path: Int[Tensor, "B T d"] | None = None
+) -> Int[Tensor, "B T"]:
+    """Return the token t+d that row t enters with when it is unrolled to depth d, down `path` if there is one."""
+    return ahead(token, depth) if path is None else token.gather(1, path[..., depth - 1])
 
 
 def label(token: Int[Tensor, "B T"], depth: int) -> Int[Tensor, "B T"]:

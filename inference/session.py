@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from inference.limits import check_prompt, check_size
@@ -30,6 +30,7 @@ class Settings:
         gaps: whether to record the target's top-2 logit gap at every emitted token.
         rule: a key of `inference.verification.verify.RULES`, or auto for the one that accepts most of each draft.
         lossy: whether the rule may change the target's distribution.
+        passes: whether to keep what the target's passes computed.
         min_new_tokens: before so many, an end of the answer has no probability.
 
     Raises:
@@ -42,6 +43,7 @@ class Settings:
     stop: tuple[str, ...] = ()
     seed: int = 0
     gaps: bool = False
+    passes: bool = False
     rule: str = "auto"
     lossy: bool = False
     min_new_tokens: int = 0
@@ -73,6 +75,19 @@ class Step(NamedTuple):
     ranks: tuple[int, ...] = ()
 
 
+class Pass(NamedTuple):
+    """A target pass: its committed rows as `Commit` has them, and the last hidden state of every node that it verified.
+
+    A prefill has no tree.
+    """
+
+    token: Int[Tensor, "T"]
+    features: TargetOutput
+    tree: DraftTree | None
+    path: list[int]
+    last: Float[Tensor, "N D"]
+
+
 @dataclass
 class Generation:
     """The result of one prompt. The prefill's token is in `tokens` but in no step: τ = (len(tokens) - 1) / len(steps).
@@ -85,6 +100,7 @@ class Generation:
     sources: list[str] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
     prefill_s: float = 0.0
     decode_s: float = 0.0
     finish: str = ""
@@ -136,7 +152,7 @@ class Session:
         first = decide(root, scores, None, self.settings.sampling, self.rng).token
         self.emit([first], ["prefill"], self.gaps(scores))
         following = torch.cat([token[1:], token.new_tensor([first])])
-        self.state.update(Commit(following, out, None))
+        self.update(Commit(following, out, None), out.last[0])
         self.generation.prefill_s = self.clock() - start
 
     def begin(self) -> Context:
@@ -198,13 +214,20 @@ class Session:
         if not self.generation.finish:
             rows = TargetOutput(out.hidden[:, index], out.last[:, index], None)
             seen = Verified(drafted, path, logits, None if proposal.look_ahead is None else look_ahead)
-            self.state.update(Commit(following, rows, seen))
+            self.update(Commit(following, rows, seen), out.last[0, : len(drafted.token)])
         draft_s, other_s = self.draft_s + self.clock() - committed_at, committed_at - begin
         accepted = min(len(path) - 1, committed)
         # For reports: no part of the step's time.
         ranks = trees.ranks(drafted, path[: accepted + 1]) if accepted else ()
         nodes = len(drafted.token) - 1
         self.took(Step(nodes, accepted, committed, draft_s, verify_s, other_s, rule, ranks))
+
+    def update(self, commit: Commit, last: Float[Tensor, "N D"]) -> None:
+        """Update the drafter, and keep the pass if asked to."""
+        self.state.update(commit)
+        if self.settings.passes:
+            tree, path = (None, []) if commit.verified is None else commit.verified[:2]
+            self.generation.passes.append(Pass(commit.token, commit.features._replace(logits=None), tree, path, last))
 
     def took(self, step: Step) -> None:
         """Take note of a step and its seconds."""

@@ -83,11 +83,11 @@ class SlotRoots(Roots):
 def fits(target: Target, sessions: Sequence[Session]) -> bool:
     """Return whether sequences are decoded by steps on the device: all sampled alike, by a lossless rule.
 
-    The target must take a batch's masks, and its positions must mean the same at every length. What does not fit
-    decodes the same tokens by itself.
+    The target must take a batch's masks, its positions must mean the same at every length, and no pass is kept. What
+    does not fit decodes the same tokens by itself.
     """
     one, *others = [session.settings for session in sessions]
-    if not target.takes_trees or target.switch is not None:
+    if not target.takes_trees or target.switch is not None or any(session.settings.passes for session in sessions):
         return False
     if any((other.sampling, other.rule, other.gaps) != (one.sampling, one.rule, one.gaps) for other in others):
         return False
@@ -404,7 +404,7 @@ class DeviceStep:
         if features is None:
             return
         if (idle := self.cache.storage.size - len(count)) and self.compiles:
-            features = Features(*(pad(rows, (0, 0) * (rows.ndim - 1) + (0, idle)) for rows in features))
+            features = Features(*(pad(rows, (0, 0) * (rows.ndim - 1) + (0, idle)) for rows in features[:4]))
             count = pad(count, (0, idle))
         self.launch(key, DeviceStep.extend, features, count)
         laps.mark("draft")

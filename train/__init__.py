@@ -8,6 +8,7 @@ tracking/      trackers of a run's numbers: metrics.jsonl, wandb, TensorBoard, p
 config.py      the types of conf/train.yaml
 losses.py      the losses: pure functions of the target's distribution p and the draft's q
 objective.py   the loss and its gradient, a chunk of rows at a time; row weights
+rollouts.py    what the head drafts on training prompts, and the target says of it, as micro-batches
 sampling.py    random anchors and feature noise, from seed, step and row
 optim.py       AdamW and Muon, their schedule, the average of the weights
 loop.py        the training loop: steps, measurements, the best head

@@ -221,6 +221,11 @@ def _check_together(run: RunConfig) -> None:
             f"model.placement={kind} takes all processes for a pass, and the evaluation that ends a run has one: give "
             "eval.prompts=0, and evaluate afterwards with eval/run.py, which cuts the target up over a node's devices"
         )
+    if run.objective.on_policy.prompts:
+        raise ValueError(
+            f"model.placement={kind} takes all processes for a pass, and in a rollout each decodes its own prompts: "
+            "give objective.on_policy.prompts=0, or model.placement=replicate"
+        )
     if run.features.mode == "hybrid" or (run.features.mode == "stored" and run.features.on_missing == "compute"):
         raise ValueError(
             f"model.placement={kind} takes all processes for a pass, and they lack different rows of a store: give "

@@ -28,6 +28,7 @@ NO_MEMORY = "out of memory", "can't allocate memory", "ALLOC_FAILED"  # in error
 # Progress of a run beside its steps; the keys that all processes share.
 BEGINNING: dict[str, Any] = {
     "best_tau": 0.0, "best_step": 0, "stale": 0, "measured": 0, "seconds": 0.0, "stall": 0.0, "flops": None,
+    "rollout_tokens": 0,
 }  # fmt: skip
 SHARED = ("best_tau", "best_step", "stale", "measured")
 
@@ -222,6 +223,7 @@ class Loop:
             return False
         self.progress["seconds"] += time.perf_counter() - begin
         self.progress["stall"] += self.source.stall - stall
+        self.progress["rollout_tokens"] = self.step.rollout_tokens
         if taken.record is not None:
             self.tracker.log({"step": step + 1, **taken.record})
         if taken.bad is not None:
@@ -250,7 +252,8 @@ class Loop:
             "parameters": self.step.sizes[0],
             "frozen_parameters": self.step.sizes[1],
             "steps": steps,
-            "tokens": steps * self.trainer.batch_tokens,
+            "tokens": steps * self.trainer.batch_tokens + self.progress["rollout_tokens"],
+            "rollout_tokens": self.progress["rollout_tokens"],
             "flops": None if self.step.flops is None else self.step.flops * steps,
             "skipped": self.progress["skipped"],
             "best_tau": self.progress["best_tau"],

@@ -14,7 +14,20 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn import functional
 
-from heads.common.ranges import Amount, Count, Fraction, OneOf, Parts
+from heads.common.ranges import Amount, Count, Fraction, NewTokens, Number, OneOf, Parts, Positive
+
+
+@dataclass(frozen=True)
+class OnPolicyConfig:
+    """Configure training on drafts of the head (train/rollouts.py); conf/objective/default.yaml says what keys mean."""
+
+    prompts: Number
+    every: Count
+    tokens: NewTokens
+    temperature: Amount
+    nodes: Annotated[str, OneOf(("text", "accepted", "refused", "all"))]
+    weight: Positive
+    losses: dict[str, Amount] | None
 
 
 @dataclass(frozen=True)
@@ -42,12 +55,14 @@ class ObjectiveConfig:
     eta: Amount
     top_k: Count
     base: list[Fraction] | None
+    on_policy: OnPolicyConfig
 
     def __post_init__(self) -> None:
         """Check the losses' names."""
-        for name in self.losses:
+        rollouts = {f"on_policy.losses.{name}": name for name in self.on_policy.losses or ()}
+        for key, name in ({f"losses.{name}": name for name in self.losses} | rollouts).items():
             if name not in LOSSES:
-                raise ValueError(f"objective.losses.{name}: unknown, choose from {', '.join(LOSSES)}")
+                raise ValueError(f"objective.{key}: unknown, choose from {', '.join(LOSSES)}")
         if not any(self.losses.values()):
             raise ValueError("objective.losses: no loss has a weight; give at least one")
         if self.base is not None and len(self.base) != 2:

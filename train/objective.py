@@ -56,7 +56,7 @@ def objective(
     flat: list[list[Tensor | None]] = [
         [None if field is None else field.flatten(0, 1) for field in draft] for draft in drafts
     ]
-    parts = chunked(weight > 0, weight[0].numel(), weight.device) if chunks is None else chunks
+    parts = chunked(weight > 0, weight[0].numel(), weight.device, features.path) if chunks is None else chunks
     if not base:
         flat = [[*fields[:-1], None] for fields in flat]
     work = Work(head, features, weight.flatten(1), config, parts, top, labels(head, features), base)
@@ -85,8 +85,15 @@ def chunk_rows(head: Any, device: str, count: int) -> int:
 
 
 def labels(head: DraftHead, features: Features) -> Int[Tensor, "N"]:
-    """Return what the text has at each teacher row: the label of the rows that it teaches, -1 if it is not drafted."""
-    token = rows.next_token(features.token).flatten()
+    """Return what the text has at each teacher row: the label of the rows that it teaches, -1 if it is not drafted.
+
+    Nothing follows the end of a path.
+    """
+    if features.path is None:
+        token = rows.next_token(features.token).flatten()
+    else:
+        following = features.path[..., 0]
+        token = torch.where(following > 0, features.token.gather(1, following), -1).flatten()
     return token if head.vocab is None else head.vocab.index_of(token)
 
 
@@ -125,17 +132,17 @@ class Chunk(NamedTuple):
     picks: list[Pick]
 
 
-def chunked(trained: Bool[Tensor, "d B T"], size: int, device: torch.device) -> list[Chunk]:
+def chunked(
+    trained: Bool[Tensor, "d B T"], size: int, device: torch.device, path: Int[Tensor, "B T d"] | None = None
+) -> list[Chunk]:
     """Return the trained rows in chunks of `size` teachers, on a device, in one copy that the host does not wait for.
 
-    Rows are picked where `trained` is, by reading it: on the host, unless the device is waited for.
+    Rows are picked where `trained` is, by reading it: on the host, unless the device is waited for. Their teachers
+    follow them, or lie on their `path`, of which no two lead to the same row at one depth.
     """
-    flat = trained.flatten(1)
-    teaches = torch.zeros_like(flat[0])
-    for depth, flags in enumerate(flat, 1):
-        teaches[depth:] |= flags[:-depth]
-    used = teaches.nonzero()[:, 0].split(size)
-    chunks = [Chunk(teacher, [_pick(flags, depth, teacher) for depth, flags in enumerate(flat, 1)]) for teacher in used]
+    taught = [_taught(flags, depth, path) for depth, flags in enumerate(trained, 1)]
+    used = (torch.stack(taught) >= 0).any(0).nonzero()[:, 0].split(size)
+    chunks = [Chunk(teacher, [_pick(source, teacher) for source in taught]) for teacher in used]
     if trained.device == device:
         return chunks
     vectors, layout = tree_flatten(chunks)
@@ -143,10 +150,20 @@ def chunked(trained: Bool[Tensor, "d B T"], size: int, device: torch.device) -> 
     return copied
 
 
-def _pick(flags: Bool[Tensor, "N"], depth: int, teacher: Int[Tensor, "n"]) -> Pick:
+def _taught(flags: Bool[Tensor, "B T"], depth: int, path: Int[Tensor, "B T d"] | None) -> Int[Tensor, "N"]:
+    """Return for each row the trained row that it teaches at a depth, -1 where there is none."""
+    source = flags.flatten().nonzero()[:, 0]
+    teacher = source + depth
+    if path is not None:
+        length = flags.shape[1]
+        teacher = source - source % length + path[..., depth - 1].flatten()[source]
+    return torch.full_like(flags.flatten(), -1, dtype=torch.long).scatter(0, teacher, source)
+
+
+def _pick(taught: Int[Tensor, "N"], teacher: Int[Tensor, "n"]) -> Pick:
     """Return the trained rows of a depth whose teachers are among these."""
-    source = teacher - depth
-    position = ((source >= 0) & flags[source.clamp_min(0)]).nonzero()[:, 0]
+    source = taught[teacher]
+    position = (source >= 0).nonzero()[:, 0]
     return Pick(teacher[position], position, source[position])
 
 
@@ -305,6 +322,10 @@ class Weights(NamedTuple):
     row: Float[Tensor, "d B T"]
     amount: Float[Tensor, "d"]
 
+    def times(self, factor: float) -> "Weights":
+        """Return weights by which each row counts for `factor` rows."""
+        return Weights(self.trained, self.row * factor, self.amount * factor)
+
 
 def trainable(document: Int[Tensor, "B T"], mask: Int[Tensor, "B T"], depths: int) -> Bool[Tensor, "d B T"]:
     """Return the rows that can be trained at each depth; `mask` is 1 where the target would write the token."""
@@ -316,9 +337,13 @@ def weights(
     mask: Int[Tensor, "B T"],
     anchors: Bool[Tensor, "B T"] | None,
     config: ObjectiveConfig,
+    useful: Bool[Tensor, "d B T"] | None = None,
 ) -> Weights:
-    """Return the weights of a batch's rows, without those of depths; `anchors` are drafted from, None for all rows."""
-    trained = trainable(document, mask, config.depths)
+    """Return the weights of a batch's rows, without those of depths; `anchors` are drafted from, None for all rows.
+
+    `useful` are the rows that can be trained at each depth, None for those of `trainable`.
+    """
+    trained = trainable(document, mask, config.depths) if useful is None else useful
     if anchors is not None:
         trained = trained & anchors
     if config.normalize == "token":

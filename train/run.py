@@ -58,6 +58,7 @@ from train.loop import KeptHead, Loop
 from train.planning.check import check_out, check_run, evaluation, reads_target
 from train.planning.plan import plan, sized
 from train.planning.table import table
+from train.rollouts import Rollouts
 from train.start import CHECKPOINT, LAST_LAYER, first_head, resolve_init
 from train.step import Loss, Stepper
 from train.tracking import sweep
@@ -138,6 +139,14 @@ def identity(run: RunConfig, target: Target | EmbeddingsOnly, batches: Batches, 
     )
 
 
+def rollouts_of(run: RunConfig, target: Any, head: KeptHead, batches: Batches) -> Rollouts | None:
+    """Return the rollouts of a process, None where the objective has none."""
+    config = run.objective.on_policy
+    if not config.prompts:
+        return None
+    return Rollouts(target, head.decoding, run.tree, config, run.objective.depths, batches)
+
+
 def loop_of(
     run: RunConfig, accelerator: Accelerator, target: Target | EmbeddingsOnly, head: Any, source: FeatureSource,
     prompts: list[list[int]], resolved: dict[str, Any],
@@ -147,8 +156,10 @@ def loop_of(
     if isinstance(target, Target) and run.trainer.eval_prompts:
         evaluator = AcceptanceEvaluator(target, prompts, run.trainer, run.tree, run.name)
     loss = Loss(head, run.objective, compiled=run.trainer.compile, quick=accelerator.mixed_precision == "bf16")
-    stepper = Stepper(run.trainer, run.launcher, accelerator, loss, source, target.embeddings.hidden_size)
     kept_head = KeptHead(Path(run.out, "head"), head, target, run.tree)
+    rollouts = rollouts_of(run, target, kept_head, source.batches)
+    width = target.embeddings.hidden_size
+    stepper = Stepper(run.trainer, run.launcher, accelerator, loss, source, width, rollouts)
     this_run = identity(run, target, source.batches, accelerator.num_processes)
     return Loop(Path(run.out), stepper, kept_head, evaluator, this_run, resumes=run.resume, config=resolved)
 

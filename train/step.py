@@ -8,7 +8,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 from data.batches import Batch, Batches
-from data.features.source import FeatureSource, TrainingInput
+from data.features.source import FeatureSource, MicroBatch, TrainingInput
 from eval.measures.machine import peak_memory
 from heads.base import Features, frozen_count, parameter_count, to_device
 from heads.common.files import write_whole
@@ -31,6 +31,7 @@ from train.distributed import strategy
 from train.losses import ObjectiveConfig
 from train.objective import Chunk, Weights, chunk_rows, chunked, objective, trainable, weights
 from train.optim import Average, learning_rate, optimizer
+from train.rollouts import Rollouts
 from train.sampling import noisy, row_keys, sample_anchors
 from train.tracking.clock import Clock
 from train.tracking.flops import Flops, peak_flops
@@ -44,7 +45,11 @@ class Loss(nn.Module):
 
     def __init__(self, head: nn.Module, config: ObjectiveConfig, *, compiled: bool, quick: bool = False) -> None:
         super().__init__()
-        self.head, self.config, self.noise, self.quick = head, config, config.noise, quick
+        self.head, self.noise, self.quick = head, config.noise, quick
+        drafted = config.on_policy.losses or config.losses
+        names = dict.fromkeys([*config.losses, *drafted], 0.0)  # a loss is the mean over all rows, weighed or not
+        self.config = replace(config, losses=names | config.losses)
+        self.drafted = replace(config, losses=names | drafted)
         unroll: Any = head.unroll
         self.progress = 0.0  # the fraction of all steps that are taken
         whole = compiled and not compile_layers(head)  # a head without decoder layers is short enough
@@ -60,26 +65,27 @@ class Loss(nn.Module):
         """
         head: Any = self.head
         if chunks is None:
-            chunks = self.chunks(weight > 0, weight.device)
+            chunks = self.chunks(weight > 0, weight.device, features.path)
         with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.quick):
             drafts = self.unroll(features, self.config.depths, anchors)
-            return objective(
-                head, drafts, features, weight, self.config, chunks, top, self.config.base_share(self.progress)
-            )
+            config = self.config if features.path is None else self.drafted
+            return objective(head, drafts, features, weight, config, chunks, top, config.base_share(self.progress))
 
-    def chunks(self, trained: Tensor, device: torch.device) -> list[Chunk]:
-        """Return the trained rows of a micro-batch as they are scored on a device; `trained` is the host's."""
-        return chunked(trained, chunk_rows(self.head, device.type, trained.numel()), device)
+    def chunks(self, trained: Tensor, device: torch.device, path: Tensor | None = None) -> list[Chunk]:
+        """Return the trained rows of a micro-batch as they are scored on a device; the tensors given are the host's."""
+        return chunked(trained, chunk_rows(self.head, device.type, trained.numel()), device, path)
 
     def sampled(self, batch: Batch, keys: Tensor) -> tuple[Tensor | None, Weights]:
         """Return the anchors of a micro-batch, the rows that are drafted from in this step, and each row's weight.
 
         `keys` are those of its rows (train/sampling.py).
         """
-        useful = trainable(batch.document, batch.mask, self.config.depths).any(0)
+        trained = trainable(batch.document, batch.mask, self.config.depths) if batch.trained is None else batch.trained
+        useful = trained.any(0)
         anchors = sample_anchors(useful, self.config.anchors, keys)
         chosen = None if anchors is None else torch.zeros_like(useful).scatter_(1, anchors, True)
-        return anchors, weights(batch.document, batch.mask, chosen, self.config)
+        weight = weights(batch.document, batch.mask, chosen, self.config, trained)
+        return anchors, weight if batch.path is None else weight.times(self.config.on_policy.weight)
 
 
 class Guard:
@@ -153,9 +159,9 @@ class Stepper:
 
     def __init__(
         self, trainer: TrainerConfig, launcher: LauncherConfig, accelerator: Accelerator, loss: Any,
-        source: FeatureSource, width: int,
+        source: FeatureSource, width: int, rollouts: Rollouts | None = None,
     ) -> None:  # fmt: skip
-        self.trainer, self.accelerator, self.loss = trainer, accelerator, loss
+        self.trainer, self.accelerator, self.loss, self.rollouts = trainer, accelerator, loss, rollouts
         self.source, self.width = source, width
         self.head = head = loss.head
         self.sizes = parameter_count(head), frozen_count(head)  # of a head that is cut up there would be less to count
@@ -164,6 +170,7 @@ class Stepper:
         self.flops: int | None = None
         self.peak = peak_flops(accelerator.device, trainer.peak_tflops)
         self.steps, self.rows, self.stall = 0, 0, 0.0  # since the last record
+        self.rollout_tokens = 0  # that the target has read in rollouts, of all processes
         make = partial(optimizer, config=trainer)
         self.strategy = strategy.prepare(launcher, accelerator, loss, make, trainer.clip)
         self.optimizer = self.strategy.optimizer
@@ -171,22 +178,24 @@ class Stepper:
         self.state = TrainState(head, self.optimizer, self.average)
 
     def restore(self, progress: dict[str, Any]) -> None:
-        """Restore a run's progress: the operations of a step, and the guard's history."""
+        """Restore a run's progress: the operations of a step, the cost of rollouts, and the guard's history."""
         self.flops, self.guard = progress["flops"], Guard(self.trainer, progress)
+        self.rollout_tokens = progress["rollout_tokens"]
 
     def __call__(self, step: int, *, halted: Callable[[], bool]) -> Step:
         """Take step `step`, counted from 0, unless `halted` says before a micro-batch, on all processes, to stop."""
         self.clock.begin()
         trainer, device, stall = self.trainer, self.accelerator.device, self.source.stall
         self.loss.progress = step / trainer.steps
-        micro_batches = self.source(step)
+        micro_batches, drafted = self.micro_batches(step)
         batches = [micro.batch for micro in micro_batches]
         keys = [row_keys(trainer.seed, step, batch.index) for batch in batches]
         sampled = [self.loss.sampled(*inputs) for inputs in zip(batches, keys, strict=True)]
         mine: Any = sum(torch.stack([weight.amount, weight.trained.sum((1, 2))]) for _, weight in sampled)
+        mine = torch.cat([mine, torch.full_like(mine[:1], drafted)])
         self.clock.lap("data")
         shared: Any = self.accelerator.reduce(to_device(mine, device), "sum")
-        amount, trained = shared.clamp_min(1)
+        amount, trained = shared[:2].clamp_min(1)
         self.clock.lap("wait")
         totals: dict[str, Tensor] = {}
         for i, (micro, (anchors, weight)) in enumerate(zip(micro_batches, sampled, strict=True)):
@@ -196,7 +205,7 @@ class Stepper:
                 return Step(stopped=True, record=None, bad=None)
             self.clock.lap("wait")
             scaled = to_device(weight.row, device) / amount[:, None, None]
-            chunks = self.loss.chunks(weight.trained, device)
+            chunks = self.loss.chunks(weight.trained, device, micro.batch.path)
             loss, sums = self.backward(read, keys[i], anchors, scaled, chunks, last=i + 1 == len(micro_batches))
             for name, value in {"loss": loss.detach().expand(len(trained)), **sums}.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value
@@ -204,6 +213,9 @@ class Stepper:
         norm = self.strategy.clip(trainer.clip)
         self.clock.lap("optimiser")
         numbers = self.read(totals, torch.as_tensor(norm, device=device), trained)
+        if self.rollouts is not None:
+            numbers["rollout_tokens"] = int(shared[2, 0])
+            self.rollout_tokens += numbers["rollout_tokens"]
         self.clock.lap("wait")
         bad = self.guard.check(numbers["loss"], numbers["grad_norm"])
         self.update(step, good=bad is None)
@@ -213,6 +225,16 @@ class Stepper:
         logged = bad is not None or (step + 1) % trainer.log_every == 0
         record = {**numbers, "lr": self.rate(step), **({} if bad is None else {"skipped": True})}
         return Step(stopped=False, record={**record, **self.cost()} if logged else None, bad=bad)
+
+    def micro_batches(self, step: int) -> tuple[list[MicroBatch], int]:
+        """Return a step's micro-batches, with its rollout, and how many tokens the target has read for this one."""
+        given = self.source(step)
+        self.clock.lap("data")
+        if self.rollouts is None or not self.rollouts.due(step):
+            return given, 0
+        rollout, read = self.rollouts(step, [micro.batch for micro in given], self.state.weights())
+        self.clock.lap("rollout")
+        return [*given, *rollout], read
 
     def read(self, totals: dict[str, Tensor], norm: Tensor, trained: Tensor) -> dict[str, Any]:
         """Return the step's numbers over all processes: all that the host waits for."""

@@ -147,7 +147,7 @@ class StreamsLoss(nn.Module):
         scale = weight.amax((1, 2)) * self.decay ** torch.arange(len(weight), device=weight.device)
         return (sums["loss"] * scale).sum(), {"soft_ce": sums["loss"].detach(), "accuracy": sums["accuracy"]}
 
-    def chunks(self, trained: Tensor, device: torch.device) -> None:
+    def chunks(self, trained: Tensor, device: torch.device, path: None = None) -> None:
         """Anchors are scored at once."""
 
 

@@ -92,7 +92,7 @@ def unroll(head: Recurrent, features: Features, depths: int, *, predicts: bool, 
                 drafted[i].append((key, value))
             return attend_rows(query, context[i], drafted[i], seen)
 
-        token = rows.drafted_token(features.token, depth)
+        token = rows.drafted_token(features.token, depth, features.path)
         entering = state.detach() if detach and depth > 1 else state
         state, read = head.advance(token, entering, position + depth - 1, last, _by_layer(attend, head))
         drafts.append(Draft(read, state if predicts else None))

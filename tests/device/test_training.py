@@ -44,7 +44,7 @@ def gradient(name: str, device: torch.device, quick: bool, target: Target) -> tu
         if parameter.ndim == 2:
             parameter.data *= 0.3
     made, mask = batch(head.feature_layers)
-    features = Features(*(part.to(device) for part in made))
+    features = Features(*(part.to(device) for part in made[:4]))
     depths = min(4, head.max_depth)
     of = replace(config(soft_ce=1.0), depths=depths)
     with torch.autocast(device.type, torch.bfloat16, enabled=quick):
@@ -74,7 +74,7 @@ def test_no_loss_waits_for_the_device(device: torch.device, target_on: On) -> No
         pytest.skip("CUDA alone says where the host waits")
     head: Any = toys.head("eagle3", target_on("llama", torch.float32)).to(device).requires_grad_()
     made, mask = batch(head.feature_layers)
-    features = Features(*(part.to(device) for part in made))
+    features = Features(*(part.to(device) for part in made[:4]))
     drafts = head.unroll(features, 2)
     weight = weights(made.document, mask, None, CONFIG)
     row = weight.row.to(device)

@@ -47,7 +47,7 @@ def naive(head: Any, token: list[int], temperature: float) -> list[float]:
     found = []
     for place, depth in zip(PLACES, DEPTHS, strict=True):
         root = len(PROMPT) + place - depth
-        rows = Features(*(part[:, :root] for part in features))
+        rows = Features(*(part[:, :root] for part in features[:4]))
         state, level = drafting.extend(head, None, rows, whole[1 : root + 1])
         for below in range(1, depth):
             path = torch.ones(1, below, dtype=torch.bool)

@@ -83,7 +83,7 @@ def naive(head: Any, text: Text) -> torch.Tensor:
     features = target.features(token[None], torch.zeros_like(token)[None], head.feature_layers)
     hits, seen = torch.zeros(DEPTH, 5, dtype=torch.float64), torch.zeros(DEPTH, 1, dtype=torch.float64)
     for root in range(text.start, len(token) - 1):
-        rows = Features(*(part[:, :root] for part in features))
+        rows = Features(*(part[:, :root] for part in features[:4]))
         state, level = drafting.extend(head, None, rows, token[1 : root + 1])
         for depth in range(min(DEPTH, len(token) - 1 - root)):
             wanted = token[root + 1 + depth]

@@ -35,8 +35,8 @@ class Rows:
 
 
 def joined(parts: list[tuple[Features, torch.Tensor]]) -> tuple[Features, torch.Tensor]:
-    features, tokens = zip(*parts, strict=True)
-    return Features(*(torch.cat(each) for each in zip(*features, strict=True))), torch.cat(tokens)
+    *features, tokens = (torch.cat(each) for each in zip(*((*part[:4], token) for part, token in parts), strict=True))
+    return Features(*features), tokens
 
 
 def tree(head: DraftHead, state: Any, level: Level) -> torch.Tensor:

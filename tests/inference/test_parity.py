@@ -120,7 +120,7 @@ def predicted(head: Any, tree: TreeConfig, seed: int) -> list[int]:
     counts, end = [], length + TOKENS
     root = length
     while root < end - 1:
-        rows = Features(*(part[:, :root] for part in features))
+        rows = Features(*(part[:, :root] for part in features[:4]))
         state, level = drafting.extend(head, None, rows, torch.tensor(token[1 : root + 1]))
         context = Context(token[: root + 1], GREEDY, Generator(0, target.device), end - root - 2)
         drafted = grow(head, state, level, tree, [context])[0].tree

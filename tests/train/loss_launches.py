@@ -121,7 +121,7 @@ def peak(rows: int, depths: int, *, whole: bool, autocast: bool) -> int:
     with FakeTensorMode(allow_non_fake_inputs=True), Shadow() as shadow, quick:
         if whole:
             work = Work(head, features, weight.flatten(1), of, chunks, None, labels(head, features))
-            loss, _ = work.run([[draft.state.flatten(0, 1), None, None] for draft in drafts])
+            loss, _ = work.run([[draft.state.flatten(0, 1), None, None, None] for draft in drafts])
         else:
             loss, _ = objective(head, drafts, features, weight, of, chunks)
         loss.backward()

@@ -20,7 +20,7 @@ from tests import toys
 from train.adapt import WholeConfig
 from train.config import TrainerConfig, run_config
 from train.distributed.processes import LARGE
-from train.losses import ObjectiveConfig
+from train.losses import ObjectiveConfig, OnPolicyConfig
 from train.objective import weights
 from train.planning.memory import Layout, MemoryUse, head_state, pass_stage, target_state
 from train.planning.path import path_of
@@ -32,7 +32,8 @@ from train.tracking.flops import Flops
 
 MIB = 2**20
 Counter: Any = Flops  # a dispatch mode is a context of an untyped kind
-OBJECTIVE = ObjectiveConfig({"soft_ce": 1.0}, "decay", 1.0, 0.5, 4, "token", None, 0.0, 3.0, 10, None)
+ON_POLICY = OnPolicyConfig(0, 1, 64, 0.0, "text", 1.0, None)
+OBJECTIVE = ObjectiveConfig({"soft_ce": 1.0}, "decay", 1.0, 0.5, 4, "token", None, 0.0, 3.0, 10, None, ON_POLICY)
 SHAPE = TargetShape(LayerShape(8, 2, 16, 512), 512, 10, 128, 1000, 2 * 128 * 1000, 10_000_000, 4_000_000, True)
 
 

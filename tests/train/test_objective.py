@@ -12,13 +12,13 @@ from heads import HEADS, rows
 from heads.base import Draft, Features
 from heads.modules.top_k import top_log_probs
 from tests import toys
-from train.losses import LOSSES, ObjectiveConfig
+from train.losses import LOSSES, ObjectiveConfig, OnPolicyConfig
 from train.objective import chunked, objective, trainable, weights
 from train.tracking.flops import Flops
 
 CONFIG = ObjectiveConfig(
     losses={"soft_ce": 1.0}, depth_weights="decay", depth_decay=0.5, dpace_alpha=0.5, depths=2, normalize="token",
-    anchors=None, noise=0.0, eta=3.0, top_k=4, base=None,
+    anchors=None, noise=0.0, eta=3.0, top_k=4, base=None, on_policy=OnPolicyConfig(0, 1, 64, 0.0, "text", 1.0, None),
 )  # fmt: skip
 
 
@@ -146,7 +146,7 @@ def test_a_head_that_has_drafted_can_be_trained(name: str) -> None:
     target.embeddings._some = None
     features, mask = batch(made.feature_layers, torch.float64)
     with torch.inference_mode():
-        made.extend(None, Features(*(part[:1] for part in features)), features.token[:1])
+        made.extend(None, Features(*(part[:1] for part in features[:4])), features.token[:1])
     loss, _ = loss_of(made, made.unroll(features, 4), features, mask, replace(CONFIG, depths=4))
     loss.backward()
     assert all(p.grad is not None for key, p in made.named_parameters() if not key.startswith("confidence"))
@@ -179,7 +179,7 @@ def test_micro_batches_sum_to_the_whole() -> None:
     whole, _ = loss_of(head, head.unroll(features, 2), features, mask, chosen)
     parts = torch.zeros(())
     for b in range(2):
-        piece = Features(*(part[b : b + 1] for part in features))
+        piece = Features(*(part[b : b + 1] for part in features[:4]))
         parts = parts + loss_of(head, head.unroll(piece, 2), piece, mask[b : b + 1], chosen)[0]
     torch.testing.assert_close(parts, whole)
 

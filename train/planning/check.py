@@ -27,11 +27,11 @@ from train.start import AUTO, CHECKPOINT, LAST_LAYER, check_start
 
 
 def reads_target(run: RunConfig) -> bool:
-    """Return whether a run needs the target's layers: for features, acceptance, initial weights, or changed weights."""
+    """Return whether a run needs the target's layers: for features, decoding, initial weights, or changed weights."""
     # By default head=mtp starts from the last layer, whatever is measured while it trains.
     starts = run.init in (LAST_LAYER, CHECKPOINT) or (run.init == AUTO and isinstance(run.head, Mtp.Config))
-    features = run.features
-    given = not features.runs_target and features.on_missing == "fail" and run.trainer.eval_prompts == 0
+    features, decodes = run.features, run.trainer.eval_prompts or run.objective.on_policy.prompts
+    given = not features.runs_target and features.on_missing == "fail" and not decodes
     return starts or not given or not run.model.as_saved
 
 

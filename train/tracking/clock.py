@@ -4,7 +4,7 @@ import torch
 
 from inference.laps import Laps
 
-PARTS = ("data", "target", "head", "optimiser", "wait", "other")
+PARTS = ("data", "rollout", "target", "head", "optimiser", "wait", "other")
 
 
 class Clock:

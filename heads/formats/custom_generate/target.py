@@ -28,7 +28,9 @@ class Seen(NamedTuple):
 
     def rows(self, count: int) -> "Seen":
         """Return the first rows."""
-        return Seen(Features(*(tensor[:, :count] for tensor in self.features)), self.logits[:count])
+        return Seen(
+            Features(*(tensor[:, :count] for tensor in self.features if tensor is not None)), self.logits[:count]
+        )
 
 
 class Embeddings:

@@ -1,0 +1,131 @@
+"""Rollouts: heads unroll drafts as text, nodes teach what the target says there, and a resumed run drafts the same."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from hydra import compose, initialize_config_dir
+from torch import Tensor
+
+from data.batches import Batches, Packed
+from data.features.source import MicroBatch
+from heads import HEADS
+from heads.common.resolvers import ROOT, register_resolvers
+from inference.drafters.policy import TreeConfig
+from tests import toys
+from tests.train import strategy_job
+from train.config import run_config
+from train.losses import OnPolicyConfig
+from train.objective import objective
+from train.planning.check import reads_target
+from train.rollouts import Rollouts
+from train.step import Loss, Stepper
+
+TREE = TreeConfig("dynamic", 3, 2, 6, [], [])
+CONFIG = OnPolicyConfig(2, 1, 12, 0.0, "all", 0.5, None)
+DEPTHS = 4
+
+
+def rollout(name: str, nodes: str, micro_rows: int = 2) -> tuple[Any, Any, list[MicroBatch], int]:
+    """Return a target, a head, and its rollout on two texts: a chat's with two answers, and plain text."""
+    target = toys.target("llama", torch.float64)
+    head: Any = toys.head(name, target).double()
+    token = torch.tensor([toys.prompt(seed, 10) for seed in (1, 2)])
+    mask = torch.tensor([[0, 0, 1, 1, 0, 0, 0, 1, 1, 1], [1] * 10])
+    batches = Batches(Packed(token, torch.zeros_like(token), mask), 2, micro_rows, 0, 0, 1)
+    rollouts = Rollouts(target, lambda _: head, TREE, replace(CONFIG, nodes=nodes), DEPTHS, batches)
+    return target, head, *rollouts(3, batches(3), {})
+
+
+def trained(micro: MicroBatch) -> list[tuple[int, int, int, list[int]]]:
+    """Return batch row, depth, row and path of everything that is trained."""
+    batch = micro.batch
+    assert batch.trained is not None
+    assert batch.path is not None
+    return [(b, d, t, batch.path[b, t, : d + 1].tolist()) for d, b, t in batch.trained.nonzero().tolist()]
+
+
+@pytest.mark.parametrize("nodes", ["text", "accepted", "refused", "all"])
+def test_a_node_teaches_what_the_target_says_behind_its_tokens(nodes: str) -> None:
+    target, _, [micro], read = rollout("eagle3", nodes)
+    features, seen = micro.read().features, set()
+    for b, _, t, path in trained(micro):
+        token = micro.batch.token[b, [*range(t + 1), *path]][None]
+        torch.testing.assert_close(features.last[b, path[-1]], target.features(token, token * 0, ()).last[0, -1])
+        assert micro.batch.document[b, t] == 0
+        seen.add((b * 2 // len(features.token), *token[0].tolist()))
+    refused = [path for b, _, _, path in trained(micro) if micro.batch.document[b, path[-1]] < 0]
+    assert bool(refused) == (nodes in ("refused", "all"))
+    assert nodes != "all" or len(trained(micro)) == len(seen), "each node once"
+    assert read > 2 * 12, "every node that the target verified counts, and the prompts"
+
+
+@pytest.mark.parametrize("name", sorted(HEADS))
+def test_a_head_unrolls_a_draft_as_it_unrolls_text(name: str) -> None:
+    """And the loss takes these rows, in chunks as by plain autograd."""
+    target, head, [micro], _ = rollout(name, "all")
+    given = micro.read().features
+    drafts = head.unroll(given, DEPTHS)
+    nodes, final = trained(micro), len(given.token) - 1
+    for b, d, t, path in nodes[::15] + [node for node in nodes if node[0] == final]:
+        token = micro.batch.token[b, [*range(t + 1), *path]][None]
+        text = target.features(token, token * 0, head.feature_layers)
+        torch.testing.assert_close(drafts[d].state[b, t], head.unroll(text, DEPTHS)[d].state[0, t])
+    of = replace(
+        strategy_job.run_of("eagle", "ddp").objective, losses={"ce": 1.0}, depths=DEPTHS, anchors=8,
+        on_policy=replace(CONFIG, losses={"soft_ce": 1.0}),
+    )  # fmt: skip
+    head.requires_grad_(requires_grad=True)
+    loss = Loss(head, of, compiled=False)
+    anchors, weight = loss.sampled(micro.batch, torch.arange(len(micro.batch.token)))
+    value, sums = loss(given, weight.row, anchors)
+    whole, _ = objective(head, head.unroll(given, DEPTHS, anchors), given, weight.row, loss.drafted)
+    torch.testing.assert_close(value, whole)
+    assert list(sums) == ["ce", "soft_ce", "accuracy"]
+    assert weight.row.max() == 0.5
+
+
+def test_micro_batches_hold_no_more_sequences_than_static_ones() -> None:
+    _, _, [whole], _ = rollout("eagle", "text")
+    _, _, parts, _ = rollout("eagle", "text", micro_rows=1)
+    assert [len(micro.batch.token) for micro in parts] == [1, 1]
+    for row, part in enumerate(parts):
+        one = part.read().features
+        torch.testing.assert_close(one.last[0], whole.read().features.last[row, : one.last.shape[1]])
+
+
+def test_a_resumed_run_drafts_the_same() -> None:
+    def stepper() -> Stepper:
+        run = strategy_job.run_of("eagle", "ddp")
+        step = strategy_job.stepper(run, "eagle", Accelerator(cpu=True))
+        target = toys.target()
+
+        def decoding(weights: dict[str, Tensor]) -> Any:
+            head = toys.head("eagle", target)
+            head.load_state_dict(weights)
+            return head
+
+        config = replace(CONFIG, every=2)
+        step.rollouts = Rollouts(target, decoding, TREE, config, run.objective.depths, step.source.batches)
+        return step
+
+    one, two = stepper(), stepper()
+    strategy_job.losses(one, 0, 3)
+    for name, value in strategy_job.snapshot(one).items():
+        two.state.write(name, value)
+    first, second = (step(4, halted=lambda: False).record or {} for step in (one, two))
+    assert first["rollout_tokens"] == second["rollout_tokens"] == two.rollout_tokens > 0
+    assert first["loss"] == second["loss"]
+    assert first["grad_norm"] == second["grad_norm"]
+    assert first["seconds"]["rollout"] > 0
+
+
+def test_a_run_has_a_target_to_decode_with_or_is_refused() -> None:
+    register_resolvers()
+    stored = ["objective.on_policy.prompts=1", "features=stored", "features.path=x", "features.on_missing=fail"]
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        assert reads_target(run_config(compose("train", [*stored, "trainer.eval_prompts=0"])))
+        with pytest.raises(ValueError, match=r"each decodes its own prompts: give objective\.on_policy\.prompts=0, or"):
+            run_config(compose("train", ["model.placement=fsdp", "eval.prompts=0", *stored]))

@@ -1,0 +1,173 @@
+"""Rollouts: the head, as it stands, drafts on training prompts, and learns from what the verifier says of its nodes.
+
+A sequence's committed tokens are rows like any others. Below a root, a draft's path leaves them at its first refused
+node; refused nodes stand behind the text as rows that nothing attends to, and `Features.path` leads from the root's row
+down to them. So each head unrolls a path as it unrolls text, and the teacher of a node is the target's distribution
+there. One copy of a sequence has one path below each root; where all nodes are trained, it has as many copies as its
+trees have leaves. A rollout depends on seed, step and weights alone, and is trained in its own step.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+
+from data.batches import Batch, Batches
+from data.features.source import MicroBatch, TrainingInput
+from heads.base import Features, to_device
+from inference.decode import Settings, speculate
+from inference.drafters.head import HeadDrafter
+from inference.drafters.policy import TreeConfig
+from inference.session import Pass
+from inference.target.target import Target
+from inference.verification.sample import Sampling
+from train.losses import OnPolicyConfig
+
+NODE, NONE = -1, -1  # the document of refused nodes and of padding; the row below a path's end
+
+
+class Copy(NamedTuple):
+    """A sequence's rows with one path below each root: the fields of `Batch` and `Features` for one of its rows."""
+
+    token: Int[Tensor, "T"]
+    document: Int[Tensor, "T"]
+    hidden: Float[Tensor, "T L D"]
+    last: Float[Tensor, "T D"]
+    path: Int[Tensor, "T d"]
+    trained: Bool[Tensor, "T d"]
+
+
+def copies(prompt: list[int], passes: Sequence[Pass], depths: int, nodes: str) -> list[Copy]:
+    """Return the copies of a sequence by the target's passes: one of its text, or those of its drafts."""
+    token = torch.cat([torch.tensor(prompt[:1]), *(one.token.cpu() for one in passes)])[:-1]
+    hidden = torch.cat([one.features.hidden[0] for one in passes])
+    last = torch.cat([one.features.last[0] for one in passes])
+    following = torch.arange(len(token))[:, None] + torch.arange(1, depths + 1)
+    exists = following < len(token)
+    path, written = following.where(exists, NONE), exists & (following >= len(prompt) - 1)
+    text = Copy(token, torch.zeros_like(token), hidden, last, path, written)
+    if nodes == "text":
+        return [text]
+    paths = [_paths(one) for one in passes]
+    count = max(1, *map(len, paths)) if nodes == "all" else 1
+    return [_drafted(text, passes, paths, k, refused=nodes != "accepted") for k in range(count)]
+
+
+def _paths(verified: Pass) -> list[list[int]]:
+    """Return the path to each leaf of a pass's tree, those first that share most with the accepted one."""
+    if verified.tree is None:
+        return []
+    parent, paths = verified.tree.parent.tolist(), []
+    for leaf in sorted(set(range(len(parent))) - set(parent)):
+        path = [leaf]
+        while path[-1]:
+            path.append(parent[path[-1]])
+        paths.append(path[::-1])
+    return sorted(paths, key=lambda path: -len(set(path) & set(verified.path)))
+
+
+def _drafted(text: Copy, passes: Sequence[Pass], paths: list[list[list[int]]], k: int, *, refused: bool) -> Copy:
+    """Return the copy with the `k`-th path below each root, trained at nodes that no earlier copy has."""
+    path, trained = text.path.clone(), torch.zeros_like(text.trained)
+    token, last, row = list[int](), [text.last], -1  # of refused nodes; the row above the root
+    for one, leaves in zip(passes, paths, strict=True):
+        earlier = {node for leaf in leaves[:k] for node in leaf}
+        if leaves:
+            path[row, 1:] = NONE  # the root itself is text in every copy: later rows attend to this one
+        for d, node in enumerate(leaves[k][: path.shape[1]] if k < len(leaves) else ()):
+            if node in one.path:
+                path[row, d] = row + 1 + d
+            elif refused and one.tree is not None:
+                path[row, d] = len(text.token) + len(token)
+                token.append(int(one.tree.token[node]))
+                last.append(one.last[node][None])
+            else:
+                break
+            trained[row, d] = node not in earlier
+        row += len(one.token)
+    return Copy(
+        torch.cat([text.token, torch.tensor(token, dtype=torch.long)]),
+        pad(text.document, (0, len(token)), value=NODE),
+        pad(text.hidden, (0, 0, 0, 0, 0, len(token))),
+        torch.cat(last),
+        pad(path, (0, 0, 0, len(token)), value=NONE),
+        pad(trained, (0, 0, 0, len(token))),
+    )
+
+
+class Rollouts:
+    """The rollouts of one process, for any step: on prompts of its own part of the step's batch."""
+
+    def __init__(
+        self, target: Target, decoding: Callable[[dict[str, Tensor]], Any], tree: TreeConfig, config: OnPolicyConfig,
+        depths: int, batches: Batches,
+    ) -> None:  # fmt: skip
+        self.target, self.decoding, self.tree, self.config = target, decoding, tree, config
+        self.depths, self.batches = depths, batches
+
+    def due(self, step: int) -> bool:
+        """Whether a step has a rollout."""
+        return step % self.config.every == 0
+
+    def __call__(self, step: int, batches: Sequence[Batch], weights: dict[str, Tensor]) -> tuple[list[MicroBatch], int]:
+        """Return micro-batches of drafts by a head with these weights, and how many tokens the target read for them."""
+        draw = random.Random(f"{self.batches.seed}/{step}/{self.batches.rank}")
+        prompts = self.prompts(batches, draw)
+        sampling = Sampling(self.config.temperature, 0, 1.0)
+        settings = [Settings(self.config.tokens, sampling, seed=draw.getrandbits(31), passes=True) for _ in prompts]
+        drafter = HeadDrafter(self.decoding(weights), self.tree, "on_policy")
+        together = len(prompts) if self.target.takes_trees else 1
+        answers = speculate(self.target, drafter, prompts, settings, batch_size=together)
+        sequences = [
+            copies(prompt, answer.passes, self.depths, self.config.nodes)
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+        size, width = self.batches.micro_rows, self.batches.packed.token.shape[1]
+        groups = [[*chain(*sequences[first : first + size])] for first in range(0, len(sequences), size)]
+        read = sum(map(len, prompts)) + sum(taken.drafted + 1 for answer in answers for taken in answer.steps)
+        return [_micro_batch(group, self.target.device, width) for group in groups], read
+
+    def prompts(self, batches: Sequence[Batch], draw: random.Random) -> list[list[int]]:
+        """Return prompts: texts of the batches, each to where an answer begins; plain text to its middle.
+
+        Every process has as many: where texts are fewer, they come again.
+        """
+        texts = [
+            (batch.token[row][held].tolist(), batch.mask[row][held].tolist())
+            for batch in batches
+            for row in range(len(batch.token))
+            for number in batch.document[row].unique().tolist()
+            if number >= 0 and (held := batch.document[row] == number).sum() > 1
+        ]
+        texts = texts or [(batches[0].token[0, :2].tolist(), [1, 1])]
+        chosen = draw.sample(texts, min(self.config.prompts, len(texts)))
+        prompts = []
+        for number in range(self.config.prompts):
+            token, mask = chosen[number % len(chosen)]
+            starts = [i for i in range(1, len(mask)) if mask[i] and not mask[i - 1]]
+            cut = draw.choice(starts) if starts else len(token) // 2
+            prompts.append(token[:cut][-(self.target.context - 2) :])
+        return prompts
+
+
+def _micro_batch(copies: list[Copy], device: torch.device, length: int) -> MicroBatch:
+    """Return copies as a micro-batch; on CUDA as wide as training rows or some of them, for whose width it compiles."""
+    width = length if device.type == "cuda" else 1
+
+    def joined(field: int, value: int = 0) -> Any:
+        rows = pad_sequence([copy[field] for copy in copies], batch_first=True, padding_value=value)
+        return pad(rows, (*(0, 0) * (rows.ndim - 2), 0, -rows.shape[1] % width), value=value)
+
+    token, hidden, last, path = joined(0), joined(2), joined(3), joined(4).clamp_min(0)
+    document, trained = joined(1, NODE), joined(5).permute(2, 0, 1).contiguous()
+    index = -2 - torch.arange(len(copies))  # numbers that no row of the data has
+    batch = Batch(token, document, torch.zeros_like(token), index, path, trained)
+    token, document, path = (to_device(field, device) for field in (token, document, path))
+    features = Features(token, hidden, last, document, path)
+    return MicroBatch(batch, lambda: TrainingInput(features, None))
