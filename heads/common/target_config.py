@@ -5,6 +5,7 @@ Hub that is named there as an attention. So it must describe a model of possible
 """
 
 import inspect
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,12 @@ def context_of(config: Any) -> int:
     """Return the most tokens that a sequence may have, from a model's configuration."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else UNBOUNDED
+
+
+def logit_factor(config: Any) -> float:
+    """Return what a model multiplies the output of its lm_head by: Cohere's, Falcon-H1's and Granite's keys for it."""
+    factors = (getattr(config, key, None) or 1.0 for key in ("logit_scale", "lm_head_multiplier"))
+    return math.prod(factors) / (getattr(config, "logits_scaling", None) or 1.0)
 
 
 def row_length(path: str, length: int) -> int:

@@ -8,7 +8,7 @@ the same time a cache of its own, for its prefill.
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -204,12 +204,16 @@ class TargetCache:
     def __init__(self, storage: Storage, slot: int = 0) -> None:
         self.storage, self.slot = storage, slot
         maker: Any = _maker(storage, slot)  # transformers calls it as it would a class
-        self.hf = Cache(layer_class_to_replicate=maker)
+        self.hf: Any = Cache(layer_class_to_replicate=maker)
 
     @property
     def length(self) -> int:
         """How many entries there are."""
         return int(self.hf.get_seq_length())
+
+    def snapshot(self) -> None:
+        """Prepare for a pass whose entries may be dropped again, which entries themselves need nothing for."""
+        return
 
     @torch.inference_mode()
     def keep(self, prefix: int, entries: list[int], layers: int | None = None) -> None:
@@ -227,8 +231,8 @@ class TargetCache:
     def set_length(self, length: int, layers: int | None = None) -> None:
         """Take note of how many entries there are, in every layer or in the first `layers` ones."""
         for layer in self.hf.layers[:layers]:
-            assert isinstance(layer, SequenceLayer)
-            layer.length = length
+            if isinstance(layer, SequenceLayer):
+                layer.length = length
 
     def over(self, columns: Int[Tensor, "B N"], end: int) -> BatchPass:
         """Return a pass over this sequence alone; entries that it writes behind the others count after `set_length`."""
@@ -263,15 +267,15 @@ def _maker(storage: Storage, slot: int) -> Any:
 class BatchCache:
     """Sequences side by side. The first ones are those being decoded; each is a `TargetCache` too."""
 
-    def __init__(self, storage: Storage) -> None:
-        self.storage = storage
+    def __init__(self, storage: Storage, make: Callable[[Storage, int], TargetCache]) -> None:
+        self.storage, self.make = storage, make
         self.active: list[TargetCache] = []
 
     def enter(self, slot: int | None = None) -> TargetCache:
         """Return the empty cache of a sequence in a slot, by default in one more."""
         slot = len(self.active) if slot is None else slot
         assert slot < self.storage.size
-        self.active[slot : slot + 1] = [TargetCache(self.storage, slot)]
+        self.active[slot : slot + 1] = [self.make(self.storage, slot)]
         return self.active[slot]
 
     def move(self, source: int, slot: int) -> None:
@@ -285,23 +289,28 @@ class BatchCache:
 
 
 class Pool:
-    """Lends storages; fixed ones outlive their sequences: a compiled pass wants to find them where they were."""
+    """Lends storages; fixed ones outlive their sequences: a compiled pass wants to find them where they were.
 
-    def __init__(self, layout: Layout, fixed: bool = False) -> None:
-        self.layout, self.fixed = layout, fixed
+    `make` makes the cache of one sequence on a slot of a storage.
+    """
+
+    def __init__(
+        self, layout: Layout, fixed: bool = False, make: Callable[[Storage, int], TargetCache] = TargetCache
+    ) -> None:
+        self.layout, self.fixed, self.make = layout, fixed, make
         self.free: defaultdict[int, list[Storage]] = defaultdict(list)
 
     def sequence(self, capacity: int = 0) -> TargetCache:
         """Return an empty cache for one sequence of `capacity` entries."""
         storage = self._take(1, capacity)
-        cache = TargetCache(storage)
+        cache = self.make(storage, 0)
         self._return(cache, storage)
         return cache
 
     def batch(self, size: int, capacity: int = 0) -> BatchCache:
         """Return an empty cache for up to `size` sequences."""
         storage = self._take(size, capacity)
-        cache = BatchCache(storage)
+        cache = BatchCache(storage, self.make)
         self._return(cache, storage)
         return cache
 

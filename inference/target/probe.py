@@ -47,14 +47,16 @@ def check(target: TargetModel) -> bool:
     token = torch.randint(target.embeddings.vocab_size, (length + len(PARENTS),), generator=generator).to(target.device)
     prompt, nodes = token[:length], token[length:]
     _check_logits(target, prompt)
-    target.takes_trees = True
+    target.takes_trees = target.recurrence is None
     drafted = DraftTree(nodes, torch.tensor(PARENTS, device=target.device))
     far = [f"{key}={value}" for key, value in window_sizes.items() if value > LONGEST and not _by_mask(target, key)]
-    if not far and _honours_masks(target, prompt, drafted):
+    if target.takes_trees and not far and _honours_masks(target, prompt, drafted):
         return True
     target.takes_trees = False
     why = f"applies {far[0]} itself" if far else "gives a tree or a batch other logits than its sequences alone"
     target.objection = f"its attention takes no mask of ours ({target.architecture} {why})"
+    if target.recurrence is not None:
+        target.objection = f"its recurrent layers keep the state of one path ({target.architecture})"
     chain = DraftTree(nodes[: DEPTH + 1], torch.arange(-1, DEPTH, device=target.device))
     if not _tree_is_exact(target, prompt, chain):
         _check_finite(target)
@@ -183,9 +185,12 @@ def _batch_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> 
 
 
 def _outer_paths(drafted: DraftTree) -> list[list[int]]:
-    """Return a tree's first path and its last one, whose entries lie farthest from their positions in a sequence."""
+    """Return a tree's first path and its last one, whose entries lie farthest from their positions in a sequence.
+
+    Of a chain it is the whole one and a part of it, behind which the rest is dropped.
+    """
     paths = tree.paths(drafted)
-    return [paths[0], paths[-1]] if len(paths) > 1 else paths
+    return [paths[0], paths[-1] if len(paths) > 1 else paths[0][:-1]]
 
 
 def _close(actual: Tensor | None, expected: Tensor | None) -> bool:
