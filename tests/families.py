@@ -83,7 +83,7 @@ FAMILIES: dict[str, Family] = {
         "NemotronHConfig",
         SIZES | {"ssm_state_size": 4, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2,
                  "layers_block_type": ["mamba", "attention", "moe"], "n_routed_experts": 4, "num_experts_per_tok": 2,
-                 "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16}, True,
+                 "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16, "time_step_min": 1e-9}, True,
     ),
     "kimi_linear": Family(
         "KimiLinearConfig",

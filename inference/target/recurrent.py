@@ -97,10 +97,12 @@ class Recurrence:
 
 def recurrence(config: PreTrainedConfig, layers: nn.ModuleList) -> Recurrence | None:
     """Return a target's recurrent layers; None if it has attention alone, or a cache of its own."""
-    kinds = DynamicCache(config=config).layers
-    if not any(isinstance(kind, LinearAttentionCacheLayerMixin) for kind in kinds):
+    try:
+        kinds = DynamicCache(config=config).layers
+    except (AttributeError, LookupError, ValueError):
         return None
-    return Recurrence(config, layers)
+    is_recurrent = any(isinstance(kind, LinearAttentionCacheLayerMixin) for kind in kinds)
+    return Recurrence(config, layers) if is_recurrent else None
 
 
 class RecurrentCache(TargetCache):
