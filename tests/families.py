@@ -27,7 +27,8 @@ DELTA = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 2}
+LOCAL_FIRST = ["sliding_attention", "sliding_attention", "full_attention"]
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 2, "mamba_chunk_size": 8}
 GEMMA = SIZES | WINDOW | {"query_pre_attn_scalar": 8, "tie_word_embeddings": False}
 GPT = {
     "vocab_size": toys.VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 160, "initializer_range": 0.4,
@@ -43,26 +44,39 @@ class Family(NamedTuple):
     recurrent: bool = False
 
 
-FAMILIES: dict[str, Family] = {
+HYBRID = ["linear_attention", "full_attention", "linear_attention"]
+GEMMA4 = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": toys.VOCAB, "global_head_dim": 8}
+SHARED = {"shared_expert_intermediate_size": 16}
+NEMOTRON = {
+    "ssm_state_size": 4, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "chunk_size": 8,
+    "layers_block_type": ["mamba", "attention", "moe"], "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16,
+    "time_step_min": 1e-9,  # transformers bounds the step sizes in passes over several tokens alone
+}  # fmt: skip
+KIMI = {
+    "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "moe_intermediate_size": 16,
+    "linear_head_dim": 8, "linear_num_heads": 4, "num_key_value_heads": 4, "layer_types": HYBRID,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+}  # fmt: skip
+FALCON = {"mamba_d_ssm": 64, "lm_head_multiplier": 0.5}
+GRANITE = {"logits_scaling": 2.0, "residual_multiplier": 0.7}
+GRANITE4 = {"layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 16, "logits_scaling": 2.0}
+FAMILIES = {
     "llama": Family("LlamaConfig", SIZES),
     "qwen2": Family("Qwen2Config", DENSE),
     "qwen3": Family("Qwen3Config", SIZES),
     "mistral": Family("MistralConfig", SIZES | WINDOW),
     "ministral3": Family("Ministral3Config", SIZES),
     "gemma2": Family("Gemma2Config", GEMMA | {"final_logit_softcapping": 5.0}),
-    "gemma3": Family("Gemma3TextConfig", GEMMA | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
-    "gemma4": Family(
-        "Gemma4TextConfig",
-        SIZES | WINDOW | {"tie_word_embeddings": False, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": toys.VOCAB,
-                          "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "global_head_dim": 8},
-    ),
+    "gemma3": Family("Gemma3TextConfig", GEMMA | {"layer_types": LOCAL_FIRST}),
+    "gemma4": Family("Gemma4TextConfig", GEMMA | GEMMA4 | {"layer_types": LOCAL_FIRST}),
     "phi3": Family("Phi3Config", DENSE | {"sliding_window": None}),
     "phi4": Family("Phi3Config", DENSE | {"sliding_window": None, "partial_rotary_factor": 0.5}),
     "olmo2": Family("Olmo2Config", DENSE),
     "olmo3": Family("Olmo3Config", DENSE | WINDOW),
     "glm4": Family("Glm4Config", SIZES),
     "glm4_moe": Family("Glm4MoeConfig", DENSE | EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}),
-    "granite": Family("GraniteConfig", DENSE | {"logits_scaling": 2.0, "residual_multiplier": 0.7}),
+    "granite": Family("GraniteConfig", DENSE | GRANITE),
     "gpt_neox": Family("GPTNeoXConfig", DENSE),
     "gpt2": Family("GPT2Config", GPT),
     "mixtral": Family("MixtralConfig", SIZES | LOCAL | {"sliding_window": None}),
@@ -70,29 +84,18 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": Family("GptOssConfig", SIZES | LOCAL | WINDOW),
     "deepseek_v3": Family("DeepseekV3Config", DENSE | MLA | {"num_key_value_heads": 4}),
     "llama4": Family("Llama4TextConfig", SIZES | LOCAL | {"intermediate_size_mlp": 48, "attention_chunk_size": 8}),
-    "qwen3_next": Family("Qwen3NextConfig", SIZES | EXPERTS | DELTA | {"shared_expert_intermediate_size": 16}, True),
-    "qwen3_5": Family("Qwen3_5TextConfig", SIZES | DELTA, True),
-    "qwen3_5_moe": Family("Qwen3_5MoeTextConfig", SIZES | EXPERTS | DELTA | {"shared_expert_intermediate_size": 16}, True),
-    "lfm2": Family("Lfm2Config", DENSE | {"layer_types": ["conv", "full_attention", "conv"]}, True),
-    "granitemoehybrid": Family(
-        "GraniteMoeHybridConfig",
-        DENSE | MAMBA | LOCAL | {"layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 16}, True,
+    "qwen3_next": Family("Qwen3NextConfig", SIZES | EXPERTS | DELTA | SHARED, recurrent=True),
+    "qwen3_5": Family("Qwen3_5TextConfig", SIZES | DELTA, recurrent=True),
+    "qwen3_5_moe": Family("Qwen3_5MoeTextConfig", SIZES | EXPERTS | DELTA | SHARED, recurrent=True),
+    "lfm2": Family("Lfm2Config", DENSE | {"layer_types": ["conv", "full_attention", "conv"]}, recurrent=True),
+    "granitemoehybrid": Family("GraniteMoeHybridConfig", DENSE | MAMBA | LOCAL | GRANITE4, recurrent=True),
+    "falcon_h1": Family(
+        "FalconH1Config", SIZES | MAMBA | {"mamba_d_ssm": 64, "lm_head_multiplier": 0.5}, recurrent=True
     ),
-    "falcon_h1": Family("FalconH1Config", SIZES | MAMBA | {"mamba_d_ssm": 64}, True),
-    "nemotron_h": Family(
-        "NemotronHConfig",
-        SIZES | {"ssm_state_size": 4, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2,
-                 "layers_block_type": ["mamba", "attention", "moe"], "n_routed_experts": 4, "num_experts_per_tok": 2,
-                 "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16, "time_step_min": 1e-9}, True,
-    ),
-    "kimi_linear": Family(
-        "KimiLinearConfig",
-        DENSE | LOCAL | {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
-                 "moe_intermediate_size": 16, "linear_head_dim": 8, "linear_num_heads": 4, "num_key_value_heads": 4,
-                 "layer_types": ["linear_attention", "full_attention", "linear_attention"], "mlp_layer_types": ["dense", "sparse", "sparse"]}, True,
-    ),
-    "bamba": Family("BambaConfig", DENSE | MAMBA | {"attn_layer_indices": [1]}, True),
-}  # fmt: skip
+    "nemotron_h": Family("NemotronHConfig", SIZES | NEMOTRON, recurrent=True),
+    "kimi_linear": Family("KimiLinearConfig", DENSE | LOCAL | KIMI, recurrent=True),
+    "bamba": Family("BambaConfig", DENSE | MAMBA | {"attn_layer_indices": [1]}, recurrent=True),
+}
 
 
 def config(name: str) -> PreTrainedConfig:

@@ -484,5 +484,7 @@ def verifiable(target: Target, tree: TreeConfig) -> TreeConfig:
     if tree.kind == "chain" or target.takes_trees:
         return tree
     chain = TreeConfig("chain", tree.deepest, 0, 0, [], [])
-    log.warning("%s: %s, so no tree (%s) is verified: %s in its place", target.name, target.objection, tree.label, chain.label)
+    log.warning(
+        "%s: %s, so no tree (%s) is verified: %s in its place", target.name, target.objection, tree.label, chain.label
+    )
     return chain

@@ -231,8 +231,8 @@ class TargetCache:
     def set_length(self, length: int, layers: int | None = None) -> None:
         """Take note of how many entries there are, in every layer or in the first `layers` ones."""
         for layer in self.hf.layers[:layers]:
-            if isinstance(layer, SequenceLayer):
-                layer.length = length
+            assert isinstance(layer, SequenceLayer)
+            layer.length = length
 
     def over(self, columns: Int[Tensor, "B N"], end: int) -> BatchPass:
         """Return a pass over this sequence alone; entries that it writes behind the others count after `set_length`."""

@@ -78,8 +78,8 @@ def layer_shape(config: PreTrainedConfig) -> LayerShape:
     heads: int | None = getattr(config, "num_attention_heads", None)
     if heads is None:
         raise ValueError(
-            f"headstart does not run {config.model_type} models (they have no attention, whose entries count the tokens "
-            "of a cache): choose another target"
+            f"headstart does not run {config.model_type} models (they have no attention, whose entries count a cache's "
+            "tokens): choose another target"
         )
     return LayerShape(
         heads,

@@ -30,8 +30,8 @@ from inference.target.attention import (
     use_kernels,
 )
 from inference.target.cache import BatchCache, BatchPass, Pool, TargetCache
-from inference.target.recurrent import recurrence
 from inference.target.placed import Placed, by_turns, on_one_device
+from inference.target.recurrent import recurrence
 from inference.target.tokenizer import end_tokens
 from inference.verification import tree
 from inference.verification.tree import DraftTree, LookAhead

@@ -61,9 +61,11 @@ def check(target: TargetModel) -> bool:
     chain = DraftTree(nodes[: DEPTH + 1], torch.arange(-1, DEPTH, device=target.device))
     if not _is_exact(_tree_is_exact, target, prompt, chain):
         _check_finite(target)
+        why = "its cache cannot be rolled back (a recurrent state outside it?)"
+        if target.recurrence is not None:
+            why = f"transformers {transformers.__version__} runs no pass over several tokens behind its recurrent states"
         raise ValueError(
-            f"{target.name} ({target.architecture}): its cache cannot be rolled back (a recurrent state outside it?), so "
-            "no draft can be verified: choose another target"
+            f"{target.name} ({target.architecture}): {why}, so no draft can be verified: choose another target"
         )
     return False
 

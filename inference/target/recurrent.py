@@ -1,7 +1,7 @@
 """The cache of a target with recurrent layers: the states before a chain, and the replay of what was accepted of it.
 
-A recurrent layer (a state space, a gated delta rule, a short convolution) keeps one state, which has taken in all tokens
-of a pass. So the states before a pass that verifies are kept, with what goes into the mixers that advance them; where a
+A recurrent layer (a state space, a gated delta rule, a short convolution) keeps one state, which takes in all tokens of
+a pass. So the states before a pass that verifies are kept, with what goes into the mixers that advance them; where a
 part of the chain is rejected, the mixers alone run once more, over what was accepted. All other layers' entries are
 dropped as ever. Of a tree each path would need states of its own: such targets verify chains.
 """
@@ -14,8 +14,8 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
+    LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
 )
 
 from inference.target.cache import SequenceLayer, Storage, TargetCache
@@ -46,13 +46,23 @@ class States(Cache):
     calls: dict[int, Call] | None = None
 
 
-class HybridLayer(LinearAttentionLayer, SequenceLayer):
-    """A layer with a recurrent mixer and an attention side by side."""
+class HybridLayer(LinearAttentionAndFullAttentionLayer):
+    """A layer with a recurrent mixer and an attention side by side; `entries` are the attention's."""
 
-    def __init__(self, storage: Storage, index: int, slot: int) -> None:
-        init: Any = LinearAttentionLayer.__init__
-        SequenceLayer.__init__(self, storage, index, slot)
-        init(self)
+    def __init__(self, entries: SequenceLayer) -> None:
+        init: Any = super().__init__
+        init()
+        self.entries = entries
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append entries and return all of them."""
+        return self.entries.update(key_states, value_states)
+
+    def get_seq_length(self) -> int:
+        """Return the number of entries."""
+        return self.entries.get_seq_length()
 
 
 class Recurrence:
@@ -68,9 +78,9 @@ class Recurrence:
 
     def note(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note what a mixer is called with."""
-        states = _states(args, kwargs)
-        if states is not None and states.calls is not None and self.mixers.get(module.layer_idx) is module:
-            states.calls[module.layer_idx] = Call(module, args, kwargs)
+        states, index = _states(args, kwargs), module.layer_idx
+        if states is not None and states.calls is not None and index in self.mixers and self.mixers[index] is module:
+            states.calls[index] = Call(module, args, kwargs)
 
     def find(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
         """Find a layer's mixer: the innermost module behind whose first call its layer has a state."""
@@ -85,14 +95,16 @@ class Recurrence:
         """Return the empty cache of one sequence."""
         return RecurrentCache(storage, slot, self)
 
-    def layers(self, storage: Storage, slot: int) -> list[Any]:
-        """Return a sequence's layers: transformers' own for states, ours for keys and values."""
+    def layers(self, storage: Storage, slot: int) -> tuple[list[Any], list[SequenceLayer]]:
+        """Return a sequence's layers, transformers' own for states and ours for keys and values; and the latter."""
         layers: list[Any] = list(DynamicCache(config=self.config).layers)
+        attention = []
         for index, layer in enumerate(layers):
             if isinstance(layer, CacheLayerMixin):
+                attention.append(SequenceLayer(storage, index, slot))
                 is_hybrid = isinstance(layer, LinearAttentionCacheLayerMixin)
-                layers[index] = (HybridLayer if is_hybrid else SequenceLayer)(storage, index, slot)
-        return layers
+                layers[index] = HybridLayer(attention[-1]) if is_hybrid else attention[-1]
+        return layers, attention
 
 
 def recurrence(config: PreTrainedConfig, layers: nn.ModuleList) -> Recurrence | None:
@@ -110,13 +122,19 @@ class RecurrentCache(TargetCache):
 
     def __init__(self, storage: Storage, slot: int, recurrence: Recurrence) -> None:
         super().__init__(storage, slot)
-        self.hf = States(layers=recurrence.layers(storage, slot))
+        layers, self.attention = recurrence.layers(storage, slot)
+        self.hf = States(layers=layers)
         self.before: dict[int, dict[str, Any]] | None = None
 
     @property
     def recurrent(self) -> dict[int, Any]:
         """The layers with states."""
         return {i: layer for i, layer in enumerate(self.hf.layers) if isinstance(layer, LinearAttentionCacheLayerMixin)}
+
+    def set_length(self, length: int, layers: int | None = None) -> None:
+        """Take note of how many entries the attention layers have."""
+        for layer in self.attention:
+            layer.length = length
 
     def snapshot(self) -> None:
         """Keep the states, to which the tokens of the pass that follows can be taken back."""

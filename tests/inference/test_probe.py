@@ -59,6 +59,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {**BARE, "hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32, "context_length": 160},
         "does not run rwkv models",
     ),
+    "jamba": (
+        "JambaConfig",
+        DENSE | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 4},
+        "no pass over several tokens behind its recurrent states",
+    ),
     "qwen3-next without attention": (
         "Qwen3NextConfig",
         SIZES
@@ -110,7 +115,9 @@ def generated(target: Target, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("said", OWN_MASKS)
-def test_trees_and_batches_that_a_target_masks_by_itself_are_refused_by_name(said: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_trees_and_batches_that_a_target_masks_by_itself_are_refused_by_name(
+    said: str, caplog: pytest.LogCaptureFixture
+) -> None:
     target, settings = made_of(OWN_MASKS[said], "own"), Settings(TOKENS, GREEDY)
     prompt = toys.prompt(0, 30)
     text = generated(target, prompt)
