@@ -25,7 +25,7 @@ MLA = {
 }  # fmt: skip
 DELTA = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],  # a checkpoint's module is as the last one
 }  # fmt: skip
 LOCAL_FIRST = ["sliding_attention", "sliding_attention", "full_attention"]
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 2, "mamba_chunk_size": 8}

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from heads import rows
 from heads.base import Features, to_device
-from heads.common.target_config import cache_argument, context_of
+from heads.common.target_config import EXPERTS, cache_argument, context_of
 from heads.formats.store import TargetSpec
 from inference.target import loading
 from inference.target.adapter import Adapter
@@ -37,7 +37,6 @@ from inference.verification import tree
 from inference.verification.tree import DraftTree, LookAhead
 
 log = logging.getLogger(__name__)
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config")  # in configs
 
 
 class TargetOutput(NamedTuple):
@@ -178,10 +177,11 @@ class TargetModel:
         self._cache_argument = cache_argument(self.base)
         self._noted = LayerOutputs(self.decoder_layers)
         self.context: int = context_of(self.config)
-        self.eos = end_tokens(model.generation_config, tokenizer)
+        ends, size = end_tokens(model.generation_config, tokenizer), self.embeddings.vocab_size
+        self.eos = frozenset(token for token in ends if token < size)  # a configuration may name others
         self.quantized = loading.method_of(model)
         here = all(weights.device == self.device for weights in model.parameters())
-        routed = any(getattr(self.config, key, None) for key in EXPERTS)
+        routed = any(getattr(self.config, key, None) for key in (*EXPERTS, "ffn_config"))
         self.idle: dict[Any, Any] = {}
         self.captures = self.device.type == "cuda" and here and not routed and self.quantized is None
         sizes = self.embeddings.vocab_size, self.embeddings.hidden_size, self.config.num_hidden_layers

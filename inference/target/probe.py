@@ -63,7 +63,8 @@ def check(target: TargetModel) -> bool:
         _check_finite(target)
         why = "its cache cannot be rolled back (a recurrent state outside it?)"
         if target.recurrence is not None:
-            why = f"transformers {transformers.__version__} runs no pass over several tokens behind its recurrent states"
+            version = transformers.__version__
+            why = f"transformers {version} runs no pass over several tokens behind its recurrent states"
         raise ValueError(
             f"{target.name} ({target.architecture}): {why}, so no draft can be verified: choose another target"
         )

@@ -8,7 +8,7 @@ import transformers
 from transformers import PretrainedConfig
 
 from heads.base import LayerShape
-from heads.common.target_config import UNFIT, read_target_config, reason
+from heads.common.target_config import UNFIT, experts_of, read_target_config, reason
 from inference.target.attention import packing
 from inference.target.config import ModelConfig
 from inference.target.embeddings import layer_shape
@@ -108,8 +108,7 @@ def target_shape(model: ModelConfig) -> TargetShape:
     }
     inner = {name: p.numel() for name, p in built.named_parameters() if id(p) not in embeddings}
     experts = sum(count for name, count in inner.items() if ".experts." in name)
-    chosen = getattr(text, "num_experts_per_tok", None) or 0
-    available = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
+    available, chosen = experts_of(text) or (1, 0)
     layer = layer_shape(text)
     expert = getattr(text, "moe_intermediate_size", None) or layer.intermediate_size
     return TargetShape(
