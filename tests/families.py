@@ -3,14 +3,23 @@
 Weights are scaled so that greedy text varies. `FAMILIES` holds for each its class, its values and what becomes of it.
 """
 
+import contextlib
 import functools
+import random
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import transformers
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from inference.protocol import Context, Drafter, DrafterState, Proposal
 from inference.target.target import Target
+from inference.verification.tree import DraftTree
 from tests import toys
 
 SIZES = toys.SIZES
@@ -25,7 +34,7 @@ MLA = {
 }  # fmt: skip
 DELTA = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "linear_attention", "full_attention"],  # a checkpoint's module is as the last one
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],  # a module for MTP is as the last
 }  # fmt: skip
 LOCAL_FIRST = ["sliding_attention", "sliding_attention", "full_attention"]
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 2, "mamba_chunk_size": 8}
@@ -112,3 +121,46 @@ def target(name: str, dtype: torch.dtype = torch.float32) -> Target:
     if dtype == torch.float64:
         model.set_experts_implementation("eager")  # their kernels take no fp64
     return Target(model.to(dtype), toys.tokenizer(), name)
+
+
+@contextlib.contextmanager
+def in_double() -> Iterator[None]:
+    """Let transformers compute in fp64 what it computes in fp32 at any dtype: states, norms, routers, softmaxes."""
+    with mock.patch.object(torch, "float32", torch.float64), mock.patch.object(Tensor, "float", Tensor.double):
+        yield
+
+
+class Erring(Drafter, DrafterState):
+    """Drafts chains of what the target will write, wrong from a random place on."""
+
+    name, tree = "erring", "chain"
+
+    def __init__(self, text: list[int]) -> None:
+        self.text, self.random = text, random.Random(0)
+
+    def start(self, prompt: list[int]) -> "Erring":
+        self.prompt = len(prompt)
+        return self
+
+    def propose(self, context: Context) -> Proposal:
+        begin, size = len(context.token) - self.prompt, max(0, min(5, context.room))
+        right = self.random.randrange(6)
+        ahead = [(token + (i >= right)) % toys.VOCAB for i, token in enumerate(self.text[begin : begin + size])]
+        return Proposal(DraftTree(torch.tensor([context.token[-1], *ahead]), torch.arange(-1, len(ahead))))
+
+
+def generated(target: Target, prompt: list[int], tokens: int) -> list[int]:
+    """Return the greedy text as transformers writes it."""
+    generate: Any = target.model.generate
+    token = torch.tensor([prompt])
+    text = generate(token, attention_mask=torch.ones_like(token), max_new_tokens=tokens, do_sample=False)
+    return text[0, len(prompt) :].tolist()
+
+
+def own_module(target: Target, file: Path) -> None:
+    """Write a module made of the target's own last layer, between norms and a projection at random."""
+    extra = {"mtp.fc": (32, 64), "mtp.norm": (32,), "mtp.pre_fc_norm_embedding": (32,), "mtp.pre_fc_norm_hidden": (32,)}
+    tensors = {f"{part}.weight": torch.randn(shape) for part, shape in extra.items()}
+    layer = target.decoder_layers[-1].state_dict()
+    file.parent.mkdir(exist_ok=True)
+    save_file(tensors | {f"mtp.layers.0.{part}": tensor.clone() for part, tensor in layer.items()}, file)

@@ -1,7 +1,6 @@
 """Families of targets against transformers: greedy text, packed features, and the states behind a part of a chain."""
 
-import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
-from inference.protocol import Context, Drafter, DrafterState, Proposal
+from inference.protocol import Drafter
 from inference.target.target import Target
 from inference.verification.rng import Rng
 from inference.verification.sample import GREEDY, Sampling, distribution
@@ -21,6 +20,7 @@ from inference.verification.tree import DraftTree
 from inference.verification.verify import verify
 from tests import families, toys
 from tests.enumeration import EXACT, distance, law
+from tests.families import Erring, generated
 from tests.inference import model_free
 from tests.inference.test_decode import Oracle
 
@@ -37,44 +37,16 @@ def quick(names: list[str]) -> list[Any]:
 
 
 @pytest.fixture
-def double(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let transformers compute in fp64 what it computes in fp32 at any dtype: states, some norms and routers."""
-    monkeypatch.setattr(torch, "float32", torch.float64)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-
-
-class Erring(Drafter, DrafterState):
-    """Drafts chains of what the target will write, wrong from a random place on."""
-
-    name, tree = "erring", "chain"
-
-    def __init__(self, text: list[int]) -> None:
-        self.text, self.random = text, random.Random(0)
-
-    def start(self, prompt: list[int]) -> "Erring":
-        self.prompt = len(prompt)
-        return self
-
-    def propose(self, context: Context) -> Proposal:
-        begin, size = len(context.token) - self.prompt, max(0, min(5, context.room))
-        right = self.random.randrange(6)
-        ahead = [(token + (i >= right)) % toys.VOCAB for i, token in enumerate(self.text[begin : begin + size])]
-        return Proposal(DraftTree(torch.tensor([context.token[-1], *ahead]), torch.arange(-1, len(ahead))))
-
-
-def generated(target: Target, prompt: list[int], tokens: int = TOKENS) -> list[int]:
-    """Return the greedy text as transformers writes it."""
-    generate: Any = target.model.generate
-    token = torch.tensor([prompt])
-    text = generate(token, attention_mask=torch.ones_like(token), max_new_tokens=tokens, do_sample=False)
-    return text[0, len(prompt) :].tolist()
+def double() -> Iterator[None]:
+    with families.in_double():
+        yield
 
 
 @pytest.mark.parametrize("name", quick(SERVED))
 def test_a_family_decodes_what_transformers_generates(name: str) -> None:
     target, settings = families.target(name), Settings(TOKENS, GREEDY)
     prompts = [toys.prompt(0, 9), toys.prompt(1, 14)]
-    texts = [generated(target, prompt) for prompt in prompts]
+    texts = [generated(target, prompt, TOKENS) for prompt in prompts]
     assert toys.lively(texts[0])
     made = speculate(target, Erring(texts[0]), prompts[0], settings)
     assert made.tokens == texts[0]

@@ -18,6 +18,7 @@ from inference.drafters.mtp import MtpDrafter, load_mtp
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling
 from tests import drafting, families, toys
+from tests.families import own_module
 
 TOKENS = 24
 WIDTH, INNER, HEADS, GROUPS, HEAD = 32, 48, 4, 2, 8
@@ -203,14 +204,6 @@ def test_what_cannot_be_used_is_named_in_one_line(tmp_path: Path) -> None:
     assert "no readable model.safetensors" in refused(target, path)
 
 
-def own_module(target: Target, file: Path) -> None:
-    """Write a module made of the target's own last layer, between norms and a projection at random."""
-    extra = {"mtp.fc": (32, 64), "mtp.norm": (32,), "mtp.pre_fc_norm_embedding": (32,), "mtp.pre_fc_norm_hidden": (32,)}
-    tensors = {f"{part}.weight": torch.randn(shape) for part, shape in extra.items()}
-    layer = target.decoder_layers[-1].state_dict()
-    save_file(tensors | {f"mtp.layers.0.{part}": tensor.clone() for part, tensor in layer.items()}, file)
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -224,7 +217,8 @@ def test_a_layer_that_wants_more_is_refused(tmp_path: Path, name: str, said: str
     assert said in refused(target, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("qwen3_5", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
 def test_a_module_drafts_chains_for_a_recurrent_target(tmp_path: Path, name: str) -> None:
     target, settings = families.target(name), Settings(TOKENS, GREEDY)
     own_module(target, tmp_path / "model.safetensors")
@@ -232,3 +226,17 @@ def test_a_module_drafts_chains_for_a_recurrent_target(tmp_path: Path, name: str
     assert source.tree == "chain-4"
     text = speculate(target, source, toys.prompt(0), settings).tokens
     assert text == autoregress(target, toys.prompt(0), settings).tokens
+
+
+def test_loading_leaves_the_target_as_it_was(tmp_path: Path) -> None:
+    path = save(tmp_path, "behind")
+    target = Target.load(str(path), "float32", "cpu")
+    before = target.prefill(torch.tensor(toys.prompt(0)), target.cache()).logits
+    load_mtp(target, str(path))
+    torch.testing.assert_close(target.prefill(torch.tensor(toys.prompt(0)), target.cache()).logits, before)
+
+
+def test_the_yaml_fits() -> None:
+    values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "drafter" / "mtp.yaml"))
+    assert isinstance(values, dict)
+    assert typed(MtpDrafter.Config, values).tree.label == "chain-3"
