@@ -29,9 +29,8 @@ from inference.target.attention import (
     spans_of,
     use_kernels,
 )
-from inference.target.cache import BatchCache, BatchPass, Pool, TargetCache
+from inference.target.cache import BatchCache, BatchPass, Pool, TargetCache, recurrence
 from inference.target.placed import Placed, by_turns, on_one_device
-from inference.target.recurrent import recurrence
 from inference.target.tokenizer import end_tokens
 from inference.verification import tree
 from inference.verification.tree import DraftTree, LookAhead
@@ -150,6 +149,7 @@ class TargetModel:
         context: the most tokens that a sequence may have.
         eos: the tokens that end an answer.
         quantized: how its weights are quantised, None if they are not.
+        recurrence: its recurrent layers; None if it has attention alone.
         captures: whether decoding steps are captured in CUDA graphs. The host reads in passes of targets with experts,
             and others may copy between devices or compute as a library of quantisation does.
         idle: by drafter, batches of one slot that wait for another request (inference/batch.py).
@@ -255,7 +255,7 @@ class TargetModel:
             position = torch.arange(longest, device=self.device).expand_as(alone)
             out = self.run(alone, position, None, None, layers)
             if hidden is None or last is None:
-                hidden, last = (part.new_zeros(*token.shape, *part.shape[2:]) for part in out[:2])
+                hidden, last = (states.new_zeros(*token.shape, *states.shape[2:]) for states in out[:2])
             for row, span in enumerate(group):
                 where, count = (span.row, slice(span.begin, span.end)), span.end - span.begin
                 hidden[where], last[where] = out.hidden[row, :count], out.last[row, :count]
