@@ -62,7 +62,7 @@ def check(target: TargetModel) -> bool:
     if not _is_exact(_tree_is_exact, target, prompt, chain):
         _check_finite(target)
         why = "its cache cannot be rolled back (a recurrent state outside it?)"
-        if target.recurrence is not None:
+        if target.recurrence is not None and target.recurrence.mixers:
             version = transformers.__version__
             why = f"transformers {version} runs no pass over several tokens behind its recurrent states"
         raise ValueError(
