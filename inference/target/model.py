@@ -279,8 +279,9 @@ class TargetModel:
         The caller compacts the cache to the accepted path afterwards.
         """
         prefix = cache.length
-        cache.snapshot()
         token = drafted.token if look_ahead is None else torch.cat([drafted.token, look_ahead.token])
+        if len(token) > 1:  # a root alone is never taken back: the baseline pays for no copy
+            cache.snapshot()
         if len(token) == 1:
             position, seen = torch.tensor([[prefix]], device=self.device), None
         else:
