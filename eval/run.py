@@ -36,6 +36,7 @@ from eval.tune import TunePlan, tune
 from eval.tuning.results import TUNED
 from heads.common.command import command
 from heads.common.files import check_writable
+from heads.common.target_config import experts_of
 from heads.common.typed import bracketed, typed
 from heads.common.untrusted import visible
 from inference.decode import autoregress
@@ -247,7 +248,8 @@ def described(target: Target) -> dict[str, Any]:
     """Return the metadata that identifies the target."""
     parameters = sum(parameter.numel() for parameter in target.model.parameters())
     spec = {key: value for key, value in asdict(target.spec).items() if key != "name"}
-    return {**spec, "parameters": parameters, "context": target.context, "quantized": target.quantized}
+    facts = {"parameters": parameters, "context": target.context, "quantized": target.quantized}
+    return {**spec, **facts, "experts": experts_of(target.config)}
 
 
 def settings_of(config: EvalConfig, workloads: Sequence[Workload[Any]]) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from heads.common.redact import redacted_values, redacted_words
 from heads.common.typed import bracketed
 from heads.modules.layers import Recomputing
 from heads.modules.vocab import prune
+from inference.drafters.policy import verifiable
 from inference.target.embeddings_only import EmbeddingsOnly, load_target
 from inference.target.target import Target
 from train import adapt
@@ -184,10 +185,13 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
     """Load, train, evaluate."""
     set_seed(run.trainer.seed)
     target = load_target(run.model, str(accelerator.device), whole=reads_target(run))
+    if isinstance(target, Target):
+        run = replace(run, tree=verifiable(target, run.tree))
     init = resolve_init(run.init, run.head, target)
     head: Any = first_head(run.head, init, target).to(accelerator.device)
     run = with_micro_tokens(replace(run, head=head.config, init=init))
-    resolved = {**resolved, "head": asdict(head.config), "init": run.init, "trainer": asdict(run.trainer)}
+    values = {"head": asdict(head.config), "init": run.init, "trainer": asdict(run.trainer), "tree": asdict(run.tree)}
+    resolved = {**resolved, **values}
     for module in head.modules():
         if isinstance(module, Recomputing):
             module.recompute = run.trainer.recompute

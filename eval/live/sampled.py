@@ -181,6 +181,7 @@ def _prefix(target: Target, drafter: Drafter, prompt: list[int], answer: list[in
 
 def _scored(session: Session, proposal: Proposal) -> Float[Tensor, "N V"]:
     """Return the target's processed logits after each node, and drop the nodes' KV entries again."""
+    session.cache.snapshot()
     if proposal.entered is None:
         out = session.target.score(proposal.tree, session.cache, proposal.look_ahead)
     else:

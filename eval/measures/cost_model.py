@@ -164,6 +164,14 @@ def at_context(costs: Mapping[int, Costs], here: Mapping[int, float], there: Map
     return {size: moved(one) for size, one in costs.items()}
 
 
+def activated(available: int, chosen: int, tokens: float | int) -> float:
+    """Return how many of a layer's experts a pass over so many tokens reads on average, all of them as likely.
+
+    Each token passes through `chosen` of the `available` ones. Passes that are measured have it in their price.
+    """
+    return available * (1 - (1 - chosen / available) ** tokens)
+
+
 def stops_paying(gains: Mapping[int, float]) -> int | None:
     """Return the smallest batch size from which on no larger one has a speedup above 1; None if the largest has one."""
     losing = None

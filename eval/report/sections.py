@@ -86,6 +86,8 @@ def why(report: Record, table: Table, plots_shown: Sequence[Plot] = ()) -> Secti
     """Return the speedup breakdown: in words for each drafter's first result, in numbers for all."""
     explained = [result for result in firsts(report) if result.row.get("ladder")]
     sentences = [breakdown.sentence(result.name, result.row["ladder"]) for result in explained]
+    if counts := report["target"].get("experts"):
+        sentences += [breakdown.experts(result.name, result.row, *counts) for result in explained]
     return Section("why", "Why not more?", [*sentences, *recommended(report), prose.BREAKDOWN], [table], plots_shown)
 
 

@@ -304,6 +304,7 @@ def verification(
     for turn in range(samples + 1):
         for context, size in shuffle.sample(cells, len(cells)):
             tree = planted(0, [], size, target)
+            caches[context].snapshot()
             synchronize(target.device)
             start = time.perf_counter()
             target.score(tree, caches[context])

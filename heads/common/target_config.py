@@ -5,6 +5,7 @@ Hub that is named there as an attention. So it must describe a model of possible
 """
 
 import inspect
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ UNBOUNDED = 2**31  # of a target whose configuration does not say
 MOST_PARTS = 2_000  # layers and other modules that are built one by one: beyond any target that there is
 PARTS = re.compile(r"layers?$|blocks?$|^depths?$|_depth$|^num_labels$")
 SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "max_position_embeddings")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Implementations of attention and experts in torch and transformers. Others may be fetched from the Hub and run.
 OURS = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 # The errors that transformers and its modeling code raise at values that they did not expect.
@@ -116,6 +118,19 @@ def context_of(config: Any) -> int:
     """Return the most tokens that a sequence may have, from a model's configuration."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else UNBOUNDED
+
+
+def logit_factor(config: Any) -> float:
+    """Return what a model multiplies the output of its lm_head by: Cohere's, Falcon-H1's and Granite's keys for it."""
+    factors = (getattr(config, key, None) or 1.0 for key in ("logit_scale", "lm_head_multiplier"))
+    return math.prod(factors) / (getattr(config, "logits_scaling", None) or 1.0)
+
+
+def experts_of(config: Any) -> tuple[int, int] | None:
+    """Return how many experts a layer has, and how many of them a token passes through; None of a dense model."""
+    available = next((count for key in EXPERTS if isinstance(count := getattr(config, key, None), int) and count), 0)
+    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 0
+    return (available, chosen) if 0 < chosen <= available else None
 
 
 def row_length(path: str, length: int) -> int:

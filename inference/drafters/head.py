@@ -1,6 +1,7 @@
 """A trained draft head as a draft source."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,13 @@ from inference.drafters.plain import alone
 from inference.drafters.policy import (
     CONFIDENT,
     TreeConfig,
-    check_masks,
     check_tree,
     expanded,
     grow,
     most_nodes,
     ranked,
     sampled_shape,
+    verifiable,
 )
 from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, fill_vacant, vacant
 from inference.target.target import Target
@@ -345,11 +346,13 @@ def load_drafter(folder: Path, given: Mapping[str, Any], target: Target, name: s
         name: what reports and errors call it.
 
     Raises:
-        ValueError: it is damaged or of another target, or the target cannot verify its tree.
+        ValueError: it is damaged or of another target, or its tree is larger than the target's context.
     """
     head = load_for(folder, target)
     tree, schedule = saved_trees(folder, given)
     for one in [tree] if schedule is None else schedule.trees:
         check_tree(target, one, name)
-        check_masks(target, one)
-    return HeadDrafter(head, tree, name, schedule)
+    if schedule is not None:
+        lines = [replace(line, tree=line.tree and verifiable(target, line.tree)) for line in schedule.lines]
+        schedule = Schedule(lines)
+    return HeadDrafter(head, verifiable(target, tree), name, schedule)

@@ -1,9 +1,10 @@
 """The multi-token-prediction module of the target's own checkpoint, which transformers leaves out, as a draft source.
 
 Two namings are read: `model.layers.N.*` behind the last of N layers (DeepSeek-V3, GLM-4.5), and `mtp.*` (Qwen3-Next,
-Qwen3.5; these targets themselves keep a recurrent state and are refused). The module's decoder layer is of the
-target's own kind, so it is a copy of the target's last layer with the module's weights, whatever that layer is made of.
-Of several modules the first one alone is used, for every depth.
+Qwen3.5, whose recurrent layers verify chains alone). The module's decoder layer is of the target's own kind, so it is a
+copy of the target's last layer with the module's weights: one with rotary attention, over all that comes before, and
+no recurrent state. What it is made of else does not matter. Of several modules the first one alone is used, for every
+depth.
 """
 
 import copy
@@ -23,7 +24,7 @@ from heads.common.errors import one_line
 from heads.modules.layers import Attend
 from heads.mtp import Mtp
 from inference.drafters.head import HeadDrafter
-from inference.drafters.policy import TreeConfig
+from inference.drafters.policy import TreeConfig, verifiable
 from inference.target.checkpoint import tensor_files
 from inference.target.target import Target
 
@@ -55,7 +56,7 @@ class MtpDrafter(HeadDrafter):
         tree: TreeConfig
 
     def __init__(self, config: Config, target: Target, name: str) -> None:
-        super().__init__(load_mtp(target, config.checkpoint or target.name), config.tree, name)
+        super().__init__(load_mtp(target, config.checkpoint or target.name), verifiable(target, config.tree), name)
 
 
 class OwnBlock(nn.Module):
@@ -70,6 +71,8 @@ class OwnBlock(nn.Module):
         rotary = [m for name, m in target.base.named_modules() if name.split(".")[-1] == "rotary_emb"]
         if not rotary:
             raise ValueError("it has no rotary positions")
+        if target.recurrence is not None and len(target.decoder_layers) - 1 in target.recurrence.mixers:
+            raise ValueError("it keeps a recurrent state")
         transformers.AttentionInterface.register(ATTENTION, _attend)
         self._rotary = (rotary[0],)  # in a tuple, so that the target's module does not become a part of this one
         self.layer = copy.deepcopy(target.decoder_layers[-1])
@@ -145,7 +148,9 @@ def load_mtp(target: Target, checkpoint: str) -> Mtp:
 def _build(target: Target) -> Mtp:
     """Return a module whose block and norms are copies of the target's, its projection without values."""
     block = OwnBlock(target)
-    norm = next(child for child in block.layer.children() if [p.ndim for p in child.parameters()] == [1])
+    norms = [child for child in block.layer.children() if [p.ndim for p in child.parameters()] == [1]]
+    if not norms:
+        raise ValueError("it has no norm of one weight")
     eps = float(getattr(target.config, "rms_norm_eps", 0.0))  # the copies know their own
     with torch.device("meta"):
         head = Mtp(
@@ -153,7 +158,7 @@ def _build(target: Target) -> Mtp:
             target.embeddings,
         ).to(target.dtype)
     head.block = block
-    head.enorm, head.hnorm, head.norm = (copy.deepcopy(norm) for _ in range(3))
+    head.enorm, head.hnorm, head.norm = (copy.deepcopy(norms[0]) for _ in range(3))
     return head
 
 

@@ -13,6 +13,7 @@ noise (arXiv 2408.07978) every shape is filled by rank, of the logits with the n
 For a batch on its device (`ranked`) the same trees grow as for one sequence after another (`grow`), token for token.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -35,9 +36,11 @@ from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import DraftTree
 
 __all__ = [
-    "CONFIDENT", "Expander", "Growth", "Roots", "TreeConfig", "candidates", "check_masks", "check_tree", "expanded",
-    "grow", "most_nodes", "ranked", "sampled_shape",
+    "CONFIDENT", "Expander", "Growth", "Roots", "TreeConfig", "candidates", "check_tree", "expanded", "grow",
+    "most_nodes", "ranked", "sampled_shape", "verifiable",
 ]  # fmt: skip
+
+log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -476,11 +479,12 @@ def check_tree(target: Target, tree: TreeConfig, name: str) -> None:
     check_size(target, most_nodes(tree), f"{name}: tree {tree.label}")
 
 
-def check_masks(target: Target, tree: TreeConfig) -> None:
-    """Check that the target verifies what a policy drafts, before anything is decoded.
-
-    Raises:
-        ValueError: it verifies chains alone, and the policy drafts trees.
-    """
-    if tree.kind != "chain" and not target.takes_trees:
-        raise ValueError(f"{target.name}: {target.objection}, so no tree ({tree.label}) is verified: give tree=chain")
+def verifiable(target: Target, tree: TreeConfig) -> TreeConfig:
+    """Return a policy's tree, or with a warning a chain as deep in its place where the target verifies chains alone."""
+    if tree.kind == "chain" or target.takes_trees:
+        return tree
+    chain = TreeConfig("chain", tree.deepest, 0, 0, [], [])
+    log.warning(
+        "%s: %s, so no tree (%s) is verified: %s in its place", target.name, target.objection, tree.label, chain.label
+    )
+    return chain

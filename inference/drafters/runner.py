@@ -126,6 +126,9 @@ def load(path: str, dtype: str | None, device: str | None, trust_remote_code: bo
             f"{key}.device is {where!r}, which is not to be had here: give cpu, cuda:N or null for the target's"
         ) from error
     try:
-        return Target.load(path, dtype or same, where, trust_remote_code)
+        model = Target.load(path, dtype or same, where, trust_remote_code)
+        if model.recurrence is not None:
+            raise ValueError(f"{model.objection}, and a text that is revised needs those of others: choose another one")
+        return model
     except ValueError as error:
         raise ValueError(f"{key}.model={path} cannot be used: {error}") from error

@@ -11,7 +11,7 @@ placed.py           a placed target: its device, whole embeddings, fingerprint a
 attention.py        its attention: grouped without copies of keys and values, and over packed documents
 adapter.py          the PEFT adapter that it may carry, merged into it
 checkpoint.py       its tensors on disk, and its fingerprint
-cache.py            its key-value cache, compacted after acceptance
+cache.py            its key-value cache, compacted after acceptance, and its recurrent states, replayed
 compiled.py         its verification passes, compiled
 probe.py            what a target must prove when it is loaded
 stack.py            its decoder stack in parts, for drafts by the target itself

@@ -82,6 +82,17 @@ def spans_of(document: Int[Tensor, "B T"]) -> list[Span]:
     return [Span(a // length, a % length, (b - 1) % length + 1) for a, b in zip(starts, stops, strict=True)]
 
 
+def groups_of(spans: list[Span], most: int) -> list[list[Span]]:
+    """Return documents in groups, longest first, that hold at most `most` tokens each when padded to their longest."""
+    groups: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: span.begin - span.end):
+        if groups and (len(groups[-1]) + 1) * (groups[-1][0].end - groups[-1][0].begin) <= most:
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+    return groups
+
+
 class Documents:
     """The documents of a forward pass; what a kernel needs of them is made once for all layers on a device."""
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from heads.base import LayerShape
+from heads.common.target_config import logit_factor
 
 
 class TargetEmbeddings(nn.Module):
@@ -17,6 +18,7 @@ class TargetEmbeddings(nn.Module):
         config = model.config.get_text_config()
         self.embedding, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.factor = logit_factor(config)
         self.architecture = type(model).__name__
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = self.lm_head.weight.shape[0]
@@ -44,6 +46,7 @@ class TargetEmbeddings(nn.Module):
     def logits(self, hidden: Float[Tensor, "*n D"], ids: Int[Tensor, "W"] | None = None) -> Float[Tensor, "*n W"]:
         """Return the logits of final-normed hidden states in the lm_head's own dtype, of the tokens `ids` if given."""
         logits = (self.lm_head if ids is None else self._rows(ids))(hidden.to(self.lm_head.weight.dtype))
+        logits = logits if self.factor == 1 else logits * self.factor
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def _rows(self, ids: Int[Tensor, "W"]) -> nn.Linear:
@@ -75,8 +78,8 @@ def layer_shape(config: PreTrainedConfig) -> LayerShape:
     heads: int | None = getattr(config, "num_attention_heads", None)
     if heads is None:
         raise ValueError(
-            f"headstart does not run {config.model_type} models (they have no attention heads but a recurrent state, "
-            "of which no rejected draft can be taken back): choose another target"
+            f"headstart does not run {config.model_type} models (they have no attention, whose entries count a cache's "
+            "tokens): choose another target"
         )
     return LayerShape(
         heads,

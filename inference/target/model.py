@@ -16,19 +16,26 @@ from transformers import PreTrainedTokenizerBase
 
 from heads import rows
 from heads.base import Features, to_device
-from heads.common.target_config import cache_argument, context_of
+from heads.common.target_config import EXPERTS, cache_argument, context_of
 from heads.formats.store import TargetSpec
 from inference.target import loading
 from inference.target.adapter import Adapter
-from inference.target.attention import Packing, Span, by_documents, group_attention, spans_of, use_kernels
-from inference.target.cache import BatchCache, BatchPass, Pool, TargetCache
+from inference.target.attention import (
+    Packing,
+    Span,
+    by_documents,
+    group_attention,
+    groups_of,
+    spans_of,
+    use_kernels,
+)
+from inference.target.cache import BatchCache, BatchPass, Pool, TargetCache, recurrence
 from inference.target.placed import Placed, by_turns, on_one_device
 from inference.target.tokenizer import end_tokens
 from inference.verification import tree
 from inference.verification.tree import DraftTree, LookAhead
 
 log = logging.getLogger(__name__)
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config")  # in configs
 
 
 class TargetOutput(NamedTuple):
@@ -142,6 +149,7 @@ class TargetModel:
         context: the most tokens that a sequence may have.
         eos: the tokens that end an answer.
         quantized: how its weights are quantised, None if they are not.
+        recurrence: its recurrent layers; None if it has attention alone.
         captures: whether decoding steps are captured in CUDA graphs. The host reads in passes of targets with experts,
             and others may copy between devices or compute as a library of quantisation does.
         sibling: whether heads may draft for it that were made for another checkpoint of its shape.
@@ -170,10 +178,11 @@ class TargetModel:
         self._cache_argument = cache_argument(self.base)
         self._noted = LayerOutputs(self.decoder_layers)
         self.context: int = context_of(self.config)
-        self.eos = end_tokens(model.generation_config, tokenizer)
+        ends, size = end_tokens(model.generation_config, tokenizer), self.embeddings.vocab_size
+        self.eos = frozenset(token for token in ends if token < size)  # a configuration may name others
         self.quantized = loading.method_of(model)
         here = all(weights.device == self.device for weights in model.parameters())
-        routed = any(getattr(self.config, key, None) for key in EXPERTS)
+        routed = any(getattr(self.config, key, None) for key in (*EXPERTS, "ffn_config"))
         self.idle: dict[Any, Any] = {}
         self.sibling = False
         self.captures = self.device.type == "cuda" and here and not routed and self.quantized is None
@@ -183,7 +192,8 @@ class TargetModel:
         note_unknown(tokenizer, self.embeddings.vocab_size, name)
         self.compiled: Compiler | None = None
         self.compiles_drafts = False
-        self.pool = Pool({})
+        self.recurrence = recurrence(self.config, self.decoder_layers)
+        self.pool = Pool({}) if self.recurrence is None else Pool({}, make=self.recurrence.cache)
         self.packing: Packing | None = None
         self.switch = switch_of(model)
         self.objection = f"its attention takes no mask of ours ({self.architecture})"
@@ -220,6 +230,8 @@ class TargetModel:
     ) -> Features:
         """Return the features of rows that all processes of a pass have alike, and whose documents may be known."""
         position, spans = rows.positions(document), spans_of(document) if spans is None else spans
+        if self.recurrence is not None:
+            return self._unpacked(token, document, layers, spans)
         # Else transformers reads the positions, to find out what is packed: a device would be waited for.
         waits = self.device.type != "cpu"
         if self.packing is not None and (waits or self.packing.needed(spans, len(token))):
@@ -229,6 +241,29 @@ class TargetModel:
             seen = None if len(spans) == len(token) else rows.visible(document)
             out = self.run(token, position, seen, None, layers)
         return Features(token, out.hidden, out.last, document)
+
+    def _unpacked(self, token: Tensor, document: Tensor, layers: tuple[int, ...], spans: list[Span]) -> Features:
+        """Return the features of documents that have run in rows of their own: a recurrent state ends with its row.
+
+        Padding stands behind a document, where none of its tokens sees it. No pass has more tokens than the rows, or
+        than the longest document.
+        """
+        hidden = last = None
+        for group in groups_of(spans, token.numel()):
+            longest = group[0].end - group[0].begin
+            alone = token.new_zeros(len(group), longest)
+            for row, span in zip(alone, group, strict=True):
+                row[: span.end - span.begin] = token[span.row, span.begin : span.end]
+            position = torch.arange(longest, device=self.device).expand_as(alone)
+            out = self.run(alone, position, None, None, layers)
+            if hidden is None or last is None:
+                hidden, last = (states.new_zeros(*token.shape, *states.shape[2:]) for states in out[:2])
+            for row, span in enumerate(group):
+                where, count = (span.row, slice(span.begin, span.end)), span.end - span.begin
+                hidden[where], last[where] = out.hidden[row, :count], out.last[row, :count]
+        assert hidden is not None
+        assert last is not None
+        return Features(token, hidden, last, document)
 
     @torch.inference_mode()
     def prefill(self, token: Int[Tensor, "T"], cache: TargetCache, layers: tuple[int, ...] = ()) -> TargetOutput:
@@ -247,6 +282,8 @@ class TargetModel:
         """
         prefix = cache.length
         token = drafted.token if look_ahead is None else torch.cat([drafted.token, look_ahead.token])
+        if len(token) > 1:  # a root alone is never taken back: the baseline pays for no copy
+            cache.snapshot()
         if len(token) == 1:
             position, seen = torch.tensor([[prefix]], device=self.device), None
         else:

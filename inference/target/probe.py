@@ -6,7 +6,7 @@ where they reach its attention by our mask, and else its masks are not.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ WINDOW = re.compile(r"window|chunk|local_attention")
 # Logits may differ by rounding alone, by 0.01 to 0.03 of their deviation in bf16; a wrong mask or norm moves them by
 # about all of it. Compared in norm: of 128,000 logits in bf16, some are always far off.
 TOLERANCE = 0.1
+Check = Callable[[TargetModel, Tensor, DraftTree], bool]
 # What a model raises whose modules, cache or attention are not what they seemed: each says so in its own way.
 UNFIT = (ValueError, RuntimeError, TypeError, AttributeError, IndexError, KeyError)
 
@@ -47,19 +48,25 @@ def check(target: TargetModel) -> bool:
     token = torch.randint(target.embeddings.vocab_size, (length + len(PARENTS),), generator=generator).to(target.device)
     prompt, nodes = token[:length], token[length:]
     _check_logits(target, prompt)
-    target.takes_trees = True
+    target.takes_trees = target.recurrence is None
     drafted = DraftTree(nodes, torch.tensor(PARENTS, device=target.device))
     far = [f"{key}={value}" for key, value in window_sizes.items() if value > LONGEST and not _by_mask(target, key)]
-    if not far and _honours_masks(target, prompt, drafted):
+    if target.takes_trees and not far and _honours_masks(target, prompt, drafted):
         return True
     target.takes_trees = False
     why = f"applies {far[0]} itself" if far else "gives a tree or a batch other logits than its sequences alone"
     target.objection = f"its attention takes no mask of ours ({target.architecture} {why})"
+    if target.recurrence is not None:
+        target.objection = f"its recurrent layers keep the state of one path ({target.architecture})"
     chain = DraftTree(nodes[: DEPTH + 1], torch.arange(-1, DEPTH, device=target.device))
-    if not _tree_is_exact(target, prompt, chain):
+    if not _is_exact(_tree_is_exact, target, prompt, chain):
         _check_finite(target)
+        why = "its cache cannot be rolled back (a recurrent state outside it?)"
+        if target.recurrence is not None and target.recurrence.mixers:
+            version = transformers.__version__
+            why = f"transformers {version} runs no pass over several tokens behind its recurrent states"
         raise ValueError(
-            f"{target.name}: its cache cannot be rolled back (a recurrent state?), so no draft can be verified"
+            f"{target.name} ({target.architecture}): {why}, so no draft can be verified: choose another target"
         )
     return False
 
@@ -96,7 +103,7 @@ def _check_logits(target: TargetModel, prompt: Tensor) -> None:
         if kinds := {*(getattr(target.config, "layer_types", None) or [])} - {FULL, SLIDING}:
             reason = f"it has layers of the kind {', '.join(sorted(kinds))}"
         if getattr(target.model, "_is_stateful", False):
-            reason = "it keeps a recurrent state, of which no rejected draft can be taken back"
+            reason = "it keeps a recurrent state, beside no attention or in a way that is not known here"
         raise ValueError(
             f"{who}: headstart does not run this architecture ({reason}): choose another target"
         ) from error
@@ -114,8 +121,12 @@ def _check_logits(target: TargetModel, prompt: Tensor) -> None:
 
 
 def _honours_masks(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> bool:
+    return all(_is_exact(check, target, prompt, drafted) for check in (_tree_is_exact, _batch_is_exact))
+
+
+def _is_exact(check: Check, target: TargetModel, prompt: Tensor, drafted: DraftTree) -> bool:
     try:
-        return _tree_is_exact(target, prompt, drafted) and _batch_is_exact(target, prompt, drafted)
+        return check(target, prompt, drafted)
     except UNFIT:
         return False  # an attention that rejects a 4-d mask; a chain needs none
 
@@ -183,9 +194,12 @@ def _batch_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> 
 
 
 def _outer_paths(drafted: DraftTree) -> list[list[int]]:
-    """Return a tree's first path and its last one, whose entries lie farthest from their positions in a sequence."""
+    """Return a tree's first path and its last one, whose entries lie farthest from their positions in a sequence.
+
+    Of a chain it is the whole one and a part of it, behind which the rest is dropped.
+    """
     paths = tree.paths(drafted)
-    return [paths[0], paths[-1]] if len(paths) > 1 else paths
+    return [paths[0], paths[-1] if len(paths) > 1 else paths[0][:-1]]
 
 
 def _close(actual: Tensor | None, expected: Tensor | None) -> bool:

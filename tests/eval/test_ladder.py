@@ -1,10 +1,12 @@
 """From τ down to the speedup: the last rung is the measured one, and each cost stands on its own rung."""
 
+from itertools import combinations, product
 from typing import Any
 
 import pytest
 
-from eval.report.breakdown import STAGES, advice, closer, speedup_breakdown, with_breakdowns
+from eval.measures.cost_model import activated
+from eval.report.breakdown import STAGES, advice, closer, experts, speedup_breakdown, with_breakdowns
 
 # A plain step takes 10 ms, 9 of them the pass.
 PLAIN: dict[str, Any] = {
@@ -63,3 +65,16 @@ def test_a_batch_is_compared_with_the_plain_decoding_of_that_batch() -> None:
         row["ladder"] for row in with_breakdowns([PLAIN, batched, {**ROW, "batch_size": 4, "speedup": 0.5}])[2:]
     )
     assert found["rungs"]["overhead"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_activated_experts_are_those_of_all_ways_to_choose(tokens: int) -> None:
+    ways = [set().union(*chosen) for chosen in product(combinations(range(5), 2), repeat=tokens)]
+    assert activated(5, 2, tokens) == pytest.approx(sum(map(len, ways)) / len(ways))
+
+
+def test_a_report_says_what_a_tree_costs_a_target_with_experts() -> None:
+    words = experts("eagle", ROW | {"draft_tokens": 1500}, 128, 8)
+    assert "8 of the target's 128 experts" in words
+    assert "over 16.0 nodes a sequence reads about 82.4 of them" in words
+    assert "one of the baseline 8.0: where reading weights takes the time, that is 10.3 times" in words

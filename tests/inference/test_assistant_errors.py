@@ -9,7 +9,7 @@ from inference.decode import Settings, autoregress, speculate
 from inference.protocol import Drafter
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
-from tests import assistants, toys
+from tests import assistants, families, toys
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +78,9 @@ def test_an_assistant_on_another_device_drafts_the_same(clone: str, match: str) 
         drafted.append([step.accepted for step in made.steps])
     assert drafted[0] == drafted[1]
     assert sum(drafted[0]) > 0
+
+
+def test_an_assistant_with_recurrent_layers_is_refused(tmp_path: Path) -> None:
+    path = assistants.save(families.target("lfm2").model, toys.tokenizer(), tmp_path)
+    with pytest.raises(ValueError, match=r"drafter\.assistant\.model=.* state of one path .*choose another one$"):
+        assistants.assistant(path, toys.target())

@@ -17,7 +17,8 @@ from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters.mtp import MtpDrafter, load_mtp
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling
-from tests import drafting, toys
+from tests import drafting, families, toys
+from tests.families import own_module
 
 TOKENS = 24
 WIDTH, INNER, HEADS, GROUPS, HEAD = 32, 48, 4, 2, 8
@@ -203,15 +204,28 @@ def test_what_cannot_be_used_is_named_in_one_line(tmp_path: Path) -> None:
     assert "no readable model.safetensors" in refused(target, path)
 
 
-@pytest.mark.parametrize(("name", "said"), [("gpt2", "rotary"), ("mistral", "sliding_window"), ("gemma2", "by itself")])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        *(("gpt2", "rotary"), ("mistral", "sliding_window"), ("gemma2", "by itself"), ("gpt_neox", "no norm of one")),
+        ("lfm2", "keeps a recurrent state"),
+    ],
+)
 def test_a_layer_that_wants_more_is_refused(tmp_path: Path, name: str, said: str) -> None:
-    target = toys.target(name)
-    layer = target.decoder_layers[-1]
-    extra = {"mtp.fc": (32, 64), "mtp.norm": (32,), "mtp.pre_fc_norm_embedding": (32,), "mtp.pre_fc_norm_hidden": (32,)}
-    tensors = {f"{part}.weight": torch.randn(shape) for part, shape in extra.items()}
-    tensors |= {f"mtp.layers.0.{part}": tensor.clone() for part, tensor in layer.state_dict().items()}
-    save_file(tensors, tmp_path / "model.safetensors")
+    target = toys.target(name) if name in toys.ARCHITECTURES else families.target(name)
+    own_module(target, tmp_path / "model.safetensors")
     assert said in refused(target, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+def test_a_module_drafts_chains_for_a_recurrent_target(tmp_path: Path, name: str) -> None:
+    target, settings = families.target(name), Settings(TOKENS, GREEDY)
+    own_module(target, tmp_path / "model.safetensors")
+    source = MtpDrafter(MtpDrafter.Config(str(tmp_path), toys.TREES["dynamic"]), target, "mtp")
+    assert source.tree == "chain-4"
+    text = speculate(target, source, toys.prompt(0), settings).tokens
+    assert text == autoregress(target, toys.prompt(0), settings).tokens
 
 
 def test_loading_leaves_the_target_as_it_was(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What a target must prove before it is believed: families whose masks, lengths or states are their own, against HF."""
 
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from data.answers.engine import Engine
 from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
-from inference.drafters.policy import check_masks
+from inference.drafters.policy import verifiable
 from inference.target.probe import LONGEST
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
@@ -25,7 +26,6 @@ BARE = {"vocab_size": toys.VOCAB, "eos_token_id": None, "bos_token_id": None, "p
 SIZES = toys.SIZES | {"num_hidden_layers": 2}
 DENSE = {key: value for key, value in SIZES.items() if key != "head_dim"}
 SMALL = BARE | {"hidden_size": 32, "num_hidden_layers": 2, "initializer_range": 0.4}
-SSM = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 2}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 SWITCH = 24
 LONG = {"short_factor": [1.0] * 4, "long_factor": [4.0, 8.0, 16.0, 32.0], "original_max_position_embeddings": SWITCH}
@@ -62,21 +62,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "jamba": (
         "JambaConfig",
         DENSE | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 4},
-        RECURRENT,
+        "no pass over several tokens behind its recurrent states",
     ),
-    "bamba": ("BambaConfig", DENSE | SSM | {"attn_layer_indices": [1]}, RECURRENT),
-    "falcon-h1": ("FalconH1Config", SIZES | SSM | {"mamba_d_ssm": 64}, RECURRENT),
-    "qwen3-next": (
+    "qwen3-next without attention": (
         "Qwen3NextConfig",
         SIZES
         | {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
         | {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "layer_types": None},
-        RECURRENT,
-    ),
-    "lfm2": ("Lfm2Config", DENSE | {"full_attn_idxs": [1]}, "kind conv"),
-    "granitemoehybrid": (
-        "GraniteMoeHybridConfig",
-        DENSE | SSM | EXPERTS | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 16},
         RECURRENT,
     ),
     "recurrent gemma": (
@@ -123,7 +115,9 @@ def generated(target: Target, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("said", OWN_MASKS)
-def test_trees_and_batches_that_a_target_masks_by_itself_are_refused_by_name(said: str) -> None:
+def test_trees_and_batches_that_a_target_masks_by_itself_are_refused_by_name(
+    said: str, caplog: pytest.LogCaptureFixture
+) -> None:
     target, settings = made_of(OWN_MASKS[said], "own"), Settings(TOKENS, GREEDY)
     prompt = toys.prompt(0, 30)
     text = generated(target, prompt)
@@ -133,8 +127,8 @@ def test_trees_and_batches_that_a_target_masks_by_itself_are_refused_by_name(sai
         speculate(target, Oracle(text, 3), prompt, settings)
     with pytest.raises(ValueError, match=rf"own: .*\({said}.*batch_size=1"):
         speculate(target, Plain(target.device), [prompt, prompt[:3]], settings, batch_size=2)
-    with pytest.raises(ValueError, match=rf"own: .*\({said}.*tree=chain"):  # as both commands that load a head do
-        check_masks(target, toys.TREES["static"])
+    assert verifiable(target, toys.TREES["static"]).label == "chain-4"  # as the commands that load a head do
+    assert re.search(rf"own: .*\({said}.* chain-4 in its place", caplog.text)
     asked = AnswerSettings(0.0, 1.0, TOKENS, True, False, 0, None, {})
     with pytest.raises(ValueError, match=rf"own: .*\({said}.*batch_size=1"):
         Engine(target, Plain(target.device), asked, 2)

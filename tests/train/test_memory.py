@@ -2,6 +2,7 @@
 
 import collections
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from heads.modules.layers import Recomputing
 from heads.modules.vocab import GradientSum
 from inference.target.placement import HERE
 from inference.target.target import Target
-from tests import toys
+from tests import families, toys
 from train.adapt import WholeConfig
 from train.config import TrainerConfig, run_config
 from train.distributed.processes import LARGE
@@ -25,16 +26,21 @@ from train.objective import weights
 from train.planning.memory import Layout, MemoryUse, head_state, pass_stage, target_state
 from train.planning.path import path_of
 from train.planning.plan import by_driver_name
-from train.planning.shapes import TargetShape
+from train.planning.shapes import TargetShape, target_shape
 from train.planning.trace import NONE, Job, Shadow, Trace, trace
 from train.step import Loss
 from train.tracking.flops import Flops
 
 MIB = 2**20
 Counter: Any = Flops  # a dispatch mode is a context of an untyped kind
+<<<<<<< HEAD
 ON_POLICY = OnPolicyConfig(0, 1, 64, 0.0, "text", 1.0, None)
 OBJECTIVE = ObjectiveConfig({"soft_ce": 1.0}, "decay", 1.0, 0.5, 4, "token", None, 0.0, 3.0, 10, None, ON_POLICY)
 SHAPE = TargetShape(LayerShape(8, 2, 16, 512), 512, 10, 128, 1000, 2 * 128 * 1000, 10_000_000, 4_000_000, True)
+=======
+OBJECTIVE = ObjectiveConfig({"soft_ce": 1.0}, "decay", 1.0, 0.5, 4, "token", None, 0.0, 3.0, 10, None)
+SHAPE = TargetShape(LayerShape(8, 2, 16, 512), 512, 10, 128, 1000, 2 * 128 * 1000, 10_000_000, 4_000_000, True, 10, 0)
+>>>>>>> families
 
 
 def trainer(*overrides: str) -> TrainerConfig:
@@ -292,3 +298,25 @@ def test_a_device_is_known_by_the_name_of_its_driver(driver: str, name: str) -> 
 
 def test_an_unknown_device_is_none() -> None:
     assert by_driver_name("Riva TNT2") is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "falcon_h1"])
+def test_a_plan_counts_the_states_of_recurrent_layers(name: str, tmp_path: Path) -> None:
+    families.config(name).save_pretrained(tmp_path)
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        shape = target_shape(run_config(compose("train", [f"model.path={tmp_path}"])).model)
+    target = families.target(name, torch.bfloat16)
+    cache: Any = target.cache()
+    target.prefill(torch.tensor(toys.prompt(0)), cache)
+    states = [
+        state
+        for layer in cache.recurrent.values()
+        for held in (layer.conv_states, layer.recurrent_states)
+        for state in held.values()
+        if state is not None
+    ]
+    assert shape.states == sum(state.numel() * state.element_size() for state in states)
+    assert shape.caching == len(cache.attention)
+    assert shape.cache(10, 2) == 2 * shape.caching * 16 * 10 * 2 + 2 * shape.states

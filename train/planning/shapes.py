@@ -8,8 +8,9 @@ import transformers
 from transformers import PretrainedConfig
 
 from heads.base import LayerShape
-from heads.common.target_config import UNFIT, read_target_config, reason
+from heads.common.target_config import UNFIT, cache_argument, experts_of, read_target_config, reason
 from inference.target.attention import packing
+from inference.target.cache import recurrence
 from inference.target.config import ModelConfig
 from inference.target.embeddings import layer_shape
 
@@ -29,6 +30,8 @@ class TargetShape:
     inner: int  # all other parameters, those of the layers and norms
     active: int  # those of `inner` that a token passes through
     packs: bool  # whether attention runs document by document, without a mask of a row's length squared
+    caching: int  # layers that keep keys and values
+    states: int  # bytes of a sequence's recurrent states, in 16 bits where they follow the target's dtype
 
     @property
     def parameters(self) -> int:
@@ -60,8 +63,9 @@ class TargetShape:
         return tokens * item * (max(attention, feed, norm) + features * self.width) + mask
 
     def cache(self, tokens: int, item: int) -> int:
-        """Return the bytes of the KV cache of so many tokens."""
-        return 2 * self.layers * self.layer.num_kv_heads * self.layer.head_dim * tokens * item
+        """Return the bytes of one sequence's cache of so many tokens, and of its states before a pass that verifies."""
+        entries = 2 * self.caching * self.layer.num_kv_heads * self.layer.head_dim * tokens * item
+        return entries + 2 * self.states * item // 2
 
 
 def configuration(model: ModelConfig) -> PretrainedConfig:
@@ -108,13 +112,35 @@ def target_shape(model: ModelConfig) -> TargetShape:
     }
     inner = {name: p.numel() for name, p in built.named_parameters() if id(p) not in embeddings}
     experts = sum(count for name, count in inner.items() if ".experts." in name)
-    chosen = getattr(text, "num_experts_per_tok", None) or 0
-    available = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
+    available, chosen = experts_of(text) or (1, 0)
     layer = layer_shape(text)
     expert = getattr(text, "moe_intermediate_size", None) or layer.intermediate_size
+    is_recurrent = recurrence(text, torch.nn.ModuleList()) is not None
+    caching, states = cached(built) if is_recurrent else (text.num_hidden_layers, 0)
     return TargetShape(
         layer, chosen * expert if experts else layer.intermediate_size,
         text.num_hidden_layers, text.hidden_size, text.vocab_size,
         sum(weight.numel() for weight in embeddings.values()), sum(inner.values()),
-        sum(inner.values()) - experts + experts * chosen // available, packing(built) is not None,
+        sum(inner.values()) - experts + experts * chosen // available, is_recurrent or packing(built) is not None,
+        caching, states,
     )  # fmt: skip
+
+
+@torch.no_grad()
+def cached(built: Any) -> tuple[int, int]:
+    """Return how many layers of a model on the meta device keep keys and values, and the bytes of all others' states.
+
+    A pass over two tokens shows them; it changes the model's dtype to bf16, which experts' kernels ask for.
+    """
+    cache: Any = transformers.DynamicCache(config=built.config)
+    tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    built.to(torch.bfloat16)(input_ids=tokens, use_cache=True, **{cache_argument(built): cache})
+    states = [
+        state
+        for layer in cache.layers
+        for held in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {}))
+        for state in held.values()
+        if state is not None
+    ]
+    caching = sum(getattr(layer, "keys", None) is not None for layer in cache.layers)
+    return caching, sum(state.numel() * state.element_size() for state in states)

@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
 from heads.base import Features, LayerShape
-from heads.common.target_config import cache_argument
+from heads.common.target_config import cache_argument, logit_factor
 
 LAST = -1
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # of which a cache can be cropped
@@ -41,6 +41,7 @@ class Embeddings:
         self.embedding: Any = model.get_input_embeddings()
         self.lm_head: Any = model.get_output_embeddings()
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.factor = logit_factor(config)
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = self.lm_head.weight.shape[0]
         self.num_layers: int = config.num_hidden_layers
@@ -63,6 +64,7 @@ class Embeddings:
         """Return the logits of final-normed states (…, D), of the tokens `ids` (W,) alone if given."""
         head, weight = self.lm_head if ids is None else self._rows(ids), self.head_weight()
         logits = head(hidden.to(weight.device, weight.dtype)).to(hidden.device)
+        logits = logits if self.factor == 1 else logits * self.factor
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def head_weight(self) -> Tensor:

@@ -1,0 +1,30 @@
+"""The table of targets: each cell is a run's, and a reason stands for what is refused."""
+
+import pytest
+
+from benchmarks.targets import COLUMNS, measured, table
+from heads.common.resolvers import register_resolvers
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_familys_cells_are_those_of_runs() -> None:
+    register_resolvers()
+    cells = dict(zip(COLUMNS, measured("lfm2", ["eagle3"], 2), strict=True))
+    assert cells["chain"] == "exact"
+    assert cells["heads trained"] == "eagle3"
+    assert "vLLM" in cells["EAGLE-3 for"]
+    assert cells["packed"].startswith("own rows, ")
+    assert cells["MTP module"].endswith("its last layer cannot run by itself (it keeps a recurrent state)")
+    for refused, remedy in (("tree", "tree=chain"), ("batch", "batch_size=1"), ("compiled", "engine.compile=false")):
+        assert cells[refused].startswith("refused: ")
+        assert cells[refused].endswith(remedy)
+
+
+def test_a_reason_stands_once_below_the_table() -> None:
+    lines = table(
+        [["one", "exact", "refused: why"], ["two", "refused: how", "refused: why"], ["three", "refused: all"]]
+    )
+    assert "| `one` | exact | no (1) |" in lines
+    assert "| `two` | no (2) | no (1) |" in lines
+    assert lines.endswith("1. why\n2. how\n3. all")
