@@ -14,7 +14,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 KINDS = ("fixed", "order", "nodes", "padded", "stop", "hindsight", "oracle")
 WIDEST = 60  # nodes of a tree
-BUDGETS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, WIDEST)
+BUDGETS = (*range(1, 17), 20, 24, 32, 48, WIDEST)  # without gaps where a pass begins to cost more
 # What is accepted now is easy or hard to draft later, so a token is worth more or less than its share of the time.
 AIMS = (0.25, 0.5, 1.0, 2.0)  # of the rate, by which seconds are compared with tokens
 SHARES = (0.5, 1.0, 2.0, 4.0)  # of a level's price
