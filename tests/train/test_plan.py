@@ -37,7 +37,9 @@ TARGETS = {
     ),
 }  # fmt: skip
 SMALL = ("data.length=64", "trainer.batch_tokens=64", "trainer.micro_tokens=64", "objective.anchors=4")  # for speed
-DFLASH = ("head.layers=5", "head.depths=15", "objective.depths=15")
+DFLASH = (
+    "head.layers=5", "head.depths=15", "objective.depths=15", "head.from_anchor=false", "head.markov_rank=null",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
