@@ -141,3 +141,16 @@ def test_a_head_drafts_for_the_tower_and_is_exported_for_the_class_that_serves_i
     served = published(tmp_path / "published", toys.head("eagle", target), target)
     out = whole.generate(torch.tensor([prompt]), custom_generate=str(served), **asked)
     assert out[0, len(prompt) :].tolist() == plain
+
+
+@pytest.mark.slow
+def test_a_head_drafts_chains_for_a_recurrent_tower(folder: Any) -> None:
+    path = folder("qwen3_5")
+    target = Target.load(str(path), "float32", "cpu")
+    whole: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    prompt, settings = toys.prompt(2), Settings(40, GREEDY)
+    plain = whole.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0, len(prompt) :].tolist()
+    assert len({*plain}) > 4, "the text does not vary"
+    drafter = HeadDrafter(toys.head("eagle3", target), toys.TREES["chain"], "eagle3")
+    (generation,) = speculate(target, drafter, [prompt], settings)
+    assert generation.tokens == plain
