@@ -100,11 +100,11 @@ class Generation:
     sources: list[str] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
-    passes: list[Pass] = field(default_factory=list)
     prefill_s: float = 0.0
     decode_s: float = 0.0
     finish: str = ""
     latency_s: float = 0.0
+    passes: list[Pass] = field(default_factory=list)
 
     @property
     def tau(self) -> float:

@@ -220,9 +220,12 @@ def test_a_bad_schedule_is_refused_in_a_line(folder: Path, lines: Any, named: st
     assert str(error.value).startswith(str(folder))
 
 
-def test_a_schedules_trees_must_be_what_the_target_takes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schedule_drafts_chains_where_the_target_takes_no_trees(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = toys.target()
     save_tree(folder, asdict(CHAIN), asdict(scheduled([(1, CHAIN), (2, DYNAMIC)]))["lines"])
     monkeypatch.setattr(target, "takes_trees", False)
-    with pytest.raises(ValueError, match="give tree=chain"):
-        load_drafter(folder, {}, target, "eagle")
+    schedule = load_drafter(folder, {}, target, "eagle").schedule
+    assert schedule is not None
+    assert [tree.kind for tree in schedule.trees] == ["chain", "chain"]
