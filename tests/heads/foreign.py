@@ -176,6 +176,23 @@ def eagle(folder: Path, served: Served, token: list[int], steps: int, bias: bool
     return found
 
 
+def mimo(folder: Path, served: Served, token: list[int], steps: int) -> list[Tensor]:
+    """Return a chain's logits, as `eagle3`, but for the first row's embedding, which engines leave out."""
+    read, layer = Reading(folder, served), "model.mtp_layers.0."
+    states, token, found = list(served.hs[-1]), list(token), []
+    for _ in range(steps):
+        mask, position = rows(len(states))
+        state = read.norm(f"{layer}hidden_layernorm", torch.stack(states))
+        embedded = read.norm(f"{layer}token_layernorm", served.embedding[token])
+        x = read.linear(f"{layer}input_proj", torch.cat([state, embedded], -1))
+        x = x + read.attention(layer, read.norm(f"{layer}input_layernorm", x), mask, position)
+        out = read.norm(f"{layer}final_layernorm", (x + read.mlp(layer, x))[-1])
+        found.append(served.lm_head @ out)
+        states.append(out)
+        token.append(int(found[-1].argmax()))
+    return found
+
+
 def medusa(folder: Path, served: Served, token: list[int], steps: int) -> list[Tensor]:
     """Return each head's logits as vLLM up to 0.32 makes them."""
     read = Reading(folder, served)

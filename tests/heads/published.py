@@ -240,6 +240,20 @@ def mlp_tied_once() -> tuple[nn.Module, Tensors, dict[str, Any]]:
     return head, renamed(head), config
 
 
+def mimo() -> tuple[nn.Module, Tensors, dict[str, Any]]:
+    """Return a head as vLLM's class finds it: the state before the embedding, and biases, all zero."""
+    head, layer = made("mtp", draft_vocab=None), "model.mtp_layers.0."
+    tensors = renamed(
+        head, ("^enorm", f"{layer}token_layernorm"), ("^hnorm", f"{layer}hidden_layernorm"),
+        ("^norm", f"{layer}final_layernorm"), ("^eh_proj", f"{layer}input_proj"), (r"^block\.", layer),
+    )  # fmt: skip
+    projection = f"{layer}input_proj.weight"
+    tensors[projection] = tensors[projection].roll(32, 1)
+    for kind, size in (("q", 32), ("k", 16), ("v", 16)):
+        tensors[f"{layer}self_attn.{kind}_proj.bias"] = torch.zeros(size)
+    return head, tensors, {**DECODER, "architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}
+
+
 def dflash() -> tuple[nn.Module, Tensors, dict[str, Any]]:
     head = block()
     return head, without_mask(renamed(head, *DFLASH)), {**DFLASH_CONFIG, "block_size": 5}
@@ -303,6 +317,7 @@ CASES: dict[str, tuple[str, Callable[[], tuple[nn.Module, Tensors, dict[str, Any
     "MLP speculator": ("mlp", mlp_speculator, "ln.2.bias"),
     "MLP speculator tied": ("mlp", mlp_tied, "proj.1.weight"),
     "MLP speculator tied, once": ("mlp", mlp_tied_once, "ln.0.weight"),
+    "MTP of MiMo": ("mimo", mimo, "mtp_layers.0.token_layernorm.weight"),
     "DFlash": ("dflash", dflash, "layers.1.self_attn.k_norm.weight"),
     "DSpark": ("dflash", dspark, "markov_head.markov_w2.weight"),
     "DFlash2": ("dflash", dflash2, "candidate_selector.successor_codebook"),

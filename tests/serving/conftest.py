@@ -11,7 +11,7 @@ import pytest
 from heads.common.resolvers import ROOT
 
 # What is said on the command line beside the kind of head.
-SAID = {"eagle": [], "eagle3": ["head.draft_vocab=1024"], "medusa": []}
+SAID = {"eagle": [], "eagle3": ["head.draft_vocab=1024"], "medusa": [], "mtp": []}
 
 
 def command(script: str, *words: str, **environment: str) -> str:

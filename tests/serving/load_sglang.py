@@ -24,6 +24,8 @@ def load(folder: str) -> dict[str, Any]:
     from sglang.srt.models.registry import ModelRegistry
 
     config = transformers.AutoConfig.from_pretrained(folder)
+    if config.architectures == ["MiMoForCausalLM"]:
+        config.architectures = ["MiMoMTP"]  # as SGLang's model_config does for a draft
     found, _ = ModelRegistry.resolve_model_cls(config.architectures)
     torch.set_default_dtype(config.dtype)
     model = found(config)

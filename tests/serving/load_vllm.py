@@ -1,6 +1,7 @@
 """Load heads by the newest vLLM's own classes, without running it: its wheel's Python files suffice for that on a CPU.
 
-A job on stdin holds `target`, and `heads`: folder, method, tokens a draft. For each head the answer on stdout says what
+A job on stdin holds `target`, and `heads`: folder, method, tokens a draft, and
+overrides of the target's config.json. For each head the answer on stdout says what
 vLLM takes it for, which tensors it never filled (they are NaN before), and the error if it refused.
 """
 
@@ -21,7 +22,7 @@ os.environ |= {
 }
 
 
-def load(target: str, folder: str, method: str, tokens: int) -> dict[str, Any]:
+def load(target: str, folder: str, method: str, tokens: int, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return what became of one head."""
     import torch
     from vllm.config import set_current_vllm_config
@@ -30,7 +31,9 @@ def load(target: str, folder: str, method: str, tokens: int) -> dict[str, Any]:
     from vllm.model_executor.model_loader.utils import initialize_model
 
     said = {"method": method, "model": folder, "num_speculative_tokens": tokens}
-    args = EngineArgs(model=target, dtype="float32", enforce_eager=True, speculative_config=said)
+    args = EngineArgs(
+        model=target, dtype="float32", enforce_eager=True, speculative_config=said, hf_overrides=overrides or {}
+    )
     config = args.create_engine_config()
     draft = config.speculative_config.draft_model_config
     with set_current_vllm_config(config):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from heads.formats.published import mimo
 from tests.serving.engines import TARGET, asked
 from tests.serving.heads_of_ours import exported, made
 
@@ -17,7 +18,9 @@ pytestmark = pytest.mark.serving
 EMBEDDING = "model.embed_tokens.weight"
 PRUNED = {"draft_vocab": 700}
 PLAIN = {"feature_norm": False, "norm_output": False}
+DFLASH = {"from_anchor": False, "markov_rank": None}
 DSPARK = {"from_anchor": True, "markov_rank": 16, "confidence": True}
+AS_TARGET = {"norm_eps": 1e-6}
 # kind, options, vLLM's method and class, SGLang's class, "" where it has none
 HEADS: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
     "eagle": ("eagle", {}, "eagle", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
@@ -39,8 +42,10 @@ HEADS: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
     "peagle with its embedding": (
         "peagle", {"embedding": "own"} | PRUNED, "eagle3", "Eagle3LlamaForCausalLM", ""
     ),
-    "dflash causal": ("block", {}, "dflash", "DFlashQwen3ForCausalLM", "DFlashDraftModel"),
-    "dflash": ("block", {"causal": False}, "dflash", "DFlashQwen3ForCausalLM", "DFlashDraftModel"),
+    "mtp": ("mtp", AS_TARGET, "mtp", "MiMoMTP", "MiMoMTP"),
+    "mtp with norms": ("mtp", AS_TARGET | {"qk_norm": True}, "mtp", "MiMoMTP", ""),
+    "dflash causal": ("block", DFLASH, "dflash", "DFlashQwen3ForCausalLM", "DFlashDraftModel"),
+    "dflash": ("block", DFLASH | {"causal": False}, "dflash", "DFlashQwen3ForCausalLM", "DFlashDraftModel"),
     "dspark": ("block", DSPARK, "dspark", "Qwen3DSparkForCausalLM", "Qwen3DSparkModel"),
 }  # fmt: skip
 OF_SGLANG = [name for name in HEADS if HEADS[name][4]]
@@ -59,7 +64,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def vllm(folders: dict[str, Path]) -> dict[str, Any]:
-    job = [{"folder": str(folders[name]), "method": HEADS[name][2], "tokens": 5} for name in HEADS]
+    job = [
+        {"folder": str(folders[name]), "method": HEADS[name][2], "tokens": 5, "overrides": overridden(name)}
+        for name in HEADS
+    ]
     answer = asked("load_vllm.py", {"target": str(TARGET), "heads": job}, newest="vllm")
     assert answer["version"] == "0.33.0"
     return dict(zip(HEADS, answer["heads"], strict=True))
@@ -81,6 +89,12 @@ def speculators(folders: dict[str, Path]) -> dict[str, Any]:
     return dict(zip(OF_SPECULATORS, answer["heads"], strict=True))
 
 
+def overridden(name: str) -> dict[str, Any]:
+    """Return what of the target's config.json vLLM is told anew, by whose keys it makes an MTP module."""
+    kind, options, *_ = HEADS[name]
+    return mimo.overrides(options) if kind == "mtp" else {}
+
+
 def drafted(folder: Path) -> list[int] | None:
     """Return the tokens that a head drafts, None where it drafts all."""
     known = load_file(folder / "model.safetensors").get("t2d")
@@ -96,7 +110,9 @@ def sight(name: str) -> dict[str, list[bool]]:
 @pytest.mark.parametrize("name", HEADS)
 def test_vllm_fills_every_tensor_but_the_targets(name: str, vllm: dict[str, Any]) -> None:
     kind, options, _, expected, _ = HEADS[name]
-    own = {"block": {EMBEDDING, "lm_head.weight", "model.mask_embedding"}}.get(kind, {EMBEDDING})
+    own = {"block": {EMBEDDING, "lm_head.weight", "model.mask_embedding"}, "mtp": {EMBEDDING, "lm_head.weight"}}.get(
+        kind, {EMBEDDING}
+    )
     if options.get("embedding") == "own":
         own = set()
     assert vllm[name] == {"class": expected, "unfilled": sorted(own)} | sight(name)

@@ -23,7 +23,8 @@ from tests.serving.engines import TARGET, asked
 
 pytestmark = pytest.mark.serving
 TOKENS = 96
-TOKENS_DRAFTED = {"eagle": 3, "eagle3": 4, "medusa": 4}
+TOKENS_DRAFTED = {"eagle": 3, "eagle3": 4, "medusa": 4, "mtp": 3}
+OVERRIDES = {"mtp": {"num_nextn_predict_layers": 1}}  # of the target's config.json
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,8 @@ def by_us(target: Target, folder: Path, prompts: list[list[int]], answers: list[
 
 def speculated(target: str, method: str, folder: Path, depth: int, prompts: list[list[int]]) -> dict[str, Any]:
     said = {"method": method, "model": str(folder), "num_speculative_tokens": depth}
-    return asked("serve_vllm.py", {"target": target, "prompts": prompts, "tokens": TOKENS, "speculative": said})
+    job = {"target": target, "prompts": prompts, "tokens": TOKENS, "speculative": said}
+    return asked("serve_vllm.py", job | {"overrides": OVERRIDES.get(method, {})})
 
 
 def test_vllm_writes_the_same_text_and_accepts_what_we_accept(

@@ -15,6 +15,7 @@ peagle.py     P-EAGLE: vLLM and speculators
 medusa.py     Medusa: vLLM up to 0.32, the authors
 hydra.py      Hydra and Hydra++: the authors
 mlp.py        the MLP speculator, read alone
+mimo.py       MTP as MiMo has it: vLLM and SGLang, for other targets too
 dflash.py     DFlash, DSpark and DFlash2: vLLM, SGLang; Domino: SGLang
 """
 
@@ -27,7 +28,7 @@ from torch import nn
 
 from heads.base import Embeddings
 from heads.common.errors import one_line
-from heads.formats.published import dflash, eagle, eagle3, hydra, medusa, mlp, peagle
+from heads.formats.published import dflash, eagle, eagle3, hydra, medusa, mimo, mlp, peagle
 from heads.formats.published.files import config_of, is_published, names_of, stored_tensors, without_prefix
 from heads.formats.published.plan import Plan, Source, assemble
 
@@ -54,6 +55,7 @@ FORMATS = {
     "medusa": Format("medusa", medusa.SIGNATURE, medusa.read),
     "hydra": Format("hydra", hydra.SIGNATURE, hydra.read),
     "mlp": Format("mlp", mlp.SIGNATURE, mlp.read),
+    "mimo": Format("mtp", mimo.SIGNATURE, mimo.read),
 }
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import nn
 
 from heads import HEADS
-from heads.formats.published import dflash, eagle, eagle3, hydra, medusa, peagle
+from heads.formats.published import dflash, eagle, eagle3, hydra, medusa, mimo, peagle
 from heads.formats.published.exporting import Export, Foreign, Served, put
 
 __all__ = ["FORMATS", "Served", "export"]
@@ -14,7 +14,8 @@ __all__ = ["FORMATS", "Served", "export"]
 # The writer of each kind of head by format. Four engines read the same EAGLE-3 folder; which one is asked for decides
 # over options that not all of them run.
 Writers = dict[str, Callable[[Export], Foreign]]
-ENGINES: Writers = {"eagle": eagle.engines, "hass": eagle.engines, "eagle3": eagle3.engines, "block": dflash.engines}
+ENGINES: Writers = {"eagle": eagle.engines, "hass": eagle.engines, "eagle3": eagle3.engines, "block": dflash.engines,
+                    "mtp": mimo.engines}  # fmt: skip
 FORMATS: dict[str, Writers] = {
     "vllm": {**ENGINES, "medusa": medusa.engines, "peagle": peagle.engines},
     "sglang": ENGINES,

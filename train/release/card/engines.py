@@ -12,7 +12,7 @@ from typing import Any
 
 from heads import HEADS
 from heads.formats.layer_ids import STATES
-from heads.formats.published import dflash, eagle, eagle3, hydra, medusa, peagle
+from heads.formats.published import dflash, eagle, eagle3, hydra, medusa, mimo, peagle
 from heads.formats.published.export import FORMATS
 from heads.modules.fusion import EAGLE3_LAYERS, default_layers
 from train.release.card.facts import Facts
@@ -98,6 +98,13 @@ def _dflash(facts: Facts) -> Iterator[Serving]:
     yield "Not tried", f"{TRTLLM}, which has a loader of its own for these heads."
 
 
+def _mimo(facts: Facts) -> Iterator[Serving]:
+    tokens, overrides = facts.publish.draft_tokens, json.dumps(mimo.overrides(facts.served))
+    yield VLLM, _vllm(facts, "mtp", tokens, "--hf-overrides", overrides)
+    yield SGLANG, _sglang(facts, "NEXTN")
+    yield "Not served by", f"{TRTLLM}, which reads MTP modules of the target's own checkpoint."
+
+
 def _authors(reader: str, facts: Facts) -> Iterator[Serving]:
     others = [form for form, kinds in FORMATS.items() if facts.kind in kinds and form != facts.publish.format]
     engines = f"; for engines publish it with format= one of {', '.join(others)}" if others else ""
@@ -110,6 +117,7 @@ SERVED: dict[Callable[..., Any], Callable[[Facts], Iterator[Serving]]] = {
     eagle.engines: _eagle,
     medusa.engines: _medusa,
     dflash.engines: _dflash,
+    mimo.engines: _mimo,
     eagle3.authors: partial(_authors, "SafeAILab/EAGLE"),
     eagle.authors: partial(_authors, "SafeAILab/EAGLE"),
     medusa.authors: partial(_authors, "FasterDecoding/Medusa"),
@@ -117,9 +125,9 @@ SERVED: dict[Callable[..., Any], Callable[[Facts], Iterator[Serving]]] = {
 }
 
 
-def _vllm(facts: Facts, method: str, tokens: int) -> str:
+def _vllm(facts: Facts, method: str, tokens: int, *further: str) -> str:
     config = json.dumps({"method": method, "model": facts.publish.repo, "num_speculative_tokens": tokens})
-    return block(f"vllm serve {shlex.quote(facts.path)} --speculative-config {shlex.quote(config)}")
+    return block(shlex.join(["vllm", "serve", facts.path, *further, "--speculative-config", config]))
 
 
 def _sglang(facts: Facts, algorithm: str) -> str:

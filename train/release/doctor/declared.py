@@ -4,7 +4,7 @@ import json
 import re
 
 from data.text.template import template_sha256
-from heads.formats.published import dflash, eagle, eagle3, medusa
+from heads.formats.published import dflash, eagle, eagle3, medusa, mimo
 from heads.formats.store import CONFIG, MUST_AGREE, QUANTISED, WEIGHTS
 from train.release.card.engines import GUESSES
 from train.release.doctor.examined import OWN, Against, Examined
@@ -15,7 +15,8 @@ OTHER = "give the head's own target with target=…, or train a head for this on
 SIBLING = "or, if it is another checkpoint of the same model, say model.sibling=true"
 NOTHING = "it drafts from features that mean something else: next to nothing is accepted"
 NUMBERS = ("target_hidden_size", "logit_scale")  # keys that engines read as numbers, so that a null stops them
-CLASSES = {"eagle3": eagle3.CLASS, "eagle": eagle.CLASS, "medusa": medusa.CLASS, "dflash": dflash.CLASS}
+CLASSES = {"eagle3": eagle3.CLASS, "eagle": eagle.CLASS, "medusa": medusa.CLASS, "dflash": dflash.CLASS,
+           "mimo": mimo.CLASS}  # fmt: skip
 PRUNED = ("eagle3", "dflash")  # which may draft some tokens alone; these are never without architectures
 TWICE = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",

@@ -9,7 +9,7 @@ from heads.modules.rope import SCALINGS, Rope, scaling_of
 from train.release.doctor.examined import OWN, Against, Examined
 from train.release.doctor.finding import Findings, ok, unknown, wrong
 
-ROTATED = ("eagle3", "eagle", "dflash")
+ROTATED = ("eagle3", "eagle", "dflash", "mimo")
 LENGTH = "max_position_embeddings"
 SILENT_LENGTH = 2048  # the default of transformers for a Llama
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from heads import HEADS
 from heads.common.errors import one_line
-from heads.formats.published import dflash, eagle, eagle3
+from heads.formats.published import dflash, eagle, eagle3, mimo
 from heads.formats.published.plan import EMBEDDING, KNOWN, OFFSETS, are_increasing, are_masked
 from heads.formats.store import CONFIG, WEIGHTS, read_config
 from heads.formats.store import head_config as own_config
@@ -79,13 +79,13 @@ def expected(head: Examined, against: Against) -> dict[str, tuple[int, ...]] | N
         config = own_config(head.folder, read_config(head.folder))
         tensors = outline(HEADS[config.name], config, against.embeddings, f"{head.folder}/{CONFIG}: ")
         return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if head.form not in CHAINED:
+    if head.form not in (*CHAINED, "mimo"):
         return None
     config = completed(head)
     if head.form == "eagle3":
         first = "midlayer." if any(name.startswith("midlayer.") for name in head.stripped) else "layers.0."
         return eagle3.shapes(config, first)
-    return eagle.shapes(config) if head.form == "eagle" else dflash.shapes(config)
+    return {"eagle": eagle, "dflash": dflash, "mimo": mimo}[head.form].shapes(config)
 
 
 def completed(head: Examined) -> dict[str, Any]:

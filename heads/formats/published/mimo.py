@@ -1,0 +1,117 @@
+"""The MTP module as MiMo has it: `model.mtp_layers.0`, a Qwen2 layer behind `input_proj`, which reads the state first.
+
+vLLM (`method: mtp`) and SGLang (NEXTN) run it in a folder of its own, for any target whose model class hands out its
+normed last states, a Llama or a Qwen3 among them. vLLM makes the module by the target's config.json, which
+`hf_overrides` completes (`overrides`), and not by the head's. Both engines leave out the embedding of the row at
+position 0, which costs that row alone. Their layer has biases of queries, keys and values, which are written as zeros,
+and heads as wide as the state divided by their number.
+"""
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.base import Embeddings, layer_shape
+from heads.formats.published.exporting import EngineClass, Export, Foreign, Shapes, layer_shapes
+from heads.formats.published.plan import Plan, Source, check_width, decoder, positions_of
+
+LAYER = "mtp_layers.0."
+SIGNATURE = (r"mtp_layers\.0\.input_proj\.weight",)
+RENAMED = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "norm": "final_layernorm", "eh_proj": "input_proj"}
+BIASED = re.compile(r"self_attn\.[qkv]_proj\.bias$")
+CLASS = EngineClass(["MiMoForCausalLM"], "qwen2", {"vllm": "MiMoForCausalLM", "sglang": "MiMoForCausalLM"})
+
+
+def their_name(name: str) -> str:
+    """Return the name in the file of a tensor of ours, without `model.`."""
+    part, _, rest = name.partition(".")
+    return f"{LAYER}{RENAMED.get(part, '')}.{rest}" if part in RENAMED else f"{LAYER}{rest}"
+
+
+def read(source: Source, embeddings: Embeddings) -> Plan:
+    """Return the plan that maps the tensors; refuse biases that are not zero."""
+    check_width(source, f"{LAYER}input_proj.weight", embeddings)
+    if source.count(r"mtp_layers\.(\d+)\.") > 1:
+        raise source.refusal("several MTP modules")
+    zero = {name for name, tensor in source.tensors.items() if BIASED.search(name) and not tensor.any()}
+    unbiased = source._replace(tensors={name: source.tensors[name] for name in source.tensors.keys() - zero})
+    config = {
+        "qk_norm": f"{LAYER}self_attn.q_norm.weight" in source.tensors,
+        "feature_layers": None,
+        "lm_head": "shared",
+        **decoder(unbiased, LAYER, embeddings),
+    }
+    filled = {"eh_proj.weight": swapped(source.tensor(f"{LAYER}input_proj.weight"))}
+    return Plan("mtp", config, their_name, filled, zero | {f"{LAYER}input_proj.weight"}, None)
+
+
+def engines(source: Export) -> Foreign:
+    """Return the head for vLLM and SGLang; refuse options that they do not run."""
+    source.refuse(feature_layers=None, lm_head="shared", draft_vocab=None)
+    if source.form == "sglang":
+        source.refuse(qk_norm=False)
+    config = {
+        "architectures": CLASS.architectures,
+        "model_type": CLASS.model_type,
+        "torch_dtype": source.dtype,
+        "num_hidden_layers": 1,
+        "num_nextn_predict_layers": 1,
+        "qk_norm": source.config.qk_norm,
+        **source.decoder(),
+        "tie_word_embeddings": False,
+    }
+    _check_sizes(source, config)
+    tensors = {f"model.{their_name(name)}": tensor for name, tensor in source.tensors.items()}
+    projection = f"model.{LAYER}input_proj.weight"
+    tensors[projection] = swapped(tensors[projection])
+    for part in "qkv":
+        name = f"model.{LAYER}self_attn.{part}_proj"
+        tensors[f"{name}.bias"] = torch.zeros_like(tensors[f"{name}.weight"][:, 0])
+    return Foreign(config, tensors, {f"model.{name}": shape for name, shape in shapes(config).items()})
+
+
+def shapes(config: dict[str, Any]) -> Shapes:
+    """Return the shapes by config.json, of names without `model.`."""
+    width, head_dim = config["hidden_size"], config["head_dim"]
+    expected = layer_shapes(config, LAYER, width) | {f"{LAYER}input_proj.weight": (width, 2 * width)}
+    for part in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        expected[f"{LAYER}{part}.weight"] = (width,)
+    for part in "qkv":
+        name = f"{LAYER}self_attn.{part}_proj"
+        expected[f"{name}.bias"] = expected[f"{name}.weight"][:1]
+    for part in "qk" if config.get("qk_norm") else "":
+        expected[f"{LAYER}self_attn.{part}_norm.weight"] = (head_dim,)
+    return expected
+
+
+def overrides(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what vLLM must be told of the target for it to make the module of this config.json (`--hf-overrides`)."""
+    return {"num_nextn_predict_layers": 1} | ({"qk_norm": True} if config.get("qk_norm") else {})
+
+
+def _check_sizes(source: Export, config: dict[str, Any]) -> None:
+    """Refuse sizes and positions by which no engine, or not vLLM, makes the module."""
+    width, heads, head_dim = (config[key] for key in ("hidden_size", "num_attention_heads", "head_dim"))
+    if head_dim * heads != width:
+        raise source.refusal(f"{heads} heads of {head_dim}", f"and engines make them {width // heads} wide")
+    if source.form != "vllm":
+        return
+    target, shape = source.served.config, layer_shape(source.config, source.embeddings)
+    pairs: dict[str, tuple[Any, Any]] = {
+        name: (getattr(shape, name), size) for name, size in source.embeddings.layer._asdict().items()
+    }
+    pairs["norm_eps"] = (config["rms_norm_eps"], target.get("rms_norm_eps", config["rms_norm_eps"]))
+    pairs["positions"] = (positions_of(config), positions_of(target) or positions_of(config))
+    for name, (ours, theirs) in pairs.items():
+        if ours != theirs:
+            raise source.refusal(
+                f"{name} {ours}", f"and vLLM takes the target's, {theirs}; train with init=auto and sizes of null"
+            )
+
+
+def swapped(projection: Tensor) -> Tensor:
+    """Return a projection of two states joined for the same states joined in the other order."""
+    first, second = projection.chunk(2, -1)
+    return torch.cat([second, first], -1)
