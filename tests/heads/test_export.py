@@ -103,6 +103,8 @@ CASES = {
     ),
     "DFlash": Case("block", BLOCK, "dflash", foreign.dflash),
     "DFlash causal": Case("block", {**BLOCK, "causal": True}, "sglang", foreign.dflash),
+    "EAGLE-3 of llama.cpp": Case("eagle3", {**OWN_PLACE, "joint_norm": True}, "gguf", foreign.eagle3),
+    "DSpark of llama.cpp": Case("block", DSPARK, "gguf", foreign.dflash),
     "DSpark": Case("block", DSPARK, "sglang", foreign.dflash),
     "DFlash2": Case("block", {**BLOCK, **DFLASH2}, "vllm", foreign.dflash),
     "Domino": Case("block", {**BLOCK, "from_anchor": True, "domino": 12}, "sglang", foreign.dflash),
@@ -205,8 +207,8 @@ def test_an_identity_head_drafts_the_targets_own_next_token(name: str, tmp_path:
     [
         ("eagle3", {"kv_injection": True}, "vllm", "kv_injection=true, .*head.kv_injection=false"),
         ("eagle3", {"qk_norm": True}, "sglang", "qk_norm=true"),
-        ("eagle3", {"norm_before_residual": True}, "sglang", "norm_before_residual=true, which vLLM alone runs"),
-        ("eagle3", {"norm_before_residual": True}, "trtllm", "which vLLM alone runs"),
+        ("eagle3", {"norm_before_residual": True}, "sglang", "true, which vLLM and llama.cpp alone run"),
+        ("eagle3", {"norm_before_residual": True}, "trtllm", "which vLLM and llama.cpp alone run"),
         ("eagle3", {"feature_layers": [1, 7]}, "sglang", "last layer, 7, .*feature_layers up to 6"),
         ("eagle3", {"norm_before_residual": True}, "eagle", "norm_before_residual=true"),
         ("eagle3", {"layers": 2}, "eagle", "layers=2, .*head.layers=1"),
@@ -222,6 +224,9 @@ def test_an_identity_head_drafts_the_targets_own_next_token(name: str, tmp_path:
         ("mtp", {"intermediate_size": 24}, "vllm", "intermediate_size 24, and .* 48; .*init=auto"),
         ("mtp", {"rope_theta": 5e5}, "vllm", "positions .*500000.*and vLLM takes the target's"),
         ("mtp", {"head_dim": 4}, "sglang", "4 heads of 4, and engines make them 8 wide"),
+        ("eagle3", {"norm_output": True}, "gguf", "norm_output=true"),
+        ("eagle3", {"feature_layers": [2, 5]}, "gguf", "2 feature layers, and llama.cpp reads three"),
+        ("block", {**BLOCK, **DFLASH2}, "gguf", "selector_rank=6"),
         ("medusa", {"draft_vocab": 30}, "vllm", "draft_vocab=30"),
         ("medusa", {"draft_vocab": 30}, "medusa", "draft_vocab=30"),
         ("medusa", {"layers": 2}, "medusa", "layers=2, of which each is its own"),
@@ -263,8 +268,8 @@ def test_targets_whose_layers_sglang_counts_otherwise_are_refused(tmp_path: Path
 
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"format is 'gguf': choose one of vllm, sglang, .*, or null"):
-        export(stub(), "gguf", served(), tmp_path)
+    with pytest.raises(ValueError, match=r"format is 'onnx': choose one of vllm, sglang, .*, or null"):
+        export(stub(), "onnx", served(), tmp_path)
 
 
 def test_a_head_that_looks_back_less_far_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

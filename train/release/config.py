@@ -30,6 +30,7 @@ class PublishConfig:
     tag: str | None
     format: str | None
     target: str | None
+    gguf: str | None
     dtype: Annotated[str, OneOf(tuple(DTYPES))]
     draft_tokens: Count
 
@@ -39,6 +40,10 @@ class PublishConfig:
         validate_repo_id(self.repo)  # the Hub's own rules, such as on length and doubled signs
         if self.format is not None:
             assert_known(self.format)
+        if (self.format == "gguf") != (self.gguf is not None):
+            raise ValueError(
+                "format=gguf and gguf=FILE go together: the head's file has the tokenizer of its target's GGUF file"
+            )
         if self.tag is not None and (not TAG.fullmatch(self.tag) or ".." in self.tag or self.tag == "main"):
             raise ValueError(f"tag is {self.tag!r}: give letters, digits, '.', '_' and '-', such as v1, or null")
 

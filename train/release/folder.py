@@ -24,6 +24,7 @@ from heads.common.errors import one_line
 from heads.common.files import last_good, replacing
 from heads.common.resolvers import ROOT
 from heads.common.untrusted import parse_json, parse_yaml, parsed_file
+from heads.formats import gguf
 from heads.formats.custom_generate import bundle
 from heads.formats.hub import on_hub, target_path
 from heads.formats.published.export import Served, export
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 TOKENIZER = "tokenizer_reference.json"
 COPIED = ("config.yaml", "report.json", "report.md", "report.html")
 READ = (*COPIED, "provenance.json", METRICS, "prompts.jsonl")  # all of a run, besides its head
-FILES = (CONFIG, WEIGHTS, TOKENIZER, "README.md", *COPIED, "plots/*", f"{bundle.FOLDER}/*")  # patterns
+FILES = (CONFIG, WEIGHTS, gguf.FILE, TOKENIZER, "README.md", *COPIED, "plots/*", f"{bundle.FOLDER}/*")  # patterns
 TOKEN = re.compile(r"\bhf_(?:(?:jwt|oauth)_[\w.-]{20,}|[A-Za-z0-9]{20,})")
 
 
@@ -85,7 +86,8 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> None:
                 for name, data in files.items():
                     (new / name).parent.mkdir(exist_ok=True)
                     (new / name).write_bytes(data if isinstance(data, bytes) else _safe(run, name, data).encode())
-                shutil.copyfile(source / WEIGHTS, new / WEIGHTS)
+                for weights in (source / name for name in (WEIGHTS, gguf.FILE) if (source / name).is_file()):
+                    shutil.copyfile(weights, new / weights.name)
         except OSError as error:
             raise OSError(
                 f"{out}: could not be written ({one_line(error)}); free space, or give another out"
@@ -167,6 +169,8 @@ def exported(head: Path, config: PublishConfig) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "head"
         export(load_head(head, target.embeddings, target.spec), config.format, served, folder)
+        if config.gguf is not None:
+            gguf.write(folder, Path(config.gguf).expanduser())
         yield folder
 
 

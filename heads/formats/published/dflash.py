@@ -136,7 +136,7 @@ def engines(source: Export) -> Foreign:
     source.refuse(qk_norm=True)
     if source.head.vocab is None:
         source.refuse(lm_head="shared")
-    elif source.form != "vllm":
+    elif source.form not in ("vllm", "gguf"):
         source.refuse(draft_vocab=None)
     if options.confidence and markov is None:
         raise source.refusal("confidence=true without a Markov term", "which is DSpark's; give head.markov_rank a rank")

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 SIGNATURE = (r"(midlayer|layers\.0)\.hidden_norm\.weight",)
 JOINT = "input_norm"  # of all features, before fc
 FIRST = ("midlayer.", "layers.0.")
-NORMED_RESIDUAL = ("vllm", "speculators")  # the formats of engines that know it
+NORMED_RESIDUAL = ("vllm", "speculators", "gguf")  # the formats of engines that know it
 # Targets for which SGLang takes ids for outputs, as otherwise, only if the first is 1, and else for inputs.
 COUNTED_BY_FIRST = {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"}
 VERSION = "0.9.0"  # of speculators, whose format this is
@@ -153,7 +153,8 @@ def engines(source: Export) -> Foreign:
     source.refuse(kv_injection=False, qk_norm=False)
     if options.norm_before_residual and source.form not in NORMED_RESIDUAL:
         raise source.refusal(
-            "norm_before_residual=true", "which vLLM alone runs; train with head.norm_before_residual=false"
+            "norm_before_residual=true",
+            "which vLLM and llama.cpp alone run; train with head.norm_before_residual=false",
         )
     outputs, order = source.outputs()
     shifted = COUNTED_BY_FIRST & set(source.served.config.get("architectures") or [])

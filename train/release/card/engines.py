@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from heads import HEADS
+from heads.formats import gguf
 from heads.formats.layer_ids import STATES
 from heads.formats.published import dflash, eagle, eagle3, hydra, medusa, mimo, peagle
 from heads.formats.published.export import FORMATS
@@ -19,6 +20,7 @@ from train.release.card.facts import Facts
 from train.release.card.text import block, code
 
 VLLM, VLLM_OLD, SGLANG, TRTLLM = "vLLM 0.33.0", "vLLM 0.32.0", "SGLang 0.5.23", "TensorRT-LLM 1.4.0rc"
+LLAMA = "llama.cpp of llama-cpp-python 0.3.36"
 Serving = tuple[str, str]  # an engine, and how it serves the head
 
 # vLLM's guess of the method where none is given, by a substring of the lower-cased path: the first match counts.
@@ -105,6 +107,16 @@ def _mimo(facts: Facts) -> Iterator[Serving]:
     yield "Not served by", f"{TRTLLM}, which reads MTP modules of the target's own checkpoint."
 
 
+def _gguf(method: str, others: Callable[[Facts], Iterator[Serving]], facts: Facts) -> Iterator[Serving]:
+    words = ["llama-server", "-m", "TARGET.gguf", "-md", gguf.FILE, "--spec-type", method]
+    yield LLAMA, block(shlex.join([*words, "--spec-draft-n-max", str(facts.publish.draft_tokens)]))
+    yield from others(facts)
+
+
+def _gguf_block(facts: Facts) -> Iterator[Serving]:
+    yield from _gguf("draft-dspark" if "markov_rank" in facts.served else "draft-dflash", _dflash, facts)
+
+
 def _authors(reader: str, facts: Facts) -> Iterator[Serving]:
     others = [form for form, kinds in FORMATS.items() if facts.kind in kinds and form != facts.publish.format]
     engines = f"; for engines publish it with format= one of {', '.join(others)}" if others else ""
@@ -118,6 +130,8 @@ SERVED: dict[Callable[..., Any], Callable[[Facts], Iterator[Serving]]] = {
     medusa.engines: _medusa,
     dflash.engines: _dflash,
     mimo.engines: _mimo,
+    gguf.eagle3: partial(_gguf, "draft-eagle3", _eagle3),
+    gguf.block: _gguf_block,
     eagle3.authors: partial(_authors, "SafeAILab/EAGLE"),
     eagle.authors: partial(_authors, "SafeAILab/EAGLE"),
     medusa.authors: partial(_authors, "FasterDecoding/Medusa"),

@@ -1,0 +1,180 @@
+"""GGUF, which llama.cpp reads: EAGLE-3 and DFlash with DSpark, made of the folder that other engines read.
+
+Names, keys and the order of rotary pairs are those of llama.cpp's own converter (conversion/llama.py and qwen.py, as
+llama-cpp-python 0.3.36 carries it), which reads that folder too. The tokenizer is the target's: its keys are
+copied from the target's own GGUF, so that both have the same.
+"""
+
+import importlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from heads.common.errors import one_line
+from heads.formats import published
+from heads.formats.layer_ids import BLOCK_OUTPUTS, STATES, as_states
+from heads.formats.published.exporting import Export, Foreign
+from heads.formats.published.plan import KNOWN, OFFSETS
+from heads.formats.store import CONFIG, WEIGHTS
+from heads.modules.fusion import EAGLE3_LAYERS
+from heads.modules.rope import Rope
+
+FILE = "head.gguf"
+VERSION = 2  # of GGUF's quantisation formats
+TOKENIZER = "tokenizer."  # how the keys begin that are copied
+IN_LAYER = {
+    "input_layernorm": "attn_norm", "hidden_norm": "attn_norm_2", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+AT_TOP = {
+    "fc": "fc", "norm": "output_norm", "lm_head": "output", "input_norm": "enc.output_norm",
+    "hidden_norm": "enc.output_norm", "markov_head.markov_w1": "markov_w1", "markov_head.markov_w2": "markov_w2",
+    "confidence_head.proj": "conf_proj",
+}  # fmt: skip
+ROTATED = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}
+LAYER = re.compile(r"layers\.(\d+)\.(.*)")
+
+
+def eagle3(source: Export) -> Foreign:
+    """Return an EAGLE-3 head for llama.cpp; refuse options that it does not run."""
+    source.refuse(layers=1, feature_norm=False, norm_output=False)
+    if (count := len(source.head.feature_layers)) != EAGLE3_LAYERS:
+        raise source.refusal(
+            f"{count} feature layers", "and llama.cpp reads three; train with head.feature_layers=null"
+        )
+    return published.eagle3.engines(source)
+
+
+def block(source: Export) -> Foreign:
+    """Return a DFlash or DSpark head for llama.cpp; refuse options that it does not run, or that were not tried."""
+    source.refuse(domino=None, selector_rank=None, conv=None)
+    return published.dflash.engines(source)
+
+
+def write(folder: Path, target: Path) -> None:
+    """Write FILE into an exported folder, with the tokenizer of the target's GGUF file.
+
+    Raises:
+        ValueError: the library is not installed, or the target's file is no GGUF of the same vocabulary.
+        OSError: the disk is full or the folder cannot be written.
+    """
+    library = _library()
+    config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    tensors = load_file(folder / WEIGHTS)
+    kind = "eagle3" if STATES in config else "dflash"
+    writer = library.GGUFWriter(folder / FILE, kind)
+    writer.add_quantization_version(VERSION)
+    for key, value in _settings(kind, config, tensors).items():
+        _add(writer, f"{kind}.{key}", value)
+    for key, field in _tokenizer(library, target, config["vocab_size"]).items():
+        writer.add_key_value(key, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
+    if kind == "dflash":
+        writer.add_uint32("tokenizer.ggml.mask_token_id", config["dflash_config"]["mask_token_id"])
+    for name, tensor in _renamed(kind, config, tensors).items():
+        _add_tensor(library, writer, name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module("gguf")
+    except ImportError:
+        raise ValueError("format=gguf needs a library that is not installed: pip install gguf") from None
+
+
+def _settings(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the keys of a head's architecture by their names without it."""
+    settings = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config.get("max_position_embeddings", 0),
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "vocab_size": config["vocab_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": config["head_dim"],
+        "attention.value_length": config["head_dim"],
+        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "rope.dimension_count": config["head_dim"],
+        "rope.freq_base": float(config["rope_theta"]),
+    }
+    scaling = config["rope_scaling"] or {}
+    if scaling.get("rope_type") == "linear":
+        settings |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(scaling["factor"])}
+    if kind == "eagle3":
+        read = {"target_layers": config[STATES], "target_hidden_size": config["hidden_size"]}
+        return settings | read | {key: config[key] for key in ("norm_before_residual", "norm_before_fc")}
+    block = config["dflash_config"]
+    settings |= {"target_layers": as_states(block[BLOCK_OUTPUTS]), "block_size": config["block_size"]}
+    settings["attention.causal"] = config["is_causal"]
+    if "markov_rank" in config:
+        settings["sample_from_anchor"] = block["sample_from_anchor"]
+        settings["has_confidence_head"] = "confidence_head.proj.weight" in tensors
+    return settings
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    kinds.get(type(value), writer.add_array)(key, value)
+
+
+def _tokenizer(library: Any, target: Path, vocabulary: int) -> dict[str, Any]:
+    """Return the tokenizer's fields of the target's file by key."""
+    try:
+        fields = library.GGUFReader(target).fields
+        count = len(fields["tokenizer.ggml.tokens"].data)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"gguf={target}: no GGUF file of a target ({one_line(error)}); give the file that llama.cpp serves"
+        ) from None
+    if count != vocabulary:
+        raise ValueError(
+            f"gguf={target}: a vocabulary of {count} tokens, and the head's is {vocabulary}; give its own target's file"
+        )
+    return {key: field for key, field in fields.items() if key.startswith(TOKENIZER)}
+
+
+def _renamed(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors by llama.cpp's names."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        part, _, last = name.rpartition(".")
+        if name == OFFSETS:
+            renamed[OFFSETS] = tensor + torch.arange(len(tensor))
+        elif match := LAYER.fullmatch(part):
+            heads = ROTATED.get(match[2]) if kind == "eagle3" else None
+            as_read = tensor if heads is None else _interleaved(tensor, config[heads])
+            renamed[f"blk.{match[1]}.{IN_LAYER[match[2]]}.{last}"] = as_read
+        elif name != KNOWN:
+            renamed[f"{AT_TOP[part]}.{last}"] = tensor
+    scaling = config["rope_scaling"] or {}
+    if scaling.get("rope_type") == "llama3":
+        rope, width = Rope(config["rope_theta"], scaling), config["head_dim"]
+        renamed["rope_freqs.weight"] = Rope(rope.theta, None).frequency(width) / rope.frequency(width)
+    return renamed
+
+
+def _interleaved(projection: Tensor, heads: int) -> Tensor:
+    """Return a projection with the pairs that are rotated together in neighbouring rows, as llama.cpp's Llama has."""
+    return projection.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def _add_tensor(library: Any, writer: Any, name: str, tensor: Tensor) -> None:
+    """Add a tensor, a matrix in its dtype and a vector in fp32, as llama.cpp computes with them."""
+    kinds = library.GGMLQuantizationType
+    if not tensor.is_floating_point():
+        writer.add_tensor(name, tensor.numpy(), raw_dtype=kinds.I64)
+        return
+    names = {torch.bfloat16: kinds.BF16, torch.float16: kinds.F16}
+    kind = names.get(tensor.dtype, kinds.F32) if tensor.ndim > 1 else kinds.F32
+    writer.add_tensor(name, library.quants.quantize(tensor.float().numpy(), kind), raw_dtype=kind)
