@@ -8,6 +8,8 @@ STAMP := $(VENV)/.installed
 # The engines' own environment: they ask for other versions than we do, and nothing of ours imports them.
 SERVING := .venv-serving
 SERVED := $(SERVING)/.installed
+LLAMA := $(SERVING)/llama-server# llama.cpp's, built once from the sources that llama-cpp-python carries
+LLAMA_FLAGS := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-serving fuzz lint format types same-loss bench gpu-carry gpu
@@ -44,6 +46,14 @@ $(SERVED): $(addprefix tests/serving/,requirements.txt versions.txt engines.txt 
 	rm -r $(SERVING)/wheels
 	@touch $(SERVED)
 
+$(LLAMA): tests/serving/llama.txt $(SERVED)
+	$(SERVING)/bin/python -m pip download --no-deps --no-binary=llama-cpp-python -d $(SERVING)/wheels $$(cat $<)
+	mkdir -p $(SERVING)/llama && tar -xzf $(SERVING)/wheels/*.tar.gz --strip-components=3 -C $(SERVING)/llama --wildcards '*/vendor/llama.cpp'
+	rm -r $(SERVING)/wheels
+	PATH=$(SERVING)/bin:$$PATH cmake -G Ninja -S $(SERVING)/llama -B $(SERVING)/llama/build $(LLAMA_FLAGS)
+	PATH=$(SERVING)/bin:$$PATH cmake --build $(SERVING)/llama/build --target llama-server
+	cp $(SERVING)/llama/build/bin/llama-server $@
+
 demo: setup ## distill a head from the embedded target, verify it, write the report; bf16, as models are served
 	$(RUN) train/run.py head=best data.turns=text tree.depth=7 tree.top_k=2 tree.nodes=20 eval.dtype=bfloat16 overwrite=true
 
@@ -54,7 +64,7 @@ test: setup ## every test that needs no accelerator and no patience
 test-slow: setup ## the tests that take minutes
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile -m "slow and not gpu"
 
-test-serving: setup $(SERVED) ## heads of ours in the engines that serve them, on the CPU; an environment of its own
+test-serving: setup $(SERVED) $(LLAMA) ## heads of ours in the engines that serve them, on the CPU; an environment of its own
 	$(RUN) -m pytest -m serving tests/serving
 
 fuzz: setup ## readers of files from outside, fed 100,000 broken ones

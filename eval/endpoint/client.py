@@ -183,8 +183,8 @@ class Server:
             return answers, together(passes)
         if before is None:
             raise ValueError(
-                f"{self.url}/metrics has no counters of vLLM's or SGLang's: start vLLM without --disable-log-stats, "
-                "SGLang with --enable-metrics"
+                f"{self.url}/metrics has no counters of vLLM's, SGLang's or llama.cpp's: start vLLM without "
+                "--disable-log-stats, SGLang with --enable-metrics, llama.cpp with --metrics"
             )
         decoded = sum(answer.decoded for answer in answers)
         total = between(before, self._counters_after(before, len(answers), decoded), decoded)
@@ -221,7 +221,7 @@ class Server:
         if after.drafts is None or (after.engine == SGLANG and after.drafts == (before.drafts or 0) and decoded):
             raise ValueError(
                 f"{self.url} does not speculate: it counts no drafts; start it with a draft source (vLLM: "
-                "--speculative-config, SGLang: --speculative-algorithm), or give it as baseline"
+                "--speculative-config, SGLang: --speculative-algorithm, llama.cpp: --spec-type), or give it as baseline"
             )
         return after
 

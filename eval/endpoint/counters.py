@@ -3,7 +3,8 @@
 vLLM counts forward passes that verified a draft (`vllm:spec_decode_num_drafts`), drafted and accepted tokens, and
 passes that accepted each position; passes without a draft are not counted. SGLang counts every forward pass
 (`sglang:spec_verify_calls`) and reports the width of its tree, root included. Both can report on each request: vLLM
-under `--per-request-spec-decode-metrics`, SGLang as `meta_info`.
+under `--per-request-spec-decode-metrics`, SGLang as `meta_info`. llama.cpp (`--metrics`) counts as vLLM does, under
+its own prefix, but for finished requests.
 
 Here a pass is any forward pass of the target after the prefill, with or without a draft; it commits the accepted tokens
 and a bonus token. Engines count a token accepted beyond the end of an answer as accepted, and so do these functions.
@@ -17,11 +18,12 @@ from typing import Any
 
 from eval.measures.metrics import Passes
 
-VLLM, SGLANG = ENGINES = ("vllm", "sglang")
-LINE = re.compile(r"^((?:vllm|sglang|process)[:_]\w+?)(?:_total)?(?:\{(.*)\})?\s+([^\s}]+)(?:\s+-?\d+)?$")
+VLLM, SGLANG, LLAMA = ENGINES = ("vllm", "sglang", "llamacpp")
+LINE = re.compile(r"^((?:vllm|sglang|llamacpp|process)[:_]\w+?)(?:_total)?(?:\{(.*)\})?\s+([^\s}]+)(?:\s+-?\d+)?$")
 LABEL = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*)"')
-DRAFTS = {VLLM: "vllm:spec_decode_num_drafts", SGLANG: "sglang:spec_verify_calls"}
-FINISHED = {VLLM: "vllm:request_success", SGLANG: "sglang:num_requests"}
+DRAFTS = {VLLM: "vllm:spec_decode_num_drafts", SGLANG: "sglang:spec_verify_calls",
+          LLAMA: "llamacpp:spec_decode_num_drafts"}  # fmt: skip
+FINISHED = {VLLM: "vllm:request_success", SGLANG: "sglang:num_requests", LLAMA: ""}
 EXACT = 2**53  # floats below are exact integers
 DIGITS = 3  # of the deepest position in a draft that is read
 START = "process_start_time_seconds"
@@ -54,7 +56,7 @@ def samples(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
             except ValueError:
                 continue
             if abs(number) < EXACT:
-                yield re.sub(r"^(vllm|sglang)_", r"\1:", name), dict(LABEL.findall(labels or "")), number
+                yield re.sub(r"^(vllm|sglang|llamacpp)_", r"\1:", name), dict(LABEL.findall(labels or "")), number
 
 
 def read_counters(page: str) -> Counters | None:
@@ -69,15 +71,20 @@ def read_counters(page: str) -> Counters | None:
     for name, labels, value in page_samples:
         values.setdefault(name, []).append(value)
         position = labels.get("position", "")
-        if name == "vllm:spec_decode_num_accepted_tokens_per_pos" and position.isdecimal() and len(position) <= DIGITS:
+        if (
+            name == f"{engine}:spec_decode_num_accepted_tokens_per_pos"
+            and position.isdecimal()
+            and len(position) <= DIGITS
+        ):
             positions[int(position)] = positions.get(int(position), 0.0) + value
     totals = {name: sum(column) for name, column in values.items()}
+    drafts = totals.get(DRAFTS[engine])
     widths = {value for value in values.get("sglang:spec_num_draft_tokens", []) if value > 0}
     return Counters(
         engine=engine,
-        drafts=totals.get(DRAFTS[engine]),
-        draft_tokens=totals.get("vllm:spec_decode_num_draft_tokens"),
-        accepted=totals.get("vllm:spec_decode_num_accepted_tokens"),
+        drafts=None if engine == LLAMA and not drafts else drafts,  # which is there, and 0, without speculation too
+        draft_tokens=totals.get(f"{engine}:spec_decode_num_draft_tokens"),
+        accepted=totals.get(f"{engine}:spec_decode_num_accepted_tokens"),
         by_depth=tuple(positions.get(position, 0.0) for position in range(max(positions, default=-1) + 1)),
         width=widths.pop() if len(widths) == 1 else None,
         finished=totals.get(FINISHED[engine]),

@@ -1,4 +1,4 @@
-"""Metrics pages and replies of vLLM and SGLang, as they are written, against counts made by hand."""
+"""Metrics pages and replies of vLLM, SGLang and llama.cpp, as they are written, against counts made by hand."""
 
 from collections import Counter
 from dataclasses import replace
@@ -44,6 +44,17 @@ sglang:spec_verify_calls_total{model_name="m"} 50.0
 """
 
 
+LLAMA = """\
+llamacpp:prompt_tokens_total 100
+llamacpp:spec_decode_num_draft_tokens_total 375
+llamacpp:spec_decode_num_accepted_tokens_total 159
+llamacpp:spec_decode_num_drafts_total 125
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 80
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 46
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="2"} 33
+"""
+
+
 def read(page: str) -> Counters:
     found = read_counters(page)
     assert found is not None
@@ -61,6 +72,12 @@ def test_vllms_counters_are_summed_over_engines_and_reasons() -> None:
 
 def test_sglangs_counter_of_passes_and_the_width_of_its_tree() -> None:
     assert read(SGLANG) == Counters("sglang", 50.0, None, None, (), 4.0, 6.0, None)
+
+
+def test_llama_cpps_counters_are_vllms_under_its_own_name() -> None:
+    assert read(LLAMA) == Counters("llamacpp", 125.0, 375.0, 159.0, (80.0, 46.0, 33.0), None, None, None)
+    idle = "".join(f"{line.rsplit(' ', 1)[0]} 0\n" for line in LLAMA.splitlines() if "per_pos" not in line)
+    assert read(idle).drafts is None  # as without speculation
 
 
 @pytest.mark.parametrize("change", [("_total{", "{"), ("vllm:", "vllm_")])

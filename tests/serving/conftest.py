@@ -25,15 +25,21 @@ def command(script: str, *words: str, **environment: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return the run of a kind of head on the embedded target, trained for a minute or two."""
+def run_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return the run of a kind of head on the embedded target with further words, trained for a minute or two."""
     root = tmp_path_factory.mktemp("runs")
 
-    def trained(kind: str) -> Path:
-        run = root / kind
+    def trained(kind: str, *words: str) -> Path:
+        run = root / "-".join((kind, *words))
         if not run.exists():
             steps = ["trainer.steps=300", "trainer.eval_every=300", "eval.prompts=0"]
-            command("train/run.py", f"head={kind}", *steps, f"out={run}", *SAID[kind])
+            command("train/run.py", f"head={kind}", *steps, f"out={run}", *words)
         return run
 
     return trained
+
+
+@pytest.fixture(scope="session")
+def run_of(run_with: Callable[..., Path]) -> Callable[[str], Path]:
+    """Return the run of a kind of head as the engines of SAID read it."""
+    return lambda kind: run_with(kind, *SAID[kind])

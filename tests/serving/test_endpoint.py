@@ -20,12 +20,16 @@ SAID = ("--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-nu
 PATIENCE = 300  # seconds until a server answers
 
 
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
 @contextmanager
 def server(log: Path, *said: str) -> Iterator[str]:
     """Give the URL of a vLLM server until the block ends."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = free_port()
     words = [str(ENVIRONMENT / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--port", port]
     words += ["--host", "127.0.0.1", "--model", str(TARGET), "--served-model-name", "tiny", *SAID, *said]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}

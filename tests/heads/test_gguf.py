@@ -1,0 +1,79 @@
+"""A head's GGUF file holds its tensors under llama.cpp's names; tests/serving compares it with llama.cpp's converter."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGUFReader, GGUFWriter
+from safetensors.torch import load_file
+
+from heads.formats import gguf
+from tests.heads.exporting import exported, made
+from tests.heads.test_export import BLOCK, DSPARK, LLAMA3, masked
+
+PLAIN = {"feature_layers": [1, 3, 4], "feature_norm": False, "norm_output": False}
+
+
+def target(path: Path, vocabulary: int = 40) -> Path:
+    """Write a target's file that has a tokenizer alone."""
+    writer = GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"w{i}" for i in range(vocabulary)])
+    writer.add_bos_token_id(3)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def written(
+    kind: str, options: dict[str, Any], folder: Path, **more: Any
+) -> tuple[GGUFReader, dict[str, torch.Tensor]]:
+    exported(masked(made(kind, **options)), "gguf", folder / "head", **more)
+    gguf.write(folder / "head", target(folder / "target.gguf"))
+    return GGUFReader(folder / "head" / gguf.FILE), load_file(folder / "head" / "model.safetensors")
+
+
+def test_eagle3_is_written_with_rotary_pairs_side_by_side(tmp_path: Path) -> None:
+    file, tensors = written("eagle3", PLAIN | LLAMA3, tmp_path)
+    held = {tensor.name: torch.tensor(tensor.data) for tensor in file.tensors}
+    query = tensors["layers.0.self_attn.q_proj.weight"]
+    per_head = query.unflatten(0, (4, 8))
+    pairs = held["blk.0.attn_q.weight"].unflatten(0, (4, 8))
+    assert torch.equal(pairs[:, 0::2], per_head[:, :4])
+    assert torch.equal(pairs[:, 1::2], per_head[:, 4:])
+    assert torch.equal(held["d2t"], tensors["t2d"].nonzero()[:, 0])
+    assert torch.equal(held["output.weight"], tensors["lm_head.weight"])
+    assert float(held["rope_freqs.weight"].max()) == 8.0  # the slowest angles, by LLAMA3's factor
+    fields = {name: field.contents() for name, field in file.fields.items()}
+    assert fields["eagle3.target_layers"] == [2, 4, 5]
+    assert (fields["tokenizer.ggml.tokens"][5], fields["tokenizer.ggml.bos_token_id"]) == ("w5", 3)
+
+
+def test_dspark_is_written_in_its_dtype_with_vectors_in_fp32(tmp_path: Path) -> None:
+    file, tensors = written("block", DSPARK, tmp_path, dtype=torch.bfloat16)
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in file.tensors}
+    assert (kinds["markov_w1.weight"], kinds["output_norm.weight"]) == ("BF16", "F32")
+    assert len(kinds) == len(tensors)
+    fields = {name: field.contents() for name, field in file.fields.items()}
+    assert (fields["dflash.target_layers"], fields["dflash.sample_from_anchor"]) == ([3, 6], True)
+    assert (fields["dflash.has_confidence_head"], fields["tokenizer.ggml.mask_token_id"]) == (True, 7)
+
+
+def test_a_target_that_is_none_or_another_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = exported(masked(made("block", **BLOCK)), "gguf", tmp_path / "head")
+    (tmp_path / "text.gguf").write_text("no GGUF at all, but long enough to have a header")
+    for path, told in (
+        (tmp_path / "text.gguf", "no GGUF file of a target"), (tmp_path / "missing.gguf", "no GGUF file of a target"),
+        (target(tmp_path / "small.gguf", 39), "39 tokens, and the head's is 40"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=told) as caught:
+            gguf.write(folder, path)
+        assert "\n" not in str(caught.value)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ValueError, match="pip install gguf"):
+        gguf.write(folder, tmp_path / "small.gguf")
+    assert not (folder / gguf.FILE).exists()
