@@ -6,4 +6,5 @@ chi_square.py    the chi-square test of sampled tokens, and the sample size for 
 metrics.py       acceptance and speed from recorded generations
 machine.py       a measurement's environment: device, versions, revision
 results.py       a row of the report, the settings it was measured under, and how it is built from requests
+serving.py       what engines read of a measurement: the profile of acceptance, and how long to draft by batch size
 """

@@ -8,6 +8,7 @@ from typing import Any
 
 from eval.measures.losslessness import WITHHELD, FailedChecks, Gate, SampledGate
 from eval.measures.results import Row, finite
+from eval.measures.serving import CONFIG, PROFILE, files
 from eval.report.breakdown import with_breakdowns
 from eval.report.page import RenderError, page
 from eval.report.text import markdown
@@ -67,7 +68,7 @@ class Report:
         return content | {"rows": with_breakdowns(content["rows"])}
 
     def write(self, folder: Path) -> None:
-        """Write report.json, then report.md, then report.html, each whole or not at all.
+        """Write report.json, then what engines read of it, report.md and report.html, each whole or not at all.
 
         With the first, those of an earlier report go: what cannot be written after it is missing, and not an old one.
         A page that cannot be made is warned of, and leaves the other two.
@@ -77,8 +78,11 @@ class Report:
         """
         content = self.as_dict()
         _write(folder / "report.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
-        for name in READ:
+        for name in (*READ, PROFILE, CONFIG):
             (folder / name).unlink(missing_ok=True)
+        conditions = {"osl": self.settings.get("max_new_tokens"), "device": self.device.get("name")}
+        for name, record in files(str(self.target["name"]), self.rows, conditions).items():
+            _write(folder / name, json.dumps(record, indent=2) + "\n")
         _write(folder / "report.md", markdown(content, self.failures()))
         try:
             _write(folder / "report.html", page(content, self.failures()))

@@ -12,6 +12,7 @@ from rich.table import Table
 from eval.measures.cost_model import Costs, Prediction, stops_paying
 from eval.measures.losslessness import WITHHELD, differs
 from eval.measures.metrics import Interval
+from eval.measures.serving import CONFIG, config_of, ranges
 from eval.report.text import rich_table
 from eval.tuning.grid import CHAIN, TREE
 from inference.drafters.policy import TreeConfig
@@ -82,6 +83,11 @@ class AtBatch:
     best: Candidate | None
     verdict: str
 
+    def chain_tokens(self) -> int:
+        """Return the tokens of the chain measured fastest, 0 where the baseline is: engines draft chains."""
+        best = max((one for one in self.candidates if one.tree.kind == CHAIN), key=lambda one: one.gain, default=None)
+        return 0 if best is None or best.gain <= 1 else best.tree.depth
+
 
 @dataclass(frozen=True)
 class Tuning:
@@ -120,13 +126,15 @@ class Tuning:
         return stops
 
     def write(self, out: Path) -> None:
-        """Write tune.json."""
+        """Write tune.json, and the schedule of its chains as vLLM takes it."""
         content = {"schema": 2, **asdict(self), "stops_paying": self.stops()}
         for record, at in zip(content["batches"], self.batches, strict=True):
             for written, one in zip(record["candidates"], at.candidates, strict=True):
                 written["error"] = one.error
         out.mkdir(parents=True, exist_ok=True)
         (out / TUNED).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        schedule = config_of(ranges({at.batch: at.chain_tokens() for at in self.batches}))
+        (out / CONFIG).write_text(json.dumps(schedule, indent=2) + "\n", encoding="utf-8")
 
     def show(self, console: Console) -> None:
         """Print the costs, the candidates and the verdicts."""

@@ -1,4 +1,4 @@
-"""A head's GGUF file holds its tensors under llama.cpp's names; tests/serving compares it with llama.cpp's converter."""
+"""A head's GGUF file holds its tensors by llama.cpp's names; tests/serving compares it with llama.cpp's converter."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from gguf import GGUFReader, GGUFWriter
 from safetensors.torch import load_file
 
-from heads.formats import gguf
+from heads.formats.published import gguf
 from tests.heads.exporting import exported, made
 from tests.heads.test_export import BLOCK, DSPARK, LLAMA3, masked
 

@@ -30,7 +30,7 @@ def run_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     root = tmp_path_factory.mktemp("runs")
 
     def trained(kind: str, *words: str) -> Path:
-        run = root / "-".join((kind, *words))
+        run = root / "-".join((kind, *words)).replace("=", "-")
         if not run.exists():
             steps = ["trainer.steps=300", "trainer.eval_every=300", "eval.prompts=0"]
             command("train/run.py", f"head={kind}", *steps, f"out={run}", *words)

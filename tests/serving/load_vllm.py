@@ -1,7 +1,7 @@
 """Load heads by the newest vLLM's own classes, without running it: its wheel's Python files suffice for that on a CPU.
 
-A job on stdin holds `target`, and `heads`: folder, method, tokens a draft, and
-overrides of the target's config.json. For each head the answer on stdout says what
+A job on stdin holds `target`, and `heads`: folder, method, tokens a draft,
+overrides of the target's config.json and a schedule by batch size. For each head the answer on stdout says what
 vLLM takes it for, which tensors it never filled (they are NaN before), and the error if it refused.
 """
 
@@ -22,15 +22,24 @@ os.environ |= {
 }
 
 
-def load(target: str, folder: str, method: str, tokens: int, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
+def load(
+    target: str,
+    folder: str,
+    method: str,
+    tokens: int,
+    overrides: dict[str, Any] | None = None,
+    schedule: list[list[int]] | None = None,
+) -> dict[str, Any]:
     """Return what became of one head."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
     from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
     said = {"method": method, "model": folder, "num_speculative_tokens": tokens}
+    said |= {"num_speculative_tokens_per_batch_size": schedule} if schedule else {}
     args = EngineArgs(
         model=target, dtype="float32", enforce_eager=True, speculative_config=said, hf_overrides=overrides or {}
     )
@@ -45,6 +54,9 @@ def load(target: str, folder: str, method: str, tokens: int, overrides: dict[str
         DefaultModelLoader(config.load_config).load_weights(model, draft)
     unfilled = [name for name, tensor in model.named_parameters() if bool(tensor.isnan().any())]
     found = {"class": type(model).__name__, "unfilled": sorted(unfilled)}
+    if schedule:
+        lookup = config.speculative_config.num_speculative_tokens_per_batch_size
+        found["drafted"] = build_dynamic_sd_schedule_lookup(lookup, 64, tokens)
     return found | ({"causal": model.get_draft_attn_causal()} if method in ("dflash", "dspark") else {})
 
 

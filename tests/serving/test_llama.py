@@ -132,7 +132,7 @@ def counted(url: str) -> dict[str, int]:
 def accepted_by_us(
     target: Target, folder: Path, prompts: list[list[int]], texts: list[list[int]], depth: int
 ) -> list[int]:
-    """Return the accepted tokens of each of our passes, those behind an answer's end left out."""
+    """Return the accepted tokens of each of our passes up to an answer's end, which llama.cpp does not count itself."""
     head: Any = load_found(resolve_head(str(folder)), target.embeddings, target.spec)
     tree = TreeConfig(kind="chain", depth=depth, top_k=0, nodes=0, paths=[], widths=[])
     drafter, found = HeadDrafter(head.float(), tree, "head"), []
@@ -142,7 +142,7 @@ def accepted_by_us(
         written = 1
         for step in made.steps:
             if written < len(text):
-                found.append(min(step.accepted, len(text) - written))
+                found.append(min(step.accepted, len(text) - 1 - written))
                 written += step.committed
     return found
 

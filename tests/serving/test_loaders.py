@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from eval.measures.serving import config_of
 from heads.formats.published import mimo
 from tests.serving.engines import TARGET, asked
 from tests.serving.heads_of_ours import exported, made
@@ -146,6 +147,14 @@ def test_a_tensor_that_is_missing_is_seen_and_one_too_many(folders: dict[str, Pa
     job = {"target": str(TARGET), "heads": [str(less)]}
     (found,) = asked("load_sglang.py", job, newest="sglang")["heads"]
     assert found["unfilled"] == [EMBEDDING, "model.layers.0.hidden_norm.weight"]
+
+
+def test_vllm_takes_a_schedule_as_it_was_measured(folders: dict[str, Path]) -> None:
+    said = config_of([(1, 15, 3), (16, 31, 1), (32, 32, 0)])
+    job = {"folder": str(folders["eagle3"]), "method": "eagle3", "tokens": said["num_speculative_tokens"]}
+    job["schedule"] = said["num_speculative_tokens_per_batch_size"]
+    (found,) = asked("load_vllm.py", {"target": str(TARGET), "heads": [job]}, newest="vllm")["heads"]
+    assert found.get("drafted", [found])[1:] == [3] * 15 + [1] * 16 + [0] * 33
 
 
 def test_the_newest_vllm_has_no_medusa(tmp_path: Path) -> None:

@@ -270,7 +270,7 @@ def test_a_line_for_each_engine_and_who_does_not_serve(
 def test_what_no_engine_reads_says_so() -> None:
     own = served(facts("medusa", None, {}))
     assert "do not read headstart's own layout: publish it with format= one of vllm, medusa" in own
-    assert "no format of theirs holds this kind of head" in served(facts("mtp", None, {}))
+    assert "no format of theirs holds this kind of head" in served(facts("mlp", None, {}))
     authors = served(facts("medusa", "medusa", {}))
     assert "FasterDecoding/Medusa reads this layout" in authors
     assert "publish it with format= one of vllm" in authors

@@ -84,7 +84,7 @@ def test_a_shared_lm_head_is_the_targets(tmp_path: Path, target: EmbeddingsOnly)
     [
         ({}, {"fingerprint": "0" * 32}, {}, "made for another target"),
         ({"kv_injection": True}, {}, {}, "kv_injection=true"),
-        ({}, {}, {"form": "medusa"}, "kind eagle3, which can take the form of vllm, sglang, trtllm, speculators"),
+        ({}, {}, {"form": "medusa"}, "kind eagle3, which can take the form of vllm, sglang, gguf, trtllm, speculators"),
         ({}, {}, {"target": "/nowhere"}, "model.path=/nowhere"),
     ],
 )
@@ -106,7 +106,8 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_no_folder(
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"form": "gguf"}, "format is 'gguf': choose one of vllm, .*"),
+        ({"form": "gguf"}, "format=gguf and gguf=FILE go together"),
+        ({"form": "onnx"}, "format is 'onnx': choose one of vllm, .*"),
         ({"dtype": "int4"}, "dtype is 'int4': choose float32, "),
         ({"draft_tokens": 0}, "draft_tokens is 0: give 1 or more"),
     ],

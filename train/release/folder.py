@@ -19,14 +19,16 @@ from huggingface_hub.utils._paths import filter_repo_objects
 
 from data.text.files import content_hash
 from eval.live.extras import METRICS
+from eval.measures.serving import CONFIG as SCHEDULE
+from eval.measures.serving import PROFILE
 from eval.report.reading import read_report
 from heads.common.errors import one_line
 from heads.common.files import last_good, replacing
 from heads.common.resolvers import ROOT
 from heads.common.untrusted import parse_json, parse_yaml, parsed_file
-from heads.formats import gguf
 from heads.formats.custom_generate import bundle
 from heads.formats.hub import on_hub, target_path
+from heads.formats.published import gguf
 from heads.formats.published.export import Served, export
 from heads.formats.store import CONFIG, WEIGHTS, load_head, read_config, read_tensors
 from inference.target.config import DTYPES
@@ -41,7 +43,7 @@ from train.release.hub import files_of
 log = logging.getLogger(__name__)
 
 TOKENIZER = "tokenizer_reference.json"
-COPIED = ("config.yaml", "report.json", "report.md", "report.html")
+COPIED = ("config.yaml", "report.json", "report.md", "report.html", PROFILE, SCHEDULE)
 READ = (*COPIED, "provenance.json", METRICS, "prompts.jsonl")  # all of a run, besides its head
 FILES = (CONFIG, WEIGHTS, gguf.FILE, TOKENIZER, "README.md", *COPIED, "plots/*", f"{bundle.FOLDER}/*")  # patterns
 TOKEN = re.compile(r"\bhf_(?:(?:jwt|oauth)_[\w.-]{20,}|[A-Za-z0-9]{20,})")

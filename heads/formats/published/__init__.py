@@ -16,6 +16,7 @@ medusa.py     Medusa: vLLM up to 0.32, the authors
 hydra.py      Hydra and Hydra++: the authors
 mlp.py        the MLP speculator, read alone
 mimo.py       MTP as MiMo has it: vLLM and SGLang, for other targets too
+gguf.py       EAGLE-3, DFlash and DSpark in one file for llama.cpp
 dflash.py     DFlash, DSpark and DFlash2: vLLM, SGLang; Domino: SGLang
 """
 

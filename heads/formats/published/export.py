@@ -6,8 +6,7 @@ from pathlib import Path
 from torch import nn
 
 from heads import HEADS
-from heads.formats import gguf
-from heads.formats.published import dflash, eagle, eagle3, hydra, medusa, mimo, peagle
+from heads.formats.published import dflash, eagle, eagle3, gguf, hydra, medusa, mimo, peagle
 from heads.formats.published.exporting import Export, Foreign, Served, put
 
 __all__ = ["FORMATS", "Served", "export"]
@@ -20,7 +19,7 @@ ENGINES: Writers = {"eagle": eagle.engines, "hass": eagle.engines, "eagle3": eag
 FORMATS: dict[str, Writers] = {
     "vllm": {**ENGINES, "medusa": medusa.engines, "peagle": peagle.engines},
     "sglang": ENGINES,
-    "gguf": {"eagle3": gguf.eagle3, "block": gguf.block},
+    "gguf": {"eagle3": gguf.of_eagle3, "block": gguf.of_block},
     "trtllm": {"eagle3": eagle3.engines},
     "speculators": {"eagle3": eagle3.engines, "peagle": peagle.engines},
     "eagle": {"eagle": eagle.authors, "hass": eagle.authors, "eagle3": eagle3.authors},

@@ -26,8 +26,8 @@ CLASS = EngineClass(["MiMoForCausalLM"], "qwen2", {"vllm": "MiMoForCausalLM", "s
 
 def their_name(name: str) -> str:
     """Return the name in the file of a tensor of ours, without `model.`."""
-    part, _, rest = name.partition(".")
-    return f"{LAYER}{RENAMED.get(part, '')}.{rest}" if part in RENAMED else f"{LAYER}{rest}"
+    module, _, rest = name.partition(".")
+    return f"{LAYER}{RENAMED[module]}.{rest}" if module in RENAMED else f"{LAYER}{rest}"
 
 
 def read(source: Source, embeddings: Embeddings) -> Plan:
@@ -66,8 +66,8 @@ def engines(source: Export) -> Foreign:
     tensors = {f"model.{their_name(name)}": tensor for name, tensor in source.tensors.items()}
     projection = f"model.{LAYER}input_proj.weight"
     tensors[projection] = swapped(tensors[projection])
-    for part in "qkv":
-        name = f"model.{LAYER}self_attn.{part}_proj"
+    for letter in "qkv":
+        name = f"model.{LAYER}self_attn.{letter}_proj"
         tensors[f"{name}.bias"] = torch.zeros_like(tensors[f"{name}.weight"][:, 0])
     return Foreign(config, tensors, {f"model.{name}": shape for name, shape in shapes(config).items()})
 
@@ -76,13 +76,13 @@ def shapes(config: dict[str, Any]) -> Shapes:
     """Return the shapes by config.json, of names without `model.`."""
     width, head_dim = config["hidden_size"], config["head_dim"]
     expected = layer_shapes(config, LAYER, width) | {f"{LAYER}input_proj.weight": (width, 2 * width)}
-    for part in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
-        expected[f"{LAYER}{part}.weight"] = (width,)
-    for part in "qkv":
-        name = f"{LAYER}self_attn.{part}_proj"
+    for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        expected[f"{LAYER}{norm}.weight"] = (width,)
+    for letter in "qkv":
+        name = f"{LAYER}self_attn.{letter}_proj"
         expected[f"{name}.bias"] = expected[f"{name}.weight"][:1]
-    for part in "qk" if config.get("qk_norm") else "":
-        expected[f"{LAYER}self_attn.{part}_norm.weight"] = (head_dim,)
+    for letter in "qk" if config.get("qk_norm") else "":
+        expected[f"{LAYER}self_attn.{letter}_norm.weight"] = (head_dim,)
     return expected
 
 

@@ -11,9 +11,8 @@ from functools import partial
 from typing import Any
 
 from heads import HEADS
-from heads.formats import gguf
 from heads.formats.layer_ids import STATES
-from heads.formats.published import dflash, eagle, eagle3, hydra, medusa, mimo, peagle
+from heads.formats.published import dflash, eagle, eagle3, gguf, hydra, medusa, mimo, peagle
 from heads.formats.published.export import FORMATS
 from heads.modules.fusion import EAGLE3_LAYERS, default_layers
 from train.release.card.facts import Facts
@@ -130,8 +129,8 @@ SERVED: dict[Callable[..., Any], Callable[[Facts], Iterator[Serving]]] = {
     medusa.engines: _medusa,
     dflash.engines: _dflash,
     mimo.engines: _mimo,
-    gguf.eagle3: partial(_gguf, "draft-eagle3", _eagle3),
-    gguf.block: _gguf_block,
+    gguf.of_eagle3: partial(_gguf, "draft-eagle3", _eagle3),
+    gguf.of_block: _gguf_block,
     eagle3.authors: partial(_authors, "SafeAILab/EAGLE"),
     eagle.authors: partial(_authors, "SafeAILab/EAGLE"),
     medusa.authors: partial(_authors, "FasterDecoding/Medusa"),

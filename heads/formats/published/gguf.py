@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from heads.common.errors import one_line
-from heads.formats import published
 from heads.formats.layer_ids import BLOCK_OUTPUTS, STATES, as_states
+from heads.formats.published import dflash, eagle3
 from heads.formats.published.exporting import Export, Foreign
 from heads.formats.published.plan import KNOWN, OFFSETS
 from heads.formats.store import CONFIG, WEIGHTS
@@ -42,20 +42,20 @@ ROTATED = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_k
 LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 
 
-def eagle3(source: Export) -> Foreign:
+def of_eagle3(source: Export) -> Foreign:
     """Return an EAGLE-3 head for llama.cpp; refuse options that it does not run."""
     source.refuse(layers=1, feature_norm=False, norm_output=False)
     if (count := len(source.head.feature_layers)) != EAGLE3_LAYERS:
         raise source.refusal(
             f"{count} feature layers", "and llama.cpp reads three; train with head.feature_layers=null"
         )
-    return published.eagle3.engines(source)
+    return eagle3.engines(source)
 
 
-def block(source: Export) -> Foreign:
+def of_block(source: Export) -> Foreign:
     """Return a DFlash or DSpark head for llama.cpp; refuse options that it does not run, or that were not tried."""
     source.refuse(domino=None, selector_rank=None, conv=None)
-    return published.dflash.engines(source)
+    return dflash.engines(source)
 
 
 def write(folder: Path, target: Path) -> None:
@@ -148,15 +148,15 @@ def _renamed(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> d
     """Return the tensors by llama.cpp's names."""
     renamed = {}
     for name, tensor in tensors.items():
-        part, _, last = name.rpartition(".")
+        module, _, last = name.rpartition(".")
         if name == OFFSETS:
             renamed[OFFSETS] = tensor + torch.arange(len(tensor))
-        elif match := LAYER.fullmatch(part):
+        elif match := LAYER.fullmatch(module):
             heads = ROTATED.get(match[2]) if kind == "eagle3" else None
             as_read = tensor if heads is None else _interleaved(tensor, config[heads])
             renamed[f"blk.{match[1]}.{IN_LAYER[match[2]]}.{last}"] = as_read
         elif name != KNOWN:
-            renamed[f"{AT_TOP[part]}.{last}"] = tensor
+            renamed[f"{AT_TOP[module]}.{last}"] = tensor
     scaling = config["rope_scaling"] or {}
     if scaling.get("rope_type") == "llama3":
         rope, width = Rope(config["rope_theta"], scaling), config["head_dim"]

@@ -1,0 +1,134 @@
+"""Files by which engines and simulators know what a draft source is worth: its acceptance, and how long to draft.
+
+speculation_profile.json has the fields of NVIDIA's Model-Optimizer (pull requests 2247 and 2313 as of September 2026,
+not merged): acceptance by position both ways, where position i counts a draft token and the bonus token is apart.
+speculative_config.json is what vLLM takes as --speculative-config beside method and model: the tokens to draft by
+batch size, in ranges that include both ends; beyond the last one vLLM goes on with its value.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from eval.measures.results import Row
+
+PROFILE, CONFIG = "speculation_profile.json", "speculative_config.json"
+Times = Mapping[int, float]  # seconds of a plain step by sequences in it
+Range = tuple[int, int, int]  # first and last batch size, tokens to draft
+
+
+def is_chain(row: Row) -> bool:
+    """Say whether a row measured greedy chains of one length, as engines draft."""
+    chained = row.tree.startswith(("chain", "served"))
+    return chained and not row.temperature and not row.category and bool(row.accepted_by_depth)
+
+
+def profile(row: Row, target: str, conditions: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the profile of a row of greedy chains.
+
+    Its mean acceptance length is 1 + the sum of the marginal rates; tokens cut off at an answer's end are in it.
+    """
+    reached = [1.0, *row.accepted_by_depth, 0.0]
+    lengths = {depth + 1: round(row.steps * (now - then)) for depth, (now, then) in enumerate(pairwise(reached))}
+    return {
+        "measured": True,
+        "method": row.drafter,
+        "target_model": target,
+        "num_speculative_tokens": len(row.accepted_by_depth),
+        "conditional_accept_rates": row.conditional_by_depth,
+        "marginal_accept_rates": row.accepted_by_depth,
+        "mean_accept_length": 1 + math.fsum(row.accepted_by_depth),
+        "mean_accept_length_per_request": row.tau_request_mean,
+        "acceptance_length_histogram": {str(length): count for length, count in lengths.items() if count},
+        "verification_method": "longest_prefix",
+        "measurement_conditions": {
+            "dataset": row.workload, "num_samples": row.prompts, "temperature": row.temperature, **conditions,
+        },
+    }  # fmt: skip
+
+
+def step_seconds(times: Times, sequences: int) -> float:
+    """Return the seconds of a plain step with so many sequences, at most the largest measured.
+
+    Between two measured sizes it lies on the lines through those before or those after, whichever is higher: a step
+    reads the weights until computing takes longer. The chord of both bounds it from above.
+    """
+    sizes = sorted(times)
+    at = bisect_left(sizes, sequences)
+    if at in (0, len(sizes)) or sizes[at] == sequences:
+        return times[sizes[min(at, len(sizes) - 1)]]
+
+    def line(one: int, other: int) -> float:
+        slope = (times[other] - times[one]) / (other - one)
+        return times[one] + slope * (sequences - one)
+
+    before = line(sizes[at - 2], sizes[at - 1]) if at > 1 else times[sizes[0]]
+    chord = line(sizes[at - 1], sizes[at])
+    after = line(sizes[at], sizes[at + 1]) if at + 1 < len(sizes) else chord
+    return min(chord, max(before, after))
+
+
+def lengths(times: Times, marginal: Sequence[float], draft: Times) -> list[Range]:
+    """Return the number of tokens to draft that is fastest at each measured batch size.
+
+    A pass that verifies K tokens in each of b sequences is priced as a plain step with b (K + 1) sequences; `draft` has
+    the seconds of one drafted token by batch size. 0 tokens where the target alone is faster. Batch sizes whose widest
+    pass is wider than the last size but one are left out, where prices are too rough; so there may be none.
+    """
+    counts, widest = range(len(marginal) + 1), sorted(times)[-2:][0]
+    priced = [batch for batch in draft if batch * len(counts) <= widest]
+    return ranges({batch: max(counts, key=lambda k: _rate(times, marginal, draft, batch, k)) for batch in priced})
+
+
+def ranges(best: Mapping[int, int]) -> list[Range]:
+    """Return the tokens to draft by measured batch size as vLLM's ranges, each up to the next one's first size."""
+    sizes = sorted(best)
+    if not sizes:
+        return []
+    starts = [size for i, size in enumerate(sizes) if not i or best[size] != best[sizes[i - 1]]]
+    ends = [*(size - 1 for size in starts[1:]), sizes[-1]]
+    return [(size if i else 1, end, best[size]) for i, (size, end) in enumerate(zip(starts, ends, strict=True))]
+
+
+def _rate(times: Times, marginal: Sequence[float], draft: Times, batch: int, k: int) -> float:
+    """Return the tokens a second of each sequence."""
+    seconds = step_seconds(times, batch * (k + 1)) + k * draft[batch]
+    return (1 + math.fsum(marginal[:k])) / seconds
+
+
+def config_of(ranges: Sequence[Range]) -> dict[str, Any]:
+    """Return what vLLM takes of a schedule; nothing to draft at any size leaves one token, which it never drafts."""
+    most = max(k for *_, k in ranges)
+    return {"num_speculative_tokens": max(most, 1), "num_speculative_tokens_per_batch_size": [list(r) for r in ranges]}
+
+
+def prices(plain: Mapping[int, Row], drafted: Mapping[int, Row]) -> tuple[Times, Times]:
+    """Return the seconds of a plain step and of a drafted token by batch size, of a server and its baseline.
+
+    What a pass with a draft takes beyond a plain step as wide is the draft's.
+    """
+    times = {batch: batch / row.tokens_per_second for batch, row in plain.items() if row.tokens_per_second}
+    draft = {}
+    for batch, row in drafted.items() if times else ():
+        if row.tokens_per_second and row.tau:
+            tokens = len(row.accepted_by_depth)
+            whole = batch * row.tau / row.tokens_per_second
+            draft[batch] = max(whole - step_seconds(times, batch * (tokens + 1)), 0.0) / tokens
+    return times, draft
+
+
+def files(target: str, rows: Sequence[Row], conditions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the files of a report by name: the profile of its chain, and the schedule of one measured in batches."""
+    chains = [row for row in rows if is_chain(row)]
+    if len({(row.drafter, row.tree, row.workload) for row in chains}) != 1:
+        return {}
+    drafted = {row.batch_size: row for row in chains}
+    plain = {row.batch_size: row for row in rows if row.rule == "none" and not row.temperature and not row.category}
+    first = drafted[min(drafted)]
+    times, draft = prices(plain, drafted)
+    record = {PROFILE: profile(first, target, conditions)}
+    if times and (schedule := lengths(times, first.accepted_by_depth, draft)) and len(draft) > 1:
+        record[CONFIG] = config_of(schedule)
+    return record

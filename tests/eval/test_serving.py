@@ -1,0 +1,81 @@
+"""What engines read of a measurement: the profile of acceptance, and the schedule of tokens to draft by batch size."""
+
+from dataclasses import replace
+
+import pytest
+
+from eval.measures.serving import CONFIG, PROFILE, config_of, files, lengths, prices, profile, ranges, step_seconds
+from tests.eval.stubs import ROW
+
+MARGINAL = [0.7, 0.45, 0.3, 0.2, 0.12]
+CHAIN = replace(
+    ROW, drafter="eagle3", tree="chain-5", temperature=0.0, batch_size=1, steps=100, tau=2.77,
+    accepted_by_depth=MARGINAL, conditional_by_depth=[0.7, 0.643, 0.667, 0.667, 0.6], category="",
+)  # fmt: skip
+
+
+def test_a_profiles_mean_is_one_more_than_the_sum_of_its_marginals() -> None:
+    record = profile(CHAIN, "tiny", {"osl": 64})
+    assert abs(1 + sum(record["marginal_accept_rates"]) - 2.77) < 1e-9
+    assert abs(record["mean_accept_length"] - 2.77) < 1e-9
+    histogram = record["acceptance_length_histogram"]
+    assert histogram == {"1": 30, "2": 25, "3": 15, "4": 10, "5": 8, "6": 12}
+    assert sum(int(length) * count for length, count in histogram.items()) == 277
+    assert record["measurement_conditions"]["osl"] == 64
+
+
+def server(batch: int, k: int, memory: float, compute: float, draft: float) -> float:
+    """Return a pass's seconds: reading the weights, or computing what is over, and k drafted tokens."""
+    return max(memory, compute * batch * (k + 1)) + k * (draft + 0.02 * compute * batch)
+
+
+@pytest.mark.parametrize(
+    ("memory", "compute", "draft"), [(8.0, 0.05, 0.4), (8.0, 0.4, 0.4), (2.0, 1.0, 0.1), (6.0, 0.1, 2.0)]
+)
+def test_a_simulated_servers_schedule_is_within_two_percent_of_the_best(
+    memory: float, compute: float, draft: float
+) -> None:
+    """Of the server with a draft, its passes of five tokens are all that is known, and of the baseline its steps."""
+    sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    tau = 1 + sum(MARGINAL)
+    plain = {b: replace(ROW, batch_size=b, tokens_per_second=b / server(b, 0, memory, compute, draft)) for b in sizes}
+    drafted = {
+        b: replace(CHAIN, batch_size=b, tau=tau, tokens_per_second=b * tau / server(b, 5, memory, compute, draft))
+        for b in sizes
+    }
+    times, of_draft = prices(plain, drafted)
+    schedule = lengths(times, MARGINAL, of_draft)
+    assert (schedule[0][0], schedule[-1][1]) == (1, 16)  # of 32 a pass is wider than the last measured step but one
+    chosen = {start: k for start, _, k in schedule}
+    for batch in sizes[:5]:
+        k = chosen[max(start for start in chosen if start <= batch)]
+        speeds = [(1 + sum(MARGINAL[:n])) / server(batch, n, memory, compute, draft) for n in range(6)]
+        assert speeds[k] >= 0.98 * max(speeds), (batch, k)
+
+
+def test_ranges_begin_at_one_and_meet() -> None:
+    assert ranges({4: 3, 8: 3, 16: 1, 32: 0, 64: 0}) == [(1, 15, 3), (16, 31, 1), (32, 64, 0)]
+    assert config_of([(1, 15, 3), (16, 64, 0)]) == {
+        "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 15, 3], [16, 64, 0]],
+    }  # fmt: skip
+
+
+def test_a_step_between_measured_sizes_is_between_their_times() -> None:
+    times = {1: 2.0, 4: 2.0, 8: 4.0, 16: 8.0}
+    assert [step_seconds(times, size) for size in (1, 3, 6, 7, 8, 12, 16)] == [2.0, 2.0, 3.0, 3.5, 4.0, 6.0, 8.0]
+    knee = {1: 2.0, 4: 2.0, 8: 2.4, 16: 4.8, 32: 9.6}  # 0.3 a sequence from 6.7 on
+    assert [step_seconds(knee, size) for size in (5, 7)] == pytest.approx([2.0, 2.1])
+
+
+def test_a_report_has_a_profile_where_it_has_one_chain_and_a_schedule_where_it_has_batches() -> None:
+    baseline = replace(
+        ROW, drafter="plain", rule="none", tree="none", temperature=0.0, batch_size=1, tokens_per_second=10.0
+    )
+    chain = replace(CHAIN, tokens_per_second=20.0, rule="greedy")
+    assert files("tiny", [baseline, replace(chain, tree="dynamic-d4k3n8")], {}) == {}
+    assert files("tiny", [baseline, chain, replace(chain, tree="chain-3")], {}) == {}
+    assert files("tiny", [baseline, chain], {}).keys() == {PROFILE}
+    further = [
+        replace(row, batch_size=size, tokens_per_second=30.0) for row in (baseline, chain) for size in (2, 12, 24)
+    ]
+    assert files("tiny", [baseline, chain, *further], {}).keys() == {PROFILE, CONFIG}
