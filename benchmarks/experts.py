@@ -113,14 +113,15 @@ def upcycled(experts: int, chosen: int) -> dict[str, Target]:
 def drafters(target: Target, run: str) -> dict[str, Drafter]:
     """Return the baseline's empty drafts and the head's trees."""
     folder = resolve_head(run)
-    head = load_found(folder, target.embeddings, sibling_spec(folder, target.spec, "drafts for"))
-    head = head.eval().to(target.dtype)
+    head: Any = load_found(folder, target.embeddings, sibling_spec(folder, target.spec, "drafts for"))
+    head.eval().to(target.dtype)
     return {"none": Plain(target.device), **{name: HeadDrafter(head, tree, name) for name, tree in TREES.items()}}
 
 
 def decoded(targets: dict[str, Target], run: str, prompts: int) -> str:
     """Return a line for each target and draft: every prompt goes through all of them in an order of its own."""
-    cells = [(name, draft, one) for name in targets for draft, one in drafters(targets[name], run).items()]
+    # Both targets have the same embedding, and a head may take the widths of its MLP from the target's.
+    cells = [(name, draft, one) for name in targets for draft, one in drafters(targets["experts"], run).items()]
     texts: defaultdict[tuple[str, str], list[Generation]] = defaultdict(list)
     counts: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     settings, shuffle = Settings(TOKENS, GREEDY), random.Random(0)
