@@ -51,7 +51,7 @@ from train.config import run_config
 from train.run import resolved_values, train
 from train.tracking import sweep
 
-BEGIN, END = "<!-- benchmarks/targets.py -->", "<!-- end -->"
+MARKS = "<!-- benchmarks/targets.py -->", "<!-- end -->"
 TOKENS = 48
 HEADS_TRAINED = ("eagle", "eagle3", "medusa", "mtp")
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM", "speculators": "speculators"}
@@ -229,6 +229,13 @@ def table(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join([*head, *body, "", *reasons])
 
 
+def replace(file: Path, marks: tuple[str, str], text: str) -> None:
+    """Put a text in the place of what stands between two marks of a file."""
+    before, begin, rest = file.read_text().partition(marks[0])
+    _, end, after = rest.partition(marks[1])
+    write_whole(file, f"{before}{begin}\n{text}\n{end}{after}".encode())
+
+
 def main() -> None:
     """Run the families; print each and write the table."""
     parser = argparse.ArgumentParser(description="Which families of targets are served, and how.")
@@ -246,9 +253,7 @@ def main() -> None:
         lines.append(measured(name, asked.heads, asked.prompts))
         print(" | ".join(lines[-1]), flush=True)
         if asked.out is not None:
-            before, _, rest = asked.out.read_text().partition(BEGIN)
-            after = rest.partition(END)[2]
-            write_whole(asked.out, f"{before}{BEGIN}\n{table(lines)}\n{END}{after}".encode())
+            replace(asked.out, MARKS, table(lines))
 
 
 if __name__ == "__main__":

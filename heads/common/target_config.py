@@ -34,7 +34,10 @@ UNFIT = (
 )  # fmt: skip
 TOWERS = ("vision_config", "audio_config")  # beside the `text_config` of a checkpoint that reads more than text
 # The models that text towers are where transformers has no causal LM of them: without images their positions are plain.
-TOWER_TYPES = {"qwen3_vl_text": "qwen3"}
+TOWER_TYPES = {
+    "qwen3_vl_text": {"model_type": "qwen3"},
+    "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},
+}
 ABOVE = ("architectures", "dtype", "quantization_config", "eos_token_id", "bos_token_id", "pad_token_id")
 
 
@@ -71,9 +74,10 @@ def text_tower(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the text tower's configuration, with what stands above it: the class that serves it, dtype, end tokens."""
     text: Any = config.get_text_config()
     if text.model_type in TOWER_TYPES:
-        shape = {key: value for key, value in text.to_dict().items() if key != "model_type"}
-        rope = {key: value for key, value in shape["rope_parameters"].items() if not key.startswith("mrope")}
-        text = transformers.AutoConfig.for_model(TOWER_TYPES[text.model_type], **{**shape, "rope_parameters": rope})
+        rope = {key: value for key, value in text.rope_parameters.items() if not key.startswith("mrope")}
+        shape = text.to_dict() | {"rope_parameters": rope} | TOWER_TYPES[text.model_type]
+        text = transformers.AutoConfig.for_model(**shape)
+        text.model_type = config.model_type  # by which transformers converts the weights that are stored
     for key in ABOVE:
         if getattr(text, key, None) is None and getattr(config, key, None) is not None:
             setattr(text, key, getattr(config, key))

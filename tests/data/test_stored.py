@@ -19,7 +19,7 @@ from data.features.stored import Fallback, Stored, StoreWriter
 from heads.common.typed import typed
 from heads.modules.top_k import full_log_probs
 from inference.target.target import Target
-from tests import toys
+from tests import families, toys
 from tests.data import asking, stores
 from tests.data.test_store import contents, flip
 
@@ -98,6 +98,13 @@ def test_stored_features_are_the_live_ones_up_to_rounding(
     same(steps(source, 9), steps(Live(target, batches(packed), LAYERS), 9), share)
     assert source.read == 36
     assert "36 rows read, 0 computed" in source.close()
+
+
+@pytest.mark.slow
+def test_stored_features_of_a_recurrent_target_are_the_live_ones(tmp_path: Path, packed: Packed) -> None:
+    target = families.target("lfm2")
+    source = stored(extracted(tmp_path, target, packed), batches(packed))
+    same(steps(source, 9), steps(Live(target, batches(packed), LAYERS), 9), 1e-5)
 
 
 def test_bf16_of_a_bf16_target_is_bit_for_bit(tmp_path: Path, packed: Packed) -> None:

@@ -23,6 +23,7 @@ from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from tests import toys
+from tests.families import EXPERTS
 from tests.heads.shipped import published
 
 LAYERS = 6
@@ -34,7 +35,7 @@ IMAGES = {"image_token_id": 36, "video_token_id": 37, "vision_start_token_id": 3
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
           "linear_value_head_dim": 8, "full_attention_interval": 3}  # fmt: skip
-FAMILIES = ("qwen3_vl", "gemma3", "mistral3", "qwen3_5")
+FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "gemma3", "mistral3", "qwen3_5")
 
 
 def checkpoint(family: str) -> PreTrainedConfig:
@@ -51,10 +52,11 @@ def checkpoint(family: str) -> PreTrainedConfig:
         return transformers.Mistral3Config(
             text_config=text.to_dict(), vision_config=sees, image_token_index=39, tie_word_embeddings=False
         )
-    if family == "qwen3_vl":
-        text = {**sizes, "rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}}
+    if family.startswith("qwen3_vl"):
+        text = {**sizes, **EXPERTS, "rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}}
         sees = QWEN_SEES | {"deepstack_visual_indexes": [0]}
-        return transformers.Qwen3VLConfig(text_config=text, vision_config=sees, **IMAGES)
+        kind = transformers.Qwen3VLMoeConfig if family == "qwen3_vl_moe" else transformers.Qwen3VLConfig
+        return kind(text_config=text, vision_config=sees, **IMAGES)
     rope = ROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
     return transformers.Qwen3_5Config(
         text_config={**sizes, **LINEAR, "rope_parameters": rope}, vision_config=QWEN_SEES, **IMAGES
@@ -80,7 +82,8 @@ def test_a_towers_configuration_and_names_are_those_of_a_model_by_itself() -> No
     config = checkpoint("qwen3_vl")
     config.architectures, config.dtype = ["Qwen3VLForConditionalGeneration"], torch.bfloat16
     text = text_tower(config)
-    assert (text.model_type, text.num_hidden_layers, text.dtype) == ("qwen3", LAYERS, torch.bfloat16)
+    assert isinstance(text, transformers.Qwen3Config)
+    assert (text.num_hidden_layers, text.dtype) == (LAYERS, torch.bfloat16)
     assert (text.architectures, text.tie_word_embeddings) == (config.architectures, config.tie_word_embeddings)
     for above in ("model.language_model.layers.0.x", "language_model.model.layers.0.x", "language_model.lm_head.x"):
         name = named(above)
@@ -114,7 +117,7 @@ def test_the_text_tower_alone_gives_the_checkpoints_logits(family: str, folder: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "mistral3"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe", "gemma3", "mistral3"])
 def test_a_head_drafts_for_the_tower_and_is_exported_for_the_class_that_serves_it(
     family: str, folder: Any, tmp_path: Path
 ) -> None:
