@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from rich.console import Console
+from torch import distributed
 
 from data.text.prompts import Prompt, locate
 from data.text.sources import check_source
@@ -49,8 +50,8 @@ from inference.target.tokenizer import Reader
 PIPE_WIDTH = 140
 
 
-def evaluate(config: EvalConfig) -> Report:
-    """Measure as configured, print the table, and write report.json, report.md and report.html.
+def evaluate(config: EvalConfig, *, writes: bool = True) -> Report:
+    """Measure as configured, and if it `writes` print the table and write report.json, report.md and report.html.
 
     For the live tier the gate compares every prompt's tokens in `gate_dtype`; then the target is loaded as it is fast,
     and timed. A drafter that fails the gate has its acceptance reported but no speedup.
@@ -69,7 +70,8 @@ def evaluate(config: EvalConfig) -> Report:
     model, names, out = prepared(config)
     log_alone = config.from_log and config.tiers() == [REPLAY]
     report = from_log(config, model, names) if log_alone else measured(config, model, names)
-    publish(report, out)
+    if writes:
+        publish(report, out)
     return report
 
 
@@ -213,7 +215,8 @@ def folder_for(out: str | None, runs: Sequence[str], drafters: Sequence[str]) ->
 
 def load_target(model: ModelConfig, dtype: str, engine: EngineConfig) -> Target:
     """Load the target in a dtype, that of the weights that are not quantised, and compile it if the engine is to be."""
-    check_alone(model.where, "an evaluation")
+    if not distributed.is_initialized():  # else all processes of a training are here
+        check_alone(model.where, "an evaluation")
     target = Target.of(model, dtype)
     if engine.compile or engine.compile_drafts:
         target.compile(drafts_alone=not engine.compile)

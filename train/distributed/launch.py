@@ -58,7 +58,7 @@ def missing(launcher: LauncherConfig) -> bool:
     Raises:
         ValueError: they run on several nodes, and the address of the main one is missing.
     """
-    if launched() or (launcher.slurm is None and launcher.num_processes * launcher.num_nodes == 1):
+    if launched() or (launcher.slurm is None and launcher.world == 1):
         return False
     if launcher.num_nodes > 1 and launcher.main_process_ip is None and launcher.slurm is None:
         raise ValueError(
@@ -106,7 +106,7 @@ def main_first() -> Iterator[None]:
 
 def command(launcher: LauncherConfig, script: str, overrides: list[str]) -> list[str]:
     """Return the arguments of `accelerate launch` that run `script` with these Hydra overrides."""
-    words = ["--num_processes", str(launcher.num_processes * launcher.num_nodes)]
+    words = ["--num_processes", str(launcher.world)]
     words += ["--num_machines", str(launcher.num_nodes), "--machine_rank", str(launcher.machine_rank)]
     words += ["--mixed_precision", "no", "--dynamo_backend", "no"]  # precision is the trainer's own setting
     port = launcher.main_process_port
