@@ -28,6 +28,7 @@ from eval.inputs.workloads import Workload, load_workload, prompt_counts, read_w
 from eval.measures.losslessness import FailedChecks, Gate, SampledGate
 from eval.measures.machine import device_facts, provenance
 from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED
+from eval.proportion import in_proportion
 from eval.report.side_by_side import folder_of, side_by_side
 from eval.report.text import terminal
 from eval.report.write import READ, Report
@@ -110,7 +111,13 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
     sampled: list[SampledGate] = []
     dtype = dtype_for(config, model)
     target = load_target(model, config.gate_dtype if live else dtype, config.engine)
-    workloads = read(config, target, names)
+    workloads, remarks = read(config, target, names), remarks_of(config, target)
+    if live and config.minutes is not None and not config.from_log:
+        reduced = in_proportion(config, target, workloads)
+        if not distributed.is_initialized() or distributed.get_rank() == 0:
+            Console().print(visible(str(reduced)), soft_wrap=True, highlight=False)
+        config, remarks = reduced.config, [*remarks, reduced.left_out] if reduced.left_out else remarks
+        workloads = read(config, target, names)
     # A log without answers is refused before anything is measured.
     logs = recorded(config, config, target, names) if config.from_log else []
     if live:
@@ -127,7 +134,9 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
     rows, extras = along_texts(config, target, workloads, drafters, logs or timed.materials, not_lossless)
     others = saved_rows(find_heads([*config.runs(), *config.compare]), target.spec) if model.sibling else {}
     if others:
-        extras["warnings"] = notes(others, target.spec, timed.rows)
+        remarks = [*remarks, *notes(others, target.spec, timed.rows)]
+    if remarks:
+        extras["warnings"] = remarks
     return Report(
         target={"name": model.name, "path": model.path, **described(target)},
         device=device_facts(target.device, target.dtype),
@@ -137,6 +146,18 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
         sampled=sampled,
         extras=timed.extras | extras,
     )
+
+
+def remarks_of(config: EvalConfig, target: Target) -> list[str]:
+    """Return what the report says of a losslessness check in a coarse dtype, and of a target that is cut up."""
+    remarks = []
+    if config.gate_dtype in ("bfloat16", "float16"):
+        remarks.append(f"losslessness is checked in {config.gate_dtype}, in which more of the tokens are near ties")
+    if target.placed.together:
+        remarks.append(
+            f"the target is cut up among {distributed.get_world_size()} processes, which all decode the same"
+        )
+    return remarks
 
 
 def from_log(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Report:

@@ -55,7 +55,7 @@ from train.distributed import launch, processes
 from train.distributed.control import RANKS, on_main
 from train.distributed.processes import RunLock
 from train.features import origin_of, source_for
-from train.loop import KeptHead, Loop
+from train.loop import COST, KeptHead, Loop
 from train.planning.check import check_out, check_run, evaluation, reads_target
 from train.planning.choice import alone_on_cpu, chosen, in_words, with_processes
 from train.planning.plan import plan, sized
@@ -69,6 +69,8 @@ WRITTEN = (  # by a run, beside its weights
     "checkpoints", "bad", "tensorboard", "wandb", "metrics.jsonl", "report.json", "report.md", "report.html",
     "training.json", "prompts.jsonl", "wandb-id.txt",
 )  # fmt: skip
+
+SHARE = 1 / 3  # of a training's time, that its evaluation takes at most
 
 
 def prepare_out(
@@ -243,7 +245,12 @@ def train_head(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerato
 
 def report(run: RunConfig, accelerator: Accelerator) -> None:
     """Evaluate the kept head beside those of `compare`; exit with status 1 if it is not lossless."""
-    config = eval_config(**evaluation(run))
+    values = evaluation(run)
+    if run.eval.minutes is None:
+        values["minutes"] = json.loads((Path(run.out) / COST).read_text())["seconds"] / 60 * SHARE
+    if run.model.where.together:
+        values["model"]["device"] = str(accelerator.device)
+    config = eval_config(**values)
     result = evaluate(config, writes=accelerator.is_main_process)
     if accelerator.is_main_process:
         sweep.note(run.name, run.head.name, Path(run.out))
