@@ -7,6 +7,7 @@ Hub that is named there as an attention. So it must describe a model of possible
 import inspect
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -148,10 +149,15 @@ def row_length(path: str, length: int) -> int:
         return length
 
 
-def best_head(path: str) -> tuple[str, str]:
-    """Return the head that evidence favours for a target (docs/heads.md, "Which head"), and the reason in words."""
+def best_head(path: str, shape: Mapping[str, Any] | None, trust_remote_code: bool) -> tuple[str, str]:
+    """Return the head that evidence favours for a target (docs/heads.md, "Which head"), and the reason in words.
+
+    `shape` is the target's as conf/model has it, which does without the network.
+    """
     try:
-        layers = read_target_config(path, trust_remote_code=False).get_text_config().num_hidden_layers
+        known = shape is not None and shape["of"] == path
+        config = None if known else read_target_config(path, trust_remote_code).get_text_config()
+        layers = shape["num_hidden_layers"] if shape is not None and known else config.num_hidden_layers
     except ValueError as error:
         raise ValueError(f"model.path={path}: {error}; head=best reads its number of layers: name a head") from error
     if layers < DEEP:
