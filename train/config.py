@@ -25,7 +25,7 @@ from train.adapt import AdaptConfig, peft_config
 from train.losses import ObjectiveConfig
 from train.tracking.trackers import TRACKERS
 
-STRATEGIES = (AUTO, "ddp", "fsdp2", "zero2", "zero3")
+STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class LauncherConfig:
     machine_rank: int
     main_process_ip: str | None
     main_process_port: Annotated[int, Within(0, 65535)] | None
-    strategy: Annotated[str, OneOf(STRATEGIES)]
+    strategy: Annotated[str, OneOf((AUTO, *STRATEGIES))]
     slurm: SlurmConfig | None
 
     def __post_init__(self) -> None:

@@ -29,8 +29,9 @@ def with_processes(run: RunConfig) -> RunConfig:
         return run
     nodes, processes = run.launcher.num_nodes, _accelerators(run)
     if launched():
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        nodes = int(os.environ.get("WORLD_SIZE", "1")) // processes
+        world = os.environ.get("WORLD_SIZE", "1")
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        nodes = int(world) // processes
     return replace(run, launcher=replace(run.launcher, num_processes=processes, num_nodes=nodes))
 
 
@@ -59,9 +60,10 @@ def in_words(run: RunConfig) -> str:
     """Return one line about what was chosen, as overrides."""
     launcher, gate = run.launcher, run.eval.gate_dtype
     nodes = f"{launcher.num_nodes} x " if launcher.num_nodes > 1 else ""
+    processes = "1 process" if launcher.local == 1 else f"{launcher.local} processes"
     last = f" eval.gate_dtype={gate}" if run.eval.prompts else ""
     return (
-        f"{nodes}{launcher.num_processes} processes, placed by the plan: model.placement={run.model.placement} "
+        f"{nodes}{processes}, placed by the plan: model.placement={run.model.placement} "
         f"launcher.strategy={launcher.strategy} trainer.micro_tokens={run.trainer.micro_tokens}{last}"
     )
 

@@ -211,7 +211,7 @@ def evaluation_use(inputs: PlanInputs, number: int) -> dict[str, Size]:
     if not run.eval.prompts:
         return {}
     gate = inputs.item if run.eval.gate_dtype == AUTO else DTYPES[run.eval.gate_dtype].itemsize
-    weight = QUANTIZED.get(run.model.quantize or "", gate)
+    weight = QUANTIZED.get(run.model.quantize or "", float(gate))
     return memory.evaluation_state(inputs.shape, inputs.layout, weight, gate, number)
 
 
