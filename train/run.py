@@ -56,6 +56,7 @@ from train.distributed.control import RANKS, on_main
 from train.distributed.processes import RunLock
 from train.features import origin_of, source_for
 from train.loop import COST, KeptHead, Loop
+from train.planning.alternatives import worth_trying
 from train.planning.check import check_out, check_run, evaluation, reads_target
 from train.planning.choice import alone_on_cpu, chosen, in_words, with_processes
 from train.planning.plan import plan, sized
@@ -304,6 +305,8 @@ def main(cfg: DictConfig) -> float | None:
             launch_all(run)
         else:
             train(run, resolved_values(cfg))
+            if run.eval.prompts and launch.is_main() and (line := worth_trying(chosen(run))):
+                Console().print(line, highlight=False, soft_wrap=True)
         return None if launch.leaves(run.launcher) else sweep.best_tau(Path(run.out))
 
 

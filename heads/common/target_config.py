@@ -155,9 +155,10 @@ def best_head(path: str, shape: Mapping[str, Any] | None, trust_remote_code: boo
     `shape` is the target's as conf/model has it, which does without the network.
     """
     try:
-        known = shape is not None and shape["of"] == path
-        config = None if known else read_target_config(path, trust_remote_code).get_text_config()
-        layers = shape["num_hidden_layers"] if shape is not None and known else config.num_hidden_layers
+        if shape is not None and shape["of"] == path:
+            layers = shape["num_hidden_layers"]
+        else:
+            layers = read_target_config(path, trust_remote_code).get_text_config().num_hidden_layers
     except ValueError as error:
         raise ValueError(f"model.path={path}: {error}; head=best reads its number of layers: name a head") from error
     if layers < DEEP:

@@ -38,6 +38,7 @@ TARGETS = {
         num_key_value_heads=8, head_dim=128,
     ),
 }  # fmt: skip
+BF16 = "eval.gate_dtype=bfloat16"
 SMALL = ("data.length=64", "trainer.batch_tokens=64", "trainer.micro_tokens=64", "objective.anchors=4")  # for speed
 DFLASH = (
     "head.layers=5", "head.depths=15", "objective.depths=15", "head.from_anchor=false", "head.markov_rank=null",
@@ -141,7 +142,7 @@ def test_a_bad_value_is_named_in_one_line(override: str, named: str) -> None:
 @pytest.mark.usefixtures("offline")
 def test_a_70b_that_does_not_fit_says_what_to_change() -> None:
     """Each change saves what it says, the largest comes first, and together they are enough."""
-    words = "model=llama70b", "head=medusa", "head.lm_head=shared", "device=h100", "device.memory_gb=14"
+    words = "model=llama70b", "head=medusa", "head.lm_head=shared", "device=h100", "device.memory_gb=14", BF16
     given = run(*words)
     found = plan(given)
     changes = advice(given, found)

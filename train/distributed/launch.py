@@ -35,6 +35,11 @@ def launched() -> bool:
     return "LOCAL_RANK" in os.environ
 
 
+def is_main() -> bool:
+    """Whether this process is the first, by its launcher."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def check_mode() -> None:
     """In a process that a launcher has started: refuse a multirun, and end with the launcher.
 
@@ -99,7 +104,7 @@ def main_first() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError):
-        if int(os.environ.get("RANK", "0")):
+        if not is_main():
             time.sleep(AFTER)
         raise
 
