@@ -171,8 +171,9 @@ def loop_of(
 
 def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     """Run the whole job on this process, alone in its output folder."""
-    run = chosen(run)
+    run = with_processes(run)
     check_run(run)
+    run = chosen(run)
     alone(run, lambda accelerator, lock: job(run, resolved, accelerator, lock))
 
 

@@ -60,26 +60,26 @@ def worth_trying(run: RunConfig) -> str | None:
     docs/heads.md that none of them has, at the cost of the plan.
     """
     out = Path(run.out)
-    own = next(outcomes(out), None)
-    if own is None:
+    mine = next(outcomes(out), None)
+    if mine is None:
         return None
     others = [
         outcome
         for report in sorted(out.parent.glob("*/report.json"))
         if report.parent != out
         for outcome in outcomes(report.parent)
-        if outcome.target == own.target
+        if outcome.target == mine.target
     ]
-    best = max(others, key=lambda outcome: outcome.speedup, default=own)
-    if best.speedup > own.high and best.head != own.head:
-        return f"{own}; {best} of the same target: head={best.head}"
+    best = max(others, key=lambda outcome: outcome.speedup, default=mine)
+    if best.speedup > mine.high and best.head != mine.head:
+        return f"{mine}; {best} of the same target: head={best.head}"
     favoured, _ = best_head(run.model.path, run.model.shape, run.model.trust_remote_code)
-    known = {own.head, *(outcome.head for outcome in others)}
-    if untried := [head for head in (favoured, SERVED) if head not in known]:
-        seconds = own.seconds * _operations(_with_head(run, untried[0])) / _operations(run)
+    measured = {mine.head, *(outcome.head for outcome in others)}
+    if untried := [head for head in (favoured, SERVED) if head not in measured]:
+        seconds = mine.seconds * _operations(_with_head(run, untried[0])) / _operations(run)
         why = "docs/heads.md favours" if untried[0] == favoured else "engines serve"
-        return f"{own}; {why} {untried[0]}, about {seconds:,.0f} s by the plan: head={untried[0]}"
-    return f"{own}; none of the {len(known)} heads that are measured here is clearly faster"
+        return f"{mine}; {why} {untried[0]}, about {seconds:,.0f} s by the plan: head={untried[0]}"
+    return f"{mine}; none of the {len(measured)} heads that are measured here is clearly faster"
 
 
 def _with_head(run: RunConfig, head: str) -> RunConfig:
