@@ -69,6 +69,8 @@ def with_best_head(config: str, words: Sequence[str]) -> list[str]:
     named = [word for word in words if word.startswith("head=")]
     if HELP.intersection(words) or (named and not any(re.fullmatch(r"head=(.*,)?best(,.*)?", word) for word in named)):
         return [*words]
+    if not named and config != "train" and not (config == "data" and "features=stored" in words):
+        return [*words]  # no head is read
     others = [word for word in words if word != "head=best" and not word.startswith("-")]
     if SWEEP.intersection(words):
         others = [word for word in others if re.match(r"(experiment|model[.\w]*)=", word)]
@@ -76,7 +78,7 @@ def with_best_head(config: str, words: Sequence[str]) -> list[str]:
         raise ValueError("head=best is one head for one run: in a sweep name the heads, as in head=mtp,mlp")
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         composed = compose(config, others, return_hydra_config=True)
-    if composed.hydra.runtime.choices.get("head") != "best":  # an experiment's own, or a command without heads
+    if composed.hydra.runtime.choices.get("head") != "best":  # an experiment's own
         return [*words]
     head, reason = best_head(composed.model.path, composed.model.shape, composed.model.trust_remote_code)
     if os.environ.get("RANK", "0") == "0":
