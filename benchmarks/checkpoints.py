@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     words = parser.parse_args()
     with tempfile.TemporaryDirectory() as out, initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        run = run_config(compose("train", [*words.overrides, f"out={out}"]))
+        run = run_config(compose("train", ["launcher=inline", *words.overrides, f"out={out}"]))
         loop = prepared(run)
         step, seconds = 1, {True: [], False: []}
         loop.take(0)

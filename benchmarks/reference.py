@@ -82,7 +82,7 @@ register_resolvers()
 def composed(*overrides: str) -> RunConfig:
     """Return a training configuration that measures nothing on its way."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return run_config(compose("train", [*UNMEASURED, *overrides]))
+        return run_config(compose("train", ["launcher=inline", *UNMEASURED, *overrides]))
 
 
 class Job:

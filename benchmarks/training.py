@@ -49,7 +49,7 @@ register_resolvers()
 def composed(*overrides: str) -> RunConfig:
     """Return a training configuration."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return run_config(compose("train", list(overrides)))
+        return run_config(compose("train", ["launcher=inline", *overrides]))
 
 
 class Reader(nn.Module):

@@ -13,6 +13,7 @@ tiers.py         the tiers without a clock: which texts, which sources
 explain.py       predicted speed of other trees, priced with the device's costs
 sessions.py      the live tier: every workload, temperature, batch size and rate
 config.py        the types of conf/eval.yaml
+proportion.py    the estimate of an evaluation, and what is left out so that it ends in time
 search_skips.py  the command that searches sub-layers to skip
 run.py           the command
 """

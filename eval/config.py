@@ -23,7 +23,7 @@ TURNS = ("first", "all")
 # Keys that an endpoint decides itself or does not support, each with the only value that is allowed with one.
 NEUTRAL: dict[str, Any] = {
     "run": None, "compare": [], "tune": False, "budget": None, "request_rate": None, "truncate": False,
-    "rule": "auto", "lossy": False, "dtype": "auto",
+    "rule": "auto", "lossy": False, "dtype": "auto", "minutes": None,
 }  # fmt: skip
 
 
@@ -192,6 +192,7 @@ class EvalConfig(SourcesConfig, Selection, DecodingConfig, EndpointConfig):
     gate_dtype: Annotated[str, OneOf(tuple(DTYPES))]
     gate_tv: Annotated[float, Within(0, 1, above=True, below=True)]
     engine: EngineConfig
+    minutes: Positive | None
     repeats: Count
     hf: bool
     tier: Any  # one of TIERS or a list of them

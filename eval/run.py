@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from rich.console import Console
+from torch import distributed
 
 from data.text.prompts import Prompt, locate
 from data.text.sources import check_source
@@ -27,6 +28,7 @@ from eval.inputs.workloads import Workload, load_workload, prompt_counts, read_w
 from eval.measures.losslessness import FailedChecks, Gate, SampledGate
 from eval.measures.machine import device_facts, provenance
 from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED
+from eval.proportion import in_proportion
 from eval.report.side_by_side import folder_of, side_by_side
 from eval.report.text import terminal
 from eval.report.write import READ, Report
@@ -49,8 +51,8 @@ from inference.target.tokenizer import Reader
 PIPE_WIDTH = 140
 
 
-def evaluate(config: EvalConfig) -> Report:
-    """Measure as configured, print the table, and write report.json, report.md and report.html.
+def evaluate(config: EvalConfig, *, writes: bool = True) -> Report:
+    """Measure as configured, and if it `writes` print the table and write report.json, report.md and report.html.
 
     For the live tier the gate compares every prompt's tokens in `gate_dtype`; then the target is loaded as it is fast,
     and timed. A drafter that fails the gate has its acceptance reported but no speedup.
@@ -69,7 +71,8 @@ def evaluate(config: EvalConfig) -> Report:
     model, names, out = prepared(config)
     log_alone = config.from_log and config.tiers() == [REPLAY]
     report = from_log(config, model, names) if log_alone else measured(config, model, names)
-    publish(report, out)
+    if writes:
+        publish(report, out)
     return report
 
 
@@ -108,7 +111,13 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
     sampled: list[SampledGate] = []
     dtype = dtype_for(config, model)
     target = load_target(model, config.gate_dtype if live else dtype, config.engine)
-    workloads = read(config, target, names)
+    workloads, remarks = read(config, target, names), remarks_of(config, target)
+    if live and config.minutes is not None and not config.from_log:
+        reduced = in_proportion(config, target, workloads)
+        if not distributed.is_initialized() or distributed.get_rank() == 0:
+            Console().print(visible(str(reduced)), soft_wrap=True, highlight=False)
+        config, remarks = reduced.config, [*remarks, reduced.left_out] if reduced.left_out else remarks
+        workloads = read(config, target, names)
     # A log without answers is refused before anything is measured.
     logs = recorded(config, config, target, names) if config.from_log else []
     if live:
@@ -125,7 +134,9 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
     rows, extras = along_texts(config, target, workloads, drafters, logs or timed.materials, not_lossless)
     others = saved_rows(find_heads([*config.runs(), *config.compare]), target.spec) if model.sibling else {}
     if others:
-        extras["warnings"] = notes(others, target.spec, timed.rows)
+        remarks = [*remarks, *notes(others, target.spec, timed.rows)]
+    if remarks:
+        extras["warnings"] = remarks
     return Report(
         target={"name": model.name, "path": model.path, **described(target)},
         device=device_facts(target.device, target.dtype),
@@ -135,6 +146,18 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
         sampled=sampled,
         extras=timed.extras | extras,
     )
+
+
+def remarks_of(config: EvalConfig, target: Target) -> list[str]:
+    """Return what the report says of a losslessness check in a coarse dtype, and of a target that is cut up."""
+    remarks = []
+    if config.gate_dtype in ("bfloat16", "float16"):
+        remarks.append(f"losslessness is checked in {config.gate_dtype}, in which more of the tokens are near ties")
+    if target.placed.together:
+        remarks.append(
+            f"the target is cut up among {distributed.get_world_size()} processes, which all decode the same"
+        )
+    return remarks
 
 
 def from_log(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Report:
@@ -213,7 +236,8 @@ def folder_for(out: str | None, runs: Sequence[str], drafters: Sequence[str]) ->
 
 def load_target(model: ModelConfig, dtype: str, engine: EngineConfig) -> Target:
     """Load the target in a dtype, that of the weights that are not quantised, and compile it if the engine is to be."""
-    check_alone(model.where, "an evaluation")
+    if not distributed.is_initialized():  # else all processes of a training are here
+        check_alone(model.where, "an evaluation")
     target = Target.of(model, dtype)
     if engine.compile or engine.compile_drafts:
         target.compile(drafts_alone=not engine.compile)

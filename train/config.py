@@ -20,7 +20,7 @@ from heads.common.untrusted import shown
 from inference.drafters.policy import TreeConfig
 from inference.target.config import DTYPES, ModelConfig
 from inference.target.loading import AS_IT_IS
-from inference.target.placement import check_weights
+from inference.target.placement import AUTO, check_weights
 from train.adapt import AdaptConfig, peft_config
 from train.losses import ObjectiveConfig
 from train.tracking.trackers import TRACKERS
@@ -93,15 +93,16 @@ class SlurmConfig:
 class LauncherConfig:
     """Configure the processes: `num_processes` on each of `num_nodes` nodes, of which this one is `machine_rank`.
 
-    `strategy` is one of STRATEGIES, how they share the head. With `slurm` they run as a SLURM job.
+    `strategy` is one of STRATEGIES, how they share the head. With `slurm` they run as a SLURM job. What is null or auto
+    `train.planning.choice` fills in.
     """
 
-    num_processes: Count
+    num_processes: Count | None
     num_nodes: Count
     machine_rank: int
     main_process_ip: str | None
     main_process_port: Annotated[int, Within(0, 65535)] | None
-    strategy: Annotated[str, OneOf(STRATEGIES)]
+    strategy: Annotated[str, OneOf((AUTO, *STRATEGIES))]
     slurm: SlurmConfig | None
 
     def __post_init__(self) -> None:
@@ -110,18 +111,31 @@ class LauncherConfig:
                 f"launcher.machine_rank is {self.machine_rank} of {self.num_nodes} nodes: count from 0 (NODE_RANK)"
             )
 
+    @property
+    def local(self) -> int:
+        """The processes of a node, once they are known."""
+        assert self.num_processes is not None
+        return self.num_processes
+
+    @property
+    def world(self) -> int:
+        """All processes, once they are known."""
+        return self.local * self.num_nodes
+
 
 @dataclass(frozen=True)
 class EvalSettings:
     """Configure the final evaluation, none with 0 prompts; `repeats` and `warmup` count timed and untimed passes."""
 
     prompts: Number
+    minutes: Positive | None
     max_new_tokens: NewTokens
     temperature: list[Amount]
     repeats: Count
     warmup: Number
     hf: bool
-    dtype: Annotated[str, OneOf(("auto", *DTYPES))]
+    dtype: Annotated[str, OneOf((AUTO, *DTYPES))]
+    gate_dtype: Annotated[str, OneOf((AUTO, *DTYPES))]
     tier: list[str]
 
     def __post_init__(self) -> None:
@@ -211,16 +225,12 @@ def check_batch_and_name(name: str, trainer: TrainerConfig, length: int) -> None
 
 def _check_together(run: RunConfig) -> None:
     """Refuse settings by which only some processes would run a target whose forward passes need all of them."""
-    kind, where = run.model.placement, run.model.where
+    where = run.model.where
+    kind = where.placement
     quantize, adapter = (None if value == AS_IT_IS else value for value in (run.model.quantize, run.model.adapter))
     check_weights(where, quantize, adapter)
     if not where.together:
         return
-    if run.eval.prompts:
-        raise ValueError(
-            f"model.placement={kind} takes all processes for a pass, and the evaluation that ends a run has one: give "
-            "eval.prompts=0, and evaluate afterwards with eval/run.py, which cuts the target up over a node's devices"
-        )
     if run.objective.on_policy.prompts:
         raise ValueError(
             f"model.placement={kind} takes all processes for a pass, and in a rollout each decodes its own prompts: "

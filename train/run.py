@@ -23,7 +23,7 @@ if __name__ == "__main__":
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
@@ -55,12 +55,14 @@ from train.distributed import launch, processes
 from train.distributed.control import RANKS, on_main
 from train.distributed.processes import RunLock
 from train.features import origin_of, source_for
-from train.loop import KeptHead, Loop
+from train.loop import COST, KeptHead, Loop
+from train.planning.alternatives import worth_trying
 from train.planning.check import check_out, check_run, evaluation, reads_target
+from train.planning.choice import alone_on_cpu, chosen, in_words, with_processes
 from train.planning.plan import plan, sized
 from train.planning.table import table
 from train.rollouts import Rollouts
-from train.start import CHECKPOINT, LAST_LAYER, first_head, resolve_init
+from train.start import STARTS, first_head, resolve_init
 from train.step import Loss, Stepper
 from train.tracking import sweep
 
@@ -68,6 +70,8 @@ WRITTEN = (  # by a run, beside its weights
     "checkpoints", "bad", "tensorboard", "wandb", "metrics.jsonl", "report.json", "report.md", "report.html",
     "training.json", "prompts.jsonl", "wandb-id.txt",
 )  # fmt: skip
+
+SHARE = 1 / 3  # of a training's time, that its evaluation takes at most
 
 
 def prepare_out(
@@ -120,7 +124,7 @@ def provenance(world: int, strategy: str, data: TrainingData, tokenizer: PreTrai
 
 def with_micro_tokens(run: RunConfig) -> RunConfig:
     """Return a run with its `trainer.micro_tokens`, where they are null those that fit on every process's device."""
-    planned = sized(run if run.init in (None, LAST_LAYER, CHECKPOINT) else replace(run, init=None))
+    planned = sized(run if run.init in STARTS else replace(run, init=None))
     least = min(gather_object([planned.trainer.micro_tokens]))
     return replace(run, trainer=replace(run.trainer, micro_tokens=least))
 
@@ -167,7 +171,9 @@ def loop_of(
 
 def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     """Run the whole job on this process, alone in its output folder."""
+    run = with_processes(run)
     check_run(run)
+    run = chosen(run)
     alone(run, lambda accelerator, lock: job(run, resolved, accelerator, lock))
 
 
@@ -183,6 +189,16 @@ def alone(run: Any, job: Callable[[Accelerator, RunLock], None]) -> None:
 
 def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock: RunLock) -> None:
     """Load, train, evaluate."""
+    (run,) = broadcast_object_list([run])  # as the first process sees its device
+    train_head(run, resolved, accelerator, lock)
+    accelerator.free_memory()  # the evaluation loads the target anew
+    accelerator.wait_for_everyone()
+    if run.eval.prompts and (accelerator.is_main_process or run.model.where.together):
+        report(run, accelerator)
+
+
+def train_head(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock: RunLock) -> None:
+    """Load and train."""
     set_seed(run.trainer.seed)
     target = load_target(run.model, str(accelerator.device), whole=reads_target(run))
     if isinstance(target, Target):
@@ -190,8 +206,7 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
     init = resolve_init(run.init, run.head, target)
     head: Any = first_head(run.head, init, target).to(accelerator.device)
     run = with_micro_tokens(replace(run, head=head.config, init=init))
-    values = {"head": asdict(head.config), "init": run.init, "trainer": asdict(run.trainer), "tree": asdict(run.tree)}
-    resolved = {**resolved, **values}
+    resolved = with_values(resolved, run)
     for module in head.modules():
         if isinstance(module, Recomputing):
             module.recompute = run.trainer.recompute
@@ -199,7 +214,7 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
     data = load_training(run.data, target.tokenizer, prompt_count, run.workload)
     packed = pack(data.samples, run.data.length)
     check_known(packed, target.tokenizer, target.embeddings.vocab_size)
-    if run.init in (None, LAST_LAYER, CHECKPOINT):  # else the vocabulary is chosen already
+    if run.init in STARTS:  # else the vocabulary is chosen already
         prune(head, token_counts(data.samples, target.embeddings.vocab_size))
     adapt.adapt(head, run.peft)
     batches = batches_for(run, packed, accelerator)
@@ -222,21 +237,39 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
             f"samples, {len(packed.token):,} rows of {run.data.length} tokens ({filled:.0%} filled)",
             highlight=False,
         )
+        if not alone_on_cpu(run):
+            Console().print(in_words(run), highlight=False, soft_wrap=True)
 
     on_main(accelerator, begin)
     held_out = [prompt.token for prompt in data.held_out]
     loop_of(run, accelerator, target, head, source, held_out, resolved).train()
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process and run.eval.prompts:
-        report(run)
 
 
-def report(run: RunConfig) -> None:
+def report(run: RunConfig, accelerator: Accelerator) -> None:
     """Evaluate the kept head beside those of `compare`; exit with status 1 if it is not lossless."""
-    result = evaluate(eval_config(**evaluation(run)))
-    sweep.note(run.name, run.head.name, Path(run.out))
+    values = evaluation(run)
+    if run.eval.minutes is None:
+        values["minutes"] = json.loads((Path(run.out) / COST).read_text())["seconds"] / 60 * SHARE
+    if run.model.where.together:
+        values["model"]["device"] = str(accelerator.device)
+    config = eval_config(**values)
+    result = evaluate(config, writes=accelerator.is_main_process)
+    if accelerator.is_main_process:
+        sweep.note(run.name, run.head.name, Path(run.out))
     if not result.passed:
         raise SystemExit(1)
+
+
+def with_values(resolved: dict[str, Any], run: RunConfig) -> dict[str, Any]:
+    """Return the configuration for trackers and config.yaml with the values that a run was started with."""
+    launcher = {key: getattr(run.launcher, key) for key in ("num_processes", "num_nodes", "strategy")}
+    return {
+        **resolved,
+        **{"head": asdict(run.head), "init": run.init, "trainer": asdict(run.trainer), "tree": asdict(run.tree)},
+        "model": {**resolved["model"], "placement": run.model.placement},
+        "launcher": {**resolved["launcher"], **launcher},
+        "eval": {**resolved["eval"], "gate_dtype": run.eval.gate_dtype},
+    }
 
 
 def resolved_values(cfg: DictConfig) -> dict[str, Any]:
@@ -265,12 +298,16 @@ def main(cfg: DictConfig) -> float | None:
         run = run_config(cfg)
         sweep.check(run.trainer.eval_prompts, waits=not launch.leaves(run.launcher))
         if run.plan:
+            run = chosen(run)
             Console().print(table(run, plan(run)), highlight=False)
             return None
+        run = with_processes(run)
         if launch.missing(run.launcher):
             launch_all(run)
         else:
             train(run, resolved_values(cfg))
+            if run.eval.prompts and launch.is_main() and (line := worth_trying(chosen(run))):
+                Console().print(line, highlight=False, soft_wrap=True)
         return None if launch.leaves(run.launcher) else sweep.best_tau(Path(run.out))
 
 

@@ -22,6 +22,7 @@ from train.adapt import AdaptConfig, LoraAdapterConfig
 log = logging.getLogger(__name__)
 
 AUTO, LAST_LAYER, CHECKPOINT = "auto", "last_layer", "checkpoint"  # values of `init` besides a head
+STARTS = (None, AUTO, LAST_LAYER, CHECKPOINT)
 
 
 def resolve_init(init: str | None, config: HeadConfig, target: Target | EmbeddingsOnly) -> str | None:

@@ -224,7 +224,7 @@ def job(run: StreamsRunConfig, resolved: dict[str, Any], accelerator: Accelerato
     """Load and train."""
     set_seed(run.trainer.seed)
     model = run.model
-    if model.placement != REPLICATE:
+    if model.where.placement != REPLICATE:
         raise ValueError(f"model.placement={model.placement}: streams adapt the target's own layers: give replicate")
     check_rows(run.data.length, context_of(configuration(model.path, model.trust_remote_code)), model.path)
     target = Target.of(model, device=str(accelerator.device))

@@ -25,6 +25,8 @@ from heads.common.redact import replaced_word
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.common.target_config import best_head
 
+SWEEP = {"-m", "--multirun"}
+HELP = {"-h", "--help", "--hydra-help", "--info", "--version"}  # words by which nothing runs
 VARIABLE = "HEADSTART_{}_SECRET"  # by which heads/common/redact.py knows its value for a secret
 
 
@@ -63,18 +65,28 @@ def without_secrets(words: Iterable[str]) -> list[str]:
 
 
 def with_best_head(config: str, words: Sequence[str]) -> list[str]:
-    """Return a command's words with the head that is best for its target in place of `head=best`."""
-    if not any(re.fullmatch(r"head=(.*,)?best(,.*)?", word) for word in words):
+    """Return a command's words with the head that is best for its target in place of `head=best`, its default."""
+    named = [word for word in words if word.startswith("head=")]
+    if HELP.intersection(words) or (named and not any(re.fullmatch(r"head=(.*,)?best(,.*)?", word) for word in named)):
         return [*words]
-    others = [word for word in words if word != "head=best"]
-    if len(others) == len(words) or {"-m", "--multirun"}.intersection(words):
+    if not named and config != "train" and not (config == "data" and "features=stored" in words):
+        return [*words]  # no head is read
+    others = [word for word in words if word != "head=best" and not word.startswith("-")]
+    if SWEEP.intersection(words):
+        others = [word for word in others if re.match(r"(experiment|model[.\w]*)=", word)]
+    if named not in ([], ["head=best"]) or (SWEEP.intersection(words) and (named or "," in "".join(others))):
         raise ValueError("head=best is one head for one run: in a sweep name the heads, as in head=mtp,mlp")
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        path = compose(config, [word for word in others if not word.startswith("-")]).model.path
-    head, reason = best_head(path)
+        composed = compose(config, others, return_hydra_config=True)
+    if composed.hydra.runtime.choices.get("head") != "best":  # an experiment's own
+        return [*words]
+    head, reason = best_head(composed.model.path, composed.model.shape, composed.model.trust_remote_code)
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"head=best: {head}, {reason}\n")
-    return [f"head={head}" if word == "head=best" else word for word in words]
+    # Beside another override: argparse takes them in one run, before or behind a flag.
+    index = next((i for i, word in enumerate(words) if re.match(r"[^-][^=]*=", word)), len(words))
+    rest = [word for word in words if word != "head=best"]
+    return [*rest[:index], f"head={head}", *rest[index:]]
 
 
 def _in_environment(secret: str) -> str:

@@ -7,6 +7,7 @@ Hub that is named there as an attention. So it must describe a model of possible
 import inspect
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -152,15 +153,30 @@ def row_length(path: str, length: int) -> int:
         return length
 
 
-def best_head(path: str) -> tuple[str, str]:
-    """Return the head that evidence favours for a target (docs/heads.md, "Which head"), and the reason in words."""
+def best_head(path: str, shape: Mapping[str, Any] | None, trust_remote_code: bool) -> tuple[str, str]:
+    """Return the head that evidence favours for a target (docs/heads.md, "Which head"), and the reason in words.
+
+    `shape` is the target's as conf/model has it, which does without the network.
+    """
     try:
-        layers = read_target_config(path, trust_remote_code=False).get_text_config().num_hidden_layers
+        if shape is not None and shape["of"] == path:
+            layers = shape["num_hidden_layers"]
+        else:
+            layers = _layers(path, trust_remote_code)
     except ValueError as error:
         raise ValueError(f"model.path={path}: {error}; head=best reads its number of layers: name a head") from error
     if layers < DEEP:
         return "mlp", f"since a pass of this target, {layers} layers, costs little more than a layer of a head"
     return "mtp", f"since it drafts best for a target of {layers} layers; engines serve eagle3, which is next"
+
+
+def _layers(path: str, trust_remote_code: bool) -> int:
+    """Return a target's number of layers, by its config.json alone where that has the usual key."""
+    values = read_target_values(path, trust_remote_code, cached_alone=False)
+    layers = values.get("text_config", values).get("num_hidden_layers")
+    if not isinstance(layers, int):
+        layers = read_target_config(path, trust_remote_code).get_text_config().num_hidden_layers
+    return int(layers)
 
 
 def check_rows(length: int, context: int, name: str) -> None:

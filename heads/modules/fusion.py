@@ -23,16 +23,15 @@ def default_layers(count: int, num_layers: int) -> list[int]:
 def chosen_layers(named: list[int] | None, count: int, num_layers: int) -> tuple[int, ...]:
     """Return the feature layers of a head: those named, or `count` default ones.
 
+    On a target that is too shallow for these they are spaced from its first layer to its last.
+
     Raises:
-        ValueError: a layer does not exist, is named twice, or the target is too shallow for the default ones.
+        ValueError: a layer does not exist, or is named twice.
     """
     if named is None:
         layers = default_layers(count, num_layers)
         if layers[0] < 0 or sorted(set(layers)) != layers or layers[-1] >= num_layers:
-            raise ValueError(
-                f"head.feature_layers: the default choice, {layers}, falls together on a target of {num_layers} "
-                f"layers; name them, from 0 to {num_layers - 1}, such as head.feature_layers={suggestion(num_layers)}"
-            )
+            layers = sorted({i * (num_layers - 1) // (count - 1) for i in range(count)})
         return tuple(layers)
     if not named or sorted(set(named)) != sorted(named) or min(named) < 0 or max(named) >= num_layers:
         raise ValueError(
@@ -40,11 +39,6 @@ def chosen_layers(named: list[int] | None, count: int, num_layers: int) -> tuple
             f"{num_layers}"
         )
     return tuple(named)
-
-
-def suggestion(num_layers: int) -> str:
-    """Return layers for a shallow target, as they are written on the command line."""
-    return f"[{','.join(map(str, sorted({0, num_layers // 2, num_layers - 1})))}]"
 
 
 class Fusion(nn.Module):

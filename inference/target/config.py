@@ -8,7 +8,7 @@ import torch
 from heads.common.ranges import Count, OneOf, Positive
 from heads.common.typed import typed
 from inference.target.loading import AS_IT_IS, METHODS
-from inference.target.placement import OFFLOADS, PLACEMENTS, Placement
+from inference.target.placement import AUTO, OFFLOADS, PLACEMENTS, REPLICATE, Placement
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 # Of a target that no file of conf/model describes: one that a published head or a caller names.
@@ -44,7 +44,7 @@ class ModelConfig:
     quantize: Annotated[str, OneOf((AS_IT_IS, *METHODS))] | None
     adapter: str | None
     device: str | None
-    placement: Annotated[str, OneOf(PLACEMENTS)]
+    placement: Annotated[str, OneOf((AUTO, *PLACEMENTS))]
     tensor_parallel: Count | None
     devices: list[int] | None
     offload: Annotated[str, OneOf(OFFLOADS)]
@@ -63,7 +63,8 @@ class ModelConfig:
     @property
     def where(self) -> Placement:
         """How the target is placed."""
-        return Placement(**{field.name: getattr(self, field.name) for field in fields(Placement)})
+        values = {field.name: getattr(self, field.name) for field in fields(Placement)}
+        return Placement(**values | {"placement": REPLICATE if self.placement == AUTO else self.placement})
 
     @property
     def as_saved(self) -> bool:

@@ -23,7 +23,8 @@ from torch import distributed, nn
 from transformers import PreTrainedConfig
 
 REPLICATE, TENSOR_PARALLEL, FSDP, DEVICE_MAP, OFFLOAD = "replicate", "tensor_parallel", "fsdp", "device_map", "offload"
-PLACEMENTS = (REPLICATE, TENSOR_PARALLEL, FSDP, DEVICE_MAP, OFFLOAD)
+PLACEMENTS = (REPLICATE, TENSOR_PARALLEL, FSDP, DEVICE_MAP, OFFLOAD)  # the fastest first
+AUTO = "auto"  # the first of them that fits, where a plan is made of a run; to all else REPLICATE
 TOGETHER = (TENSOR_PARALLEL, FSDP)  # those under which no process makes a pass alone
 OFFLOADS = ("cpu", "disk")
 GB = 10**9

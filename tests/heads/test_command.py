@@ -110,7 +110,22 @@ def test_the_best_head_is_named_by_the_targets_depth(tmp_path: Path, capsys: pyt
     assert capsys.readouterr().err.startswith("head=best: mtp, since")
     for layers, head in ((19, "mlp"), (20, "mtp")):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": layers}))
-        assert with_best_head("data", [f"model.path={tmp_path}", "head=best"])[1] == f"head={head}"
+        assert f"head={head}" in with_best_head("data", [f"model.path={tmp_path}", "head=best"])
+
+
+@pytest.mark.parametrize(
+    ("words", "head"),
+    [
+        (["name=mine"], "head=mtp"),
+        (["model=llama70b", "model.trust_remote_code=true"], "head=mtp"),
+        (["-m", "trainer.lr=1,2"], "head=mtp"),
+        (["head=eagle"], "head=eagle"),
+        (["experiment=medusa_llama8b"], None),
+        (["--help"], None),
+    ],
+)
+def test_the_best_head_is_the_default(words: list[str], head: str | None) -> None:
+    assert [word for word in with_best_head("train", words) if word.startswith("head=")] == [head] * (head is not None)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +133,7 @@ def test_the_best_head_is_named_by_the_targets_depth(tmp_path: Path, capsys: pyt
     [
         (["head=best,mtp"], "in a sweep name the heads"),
         (["-m", "head=best"], "in a sweep name the heads"),
+        (["-m", "model=llama8b,tiny"], "in a sweep name the heads"),
         (["head=best", "model.path=no/where"], "model.path=no/where: .*name a head"),
     ],
 )

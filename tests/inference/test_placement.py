@@ -137,7 +137,7 @@ def test_what_cannot_work_is_one_line(folder: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        (r"model\.placement is 'here': choose replicate, tensor_parallel", {"placement": "here"}),
+        (r"model\.placement is 'here': choose auto, replicate, tensor_parallel", {"placement": "here"}),
         (r"model\.offload is 'tape': choose cpu, disk", {"offload": "tape"}),
         (r"model\.tensor_parallel is 0", {"tensor_parallel": 0}),
         (r"model\.memory_gb is 0", {"memory_gb": 0.0}),

@@ -36,7 +36,9 @@ def make(folder: Path) -> list[str]:
 
 
 def start(overrides: list[str], launcher: list[str] | None = None) -> subprocess.Popen[str]:
-    """Start a training job."""
+    """Start a training job, of head=eagle unless the overrides name another."""
+    named = any(word.startswith(("head=", "experiment=")) for word in overrides)
+    overrides = overrides if named else [*overrides, "head=eagle"]
     words = [sys.executable, *(launcher or []), str(ROOT / "train" / "run.py"), *overrides]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(

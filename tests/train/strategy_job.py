@@ -49,7 +49,7 @@ def run_of(case: str, strategy: str) -> RunConfig:
     register_resolvers()
     small = ["trainer.steps=20", "data.length=16", "trainer.batch_tokens=80", "trainer.micro_tokens=32"]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        words = [f"launcher.strategy={strategy}", *small, *CASES[case][1]]
+        words = ["launcher=inline", f"launcher.strategy={strategy}", *small, *CASES[case][1]]
         return run_config(compose("train", words))
 
 

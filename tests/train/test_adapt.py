@@ -140,7 +140,7 @@ def test_bad_values_are_one_line() -> None:
 
 
 def test_a_plan_counts_the_factors() -> None:
-    whole, adapted = (plan(run("head=eagle", f"peft={method}")) for method in ("none", "lora"))
+    whole, adapted = (plan(run("launcher=inline", "head=eagle", f"peft={method}")) for method in ("none", "lora"))
     embeddings = Embeddings(128, 2048, 24, LayerShape(4, 2, 32, adapted_inner()), torch.float32)
     head = HEADS["eagle"](run("head=eagle").head, embeddings)
     adapt(head, peft_config(DictConfig(asdict(run("peft=lora").peft))))

@@ -16,7 +16,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("toy")
     made = jobs.make(folder)
     (folder / "target" / "model.safetensors").unlink()  # whoever loads it fails
-    return [*made, f"out={folder / 'out'}"]
+    return [*made, "launcher=inline", f"out={folder / 'out'}"]
 
 
 def test_a_run_that_can_start_is_not_refused(toy: list[str]) -> None:

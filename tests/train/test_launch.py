@@ -149,16 +149,16 @@ def test_slurm_is_missed_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("here", "started", "overrides", "said"),
     [
-        (1, 2, (), "2 processes were started and 1 work together"),
+        (1, 2, ("launcher=inline",), "2 processes were started and 1 work together"),
         (2, 2, ("launcher=ddp",), "num_nodes is 8, 2 processes were started"),
-        (1, 1, ("launcher.strategy=fsdp2",), "there is one"),
+        (1, 1, ("launcher=inline", "launcher.strategy=fsdp2"), "there is one"),
     ],
 )
 def test_other_processes_than_asked_for_are_refused(
     here: int, started: int, overrides: tuple[str, ...], said: str
 ) -> None:
     processes.check_world(run(*overrides, "launcher.num_processes=2").launcher, 2, 2)
-    processes.check_world(run().launcher, 2, 2)
+    processes.check_world(run("launcher=inline").launcher, 2, 2)
     with pytest.raises(ValueError, match=said) as error:
         processes.check_world(run(*overrides).launcher, here, started)
     assert "\n" not in str(error.value)
@@ -167,7 +167,7 @@ def test_other_processes_than_asked_for_are_refused(
 @pytest.mark.parametrize("name", ["DeepSpeed", "FSDP"])
 def test_a_strategy_of_accelerates_own_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"ACCELERATE_USE_{name.upper()}", "true")
-    found = run("model.device=cpu")
+    found = run("model.device=cpu", "launcher=inline")
     with pytest.raises(ValueError, match=f"accelerate was told to use {name}"):
         processes.accelerator_for(found.launcher, found.trainer, found.model)
 

@@ -259,7 +259,7 @@ def test_a_placement_cuts_the_layers(placement: str, there: int, gathered: int, 
 
 def test_stages_do_not_add_up() -> None:
     stages = {"one": {"x": size(50, 1)}, "two": {"y": size(5, 30), "z": size(1, 0)}}
-    held = MemoryUse(1000, {"a": size(100, 10)}, stages)
+    held = MemoryUse(1000, {"a": size(100, 10)}, stages, {})
     assert held.asked() == held.peak(0.0, heap=False) == 1000 + 110 + 51
     assert held.peak(0.1, heap=False) == 1000 + round(1.1 * 161)
     assert held.peak(1.0, heap=True) == 1000 + 110 + 50 + 2 * 30

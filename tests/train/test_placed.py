@@ -2,6 +2,7 @@
 
 import json
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hydra import compose, initialize_config_dir
 from heads.common.resolvers import ROOT, register_resolvers
 from tests.train import driver, jobs
 from train.config import run_config
+from train.planning.plan import GIB, SAFE, device_memories, plan_inputs
 
 STEPS = 4
 HEAD = ["head=eagle3", "head.feature_layers=[0,1,2]"]
@@ -65,6 +67,41 @@ def test_a_placed_run_has_the_losses_of_one_process(
     assert same(records(tmp_path / "placed"), alone[2])
 
 
+def peak(words: list[str], *overrides: str) -> int:
+    """Return the peak that the plan says of a process."""
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        run = run_config(compose("train", [*words, "launcher.num_processes=2", *overrides]))
+    return max(memory.peak for memory in device_memories(plan_inputs(run)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["this command", "accelerate"])
+def test_two_processes_of_little_memory_place_themselves(
+    alone: tuple[Path, list[str], list[Any]], tmp_path: Path, by: str
+) -> None:
+    """And check themselves cut up, in the dtype that is given, which the report says."""
+    words = [*alone[1], "trainer.estimate_every=2"]
+    sharded = peak(words, "launcher.strategy=ddp", "model.placement=tensor_parallel")
+    whole = peak(words, "launcher.strategy=fsdp2", "model.placement=replicate")
+    limit = f"device.memory_gb={2 * (sharded + whole) / 2 / SAFE / GIB}"
+    launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
+    start = jobs.start if by == "this command" else partial(jobs.start, launcher=launcher)
+    several = ["launcher.num_processes=2"] if by == "this command" else []
+    printed = jobs.finish(start([*words, *several, limit, "eval.gate_dtype=bfloat16", f"out={tmp_path / 'out'}"]))
+    assert "2 processes, placed by the plan: model.placement=tensor_parallel launcher.strategy=ddp" in printed
+    runs = records(tmp_path / "out"), alone[2]
+    ours, theirs = ([record["loss"] for record in run if "loss" in record] for run in runs)
+    assert ours == pytest.approx(theirs, rel=1e-3)
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["settings"]["gate_dtype"] == "bfloat16"
+    assert [line.partition(" ")[0] for line in report["warnings"]] == ["losslessness", "the"]
+    assert [row["lossless"]["failed"] for row in report["rows"]] == [0, 0]
+    assert report["rows"][-1]["lossless"]["checked"] == 2
+    roomy = jobs.finish(start([*words, *several, "eval.prompts=0", f"out={tmp_path / 'roomy'}"]))
+    assert "model.placement=replicate launcher.strategy=ddp" in roomy
+
+
 @pytest.mark.slow
 def test_told_to_stop_amid_a_measurement_of_all_processes(alone: tuple[Path, list[str], list[Any]]) -> None:
     folder, words, whole = alone
@@ -95,7 +132,10 @@ def test_a_streamed_target_trains_and_is_evaluated(alone: tuple[Path, list[str],
 @pytest.mark.parametrize(
     ("words", "overrides"),
     [
-        (r"model\.placement=fsdp takes all processes for a pass.*give eval\.prompts=0", ["model.placement=fsdp"]),
+        (
+            r"model\.placement=fsdp takes all processes for a pass.*give objective",
+            ["model.placement=fsdp", "objective.on_policy.prompts=1"],
+        ),
         (
             r"model\.placement=tensor_parallel .* rows of a store: give features=live",
             ["model.placement=tensor_parallel", "eval.prompts=0", "features=hybrid", "features.path=x"],

@@ -13,6 +13,8 @@ from benchmarks import planner
 from heads.common.resolvers import ROOT, register_resolvers
 from train.config import RunConfig, run_config
 from train.planning import shapes
+from train.planning.choice import chosen
+from train.planning.memory import total
 from train.planning.plan import GIB, SAFE, plan, preset, sized
 from train.planning.table import advice, table
 
@@ -36,6 +38,7 @@ TARGETS = {
         num_key_value_heads=8, head_dim=128,
     ),
 }  # fmt: skip
+BF16 = "eval.gate_dtype=bfloat16"
 SMALL = ("data.length=64", "trainer.batch_tokens=64", "trainer.micro_tokens=64", "objective.anchors=4")  # for speed
 DFLASH = (
     "head.layers=5", "head.depths=15", "objective.depths=15", "head.from_anchor=false", "head.markov_rank=null",
@@ -66,9 +69,14 @@ def test_published_counts(
 
 
 def run(*overrides: str) -> RunConfig:
+    """Return a run whose target is whole on every device unless the overrides say otherwise."""
+    return automatic("model.placement=replicate", *overrides)
+
+
+def automatic(*overrides: str) -> RunConfig:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return run_config(compose("train", list(overrides)))
+        return chosen(run_config(compose("train", list(overrides))))
 
 
 @pytest.fixture
@@ -134,7 +142,8 @@ def test_a_bad_value_is_named_in_one_line(override: str, named: str) -> None:
 @pytest.mark.usefixtures("offline")
 def test_a_70b_that_does_not_fit_says_what_to_change() -> None:
     """Each change saves what it says, the largest comes first, and together they are enough."""
-    words = "model=llama70b", "head=medusa", "head.lm_head=shared", "device=h100", "device.memory_gb=27", "launcher=ddp"
+    words = "model=llama70b", "head=medusa", "head.lm_head=shared", "device=h100", "device.memory_gb=14"
+    words = *words, BF16, "trainer.batch_tokens=512", "trainer.micro_tokens=512"
     given = run(*words)
     found = plan(given)
     changes = advice(given, found)
@@ -142,7 +151,7 @@ def test_a_70b_that_does_not_fit_says_what_to_change() -> None:
     assert not found["fits"]
     assert saves == sorted(saves, reverse=True)
     assert "trainer.recompute" not in changes[-1].overrides
-    assert "model.placement=tensor_parallel eval.prompts=0" in [each.overrides for each in changes]
+    assert "model.placement=offload" in [each.overrides for each in changes]
     assert changes[-1].fits
     fixed = plan(run(*words, *changes[-1].overrides.split()))
     assert fixed["fits"]
@@ -211,7 +220,7 @@ def test_what_cannot_be_made_to_fit_is_said() -> None:
 
 @pytest.mark.usefixtures("offline")
 def test_two_nodes_show_what_lies_where() -> None:
-    given = run("experiment=eagle3_llama70b_2x8x80", "head=medusa", "head.lm_head=shared", "objective.depths=4")
+    given = automatic("experiment=eagle3_llama70b_2x8x80", "head=medusa", "head.lm_head=shared", "objective.depths=4")
     found = plan(given)
     console = Console(record=True, width=120)
     with console.capture() as shown:
@@ -244,15 +253,34 @@ def test_from_a_store_only_the_ends_are_loaded() -> None:
 
 
 def test_the_final_evaluation_needs_room_for_the_target_in_fp32() -> None:
-    held = plan(run("head=medusa"))["devices"][0].held
-    assert held.stages["final evaluation"]["target again, in fp32"].total() == 4 * plan(run())["target_parameters"]
-    assert "final evaluation" not in plan(run("eval.prompts=0"))["devices"][0].held.stages
+    held, planned = plan(run("head=medusa"))["devices"][0].held, plan(run())
+    assert total(held.evaluation) == 4 * planned["target_parameters"]
+    assert not plan(run("eval.prompts=0"))["devices"][0].held.evaluation
 
 
 def test_a_plan_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     plan(run("out=run"))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize(
+    ("machine", "strategy", "gate"),
+    [
+        (("device=h100", "device.count=8"), "ddp", "float32"),
+        (("device=h100", "device.count=8", "launcher.num_nodes=2"), "ddp", "float32"),
+        (("device=a100_40", "device.count=8", "launcher.num_nodes=4"), "fsdp2", "bfloat16"),
+    ],
+)
+def test_a_70b_places_itself(machine: tuple[str, ...], strategy: str, gate: str) -> None:
+    placed = automatic("model=llama70b", "head=eagle", *machine)
+    assert (placed.model.placement, placed.launcher.strategy) == ("tensor_parallel", strategy)
+    assert placed.eval.gate_dtype == gate
+    planned = plan(placed)
+    assert planned["fits"]
+    assert planned["peak_bytes"] < SAFE * planned["device"]["memory_gb"] * GIB
+    assert all(device.held.evaluation for device in planned["devices"])
 
 
 EXPERIMENTS = sorted(file.stem for file in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -262,7 +290,7 @@ EXPERIMENTS = sorted(file.stem for file in (ROOT / "conf" / "experiment").glob("
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_fits_its_devices(experiment: str) -> None:
-    found = plan(run(f"experiment={experiment}"))
+    found = plan(automatic(f"experiment={experiment}"))
     assert found["fits"]
     assert found["gpu_hours"] > 0
 
@@ -339,7 +367,7 @@ def test_micro_batches_are_sized_by_the_memory_of_the_device() -> None:
 
 @pytest.mark.usefixtures("offline")
 def test_what_does_not_fit_at_any_size_makes_no_micro_batch_smaller() -> None:
-    words = (*AUTOMATIC, "trainer.batch_tokens=512", "device.memory_gb=26")
+    words = (*AUTOMATIC, "trainer.batch_tokens=512", "device.memory_gb=26", "eval.gate_dtype=float32")
     with_evaluation, without = plan(run(*words)), plan(run(*words, "eval.prompts=0"))
     assert not with_evaluation["fits"]
     assert without["fits"]

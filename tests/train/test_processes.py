@@ -69,7 +69,7 @@ def test_each_run_of_a_process_has_its_own_precision() -> None:
     register_resolvers()
     for asked, expected in (("bf16", "bf16"), ("fp32", "no"), ("bf16", "bf16")):
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            run = run_config(compose("train", [f"trainer.precision={asked}", "model.device=cpu"]))
+            run = run_config(compose("train", [f"trainer.precision={asked}", "model.device=cpu", "launcher=inline"]))
         assert accelerator_for(run.launcher, run.trainer, run.model).mixed_precision == expected
 
 
@@ -112,6 +112,6 @@ def test_nccl_aborts_after_the_heartbeat_has_spoken(device: str, seconds: int, m
     monkeypatch.setattr(processes, "Accelerator", Made)
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        run = run_config(compose("train", ["trainer.precision=fp32"]))
+        run = run_config(compose("train", ["trainer.precision=fp32", "launcher=inline"]))
     accelerator_for(run.launcher, run.trainer, run.model)
     assert made[0]["kwargs_handlers"][0].timeout.total_seconds() == seconds

@@ -35,6 +35,11 @@ def launched() -> bool:
     return "LOCAL_RANK" in os.environ
 
 
+def is_main() -> bool:
+    """Whether this process is the first, by its launcher."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def check_mode() -> None:
     """In a process that a launcher has started: refuse a multirun, and end with the launcher.
 
@@ -58,7 +63,7 @@ def missing(launcher: LauncherConfig) -> bool:
     Raises:
         ValueError: they run on several nodes, and the address of the main one is missing.
     """
-    if launched() or (launcher.slurm is None and launcher.num_processes * launcher.num_nodes == 1):
+    if launched() or (launcher.slurm is None and launcher.world == 1):
         return False
     if launcher.num_nodes > 1 and launcher.main_process_ip is None and launcher.slurm is None:
         raise ValueError(
@@ -99,14 +104,14 @@ def main_first() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError):
-        if int(os.environ.get("RANK", "0")):
+        if not is_main():
             time.sleep(AFTER)
         raise
 
 
 def command(launcher: LauncherConfig, script: str, overrides: list[str]) -> list[str]:
     """Return the arguments of `accelerate launch` that run `script` with these Hydra overrides."""
-    words = ["--num_processes", str(launcher.num_processes * launcher.num_nodes)]
+    words = ["--num_processes", str(launcher.world)]
     words += ["--num_machines", str(launcher.num_nodes), "--machine_rank", str(launcher.machine_rank)]
     words += ["--mixed_precision", "no", "--dynamo_backend", "no"]  # precision is the trainer's own setting
     port = launcher.main_process_port

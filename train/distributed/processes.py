@@ -111,7 +111,7 @@ def check_world(launcher: LauncherConfig, here: int, started: int) -> None:
 
     A launcher of one process accepts any number that the user's own command started.
     """
-    configured = launcher.num_processes * launcher.num_nodes
+    configured = launcher.world
     if here != started or configured not in (1, started):
         raise ValueError(
             f"launcher.num_processes x launcher.num_nodes is {configured}, {started} processes were started and {here} "
@@ -126,7 +126,7 @@ def check_world(launcher: LauncherConfig, here: int, started: int) -> None:
 
 def check_machine(launcher: LauncherConfig, model: ModelConfig) -> None:
     """Refuse settings of the launcher that this machine cannot run, before anything is started or written."""
-    processes = max(launcher.num_processes, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    processes = max(launcher.local, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if device_named(model.device).type == "cuda" and processes > torch.cuda.device_count():
         raise ValueError(
             f"launcher.num_processes is {processes} and this machine has {torch.cuda.device_count()} accelerators: "

@@ -1,10 +1,12 @@
 """Checks and a cost estimate of a run before anything is loaded.
 
-check.py   checks of a run by its configuration, the file system and the target's configuration
-plan.py    the plan of plan=true: its device, memory, disk, operations, hours
-memory.py  memory of a process for head and target, by strategy and placement
-trace.py   memory and operations of a head's micro-batch, traced on fake tensors
-path.py    the path that these take on a device
-shapes.py  a target's shape from its configuration alone
-table.py   a plan as tables for the terminal, with overrides that make the run fit
+check.py         checks of a run by its configuration, the file system and the target's configuration
+alternatives.py  what else would be worth trying after a run
+choice.py        what a run leaves open: placement, strategy, dtype of the losslessness check
+plan.py          the plan of plan=true: its device, memory, disk, operations, hours
+memory.py        memory of a process for head and target, by strategy and placement
+trace.py         memory and operations of a head's micro-batch, traced on fake tensors
+path.py          the path that these take on a device
+shapes.py        a target's shape from its configuration alone
+table.py         a plan as tables for the terminal, with overrides that make the run fit
 """

@@ -11,6 +11,7 @@ from data.text.prompts import locate
 from data.text.sources import check_source, check_sources
 from eval.config import eval_config
 from eval.inputs.runs import find_heads
+from eval.measures.results import LIVE
 from heads import HEADS
 from heads.common.files import check_writable
 from heads.common.target_config import check_rows, context_of
@@ -23,7 +24,7 @@ from inference.target.loading import AS_IT_IS, check_method, configuration
 from train.config import RunConfig
 from train.distributed import processes
 from train.planning.trace import Embeddings
-from train.start import AUTO, CHECKPOINT, LAST_LAYER, check_start
+from train.start import AUTO, CHECKPOINT, LAST_LAYER, STARTS, check_start
 
 
 def reads_target(run: RunConfig) -> bool:
@@ -48,7 +49,7 @@ def check_run(run: RunConfig) -> None:
     if run.eval.prompts:
         find_heads(run.compare)
         eval_config(**evaluation(run))
-    check_start(run.peft, run.init, run.model.placement)
+    check_start(run.peft, run.init, run.model.where.placement)
     check_target(run)
 
 
@@ -67,9 +68,17 @@ def check_out(out: Path, *, replaces: bool) -> None:
 
 
 def evaluation(run: RunConfig) -> dict[str, Any]:
-    """Return the values of conf/eval.yaml for the final evaluation of a run: its head beside those of `compare`."""
-    trust = {"trust_remote_code": run.model.trust_remote_code}
-    return {"run": run.out, "compare": run.compare, "workload": run.workload, "model": trust, **asdict(run.eval)}
+    """Return the values of conf/eval.yaml for the final evaluation of a run: its head beside those of `compare`.
+
+    Where a pass takes all processes it is live alone: each measures by its own clock what other trees would cost.
+    """
+    model: dict[str, Any] = {"trust_remote_code": run.model.trust_remote_code}
+    settings = asdict(run.eval)
+    if run.model.where.together:
+        model["placement"], settings["tier"] = run.model.placement, [LIVE]
+    if run.eval.gate_dtype == AUTO:
+        del settings["gate_dtype"]
+    return {"run": run.out, "compare": run.compare, "workload": run.workload, "model": model, **settings}
 
 
 def check_target(run: RunConfig) -> None:
@@ -80,7 +89,7 @@ def check_target(run: RunConfig) -> None:
         adapter.check(model.adapter, model.quantize)
     config = configuration(model.path, model.trust_remote_code)
     check_rows(run.data.length, context_of(config), model.path)
-    if run.init not in (None, AUTO, LAST_LAYER, CHECKPOINT):
+    if run.init not in STARTS:
         kind_of(resolve_head(str(run.init)))
         return
     text: Any = config.get_text_config()

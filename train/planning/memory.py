@@ -1,11 +1,12 @@
 """Estimate the memory of a process from sizes: the head's by its strategy, the target's by its placement.
 
 A device holds what a process takes before it loads anything, the resident tensors, and beside them those of its largest
-stage: the target's forward pass, the head's step, the optimiser, a measurement of τ, writing the head, the final
-evaluation. Stages follow each other, so they never add up.
+stage: the target's forward pass, the head's step, the optimiser, a measurement of τ, writing the head. Stages follow
+each other, so they never add up. The final evaluation comes when all of these are freed.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -64,16 +65,18 @@ class MemoryUse:
         process: bytes that a process takes before it loads anything.
         resident: sizes by name.
         stages: temporary sizes by stage and name.
+        evaluation: sizes of the final evaluation by name, in place of all the others but the process's.
     """
 
     process: int
     resident: dict[str, Size]
     stages: dict[str, dict[str, Size]]
+    evaluation: dict[str, Size]
 
     def asked(self) -> int:
         """Return the bytes that are asked for at once at most."""
-        stages = [sum(size.total() for size in sizes.values()) for sizes in self.stages.values()]
-        return self.process + sum(size.total() for size in self.resident.values()) + max(stages, default=0)
+        stages = max(map(total, self.stages.values()), default=0)
+        return self.process + max(total(self.resident) + stages, total(self.evaluation))
 
     def peak(self, slack: float, heap: bool) -> int:
         """Return the peak in bytes.
@@ -85,8 +88,13 @@ class MemoryUse:
         if not heap:
             return round(self.process + (1 + slack) * (self.asked() - self.process))
         most = reduce(or_, (sum(sizes.values(), NONE) for sizes in self.stages.values()), NONE)
-        resident = sum(size.total() for size in self.resident.values())
-        return round(self.process + resident + most["large"] + (1 + slack) * most["small"])
+        training = total(self.resident) + most["large"] + (1 + slack) * most["small"]
+        return round(self.process + max(training, total(self.evaluation)))
+
+
+def total(sizes: Mapping[str, Size]) -> int:
+    """Return the bytes of sizes by name."""
+    return sum(size.total() for size in sizes.values())
 
 
 def head_state(trace: Trace, layout: Layout, muon: bool, averaged: bool) -> dict[str, Size]:
@@ -199,6 +207,12 @@ def measure_stage(
         ),  # a buffer doubles when it is full
         "τ: pass over a prompt": blocks(shape.working(tokens, tokens, item, trace.feature_layers, layout.shared)),
     }
+
+
+def evaluation_state(shape: TargetShape, layout: Layout, weight: float, item: int, device: int) -> dict[str, Size]:
+    """Return the memory of the target in the evaluation; a value of its layers has `weight` bytes, others `item`."""
+    held, gathered, _ = target_state(shape, layout, int(weight * shape.inner), item, device)
+    return held | ({"target: gathered layers": Counter(large=gathered)} if gathered else {})
 
 
 def write_stage(trace: Trace) -> dict[str, Size]:

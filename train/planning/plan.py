@@ -24,7 +24,7 @@ from train.planning.check import reads_target
 from train.planning.memory import Layout, MemoryUse
 from train.planning.shapes import QUANTIZED, TargetShape, configuration, target_shape
 from train.planning.trace import NONE, Job, Size, Trace, blocks, times, trace
-from train.start import AUTO, CHECKPOINT, LAST_LAYER, check_copied
+from train.start import AUTO, STARTS, check_copied
 
 GIB = 2**30
 DEVICES = ROOT / "conf" / "device"
@@ -123,27 +123,27 @@ def sized(run: RunConfig) -> RunConfig:
         return device_memories(plan_inputs(of(rows)))
 
     room, rows = [max(memory.peak, SAFE * memory.capacity) for memory in memories(1)], 1
-    mine = run.trainer.batch_tokens // run.data.length / (run.launcher.num_processes * run.launcher.num_nodes)
+    mine = run.trainer.batch_tokens // run.data.length / run.launcher.world
     while 2 * rows <= mine and all(memory.peak <= most for memory, most in zip(memories(2 * rows), room, strict=True)):
         rows *= 2
     return of(rows)
 
 
 def plan_inputs(run: RunConfig) -> PlanInputs:
-    """Return the inputs of a plan, with its errors; `sized` has filled in its micro-batches."""
+    """Return the inputs of a plan, with its errors; `chosen` has filled in its processes, `sized` its micro-batches."""
     assert run.trainer.micro_tokens is not None
-    if run.init not in (None, AUTO, LAST_LAYER, CHECKPOINT):
+    if run.init not in STARTS:
         raise ValueError(f"init={run.init} brings the head's numbers, and plan=true loads nothing: leave init out")
-    check_copied(run.init, run.model.placement)
+    check_copied(run.init, run.model.where.placement)
     device = resolved(run.device, run.model.device)
     fast = fast_dtype(torch.device(str(device.type)))
     dtype = fast if run.model.dtype == "auto" else DTYPES[run.model.dtype]
     bf16 = run.trainer.precision == "bf16" or (run.trainer.precision == "auto" and fast == torch.bfloat16)
     shape, launcher = target_shape(run.model), run.launcher
-    accelerators = launcher.num_processes if device.count is None else device.count
+    accelerators = launcher.local if device.count is None else device.count
     layout = Layout(
-        launcher.strategy, run.model.where, launcher.num_processes, launcher.num_nodes,
-        accelerators, run.model.tensor_parallel or launcher.num_processes,
+        launcher.strategy, run.model.where, launcher.local, launcher.num_nodes,
+        accelerators, run.model.tensor_parallel or launcher.local,
     )  # fmt: skip
     _check_placed(run, layout, str(device.type))
     length = run.data.length
@@ -201,10 +201,25 @@ def device_use(inputs: PlanInputs, main: bool, number: int) -> MemoryUse:
     if (main or layout.where.together) and run.trainer.eval_prompts and inputs.layers:
         reach = length + run.trainer.eval_tokens
         stages["measuring τ"] = whole | memory.measure_stage(shape, layout, traced, reach, inputs.item, inputs.heap)
-    if main and run.eval.prompts:
-        again = int(QUANTIZED.get(run.model.quantize or "", 4) * shape.inner) + 4 * shape.embeddings
-        stages["final evaluation"] = {"target again, in fp32": Counter(large=again)}
-    return MemoryUse(round(inputs.device.context_gb * GIB), resident, stages)
+    evaluation = evaluation_use(inputs, number) if main or layout.where.together else {}
+    return MemoryUse(round(inputs.device.context_gb * GIB), resident, stages, evaluation)
+
+
+def evaluation_use(inputs: PlanInputs, number: int) -> dict[str, Size]:
+    """Return the sizes of the final evaluation on a device: the target, in the dtype of the losslessness check."""
+    run = inputs.run
+    if not run.eval.prompts:
+        return {}
+    gate = inputs.item if run.eval.gate_dtype == AUTO else DTYPES[run.eval.gate_dtype].itemsize
+    weight = QUANTIZED.get(run.model.quantize or "", float(gate))
+    return memory.evaluation_state(inputs.shape, inputs.layout, weight, gate, number)
+
+
+def spare_use(inputs: PlanInputs, number: int) -> MemoryUse:
+    """Return the memory use of a device that holds layers alone, of another one's process."""
+    layers = Counter(large=round(inputs.layers * inputs.layout.mapped(number)))
+    evaluation = {name: size for name, size in evaluation_use(inputs, number).items() if name == "target: layers"}
+    return MemoryUse(round(inputs.device.context_gb * GIB), {"target: layers": layers}, {}, evaluation)
 
 
 def host_use(inputs: PlanInputs) -> MemoryUse:
@@ -214,7 +229,7 @@ def host_use(inputs: PlanInputs) -> MemoryUse:
     held = {name: times(size, layout.processes) for name, size in host_state(inputs).items()}
     if offloaded:
         held["target: layers"] = Counter(large=offloaded * layout.processes)
-    return MemoryUse(round(HOST_BASE * GIB * layout.processes), held, {})
+    return MemoryUse(round(HOST_BASE * GIB * layout.processes), held, {}, {})
 
 
 def host_state(inputs: PlanInputs) -> dict[str, Size]:
@@ -247,8 +262,7 @@ def device_memories(inputs: PlanInputs) -> list[DeviceMemory]:
             memories.append(DeviceMemory(node, process, held, peak, room))
         beyond = layout.devices if layout.placement == DEVICE_MAP and not inputs.heap else []
         for spare in (number for number in beyond if number >= layout.processes):
-            layers = Counter(large=round(inputs.layers * layout.mapped(spare)))
-            held = MemoryUse(round(device.context_gb * GIB), {"target: layers": layers}, {})
+            held = spare_use(inputs, spare)
             memories.append(DeviceMemory(node, spare, held, held.peak(device.slack, False), capacity))
     return memories
 

@@ -14,7 +14,8 @@ from rich.table import Table
 
 from inference.target.placement import TOGETHER
 from train.config import RunConfig, checked
-from train.planning.memory import MemoryUse
+from train.planning.choice import in_words
+from train.planning.memory import MemoryUse, total
 from train.planning.plan import GIB, DeviceMemory, plan, sized
 
 PRUNED = 32000  # EAGLE-3's draft vocabulary
@@ -32,6 +33,7 @@ class Advice(NamedTuple):
 
 def table(run: RunConfig, planned: dict[str, Any]) -> Group:
     """Return the plan as tables for the terminal, with `advice` if it does not fit."""
+    run = sized(run)
     totals = _table(f"plan: {run.name} -> {run.out}")
     for name in (
         "target_parameters",
@@ -48,7 +50,7 @@ def table(run: RunConfig, planned: dict[str, Any]) -> Group:
     totals.add_row("operations, target and head", f"{planned['target_flops']:.2g} + {planned['head_flops']:.2g}")
     for line in _hours(planned):
         totals.add_row(*line)
-    parts = [totals]
+    parts: list[Any] = [totals, in_words(run)]
     for names, memory in _grouped(planned["devices"]):
         fit = "fits" if memory.fits else "does NOT fit"
         title = f"{names}: {gib(memory.peak)} of {gib(memory.capacity)}, {fit}"
@@ -98,6 +100,10 @@ def _memory_table(title: str, use: MemoryUse, peak: int) -> Table:
     for stage, sizes in use.stages.items():
         shown.add_row(f"while: {stage}", gib(sum(size.total() for size in sizes.values())), style="bold")
         for name, size in sizes.items():
+            shown.add_row(f"  {name}", gib(size.total()))
+    if use.evaluation:
+        shown.add_row("then: final evaluation, all else freed", gib(total(use.evaluation)), style="bold")
+        for name, size in use.evaluation.items():
             shown.add_row(f"  {name}", gib(size.total()))
     if peak > use.asked():
         shown.add_row("allocator", gib(peak - use.asked()))
@@ -173,15 +179,14 @@ def _changes(run: RunConfig) -> list[str]:
     """Return possible changes of a run as overrides; the least costly come first."""
     assert run.trainer.micro_tokens is not None
     length, half = run.data.length, run.data.length // 2
-    head, several = asdict(run.head), run.launcher.num_processes * run.launcher.num_nodes > 1
+    head, several = asdict(run.head), run.launcher.world > 1
     unsharded, whole = run.launcher.strategy == "ddp", run.model.placement == "replicate"
-    apart = " eval.prompts=0" if run.eval.prompts else ""  # which takes one process alone
     options = {
         "eval.prompts=0": run.eval.prompts > 0,
         f"trainer.micro_tokens={length}": run.trainer.micro_tokens >= 2 * length,
         "launcher.strategy=zero2": several and unsharded,
         "launcher.strategy=fsdp2": several and unsharded,
-        **{f"model.placement={kind}{apart}": several and whole for kind in TOGETHER},
+        **{f"model.placement={kind}": several and whole for kind in TOGETHER},
         "trainer.recompute=true": not run.trainer.recompute,
         "features=stored trainer.eval_prompts=0": run.features.mode == "live",
         "trainer.optimizer=muon": run.trainer.optimizer == "adamw" and unsharded,

@@ -1,0 +1,38 @@
+"""An evaluation in proportion to its minutes: what it leaves out, in which order, and what it keeps."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from eval import proportion
+from eval.config import eval_config
+from eval.proportion import FLOOR, in_proportion
+
+FULL = (16, 3, ["live", "teacher_forced"])
+
+
+@pytest.mark.parametrize(
+    ("minutes", "prompts", "kept"),
+    [
+        (60.0, 16, FULL),
+        (4.0, 16, (16, 3, ["live"])),
+        (2.0, 16, (16, 1, ["live"])),
+        (1.0, 16, (9, 1, ["live"])),
+        (0.001, 16, (FLOOR, 1, ["live"])),
+        (0.001, 2, (2, 1, ["live"])),
+    ],
+)
+def test_what_does_not_fit_is_left_out(
+    minutes: float, prompts: int, kept: tuple[int, int, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With answers of a second: of 16 prompts and 3 repeats 195 s, of 1 repeat 99, and other trees 156 s more."""
+    monkeypatch.setattr(proportion, "_answer_seconds", lambda *_: 1.0)
+    workload, target = SimpleNamespace(prompts=[None]), SimpleNamespace()
+    loose: Any = in_proportion
+    reduced = loose.__wrapped__(eval_config(run="outputs/x", minutes=minutes, prompts=prompts), target, [workload])
+    config = reduced.config
+    assert (config.prompts, config.repeats, config.tiers()) == kept
+    assert reduced.seconds <= 60 * minutes or config.prompts == min(FLOOR, prompts)
+    assert (f"{kept[0]} of 16 prompts" in str(reduced)) == (kept[0] < prompts)
+    assert ("python eval/run.py run=outputs/x" in str(reduced)) == (kept != FULL)
