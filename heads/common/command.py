@@ -25,6 +25,7 @@ from heads.common.redact import replaced_word
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.common.target_config import best_head
 
+CONF = str(ROOT / "conf")
 VARIABLE = "HEADSTART_{}_SECRET"  # by which heads/common/redact.py knows its value for a secret
 
 
@@ -37,7 +38,9 @@ def command(config: str) -> Callable[[Callable[[DictConfig], object]], Callable[
     def decorate(task: Callable[[DictConfig], object]) -> Callable[[], None]:
         register_resolvers()
         # Errors of the task end within: Hydra would print them, overrides and all, before it lets them through.
-        composed = hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name=config)(user_errors()(task))
+        composed = hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name=config)(
+            user_errors()(task)
+        )
 
         @wraps(task)
         def main() -> None:
@@ -69,7 +72,7 @@ def with_best_head(config: str, words: Sequence[str]) -> list[str]:
     others = [word for word in words if word != "head=best"]
     if len(others) == len(words) or {"-m", "--multirun"}.intersection(words):
         raise ValueError("head=best is one head for one run: in a sweep name the heads, as in head=mtp,mlp")
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(CONF, version_base="1.3"):
         path = compose(config, [word for word in others if not word.startswith("-")]).model.path
     head, reason = best_head(path)
     if os.environ.get("RANK", "0") == "0":

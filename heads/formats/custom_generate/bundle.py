@@ -48,10 +48,10 @@ def _tables(kind: str) -> dict[str, str]:
     kinds = [name for name, head in HEADS.items() if issubclass(HEADS[kind], head)]  # HASS is published as EAGLE
     heads = "".join(f"from {HEADS[name].__module__} import {HEADS[name].__qualname__}\n" for name in kinds)
     table = ", ".join(f'"{name}": {HEADS[name].__qualname__}' for name in kinds)
-    published, _ = _source(f"{HEADS_PACKAGE}.formats.published")
+    formats = f"{HEADS_PACKAGE}.formats.published"
     return {
         HEADS_PACKAGE: f'"""The heads that this code drafts with."""\n\n{heads}\nHEADS = {{{table}}}\n',
-        f"{HEADS_PACKAGE}.formats.published": FORMAT.sub(lambda m: m[0] if FORMATS[m[1]].head in kinds else "", published),
+        formats: FORMAT.sub(lambda m: m[0] if FORMATS[m[1]].head in kinds else "", _source(formats)[0]),
     }
 
 
