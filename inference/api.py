@@ -30,7 +30,7 @@ from inference.target.tokenizer import tokenize
 from inference.text_stream import TextStream
 from inference.verification.sample import GREEDY, Sampling
 
-__all__ = ["GREEDY", "Generation", "Sampling", "Settings", "generate", "load"]
+__all__ = ["GREEDY", "Generation", "Sampling", "Settings", "generate", "load", "speculate"]
 
 OnText = Callable[[str, str], object]  # a piece of text and its source: "prefill", "draft", "bonus"
 

@@ -9,9 +9,9 @@ build.py     the build step that puts everything under headstart
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inference.api import GREEDY, Generation, Sampling, Settings, generate, load
+    from inference.api import GREEDY, Generation, Sampling, Settings, generate, load, speculate
 
-__all__ = ["GREEDY", "Generation", "Sampling", "Settings", "generate", "load"]
+__all__ = ["GREEDY", "Generation", "Sampling", "Settings", "generate", "load", "speculate"]
 
 
 def __getattr__(name: str) -> Any:
