@@ -65,8 +65,10 @@ def test_processes_are_launched_from_the_wheel(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_wheel_publishes_what_a_checkout_does(folder: Path) -> None:
-    code = "import json; from headstart.heads.formats.custom_generate import bundle; print(json.dumps(bundle.files('mtp')))"
-    assert json.loads(run(folder, sys.executable, "-c", code)) == bundle.files("mtp")
+    code = "import json; from headstart.heads.formats.custom_generate.bundle import files"
+    assert json.loads(run(folder, sys.executable, "-c", f"{code}; print(json.dumps(files('mtp')))")) == bundle.files(
+        "mtp"
+    )
 
 
 @pytest.mark.slow
@@ -101,8 +103,8 @@ def test_a_checkout_is_headstart_too(tmp_path: Path) -> None:
     install = ["install", "-q", "--no-build-isolation", "--no-deps", "--target", str(tmp_path), "-e", str(ROOT)]
     subprocess.run([*PIP, *install], check=True)
     # Without the site-packages of this Python, which may have another checkout's headstart.
-    code = "import site, sys; site.addsitedir(sys.argv[1]); sys.path += sys.argv[2:]; import headstart; print(headstart.load)"
-    words = [sys.executable, "-S", "-c", f"{code}; import heads; print(heads.__file__)", str(tmp_path), *sys.path]
+    code = "import site, sys; site.addsitedir(sys.argv[1]); sys.path += sys.argv[2:]; import headstart, heads"
+    words = [sys.executable, "-S", "-c", f"{code}; print(headstart.load, heads.__file__)", str(tmp_path), *sys.path]
     shown = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     assert str(ROOT / "heads") in shown.stdout
 

@@ -4,6 +4,7 @@ eval "$(headstart -sc install=bash)" completes sub-commands and overrides in bas
 """
 
 import os
+import re
 import runpy
 import sys
 from difflib import get_close_matches
@@ -40,11 +41,12 @@ def main() -> None:
 
 
 def overview() -> str:
-    """Return a line for each sub-command: the first one of its script."""
+    """Return a line for each sub-command: what it does, from its YAML."""
     lines = []
     for name, config in CONFIGS.items():
-        first = (ROOT / "conf" / f"{config}.yaml").read_text(encoding="utf-8").partition("\n")[0]
-        lines.append(f"  {name:9} {first.partition(': ')[2]}")
+        about = r"^doctor: null # (.*)" if name == "doctor" else r"^# python [^:]*: (.*)"
+        first = re.search(about, (ROOT / "conf" / f"{config}.yaml").read_text(encoding="utf-8"), re.MULTILINE)
+        lines.append(f"  {name:9} {first[1] if first else ''}")
     return "\n".join(["headstart COMMAND [OVERRIDES], and headstart COMMAND --help", "", *lines])
 
 
