@@ -67,6 +67,7 @@ def evaluate(config: EvalConfig) -> Report:
         return served(config)
     check_sources(config)
     model, names, out = prepared(config)
+    print(visible(f"evaluation on {', '.join(names)} with {model.path}, to {out}"), file=sys.stderr)
     log_alone = config.from_log and config.tiers() == [REPLAY]
     report = from_log(config, model, names) if log_alone else measured(config, model, names)
     publish(report, out)

@@ -6,6 +6,7 @@ target, drafter = load("outputs/tiny-mtp")
 text, generation = generate(target, drafter, "Once upon a time")
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.common.typed import typed
+from heads.common.untrusted import visible
 from heads.formats.hub import resolve_head, target_path
 from heads.formats.published import is_published
 from heads.formats.store import read_config
@@ -112,6 +114,8 @@ def loaded(config: GenerateConfig) -> tuple[Target, Drafter]:
     check_alone(config_of_target.where, "decoding")
     if folder is not None:
         saved_tree(folder, config.tree)  # says what is wrong with it before the target is loaded
+    if sys.stderr.isatty():
+        sys.stderr.write(f"loading {visible(config_of_target.path)}\n")
     target = Target.of(config_of_target)
     return target, Plain(target.device) if folder is None else load_drafter(folder, config.tree, target, "head")
 

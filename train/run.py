@@ -168,6 +168,10 @@ def loop_of(
 def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     """Run the whole job on this process, alone in its output folder."""
     check_run(run)
+    if os.environ.get("RANK", "0") == "0":  # the libraries that load a target take seconds to import
+        Console().print(
+            f"{run.name}: head={run.head.name} for {run.model.path}, to {run.out}", soft_wrap=True, markup=False
+        )
     alone(run, lambda accelerator, lock: job(run, resolved, accelerator, lock))
 
 

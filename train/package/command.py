@@ -37,6 +37,7 @@ def main() -> None:
         if name == "doctor" and words and "=" not in words[0] and not words[0].startswith("-"):
             words[0] = f"doctor={words[0]}"
         sys.argv[1:] = words
+        os.environ["HEADSTART_PROGRAM"] = f"headstart {name}"  # for the examples of its help
         runpy.run_path(str(ROOT / SCRIPTS[name]), run_name="__main__")
 
 
