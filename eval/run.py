@@ -67,7 +67,6 @@ def evaluate(config: EvalConfig) -> Report:
         return served(config)
     check_sources(config)
     model, names, out = prepared(config)
-    print(visible(f"evaluation on {', '.join(names)} with {model.path}, to {out}"), file=sys.stderr)
     log_alone = config.from_log and config.tiers() == [REPLAY]
     report = from_log(config, model, names) if log_alone else measured(config, model, names)
     publish(report, out)
@@ -88,6 +87,7 @@ def prepared(config: EvalConfig) -> tuple[ModelConfig, list[str], Path]:
         out /= model.name  # the run's own report is of the head's own target
     device_named(model.device)
     check_writable(out, "out")
+    print(visible(f"evaluation on {', '.join(names)} with {model.path}, to {out}"), file=sys.stderr)
     if not config.from_log:
         configuration(model.path, model.trust_remote_code)
     return model, names, out

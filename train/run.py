@@ -56,7 +56,7 @@ from train.distributed.control import RANKS, on_main
 from train.distributed.processes import RunLock
 from train.features import origin_of, source_for
 from train.loop import KeptHead, Loop
-from train.planning.check import check_out, check_run, evaluation, reads_target
+from train.planning.check import check_out, check_run, check_settings, check_target, evaluation, reads_target
 from train.planning.plan import plan, sized
 from train.planning.table import table
 from train.rollouts import Rollouts
@@ -167,11 +167,10 @@ def loop_of(
 
 def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     """Run the whole job on this process, alone in its output folder."""
-    check_run(run)
-    if os.environ.get("RANK", "0") == "0":  # the libraries that load a target take seconds to import
-        Console().print(
-            f"{run.name}: head={run.head.name} for {run.model.path}, to {run.out}", soft_wrap=True, markup=False
-        )
+    check_settings(run)
+    if os.environ.get("RANK", "0") == "0":
+        Console().print(f"{run.name}: head={run.head.name} for {run.model.path}", soft_wrap=True, markup=False)
+    check_target(run)
     alone(run, lambda accelerator, lock: job(run, resolved, accelerator, lock))
 
 
