@@ -30,7 +30,7 @@ class Entry(NamedTuple):
 
 
 def help_text(config: str) -> str:
-    """Return the help of the command that composes conf/CONFIG.yaml."""
+    """Return the help of the command that composes conf/CONFIG.yaml, whose first comments say what no key does."""
     comments = [line[2:] for line in _text(config).partition("defaults:")[0].splitlines()]
     started, _, purpose = comments[0].partition(": ")
     used = next(line for line in comments if line.startswith("Most used: ")).split()[2:]
@@ -54,7 +54,7 @@ def entries(text: str, group: str = "") -> Iterator[Entry]:
     package = re.match(r"# @package (\S+)", text)
     names = [package[1].replace("_global_", "") if package else group]
     above, depth = list[str](), 1
-    for line in re.sub(r"\A(#.*\n)+|^(defaults|hydra):\n( .*\n)*", "", text, flags=re.MULTILINE).splitlines():
+    for line in re.sub(r"\A(#.*\n)+|^(defaults|hydra):.*\n( .*\n)*", "", text, flags=re.MULTILINE).splitlines():
         if match := KEY.match(line):
             depth = len(match[1]) // 2 + 1
             names[depth:] = [match[2]]

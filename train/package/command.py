@@ -32,12 +32,13 @@ def main() -> None:
     elif name not in SCRIPTS:
         near = get_close_matches(name, SCRIPTS, 1)
         meant = f"do you mean {near[0]}?" if near else f"choose one of {', '.join(SCRIPTS)}"
-        raise SystemExit(f"error: headstart has no command {name}: {meant}")
+        print(f"error: headstart has no command {name}: {meant}", file=sys.stderr)
+        raise SystemExit(2)
     else:
         if name == "doctor" and words and "=" not in words[0] and not words[0].startswith("-"):
             words[0] = f"doctor={words[0]}"
         sys.argv[1:] = words
-        os.environ["HEADSTART_PROGRAM"] = f"headstart {name}"  # for the examples of its help
+        os.environ["HEADSTART_PROGRAM"] = f"headstart {CONFIGS[name]}"  # for the examples of its help
         runpy.run_path(str(ROOT / SCRIPTS[name]), run_name="__main__")
 
 
