@@ -90,6 +90,7 @@ def prepared(config: EvalConfig) -> tuple[ModelConfig, list[str], Path]:
         out /= model.name  # the run's own report is of the head's own target
     device_named(model.device)
     check_writable(out, "out")
+    print(visible(f"evaluation on {', '.join(names)} with {model.path}, to {out}"), file=sys.stderr)
     if not config.from_log:
         configuration(model.path, model.trust_remote_code)
     return model, names, out

@@ -13,6 +13,7 @@ graphs.py         how its stages run: as they are, compiled, or captured in CUDA
 batch.py          sequences that enter and leave, by one or the other
 decode.py         speculate() and autoregress(), one engine
 text_stream.py    tokens to text as they come
+api.py            load() and generate(), which the package headstart has
 run.py            the command: generate or chat, printed while it is made in the colour of who wrote each token
 protocol.py       what a draft source is: the protocol and its records
 tree_config.py    the configuration of a tree policy, and which one is drafted by how many sequences

@@ -17,6 +17,7 @@ from heads import HEADS
 from heads.common.resolvers import register_resolvers
 from heads.common.typed import bracketed, typed
 from train.config import RunConfig, run_config
+from train.package.build import FOLDERS
 
 try:
     import tomllib
@@ -194,11 +195,8 @@ def test_hydra_writes_nothing() -> None:
 
 def test_the_packages_are_the_folders() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    layers = ("heads", "inference", "data", "eval", "train", "conf")
-    folders = {file.parent.relative_to(ROOT) for layer in layers for file in (ROOT / layer).rglob("*.py")}
-    assert sorted(setuptools["packages"]) == sorted(".".join(folder.parts) for folder in folders)
-    packed = {file for pattern in setuptools["package-data"]["conf"] for file in CONF.glob(pattern)}
-    assert packed == set(CONF.rglob("*.yaml"))
+    assert setuptools["packages"] == ["headstart", *LAYERS]
+    assert set(FOLDERS) == {*LAYERS, "conf", "examples/tiny"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

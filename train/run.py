@@ -57,7 +57,7 @@ from train.distributed.processes import RunLock
 from train.features import origin_of, source_for
 from train.loop import COST, KeptHead, Loop
 from train.planning.alternatives import worth_trying
-from train.planning.check import check_out, check_run, evaluation, reads_target
+from train.planning.check import check_out, check_run, check_settings, check_target, evaluation, reads_target
 from train.planning.choice import alone_on_cpu, chosen, in_words, with_processes
 from train.planning.plan import plan, sized
 from train.planning.table import table
@@ -172,7 +172,10 @@ def loop_of(
 def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     """Run the whole job on this process, alone in its output folder."""
     run = with_processes(run)
-    check_run(run)
+    check_settings(run)
+    if os.environ.get("RANK", "0") == "0":
+        Console().print(f"{run.name}: head={run.head.name} for {run.model.path}", soft_wrap=True, markup=False)
+    check_target(run)
     run = chosen(run)
     alone(run, lambda accelerator, lock: job(run, resolved, accelerator, lock))
 

@@ -5,6 +5,7 @@ ranges.py         ranges of numbers and choices in configurations, stated beside
 typed.py          the one border between YAML or JSON and dataclasses
 resolvers.py      computed values in conf/, as ${root:…} and ${by_device:…}
 command.py        the entry point of every command: Hydra, without the secrets of the command line
+help.py           the help of a command and the names nearest to a misspelt one, from conf/
 target_config.py  a target's configuration, checked before transformers reads it; how long rows may be for it
 errors.py         an error as one line for its user
 redact.py         removal of secrets from written and printed text

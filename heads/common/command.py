@@ -21,10 +21,12 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from heads.common.errors import user_errors
+from heads.common.help import help_text, keys, nearest, options
 from heads.common.redact import replaced_word
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.common.target_config import best_head
 
+CONF = str(ROOT / "conf")
 SWEEP = {"-m", "--multirun"}
 HELP = {"-h", "--help", "--hydra-help", "--info", "--version"}  # words by which nothing runs
 VARIABLE = "HEADSTART_{}_SECRET"  # by which heads/common/redact.py knows its value for a secret
@@ -39,10 +41,15 @@ def command(config: str) -> Callable[[Callable[[DictConfig], object]], Callable[
     def decorate(task: Callable[[DictConfig], object]) -> Callable[[], None]:
         register_resolvers()
         # Errors of the task end within: Hydra would print them, overrides and all, before it lets them through.
-        composed = hydra.main(version_base="1.3", config_path="../conf", config_name=config)(user_errors()(task))
+        composed = hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name=config)(
+            user_errors()(task)
+        )
 
         @wraps(task)
         def main() -> None:
+            if {"-h", "--help"}.intersection(sys.argv):
+                sys.stdout.write(f"{help_text(config)}\n")
+                return
             gc.freeze()  # modules stay
             gc.enable()
             sys.argv[1:] = without_secrets(sys.argv[1:])
@@ -52,7 +59,7 @@ def command(config: str) -> Callable[[Callable[[DictConfig], object]], Callable[
                     sys.argv[1:] = with_best_head(config, sys.argv[1:])
                     composed()
                 except (HydraException, OmegaConfBaseException) as error:
-                    raise ValueError(_mistake(error, sys.argv[1:])) from error
+                    raise ValueError(_mistake(error, sys.argv[1:], config)) from error
 
         return main
 
@@ -76,7 +83,7 @@ def with_best_head(config: str, words: Sequence[str]) -> list[str]:
         others = [word for word in others if re.match(r"(experiment|model[.\w]*)=", word)]
     if named not in ([], ["head=best"]) or (SWEEP.intersection(words) and (named or "," in "".join(others))):
         raise ValueError("head=best is one head for one run: in a sweep name the heads, as in head=mtp,mlp")
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(CONF, version_base="1.3"):
         composed = compose(config, others, return_hydra_config=True)
     if composed.hydra.runtime.choices.get("head") != "best":  # an experiment's own
         return [*words]
@@ -102,7 +109,7 @@ def _in_environment(secret: str) -> str:
     return f"${{oc.env:{name}}}"
 
 
-def _mistake(error: Exception, words: Sequence[str]) -> str:
+def _mistake(error: Exception, words: Sequence[str], config: str) -> str:
     """Describe the mistake in the overrides, without their values but for the name of a missing option."""
     if isinstance(error, OverrideParseException):
         key, sign, _ = error.override.partition("=")
@@ -111,7 +118,16 @@ def _mistake(error: Exception, words: Sequence[str]) -> str:
     cause = str(error.__cause__).partition("\n")[0] if isinstance(error.__cause__, OmegaConfBaseException) else ""
     message = f"{str(error).partition('Config search path:')[0].rstrip()} {cause}"
     if isinstance(error, MissingConfigException):
-        return message
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        choice = ", ".join(options(group))
+        return (
+            f"{group}={name} is not there: {nearest(name, options(group)) or f'choose one of {choice}'}"
+            if choice
+            else message
+        )
+    if unknown := re.match(r"Could not override '([\w.]+)'", message):
+        advice = f"--help lists them; among names of your own, as losses are, +{unknown[1]}=… adds one"
+        return f"{unknown[1]} is not a known key: {nearest(unknown[1], keys(config)) or advice}"
     given = [value for word in words for value in re.split(r"[\s,'\"]+", word.partition("=")[2])]
     for value in sorted({*given, *(value.strip("()[]{}") for value in given)} - {""}, key=len, reverse=True):
         message = re.sub(rf"(?<![\w.]){re.escape(value)}(?!\.?\w)", "…", message)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 from omegaconf import BooleanNode, DictConfig, FloatNode, IntegerNode, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
+from heads.common.help import nearest
 from heads.common.ranges import MACHINE, OneOf, Within
 from heads.common.untrusted import CUT, shown
 
@@ -65,7 +66,8 @@ def build(schema: Any, values: Any, prefix: str, ready: Mapping[str, object] = M
     if not isinstance(values, dict):
         raise ValueError(f"{prefix or 'the config'} is {shown(values)}, expected a mapping with the keys {valid}")
     if unknown := [join(prefix, key) for key in values if key not in init]:
-        raise ValueError(f"{unknown[0]} is not a known key; valid keys: {valid}")
+        near = nearest(unknown[0].rpartition(".")[2], init)
+        raise ValueError(f"{unknown[0]} is not a known key; {near and f'{near} '}valid keys: {valid}")
     given = {name: value for name, value in values.items() if value != UNSET and name not in ready}
     optional = {name for name, f in init.items() if f.default is not MISSING or f.default_factory is not MISSING}
     if missing := [join(prefix, name) for name in init if name not in {*given, *ready, *optional}]:

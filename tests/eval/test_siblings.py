@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from eval.run import evaluate
 from heads.formats.hub import sibling_spec
 from heads.formats.store import TargetSpec, save_head
-from inference.run import load
+from inference.api import loaded
 from tests import toys
 from tests.eval.small import small
 from tests.inference.test_run import config as asked
@@ -83,5 +83,5 @@ def test_a_head_of_a_sibling_is_measured_with_a_warning_and_its_tau_there(
 def test_a_sibling_decodes(runs: Path, tmp_path: Path) -> None:
     words = [f"run={runs / 'eagle'}", f"model.path={sibling(tmp_path / 'tuned', runs)}", "model.dtype=float32"]
     with pytest.raises(ValueError, match="made for another target"):
-        load(asked(*words))
-    assert load(asked(*words, "model.sibling=true"))[1] is not None
+        loaded(asked(*words))
+    assert loaded(asked(*words, "model.sibling=true"))[1].name == "head"

@@ -11,6 +11,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from heads.common.command import with_best_head, without_secrets
+from heads.common.help import CONF, entries, help_text, keys, nearest
 from train import convert
 
 SECRET = "cAnArY0123"
@@ -47,14 +48,14 @@ def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([f"foo.api_key={SECRET}"], "Could not override 'foo.api_key'. To append"),
-        ([f"foo='a {SECRET}, b'"], "Could not override 'foo'."),
+        ([f"foo.api_key={SECRET}"], "foo.api_key is not a known key: --help lists them"),
+        ([f"foo='a {SECRET}, b'"], "foo is not a known key: "),
         ([f"~hydra.verbose={SECRET}"], "The value of 'hydra.verbose' is False and not …"),
         ([f"out=interval({SECRET},1)"], "the override out=… cannot be read: give KEY=VALUE"),
         ([f"out=a b'{SECRET}"], "the override out=… cannot be read"),
         (["api_key", SECRET], "a word without a = cannot be read"),
         ([f"hydra.run.dir=${{nope:{SECRET}}}"], "Unsupported interpolation type"),
-        (["-m", f"foo.bar={SECRET},b"], "Could not override 'foo.bar'"),
+        (["-m", f"foo.bar={SECRET},b"], "foo.bar is not a known key: "),
     ],
 )
 def test_a_mistake_in_the_overrides_is_one_line_without_their_values(
@@ -68,6 +69,38 @@ def test_a_mistake_in_the_overrides_is_one_line_without_their_values(
     assert message in told.err
     assert told.err.count("\n") == 1
     assert SECRET not in told.err + told.out
+
+
+@pytest.mark.parametrize(
+    ("config", "word", "names"),
+    [
+        ("train", "hed", "head"),
+        ("train", "modl.path", "model.path"),
+        ("train", "trainer.stpes", "trainer.steps or trainer.spike"),
+        ("train", "steps", "trainer.steps"),
+        ("generate", "promt", "prompt"),
+    ],
+)
+def test_a_misspelt_key_gets_the_nearest_names(config: str, word: str, names: str) -> None:
+    assert nearest(word, keys(config)) == f"do you mean {names}?"
+    assert nearest("objective.losses.kll", keys("train")) == "", "which any name may be added to"
+
+
+@pytest.mark.parametrize("config", sorted(file.stem for file in CONF.glob("*.yaml")))
+def test_the_help_of_every_command_has_what_its_yaml_says(config: str) -> None:
+    lines = help_text(config).splitlines()
+    used = lines[lines.index("Most used:") + 1 : lines.index("Examples:") - 1]
+    assert 1 < len(used) <= 10
+    assert len(set(lines[lines.index("Examples:") :]) & set(used)) == len(used), "they stand in their groups too"
+
+
+def test_comments_are_read_behind_a_key_and_above_it() -> None:
+    text = "# Header.\n# More.\na: 1\nb:\n  # Above,\n  # twice.\n  c: [x, y]\n  d: z # behind\nhydra:\n  e: 1\n"
+    assert list(entries(text, "g")) == [
+        ("g.a", "1", ""),
+        ("g.b.c", "[x, y]", "Above, twice."),
+        ("g.b.d", "z", "behind"),
+    ]
 
 
 def test_a_missing_option_is_named(call: Call, capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from eval.inputs.runs import model_of
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.formats.store import load_head, read_config, save_head
-from inference.run import GenerateConfig, load
+from inference.api import GenerateConfig, loaded
 from inference.target import adapter as adapters
 from inference.target import loading
 from inference.target.target import Target
@@ -106,7 +106,7 @@ def test_the_run_says_which_adapter_unless_the_user_does(base: str, carried: str
     assert isinstance(values, dict)
     known = {key: values[key] for key in values if key in GenerateConfig.__dataclass_fields__}
     given: dict[str, Any] = {"dtype": "float32", "device": "cpu"}
-    found, _ = load(GenerateConfig(**{**known, "run": str(tmp_path), "fallback": base, "model": given, "tree": {}}))
+    found, _ = loaded(GenerateConfig(**{**known, "run": str(tmp_path), "fallback": base, "model": given, "tree": {}}))
     assert found.spec == target.spec
 
 

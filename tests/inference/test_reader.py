@@ -9,7 +9,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from inference.run import plain_ids
+from inference.api import text_ids
 from inference.target.target import Target
 from inference.target.tokenizer import Reader, Reads, tokenize
 from tests import toys
@@ -34,7 +34,7 @@ def test_a_tokenizer_that_fails_at_a_text_is_named(tmp_path: Path) -> None:
     found = Reader.load(str(tmp_path), False).tokenizer
     assert tokenize(found, "a b")["input_ids"] == [0, 1]
     with pytest.raises(ValueError, match=f"^{re.escape(str(tmp_path))}: its tokenizer fails at a text") as caught:
-        plain_ids("a c", found)
+        text_ids("a c", found)
     assert "\n" not in str(caught.value)
     with pytest.raises(UnicodeEncodeError):
         tokenize(found, ["a", "\ud800"])

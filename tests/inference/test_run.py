@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from heads.common.resolvers import register_resolvers
 from heads.common.typed import typed
 from heads.formats.store import save_head
-from inference import run
+from inference import api
 from inference.decode import autoregress
 from inference.run import GenerateConfig, chat_ids, generate
 from inference.target.config import ModelConfig
@@ -78,9 +78,9 @@ def test_a_prompt_with_a_head_gives_the_same_text(target: Target, trained: Path)
 
 
 def test_the_tree_is_the_heads_own_but_for_what_is_given(target: Target, trained: Path) -> None:
-    drafter: Any = run.load(config(f"run={trained}"))[1]
+    drafter: Any = api.loaded(config(f"run={trained}"))[1]
     assert drafter.policy == toys.TREES["dynamic"]
-    drafter = run.load(config(f"run={trained}", "tree=chain", "tree.depth=2"))[1]
+    drafter = api.loaded(config(f"run={trained}", "tree=chain", "tree.depth=2"))[1]
     assert (drafter.policy.kind, drafter.policy.depth) == ("chain", 2)
 
 
@@ -94,10 +94,10 @@ def test_the_target_is_the_heads_own_but_for_what_is_given(
         return target
 
     monkeypatch.setattr(Target, "of", classmethod(of))
-    run.load(config(f"run={trained}"))
-    run.load(config(f"run={trained}", "model.path=mine", "model.dtype=float32"))
-    run.load(config("model=llama8b"))
-    run.load(config())
+    api.loaded(config(f"run={trained}"))
+    api.loaded(config(f"run={trained}", "model.path=mine", "model.dtype=float32"))
+    api.loaded(config("model=llama8b"))
+    api.loaded(config())
     assert [(each.path, each.dtype) for each in asked] == [
         ("llama", "auto"),
         ("mine", "float32"),

@@ -2,15 +2,20 @@
 
 import io
 import random
+from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from inference.decode import Generation, Step
-from inference.run import STYLES, Painter, summary
+from inference.decode import Generation, Settings, Step
+from inference.protocol import Drafter
+from inference.run import STYLES, answer, summary
+from inference.target.target import Target
 from inference.text_stream import TextStream, decode
+from inference.verification.sample import GREEDY
 
 GREEN, MAGENTA, DIM = "\x1b[32m", "\x1b[35m", "\x1b[2m"
 
@@ -88,11 +93,15 @@ def test_the_window_that_is_decoded_again_stays_small(monkeypatch: pytest.Monkey
 def paint(calls: list[tuple[list[int], list[str]]], *, terminal: bool = True) -> str:
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, color_system="standard" if terminal else None, width=12)
-    painter = Painter(console, tokenizer())
-    for tokens, sources in calls:
-        painter(tokens, sources)
     made = Generation([1] * 7, [], [Step(4, 2, 3, 0.1, 0.1, 0.1)] * 2, [], 0.5, 1.5, "length")
-    painter.close(made)
+
+    def speculate(*given: Any) -> Generation:
+        for tokens, sources in calls:
+            given[-1](tokens, sources)
+        return made
+
+    with patch("inference.api.speculate", speculate):
+        answer(Mock(spec=Target, tokenizer=tokenizer()), Mock(spec=Drafter), [1], Settings(7, GREEDY), console)
     return file.getvalue()
 
 

@@ -19,9 +19,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from heads.common.resolvers import ROOT
 from train.config import LauncherConfig, SlurmConfig
 
+IMPORTS = Path(__file__).resolve().parents[__name__.count(".")]  # the folder that our packages are imported from
 REPORTED = 2  # the exit status of a process that has printed its error (heads/common/errors.py)
 AFTER = 5  # seconds that the other processes wait for the main one to print its error and to exit
 GRACE = 90  # seconds before the end of a job's time at which SLURM signals it
@@ -128,7 +128,7 @@ def command(launcher: LauncherConfig, script: str, overrides: list[str]) -> list
 
 def start(launcher: LauncherConfig, script: str, overrides: list[str]) -> int:
     """Start the processes; return the status of the first that failed, else 0, or 0 once they are queued in SLURM."""
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(IMPORTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     if launcher.slurm is not None:
         return submit(launcher, launcher.slurm, script, overrides)
     from accelerate.commands import launch as accelerate

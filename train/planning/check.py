@@ -38,6 +38,12 @@ def reads_target(run: RunConfig) -> bool:
 
 def check_run(run: RunConfig) -> None:
     """Refuse a run that cannot start on this machine, naming the key and the remedy."""
+    check_settings(run)
+    check_target(run)
+
+
+def check_settings(run: RunConfig) -> None:
+    """Refuse what can be refused before the target's configuration is read, which takes transformers a second."""
     processes.check_machine(run.launcher, run.model)
     check_out(Path(run.out), replaces=run.resume or run.overwrite)
     check_writable(Path(run.out), "out")
@@ -50,7 +56,6 @@ def check_run(run: RunConfig) -> None:
         find_heads(run.compare)
         eval_config(**evaluation(run))
     check_start(run.peft, run.init, run.model.where.placement)
-    check_target(run)
 
 
 def check_out(out: Path, *, replaces: bool) -> None:

@@ -23,8 +23,9 @@ from heads.formats.published import FORMATS
 FOLDER = "custom_generate"
 REQUIREMENTS = "transformers>=5.17\nsafetensors\n"  # which transformers checks before it runs the code
 PACKAGE = __name__.rpartition(".")[0]
+HEADS_PACKAGE = PACKAGE.removesuffix(".formats.custom_generate")  # heads, or headstart.heads where it is installed
 ENTRY = (f"{PACKAGE}.generate", "generate")
-INSTEAD = {"heads.common.typed": f"{PACKAGE}.typed"}
+INSTEAD = {f"{HEADS_PACKAGE}.common.typed": f"{PACKAGE}.typed"}
 LIBRARIES = {*sys.stdlib_module_names, "torch", "transformers", "safetensors"}
 FORMAT = re.compile(r'^    "(\w+)": Format\(.*\n', re.MULTILINE)  # a line of the table
 ROOT = Path(__file__).parents[3]
@@ -47,10 +48,10 @@ def _tables(kind: str) -> dict[str, str]:
     kinds = [name for name, head in HEADS.items() if issubclass(HEADS[kind], head)]  # HASS is published as EAGLE
     heads = "".join(f"from {HEADS[name].__module__} import {HEADS[name].__qualname__}\n" for name in kinds)
     table = ", ".join(f'"{name}": {HEADS[name].__qualname__}' for name in kinds)
-    published, _ = _source("heads.formats.published")
+    formats = f"{HEADS_PACKAGE}.formats.published"
     return {
-        "heads": f'"""The heads that this code drafts with."""\n\n{heads}\nHEADS = {{{table}}}\n',
-        "heads.formats.published": FORMAT.sub(lambda m: m[0] if FORMATS[m[1]].head in kinds else "", published),
+        HEADS_PACKAGE: f'"""The heads that this code drafts with."""\n\n{heads}\nHEADS = {{{table}}}\n',
+        formats: FORMAT.sub(lambda m: m[0] if FORMATS[m[1]].head in kinds else "", _source(formats)[0]),
     }
 
 

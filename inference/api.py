@@ -1,0 +1,154 @@
+"""Decoding from Python in three lines: a target with its drafter, and text from them.
+
+from headstart import generate, load
+
+target, drafter = load("outputs/tiny-mtp")
+text, generation = generate(target, drafter, "Once upon a time")
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from transformers import PreTrainedTokenizerBase
+
+from heads.common.resolvers import ROOT, register_resolvers
+from heads.common.typed import typed
+from heads.common.untrusted import visible
+from heads.formats.hub import resolve_head, target_path
+from heads.formats.published import is_published
+from heads.formats.store import read_config
+from inference.decode import Generation, Settings, speculate
+from inference.drafters.head import load_drafter, saved_tree
+from inference.drafters.plain import Plain
+from inference.protocol import Drafter
+from inference.target.config import model_config
+from inference.target.placement import check_alone
+from inference.target.target import Target
+from inference.target.tokenizer import tokenize
+from inference.text_stream import TextStream
+from inference.verification.sample import GREEDY, Sampling
+
+__all__ = ["GREEDY", "Generation", "Sampling", "Settings", "generate", "load", "speculate"]
+
+OnText = Callable[[str, str], object]  # a piece of text and its source: "prefill", "draft", "bonus"
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """conf/generate.yaml; `model` and `tree` are what differs from the head's own, a None differs in nothing."""
+
+    run: str | None
+    prompt: str | None
+    chat: bool
+    max_new_tokens: int
+    min_new_tokens: int
+    stop: list[str]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    rule: str
+    lossy: bool
+    seed: int
+    fallback: str
+    model: dict[str, Any]
+    tree: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if "" in self.stop:
+            raise ValueError("stop holds an empty string, which every text ends with: give other ones, or none")
+        self.settings()  # what it cannot hold, it says before anything is loaded
+
+    def settings(self) -> Settings:
+        """Return how to decode."""
+        sampling = Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
+        return Settings(
+            self.max_new_tokens,
+            sampling,
+            stop=tuple(self.stop),
+            seed=self.seed,
+            rule=self.rule,
+            lossy=self.lossy,
+            min_new_tokens=self.min_new_tokens,
+        )
+
+
+@cache
+def configured(*overrides: str) -> GenerateConfig:
+    """Return conf/generate.yaml with overrides."""
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return typed(GenerateConfig, compose("generate", [*overrides]))
+
+
+def load(run: str | None = None, *overrides: str) -> tuple[Target, Drafter]:
+    """Return a frozen target, and the drafter of a run's or published folder or of OWNER/NAME on the Hub.
+
+    Without a run the drafter is the baseline's. The overrides are those of `headstart generate`, such as "tree=chain"
+    and "model.dtype=bfloat16".
+
+    Raises:
+        ValueError: a head or a target cannot be found or loaded, or they do not belong together.
+    """
+    return loaded(replace(configured(*overrides), run=run))
+
+
+def loaded(config: GenerateConfig) -> tuple[Target, Drafter]:
+    """Return the target, and the drafter: the head, or the baseline where there is no run.
+
+    Raises:
+        ValueError: a head or a target cannot be found or loaded, or they do not belong together.
+    """
+    folder = resolve_head(config.run) if config.run else None
+    model = {key: value for key, value in config.model.items() if value is not None}
+    names_target = folder is not None and not is_published(folder)  # a published head does not name its target
+    saved = read_config(folder)["target"] if folder and names_target else {"name": config.fallback}
+    if saved.get("adapter") is not None:
+        model = {"adapter": saved["adapter"], **model}
+    config_of_target = model_config(**{"path": target_path(saved["name"]), **model})
+    check_alone(config_of_target.where, "decoding")
+    if folder is not None:
+        saved_tree(folder, config.tree)  # says what is wrong with it before the target is loaded
+    if sys.stderr.isatty():
+        sys.stderr.write(f"loading {visible(config_of_target.path)}\n")
+    target = Target.of(config_of_target)
+    return target, Plain(target.device) if folder is None else load_drafter(folder, config.tree, target, "head")
+
+
+def generate(
+    target: Target, drafter: Drafter, prompt: str | list[int], settings: Settings | None = None,
+    on_text: OnText | None = None,
+) -> tuple[str, Generation]:  # fmt: skip
+    """Decode one prompt, text or tokens; return its text and its tokens with their numbers.
+
+    `on_text` gets every piece as it comes, whole characters with the source of the last token. Without settings those
+    of conf/generate.yaml hold. `inference.decode.speculate` decodes batches.
+
+    Raises:
+        ValueError: as `speculate`.
+    """
+    ids = text_ids(prompt, target.tokenizer) if isinstance(prompt, str) else prompt
+    stream, pieces = TextStream(target.tokenizer), list[str]()
+
+    def show(piece: str, source: str) -> None:
+        pieces.append(piece)
+        if piece and on_text is not None:
+            on_text(piece, source)
+
+    def receive(tokens: list[int], sources: list[str]) -> None:
+        for token, source in zip(tokens, sources, strict=True):
+            show(stream.push(token), source)
+
+    generation = speculate(target, drafter, ids, settings or configured().settings(), receive)
+    show(stream.rest(), "bonus")
+    return "".join(pieces), generation
+
+
+def text_ids(prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of running text, with the special tokens that the tokenizer begins it with."""
+    return list(tokenize(tokenizer, prompt)["input_ids"])

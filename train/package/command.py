@@ -1,0 +1,65 @@
+"""The command `headstart`: each sub-command is one of the scripts, with the same overrides.
+
+eval "$(headstart -sc install=bash)" completes sub-commands and overrides in bash; fish has install=fish.
+"""
+
+import os
+import re
+import runpy
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+
+ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "conf").is_dir())
+SCRIPTS = {
+    "train": "train/run.py",
+    "eval": "eval/run.py",
+    "data": "data/run.py",
+    "generate": "inference/run.py",
+    "publish": "train/publish.py",
+    "doctor": "train/publish.py",
+}
+CONFIGS = {name: name for name in SCRIPTS} | {"doctor": "publish"}
+
+
+def main() -> None:
+    """Run a sub-command, list them, or complete a line."""
+    name, words = (sys.argv[1:2] or ["--help"])[0], sys.argv[2:]
+    if name in ("-h", "--help"):
+        print(overview())
+    elif name in ("-sc", "--shell-completion"):
+        complete()
+    elif name not in SCRIPTS:
+        near = get_close_matches(name, SCRIPTS, 1)
+        meant = f"do you mean {near[0]}?" if near else f"choose one of {', '.join(SCRIPTS)}"
+        print(f"error: headstart has no command {name}: {meant}", file=sys.stderr)
+        raise SystemExit(2)
+    else:
+        if name == "doctor" and words and "=" not in words[0] and not words[0].startswith("-"):
+            words[0] = f"doctor={words[0]}"
+        sys.argv[1:] = words
+        os.environ["HEADSTART_PROGRAM"] = f"headstart {CONFIGS[name]}"  # for the examples of its help
+        runpy.run_path(str(ROOT / SCRIPTS[name]), run_name="__main__")
+
+
+def overview() -> str:
+    """Return a line for each sub-command: what it does, from its YAML."""
+    lines = []
+    for name, config in CONFIGS.items():
+        about = r"^doctor: null # (.*)" if name == "doctor" else r"^# python [^:]*: (.*)"
+        first = re.search(about, (ROOT / "conf" / f"{config}.yaml").read_text(encoding="utf-8"), re.MULTILINE)
+        lines.append(f"  {name:9} {first[1] if first else ''}")
+    return "\n".join(["headstart COMMAND [OVERRIDES], and headstart COMMAND --help", "", *lines])
+
+
+def complete() -> None:
+    """Let Hydra complete a line, from conf/ alone: nothing of ours is imported."""
+    program, *words = os.environ.get("COMP_LINE", "headstart train ").split(" ")
+    if len(words) < 2:
+        print(" ".join(name for name in SCRIPTS if name.startswith("".join(words))))
+        return
+    import hydra
+
+    os.environ["COMP_LINE"] = " ".join([program, *words[1:]])
+    config = CONFIGS.get(words[0], "train")
+    hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name=config)(lambda _: None)()
