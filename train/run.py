@@ -35,6 +35,7 @@ from data.text.sources import open_sources
 from data.text.template import template_sha256
 from eval.config import eval_config
 from eval.measures.machine import revision
+from eval.report.write import Report
 from eval.run import evaluate
 from heads.base import frozen_count, parameter_count
 from heads.common.command import command
@@ -63,6 +64,7 @@ from train.rollouts import Rollouts
 from train.start import CHECKPOINT, LAST_LAYER, first_head, resolve_init
 from train.step import Loss, Stepper
 from train.tracking import sweep
+from train.tracking.trackers import conclude
 
 WRITTEN = (  # by a run, beside its weights
     "checkpoints", "bad", "tensorboard", "wandb", "metrics.jsonl", "report.json", "report.md", "report.html",
@@ -228,15 +230,23 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
     loop_of(run, accelerator, target, head, source, held_out, resolved).train()
     accelerator.wait_for_everyone()
     if accelerator.is_main_process and run.eval.prompts:
-        report(run)
+        report(run, resolved)
 
 
-def report(run: RunConfig) -> None:
+def report(run: RunConfig, resolved: dict[str, Any]) -> None:
     """Evaluate the kept head beside those of `compare`; exit with status 1 if it is not lossless."""
     result = evaluate(eval_config(**evaluation(run)))
+    conclude(Path(run.out), run.trainer.trackers, resolved, final(run, result))
     sweep.note(run.name, run.head.name, Path(run.out))
     if not result.passed:
         raise SystemExit(1)
+
+
+def final(run: RunConfig, result: Report) -> dict[str, Any]:
+    """Return a run's final numbers: its head's first row of the report, and whether the check passed."""
+    row = next((vars(row) for row in result.rows if row.drafter == run.head.name), {})
+    numbers = {f"final_{key}": row.get(key) for key in ("tau", "speedup", "tokens_per_second", "lossless")}
+    return {"step": run.trainer.steps, **numbers, "lossless": float(result.passed)}
 
 
 def resolved_values(cfg: DictConfig) -> dict[str, Any]:

@@ -5,8 +5,8 @@ NODES = (
     "the greater the share. Siblings stand in the order in which they were drafted."
 )
 TAU = (
-    "τ is the number of tokens that one pass of {} commits on average. Without drafts it is 1; the speedup is less than "
-    "τ, since drafting and checking take time."
+    "τ is the number of tokens that one pass of {} commits on average. Without drafts it is 1; the speedup is less "
+    "than τ, since drafting and checking take time."
 )
 TIERS = (
     "One τ, measured up to three times: live by decoding; teacher forced by one pass of target and head over the text; "
