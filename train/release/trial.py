@@ -14,7 +14,6 @@ from eval.inputs.runs import own_prompts
 from eval.measures import metrics
 from heads.common.errors import one_line
 from heads.common.files import last_good
-from heads.common.progress import progress
 from heads.common.typed import typed
 from heads.formats.hub import load_found, on_hub, target_path
 from heads.formats.store import read_config
@@ -61,8 +60,7 @@ class Trial:
 
     def _decode(self, head: Any) -> list[Generation]:
         head = head.to(device=self.target.device, dtype=self.target.dtype).eval()
-        drafter = HeadDrafter(head, self.tree, "head")
-        return [speculate(self.target, drafter, one, self.settings) for one in progress(self.prompts, "verifying")]
+        return speculate(self.target, HeadDrafter(head, self.tree, "head"), self.prompts, self.settings)
 
 
 def begin(run: Path, config: PublishConfig) -> Trial | str:
