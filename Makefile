@@ -10,7 +10,7 @@ SERVING := .venv-serving
 SERVED := $(SERVING)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-serving fuzz lint format types same-loss bench gpu-carry gpu
+.PHONY: help setup demo test test-slow test-serving fuzz lint format types same-loss bench docs gpu-carry gpu
 
 help: ## this list
 	@echo "make TARGET [PYTHON=python3.12] [TORCH_INDEX=https://download.pytorch.org/whl/cpu]"
@@ -78,6 +78,10 @@ bench: setup ## the baseline against HF generate, what the engine costs, batches
 	$(RUN) benchmarks/plain.py
 	$(RUN) benchmarks/engine.py
 	$(RUN) benchmarks/batches.py
+
+docs: setup ## the documentation as a site, in site/
+	$(RUN) -m pip install --quiet -e '.[docs]'
+	$(RUN) -m mkdocs build --strict -f conf/mkdocs.yml
 
 gpu-carry: setup ## what travels to a device machine without network: its missing packages, and REVISION
 	$(RUN) benchmarks/gpu/carry.py
