@@ -12,7 +12,7 @@ LLAMA := $(SERVING)/llama-server# llama.cpp's, built once from the sources that 
 LLAMA_FLAGS := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-serving fuzz lint format types same-loss bench gpu-carry gpu
+.PHONY: help setup demo test test-slow test-serving fuzz lint format types same-loss bench docs gpu-carry gpu
 
 help: ## this list
 	@echo "make TARGET [PYTHON=python3.12] [TORCH_INDEX=https://download.pytorch.org/whl/cpu]"
@@ -88,6 +88,10 @@ bench: setup ## the baseline against HF generate, what the engine costs, batches
 	$(RUN) benchmarks/plain.py
 	$(RUN) benchmarks/engine.py
 	$(RUN) benchmarks/batches.py
+
+docs: setup ## the documentation as a site, in site/
+	$(RUN) -m pip install --quiet -e '.[docs]'
+	$(RUN) -m mkdocs build --strict -f conf/mkdocs.yml
 
 gpu-carry: setup ## what travels to a device machine without network: its missing packages, and REVISION
 	$(RUN) benchmarks/gpu/carry.py

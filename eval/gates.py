@@ -11,6 +11,7 @@ from eval.inputs.drafters import Drafters
 from eval.live.interleaved import HF, PLAIN, Runs, decoded_once, medians
 from eval.live.sampled import sampled_gates
 from eval.measures.losslessness import EPSILON, Gate, SampledGate, divergence, gate, labelled
+from heads.common.progress import progress
 from inference.decode import Settings, autoregress, reference
 from inference.drafters.plain import Plain
 from inference.target.target import Target
@@ -31,7 +32,7 @@ def check(
         return {}, []
     settings, ids = config.settings(0.0, gaps=True), [prompt.id for prompt in prompts]
     plain = Plain(target.device)
-    alone = [reference(target, plain, prompt.token, settings) for prompt in prompts]
+    alone = [reference(target, plain, prompt.token, settings) for prompt in progress(prompts, "the baseline alone")]
     gates = {}
     for size in sorted(sizes):
         for name, runs_of in decoded_once(target, drafters, prompts, settings, size).items():

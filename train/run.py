@@ -35,6 +35,7 @@ from data.text.sources import open_sources
 from data.text.template import template_sha256
 from eval.config import eval_config
 from eval.measures.machine import revision
+from eval.report.write import Report
 from eval.run import evaluate
 from heads.base import frozen_count, parameter_count
 from heads.common.command import command
@@ -65,6 +66,7 @@ from train.rollouts import Rollouts
 from train.start import STARTS, first_head, resolve_init
 from train.step import Loss, Stepper
 from train.tracking import sweep
+from train.tracking.trackers import conclude
 
 WRITTEN = (  # by a run, beside its weights
     "checkpoints", "bad", "tensorboard", "wandb", "metrics.jsonl", "report.json", "report.md", "report.html",
@@ -193,15 +195,15 @@ def alone(run: Any, job: Callable[[Accelerator, RunLock], None]) -> None:
 def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock: RunLock) -> None:
     """Load, train, evaluate."""
     (run,) = broadcast_object_list([run])  # as the first process sees its device
-    train_head(run, resolved, accelerator, lock)
+    resolved = train_head(run, resolved, accelerator, lock)
     accelerator.free_memory()  # the evaluation loads the target anew
     accelerator.wait_for_everyone()
     if run.eval.prompts and (accelerator.is_main_process or run.model.where.together):
-        report(run, accelerator)
+        report(run, accelerator, resolved)
 
 
-def train_head(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock: RunLock) -> None:
-    """Load and train."""
+def train_head(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock: RunLock) -> dict[str, Any]:
+    """Load and train; return the configuration with the values that the run was started with."""
     set_seed(run.trainer.seed)
     target = load_target(run.model, str(accelerator.device), whole=reads_target(run))
     if isinstance(target, Target):
@@ -246,9 +248,10 @@ def train_head(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerato
     on_main(accelerator, begin)
     held_out = [prompt.token for prompt in data.held_out]
     loop_of(run, accelerator, target, head, source, held_out, resolved).train()
+    return resolved
 
 
-def report(run: RunConfig, accelerator: Accelerator) -> None:
+def report(run: RunConfig, accelerator: Accelerator, resolved: dict[str, Any]) -> None:
     """Evaluate the kept head beside those of `compare`; exit with status 1 if it is not lossless."""
     values = evaluation(run)
     if run.eval.minutes is None:
@@ -258,6 +261,7 @@ def report(run: RunConfig, accelerator: Accelerator) -> None:
     config = eval_config(**values)
     result = evaluate(config, writes=accelerator.is_main_process)
     if accelerator.is_main_process:
+        conclude(Path(run.out), run.trainer.trackers, resolved, final(run, result))
         sweep.note(run.name, run.head.name, Path(run.out))
     if not result.passed:
         raise SystemExit(1)
@@ -273,6 +277,13 @@ def with_values(resolved: dict[str, Any], run: RunConfig) -> dict[str, Any]:
         "launcher": {**resolved["launcher"], **launcher},
         "eval": {**resolved["eval"], "gate_dtype": run.eval.gate_dtype},
     }
+
+
+def final(run: RunConfig, result: Report) -> dict[str, Any]:
+    """Return a run's final numbers: its head's first row of the report, and whether the check passed."""
+    row = next((vars(row) for row in result.rows if row.drafter == run.head.name), {})
+    numbers = {f"final_{key}": row.get(key) for key in ("tau", "speedup", "tokens_per_second", "lossless")}
+    return {"step": run.trainer.steps, **numbers, "lossless": float(result.passed)}
 
 
 def resolved_values(cfg: DictConfig) -> dict[str, Any]:

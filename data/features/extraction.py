@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import PartialState
-from rich.progress import track
 
 from data.batches import Packed, check_known, pack
 from data.config import DataConfig
@@ -29,6 +28,7 @@ from data.text.prompts import load_training
 from heads import HEADS
 from heads.base import HeadConfig
 from heads.common.files import claim
+from heads.common.progress import progress
 from heads.common.target_config import check_rows, context_of
 from inference.target.config import ModelConfig
 from inference.target.embeddings_only import EmbeddingsOnly, load_target, norm_of
@@ -143,7 +143,7 @@ def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) 
     others = [number for number in range(spec.shards) if number % world != rank]
     with WriteQueue() as queue:
         writer = FeatureStore(store.folder)  # of its own, since it is used in another thread
-        for number in track(mine + others, description="shards", disable=rank > 0):
+        for number in progress(mine + others, "shards") if rank == 0 else mine + others:
             name = f"{number:06d}"
             rows = spec.shard(number)
             if all(map(store.has, rows)):

@@ -2,14 +2,12 @@
 
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from transformers import GenerationConfig
 
 from data.text.prompts import Prompt
@@ -17,6 +15,7 @@ from eval.measures import metrics
 from eval.measures.losslessness import UNCHECKED, Gate, labelled
 from eval.measures.machine import synchronize
 from eval.measures.results import Measurement, Request, Row, Source, Subset, result, with_speedups
+from heads.common.progress import progress
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters.plain import Plain
 from inference.protocol import Drafter
@@ -127,12 +126,6 @@ def in_turns(
             for index, answered in zip(batch, answer(name, batch, number), strict=True):
                 runs[name][index].append(answered)
     return runs
-
-
-def progress(work: Sequence[T], label: str) -> Iterable[T]:
-    """Yield the items behind a progress bar on stderr, if that is a terminal."""
-    console = Console(stderr=True)
-    return track(work, label, console=console, transient=True, disable=not console.is_terminal)
 
 
 def decoded_once(

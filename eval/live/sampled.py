@@ -19,6 +19,7 @@ from eval.live.interleaved import decoded_once
 from eval.measures import chi_square
 from eval.measures.chi_square import Cells, ChiSquareTest
 from eval.measures.losslessness import EPSILON, Divergence, Gate, SampledGate, divergence, gate_of, worst
+from heads.common.progress import progress
 from inference.decode import Generation, Settings, reference
 from inference.drafters.plain import Plain
 from inference.protocol import Commit, Context, Drafter, Proposal
@@ -74,7 +75,10 @@ def sampled_gates(
     coupled = replace(settings, rule=COUPLED, lossy=False, gaps=True)
     all_sizes = tuple(sorted({1, *sizes}))
     runs = {size: decoded_once(target, drafters, prompts, coupled, size) for size in all_sizes}
-    plain = [reference(target, Plain(target.device), prompt.token, coupled) for prompt in prompts]
+    plain = [
+        reference(target, Plain(target.device), prompt.token, coupled)
+        for prompt in progress(prompts, "the baseline, sampled")
+    ]
     verdicts = []
     candidates = texts(prompts, plain)
     for name, drafter in drafters.items():

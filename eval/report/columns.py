@@ -10,7 +10,7 @@ from eval.measures.losslessness import WITHHELD, in_words, labelled
 from eval.measures.metrics import DEFINITIONS, LEVEL, PARTS, QUANTILES
 from eval.measures.results import LIVE, TEACHER_FORCED, TIERS
 from eval.report.breakdown import COSTS, PLAIN, REMEDIES, advice
-from eval.report.view import PAGE, TEXT, Record, Result, shown, shown_interval
+from eval.report.view import PAGE, TEXT, Record, Result, shown, shown_interval, words
 
 CARD, SWEEP = "card", "sweep"  # renderers of the results alone
 INTERVAL = f"[{LEVEL:.0%}]"
@@ -314,10 +314,11 @@ def tiers(measured: Sequence[Result]) -> list[Table]:
         [name, workload, f"{temperature:g}", *(_tau(rows.get(tier)) for tier in TIERS), _meet(list(rows.values()))]
         for (name, workload, temperature), rows in grouped.items()
     ]
-    titles = ("drafter", "workload", "T", *(f"τ, {tier}" for tier in TIERS), "intervals meet")
+    titles = ("drafter", "workload", "T", *(f"τ, {words(tier)}" for tier in TIERS), "intervals meet")
     ms = per_step("ms to draft", "seconds.draft", 3, 1000.0)
     none = Cell("-", (None,))
-    columns = [NAME, column("tier", "tier"), WORKLOAD, T, column("passes", "steps"), TAU]
+    columns = [NAME, computed("tier", "tier", lambda result: words(result.row["tier"]))]
+    columns += [WORKLOAD, T, column("passes", "steps"), TAU]
     columns.append(per_step("drafted a pass", "draft_tokens", 1))
     columns.append(Column(ms.head, lambda result: none if result.row["tier"] == TEACHER_FORCED else ms.cell(result)))
     return [plain_table("tiers_beside", titles, body), table("tiers", columns, alone)]
@@ -424,7 +425,8 @@ def of_records(
     """Return a table of named records, with a column for every key of any of them, nested ones included."""
     flat = [(name, dict(flattened(record))) for name, record in records]
     keys = list(dict.fromkeys(key for _, record in flat for key in record))
-    return plain_table(id_, [head, *keys], [[name, *map(record.get, keys)] for name, record in flat], digits, failed)
+    heads = [head, *(Head(words(key), (key,)) for key in keys)]
+    return plain_table(id_, heads, [[name, *map(record.get, keys)] for name, record in flat], digits, failed)
 
 
 def flattened(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

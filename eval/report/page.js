@@ -18,9 +18,20 @@ function draw(id, spec) {
     .catch(error => { place.textContent = `This plot could not be drawn: ${error.message}`; console.error(error); });
 }
 const specs = read('specs');
-const drawAll = () => Promise.all(Object.entries(specs).map(([id, spec]) => draw(id, spec)));
+// What is folded has no width yet: it is drawn when it opens.
+const open = id => !document.getElementById(`plot-${id}`).closest('details:not([open])');
+const drawAll = () => Promise.all(Object.entries(specs).filter(([id]) => open(id)).map(([id, spec]) => draw(id, spec)));
 drawAll().then(() => { document.body.dataset.drawn = Object.keys(specs).length; });
 narrow.addEventListener('change', drawAll);
+for (const fold of document.querySelectorAll('details.fold')) fold.addEventListener('toggle', () => {
+  for (const plot of fold.open ? fold.querySelectorAll('.plot:empty') : []) draw(plot.id.slice(5), specs[plot.id.slice(5)]);
+});
+function unfold() {
+  const fold = document.getElementById(location.hash.slice(1))?.querySelector(':scope > details.fold');
+  if (fold) fold.open = true;
+}
+window.addEventListener('hashchange', unfold);
+unfold();
 
 const values = cell => JSON.parse(cell.dataset.values);
 const missing = value => value === null || value === undefined;

@@ -16,10 +16,12 @@ from markupsafe import Markup
 
 from eval.measures.losslessness import WITHHELD
 from eval.measures.results import LIVE
+from eval.report import prose
+from eval.report.breakdown import PLAIN
 from eval.report.columns import drafter_of, flattened
 from eval.report.sections import firsts, notes_of, sections
 from eval.report.text import title
-from eval.report.view import PAGE, Record, Result, results_of, shown, shown_interval
+from eval.report.view import PAGE, Record, Result, results_of, shown, words
 
 HERE = Path(__file__).parent
 BUNDLE = "import sys, vl_convert; sys.stdout.buffer.write(vl_convert.javascript_bundle().encode())"
@@ -47,20 +49,45 @@ def page(report: Record, failures: Sequence[str]) -> str:
     settings = {key: value for key, value in report["settings"].items() if key != "gate"}  # it has a table of its own
     facts = {"target": report["target"], "device": report["device"], "settings": settings}
     return environment.get_template("page.html.j2").render(
-        title=title(report),
+        title=page_title(report),
+        sentence=sentence(report),
+        tau=prose.TAU.format(report["target"].get("name") or "the target"),
+        date=str(report["settings"].get("provenance", {}).get("date") or "")[:10],
         warnings={"Not lossless.": failures, "Compare with care:": report.get("warnings", [])},
         notes=notes_of(report),
         headlines=headlines(report),
         unfailed=unfailed(report),
         sections=filled,
         answers=report.get("answers", []),
-        facts={name: dict(flattened(values)) for name, values in facts.items()},
+        facts={name: {words(key): value for key, value in flattened(values)} for name, values in facts.items()},
         style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
         script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
         library=library(),
         report=report,
         specs={f"{section.id}-{i}": plot.spec for section in filled for i, plot in enumerate(section.plots)},
     )
+
+
+def page_title(report: Record) -> str:
+    """Return the heads or other draft sources of a report, with its title."""
+    drafters = dict.fromkeys(result.row["drafter"] for result in firsts(report) if result.row["drafter"] != PLAIN)
+    return f"{', '.join(drafters)} for {title(report)}" if drafters else title(report)
+
+
+def sentence(report: Record) -> str:
+    """Return the result in a sentence for everybody: that of the fastest lossless draft source; none without one."""
+    failed = {drafter_of(result) for result in results_of(report) if result.failed}
+    timed = [result for result in firsts(report) if drafter_of(result) not in failed and result.row["speedup"]]
+    timed = [result for result in timed if result.row["drafter"] != PLAIN and result.row.get("request_rate") is None]
+    if not timed:
+        return ""
+    row = max(timed, key=lambda result: result.row["speedup"]).row
+    name, counts = report["target"].get("name") or "the target", row.get("lossless") or {}
+    text = f"With {row['drafter']}, {name} writes the same text {row['speedup']:.1f} times as fast"
+    if not counts.get("checked"):
+        return f"{text.replace(' the same text', '')}; whether the text is the same was not checked."
+    ties = f", {counts['near_tie']} the same but for rounding" if counts.get("near_tie") else ""
+    return f"{text}; {counts['identical']} of {counts['checked']} answers identical{ties}."
 
 
 def headlines(report: Record) -> list[dict[str, Any]]:
@@ -71,16 +98,23 @@ def headlines(report: Record) -> list[dict[str, Any]]:
 
 def _headline(result: Result, failed: bool) -> dict[str, Any]:
     row = result.row  # under a rate of requests its speedup is no ratio of speeds; without a clock it has no speed
-    unit = "times the baseline" if row.get("request_rate") is None else "the baseline's mean latency over its own"
+    unit = "times as fast" if row.get("request_rate") is None else "the baseline's mean latency over its own"
     speed = "" if row["tokens_per_second"] is None else f"{shown(row['tokens_per_second'], 1)} tok/s "
     return {
         "name": result.name,
-        "speedup": WITHHELD if failed else shown_interval(row["speedup"], row["speedup_ci"]),
-        "unit": "" if failed or row["speedup"] is None else unit,  # of the speedup
-        "tau": shown_interval(row["tau"], row["tau_ci"]),
+        "speedup": WITHHELD if failed else shown(row["speedup"]),
+        "unit": "" if failed or row["speedup"] is None else unit + _interval(row["speedup_ci"]),  # of the speedup
+        "tau": shown(row["tau"]),
+        "interval": _interval(row["tau_ci"]),
         "detail": f"{row['tree']}, {speed}on {row['workload']}",
         "failed": failed,
     }
+
+
+def _interval(interval: Sequence[float | None] | None) -> str:
+    """Return an interval for reading, behind what it belongs to; nothing where it has no width."""
+    low, high = interval or (None, None)
+    return "" if low is None or high is None or low == high else f", {low:.2f} to {high:.2f}"
 
 
 def unfailed(report: Record) -> str:

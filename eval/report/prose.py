@@ -4,10 +4,14 @@ NODES = (
     "Each node with the share of the target passes that accepted it: the fuller the node and the thicker its line, "
     "the greater the share. Siblings stand in the order in which they were drafted."
 )
+TAU = (
+    "τ is the number of tokens that one pass of {} commits on average. Without drafts it is 1; the speedup is less "
+    "than τ, since drafting and checking take time."
+)
 TIERS = (
-    "One τ, measured up to three times: live by decoding; teacher_forced by one pass of target and head over the text; "
+    "One τ, measured up to three times: live by decoding; teacher forced by one pass of target and head over the text; "
     "replay by drafting along the text, without the target. What they count differs only where the text does, or the "
-    "rule. The intervals resample the prompts. teacher_forced counts a chain that is sampled token by token: block "
+    "rule. The intervals resample the prompts. The second counts a chain that is sampled token by token: block "
     "verification, the rule of decoding unless asked otherwise, accepts as much or more."
 )
 CHECKED = "Greedy output against the baseline's, token for token, in the gate's dtype."
@@ -54,7 +58,7 @@ FORCED = (
 NOTES = (
     "τ is what a target pass commits on average, its bonus token included: the tokens after the prefill's over the "
     "passes, pooled over all prompts. Intervals come from resampling the prompts, all turns of a "
-    "conversation and all copies of a prompt at once; distinct_prompts among the settings counts those that differ.",
+    "conversation and all copies of a prompt at once; distinct prompts among the settings counts those that differ.",
     "Speed is that of decoding alone, without the prefill. Each prompt counts with its median repeat. The baseline, "
     "every drafter and HF generate take turns on each prompt in random order.",
     "P(a≥d) is the share of target passes in which d drafted tokens or more were accepted.",

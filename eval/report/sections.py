@@ -18,7 +18,7 @@ AGAINST = {"batch_size": "batch size", "temperature": "temperature", "request_ra
 
 
 class Section(NamedTuple):
-    """A part of a report; `folded` is shown on demand, where that can be."""
+    """A part of a report; a page shows one that is `folded` on demand."""
 
     id: str
     title: str
@@ -77,9 +77,9 @@ def on_page(report: Record, measured: Sequence[Result]) -> Iterator[Section]:
     yield Section("times", "Where the time goes", [], [times], plots.time_split(report))
     yield Section("tree", "The tree", [prose.NODES] * bool(trees), [nodes], trees, folded=True)
     yield along(report, plots.along(report))
-    yield Section("tiers", "With and without a clock", [prose.TIERS], columns.tiers(measured))
-    yield Section("training", "Training of the head", plots=plots.training(report))
-    yield Section("everything", "Every number", ["As report.json has them."], [everything], folded=True)
+    yield Section("tiers", "With and without a clock", [prose.TIERS], columns.tiers(measured), folded=True)
+    yield Section("training", "Training of the head", plots=plots.training(report), folded=True)
+    yield Section("everything", "Every number", ["Those of report.json."], [everything], folded=True)
 
 
 def why(report: Record, table: Table, plots_shown: Sequence[Plot] = ()) -> Section:
@@ -135,14 +135,14 @@ def _stops(record: Record, who: str, name: str) -> str:
 
 def other(report: Record, most: int | None, plots_shown: Sequence[Plot] = ()) -> Section:
     """Return the predictions for other trees and loads."""
-    lines = recommended(report)
     tables = [columns.other_trees(report, most), columns.other_loads(report)]
-    return Section("other", "Other trees and loads", [*lines, prose.SIMULATED] if lines else [], tables, plots_shown)
+    text = [prose.SIMULATED] if recommended(report) else []  # what they say stands under "Why not more?"
+    return Section("other", "Other trees and loads", text, tables, plots_shown, folded=True)
 
 
 def along(report: Record, plots_shown: Sequence[Plot] = ()) -> Section:
     """Return the acceptance that one forward pass of target and head over the text measures."""
-    return Section("forced", "The head along the text", [prose.FORCED], [columns.ranks(report)], plots_shown)
+    return Section("forced", "The head along the text", [prose.FORCED], [columns.ranks(report)], plots_shown, True)
 
 
 def checks(report: Record, measured: Sequence[Result], tables: Sequence[Table]) -> Section:

@@ -46,8 +46,17 @@ def names(rows: Sequence[Record]) -> list[str]:
     for row in rows:
         parts = [labelled(row["drafter"], row["batch_size"], request_rate=row.get("request_rate"))]
         parts += [f"T={row['temperature']:g}"] if several else []
-        named.append(", ".join([*parts, *(str(row[key]) for key in keys if row.get(key) not in (None, "", LIVE))]))
+        named.append(", ".join([*parts, *(_value(key, row) for key in keys if row.get(key) not in (None, "", LIVE))]))
     return named
+
+
+def _value(key: str, row: Record) -> str:
+    return words(row[key]) if key == "tier" else str(row[key])
+
+
+def words(key: str) -> str:
+    """Return the name of a number for reading, from its key in report.json."""
+    return key.replace("_", " ").replace(".", " ")
 
 
 def shown(value: Any, digits: int | None = 2) -> str:

@@ -22,6 +22,7 @@ from eval.inputs.texts import Text
 from eval.measures.cost_model import Costs, draft_key, rising
 from eval.measures.machine import synchronize
 from heads.base import DraftHead, Features
+from heads.common.progress import Bar, progress
 from inference.batch import Batch, batch_of
 from inference.decode import Settings, Step
 from inference.drafters.head import BatchedState, HeadBatch, HeadDrafter, HeadState
@@ -238,7 +239,8 @@ def measure(
     other: tuple[Samples, Samples] = (defaultdict(list), defaultdict(list))
     plain: list[float] = []
     keys = {draft_key(tree) for tree in measured}
-    with target.uncaptured():  # a graph holds no time of its parts
+    label = f"timing passes and drafts, batch size {batch}"
+    with target.uncaptured(), Bar(samples, label) as bar:  # a graph holds no time of its parts
         baseline = decode(batch_of(target, Plain(target.device), batch), texts, settings, lambda: None)
         played = decode(batch_of(target, player, batch), texts, settings, player.begin)
         for _ in sizes:  # the first passes of every size cost more than later ones
@@ -259,6 +261,7 @@ def measure(
                 left -= sum(step.committed for step in steps)
             drafts = [player.draft[key] for key in keys]
             fewest = min(map(len, [*drafts, *(verify[size] for size in sizes)]))
+            bar.show(min(fewest, samples))
             # Rare sizes may keep fewer samples, but a tree whose draft was never timed has no price.
             if turn >= TURNS and (fewest >= samples or (left <= 0 and all(drafts))):
                 break
@@ -301,7 +304,7 @@ def verification(
         target.prefill(torch.tensor(shuffle.choices(range(vocabulary), k=context), device=target.device), cache)
     cells = [(context, size) for context in caches for size in sizes]
     seconds: dict[int, Samples] = {context: defaultdict(list) for context in caches}
-    for turn in range(samples + 1):
+    for turn in progress(range(samples + 1), "timing passes by context"):
         for context, size in shuffle.sample(cells, len(cells)):
             tree = planted(0, [], size, target)
             caches[context].snapshot()

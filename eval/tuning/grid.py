@@ -13,10 +13,10 @@ from torch import Tensor
 
 from eval.config import TunerConfig
 from eval.inputs.texts import Text
-from eval.live.interleaved import progress
 from eval.measures.cost_model import Costs, Replayed, draft_key, drafted, predict
 from eval.offline.teacher_forced import Record, record, replay
 from eval.tuning.static_tree import acceptance, best_static, levelled
+from heads.common.progress import progress
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.target.target import Target

@@ -8,6 +8,7 @@ command.py        the entry point of every command: Hydra, without the secrets o
 help.py           the help of a command and the names nearest to a misspelt one, from conf/
 target_config.py  a target's configuration, checked before transformers reads it; how long rows may be for it
 errors.py         an error as one line for its user
+progress.py       bars on a terminal, lines in a log
 redact.py         removal of secrets from written and printed text
 untrusted.py      parsing untrusted files: depth limits, no code references, no path traversal
 """

@@ -6,6 +6,7 @@ verification keeps the quantised target's own distribution.
 """
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from huggingface_hub.utils.tqdm import enable_progress_bars
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -130,7 +132,7 @@ def load(
         options |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}  # a pickle can hold code
         if has_text_tower(read_target_values(path, trust_remote_code, cached_alone=False)):
             options |= {"config": configured, "key_mapping": RENAMED}
-        with _unlisted():
+        with _unlisted(), _without_bars():
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, output_loading_info=True, **options
             )
@@ -143,6 +145,20 @@ def load(
         move: Any = model.to  # transformers wraps it in a way that hides its arguments
         move(device)
     return model, tokenizer
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keep transformers from drawing a bar over the weights that it loads; a terminal shows those of downloads."""
+    shown = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.disable_progress_bar()
+    if shown and sys.stderr.isatty():
+        enable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers.logging.enable_progress_bar()
 
 
 @contextmanager

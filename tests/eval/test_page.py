@@ -19,6 +19,7 @@ from eval.measures.results import Measurement
 from eval.report import plots, tree_plot
 from eval.report.breakdown import STAGES
 from eval.report.columns import flattened
+from eval.report.page import sentence
 from eval.report.sections import sections
 from eval.report.view import PAGE, results_of
 from eval.report.write import Report
@@ -154,6 +155,23 @@ def test_markdown_has_the_ladder(folder: Path) -> None:
     for row in told:
         if row["ladder"]:
             assert " | ".join(f"{value:.2f}" for value in row["ladder"]["rungs"].values()) in text
+
+
+def test_the_page_begins_with_a_sentence_for_everybody(folder: Path) -> None:
+    told = report(temperatures=(0.0,), sizes=(1,)).as_dict()
+    best = max(row["speedup"] for row in told["rows"])
+    text = sentence(told)
+    assert f"writes the same text {best:.1f} times as fast; 2 of 2 answers identical." in text
+    for row in told["rows"]:
+        row["lossless"] = {}
+    assert sentence(told).endswith("whether the text is the same was not checked.")
+    assert sentence({**told, "settings": {"gate": {name: RED.as_dict() for name in TREES}}}) == ""
+
+
+def test_names_on_the_page_are_in_words(folder: Path) -> None:
+    heads = re.findall(r"<th scope=[^>]*><button[^>]*>([^<]*)<", (folder / "report.html").read_text(encoding="utf-8"))
+    assert len(heads) > 50
+    assert [head for head in heads if "_" in head] == []
 
 
 def test_further_fields_of_a_row_are_shown() -> None:

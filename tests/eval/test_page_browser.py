@@ -38,6 +38,14 @@ def browser() -> Iterator[Any]:
         yield started.chromium.launch(executable_path=found, args=["--no-sandbox"])
 
 
+def unfolded(view: Any) -> None:
+    """Open what is folded, and wait for its plots."""
+    view.wait_for_selector("body[data-drawn]")
+    assert view.locator("#tree .plot svg").count() == 0
+    view.evaluate("document.querySelectorAll('details.fold').forEach(fold => { fold.open = true })")
+    view.wait_for_function("!document.querySelector('.plot:not(:has(svg))')")
+
+
 def hovers(view: Any, told: dict[str, Any], width: int) -> None:
     """Check what a page says of a token and of a node that the pointer or the keyboard is on."""
     answer = told["answers"][0]
@@ -80,7 +88,7 @@ def test_the_page_works_in_a_browser(browser: Any, folder: Path, width: int, sch
     view.on("pageerror", lambda error: said.append(str(error)))
     view.on("request", lambda request: said.extend([request.url] * (not request.url.startswith("file:"))))
     view.goto((folder / "report.html").as_uri())
-    view.wait_for_selector("body[data-drawn]")
+    unfolded(view)
     assert view.locator(".plot svg").count() == view.locator(".plot").count() > 8
     assert view.evaluate("document.documentElement.scrollWidth") <= width
     for order in (-1, 1):
@@ -106,6 +114,10 @@ def test_a_tap_tells_what_a_pointer_would(browser: Any, folder: Path) -> None:
     view = context.new_page()
     view.goto((folder / "report.html").as_uri())
     view.wait_for_selector("body[data-drawn]")
+    figures = [each.bounding_box() for each in view.locator(".tile").first.locator(".big").all()]
+    assert len(figures) == 2
+    assert all(each["y"] + each["height"] < 800 for each in figures), "both are seen at once"
+    unfolded(view)
     told = view.locator("#piece")
     view.locator("pre.answer").first.locator("span").nth(1).tap()
     assert "drafted and accepted, pass 1" in told.inner_text()
@@ -136,7 +148,7 @@ def test_text_with_a_script_in_it_is_shown_and_not_run(browser: Any, tmp_path: P
     view.on("console", lambda message: said.append(message.text))
     view.on("pageerror", lambda error: said.append(str(error)))
     view.goto((tmp_path / "report.html").as_uri())
-    view.wait_for_selector("body[data-drawn]")
+    unfolded(view)
     assert view.locator("pre.question").first.inner_text() == evil
     assert view.locator("pre.answer").first.locator("span").first.inner_text() == evil
     assert evil in view.locator("h1").inner_text()

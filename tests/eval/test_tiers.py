@@ -128,7 +128,7 @@ def test_the_report_says_what_other_trees_would_give(greedy: Path) -> None:
     for name in ("report.html", "report.md"):
         written = (greedy / name).read_text(encoding="utf-8")
         assert other["best"]["tree"] in written
-        assert "teacher_forced" in written
+        assert "teacher forced" in written
 
 
 def test_a_red_gate_leaves_other_trees_without_a_price(runs: Path, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_tracker_that_fails_is_named_once_and_left_out(
     tracked(tmp_path, ["stub", "tensorboard"])
     assert called == seen
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
-    assert [value for _, value in scalars(tmp_path, "loss")] == [1.0] * 4
+    assert [value for _, value in scalars(tmp_path, "train/loss")] == [1.0] * 4
     told = capsys.readouterr().err
     assert told.count("tracker stub failed and is left out from here on: the server is gone") == 1
 
@@ -187,7 +187,7 @@ def scalars(out: Path, name: str) -> list[tuple[int, float]]:
 def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     tracked(tmp_path, ["tensorboard"])
     tracked(tmp_path, ["tensorboard"], start=2, stop=6)
-    for name, value in (("loss", 1.0), ("accuracy/2", 0.25), ("seconds/data", 0.1)):
+    for name, value in (("train/loss", 1.0), ("train/accuracy/2", 0.25), ("train/seconds/data", 0.1)):
         found = scalars(tmp_path, name)
         assert [step for step, _ in found] == [1, 2, 3, 4, 5, 6]
         assert all(each == pytest.approx(value) for _, each in found)
@@ -208,9 +208,37 @@ def test_wandb_offline_goes_on_under_one_id(tmp_path: Path, monkeypatch: pytest.
     assert len(folders) == 2
     assert all((folder / f"run-{kept}.wandb").stat().st_size > 0 for folder in folders)
     written = (folders[0] / f"run-{kept}.wandb").read_bytes()
-    assert b"accuracy/2" in written
+    assert b"train/accuracy/2" in written
     assert b"c=shown" in written, "it has the command line"
     assert b"cAnArY" not in written
+
+
+def test_trackers_get_the_final_numbers_and_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for name in tracking.REPORT:
+        (tmp_path / name).write_text("the report")
+    final = {"step": 4, "final_tau": 2.5, "final_lossless": {"identical": 16}, "lossless": 1.0}
+    tracking.conclude(tmp_path, ["tensorboard", "wandb_offline"], {}, final)
+    assert scalars(tmp_path, "eval/final_tau") == [(4, 2.5)]
+    wandb.teardown()  # its service has written all by then
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    written = next(folder.glob("run-*.wandb")).read_bytes()
+    for expected in ("eval/final_tau", "eval/final_lossless/identical", "eval/lossless", *tracking.REPORT):
+        assert expected.encode() in written
+
+
+def test_a_log_gets_a_line_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    tracker = Tracker(tmp_path, active=True, steps=9, start=0, trackers=[], config={})
+    tracker.log({"step": 0, "tau": 1.5})
+    for step in range(1, 5):
+        now[0] += 20.0
+        tracker.log(record(step))
+    tracker.close()
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "step 2/9  loss 1.0000  accuracy 0.50 0.25  τ 1.50  9 tok/s  0:02:20 left"
+    assert second.startswith("step 4/9")
 
 
 def test_wandb_without_its_server_goes_on_offline_and_soon(

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,11 +23,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from eval.measures.results import finite
 from heads.common.errors import one_line
+from heads.common.progress import Pace
 from heads.common.untrusted import parse_json
 
 log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
+REPORT = ("report.json", "report.md", "report.html")
 REFRESH = 2  # redraws of the bar a second: its thread takes time from the step's own
 WAIT = 10.0  # seconds to wait for wandb's server before training begins
 
@@ -39,6 +42,12 @@ def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield from ((f"{name}/{key}", number) for key, number in numbers(inner))
         elif isinstance(value, int | float) and math.isfinite(value):
             yield name, float(value)
+
+
+def grouped(record: dict[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of a record by group: train/ those of a step, eval/ those of an evaluation."""
+    group = "train" if "loss" in record else "eval"
+    return {f"{group}/{name}": value for name, value in numbers(record) if name != "step"}
 
 
 def step_of(line: bytes) -> int | None:
@@ -109,7 +118,17 @@ class Wandb:
 
     def log(self, record: dict[str, Any]) -> None:
         """Log at the record's step."""
-        self.run.log({name: value for name, value in numbers(record) if name != "step"}, step=record["step"])
+        self.run.log(grouped(record), step=record["step"])
+
+    def conclude(self, record: dict[str, Any], report: list[Path]) -> None:
+        """Put the final numbers into the run's summary, and the report's files into an artifact."""
+        import wandb
+
+        self.run.summary.update(grouped(record))
+        artifact = wandb.Artifact(f"report-{self.run.id}", type="report")
+        for file in report:
+            artifact.add_file(str(file))
+        self.run.log_artifact(artifact)
 
     def close(self) -> None:
         """Finish the run."""
@@ -129,9 +148,15 @@ class TensorBoard:
 
     def log(self, record: dict[str, Any]) -> None:
         """Add the numbers at the record's step."""
-        for name, value in numbers(record):
-            if name != "step":
-                self.writer.add_scalar(name, value, record["step"])
+        for name, value in grouped(record).items():
+            self.writer.add_scalar(name, value, record["step"])
+
+    def conclude(self, record: dict[str, Any], report: list[Path]) -> None:
+        """Add the final numbers, and the report that is text."""
+        self.log(record)
+        for file in report:
+            if file.suffix == ".md":
+                self.writer.add_text("report", file.read_text(encoding="utf-8"), record["step"])
 
     def close(self) -> None:
         """Flush and close the writer."""
@@ -149,8 +174,22 @@ TRACKERS: dict[str, Callable[[Path, int, dict[str, Any]], Sink]] = {
 }
 
 
+def conclude(out: Path, trackers: list[str], config: dict[str, Any], record: dict[str, Any]) -> None:
+    """Give a finished run's trackers its final numbers and its report; one that fails is named, and left out."""
+    report = [file for name in REPORT if (file := out / name).exists()]
+    for name in dict.fromkeys(trackers):
+        with Dropping({}, name, log.warning):
+            sink = TRACKERS[name](out, record["step"], config)
+            if isinstance(sink, Wandb | TensorBoard):
+                sink.conclude(record, report)
+            sink.close()
+
+
 class Tracker:
-    """Pass each record to every tracker and the progress bar; active on the main process alone."""
+    """Pass each record to every tracker and the progress bar; active on the main process alone.
+
+    Without a terminal a line takes the bar's place, every so often.
+    """
 
     def __init__(
         self, out: Path, *, active: bool, steps: int, start: int, trackers: list[str], config: dict[str, Any]
@@ -163,32 +202,38 @@ class Tracker:
             TimeRemainingColumn(),
             console=Console(stderr=True, quiet=not active),
             refresh_per_second=REFRESH,
-            disable=not active,
+            disable=not active or not sys.stderr.isatty(),
         )
         self.progress.start()
+        self.pace, self.tau = Pace(steps, start), ""
         self.task = self.progress.add_task("train", total=steps, completed=start, numbers="")
         for name in dict.fromkeys(["jsonl", *trackers]) if active else ():
-            with Dropping(self, name):
+            with Dropping(self.sinks, name, self.say):
                 self.sinks[name] = TRACKERS[name](out, start, config)
 
     def log(self, record: dict[str, Any]) -> None:
         """Pass on one record, which has at least `step`."""
         for name, sink in list(self.sinks.items()):
-            with Dropping(self, name):
+            with Dropping(self.sinks, name, self.say):
                 sink.log(record)
+        if "tau" in record:
+            self.tau = f"  τ {record['tau']:.2f}"
         if "loss" in record:
             accuracy = " ".join(f"{a:.2f}" for a in record["accuracy"])
-            summary = f"loss {record['loss']:.4f}  accuracy {accuracy}  {record['tokens_per_second']:.0f} tok/s"
+            speed = f"{record['tokens_per_second']:.0f} tok/s"
+            summary = f"loss {record['loss']:.4f}  accuracy {accuracy}{self.tau}  {speed}"
             self.progress.update(self.task, completed=record["step"], numbers=summary)
+            if self.progress.disable and self.pace.due():
+                self.say(f"step {record['step']}/{self.pace.total}  {summary}  {self.pace.left(record['step'])}")
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""
-        self.progress.console.print(text, highlight=False, markup=False)
+        self.progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Close the trackers and the bar."""
         for name, sink in list(self.sinks.items()):
-            with Dropping(self, name):
+            with Dropping(self.sinks, name, self.say):
                 sink.close()
         self.progress.stop()
 
@@ -196,8 +241,8 @@ class Tracker:
 class Dropping:
     """A context around a call of one tracker: an error drops the tracker with a message and does not propagate."""
 
-    def __init__(self, tracker: Tracker, name: str) -> None:
-        self.tracker, self.name = tracker, name
+    def __init__(self, sinks: dict[str, Sink], name: str, say: Callable[[str], None]) -> None:
+        self.sinks, self.name, self.say = sinks, name, say
 
     def __enter__(self) -> None:
         """Enter; nothing is needed."""
@@ -206,6 +251,6 @@ class Dropping:
         """Drop the tracker for any error that is not a signal's, or a request to exit."""
         if not isinstance(error, Exception):
             return False
-        self.tracker.sinks.pop(self.name, None)
-        self.tracker.say(f"tracker {self.name} failed and is left out from here on: {one_line(error)}")
+        self.sinks.pop(self.name, None)
+        self.say(f"tracker {self.name} failed and is left out from here on: {one_line(error)}")
         return True

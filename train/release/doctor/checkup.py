@@ -12,6 +12,7 @@ from eval.measures import metrics
 from eval.measures.results import LIVE, Row
 from eval.report.reading import row_of
 from heads import HEADS
+from heads.common.progress import progress
 from heads.common.typed import typed
 from heads.formats.published.plan import THETA
 from heads.formats.store import CONFIG
@@ -88,7 +89,8 @@ def _decoded(head: Examined, target: Target, drafting: Any, config: CheckupConfi
     limit = head.report.get("settings", {}).get("max_new_tokens") if reported is not None else None
     settings = Settings(min(limit or config.max_new_tokens, config.max_new_tokens), GREEDY)
     prompts = [prompt.token for prompt in read.prompts]
-    generations = speculate(target, HeadDrafter(drafting, tree, kind), prompts, settings)
+    drafter = HeadDrafter(drafting, tree, kind)
+    generations = [speculate(target, drafter, prompt, settings) for prompt in progress(prompts, "decoding")]
     return Measured(tree, read.name, settings, prompts, generations), reported
 
 
