@@ -20,7 +20,7 @@ BETTER, OTHER = Outcome("mlp", "f00d", 1.6, 1.7, 60.0), Outcome("medusa", "other
     [
         ([BETTER, OTHER], "eagle reached 1.20x in 90 s of training; mlp reached 1.60x in 60 s of training of the same"),
         ([OTHER], "eagle reached 1.20x in 90 s of training; docs/heads.md favours mtp, about "),
-        ([BETTER._replace(head="mtp", speedup=1.25)], "engines serve eagle3, about "),
+        ([BETTER._replace(head="mtp", speedup=1.25)], "all engines serve eagle3, about "),
         ([BETTER._replace(head=head, speedup=1.25) for head in ("mtp", "eagle3")], "none of the 3 heads"),
     ],
 )

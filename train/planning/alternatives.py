@@ -18,7 +18,7 @@ from train.config import RunConfig
 from train.losses import ObjectiveConfig
 from train.planning.plan import plan_inputs, sized, work
 
-SERVED = "eagle3"  # the head that engines serve (docs/heads.md, "Which head")
+SERVED = "eagle3"  # the head that all engines serve (docs/heads.md, "Which head")
 
 
 class Outcome(NamedTuple):
@@ -77,7 +77,7 @@ def worth_trying(run: RunConfig) -> str | None:
     measured = {mine.head, *(outcome.head for outcome in others)}
     if untried := [head for head in (favoured, SERVED) if head not in measured]:
         seconds = mine.seconds * _operations(_with_head(run, untried[0])) / _operations(run)
-        why = "docs/heads.md favours" if untried[0] == favoured else "engines serve"
+        why = "docs/heads.md favours" if untried[0] == favoured else "all engines serve"
         return f"{mine}; {why} {untried[0]}, about {seconds:,.0f} s by the plan: head={untried[0]}"
     return f"{mine}; none of the {len(measured)} heads that are measured here is clearly faster"
 
