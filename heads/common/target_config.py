@@ -167,7 +167,7 @@ def best_head(path: str, shape: Mapping[str, Any] | None, trust_remote_code: boo
         raise ValueError(f"model.path={path}: {error}; head=best reads its number of layers: name a head") from error
     if layers < DEEP:
         return "mlp", f"since a pass of this target, {layers} layers, costs little more than a layer of a head"
-    return "mtp", f"since it drafts best for a target of {layers} layers; vLLM serves it, TensorRT-LLM and llama.cpp eagle3"
+    return "mtp", f"since it drafts best for a target of {layers} layers; vLLM serves it, and all engines eagle3"
 
 
 def _layers(path: str, trust_remote_code: bool) -> int:
