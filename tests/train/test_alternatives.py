@@ -15,18 +15,13 @@ OWN = Outcome("eagle", "f00d", 1.2, 1.3, 90.0)
 BETTER, OTHER = Outcome("mlp", "f00d", 1.6, 1.7, 60.0), Outcome("medusa", "other", 9.0, 9.0, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("beside", "said"),
     [
         ([BETTER, OTHER], "eagle reached 1.20x in 90 s of training; mlp reached 1.60x in 60 s of training of the same"),
-        pytest.param(
-            [OTHER],
-            "eagle reached 1.20x in 90 s of training; docs/heads.md favours mtp, about ",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            [BETTER._replace(head="mtp", speedup=1.25)], "engines serve eagle3, about ", marks=pytest.mark.slow
-        ),
+        ([OTHER], "eagle reached 1.20x in 90 s of training; docs/heads.md favours mtp, about "),
+        ([BETTER._replace(head="mtp", speedup=1.25)], "engines serve eagle3, about "),
         ([BETTER._replace(head=head, speedup=1.25) for head in ("mtp", "eagle3")], "none of the 3 heads"),
     ],
 )
