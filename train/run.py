@@ -198,6 +198,7 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
     (run,) = broadcast_object_list([run])  # as the first process sees its device
     resolved = train_head(run, resolved, accelerator, lock)
     accelerator.free_memory()  # the evaluation loads the target anew
+    processes.release_freed()
     accelerator.wait_for_everyone()
     if run.eval.prompts and (accelerator.is_main_process or run.model.where.together):
         report(run, accelerator, resolved)

@@ -15,6 +15,7 @@ OWN = Outcome("eagle", "f00d", 1.2, 1.3, 90.0)
 BETTER, OTHER = Outcome("mlp", "f00d", 1.6, 1.7, 60.0), Outcome("medusa", "other", 9.0, 9.0, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("beside", "said"),
     [

@@ -268,8 +268,10 @@ def test_a_plan_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("machine", "strategy", "gate"),
     [
-        (("device=h100", "device.count=8"), "ddp", "float32"),
-        (("device=h100", "device.count=8", "launcher.num_nodes=2"), "ddp", "float32"),
+        pytest.param(("device=h100", "device.count=8"), "ddp", "float32", marks=pytest.mark.slow),
+        pytest.param(
+            ("device=h100", "device.count=8", "launcher.num_nodes=2"), "ddp", "float32", marks=pytest.mark.slow
+        ),
         (("device=a100_40", "device.count=8", "launcher.num_nodes=4"), "fsdp2", "bfloat16"),
     ],
 )
