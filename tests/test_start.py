@@ -6,8 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 
-from heads.common.resolvers import ROOT
+from heads.common.resolvers import ROOT, register_resolvers
+from train import run
+from train.config import run_config
 
 # Together they take more CPU time than torch and the rest of a refused command.
 SLOW = ("datasets", "deepspeed", "peft", "pandas", "scipy.optimize", "vl_convert", "wandb",
@@ -38,3 +41,25 @@ def test_a_refusal_waits_for_no_slow_import(script: str, words: list[str], said:
     assert done.returncode == 2
     assert said in done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+def test_a_run_says_what_it_is_before_its_target_is_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def read(_: object) -> None:
+        raise ValueError(capsys.readouterr().out)
+
+    monkeypatch.setattr(run, "check_target", read)
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = run_config(compose("train", ["head=mtp", f"out={tmp_path / 'out'}", "name=mine"]))
+    with pytest.raises(ValueError, match=r"^mine: head=mtp for "):
+        run.train(config, {})
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-sc", "query=bash"]])
+def test_the_command_lists_and_completes_without_torch(words: list[str]) -> None:
+    code = "import sys; from train.package.command import main; main(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+    assert "train" in done.stdout

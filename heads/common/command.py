@@ -47,11 +47,11 @@ def command(config: str) -> Callable[[Callable[[DictConfig], object]], Callable[
 
         @wraps(task)
         def main() -> None:
+            gc.freeze()  # modules stay
+            gc.enable()
             if {"-h", "--help"}.intersection(sys.argv):
                 sys.stdout.write(f"{help_text(config)}\n")
                 return
-            gc.freeze()  # modules stay
-            gc.enable()
             sys.argv[1:] = without_secrets(sys.argv[1:])
             os.environ["HYDRA_FULL_ERROR"] = "1"  # else it prints its errors itself, values and all
             with user_errors():

@@ -77,6 +77,16 @@ def test_a_prompt_with_a_head_gives_the_same_text(target: Target, trained: Path)
     assert "\x1b[35m" in text
 
 
+def test_three_lines_of_python_give_the_commands_text(target: Target, trained: Path) -> None:
+    model, drafter = api.load(str(trained), "tree=chain", "tree.depth=2")
+    assert (model, drafter.name) == (target, "head")
+    pieces: list[tuple[str, str]] = []
+    text, generation = api.generate(model, drafter, PROMPT, config().settings(), lambda *piece: pieces.append(piece))
+    assert text == expected(target, [1, 2, 3, 4, 5]) == "".join(piece for piece, _ in pieces)
+    assert {source for _, source in pieces} == set(generation.sources)
+    assert api.generate(*api.load(), [1, 2, 3, 4, 5], config().settings())[0] == text
+
+
 def test_the_tree_is_the_heads_own_but_for_what_is_given(target: Target, trained: Path) -> None:
     drafter: Any = api.loaded(config(f"run={trained}"))[1]
     assert drafter.policy == toys.TREES["dynamic"]
