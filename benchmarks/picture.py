@@ -1,6 +1,6 @@
 """The README's picture, of a report: how fast each draft source writes, beside the baseline.
 
-    python benchmarks/picture.py outputs/tiny-mtp/report.json docs/demo.svg
+python benchmarks/picture.py outputs/tiny-mtp/report.json docs/demo.svg
 """
 
 import json
