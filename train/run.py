@@ -34,6 +34,7 @@ from data.text.prompts import TrainingData, load_training, save_prompts
 from data.text.sources import open_sources
 from data.text.template import template_sha256
 from eval.config import eval_config
+from eval.live.interleaved import PLAIN
 from eval.measures.machine import revision
 from eval.report.write import Report
 from eval.run import evaluate
@@ -244,7 +245,7 @@ def report(run: RunConfig, resolved: dict[str, Any]) -> None:
 
 def final(run: RunConfig, result: Report) -> dict[str, Any]:
     """Return a run's final numbers: its head's first row of the report, and whether the check passed."""
-    row = next((vars(row) for row in result.rows if row.drafter == run.head.name), {})
+    row = next((vars(row) for row in result.rows if row.drafter != PLAIN), {})
     numbers = {f"final_{key}": row.get(key) for key in ("tau", "speedup", "tokens_per_second", "lossless")}
     return {"step": run.trainer.steps, **numbers, "lossless": float(result.passed)}
 
