@@ -52,7 +52,7 @@ def page() -> str:
         "# Commands and overrides\n\nEvery value below is an override: `key=value` behind the command, a dot leading "
         "inwards, as in `trainer.steps=300`. A group's choice is `group=choice`. The values are the defaults."
     )
-    return "\n\n".join([opening, *commands, "# Groups", *groups])
+    return "\n\n".join([opening, *commands, "## Groups", *groups])
 
 
 def _section(title: str, file: Path) -> str:
@@ -66,4 +66,4 @@ def _group(folder: Path) -> str:
         name = file.relative_to(folder).with_suffix("").as_posix()
         body = f"```yaml\n{file.read_text(encoding='utf-8').rstrip()}\n```"
         blocks.append(f'??? note "{folder.name}={name}"\n\n' + "\n".join(f"    {line}" for line in body.splitlines()))
-    return "\n\n".join([f"## `{folder.name}=`", *blocks])
+    return "\n\n".join([f"### `{folder.name}=`", *blocks])

@@ -35,8 +35,11 @@ PARTS = ["model", "head", "peft", "objective", "data", "trainer", "launcher", "t
 PRIMARY = {"drafter": "eval"}  # the command that a group belongs to, where it is not training
 OPTIONS = [f"{group}={option}" for group, options in GROUPS.items() if group not in PRIMARY for option in options]
 LAYERS = ("heads", "inference", "data", "eval", "train")
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"^(?:python|make) [^#\n]*", README, re.MULTILINE)
+README, CONTRIBUTING, HOWTO, TUTORIAL = (
+    (ROOT / name).read_text(encoding="utf-8")
+    for name in ("README.md", "CONTRIBUTING.md", "docs/howto.md", "docs/tutorial.md")
+)
+COMMANDS = re.findall(r"^(?:python|make) [^#\n]*", "\n".join((README, HOWTO, TUTORIAL)), re.MULTILINE)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -199,8 +202,8 @@ def test_the_packages_are_the_folders() -> None:
     assert set(FOLDERS) == {*LAYERS, "conf", "examples/tiny"}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_in_the_readme_is_real(command: str) -> None:
+@pytest.mark.parametrize("command", dict.fromkeys(COMMANDS))
+def test_a_command_of_the_docs_is_real(command: str) -> None:
     program, target, *overrides = shlex.split(command)
     if program == "make":
         assert re.search(rf"^{target}:.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
@@ -234,8 +237,10 @@ def tree_paths(tree: str) -> set[str]:
     return paths
 
 
-def test_the_readme_lists_every_folder() -> None:
-    listed = tree_paths(README.rsplit("```", 2)[1].strip("\n"))
+def test_every_folder_is_listed() -> None:
+    full, short = (text[text.index("```\nheads/") :].split("```")[1] for text in (CONTRIBUTING, README))
+    listed = tree_paths(full.strip("\n"))
+    assert tree_paths(short.strip("\n")) <= listed | {"docs/"}
     packages = {file.parent for layer in LAYERS for file in (ROOT / layer).glob("*/__init__.py")}
     assert {f"{package.relative_to(ROOT)}/" for package in packages} <= listed
     assert {f"conf/{group}/" for group in GROUPS} <= listed

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from eval.inputs.runs import model_of
 from heads.formats.store import QUANTISED, load_head, save_head
@@ -33,6 +34,13 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 
 # The first is the one that `make setup` installs; the others are tested where their libraries are.
+def test_transformers_draws_no_bar_over_weights(capfd: pytest.CaptureFixture[str]) -> None:
+    with loading._without_bars():
+        list(transformers.logging.tqdm(range(3), desc="Loading weights"))
+    assert capfd.readouterr().err == ""
+    assert transformers.logging.is_progress_bar_enabled()
+
+
 @pytest.fixture(scope="module", params=["int8", "torchao_int8", "bnb_int8", "bnb_nf4"])
 def quantised(request: pytest.FixtureRequest, plain: Target) -> Target:
     if request.param != "int8":
