@@ -27,7 +27,7 @@ def test_a_model_that_is_not_served(served: Served, log: Path) -> None:
 
 def test_a_server_without_metrics(log: Path) -> None:
     with Served(engine="") as served:
-        refuse(log, r"/metrics has no counters of vLLM's or SGLang's: start vLLM without", served)
+        refuse(log, r"/metrics has no counters of vLLM's, SGLang's or llama.cpp's: start vLLM without", served)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

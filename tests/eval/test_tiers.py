@@ -54,6 +54,7 @@ def greedy(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_the_tiers_agree_token_for_token_in_exact_arithmetic(greedy: Path) -> None:
     rows = by_tier(told(greedy))
     assert {name: set(tiers) for name, tiers in rows.items()} == {

@@ -165,6 +165,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return folder, [*overrides, *start, "trainer.steps=16"]
 
 
+@pytest.mark.slow
 def test_a_run_adapts_resumes_bit_for_bit_and_leaves_a_plain_head(toy: tuple[Path, list[str]]) -> None:
     folder, overrides = toy
     whole, out = folder / "whole", folder / "killed"

@@ -22,7 +22,7 @@ from tests.eval.stubs import ROW
 from tests.heads import exporting
 from tests.train.publishing import ORIGIN, REPO, config, medusa
 from train.publish import publish
-from train.release.card import TEMPLATE, TITLES, Facts, card, engines, metadata, title_of
+from train.release.card import TITLES, Facts, card, engines, metadata, title_of
 from train.release.card.text import bullets, code, escaped
 
 HUB_TARGET = TargetSpec("Someone/Target-8B", 11, 4, 3, "f00d")
@@ -180,11 +180,6 @@ def test_headstarts_own_lines_say_all_that_the_repository_lacks(run: Path) -> No
         assert (said.run, said.model.path) == (REPO, f"path/to/{Path(base).name}")
     assert measuring.workload == "my_log.jsonl"
     assert writing.prompt == "..."
-
-
-def test_the_template_is_packaged() -> None:
-    assert f'"train.release.card" = ["{TEMPLATE.name}"]' in (ROOT / "pyproject.toml").read_text()
-    assert TEMPLATE.is_file()
 
 
 def test_markup_is_escaped() -> None:
