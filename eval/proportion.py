@@ -75,5 +75,6 @@ def _left_out(full: EvalConfig, reduced: EvalConfig) -> str:
     ]
     if reduced.tiers() != full.tiers():
         counts.append("no other trees")
-    whole = f"python eval/run.py run={full.run}"
-    return f"{', '.join(counts)}, in proportion to the training (eval.minutes); all of it: {whole}" if counts else ""
+    compared = f" compare=[{','.join(full.compare)}]" if full.compare else ""
+    whole = f"python eval/run.py run={','.join(full.runs())}{compared}"
+    return f"{', '.join(counts)}, to take {full.minutes:.2g} min at most; all of it: {whole}" if counts else ""

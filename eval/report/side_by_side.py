@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 # Settings that do not decide whether numbers compare.
 HARMLESS = ("path", "load", "clock_mhz", "python", "gate_dtype", "gate_tv", "repeats", "warmup", "warmup_prompts")
+WARNINGS = "warnings"  # an extra of texts, unlike the others
 NEVER_BESIDE = (
     "these reports were measured in sessions of their own: speedups are each over the baseline of their own session"
 )
@@ -59,7 +60,7 @@ def side_by_side(files: Sequence[str]) -> Report:
                 | {key: getattr(report, key) for key in ("target", "device", "settings")}
                 for file, (name, report) in zip(files, reports.items(), strict=True)
             ],
-            "warnings": [NEVER_BESIDE, *differences(reports), *left_out(reports)],
+            WARNINGS: [NEVER_BESIDE, *differences(reports), *left_out(reports), *_own_warnings(reports)],
             **_extras(reports),
         },
     )
@@ -137,10 +138,17 @@ def _labelled(by_drafter: Mapping[str, T], report: str) -> dict[str, T]:
     return {labelled(drafter, 1, report): value for drafter, value in by_drafter.items()}
 
 
+def _own_warnings(reports: Mapping[str, Report]) -> Iterator[str]:
+    """Yield the warnings of each report, with its name."""
+    for name, report in reports.items():
+        yield from (f"{name}: {warning}" for warning in report.extras.get(WARNINGS, []))
+
+
 def left_out(reports: Mapping[str, Report]) -> Iterator[str]:
     """Yield a line for each report with extras in the form of another version."""
     for name, report in reports.items():
-        if wrong := [key for key, extra in report.extras.items() if not _readable(key, extra)]:
+        extras = {key: extra for key, extra in report.extras.items() if key != WARNINGS}
+        if wrong := [key for key, extra in extras.items() if not _readable(key, extra)]:
             yield f"{', '.join(wrong)} of {name} are in the form of another version, and left out here"
 
 

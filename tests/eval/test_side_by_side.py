@@ -40,6 +40,15 @@ def plain_and(*rows: Any, gates: dict[str, Gate], **changes: Any) -> Report:
 TREE = {"label": "chain", "note": "", "paths": [[0], [0, 0]], "accepted": [0.6, 0.3], "steps": 10}
 
 
+def test_a_reports_own_warnings_stay(tmp_path: Path) -> None:
+    green = {"eagle": Gate(8, 8, 0, 0)}
+    short = plain_and(ROW, gates=green, extras={"warnings": ["4 of 16 prompts"]})
+    paths = [make(tmp_path, "short", short), make(tmp_path, "whole", plain_and(ROW, gates=green))]
+    warned = side_by_side(paths).extras["warnings"]
+    assert "short: 4 of 16 prompts" in warned
+    assert not any("another version" in line for line in warned)
+
+
 @pytest.fixture
 def two(tmp_path: Path) -> list[str]:
     """Return two reports, of which the second has a red gate and was measured elsewhere."""
