@@ -7,6 +7,7 @@ if __name__ == "__main__":  # as a script: the checkout's root in place of this 
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import gc
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -28,6 +29,7 @@ from eval.inputs.workloads import Workload, load_workload, prompt_counts, read_w
 from eval.measures.losslessness import FailedChecks, Gate, SampledGate
 from eval.measures.machine import device_facts, provenance
 from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED
+from eval.measures.serving import CONFIG as SCHEDULE
 from eval.proportion import in_proportion
 from eval.report.side_by_side import folder_of, side_by_side
 from eval.report.text import terminal
@@ -301,6 +303,9 @@ def publish(report: Report, out: Path) -> None:
     report.write(out)
     files = [str(out / name) for name in READ if (out / name).exists()]
     console.print(visible(f"report: {' and '.join(files)}"), soft_wrap=True, markup=False)
+    if (schedule := out / SCHEDULE).exists():
+        *_, (_, last, _) = json.loads(schedule.read_text())["num_speculative_tokens_per_batch_size"]
+        console.print(visible(f"tokens to draft up to batch size {last}, for vLLM: {schedule}"), soft_wrap=True)
     for failure in report.failures():
         print(visible(f"NOT LOSSLESS: {failure}"), file=sys.stderr)
 

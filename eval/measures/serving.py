@@ -10,13 +10,24 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from eval.measures.results import Row
 
 PROFILE, CONFIG = "speculation_profile.json", "speculative_config.json"
 Times = Mapping[int, float]  # seconds of a plain step by sequences in it
 Range = tuple[int, int, int]  # first and last batch size, tokens to draft
+
+
+class Pass(NamedTuple):
+    """What a pass with a draft costs at a batch size, in the terms of plain steps.
+
+    `wider` is the share that it takes of what a plain step with as many sequences takes beyond one of the batch size,
+    and `draft` the seconds of one drafted token.
+    """
+
+    wider: float
+    draft: float
 
 
 def is_chain(row: Row) -> bool:
@@ -70,16 +81,18 @@ def step_seconds(times: Times, sequences: int) -> float:
     return min(chord, max(before, after))
 
 
-def lengths(times: Times, marginal: Sequence[float], draft: Times) -> list[Range]:
+def lengths(times: Times, marginal: Sequence[float], passes: Mapping[int, Pass]) -> list[Range]:
     """Return the number of tokens to draft that is fastest at each measured batch size.
 
-    A pass that verifies K tokens in each of b sequences is priced as a plain step with b (K + 1) sequences; `draft` has
-    the seconds of one drafted token by batch size. 0 tokens where the target alone is faster. Batch sizes whose widest
-    pass is wider than the last size but one are left out, where prices are too rough; so there may be none.
+    A pass that verifies K tokens in each of b sequences is priced by a plain step with b (K + 1) sequences. 0 tokens
+    where the target alone is faster. Batch sizes whose widest pass is wider than the last size but one are left out,
+    where prices are too rough; so there may be none.
     """
     counts, widest = range(len(marginal) + 1), sorted(times)[-2:][0]
-    priced = [batch for batch in draft if batch * len(counts) <= widest]
-    return ranges({batch: max(counts, key=lambda k: _rate(times, marginal, draft, batch, k)) for batch in priced})
+    priced = [batch for batch in passes if batch * len(counts) <= widest]
+    return ranges(
+        {batch: max(counts, key=lambda k: _rate(times, marginal, passes[batch], batch, k)) for batch in priced}
+    )
 
 
 def ranges(best: Mapping[int, int]) -> list[Range]:
@@ -92,10 +105,10 @@ def ranges(best: Mapping[int, int]) -> list[Range]:
     return [(size if i else 1, end, best[size]) for i, (size, end) in enumerate(zip(starts, ends, strict=True))]
 
 
-def _rate(times: Times, marginal: Sequence[float], draft: Times, batch: int, k: int) -> float:
+def _rate(times: Times, marginal: Sequence[float], price: Pass, batch: int, k: int) -> float:
     """Return the tokens a second of each sequence."""
-    seconds = step_seconds(times, batch * (k + 1)) + k * draft[batch]
-    return (1 + math.fsum(marginal[:k])) / seconds
+    wider = step_seconds(times, batch * (k + 1)) - times[batch]
+    return (1 + math.fsum(marginal[:k])) / (times[batch] + price.wider * wider + k * price.draft)
 
 
 def config_of(ranges: Sequence[Range]) -> dict[str, Any]:
@@ -104,19 +117,22 @@ def config_of(ranges: Sequence[Range]) -> dict[str, Any]:
     return {"num_speculative_tokens": max(most, 1), "num_speculative_tokens_per_batch_size": [list(r) for r in ranges]}
 
 
-def prices(plain: Mapping[int, Row], drafted: Mapping[int, Row]) -> tuple[Times, Times]:
-    """Return the seconds of a plain step and of a drafted token by batch size, of a server and its baseline.
+def prices(plain: Mapping[int, Row], drafted: Mapping[int, Row]) -> tuple[Times, dict[int, Pass]]:
+    """Return the seconds of plain steps, and the prices of passes with a draft, of a server and its baseline.
 
-    What a pass with a draft takes beyond a plain step as wide is the draft's.
+    What a measured pass takes beyond a plain step as wide is the draft's. One that takes less has its tokens cheaper
+    than as many sequences are.
     """
     times = {batch: batch / row.tokens_per_second for batch, row in plain.items() if row.tokens_per_second}
-    draft = {}
-    for batch, row in drafted.items() if times else ():
-        if row.tokens_per_second and row.tau:
+    passes = {}
+    for batch, row in drafted.items():
+        if row.tokens_per_second and row.tau and batch in times:
             tokens = len(row.accepted_by_depth)
             whole = batch * row.tau / row.tokens_per_second
-            draft[batch] = max(whole - step_seconds(times, batch * (tokens + 1)), 0.0) / tokens
-    return times, draft
+            wide = step_seconds(times, batch * (tokens + 1))
+            wider = min(1.0, max(whole - times[batch], 0.0) / (wide - times[batch])) if wide > times[batch] else 1.0
+            passes[batch] = Pass(wider, max(whole - wide, 0.0) / tokens)
+    return times, passes
 
 
 def files(target: str, rows: Sequence[Row], conditions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -127,8 +143,8 @@ def files(target: str, rows: Sequence[Row], conditions: Mapping[str, Any]) -> di
     drafted = {row.batch_size: row for row in chains}
     plain = {row.batch_size: row for row in rows if row.rule == "none" and not row.temperature and not row.category}
     first = drafted[min(drafted)]
-    times, draft = prices(plain, drafted)
+    times, passes = prices(plain, drafted)
     record = {PROFILE: profile(first, target, conditions)}
-    if times and (schedule := lengths(times, first.accepted_by_depth, draft)) and len(draft) > 1:
+    if len(passes) > 1 and (schedule := lengths(times, first.accepted_by_depth, passes)):
         record[CONFIG] = config_of(schedule)
     return record

@@ -43,14 +43,24 @@ def test_a_simulated_servers_schedule_is_within_two_percent_of_the_best(
         b: replace(CHAIN, batch_size=b, tau=tau, tokens_per_second=b * tau / server(b, 5, memory, compute, draft))
         for b in sizes
     }
-    times, of_draft = prices(plain, drafted)
-    schedule = lengths(times, MARGINAL, of_draft)
+    times, passes = prices(plain, drafted)
+    schedule = lengths(times, MARGINAL, passes)
     assert (schedule[0][0], schedule[-1][1]) == (1, 16)  # of 32 a pass is wider than the last measured step but one
     chosen = {start: k for start, _, k in schedule}
     for batch in sizes[:5]:
         k = chosen[max(start for start in chosen if start <= batch)]
         speeds = [(1 + sum(MARGINAL[:n])) / server(batch, n, memory, compute, draft) for n in range(6)]
         assert speeds[k] >= 0.98 * max(speeds), (batch, k)
+
+
+def test_a_pass_that_takes_less_than_as_many_sequences_is_priced_as_it_was_measured() -> None:
+    """Plain steps grow with the batch; a pass of five drafted tokens takes 1.2 of a step, so all of them pay."""
+    sizes = [1, 2, 4, 8, 16, 32]
+    plain = {b: replace(ROW, batch_size=b, tokens_per_second=1.0) for b in sizes}  # a step of b sequences: b seconds
+    drafted = {b: replace(CHAIN, batch_size=b, tau=2.77, tokens_per_second=2.77 / 1.2) for b in sizes}
+    times, passes = prices(plain, drafted)
+    assert passes[1].wider == pytest.approx(0.2 / 5)
+    assert lengths(times, MARGINAL, passes) == [(1, 2, 5)]
 
 
 def test_ranges_begin_at_one_and_meet() -> None:
