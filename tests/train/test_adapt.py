@@ -196,6 +196,7 @@ def test_a_run_adapts_resumes_bit_for_bit_and_leaves_a_plain_head(toy: tuple[Pat
     assert row["lossless"]["identical"] == row["lossless"]["checked"] > 0
 
 
+@pytest.mark.slow  # resumes the run of the test above
 def test_what_cannot_be_adapted_or_resumed_is_refused_in_one_line(toy: tuple[Path, list[str]]) -> None:
     folder, overrides = toy
     without = [each for each in overrides if not each.startswith("init=")]
