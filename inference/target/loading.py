@@ -28,6 +28,7 @@ from inference.target.checkpoint import RENAMED, check_files, check_index, check
 from inference.target.placement import HERE, Placement
 
 log = logging.getLogger(__name__)
+LISTING = ("modeling_utils", "distributed.tensor_parallel")  # modules of transformers that list tensors
 
 AS_IT_IS = "none"
 
@@ -163,14 +164,16 @@ def _without_bars() -> Iterator[None]:
 
 @contextmanager
 def _unlisted() -> Iterator[None]:
-    """Keep transformers from listing each tensor that a model leaves in its files, such as those that read images."""
-    log_of_loading = logging.getLogger("transformers.modeling_utils")
-    level = log_of_loading.level
-    log_of_loading.setLevel(logging.ERROR)
+    """Keep transformers from listing tensors: those that a model leaves in its files, and norms that are not cut up."""
+    loggers = [logging.getLogger(f"transformers.{name}") for name in LISTING]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        log_of_loading.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def configuration(path: str, trust_remote_code: bool) -> PreTrainedConfig:

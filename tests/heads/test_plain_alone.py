@@ -77,6 +77,7 @@ def run_alone(folder: Path, asked: dict[str, list[str]], env: dict[str, str]) ->
     return found
 
 
+@pytest.mark.slow
 def test_it_runs_alone(tmp_path: Path) -> None:
     toy, deep = toys.target(), exporting.target()
     own = [published(tmp_path / kind / "head", toys.head(kind, toy), toy) for kind in KINDS]

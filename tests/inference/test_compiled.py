@@ -189,6 +189,7 @@ def test_what_cannot_be_compiled_is_said_in_one_line(monkeypatch: pytest.MonkeyP
         speculate(target, Plain(target.device), toys.prompt(1), Settings(4, GREEDY))
 
 
+@pytest.mark.slow
 def test_a_compiled_evaluation_passes_the_gate_and_says_so(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

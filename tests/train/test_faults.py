@@ -195,7 +195,8 @@ def test_a_process_dies(toy: Toy, dead: int) -> None:
     assert steps(place / "out") == list(range(1, STEPS + 1))
 
 
-@pytest.mark.parametrize("dead", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", [1, 0])
 def test_a_process_dies_while_the_others_wait_for_a_device(toy: Toy, dead: int) -> None:
     """As under NCCL, which raises nothing: the line comes from the heartbeat's thread, which ends the process."""
     place = toy.new()
