@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import PreTrainedModel
 
 from heads import HEADS
