@@ -99,13 +99,13 @@ def upcycled(experts: int, chosen: int) -> dict[str, Target]:
     for model in (routed, dense):
         model.load_state_dict({k: v for k, v in source.state_dict().items() if ".mlp." not in k}, strict=False)
     stacks = (model.model.layers for model in (source, routed, dense))
-    for layer, sparse, twin in zip(*stacks, strict=True):
+    for layer, sparse, wider in zip(*stacks, strict=True):
         gate, up, down = (part.weight.data for part in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj))
         sparse.mlp.experts.gate_up_proj.data[:] = torch.cat([gate, up])
         sparse.mlp.experts.down_proj.data[:] = down
-        twin.mlp.gate_proj.weight.data = gate.repeat(chosen, 1)
-        twin.mlp.up_proj.weight.data = up.repeat(chosen, 1)
-        twin.mlp.down_proj.weight.data = down.repeat(1, chosen) / chosen
+        wider.mlp.gate_proj.weight.data = gate.repeat(chosen, 1)
+        wider.mlp.up_proj.weight.data = up.repeat(chosen, 1)
+        wider.mlp.down_proj.weight.data = down.repeat(1, chosen) / chosen
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
     return {name: Target(model, tokenizer, name) for name, model in (("experts", routed), ("dense", dense))}
 

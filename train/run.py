@@ -176,7 +176,7 @@ def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     """Run the whole job on this process, alone in its output folder."""
     run = with_processes(run)
     check_settings(run)
-    if os.environ.get("RANK", "0") == "0":
+    if launch.is_main():
         Console().print(f"{run.name}: head={run.head.name} for {run.model.path}", soft_wrap=True, markup=False)
     check_target(run)
     run = chosen(run)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from eval.measures.results import Row
+from eval.measures.results import LIVE, Row
 
 PROFILE, CONFIG = "speculation_profile.json", "speculative_config.json"
 Times = Mapping[int, float]  # seconds of a plain step by sequences in it
@@ -31,9 +31,15 @@ class Pass(NamedTuple):
 
 
 def is_chain(row: Row) -> bool:
-    """Say whether a row measured greedy chains of one length, as engines draft."""
-    chained = row.tree.startswith(("chain", "served"))
-    return chained and not row.temperature and not row.category and bool(row.accepted_by_depth)
+    """Say whether a row measured lossless greedy chains of one length, as engines draft."""
+    chained = row.tree.startswith(("chain", "served")) and bool(row.accepted_by_depth)
+    return chained and is_decoded(row) and not row.lossless.get("failed")
+
+
+def is_decoded(row: Row) -> bool:
+    """Say whether a row is of greedy decoding of a whole workload, requests one behind the other, of one report."""
+    other = row.temperature or row.category or row.request_rate is not None or row.report
+    return row.tier == LIVE and not other
 
 
 def profile(row: Row, target: str, conditions: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,10 +144,10 @@ def prices(plain: Mapping[int, Row], drafted: Mapping[int, Row]) -> tuple[Times,
 def files(target: str, rows: Sequence[Row], conditions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the files of a report by name: the profile of its chain, and the schedule of one measured in batches."""
     chains = [row for row in rows if is_chain(row)]
-    if len({(row.drafter, row.tree, row.workload) for row in chains}) != 1:
+    if len({(row.drafter, row.tree, row.workload, row.state) for row in chains}) != 1:
         return {}
     drafted = {row.batch_size: row for row in chains}
-    plain = {row.batch_size: row for row in rows if row.rule == "none" and not row.temperature and not row.category}
+    plain = {row.batch_size: row for row in rows if row.rule == "none" and is_decoded(row)}
     first = drafted[min(drafted)]
     times, passes = prices(plain, drafted)
     record = {PROFILE: profile(first, target, conditions)}

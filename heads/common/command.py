@@ -41,9 +41,7 @@ def command(config: str) -> Callable[[Callable[[DictConfig], object]], Callable[
     def decorate(task: Callable[[DictConfig], object]) -> Callable[[], None]:
         register_resolvers()
         # Errors of the task end within: Hydra would print them, overrides and all, before it lets them through.
-        composed = hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name=config)(
-            user_errors()(task)
-        )
+        composed = hydra.main(version_base="1.3", config_path=CONF, config_name=config)(user_errors()(task))
 
         @wraps(task)
         def main() -> None:

@@ -85,6 +85,10 @@ def test_a_report_has_a_profile_where_it_has_one_chain_and_a_schedule_where_it_h
     assert files("tiny", [baseline, replace(chain, tree="dynamic-d4k3n8")], {}) == {}
     assert files("tiny", [baseline, chain, replace(chain, tree="chain-3")], {}) == {}
     assert files("tiny", [baseline, chain], {}).keys() == {PROFILE}
+    along_text = replace(chain, tier="teacher_forced", accepted_by_depth=[0.9] * 5, tokens_per_second=None)
+    assert files("tiny", [baseline, chain, along_text], {})[PROFILE]["marginal_accept_rates"] == MARGINAL
+    for changes in ({"tier": "teacher_forced"}, {"request_rate": 2.0}, {"report": "one"}, {"lossless": {"failed": 1}}):
+        assert files("tiny", [baseline, replace(chain, **changes)], {}) == {}, changes
     further = [
         replace(row, batch_size=size, tokens_per_second=30.0) for row in (baseline, chain) for size in (2, 12, 24)
     ]

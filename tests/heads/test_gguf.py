@@ -22,6 +22,7 @@ def target(path: Path, vocabulary: int = 40) -> Path:
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([f"w{i}" for i in range(vocabulary)])
     writer.add_bos_token_id(3)
+    writer.add_mask_token_id(5)  # which a block head replaces
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

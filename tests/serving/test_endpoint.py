@@ -33,18 +33,25 @@ def server(log: Path, *said: str) -> Iterator[str]:
     words = [str(ENVIRONMENT / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--port", port]
     words += ["--host", "127.0.0.1", "--model", str(TARGET), "--served-model-name", "tiny", *SAID, *said]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    with running(log, words, environment, port) as url:
+        yield url
+
+
+@contextmanager
+def running(log: Path, words: list[str], environment: dict[str, str], port: str) -> Iterator[str]:
+    """Run a server, and give its URL from its first answer until the block ends."""
     with log.open("w") as out:
-        running = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=environment)
         try:
             url, until = f"http://127.0.0.1:{port}", time.monotonic() + PATIENCE
             while not answers(url):
-                assert running.poll() is None, log.read_text()[-4000:]
+                assert process.poll() is None, log.read_text()[-4000:]
                 assert time.monotonic() < until, log.read_text()[-4000:]
-                time.sleep(1)
+                time.sleep(0.2)
             yield url
         finally:
-            running.terminate()
-            running.wait(60)
+            process.terminate()
+            process.wait(60)
 
 
 def answers(url: str) -> bool:

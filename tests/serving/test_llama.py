@@ -6,7 +6,6 @@ A head's file is written by us, and by llama.cpp's own converter from the same p
 import json
 import os
 import subprocess
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,7 +25,7 @@ from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from tests.serving.conftest import command
 from tests.serving.engines import ENVIRONMENT, HERE, TARGET
-from tests.serving.test_endpoint import PATIENCE, answers, free_port
+from tests.serving.test_endpoint import PATIENCE, free_port, running
 
 pytestmark = pytest.mark.serving
 SOURCES = ENVIRONMENT / "llama"
@@ -91,18 +90,8 @@ def server(log: Path, model: Path, *said: str) -> Iterator[str]:
     port = free_port()
     words = [str(ENVIRONMENT / "llama-server"), "-m", str(model), "--host", "127.0.0.1", "--port", port, "--metrics"]
     words += ["-t", "1", "-c", "512", "--parallel", "1", "-fa", "off", "-ctk", "f32", "-ctv", "f32", *said]
-    with log.open("w") as out:
-        running = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ))
-        try:
-            url, until = f"http://127.0.0.1:{port}", time.monotonic() + PATIENCE
-            while not answers(url):
-                assert running.poll() is None, log.read_text()[-4000:]
-                assert time.monotonic() < until, log.read_text()[-4000:]
-                time.sleep(0.2)
-            yield url
-        finally:
-            running.terminate()
-            running.wait(60)
+    with running(log, words, dict(os.environ), port) as url:
+        yield url
 
 
 def drafting(kind: str, folder: Path) -> list[str]:

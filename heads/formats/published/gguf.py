@@ -26,7 +26,8 @@ from heads.modules.rope import Rope
 
 FILE = "head.gguf"
 VERSION = 2  # of GGUF's quantisation formats
-TOKENIZER = "tokenizer."  # how the keys begin that are copied
+TOKENIZER, MASK = "tokenizer.", "tokenizer.ggml.mask_token_id"  # how the keys begin that are copied, and the head's own
+LENGTH = "max_position_embeddings"
 IN_LAYER = {
     "input_layernorm": "attn_norm", "hidden_norm": "attn_norm_2", "post_attention_layernorm": "ffn_norm",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
@@ -76,7 +77,7 @@ def write(folder: Path, target: Path) -> None:
     for key, field in _tokenizer(library, target, config["vocab_size"]).items():
         writer.add_key_value(key, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
     if kind == "dflash":
-        writer.add_uint32("tokenizer.ggml.mask_token_id", config["dflash_config"]["mask_token_id"])
+        writer.add_uint32(MASK, config["dflash_config"]["mask_token_id"])
     for name, tensor in _renamed(kind, config, tensors).items():
         _add_tensor(library, writer, name, tensor)
     writer.write_header_to_file()
@@ -96,7 +97,7 @@ def _settings(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> 
     """Return the keys of a head's architecture by their names without it."""
     settings = {
         "block_count": config["num_hidden_layers"],
-        "context_length": config.get("max_position_embeddings", 0),
+        **({"context_length": config[LENGTH]} if LENGTH in config else {}),
         "embedding_length": config["hidden_size"],
         "feed_forward_length": config["intermediate_size"],
         "vocab_size": config["vocab_size"],
@@ -141,7 +142,7 @@ def _tokenizer(library: Any, target: Path, vocabulary: int) -> dict[str, Any]:
         raise ValueError(
             f"gguf={target}: a vocabulary of {count} tokens, and the head's is {vocabulary}; give its own target's file"
         )
-    return {key: field for key, field in fields.items() if key.startswith(TOKENIZER)}
+    return {key: field for key, field in fields.items() if key.startswith(TOKENIZER) and key != MASK}
 
 
 def _renamed(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:

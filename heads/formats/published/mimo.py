@@ -87,7 +87,7 @@ def shapes(config: dict[str, Any]) -> Shapes:
 
 
 def overrides(config: dict[str, Any]) -> dict[str, Any]:
-    """Return what vLLM must be told of the target for it to make the module of this config.json (`--hf-overrides`)."""
+    """Return the keys that vLLM needs in the target's config.json to make this module (`--hf-overrides`)."""
     return {"num_nextn_predict_layers": 1} | ({"qk_norm": True} if config.get("qk_norm") else {})
 
 
