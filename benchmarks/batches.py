@@ -20,7 +20,7 @@ sys.path[0] = str(ROOT)
 from benchmarks.engine import PROMPT, TRUE, random_prompts, random_target, readers
 from data.text.prompts import Prompt
 from eval.inputs.texts import Text
-from eval.measures.cost_model import Costs, Replayed, ReplayedStep, draft_key, mean, predict, stops_paying
+from eval.measures.cost_model import Costs, Replayed, ReplayedStep, draft_key, predict, stops_paying
 from eval.measures.machine import device_facts
 from eval.tuning import costs as costing
 from inference.decode import Settings, autoregress, speculate
@@ -48,7 +48,7 @@ def replayed(target: Target, source: Drafter, prompts: list[Prompt], tokens: int
     found = []
     for token, settings in zip(*requests(prompts, tokens, len(prompts)), strict=True):
         made = speculate(target, source, token, settings)
-        steps = [ReplayedStep(0, step.drafted, step.accepted) for step in made.steps]
+        steps = [ReplayedStep(step.drafted, step.accepted) for step in made.steps]
         found.append(Replayed(steps, len(made.tokens) - 1))
     return found
 
@@ -99,7 +99,7 @@ def main() -> None:
     for size in sorted({1, *asked.batches}):
         costs[size] = priced(target, texts, settings, size, asked.samples)
         runs = measured(target, {"plain": Plain(target.device), **drafts}, prompts, size, asked)
-        middle = {name: [mean(each) for each in zip(*rounds, strict=True)] for name, rounds in runs.items()}
+        middle = {name: [statistics.fmean(each) for each in zip(*rounds, strict=True)] for name, rounds in runs.items()}
         line = f"{size:5}" + "".join(f"{rate:15.1f} {wait:10.2f}" for rate, wait in middle.values())
         for name, each in steps.items():
             texts_of = [each[i % len(each)] for i in range(size)]

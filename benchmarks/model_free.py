@@ -31,9 +31,9 @@ from inference.drafters.registry import make
 from inference.protocol import Commit, Context, Drafter, Verified
 from inference.target.model import TargetOutput
 from inference.target.target import Target
+from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree, children
-from inference.verification.verify import Generator
 
 NAMES = ("prompt_lookup", "prompt_lookup_hf", "prompt_lookup_vllm", "suffix", "recycling", "recycling80", "lookahead")
 CONTEXTS = (512, 1024, 2048, 4096, 8192)

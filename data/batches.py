@@ -119,10 +119,8 @@ class Batches:
     """
 
     def __init__(self, packed: Packed, rows_per_step: int, micro_rows: int, seed: int, rank: int, world: int) -> None:
-        """Check the sizes; no permutation is sampled yet."""
-        if min(rows_per_step, micro_rows) < 1:
-            raise ValueError(f"{rows_per_step} rows a step in micro-batches of {micro_rows}: both must be at least 1")
         assert 0 <= rank < world
+        assert min(rows_per_step, micro_rows) > 0
         self.packed, self.seed, self.rank, self.world = packed, seed, rank, world
         self.rows_per_step, self.micro_rows = rows_per_step, micro_rows
         self._order: tuple[int, Int[Tensor, " R"]] | None = None

@@ -33,7 +33,7 @@ from data.text.prompts import load_samples, records_to_answer
 from data.text.sources import check_sources
 from heads import head_config
 from heads.base import HeadConfig
-from heads.common.command import command
+from heads.common.command import command, report_best_head
 from heads.common.files import check_writable
 from heads.common.ranges import Count, Number
 from heads.common.typed import typed
@@ -151,6 +151,7 @@ def run(job: JobConfig) -> None:
             "features=engine feeds a training: give features=stored, and features.vllm for vLLM's own files"
         )
     check_early(job)
+    report_best_head()
     if job.inspect > 0:
         tokenizer = load_tokenizer(job.model.path, job.model.trust_remote_code)
         samples = list(load_samples(job.data, tokenizer, max(job.inspect, job.limit or 0)))

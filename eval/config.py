@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from data.answers.client import check_url
 from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED, TIERS
-from heads.common.ranges import Amount, Count, NewTokens, Number, OneOf, Positive, Within
+from heads.common.ranges import Amount, Count, Decay, NewTokens, Number, OneOf, Positive, Within
 from heads.common.resolvers import ROOT
 from heads.common.typed import typed
 from inference.decode import Settings
@@ -22,7 +22,7 @@ API = "/v1"  # the path of an endpoint's API
 TURNS = ("first", "all")
 # Keys that an endpoint decides itself or does not support, each with the only value that is allowed with one.
 NEUTRAL: dict[str, Any] = {
-    "run": None, "compare": [], "tune": False, "budget": None, "request_rate": None, "truncate": False,
+    "run": None, "compare": [], "tune": False, "budget": None, "truncate": False,
     "rule": "auto", "lossy": False, "dtype": "auto", "minutes": None,
 }  # fmt: skip
 
@@ -182,7 +182,57 @@ class EndpointConfig:
 
 
 @dataclass(frozen=True)
-class EvalConfig(SourcesConfig, Selection, DecodingConfig, EndpointConfig):
+class AuditorConfig:
+    """What an audit asks, and when it ends."""
+
+    requests: Count
+    minutes: Positive
+    concurrency: list[Count]
+    borders: list[Count]
+    samples: Annotated[int, Within(8, 100_000)]
+    sample_tokens: NewTokens
+    near_tie: Amount
+    alpha: Annotated[float, Within(0, 0.5, above=True)]
+    plain: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class AuditConfig:
+    """A served model that is audited against its baseline, by its URL."""
+
+    audit: str | None
+    auditor: AuditorConfig
+
+
+@dataclass(frozen=True)
+class WatcherConfig:
+    """When a watch raises an alarm, and how it reads; conf/eval.yaml says what each key means."""
+
+    alarm_rate: Annotated[float, Within(0, 0.5, above=True)]
+    reference: Annotated[int, Within(20, 1_000_000)]
+    tolerance: Decay
+    least: Annotated[int, Within(2, 1_000_000)]
+    lengths: list[Count]
+    follow: bool
+    poll: Positive
+    passes: Count
+
+    def __post_init__(self) -> None:
+        """Refuse lengths that do not rise."""
+        if self.lengths != sorted(set(self.lengths)):
+            raise ValueError(f"watcher.lengths is {self.lengths}: give rising numbers")
+
+
+@dataclass(frozen=True)
+class WatchConfig:
+    """A head in service that is watched: the log that grows, or the server's URL."""
+
+    watch: str | None
+    watcher: WatcherConfig
+
+
+@dataclass(frozen=True)
+class EvalConfig(SourcesConfig, Selection, DecodingConfig, EndpointConfig, AuditConfig, WatchConfig):
     """One evaluation: conf/eval.yaml, with all keys at one level; a component takes the base class that it needs."""
 
     workload: Any  # a name, a list of them, or None
@@ -219,6 +269,10 @@ class EvalConfig(SourcesConfig, Selection, DecodingConfig, EndpointConfig):
         self._check_compare()
         self._check_tiers()
         check_endpoint(self)
+        if self.audit is not None:
+            check_audit(self)
+        if self.watch is not None:
+            check_watch(self)
         if self.tune:
             self._check_tune()
 
@@ -297,7 +351,7 @@ def is_number(value: Any) -> bool:
 def check_endpoint(config: EvalConfig) -> None:
     """Refuse settings that an endpoint does not support."""
     if config.endpoint is None:
-        if config.baseline is not None:
+        if config.baseline is not None and config.audit is None:
             raise ValueError(f"baseline is {config.baseline}, but there is no endpoint: give endpoint= as well")
         return
     for key in ("endpoint", "baseline"):
@@ -317,6 +371,38 @@ def check_endpoint(config: EvalConfig) -> None:
             f"temperature is {config.temperature!r}: texts can be compared at 0 alone, so give temperature=[0,…] or "
             "no baseline"
         )
+
+
+def check_audit(config: EvalConfig) -> None:
+    """Refuse an audit without a baseline, and settings that it does not take."""
+    assert config.audit is not None
+    for key in ("audit", "baseline"):
+        if (url := getattr(config, key)) is not None:
+            check_url(key, url)
+    given = [
+        key
+        for key, neutral in {**NEUTRAL, "endpoint": None, "request_rate": None}.items()
+        if getattr(config, key) != neutral
+    ]
+    if given:
+        raise ValueError(f"{', '.join(given)}: an audit asks a server as it is; leave that out")
+    same = config.baseline is None or base_url(config.baseline) == base_url(config.audit)
+    if same and not config.auditor.plain:
+        raise ValueError(
+            "audit needs a baseline: the same model served without speculation at another URL (baseline=URL), or the "
+            "fields of a request that turn speculation off (auditor.plain={...})"
+        )
+
+
+def check_watch(config: EvalConfig) -> None:
+    """Refuse a watch of anything but a log or a server, or of several heads."""
+    if str(config.watch).startswith(("http://", "https://")) and not config.watcher.follow:
+        raise ValueError("watcher.follow=false reads a log to its end, and a server's counters have none: leave it out")
+    if len(config.runs()) > 1 or config.compare:
+        raise ValueError("watch follows the head in service: give one run, and no compare")
+    for key in ("endpoint", "audit", "baseline"):
+        if getattr(config, key) is not None:
+            raise ValueError(f"{key}: a watch only reads; leave that out")
 
 
 def base_url(url: str) -> str:

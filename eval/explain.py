@@ -5,11 +5,12 @@ The tuner (eval/tune.py) decodes with the best ones and writes the winner; here 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from eval.config import DecodingConfig, TunerConfig
 from eval.inputs.texts import Text
-from eval.measures.cost_model import Costs, cycled, mean, predict, stops_paying
+from eval.measures.cost_model import Costs, cycled, predict, stops_paying
 from eval.tuning import costs as costing
 from eval.tuning.grid import OWN, SIZES, Tried, distinct, sizes_for
 from inference.decode import Settings
@@ -44,7 +45,7 @@ def price(
 
 def scaled(alone: Mapping[str, float], batched: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of all drafts in a batch, given those of some."""
-    slower = mean([seconds / alone[key] for key, seconds in batched.items()])
+    slower = fmean(seconds / alone[key] for key, seconds in batched.items())
     return {key: slower * seconds for key, seconds in alone.items()} | dict(batched)
 
 
@@ -98,7 +99,6 @@ def _speedup(one: Tried, costs: Mapping[int, Costs], batch: int) -> float:
 
 
 def _summary(one: Tried, costs: Mapping[int, Costs]) -> dict[str, Any]:
-    """Return report.json's entry of a tree."""
     steps = [step for text in one.held for step in text.steps]
     return {
         "family": one.family,

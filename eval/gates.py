@@ -57,8 +57,7 @@ def agreement(
     plain, epsilon = middle.pop(PLAIN), EPSILON.get(target.dtype, 0.0)
 
     @cache
-    def gap(index: int, position: int) -> float:
-        """Return the baseline's logit gap at a position of an answer."""
+    def gap(index: int, position: int) -> float:  # the baseline's, between its two best logits
         most = max(2, position + 1)
         how = replace(settings, gaps=True, max_new_tokens=most, min_new_tokens=min(settings.min_new_tokens, most))
         gaps = autoregress(target, prompts[index].token, how).gaps

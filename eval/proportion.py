@@ -25,7 +25,6 @@ class Reduced:
     left_out: str
 
     def __str__(self) -> str:
-        """Describe it in one line."""
         begin = f"evaluation: about {self.seconds:.0f} s"
         return f"{begin}; {self.left_out}" if self.left_out else begin
 

@@ -19,6 +19,8 @@ from torch import distributed
 
 from data.text.prompts import Prompt, locate
 from data.text.sources import check_source
+from eval.audit.compare import FAILED, PASSED
+from eval.audit.run import audited
 from eval.config import OWN, RECORDED, EngineConfig, EvalConfig, listed
 from eval.endpoint import measure
 from eval.gates import check
@@ -29,21 +31,25 @@ from eval.inputs.workloads import Workload, load_workload, prompt_counts, read_w
 from eval.measures.losslessness import FailedChecks, Gate, SampledGate
 from eval.measures.machine import device_facts, provenance
 from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED
-from eval.measures.serving import CONFIG as SCHEDULE
+from eval.measures.serving import CONFIG as SERVING
 from eval.proportion import in_proportion
+from eval.report.sections import compared, sentence
 from eval.report.side_by_side import folder_of, side_by_side
 from eval.report.text import terminal
 from eval.report.write import READ, Report
 from eval.sessions import Timed, along_texts, check_sources, timed_rows
 from eval.tiers import recorded, replayed
 from eval.tune import TunePlan, tune
-from eval.tuning.results import TUNED
+from eval.tuning.results import TUNED, is_tuned
+from eval.watch.run import Player, follow
 from heads.common.command import command
 from heads.common.files import check_writable
 from heads.common.target_config import experts_of
 from heads.common.typed import bracketed, typed
 from heads.common.untrusted import visible
+from heads.formats.hub import resolve_head
 from inference.decode import autoregress
+from inference.drafters.head import HeadDrafter, load_drafter
 from inference.target.config import DTYPES, ModelConfig, device_named, fast_dtype
 from inference.target.loading import configuration, note_dtype
 from inference.target.placement import check_alone
@@ -92,10 +98,17 @@ def prepared(config: EvalConfig) -> tuple[ModelConfig, list[str], Path]:
         out /= model.name  # the run's own report is of the head's own target
     device_named(model.device)
     check_writable(out, "out")
-    print(visible(f"evaluation on {', '.join(names)} with {model.path}, to {out}"), file=sys.stderr)
+    replaced = "" if config.tune else replacing(out)
+    if is_first():
+        print(visible(f"evaluation on {', '.join(names)} with {model.path}, to {out}{replaced}"), file=sys.stderr)
     if not config.from_log:
         configuration(model.path, model.trust_remote_code)
     return model, names, out
+
+
+def is_first() -> bool:
+    """Whether this process is the first, or the only one."""
+    return not distributed.is_initialized() or distributed.get_rank() == 0
 
 
 def served(config: EvalConfig) -> Report:
@@ -105,6 +118,35 @@ def served(config: EvalConfig) -> Report:
     report = measure.measure(config, config, config, config.repeats, names)
     publish(report, out)
     return report
+
+
+def audit(config: EvalConfig) -> int:
+    """Audit a served model, to outputs/audit unless the user says; return 0 if it passed, 1 if not, 3 if undecided."""
+    out = folder_for(config.out, [], ["audit"])
+    check_writable(out, "out")
+    names = workloads_of(config, None) if config.workload else []
+    verdict = audited(config, config, config, config, names, out)
+    return {PASSED: 0, FAILED: 1}.get(verdict.status, 3)
+
+
+def watch(config: EvalConfig) -> int:
+    """Watch the head in service; return 0 without an alarm, 1 with one, 3 where nothing could be compared yet."""
+    return follow(config, config.client, player(config))
+
+
+def player(config: EvalConfig) -> Player | None:
+    """Return the head of `run` to be played along a log, not loaded yet; None without a run."""
+    (run,) = config.runs() or (None,)
+    if run is None:
+        return None
+
+    def load() -> tuple[Target, HeadDrafter]:
+        model = model_of(run, config.model)
+        target = load_target(model, dtype_for(config, model), config.engine)
+        return target, load_drafter(resolve_head(run), config.tree, target, "head")
+
+    check_drafters(config)
+    return Player(load, str(config.watch), config.turns, config.max_new_tokens)
 
 
 def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Report:
@@ -117,7 +159,7 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
     workloads, remarks = read(config, target, names), remarks_of(config, target)
     if live and config.minutes is not None and not config.from_log:
         reduced = in_proportion(config, target, workloads)
-        if not distributed.is_initialized() or distributed.get_rank() == 0:
+        if is_first():
             Console().print(visible(str(reduced)), soft_wrap=True, highlight=False)
         config, remarks = reduced.config, [*remarks, reduced.left_out] if reduced.left_out else remarks
         workloads = read(config, target, names)
@@ -142,7 +184,7 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
         extras["warnings"] = remarks
     return Report(
         target={"name": model.name, "path": model.path, **described(target)},
-        device=device_facts(target.device, target.dtype),
+        device=device_facts(target.device, target.dtype) | devices_of(target),
         settings=settings_of(config, workloads),
         gates=gates,
         rows=timed.rows + rows,
@@ -160,7 +202,19 @@ def remarks_of(config: EvalConfig, target: Target) -> list[str]:
         remarks.append(
             f"the target is cut up among {distributed.get_world_size()} processes, which all decode the same"
         )
-    return remarks
+    return remarks + _half_tuned(config)
+
+
+def _half_tuned(config: EvalConfig) -> list[str]:
+    """Return that the trees of some heads were tuned and those of others were not, where each has its own."""
+    if "head" not in config.drafter or any(value is not None for value in config.tree.values()):
+        return []
+    heads = find_heads([*config.runs(), *config.compare])
+    tuned = [name for name, folder in heads.items() if is_tuned(folder)]
+    others = ", ".join(name for name in heads if name not in tuned)
+    if not tuned or not others:
+        return []
+    return [f"the tree of {', '.join(tuned)} was tuned, that of {others} was not: tune it too, by tune=true"]
 
 
 def from_log(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Report:
@@ -190,9 +244,9 @@ def tuned(config: EvalConfig) -> bool:
     target = load_target(model, dtype_for(config, model), config.engine)
     prompts = load_workload(names[0], target, config.prompts, config.truncate)
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
-    plan = TunePlan(config.runs()[0], config.tree, config.tuner, config, config.repeats)
+    plan = TunePlan(config.runs()[0], config.tree, config.tuner, config, config.repeats, config.minutes)
     with target.uncaptured():  # as the costs are measured that it predicts from
-        tuning = tune(plan, target, prompts, config.engine.label)
+        tuning = tune(plan, target, prompts, config.engine.label, lambda line: console.print(line, soft_wrap=True))
     tuning.write(out)
     tuning.show(console)
     console.print(visible(f"all numbers: {out / TUNED}"), soft_wrap=True, markup=False)
@@ -237,6 +291,11 @@ def folder_for(out: str | None, runs: Sequence[str], drafters: Sequence[str]) ->
     return Path(out).expanduser() if out else first if first.is_dir() else Path("outputs") / first.name
 
 
+def replacing(out: Path) -> str:
+    """Return what to add to a folder's name where a report in it is replaced; nothing where there is none."""
+    return ", in place of the report there; out=FOLDER writes elsewhere" if (out / "report.json").exists() else ""
+
+
 def load_target(model: ModelConfig, dtype: str, engine: EngineConfig) -> Target:
     """Load the target in a dtype, that of the weights that are not quantised, and compile it if the engine is to be."""
     if not distributed.is_initialized():  # else all processes of a training are here
@@ -279,6 +338,13 @@ def described(target: Target) -> dict[str, Any]:
     return {**spec, **facts, "experts": experts_of(target.config)}
 
 
+def devices_of(target: Target) -> dict[str, int]:
+    """Return the number of devices that hold the target as the report's `count`, where they are several."""
+    here = {parameter.device for parameter in target.model.parameters() if parameter.device.type not in ("cpu", "meta")}
+    count = max(len(here), 1) * (distributed.get_world_size() if target.placed.together else 1)
+    return {"count": count} if count > 1 else {}
+
+
 def settings_of(config: EvalConfig, workloads: Sequence[Workload[Any]]) -> dict[str, Any]:
     """Return the settings that the numbers depend on besides models and machine."""
     sampling = ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "lossy", "seed")
@@ -297,13 +363,16 @@ def publish(report: Report, out: Path) -> None:
     """Print the table, which outlives a full disk; write the files, say where they are, and on stderr what failed."""
     # A pipe has no width of its own, and rich's guess would break the lines.
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
-    console.print(terminal(report.as_dict()))
-    for warning in report.extras.get("warnings", []):
+    content = report.as_dict()
+    console.print(terminal(content))
+    for line in filter(None, (sentence(content), *compared(content))):
+        console.print(visible(line), soft_wrap=True, markup=False, highlight=False)
+    for warning in report.warnings():
         print(visible(f"compare with care: {warning}"), file=sys.stderr)
     report.write(out)
     files = [str(out / name) for name in READ if (out / name).exists()]
     console.print(visible(f"report: {' and '.join(files)}"), soft_wrap=True, markup=False)
-    if (schedule := out / SCHEDULE).exists():
+    if (schedule := out / SERVING).exists():
         *_, (_, last, _) = json.loads(schedule.read_text())["num_speculative_tokens_per_batch_size"]
         console.print(visible(f"tokens to draft up to batch size {last}, for vLLM: {schedule}"), soft_wrap=True)
     for failure in report.failures():
@@ -312,8 +381,12 @@ def publish(report: Report, out: Path) -> None:
 
 @command("eval")
 def main(cfg: DictConfig) -> None:
-    """Evaluate; exit with 1 if a drafter is not lossless, with 2 for an error of the user's."""
+    """Evaluate; exit with 1 if a drafter is not lossless or a watch has an alarm, 2 for a mistake, 3 if undecided."""
     config = typed(EvalConfig, cfg)
+    if config.audit is not None:
+        raise SystemExit(audit(config))
+    if config.watch is not None:
+        raise SystemExit(watch(config))
     if not (tuned(config) if config.tune else evaluate(config).passed):
         raise SystemExit(1)
 

@@ -45,11 +45,7 @@ class JobConfig:
 
 
 def find(job: JobConfig) -> Path:
-    """Search, time the result against autoregressive decoding on the same prompts, print it, write and return its file.
-
-    Raises:
-        ValueError: no such model or workload, the target's layers cannot be run in parts, or no skip is faster.
-    """
+    """Search, time the result on the same prompts, print it, write and return its file; refuse if no skip is faster."""
     model = job.model
     workload = job.workload or model.prompts
     if not workload:

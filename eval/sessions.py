@@ -14,7 +14,7 @@ from eval.inputs.runs import find_heads
 from eval.inputs.workloads import Workload
 from eval.live import request_rate
 from eval.live.answers import answers
-from eval.live.extras import training, trees
+from eval.live.extras import paired, training, trees
 from eval.live.interleaved import PLAIN, measure, rows
 from eval.measures.losslessness import Gate, SampledGate
 from eval.measures.machine import peak_memory
@@ -77,6 +77,11 @@ def timed_rows(
                 shown = answers(runs, drafters, workload.prompts, target, temperature)
                 measured.extras.update(trees=trees(runs, drafters), answers=shown)
             timed = rows(runs, drafters, gates, measurement)
+            if rate is None:
+                whole = [row for row in timed if row.speedup is not None and not row.category]
+                lossless = [row.drafter for row in whole if row.drafter != PLAIN]
+                if len(lossless) > 1:
+                    measured.extras.setdefault("paired", []).extend(paired(runs, lossless, measurement))
             measured.rows.extend(timed if rounds is None else request_rate.waited(timed, rounds, measurement))
         start += len(workload.prompts)
     return measured

@@ -16,11 +16,10 @@ from eval.explain import explained, price
 from eval.inputs.drafters import in_states
 from eval.inputs.texts import Text, of_answer
 from eval.inputs.workloads import Workload, check_known, read_log
-from eval.measures.metrics import Passes, counted, median_run
+from eval.measures.metrics import Passes, median_run
 from eval.measures.results import REPLAY, TEACHER_FORCED, Request, Row, Source, text_results
 from eval.offline.replay import RULE, play
-from eval.offline.teacher_forced import Overlap, Record, expected, overlap, record
-from eval.offline.teacher_forced import replay as steps_of
+from eval.offline.teacher_forced import Overlap, Record, expected, overlap, passes_along, record
 from eval.tuning.grid import simulate
 from eval.tuning.static_tree import acceptance
 from inference.decode import Generation, Settings, autoregress
@@ -183,10 +182,7 @@ def heads_of(drafters: Mapping[str, Drafter]) -> dict[str, HeadDrafter]:
 def _along(
     target: Target, head: Any, tree: TreeConfig, texts: Sequence[Text], sampling: Sampling | None
 ) -> tuple[dict[str, Any], list[Passes]]:
-    """Return the statistics of a head along texts and the counts of each; with `sampling`, the expected ones of chains.
-
-    Without it drafts are chosen by rank.
-    """
+    """Return a head's statistics along texts and the counts of each: with `sampling`, those expected of chains."""
     depth = min(head.max_depth, tree.deepest)
     grown = [tree] if tree.kind in CONFIDENT else []
     records = [record(target, head, text, grown, depth) for text in texts]
@@ -194,11 +190,7 @@ def _along(
     if sampling is not None:
         overlaps = [overlap(target, head, text, sampling, depth) for text in texts]
         return ranked | sampled_table(overlaps), [expected(common, depth) for common in overlaps]
-    counts = []
-    for text, head_record in zip(texts, records, strict=True):
-        steps = steps_of(head_record, tree)
-        counts.append(counted([step.accepted for step in steps], sum(step.nodes for step in steps), text.generated - 1))
-    return ranked, counts
+    return ranked, [passes_along(head_record, tree) for head_record in records]
 
 
 def table(records: Sequence[Record], depth: int) -> dict[str, Any]:

@@ -10,24 +10,26 @@ is not chosen.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 from data.text.prompts import Prompt
 from eval.config import DecodingConfig, TunerConfig
 from eval.inputs.texts import Text, write
 from eval.live.interleaved import PLAIN, decoded_once, measure, rows
-from eval.measures.cost_model import Costs, at_context, cycled, mean, predict, rising
+from eval.measures.cost_model import Costs, at_context, cycled, predict, rising
 from eval.measures.losslessness import gate, labelled
 from eval.measures.machine import device_facts, provenance
 from eval.measures.results import Measurement, Row
 from eval.tuning import costs as costing
-from eval.tuning.grid import SIZES, Tried, distinct, halves, hopeful, simulate, sizes_for
+from eval.tuning.estimate import Extent, fitted
+from eval.tuning.grid import AGAIN, FINALISTS, SIZES, Tried, distinct, halves, hopeful, simulate, sizes_for
 from eval.tuning.results import AtBatch, Candidate, Measured, Tuning, conclude, fastest
-from heads.formats.hub import resolve_head
+from heads.formats.hub import kind_of, resolve_head
 from heads.formats.published import is_published
 from heads.formats.store import SCHEDULE, read_config, save_tree
 from inference.batch import Batch
-from inference.decode import Settings
+from inference.decode import Settings, autoregress
 from inference.drafters.head import HeadDrafter, load_for, saved_tree
 from inference.drafters.plain import Plain
 from inference.drafters.policy import TreeConfig
@@ -35,30 +37,20 @@ from inference.protocol import Drafter
 from inference.target.target import Target
 from inference.tree_config import Schedule, scheduled
 
-FINALISTS = 3  # of each family, priced again
-AGAIN = 8  # factor of the samples for that
-
 Group = Callable[[Tried], str]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class TunePlan:
-    """Settings of a tuning of the tree of one run's head.
+    """Settings of a tuning of the tree of one run's head."""
 
-    Attributes:
-        run: a folder or Hub id.
-        tree: overrides of that tree, where the search begins.
-        grid: the values to try.
-        decoding: greedy decoding settings, and the batch sizes.
-        repeats: timed passes over the prompts.
-    """
-
-    run: str
-    tree: dict[str, Any]
-    grid: TunerConfig
-    decoding: DecodingConfig
-    repeats: int
+    run: str  # a folder or Hub id
+    tree: dict[str, Any]  # overrides of that tree, where the search begins
+    grid: TunerConfig  # the values to try
+    decoding: DecodingConfig  # greedy decoding settings, and the batch sizes
+    repeats: int  # timed passes over the prompts
+    minutes: float | None = None  # that it is to take, at most about; None: as many as it takes
 
     @property
     def settings(self) -> Settings:
@@ -71,8 +63,12 @@ class TunePlan:
         return sorted({*SIZES, *self.grid.nodes})
 
 
-def tune(plan: TunePlan, target: Target, prompts: Sequence[Prompt], engine: str) -> Tuning:
+def tune(
+    plan: TunePlan, target: Target, prompts: Sequence[Prompt], engine: str, say: Callable[[str], object] = print
+) -> Tuning:
     """Find the best tree for the head of a run at every batch size; `engine` is the engine's name in reports.
+
+    At first it says how long that takes, and what is left out for the minutes of the plan.
 
     The one for the smallest is written into the head's config where it beats autoregressive decoding; of several sizes
     the schedule is too. Half of the prompts choose; the choice is predicted for the other half, and measured on it.
@@ -82,7 +78,7 @@ def tune(plan: TunePlan, target: Target, prompts: Sequence[Prompt], engine: str)
             verify.
     """
     plan = replace(plan, grid=plan.grid.within(target.context))
-    run, grid, batch_sizes = plan.run, plan.grid, sorted(set(plan.decoding.batch_sizes()))
+    run, batch_sizes = plan.run, sorted(set(plan.decoding.batch_sizes()))
     Batch(target, [Plain(target.device)] * batch_sizes[-1])  # fails now, not after minutes, if the target takes none
     folder = resolve_head(run)
     if is_published(folder):
@@ -90,14 +86,24 @@ def tune(plan: TunePlan, target: Target, prompts: Sequence[Prompt], engine: str)
             f"{folder}: tune=true writes the tree into the head, and this one is of another project's format"
         )
     head = load_for(folder, target)
+    drafter = HeadDrafter(head, saved_tree(folder, plan.tree), "head")
+
+    def answer() -> int:
+        return len(autoregress(target, prompts[0].token, plan.settings).tokens)
+
+    whole = Extent(len(prompts), plan.repeats, plan.grid)
+    extent, line = fitted(whole, plan.minutes, batch_sizes, drafter, target.takes_trees, answer)
+    say(line)
+    grid, prompts = extent.grid, prompts[: extent.prompts]
+    plan = replace(plan, grid=grid, repeats=extent.repeats)
     answered = [(prompt, text) for prompt in prompts for text in write(target, [prompt.token], plan.settings)]
     if not answered:
         raise ValueError("the target answers every prompt with one token, so nothing is drafted: set another workload")
-    texts, drafter = [text for _, text in answered], HeadDrafter(head, saved_tree(folder, plan.tree), "head")
+    texts = [text for _, text in answered]
     trees, table = simulate(grid, target, drafter, texts)
     bench = Bench(plan, target, drafter, texts, halves([prompt for prompt, _ in answered])[1])
     most = target.context - max(plan.sizes) - 1
-    here = min(most, round(mean([text.start + text.generated / 2 for text in texts])))  # the workload's context
+    here = min(most, round(fmean(text.start + text.generated / 2 for text in texts)))  # the workload's context
     contexts = costing.verification(target, plan.sizes, [here, *grid.contexts], 2 * grid.samples, plan.decoding.seed)
     costs: dict[int, Costs] = {}
     results: list[AtBatch] = []
@@ -110,7 +116,8 @@ def tune(plan: TunePlan, target: Target, prompts: Sequence[Prompt], engine: str)
             costs[batch] = bench.costs(finalists, AGAIN * grid.samples, batch, costs[batch])
             candidates = bench.measured(ranked(finalists, costs, batch, group), costs, batch, contexts, here)
             results.append(AtBatch(batch, costs[batch], candidates, fastest(candidates), ""))
-    return Tuning(settings_of(plan, target, texts, engine), table.tolist(), contexts, concluded(results, run, folder))
+    settings = {**settings_of(plan, target, texts, engine), "left_out": extent.left_out(whole, plan.minutes)}
+    return Tuning(settings, table.tolist(), contexts, concluded(results, run, folder))
 
 
 def ranked(trees: Sequence[Tried], costs: Mapping[int, Costs], batch: int, group: Group) -> list[list[Tried]]:
@@ -252,6 +259,7 @@ def settings_of(plan: TunePlan, target: Target, texts: Sequence[Text], engine: s
     chosen, held = map(len, halves(texts))
     return {
         "run": plan.run,
+        "head": kind_of(resolve_head(plan.run)),
         "target": target.name,
         "device": device_facts(target.device, target.dtype),
         "texts": {"chosen": chosen, "held": held},

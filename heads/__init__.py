@@ -41,11 +41,7 @@ HEADS = {
 
 
 def head_config(values: Any) -> HeadConfig:
-    """Return the Config of the head that `name` in these values chooses, from YAML or from a file.
-
-    Raises:
-        ValueError: there is no such head, or a value is not one of its.
-    """
+    """Return the Config of the head that `name` chooses in values of YAML or of a file; refuse unknown ones."""
     name = values.get("name") if isinstance(values, Mapping) else None
     if name not in HEADS:
         raise ValueError(f"head.name is {shown(name)}: choose one of {', '.join(HEADS)}")

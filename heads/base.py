@@ -13,11 +13,14 @@ Shape letters: B rows of a batch, T positions, L feature layers, D the target's 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+
+from heads.common.ranges import Amount, Count, Positive, Width
 
 
 @runtime_checkable
@@ -61,11 +64,7 @@ class DraftVocabulary(nn.Module):
         self.ids.copy_(order[: len(self.ids)].sort().values)
 
     def check(self, where: str) -> None:
-        """Check ids that were loaded.
-
-        Raises:
-            ValueError: they are not different tokens of the vocabulary in ascending order; `where` is their file.
-        """
+        """Refuse loaded ids that are not different tokens of the vocabulary in ascending order; `where` is the file."""
         if bool((self.ids.diff() <= 0).any()) or int(self.ids[0]) < 0 or int(self.ids[-1]) >= self.full_size:
             raise ValueError(
                 f"{where}: vocab.ids are not {len(self.ids)} different tokens of the target's {self.full_size} in "
@@ -134,6 +133,7 @@ class Embeddings(Protocol):
     vocab_size: int
     num_layers: int
     layer: LayerShape
+    config: Any  # the target's (text) configuration, as transformers has it
 
     def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
         """Return the target's input embeddings of `token`."""
@@ -171,10 +171,7 @@ class DraftHead(Protocol):
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Training: draft depths 1 … `depths` from all rows at once, as `extend` and `expand` would one by one.
 
-        Args:
-            features: the batch.
-            depths: how many.
-            anchors: the rows to be drafted from, in order; a head's output for the others is undefined. None for all.
+        `anchors` are the rows to be drafted from, in order; a head's output for the others is undefined. None for all.
         """
         ...
 
@@ -221,12 +218,55 @@ class DraftHead(Protocol):
         ...
 
 
-def layer_shape(config: Any, embeddings: Embeddings) -> LayerShape:
-    """Return the shape in a head's configuration, the target's where a value is null.
+@dataclass(frozen=True)
+class LayerConfig:
+    """Numbers of a head with decoder layers; null takes the target's own, as `length` looks at all rows."""
 
-    Raises:
-        ValueError: the query heads are no multiple of the key-value heads, or the head width is odd.
-    """
+    name: str
+    length: Count | None
+    num_heads: Width | None
+    num_kv_heads: Width | None
+    head_dim: Width | None
+    intermediate_size: Width | None
+    rope_theta: Positive
+    rope_scaling: dict[str, Any] | None
+    norm_eps: Amount
+    lm_head: str
+    draft_vocab: Count | None
+
+
+class HeadModule(nn.Module):
+    """A head's module, with its configuration and the target's embeddings."""
+
+    def __init__(self, config: Any, embeddings: Embeddings) -> None:
+        super().__init__()
+        self.config = config
+        self._embeddings = (embeddings,)  # in a tuple, so that they are no submodule and never trained or saved
+
+    @property
+    def embeddings(self) -> Embeddings:
+        """The target's embedding and lm_head."""
+        return self._embeddings[0]
+
+
+def shape_of(config: Any) -> LayerShape:
+    """Return the shape of a decoder layer from a model's (text) configuration; refuse layers without attention."""
+    heads: int | None = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        raise ValueError(
+            f"headstart does not run {config.model_type} models (they have no attention, whose entries count a cache's "
+            "tokens): choose another target"
+        )
+    return LayerShape(
+        heads,
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
+        getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size,
+    )
+
+
+def layer_shape(config: Any, embeddings: Embeddings) -> LayerShape:
+    """Return the shape in a head's configuration, the target's where a value is null; refuse odd and uneven ones."""
     shape = LayerShape(*(getattr(config, name) or getattr(embeddings.layer, name) for name in LayerShape._fields))
     if shape.num_heads % shape.num_kv_heads:
         raise ValueError(
@@ -239,11 +279,7 @@ def layer_shape(config: Any, embeddings: Embeddings) -> LayerShape:
 
 
 def check_depths(depths: int, heads: int) -> None:
-    """Check that a head with one module a depth is unrolled to all of them: a module without a gradient stops a run.
-
-    Raises:
-        ValueError: the two differ.
-    """
+    """Refuse to unroll a head with one module a depth to another depth: a module without a gradient stops a run."""
     if depths != heads:
         raise ValueError(f"objective.depths is {depths} but the head drafts {heads} depths: make them equal")
 
@@ -265,8 +301,3 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return x.to(device, non_blocking=True)
     return x.pin_memory().to(device, non_blocking=True)
-
-
-def device_of(head: nn.Module) -> torch.device:
-    """Return the device that the head's parameters live on."""
-    return next(head.parameters()).device

@@ -23,8 +23,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from heads import rows
-from heads.base import Draft, Embeddings, Features, Level, check_depths, layer_shape
-from heads.common.ranges import Amount, Count, Parts, Positive, Width
+from heads.base import Draft, Embeddings, Features, HeadModule, LayerConfig, Level, check_depths, layer_shape
+from heads.common.ranges import Count, Parts, Width
 from heads.modules.attention import KeyValue, attend_rows
 from heads.modules.dflash2 import ConvBlock, Selector
 from heads.modules.domino import Domino
@@ -51,14 +51,13 @@ def _mask(token: int | None, embeddings: Embeddings) -> nn.Parameter:
     return slot
 
 
-class Block(nn.Module):
+class Block(HeadModule):
     """The block head. `depths` is the number of drafted tokens, and of mask slots unless the anchor drafts too."""
 
     @dataclass(frozen=True)
-    class Config:
-        """Numbers of the head; null takes the target's own, as `length` all rows, as `feature_layers` five of them."""
+    class Config(LayerConfig):
+        """Numbers of the head; null for `feature_layers` takes five of them."""
 
-        name: str
         depths: Parts
         layers: Parts
         feature_layers: list[int] | None
@@ -74,16 +73,6 @@ class Block(nn.Module):
         confidence: bool
         mask_token: int | None
         qk_norm: bool
-        length: Count | None
-        num_heads: Width | None
-        num_kv_heads: Width | None
-        head_dim: Width | None
-        intermediate_size: Width | None
-        rope_theta: Positive
-        rope_scaling: dict[str, Any] | None
-        norm_eps: Amount
-        lm_head: str
-        draft_vocab: Count | None
 
         def __post_init__(self) -> None:
             """Refuse options that exclude each other."""
@@ -100,11 +89,10 @@ class Block(nn.Module):
     keeps_rows = True
 
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
-        super().__init__()
-        self.config, self.max_depth = config, config.depths
+        super().__init__(config, embeddings)
+        self.max_depth = config.depths
         self.idle = 0 if config.from_anchor else 1  # how many slots of a block draft nothing: the anchor's or none
         self.size = config.depths + self.idle
-        self._embeddings = (embeddings,)  # in a tuple, so that they are no submodule and never trained or saved
         width, shape, eps = embeddings.hidden_size, layer_shape(config, embeddings), config.norm_eps
         self.feature_layers = chosen_layers(config.feature_layers, DFLASH_LAYERS, embeddings.num_layers)
         self.fusion = Fusion(width, len(self.feature_layers), eps, normed=False)
@@ -132,11 +120,6 @@ class Block(nn.Module):
         self.domino = None if inner is None else Domino(width, inner, config.domino_rank, size)
         self.selector = None if edges is None else Selector(width, edges, config.selector_top_k, size)
         self.confidence = nn.Linear(width + (rank or 0), 1) if config.confidence else None
-
-    @property
-    def embeddings(self) -> Embeddings:
-        """The target's embedding and lm_head."""
-        return self._embeddings[0]
 
     def context(
         self, hidden: Float[Tensor, "B T L D"], position: Int[Tensor, "B T"], last: int
@@ -242,7 +225,6 @@ class Block(nn.Module):
         depth: int,
     ) -> Level:
         """Score the next depth from its slot; of the path the last token matters, or all of them to `domino`."""
-        del state, mask
         hidden = level.hidden
         if self.domino is not None:
             hidden = self.domino.grow(rows.of_parents(hidden, parent), self.embeddings.embed(token))

@@ -7,52 +7,34 @@ t, in texts of any length, and looks at the last `length` rows alone (heads/modu
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from heads.base import Draft, Embeddings, Features, Level, layer_shape
-from heads.common.ranges import Amount, Count, Parts, Positive, Width
-from heads.modules import autoregressive
-from heads.modules.attention import KeyValue
-from heads.modules.kv_cache import KVCache
+from heads.base import Embeddings, LayerConfig, layer_shape
+from heads.common.ranges import Parts
+from heads.modules.autoregressive import RecurrentHead
 from heads.modules.layers import Attend, Block
 from heads.modules.rope import Rope
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
 
 
-class Eagle(nn.Module):
+class Eagle(RecurrentHead):
     """The EAGLE head. It reads `Features.last`; the embedding stays the target's and frozen."""
 
     @dataclass(frozen=True)
-    class Config:
-        """Numbers of the head; null takes the target's own, as `length` looks at all rows."""
+    class Config(LayerConfig):
+        """Numbers of the head."""
 
-        name: str
         layers: Parts
-        length: Count | None
-        num_heads: Width | None
-        num_kv_heads: Width | None
-        head_dim: Width | None
-        intermediate_size: Width | None
-        rope_theta: Positive
-        rope_scaling: dict[str, Any] | None
         bias: bool
-        norm_eps: Amount
-        lm_head: str
-        draft_vocab: Count | None
 
     feature_layers: tuple[int, ...] = ()
-    max_depth, keeps_rows = 64, True
-    injected = False
-    detach = False  # whether a gradient stops where a predicted feature enters the head again
 
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
-        super().__init__()
-        self.config, self.attentions = config, config.layers
-        self._embeddings = (embeddings,)  # in a tuple, so that they are no submodule and never trained or saved
+        super().__init__(config, embeddings)
+        self.attentions = config.layers
         width, shape = embeddings.hidden_size, layer_shape(config, embeddings)
         self.fc = nn.Linear(2 * width, width, bias=config.bias)
         self.layers = nn.ModuleList(
@@ -61,19 +43,6 @@ class Eagle(nn.Module):
         )
         self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
         self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)
-
-    @property
-    def embeddings(self) -> Embeddings:
-        """The target's embedding and lm_head."""
-        return self._embeddings[0]
-
-    def begin(self, features: Features) -> Float[Tensor, "B T D"]:
-        """Return the target's own features."""
-        return features.last
-
-    def inject(self, _start: Tensor, _position: Tensor, _last: int) -> tuple[KeyValue, ...]:
-        """Return nothing: the rows of depth 1 are the context."""
-        return ()
 
     def advance(
         self,
@@ -88,35 +57,3 @@ class Eagle(nn.Module):
         for layer, pattern in zip(self.layers, attend, strict=True):
             x = layer(x, position, last, pattern)
         return x, x
-
-    def score(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
-        """Return the logits of predicted features."""
-        del depth
-        return self.lm_head(state)
-
-    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
-        """Draft from all rows; depths beyond the first feed the head's own features back."""
-        del anchors
-        return autoregressive.unroll(self, features, depths, predicts=True, detach=self.detach)
-
-    def extend(
-        self,
-        state: KVCache | None,
-        features: Features,
-        token: Int[Tensor, "B T"],
-        count: Int[Tensor, "B"] | None = None,
-    ) -> tuple[KVCache, Level]:
-        """Commit verified rows with their true features and score under the root."""
-        return autoregressive.extend(self, state, features, token, count)
-
-    def expand(
-        self,
-        state: KVCache,
-        level: Level,
-        token: Int[Tensor, "B N"],
-        parent: Int[Tensor, "B N"],
-        mask: Bool[Tensor, "B N M"],
-        depth: int,
-    ) -> Level:
-        """Score the next tree level: every node enters with its parent's predicted feature."""
-        return autoregressive.expand(self, state, level, token, parent, mask, depth)

@@ -15,15 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from heads.base import Draft, Embeddings, Features, Level, layer_shape
-from heads.common.ranges import Amount, Count, Parts, Positive, Width
-from heads.modules import autoregressive
+from heads.base import Embeddings, Features, LayerConfig, layer_shape
+from heads.common.ranges import Parts
 from heads.modules.attention import KeyValue
+from heads.modules.autoregressive import RecurrentHead
 from heads.modules.fusion import EAGLE3_LAYERS, Fusion, chosen_layers
-from heads.modules.kv_cache import KVCache
 from heads.modules.layers import Attend, Attention, Block, RMSNorm, SwiGLU
 from heads.modules.rope import Rope
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
@@ -59,14 +58,13 @@ class WideBlock(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Eagle3(nn.Module):
+class Eagle3(RecurrentHead):
     """The EAGLE-3 head; the embedding stays the target's and frozen."""
 
     @dataclass(frozen=True)
-    class Config:
-        """Numbers of the head; null takes the target's own, as `length` all rows, as `feature_layers` three of them."""
+    class Config(LayerConfig):
+        """Numbers of the head; null for `feature_layers` takes three of them."""
 
-        name: str
         layers: Parts
         feature_layers: list[int] | None
         feature_norm: bool
@@ -75,28 +73,17 @@ class Eagle3(nn.Module):
         norm_before_residual: bool
         qk_norm: bool
         kv_injection: bool
-        length: Count | None
-        num_heads: Width | None
-        num_kv_heads: Width | None
-        head_dim: Width | None
-        intermediate_size: Width | None
-        rope_theta: Positive
-        rope_scaling: dict[str, Any] | None
-        norm_eps: Amount
-        lm_head: str
-        draft_vocab: Count | None
 
         def __post_init__(self) -> None:
             """Refuse two norms before fc, which no engine runs."""
             if self.feature_norm and self.joint_norm:
                 raise ValueError("head.feature_norm and head.joint_norm are both true: give one norm before fc")
 
-    max_depth, keeps_rows = 64, True
+    predicts = False
 
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
-        super().__init__()
-        self.config, self.attentions, self.injected = config, config.layers, config.kv_injection
-        self._embeddings = (embeddings,)  # in a tuple, so that they are no submodule and never trained or saved
+        super().__init__(config, embeddings)
+        self.attentions, self.injected = config.layers, config.kv_injection
         width, shape, eps = embeddings.hidden_size, layer_shape(config, embeddings), config.norm_eps
         self.feature_layers = chosen_layers(config.feature_layers, EAGLE3_LAYERS, embeddings.num_layers)
         self.fusion = Fusion(width, len(self.feature_layers), eps, normed=config.feature_norm, joint=config.joint_norm)
@@ -121,11 +108,6 @@ class Eagle3(nn.Module):
         self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
         self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)
 
-    @property
-    def embeddings(self) -> Embeddings:
-        """The target's embedding and lm_head."""
-        return self._embeddings[0]
-
     def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
         """Return the embeddings of tokens."""
         return self.embeddings.embed(token)
@@ -140,7 +122,7 @@ class Eagle3(nn.Module):
             return ()
         fused = self.inject_norm(start)
         layers: Any = [self.first, *self.layers]
-        return tuple(layer.self_attn.injected(fused, position, last) for layer in layers)
+        return tuple(layer.self_attn.key_value(fused, position, last, inject=True) for layer in layers)
 
     def advance(
         self,
@@ -156,35 +138,3 @@ class Eagle3(nn.Module):
             x = layer(x, position, last, pattern)
         read = self.norm(x)
         return (read if self.config.norm_output else x), read
-
-    def score(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
-        """Return the logits of normed states."""
-        del depth
-        return self.lm_head(state)
-
-    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
-        """Draft from all rows; depths beyond the first feed the head's own states back, undetached."""
-        del anchors
-        return autoregressive.unroll(self, features, depths, predicts=False)
-
-    def extend(
-        self,
-        state: KVCache | None,
-        features: Features,
-        token: Int[Tensor, "B T"],
-        count: Int[Tensor, "B"] | None = None,
-    ) -> tuple[KVCache, Level]:
-        """Commit verified rows with their true features and score under the root."""
-        return autoregressive.extend(self, state, features, token, count)
-
-    def expand(
-        self,
-        state: KVCache,
-        level: Level,
-        token: Int[Tensor, "B N"],
-        parent: Int[Tensor, "B N"],
-        mask: Bool[Tensor, "B N M"],
-        depth: int,
-    ) -> Level:
-        """Score the next tree level: every node enters with its parent's state."""
-        return autoregressive.expand(self, state, level, token, parent, mask, depth)

@@ -14,11 +14,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.base import Draft, Embeddings, Features, LayerShape, Level, check_depths, layer_shape
-from heads.common.ranges import Amount, Count, Parts, Positive, Width
+from heads.base import Draft, Embeddings, Features, HeadModule, LayerConfig, Level, check_depths, layer_shape
+from heads.common.ranges import Count, Parts
 from heads.medusa import ResidualBlock
-from heads.modules import autoregressive
-from heads.modules.attention import KeyValue
+from heads.modules.autoregressive import Recurrent
 from heads.modules.kv_cache import KVCache
 from heads.modules.layers import Attend, Block, RMSNorm
 from heads.modules.rope import Rope
@@ -59,71 +58,44 @@ class Branch(nn.Module):
         return z
 
 
-class Prefix(nn.Module):
+class Prefix(Recurrent):
     """A decoder layer over the features of all rows so far, and a norm."""
 
-    attentions = 1
-    injected = False
-
-    def __init__(self, config: Any, width: int, shape: LayerShape) -> None:
+    def __init__(self, config: Any, embeddings: Embeddings) -> None:
         super().__init__()
-        self.config = config
-        self.layer = Block(width, shape, rope=Rope.of(config), eps=config.norm_eps)
+        self.config, width = config, embeddings.hidden_size
+        self.layer = Block(width, layer_shape(config, embeddings), rope=Rope.of(config), eps=config.norm_eps)
         self.norm = RMSNorm(width, config.norm_eps)
 
-    def begin(self, features: Features) -> Float[Tensor, "B T D"]:
-        """Return the target's own features."""
-        return features.last
-
-    def inject(self, _start: Tensor, _position: Tensor, _last: int) -> tuple[KeyValue, ...]:
-        """Return nothing: the layer's own rows are the context."""
-        return ()
-
     def advance(
-        self, _token: Tensor, state: Float[Tensor, "B T D"], position: Tensor, last: int, attend: list[Attend]
+        self, token: Tensor, state: Float[Tensor, "B T D"], position: Tensor, last: int, attend: list[Attend]
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
         """Return the summaries."""
         summary = self.norm(self.layer(state, position, last, attend[0]))
         return summary, summary
 
-    def score(self, state: Float[Tensor, "*n D"], _depth: int) -> Float[Tensor, "*n D"]:
-        """Return the summaries: the heads score, not this layer."""
-        return state
 
-
-class Hydra(nn.Module):
+class Hydra(HeadModule):
     """The Hydra heads; the embedding stays the target's and frozen."""
 
     @dataclass(frozen=True)
-    class Config:
-        """Numbers of the head; null takes the target's own, as `length` looks at all rows."""
+    class Config(LayerConfig):
+        """Numbers of the head."""
 
-        name: str
         heads: Parts
         layers: Parts
         tied: bool
         prefix: bool
-        length: Count | None
-        num_heads: Width | None
-        num_kv_heads: Width | None
-        head_dim: Width | None
-        intermediate_size: Width | None
-        rope_theta: Positive
-        rope_scaling: dict[str, Any] | None
-        norm_eps: Amount
-        lm_head: str
         lm_head_bias: bool
         lm_head_rank: Count | None
-        draft_vocab: Count | None
 
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
-        super().__init__()
-        self.config, self.max_depth, self.keeps_rows = config, config.heads, config.prefix
-        self._embeddings = (embeddings,)  # in a tuple, so that they are no submodule and never trained or saved
+        super().__init__(config, embeddings)
+        self.max_depth, self.keeps_rows = config.heads, config.prefix
         width = embeddings.hidden_size
-        self.prefix = Prefix(config, width, layer_shape(config, embeddings)) if config.prefix else None
+        self.prefix = Prefix(config, embeddings) if config.prefix else None
         self.branches = nn.ModuleList(
             Branch((d + 1) * width, width, config.layers, tied=config.tied) for d in range(1, config.heads + 1)
         )
@@ -132,11 +104,6 @@ class Hydra(nn.Module):
             DraftLmHead(embeddings, config.lm_head, self.vocab, config.lm_head_rank, config.lm_head_bias)
             for _ in range(config.heads)
         )
-
-    @property
-    def embeddings(self) -> Embeddings:
-        """The target's embedding and lm_head."""
-        return self._embeddings[0]
 
     def score(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
         """Return head `depth`'s logits of its own states, counted from 1."""
@@ -148,11 +115,10 @@ class Hydra(nn.Module):
 
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Draft from all rows at every depth."""
-        del anchors
         check_depths(depths, self.max_depth)
         x = features.last
         if self.prefix is not None:
-            x = autoregressive.unroll(self.prefix, features, 1, predicts=False)[0].state
+            x = self.prefix.unroll(features, 1)[0].state
         drafts = []
         for depth, branch in enumerate(self.branches, 1):
             x = self.joined(x, drafted_token(features.token, depth, features.path))
@@ -171,7 +137,7 @@ class Hydra(nn.Module):
         if self.prefix is not None:
             state = KVCache(len(token), self.config.length, token.device) if state is None else state
             position = state.begin(token.shape[1], len(token))
-            summary, _ = autoregressive.commit(self.prefix, state, summary, token, position, count)
+            summary, _ = self.prefix.commit(state, summary, token, position, count)
         return state, self._level(self.joined(last_valid(summary, count), last_valid(token, count)), 1)
 
     def expand(
@@ -184,7 +150,6 @@ class Hydra(nn.Module):
         depth: int,
     ) -> Level:
         """Score the next depth from the inputs of the parents' head and the nodes' tokens."""
-        del state, mask
         return self._level(self.joined(of_parents(level.hidden, parent), token), depth + 1)
 
     def _level(self, x: Float[Tensor, "B N X"], depth: int) -> Level:

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.base import Draft, Embeddings, Features, Level, check_depths
+from heads.base import Draft, Embeddings, Features, HeadModule, Level, check_depths
 from heads.common.ranges import Count, Parts
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
 from heads.rows import last_valid
@@ -29,7 +29,7 @@ class ResidualBlock(nn.Module):
         return z + functional.silu(self.linear(z))
 
 
-class Medusa(nn.Module):
+class Medusa(HeadModule):
     """The Medusa heads. They read `Features.last` and no token, so every node of one depth has the same children."""
 
     @dataclass(frozen=True)
@@ -47,9 +47,8 @@ class Medusa(nn.Module):
     keeps_rows = False
 
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
-        super().__init__()
-        self.config, self.max_depth = config, config.heads
-        self._embeddings = (embeddings,)  # in a tuple, so that they are no submodule and never trained or saved
+        super().__init__(config, embeddings)
+        self.max_depth = config.heads
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResidualBlock(embeddings.hidden_size) for _ in range(config.layers)))
             for _ in range(config.heads)
@@ -59,18 +58,12 @@ class Medusa(nn.Module):
             DraftLmHead(embeddings, config.lm_head, self.vocab, config.lm_head_rank) for _ in range(config.heads)
         )
 
-    @property
-    def embeddings(self) -> Embeddings:
-        """The target's embedding and lm_head."""
-        return self._embeddings[0]
-
     def score(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
         """Return head `depth`'s logits of its own states, counted from 1."""
         return self.lm_heads[depth - 1](state)
 
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Draft from all rows at every depth."""
-        del anchors
         check_depths(depths, self.max_depth)
         return [Draft(block(features.last)) for block in self.blocks]
 
@@ -82,7 +75,6 @@ class Medusa(nn.Module):
         count: Int[Tensor, "B"] | None = None,
     ) -> tuple[None, Level]:
         """Score depth 1 from the last row; Medusa keeps no state."""
-        del state, token
         root = last_valid(features.last, count)
         return None, Level(self.score(self.blocks[0](root), 1), root)
 
@@ -96,7 +88,6 @@ class Medusa(nn.Module):
         depth: int,
     ) -> Level:
         """Score the next depth from the root's feature: the nodes' own tokens are not read."""
-        del state, parent, mask
         root = level.hidden[:, :1]
         logits = self.score(self.blocks[depth](root), depth + 1)
         return Level(logits.expand(-1, token.shape[1], -1), root)

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.base import Draft, Embeddings, Features, Level, check_depths
+from heads.base import Draft, Embeddings, Features, HeadModule, Level, check_depths
 from heads.common.ranges import Count, Parts, Width
 from heads.modules.vocab import VocabularyLinear, draft_vocabulary
 from heads.rows import drafted_token, last_valid, of_parents
@@ -31,11 +31,12 @@ class ShiftedNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
         """Normalise the last dimension."""
-        return functional.rms_norm(x, x.shape[-1:], self.weight, EPS) + self.bias
+        # In its weight's dtype, as autocast trains it: for two dtypes torch has no fused kernel, and warns.
+        return functional.rms_norm(x.to(self.weight.dtype), x.shape[-1:], self.weight, EPS) + self.bias
 
 
-class Mlp(nn.Module):
-    """The MLP speculator. It reads `Features.last`; table and lm_heads are its own."""
+class Mlp(HeadModule):
+    """The MLP speculator. It reads `Features.last`; of the target's embedding and lm_head it uses the sizes alone."""
 
     @dataclass(frozen=True)
     class Config:
@@ -52,9 +53,8 @@ class Mlp(nn.Module):
     keeps_rows = False
 
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
-        super().__init__()
-        self.config, self.max_depth = config, config.heads
-        self._embeddings = (embeddings,)  # in a tuple, so that they are no submodule and never trained or saved
+        super().__init__(config, embeddings)
+        self.max_depth = config.heads
         width = embeddings.hidden_size
         inner = config.inner or width
         self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
@@ -72,11 +72,6 @@ class Mlp(nn.Module):
                 nn.init.normal_(module.weight, std=inner**-0.5)
         weight = 0.5 ** (0.5 / config.heads)
         self.mix = math.sqrt((1 - weight**2) * inner / 2) / weight
-
-    @property
-    def embeddings(self) -> Embeddings:
-        """The target's embedding and lm_head; neither is used but for their sizes."""
-        return self._embeddings[0]
 
     def begin(self, last: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
         """Return the state that step 1 starts from."""
@@ -96,7 +91,6 @@ class Mlp(nn.Module):
 
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Draft from all rows at every depth."""
-        del anchors
         check_depths(depths, self.max_depth)
         state, drafts = self.begin(features.last), []
         for depth in range(1, depths + 1):
@@ -112,7 +106,6 @@ class Mlp(nn.Module):
         count: Int[Tensor, "B"] | None = None,
     ) -> tuple[None, Level]:
         """Score depth 1 from the last row; the speculator keeps nothing of a sequence."""
-        del state
         return None, self._level(self.begin(last_valid(features.last, count)), last_valid(token, count), 1)
 
     def expand(
@@ -125,7 +118,6 @@ class Mlp(nn.Module):
         depth: int,
     ) -> Level:
         """Score the next depth: every node's token is mixed into its parent's state."""
-        del state, mask
         return self._level(of_parents(level.hidden, parent), token, depth + 1)
 
     def _level(self, before: Tensor, token: Tensor, depth: int) -> Level:

@@ -5,85 +5,77 @@ one decoder layer and a final norm of the module's own turn it into state t+1, w
 back into the module one depth later. State t itself is the target's, after its final norm. Row t has the rotary
 position t, in texts of any length, and looks at the last `length` rows alone (heads/modules/kv_cache.py).
 `feature_layers`, which is not DeepSeek's, adds EAGLE-3's fused states of these layers to the target's own.
+
+Under `layer=target` the decoder layer and the norms are the target's own kind, by which it can be written back into the
+target's checkpoint; `raw_state` then takes the target's states before its final norm, as MiMo's module does.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Annotated
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from heads.base import Draft, Embeddings, Features, Level, layer_shape
-from heads.common.ranges import Amount, Count, Positive, Width
-from heads.modules import autoregressive
-from heads.modules.attention import KeyValue
+from heads.base import Embeddings, Features, LayerConfig, layer_shape
+from heads.common.ranges import OneOf
+from heads.modules.autoregressive import RecurrentHead
 from heads.modules.fusion import Fusion, chosen_layers
-from heads.modules.kv_cache import KVCache
 from heads.modules.layers import Attend, Block, RMSNorm
+from heads.modules.own_layer import OwnLayer
 from heads.modules.rope import Rope
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
 
+LLAMA, TARGET = "llama", "target"  # kinds of decoder layer
 
-class Mtp(nn.Module):
-    """The MTP module. It reads `last` and by option `hidden` of the features; embedding and lm_head are the target's.
 
-    A checkpoint's own module may replace `block`, the three norms and `eh_proj`; its block takes the arguments of
-    `heads.modules.layers.Block`.
-    """
+class Mtp(RecurrentHead):
+    """The MTP module. It reads `last` or `hidden` of the features; embedding and lm_head are the target's."""
 
     @dataclass(frozen=True)
-    class Config:
-        """Numbers of the module; null takes the target's own, as `length` looks at all rows."""
+    class Config(LayerConfig):
+        """Numbers of the module."""
 
-        name: str
-        length: Count | None
-        num_heads: Width | None
-        num_kv_heads: Width | None
-        head_dim: Width | None
-        intermediate_size: Width | None
-        rope_theta: Positive
-        rope_scaling: dict[str, Any] | None
-        norm_eps: Amount
+        layer: Annotated[str, OneOf((LLAMA, TARGET))]
+        raw_state: bool
         qk_norm: bool
         feature_layers: list[int] | None
-        lm_head: str
-        draft_vocab: Count | None
-
-    max_depth, keeps_rows = 64, True
-    attentions = 1
-    injected = False
 
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
-        super().__init__()
-        self.config = config
-        self._embeddings = (embeddings,)  # in a tuple, so that they are no submodule and never trained or saved
+        super().__init__(config, embeddings)
         width, shape, eps = embeddings.hidden_size, layer_shape(config, embeddings), config.norm_eps
         layers = config.feature_layers
         self.feature_layers = () if layers is None else chosen_layers(layers, len(layers), embeddings.num_layers)
+        if config.raw_state and layers:
+            raise ValueError("head.raw_state=true reads the target's last layer alone: give head.feature_layers=null")
+        if config.raw_state:
+            self.feature_layers = (embeddings.num_layers - 1,)
         self.fusion = Fusion(width, len(self.feature_layers), eps, normed=True) if layers else None
         if self.fusion is not None:
             nn.init.zeros_(self.fusion.fc.weight)  # so that it starts as the module of one state
-        self.enorm: nn.Module = RMSNorm(width, eps)
-        self.hnorm: nn.Module = RMSNorm(width, eps)
+        like_targets = OwnLayer(embeddings.config) if config.layer == TARGET else None
+        norm = partial(RMSNorm, width, eps) if like_targets is None else like_targets.norm
+        self.enorm, self.hnorm = norm(), norm()
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
-        self.block: nn.Module = Block(width, shape, rope=Rope.of(config), eps=eps, qk_norm=config.qk_norm)
-        self.norm: nn.Module = RMSNorm(width, eps)
+        rope = Rope.of(config)
+        self.block = (
+            Block(width, shape, rope=rope, eps=eps, qk_norm=config.qk_norm) if like_targets is None else like_targets
+        )
+        self.norm = norm()
         self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
         self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)
 
-    @property
-    def embeddings(self) -> Embeddings:
-        """The target's embedding and lm_head."""
-        return self._embeddings[0]
+    def check(self) -> None:
+        """Refuse a layer of the target's kind that wants more than it is given here; a Llama's does not."""
+        if isinstance(self.block, OwnLayer):
+            self.block.check()
 
     def begin(self, features: Features) -> Float[Tensor, "B T D"]:
-        """Return the target's own states, to which those of other layers are added by option."""
+        """Return the target's own states, by option before its norm, or with those of other layers added."""
+        if self.config.raw_state:
+            return features.hidden[:, :, 0]
         return features.last if self.fusion is None else features.last + self.fusion(features.hidden)
-
-    def inject(self, _start: Tensor, _position: Tensor, _last: int) -> tuple[KeyValue, ...]:
-        """Return nothing: the rows of depth 1 are the context."""
-        return ()
 
     def advance(
         self,
@@ -98,35 +90,3 @@ class Mtp(nn.Module):
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(state)], -1))
         x = self.norm(self.block(x, position, last, attend[0]))
         return x, x
-
-    def score(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
-        """Return the logits of normed states."""
-        del depth
-        return self.lm_head(state)
-
-    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
-        """Draft from all rows; depths beyond the first feed the module's own states back, undetached."""
-        del anchors
-        return autoregressive.unroll(self, features, depths, predicts=True)
-
-    def extend(
-        self,
-        state: KVCache | None,
-        features: Features,
-        token: Int[Tensor, "B T"],
-        count: Int[Tensor, "B"] | None = None,
-    ) -> tuple[KVCache, Level]:
-        """Commit verified rows with their true states and score under the root."""
-        return autoregressive.extend(self, state, features, token, count)
-
-    def expand(
-        self,
-        state: KVCache,
-        level: Level,
-        token: Int[Tensor, "B N"],
-        parent: Int[Tensor, "B N"],
-        mask: Bool[Tensor, "B N M"],
-        depth: int,
-    ) -> Level:
-        """Score the next tree level: every node enters with its parent's state."""
-        return autoregressive.expand(self, state, level, token, parent, mask, depth)

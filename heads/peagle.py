@@ -11,7 +11,6 @@ the deeper slots (its COD sampling), which saves memory and trains deep slots le
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,7 +20,6 @@ from heads import rows
 from heads.base import Draft, Embeddings, Features, Level, check_depths
 from heads.common.ranges import Parts
 from heads.eagle3 import Eagle3
-from heads.modules import autoregressive
 from heads.modules.attention import KeyValue, attend_rows, pattern
 from heads.modules.kv_cache import KVCache
 from heads.modules.slots import at_rows, behind, behind_roots
@@ -95,7 +93,7 @@ class PEagle(Eagle3):
         def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return attend_rows(query, context[i], [(key, value)], slots.seen)
 
-        read = self.slots(slots.position.flatten(1), last, [partial(attend, i) for i in range(self.attentions)])
+        read = self.slots(slots.position.flatten(1), last, self.by_layer(attend))
         states = read.unflatten(1, (-1, depths - 1)).unbind(2)
         return drafts + [Draft(at_rows(state, slots.anchor, position.shape[1])) for state in states]
 
@@ -109,11 +107,11 @@ class PEagle(Eagle3):
         """Commit verified rows with their true features, and draft all depths behind the last ones."""
         cache = KVCache(len(token), self.config.length, token.device) if state is None else state
         new, start = cache.begin(token.shape[1], len(token)), self.begin(features)
-        _, read = autoregressive.commit(self, cache, start, token, new, count)
+        _, read = self.commit(cache, start, token, new, count)
         slots, states = self.max_depth - 1, rows.last_valid(read, count)
         if slots:
             position, attend = behind_roots(cache, len(token), slots, causal=True)
-            drafted = self.slots(position, cache.longest + slots, [partial(attend, i) for i in range(self.attentions)])
+            drafted = self.slots(position, cache.longest + slots, self.by_layer(attend))
             states = torch.cat([states, drafted], 1)
         return cache, self._level(states, 1, 1)
 
@@ -127,7 +125,6 @@ class PEagle(Eagle3):
         depth: int,
     ) -> Level:
         """Score the next depth from its slot, whatever was drafted before it."""
-        del state, parent, mask
         return self._level(level.hidden, token.shape[1], depth + 1)
 
     def _level(self, states: Float[Tensor, "B K D"], nodes: int, depth: int) -> Level:

@@ -53,11 +53,6 @@ def drafted_token(
     return ahead(token, depth) if path is None else token.gather(1, path[..., depth - 1])
 
 
-def label(token: Int[Tensor, "B T"], depth: int) -> Int[Tensor, "B T"]:
-    """Return token t+1+d, the label of depth d at row t."""
-    return ahead(token, 1 + depth)
-
-
 def teacher(x: Shaped[Tensor, "B T *rest"], depth: int) -> Shaped[Tensor, "B T *rest"]:
     """Return row t+d of `x` at row t: of the target's last hidden states, the teacher of (t, d)."""
     return ahead(x, depth)

@@ -10,6 +10,7 @@ session.py        one sequence: draft, verify, commit; the reference
 laps.py           seconds by part, without waiting for a device
 step.py           the same for a whole batch on its device, with one read by the host
 graphs.py         how its stages run: as they are, compiled, or captured in CUDA graphs
+service.py        the drafter in service: swapped while requests run; the old one returns if it accepted more
 batch.py          sequences that enter and leave, by one or the other
 decode.py         speculate() and autoregress(), one engine
 text_stream.py    tokens to text as they come

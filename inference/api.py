@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -25,14 +26,15 @@ from inference.decode import Generation, Settings, speculate
 from inference.drafters.head import load_drafter, saved_tree
 from inference.drafters.plain import Plain
 from inference.protocol import Drafter
-from inference.target.config import model_config
+from inference.service import Service
+from inference.target.config import ModelConfig, model_config
 from inference.target.placement import check_alone
 from inference.target.target import Target
 from inference.target.tokenizer import tokenize
 from inference.text_stream import TextStream
 from inference.verification.sample import GREEDY, Sampling
 
-__all__ = ["GREEDY", "Generation", "Sampling", "Settings", "generate", "load", "speculate"]
+__all__ = ["GREEDY", "Generation", "Sampling", "Service", "Settings", "generate", "load", "speculate"]
 
 OnText = Callable[[str, str], object]  # a piece of text and its source: "prefill", "draft", "bonus"
 
@@ -86,42 +88,52 @@ def configured(*overrides: str) -> GenerateConfig:
         return typed(GenerateConfig, compose("generate", [*overrides]))
 
 
-def load(run: str | None = None, *overrides: str) -> tuple[Target, Drafter]:
+def load(run: str | None = None, *overrides: str, target: Target | None = None) -> tuple[Target, Drafter]:
     """Return a frozen target, and the drafter of a run's or published folder or of OWNER/NAME on the Hub.
 
     Without a run the drafter is the baseline's. The overrides are those of `headstart generate`, such as "tree=chain"
-    and "model.dtype=bfloat16".
+    and "model.dtype=bfloat16". A target that is given is the one that is returned: another drafter for it is loaded.
 
     Raises:
         ValueError: a head or a target cannot be found or loaded, or they do not belong together.
     """
-    return loaded(replace(configured(*overrides), run=run))
+    return loaded(replace(configured(*overrides), run=run), target)
 
 
-def loaded(config: GenerateConfig) -> tuple[Target, Drafter]:
-    """Return the target, and the drafter: the head, or the baseline where there is no run.
+def loaded(config: GenerateConfig, target: Target | None = None) -> tuple[Target, Drafter]:
+    """Return the target, loaded unless it is given, and the drafter: the head, or the baseline where there is no run.
 
     Raises:
         ValueError: a head or a target cannot be found or loaded, or they do not belong together.
     """
     folder = resolve_head(config.run) if config.run else None
+    if folder is not None:
+        saved_tree(folder, config.tree)  # says what is wrong with it before the target is loaded
+    if target is None:
+        target, name = Target.of(target_of(config, folder)), "head"
+    else:
+        name = str(config.run)
+        if given := [key for key, value in config.model.items() if value is not None]:
+            raise ValueError(f"model.{given[0]} is given beside a target: leave one of them out")
+    return target, Plain(target.device) if folder is None else load_drafter(folder, config.tree, target, name)
+
+
+def target_of(config: GenerateConfig, folder: Path | None) -> ModelConfig:
+    """Return the target to load: what is configured, of a head in a folder its own."""
     model = {key: value for key, value in config.model.items() if value is not None}
     names_target = folder is not None and not is_published(folder)  # a published head does not name its target
     saved = read_config(folder)["target"] if folder and names_target else {"name": config.fallback}
     if saved.get("adapter") is not None:
         model = {"adapter": saved["adapter"], **model}
-    config_of_target = model_config(**{"path": target_path(saved["name"]), **model})
-    check_alone(config_of_target.where, "decoding")
-    if folder is not None:
-        saved_tree(folder, config.tree)  # says what is wrong with it before the target is loaded
+    target = model_config(**{"path": target_path(saved["name"]), **model})
+    check_alone(target.where, "decoding")
     if sys.stderr.isatty():
-        sys.stderr.write(f"loading {visible(config_of_target.path)}\n")
-    target = Target.of(config_of_target)
-    return target, Plain(target.device) if folder is None else load_drafter(folder, config.tree, target, "head")
+        sys.stderr.write(f"loading {visible(target.path)}\n")
+    return target
 
 
 def generate(
-    target: Target, drafter: Drafter, prompt: str | list[int], settings: Settings | None = None,
+    target: Target, drafter: Drafter | Service, prompt: str | list[int], settings: Settings | None = None,
     on_text: OnText | None = None,
 ) -> tuple[str, Generation]:  # fmt: skip
     """Decode one prompt, text or tokens; return its text and its tokens with their numbers.

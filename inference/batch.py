@@ -9,12 +9,16 @@ import torch
 
 from inference.limits import check_memory, check_size
 from inference.protocol import DraftBatch, Drafter, Proposal, fill_vacant, vacant
+from inference.service import Service
 from inference.session import TREE, Generation, Session, Settings
 from inference.step import DeviceStep, fits
 from inference.target.cache import roomy
 from inference.target.target import Target
+from inference.verification.sample import GREEDY
+from inference.verification.verify import AUTO, COUPLED, is_lossy
 
 KEPT = 8  # batches of one slot, with their graphs and caches, that wait for another request: one for each drafter
+TRIAL = Settings(3, GREEDY, min_new_tokens=3)  # of a drafter that is to take another's place
 
 
 class Running(NamedTuple):
@@ -26,7 +30,15 @@ class Running(NamedTuple):
 
 
 class Batch:
-    """The sequences being decoded, by their slots of the cache."""
+    """The sequences being decoded, by their slots of the cache.
+
+    Attributes:
+        drafter: the draft source that `drafts` and the sequences' own are of, where a service may replace it.
+        service: which it follows; None: it stays.
+    """
+
+    drafter: Drafter
+    service: Service | None = None
 
     def __init__(
         self, target: Target, drafters: Sequence[Drafter], drafts: DraftBatch | None = None, capacity: int = 0
@@ -37,6 +49,7 @@ class Batch:
                 "batch_size=1"
             )
         self.target, self.free, self.drafts = target, list(drafters), drafts
+        self.drafter, self.capacity = drafters[0], 0
         self.cache = target.batch_cache(len(drafters))
         self.device_step = None if drafts is None else DeviceStep(target, self.cache, drafts)
         self.slots: list[Running | None] = []
@@ -58,6 +71,12 @@ class Batch:
 
     def admit(self, number: int, prompt: list[int], settings: Settings) -> Generation:
         """Prefill a request's prompt beside the others; return what will hold its answer."""
+        if self.service is not None and settings.rule not in (AUTO, COUPLED) and not is_lossy(settings.rule):
+            raise ValueError(
+                f"rule={settings.rule} is not for every tree, and a Service may change the drafter: choose rule={AUTO} "
+                f"or rule={COUPLED}"
+            )
+        self.follow()
         began = time.perf_counter()
         self.reserve(entries(self.target, prompt, settings))
         slot = vacant(self.slots)
@@ -69,7 +88,8 @@ class Batch:
     def reserve(self, capacity: int) -> None:
         """Have room for texts of so many tokens and a tree behind each, so that nothing grows while one is decoded."""
         tree = TREE if self.drafts is None else max(TREE, self.drafts.nodes)
-        self.cache.storage.reserve(capacity + tree if capacity else 0)
+        self.capacity = max(self.capacity, capacity)
+        self.cache.storage.reserve(self.capacity + tree if self.capacity else 0)
         if self.drafts is not None:
             self.drafts.reserve(roomy(self.cache.storage.capacity))
 
@@ -78,6 +98,7 @@ class Batch:
         for slot, sequence in enumerate(self.slots):
             if sequence is not None and sequence.session.generation.finish:
                 sequence.session.generation.latency_s = sequence.session.clock() - sequence.began
+                self.note(sequence.session)
                 self.free.append(sequence.session.drafter)
                 sequence.session.state.leave()
                 self.slots[slot] = None
@@ -88,8 +109,55 @@ class Batch:
             self.cache.move(source, slot)
         del self.cache.active[len(self.slots) :]
 
+    def note(self, session: Session) -> None:
+        """Tell the service what a sequence's passes with the drafter at hand accepted."""
+        if self.service is not None and (steps := session.generation.steps[session.before :]):
+            self.service.note(self.drafter, len(steps), sum(step.accepted for step in steps))
+
+    def follow(self) -> None:
+        """Go on with the drafter that is in service; with the one at hand if that fails."""
+        if self.service is None or (drafter := self.service.drafter) is self.drafter:
+            return
+        try:
+            self.swap(drafter)
+        except (LookupError, RuntimeError, TypeError, ValueError) as error:
+            self.service.refuse(drafter, error, self.drafter)
+        else:
+            self.service.working = drafter
+
+    @torch.inference_mode()
+    def swap(self, drafter: Drafter) -> None:
+        """Let another drafter propose from the next step on: it takes in every running text as it would a prompt.
+
+        It decodes a few tokens by itself first. Where it fails, then or on a text, nothing has changed.
+
+        Raises:
+            ValueError: its tree is larger than the target's context; or whatever error is its own.
+        """
+        self.release()
+        trial = batch_of(self.target, drafter.clone(), 1)
+        trial.admit(0, [0], TRIAL)
+        trial.step()
+        clones, drafts = drafter.clones(self.cache.storage.size)
+        if drafts is not None:
+            check_size(self.target, drafts.nodes, drafter.name)
+            drafts.reserve(roomy(self.cache.storage.capacity + drafts.nodes))
+        order = list(self.slots)
+        for _ in fill_vacant(order):  # as the slots will be in the next step
+            pass
+        sessions = [sequence.session for sequence in order if sequence is not None]
+        states = [session.state_of(clone) for session, clone in zip(sessions, clones, strict=False)]
+        for session, clone, state in zip(sessions, clones, states, strict=False):
+            self.note(session)
+            session.swap(clone, state)
+        self.fill_vacant()
+        self.drafter, self.free, self.drafts = drafter, list(clones[len(sessions) :]), drafts
+        self.device_step = None if drafts is None else DeviceStep(self.target, self.cache, drafts)
+        self.reserve(self.capacity)
+
     def step(self) -> None:
         """Let every drafter propose, run one target pass over all, and commit each."""
+        self.follow()
         self.fill_vacant()
         sessions = [sequence.session for sequence in self.running]
         if self.device_step is not None:
@@ -129,18 +197,23 @@ class Batch:
         return proposals
 
 
-def batch_of(target: Target, drafter: Drafter, size: int, requests: Sequence[tuple[list[int], Settings]] = ()) -> Batch:
+def batch_of(
+    target: Target, drafter: Drafter | Service, size: int, requests: Sequence[tuple[list[int], Settings]] = ()
+) -> Batch:
     """Return a batch of `size` slots, each with a clone of the drafter, and room for the longest of some requests."""
-    return Batch(target, *drafter.clones(size), max((entries(target, *request) for request in requests), default=0))
+    service, source = (drafter, drafter.working) if isinstance(drafter, Service) else (None, drafter)
+    batch = Batch(target, *source.clones(size), max((entries(target, *request) for request in requests), default=0))
+    batch.drafter, batch.service = source, service
+    return batch
 
 
-def lend(target: Target, drafter: Drafter, request: tuple[list[int], Settings]) -> Batch:
+def lend(target: Target, drafter: Drafter | Service, request: tuple[list[int], Settings]) -> Batch:
     """Return a batch of one slot for a request: the one that was given back for this drafter, or a new one."""
     idle: Batch | None = target.idle.pop(drafter, None)
     return batch_of(target, drafter, 1, [request]) if idle is None else idle
 
 
-def give_back(target: Target, drafter: Drafter, batch: Batch) -> None:
+def give_back(target: Target, drafter: Drafter | Service, batch: Batch) -> None:
     """Keep a batch whose request is done, if it holds graphs that would have to be captured anew."""
     batch.release()
     if batch.device_step is not None and batch.device_step.graphs is not None:

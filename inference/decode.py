@@ -10,6 +10,7 @@ from inference.batch import batch_of, give_back, lend
 from inference.drafters.plain import Plain
 from inference.limits import check_prompt
 from inference.protocol import Drafter
+from inference.service import Service
 from inference.session import Generation, Session, Settings, Step
 from inference.target.target import Target
 
@@ -21,14 +22,18 @@ OnBatchTokens = Callable[[int, list[int], list[str]], None]  # the same, with th
 
 @overload
 def speculate(
-    target: Target, drafter: Drafter, prompts: list[int], settings: Settings, on_tokens: OnTokens | None = None
+    target: Target,
+    drafter: Drafter | Service,
+    prompts: list[int],
+    settings: Settings,
+    on_tokens: OnTokens | None = None,
 ) -> Generation: ...
 
 
 @overload
 def speculate(
     target: Target,
-    drafter: Drafter,
+    drafter: Drafter | Service,
     prompts: Sequence[list[int]],
     settings: Settings | Sequence[Settings],
     on_tokens: OnBatchTokens | None = None,
@@ -38,7 +43,7 @@ def speculate(
 
 @torch.inference_mode()
 def speculate(
-    target: Target, drafter: Drafter, prompts: Any, settings: Any, on_tokens: Any = None, batch_size: int = 1
+    target: Target, drafter: Drafter | Service, prompts: Any, settings: Any, on_tokens: Any = None, batch_size: int = 1
 ) -> Any:
     """Decode one prompt or several with a draft source; each output is distributed as the target's own.
 
@@ -47,7 +52,7 @@ def speculate(
 
     Args:
         target: the frozen target.
-        drafter: the draft source; its feature layers are read from every pass.
+        drafter: the draft source, or the service that holds it; its feature layers are read from every pass.
         prompts: token ids of one prompt, or of several.
         settings: length, sampling, stops, seed, rule; for several prompts also one for each.
         on_tokens: called after every pass with the new tokens and their sources ("prefill", "draft", "bonus"); for
@@ -91,7 +96,7 @@ def speculate(
 
 def _several(
     target: Target,
-    drafter: Drafter,
+    drafter: Drafter | Service,
     requests: list[tuple[list[int], Settings]],
     on_tokens: OnBatchTokens | None,
     batch_size: int,

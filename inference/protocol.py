@@ -100,6 +100,7 @@ class DraftBatch(Protocol):
     """Drafting for several sequences in one go, those that have started and not left, by slot.
 
     A sequence that starts takes the first vacant slot; before a draft `fill_vacant` moves the last ones to the others.
+    What returns nothing does nothing by default.
 
     Attributes:
         feature_layers: the target layers whose outputs `extend` reads.
@@ -130,7 +131,7 @@ class DraftBatch(Protocol):
             running: the first sequences.
             longest: how many rows the longest of them has.
         """
-        ...
+        return
 
     def propose(self, contexts: Sequence[Context]) -> list[Proposal]:
         """Draft for all, each sampled in its own way."""
@@ -152,7 +153,7 @@ class DraftBatch(Protocol):
 
     def reserve(self, capacity: int) -> None:
         """Take note of how many rows any sequence may have, before one starts."""
-        ...
+        return
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors beside the weights that drafting reads or writes in place."""
@@ -160,19 +161,19 @@ class DraftBatch(Protocol):
 
     def hold(self, longest: int) -> None:
         """Take note of how many rows the longest sequence has, or may have."""
-        ...
+        return
 
     def extend(self, features: Features, token: Int[Tensor, "B T"], count: Int[Tensor, "B"]) -> None:
         """Commit the first `count` of T verified rows of each sequence; they are those of the verification pass."""
-        ...
+        return
 
     def defer(self, features: Features, count: Int[Tensor, "B"]) -> None:
         """Take note of the rows of a step without a draft, one of each sequence or, where its `count` is 0, none."""
-        ...
+        return
 
     def catch_up(self, lengths: Sequence[int]) -> None:
         """Commit what `DrafterState.update` was given, so that the sequences have so many rows."""
-        ...
+        return
 
 
 @runtime_checkable

@@ -134,6 +134,7 @@ class Session:
         self.generation = Generation()
         self.draft_s = 0.0
         self.prefix = 0  # committed cache entries before the pass at hand
+        self.before = 0  # steps before the drafter at hand took over
 
     def clock(self) -> float:
         """Return seconds, after the device has finished what it was given."""
@@ -154,6 +155,21 @@ class Session:
         following = torch.cat([token[1:], token.new_tensor([first])])
         self.update(Commit(following, out, None), out.last[0])
         self.generation.prefill_s = self.clock() - start
+
+    @torch.inference_mode()
+    def state_of(self, drafter: Drafter) -> DrafterState:
+        """Return another drafter's state for the text so far: as after a prompt, by a target pass over all of it."""
+        token = torch.tensor(self.context, device=self.target.device)
+        state = drafter.start(self.context[:-1])
+        out = self.target.prefill(token[:-1], self.target.cache(len(token)), drafter.feature_layers)
+        state.update(Commit(token[1:], out, None))
+        return state
+
+    def swap(self, drafter: Drafter, state: DrafterState) -> None:
+        """Let another drafter propose from the next step on; `state` is its `state_of` the text so far."""
+        self.state.leave()
+        self.drafter, self.state, self.layers = drafter, state, drafter.feature_layers
+        self.before = len(self.generation.steps)
 
     def begin(self) -> Context:
         """Begin a step; return what its proposal may read."""

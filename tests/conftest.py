@@ -19,6 +19,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(autouse=True)
+def no_line_of_another_run() -> None:
+    """Forget the line about head=best, which a command leaves in the environment for processes that it starts."""
+    os.environ.pop("HEADSTART_BEST_HEAD", None)
+
+
+@pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tests reach this machine alone."""
     connect = socket.socket.connect

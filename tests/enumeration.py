@@ -25,7 +25,7 @@ from inference.protocol import Context, Proposal
 from inference.verification.rng import Rng
 from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import DraftTree, seen_tokens
-from inference.verification.verify import decide
+from inference.verification.verify import RULES, decide, fitting, is_chain
 from tests.heads.stub import TinyEnds
 
 VOCAB, HORIZON = 3, 3
@@ -35,6 +35,14 @@ EXACT = 1e-10
 Result = TypeVar("Result")
 Law = dict[tuple[int, ...], float]
 Rule = Callable[[DraftTree, Tensor, Tensor | None, Rng], tuple[list[int], int]]  # tree, p, q, rng
+
+
+def verify(
+    tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng, rule: str = "auto", replacement: bool = False
+) -> tuple[list[int], int]:
+    """Verify a draft by the target's probs p after each node, as `decide` does by its logits."""
+    chain = is_chain(tree.parent.tolist())
+    return RULES[fitting(rule, chain, q is not None, replacement, False)].walk(tree, p, q, rng)
 
 
 class Replay:

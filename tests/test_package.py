@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -103,10 +104,22 @@ def test_a_checkout_is_headstart_too(tmp_path: Path) -> None:
     install = ["install", "-q", "--no-build-isolation", "--no-deps", "--target", str(tmp_path), "-e", str(ROOT)]
     subprocess.run([*PIP, *install], check=True)
     # Without the site-packages of this Python, which may have another checkout's headstart.
-    code = "import site, sys; site.addsitedir(sys.argv[1]); sys.path += sys.argv[2:]; import headstart, heads"
-    words = [sys.executable, "-S", "-c", f"{code}; print(headstart.load, heads.__file__)", str(tmp_path), *sys.path]
+    code = """
+        import site, sys
+        site.addsitedir(sys.argv[1])
+        sys.path += sys.argv[2:]
+        import headstart.heads.rows
+        import headstart, heads, heads.rows
+        from headstart.data.text import files
+        from data.text import files as same
+        print(headstart.load, heads.__file__)
+        print(headstart.heads is heads, sys.modules["headstart.heads.rows"] is heads.rows, files is same)
+        print(heads.__spec__.name, heads.rows.__spec__.name)
+    """
+    words = [sys.executable, "-S", "-c", dedent(code), str(tmp_path), *sys.path]
     shown = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     assert str(ROOT / "heads") in shown.stdout
+    assert shown.stdout.split()[-5:] == ["True", "True", "True", "heads", "heads.rows"]
 
 
 def test_imports_of_ours_are_renamed_and_others_stay() -> None:

@@ -1,6 +1,7 @@
 """What is refused by its configuration is refused at once: before the libraries that take seconds to import."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from train.config import run_config
 SLOW = ("datasets", "deepspeed", "peft", "pandas", "scipy.optimize", "vl_convert", "wandb",
         "torch._dynamo", "torch.distributed.fsdp", "transformers.modeling_utils",
         "transformers.models.auto.configuration_auto")  # fmt: skip
+NOWHERE = "neither here nor downloaded before, and http://127.0.0.1:9 cannot be reached"
 LOADED = f"""
 import atexit, json, runpy, sys
 slow, sys.argv = {SLOW!r}, sys.argv[1:]
@@ -29,17 +31,38 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     [
         ("train/run.py", ["trainer.lr=nan"], "trainer.lr is nan"),
         ("train/run.py", ["data.path=/missing.jsonl"], "/missing.jsonl"),
+        ("train/run.py", ["data.path=/missing", "plan=true"], "/missing: neither a file here nor a Hub dataset"),
+        pytest.param(
+            "train/run.py",
+            ["data.path=/missing/*", "plan=true"],
+            "/missing/*: neither a file here nor a Hub dataset",
+            marks=pytest.mark.slow,
+        ),
         ("eval/run.py", ["run=/missing"], "/missing"),
-        ("inference/run.py", ["run=/missing", "prompt=a"], "/missing"),
+        pytest.param("inference/run.py", ["run=/missing", "prompt=a"], "/missing", marks=pytest.mark.slow),
         ("data/run.py", ["answers=/missing/answers.jsonl", "data.path=/missing.jsonl"], "/missing"),
         ("train/publish.py", ["run=/missing", "repo=me/x"], "/missing"),
+        ("train/run.py", ["model.path=org/model"], NOWHERE),
+        ("train/run.py", ["data.path=org/set"], NOWHERE),
+        pytest.param(
+            "train/run.py", ["model.path=org/model", "head=mtp", "plan=true"], NOWHERE, marks=pytest.mark.slow
+        ),
+        ("eval/run.py", ["run=org/head"], NOWHERE),
+        pytest.param(
+            "eval/run.py", ["drafter=lookahead", "model=tiny", "workload=org/set"], NOWHERE, marks=pytest.mark.slow
+        ),
+        pytest.param("inference/run.py", ["run=org/head", "prompt=a"], NOWHERE, marks=pytest.mark.slow),
+        ("data/run.py", ["data.path=org/set", "inspect=1"], NOWHERE),
+        ("train/publish.py", ["doctor=org/head"], NOWHERE),
     ],
 )
 def test_a_refusal_waits_for_no_slow_import(script: str, words: list[str], said: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", LOADED, str(ROOT / script), *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    env = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 2
     assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
     assert json.loads(done.stdout.splitlines()[-1]) == []
 
 

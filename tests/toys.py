@@ -70,7 +70,8 @@ HEAD_CONFIGS: dict[str, dict[str, Any]] = {
     },
     "mlp": {"heads": 4, "inner": 24, "tied": False, "scale_input": True, "draft_vocab": None},
     "mtp": {
-        "qk_norm": False, "feature_layers": None, "lm_head": "shared", "draft_vocab": None, **LAYER, "length": None,
+        "layer": "llama", "raw_state": False, "qk_norm": False, "feature_layers": None, "lm_head": "shared",
+        "draft_vocab": None, **LAYER, "length": None,
     },
     "block": {
         "depths": 4, "layers": 2, "feature_layers": [0, 2], "causal": True, "from_anchor": False, "mask_token": None,
@@ -99,6 +100,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "mtp",
         {"qk_norm": True, "feature_layers": [2, 0], "length": 5, "lm_head": "own", "draft_vocab": 30},
     ),
+    "mtp of the target's kind": ("mtp", {"layer": "target", "raw_state": True}),
     "block both ways": ("block", {"causal": False, "length": None, "qk_norm": False}),
     "block of Domino": ("block", {"domino": 12, "draft_vocab": 30}),
     "block of DFlash2": ("block", {"causal": False, "selector_rank": 6, "conv": 2}),

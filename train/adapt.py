@@ -49,10 +49,9 @@ def peft_config(values: DictConfig) -> AdaptConfig:
 
 
 def adapt(head: nn.Module, config: AdaptConfig) -> None:
-    """Inject the adapters into a head and freeze the rest; they add nothing yet, the second of each pair being zero.
+    """Inject the adapters into a head and freeze the rest; refuse `target_modules` that name no linear layer of it.
 
-    Raises:
-        ValueError: the head has no linear layer of a name in `target_modules`.
+    They add nothing yet, the second of each pair being zero.
     """
     if isinstance(config, WholeConfig):
         return

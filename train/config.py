@@ -3,6 +3,7 @@
 Invariants are checked where the values arrive: the key, its value and the remedy in one line.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,11 +27,12 @@ from train.losses import ObjectiveConfig
 from train.tracking.trackers import TRACKERS
 
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
+UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400}  # in seconds
 
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """Configure training: batches in tokens, intervals in steps, `min_lr` relative to `lr`, `warmup` to `steps`.
+    """Configure training: batches in tokens, intervals in steps; `min_lr` is relative to `lr`, shares to `steps`.
 
     Where `micro_tokens` is null, `train.planning.plan.sized` fills it in.
     """
@@ -43,6 +45,7 @@ class TrainerConfig:
     lr_width: Count
     min_lr: Fraction
     warmup: Fraction
+    cooldown: Fraction
     betas: tuple[Decay, Decay]
     momentum: Decay
     weight_decay: Amount
@@ -163,6 +166,69 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True)
+class LoopConfig:
+    """Configure the maintenance of a head in service; conf/experiment/loop.yaml says what each key means."""
+
+    watcher: dict[str, Any]
+    since: Number | None
+    least: Annotated[int, Within(8, 1_000_000)]
+    held_out: Annotated[float, Within(0.05, 0.9)]
+    old: Decay
+    requests: Annotated[int, Within(2, 1_000_000)]
+    old_loss: Fraction
+    rollback: bool
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a training may cost: seconds, or floating-point operations."""
+
+    amount: float
+    timed: bool
+
+    def __str__(self) -> str:
+        """Write it as it is given."""
+        if not self.timed:
+            return f"{self.amount:.3g} operations"
+        unit = next((name for name in ("h", "min") if self.amount >= UNITS[name]), "s")
+        return f"{self.amount / UNITS[unit]:.3g} {unit}"
+
+    @classmethod
+    def read(cls, value: Any) -> "Budget":
+        """Return the budget of `1h`, `90min` or `5e15`; refuse anything else."""
+        match = re.fullmatch(r"\s*(\d+\.?\d*(?:e\+?\d{1,3})?)\s*(s|min|h|d)?\s*", str(value), re.I)
+        amount = float(match[1]) * UNITS[(match[2] or "s").lower()] if match else 0.0
+        if not match or isinstance(value, bool) or not 0 < amount < float("inf"):
+            raise ValueError(
+                f"budget is {shown(value)}: give a time above 0 ({', '.join(f'1{unit}' for unit in UNITS)}), or a "
+                "number of floating-point operations, such as 5e15"
+            )
+        return cls(amount, match[2] is not None)
+
+
+@dataclass(frozen=True)
+class ForecastConfig:
+    """Configure the forecast of `budget`; conf/train.yaml says what each key means."""
+
+    candidates: list[str]
+    share: Annotated[float, Within(0, 1, above=True, below=True)]
+    points: Annotated[int, Within(2, 8)]
+    warmup: Count
+    cooldown: Annotated[float, Within(0, 1, above=True, below=True)]
+    prompts: Annotated[int, Within(4, 4096)]
+    tokens: NewTokens
+    least: Amount
+    worth: Amount
+
+    def __post_init__(self) -> None:
+        if not all(self.candidates) or len({*self.candidates}) < len(self.candidates) or not self.candidates:
+            raise ValueError(
+                f"forecast.candidates is {shown(self.candidates)}: give one head or more, each once, with overrides of "
+                "its own behind its name, as [mlp,'eagle3 head.layers=2']"
+            )
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Configure one training run, as conf/train.yaml composes it.
 
@@ -178,6 +244,11 @@ class RunConfig:
     init: str | None
     compare: list[str]
     workload: str | None
+    log: str | None
+    serve: str | None
+    loop: LoopConfig | None
+    budget: Budget | None
+    forecast: ForecastConfig
     model: ModelConfig
     head: HeadConfig
     peft: AdaptConfig
@@ -195,7 +266,8 @@ def run_config(cfg: DictConfig) -> RunConfig:
     """Return the composed configuration as typed objects; refuse unknown keys, wrong types and broken invariants."""
     data = typed(DataConfig, cfg.data)  # first, since the trainer's batch follows from its length
     chosen = {"head": head_config(cfg.head), "peft": peft_config(cfg.peft)}  # a name in them chooses their types
-    return checked(typed(RunConfig, cfg, ready={"data": data, **chosen}))
+    budget = None if cfg.budget is None else Budget.read(cfg.budget)
+    return checked(typed(RunConfig, cfg, ready={"data": data, "budget": budget, **chosen}))
 
 
 def checked(run: RunConfig) -> RunConfig:
@@ -206,6 +278,8 @@ def checked(run: RunConfig) -> RunConfig:
             "up into flat pieces: choose adamw with its rate, trainer.optimizer=adamw trainer.lr=3e-3, or "
             "launcher.strategy=fsdp2"
         )
+    if run.log is not None and (run.budget is None) == (run.loop is None):
+        raise ValueError("log is read by a budget or by the loop: give one of budget=1h and experiment=loop with it")
     _check_together(run)
     check_batch_and_name(run.name, run.trainer, run.data.length)
     return run

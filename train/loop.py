@@ -20,6 +20,7 @@ from train.checkpoints.resume import Identity
 from train.checkpoints.saver import Saver
 from train.distributed.control import STOPPED, ProcessControl, on_main
 from train.distributed.processes import RELEASE_EVERY, release_freed
+from train.optim import same_rates
 from train.step import BAD, Stepper, keep_batch
 from train.tracking.trackers import Tracker
 
@@ -30,6 +31,7 @@ BEGINNING: dict[str, Any] = {
     "best_tau": 0.0, "best_step": 0, "stale": 0, "measured": 0, "seconds": 0.0, "stall": 0.0, "flops": None,
     "rollout_tokens": 0,
 }  # fmt: skip
+SCHEDULE = {f"trainer.{key}": key for key in ("steps", "warmup", "cooldown")}
 SHARED = ("best_tau", "best_step", "stale", "measured")
 
 
@@ -98,7 +100,12 @@ class Loop:
                 "overrides that the run was started with"
             ) from error
         self.start, self.progress = state["step"], self.progress | state.get("progress", {})
-        if changed := resume.differences(state.get("arithmetic", {}), self.identity.numerics):
+        now, then = self.identity.numerics, state.get("arithmetic", {})
+        if SCHEDULE.keys() <= then.keys():
+            schedule = {key: then[name] for name, key in SCHEDULE.items()}
+            if same_rates(self.trainer, schedule, self.start):  # it is lengthened, and is as if it had been so long
+                then = then | {name: now[name] for name in SCHEDULE}
+        if changed := resume.differences(then, now):
             self.control.warn(f"the same data in the same order, but no longer bit for bit: {changed}")
         if self.progress["best_step"]:
             best = format.folder_of(self.saver.folder, self.progress["best_step"])
@@ -138,11 +145,7 @@ class Loop:
             self.saver.save(self.step.state, step, content, self.progress["best_step"])
 
     def train(self) -> None:
-        """Run all steps; on SIGTERM write a checkpoint and exit with status 143.
-
-        Raises:
-            ValueError: the disk or the memory is full, or a process was lost.
-        """
+        """Run all steps, and on SIGTERM write a checkpoint and exit with status 143; refuse a full disk or memory."""
         with self.control.listening(), self.control.guarded():
             try:
                 self.advance()
@@ -201,11 +204,7 @@ class Loop:
         return patience is not None and self.progress["stale"] >= patience
 
     def halt(self, step: int) -> None:
-        """Stop the run on a signal, with a checkpoint after `step` steps.
-
-        Raises:
-            SystemExit: with status 143, on every process.
-        """
+        """Stop the run on a signal, with a checkpoint after `step` steps: with status 143 on every process."""
         self.save(step)
         self.saver.finish()
         self.tracker.say(f"stopped by SIGTERM, checkpoint at step {step}; resume=true goes on")

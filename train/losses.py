@@ -32,17 +32,7 @@ class OnPolicyConfig:
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """Configure the objective: losses by name with their weights, weighting of depths and rows, feature noise.
-
-    Attributes:
-        depth_weights: "decay" by `depth_decay` to the power of the depth - 1, or "dpace" by the draft's own
-            confidence, with `dpace_alpha`.
-        normalize: "token", every trained row of the global batch counts alike, or "sequence": every document does.
-        anchors: rows of each packed sequence that are drafted from in a step, sampled anew each step; null for all.
-        eta, top_k: parameters of the losses lk and top_k.
-        base: share of the loss of a head's logits before they are corrected by drafted tokens, at the first step and at
-            the last one (Domino); null for none.
-    """
+    """Configure the objective; conf/objective/default.yaml says what keys mean."""
 
     losses: dict[str, Amount]
     depth_weights: Annotated[str, OneOf(("decay", "dpace"))]
@@ -76,15 +66,10 @@ class ObjectiveConfig:
 
 @dataclass
 class TeacherProbs:
-    """The target's distribution at n rows over the W tokens that the head drafts, with cached derived values.
+    """The target's distribution at n rows over the W tokens that the head drafts, with cached derived values."""
 
-    Attributes:
-        log_p: log-probs; with a pruned vocabulary they do not sum to 1.
-        best: argmax over the whole vocabulary as an index into the W, -1 where it is not among them.
-    """
-
-    log_p: Float[Tensor, "n W"]
-    best: Int[Tensor, "n"]
+    log_p: Float[Tensor, "n W"]  # log-probs; with a pruned vocabulary they do not sum to 1
+    best: Int[Tensor, "n"]  # argmax over the whole vocabulary as an index into the W, -1 where it is not among them
 
     @cached_property
     def p(self) -> Float[Tensor, "n W"]:
@@ -117,25 +102,16 @@ class TeacherProbs:
 
 @dataclass(frozen=True)
 class Rows:
-    """R trained rows of one depth.
+    """R trained rows of one depth; a head that predicts no features or no acceptance has None for them."""
 
-    Attributes:
-        teacher: the target's distribution at n rows; `teacher_index` selects the one that teaches each row.
-        log_q: the draft's log-probs over the same W tokens.
-        label: the text's own token as an index into the W, -1 where it is not among them.
-        feature, true_feature: the target's feature as predicted and as it is, None by a head that predicts none.
-        confidence: the predicted logit of the draft's acceptance, None by a head that predicts none.
-        whole: whether the head drafts the whole vocabulary.
-    """
-
-    teacher: TeacherProbs
-    teacher_index: Int[Tensor, "R"]
-    log_q: Float[Tensor, "R W"]
-    label: Int[Tensor, "R"]
-    feature: Float[Tensor, "R D"] | None
-    true_feature: Float[Tensor, "R D"] | None
-    confidence: Float[Tensor, "R"] | None
-    whole: bool
+    teacher: TeacherProbs  # the target's distribution at n rows
+    teacher_index: Int[Tensor, "R"]  # which of them teaches each row
+    log_q: Float[Tensor, "R W"]  # the draft's log-probs over the same W tokens
+    label: Int[Tensor, "R"]  # the text's own token as an index into the W, -1 where it is not among them
+    feature: Float[Tensor, "R D"] | None  # the target's feature as predicted
+    true_feature: Float[Tensor, "R D"] | None  # and as it is
+    confidence: Float[Tensor, "R"] | None  # the predicted logit of the draft's acceptance
+    whole: bool  # whether the head drafts the whole vocabulary
 
     @cached_property
     def best(self) -> Int[Tensor, "R"]:

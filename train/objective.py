@@ -44,10 +44,7 @@ def objective(
 
     Args:
         head: its `score` computes logits from the drafts' states.
-        drafts: its unrolled drafts, one entry a depth.
         features: the batch; `last` gives the teacher through the target's lm_head.
-        weight: of each row at each depth.
-        config: the losses.
         chunks: the rows to score, by `chunked`; None takes all rows of a weight at once by plain autograd: the
             reference.
         top: the teacher where a store kept the top-k tokens of each row; None computes it from `last`.

@@ -1,6 +1,7 @@
 """The optimisers, their schedule, and the running average of the weights."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,13 +64,27 @@ def optimizer(head: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer |
 def learning_rate(step: int, config: TrainerConfig) -> float:
     """Return the learning rate of step `step` (from 0): linear warm-up, then a cosine to `min_lr` of the peak.
 
-    A function of the step alone, so there is no scheduler state to save.
+    With a `cooldown` below 1 the rate is constant before the cosine, which takes that share of the steps at the end: a
+    run may be lengthened from any checkpoint before it (Hägele et al., arXiv 2405.18392). A function of the step alone,
+    so there is no scheduler state to save.
     """
     warmup = max(1, round(config.warmup * config.steps))
     if step < warmup:
         return config.lr * (step + 1) / warmup
-    fraction = (step - warmup) / max(1, config.steps - warmup)
+    begin = max(warmup, cooldown_begin(config))
+    fraction = max(0, step - begin) / max(1, config.steps - begin)
     return config.lr * (config.min_lr + (1 - config.min_lr) * 0.5 * (1 + math.cos(math.pi * fraction)))
+
+
+def same_rates(config: TrainerConfig, schedule: dict[str, Any], steps: int) -> bool:
+    """Whether the first steps have the rates of another `schedule`: its steps, warm-up and cooldown."""
+    other = replace(config, **schedule)
+    return all(learning_rate(step, other) == learning_rate(step, config) for step in range(steps))
+
+
+def cooldown_begin(config: TrainerConfig) -> int:
+    """Return the step with which the cosine begins, the end of the warm-up left out of account."""
+    return config.steps - round(config.cooldown * config.steps)
 
 
 class Average:

@@ -16,17 +16,20 @@ from huggingface_hub import HfApi, get_token
 from omegaconf import DictConfig, OmegaConf
 
 from heads.common.command import command
+from heads.common.connection import check_connected
 from heads.common.files import last_good
 from heads.common.typed import typed
 from heads.common.untrusted import visible
 from heads.formats.store import CONFIG, read_config
 from train.release import doctor
 from train.release.card.engines import misleading
-from train.release.config import DoctorConfig, PublishConfig
-from train.release.folder import FILES, write_folder
+from train.release.config import CHECKPOINT, DoctorConfig, PublishConfig, ServeConfig
+from train.release.folder import FILES, stitched, write_folder
 from train.release.hub import SHORT, Repository, downloaded, files_of, push, repository, set_tag
+from train.release.serve import check_link, replace_head
 from train.release.trial import Trial, begin
 
+SERVED = """vllm serve {} --speculative-config '{{"method": "mtp", "num_speculative_tokens": 1}}'"""
 __all__ = ["PublishConfig", "misleading", "publish"]
 
 
@@ -42,13 +45,20 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
     _assert_has_head(run)
     if not config.dry_run and not (api.token or get_token()):
         raise ValueError(f"{config.repo}: no token for the Hub; run `hf auth login`, set HF_TOKEN or dry_run=true")
-    write_folder(run, out, config)
+    if config.format == CHECKPOINT:
+        stitched(run, out, config)
+        say(f"{out}: the target with this head as its MTP module; {SERVED.format(out)}")
+        return out
+    facts = write_folder(run, out, config)
     say(f"{out}: {', '.join(files_of(out))}")
     if remark := misleading(config.repo, read_config(last_good(run / "head"))["head"]["name"]):
         say(remark)
+    if facts.drawbacks:
+        print(visible(f"warning: {config.repo}: {' '.join(facts.drawbacks)}"), file=sys.stderr)
     if config.dry_run:
         say("dry_run: nothing was uploaded")
         return out
+    check_connected(config.repo)
     trial = _tried(run, out, config) if config.reverify else "reverify=false"
     with repository(config.repo, config.private, config.tag, api) as repo:
         commit = push(out, repo, FILES, api)
@@ -64,7 +74,7 @@ def _tried(run: Path, out: Path, config: PublishConfig) -> Trial | str:
     """Decode with the run's head, and with an exported one too, before anything is uploaded; or return why not."""
     trial = begin(run, config)
     if isinstance(trial, Trial) and not trial.exact:
-        remedy = "; nothing was uploaded, publish without format or with dtype=float32"
+        remedy = "; nothing was uploaded, publish without format and base, or with dtype=float32"
         trial.check(out, f"{out}: the written head drafts otherwise than it was trained", remedy)
     return trial
 
@@ -106,8 +116,18 @@ def main(cfg: DictConfig) -> None:
         text, status = doctor.report(typed(DoctorConfig, OmegaConf.masked_copy(cfg, keys)))
         print(visible(text))
         raise SystemExit(status)
-    keys = [str(key) for key in cfg if key not in ("doctor", "checkup", "model")]
-    publish(typed(PublishConfig, OmegaConf.masked_copy(cfg, keys)), HfApi(library_name="headstart"))
+    keys = [str(key) for key in cfg if key not in ("doctor", "checkup", "model", "serve")]
+    config, serving = typed(PublishConfig, OmegaConf.masked_copy(cfg, keys)), typed(ServeConfig, cfg.serve, "serve")
+    if serving.link is not None and config.format is None:
+        raise ValueError("serve.link is given without a format: engines read format=vllm, or another of theirs")
+    if serving.link is not None:
+        check_link(Path(serving.link))
+    out = publish(config, HfApi(library_name="headstart"))
+    if serving.link is not None:
+        replaced = replace_head(out, serving)
+        print(visible(replaced.line))
+        if not replaced.stays:
+            raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,11 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object, set_seed
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
+from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches, check_known, fingerprint, pack, token_counts
@@ -39,7 +42,7 @@ from eval.measures.machine import revision
 from eval.report.write import Report
 from eval.run import evaluate
 from heads.base import frozen_count, parameter_count
-from heads.common.command import command
+from heads.common.command import BEST, command, quoted, report_best_head
 from heads.common.errors import user_errors
 from heads.common.files import write_whole
 from heads.common.redact import redacted_values, redacted_words
@@ -53,15 +56,27 @@ from train import adapt
 from train.acceptance import AcceptanceEvaluator
 from train.checkpoints import format, resume
 from train.config import RunConfig, run_config
-from train.distributed import launch, processes
-from train.distributed.control import RANKS, on_main
+from train.distributed import launch, processes, srun
+from train.distributed.control import RANKS, STOPPED, on_main
 from train.distributed.processes import RunLock
 from train.features import origin_of, source_for
+from train.forecast import command as forecast
+from train.forecast import text as forecast_text
+from train.forecast.pilots import overrides_of
 from train.loop import COST, KeptHead, Loop
+from train.maintenance.stages import maintain
 from train.planning.alternatives import worth_trying
-from train.planning.check import check_out, check_run, check_settings, check_target, evaluation, reads_target
+from train.planning.check import (
+    check_first_records,
+    check_out,
+    check_run,
+    check_settings,
+    check_target,
+    evaluation,
+    reads_target,
+)
 from train.planning.choice import alone_on_cpu, chosen, in_words, with_processes
-from train.planning.plan import plan, sized
+from train.planning.plan import SHARE, plan, plan_inputs, resolved, sized, work
 from train.planning.table import table
 from train.rollouts import Rollouts
 from train.start import STARTS, first_head, resolve_init
@@ -69,12 +84,14 @@ from train.step import Loss, Stepper
 from train.tracking import sweep
 from train.tracking.trackers import conclude
 
+BY_BUDGET = (  # overrides that a training within a budget has in its place
+    "head", "budget", "log", "plan", "resume", "overwrite", "trainer.steps", "trainer.cooldown", "trainer.warmup",
+)  # fmt: skip
+DEBUG = "debug"  # of conf/trainer/
 WRITTEN = (  # by a run, beside its weights
     "checkpoints", "bad", "tensorboard", "wandb", "metrics.jsonl", "report.json", "report.md", "report.html",
     "training.json", "prompts.jsonl", "wandb-id.txt",
 )  # fmt: skip
-
-SHARE = 1 / 3  # of a training's time, that its evaluation takes at most
 
 
 def prepare_out(
@@ -176,6 +193,7 @@ def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     """Run the whole job on this process, alone in its output folder."""
     run = with_processes(run)
     check_settings(run)
+    report_best_head()
     if launch.is_main():
         Console().print(f"{run.name}: head={run.head.name} for {run.model.path}", soft_wrap=True, markup=False)
     check_target(run)
@@ -294,35 +312,116 @@ def resolved_values(cfg: DictConfig) -> dict[str, Any]:
     return resolved
 
 
-def launch_all(run: RunConfig) -> None:
+def launch_all(run: RunConfig, words: list[str]) -> None:
     """Start the run's processes; exit with their status unless it is 0, after which a multirun continues."""
     if run.launcher.slurm is None:
         check_run(run)
-    status = launch.start(run.launcher, os.path.abspath(__file__), launch.overrides())
+    folder = Path(run.out) / "checkpoints"
+    saved = format.checkpoints(folder)
+    status = launch.start(run.launcher, os.path.abspath(__file__), words)
+    if status == STOPPED and format.checkpoints(folder) == saved:  # else its processes have said so
+        sys.stderr.write("stopped by SIGTERM before the first step; nothing was trained\n")
     if status:
         raise SystemExit(status)
     if run.eval.prompts and not launch.leaves(run.launcher):
         sweep.note(run.name, run.head.name, Path(run.out))
 
 
+def within_budget(run: RunConfig) -> float | None:
+    """Plan, or train, the head that is fastest after a budget."""
+    os.environ.pop(BEST, None)  # which the candidates take the place of
+    words = shared_words(launch.overrides(), run.log)
+    if sweep.sweeping() or launch.launched() or launch.leaves(run.launcher):
+        raise ValueError("a budget is of one run, which starts its own processes: leave -m and other launchers out")
+    planned, given = run.plan, {word.partition("=")[0] for word in launch.overrides()}
+    named = [f"{key}={getattr(run, key)}" for key in ("resume", "overwrite")]
+    named += [] if "name" in given else ["name=${model.name}-forecast"]
+    run = replace(run_config(compose("train", [*words, *named])), budget=run.budget, forecast=run.forecast)
+    candidates = {one: run_config(compose("train", [*words, *overrides_of(one)])) for one in run.forecast.candidates}
+    if planned:
+        check_first_records(run)
+        Console().print(budget_plan(run, candidates))
+        return None
+    run = chosen(with_processes(run))
+    check_out(Path(run.out), replaces=run.resume or run.overwrite)
+    forecast.check(run)
+    forecast.train_within(run, lambda more: ordinary([*words, *more]))
+    trained = (Path(run.out) / COST).exists()  # not where no candidate pays
+    return sweep.best_tau(Path(run.out)) if trained else None
+
+
+def shared_words(words: list[str], log: str | None) -> list[str]:
+    """Return the overrides that all trainings within a budget have in common; refuse those of a single head."""
+    keys = [word.lstrip("+~").partition("=")[0] for word in words]
+    if odd := [key for key in keys if key.startswith("head.")]:
+        raise ValueError(
+            f"{odd[0]} is of one head, and a budget compares several: give it with its head in "
+            "forecast.candidates, as ['eagle3 head.layers=2']"
+        )
+    if log is not None and "data.path" in keys:
+        raise ValueError("log and data.path are both given: log takes the place of data.path, leave one out")
+    rest = [
+        word for word, key in zip(words, keys, strict=True) if key not in BY_BUDGET and not key.startswith("forecast.")
+    ]
+    return rest if log is None else [*rest, f"data.path={quoted(log)}"]
+
+
+def budget_plan(run: RunConfig, candidates: dict[str, RunConfig]) -> Table:
+    """Return the plan of a budget: nothing is loaded."""
+    device, operations = resolved(run.device, run.model.device), {}
+    for words, candidate in candidates.items():
+        costs = work(plan_inputs(sized(chosen(replace(candidate, init=None)))))
+        tokens = candidate.trainer.steps * candidate.trainer.batch_tokens
+        operations[words] = (costs["head_flops"] + costs["target_flops"]) / tokens
+    rate = None if device.tflops is None else device.tflops * 1e12 * device.mfu
+    assert run.budget is not None
+    return forecast_text.plan(run.budget, run.forecast.share, operations, rate)
+
+
+def ordinary(words: list[str]) -> None:
+    """Run an ordinary training with these overrides, to its end."""
+    cfg = compose("train", words)
+    run = with_processes(run_config(cfg))
+    if launch.missing(run.launcher):
+        launch_all(run, words)
+    else:
+        train(run, resolved_values(cfg))
+
+
+def last_line(run: RunConfig) -> str | None:
+    """Return what to say after a run: what else is worth trying, or of a trial that its numbers are none."""
+    if HydraConfig.get().runtime.choices.get("trainer") == DEBUG:
+        return f"trainer={DEBUG}: {run.trainer.steps} steps show that it runs; no number of them means anything"
+    return worth_trying(chosen(run)) if run.eval.prompts else None
+
+
 @command("train")
 def main(cfg: DictConfig) -> float | None:
     """Compose, check, and plan, launch or train; return the best τ, which a sweep may maximise."""
+    srun.take_over(cfg.launcher.num_processes, cfg.launcher.main_process_port)
     with user_errors(), launch.main_first():
         launch.check_mode()
     with sweep.alone(), user_errors(), launch.main_first():
         run = run_config(cfg)
+        if run.loop is not None:
+            raise SystemExit(maintain(run, launch.overrides(), ordinary))
+        if run.budget is not None:
+            return within_budget(run)
         sweep.check(run.trainer.eval_prompts, waits=not launch.leaves(run.launcher))
         if run.plan:
+            check_first_records(run)
             run = chosen(run)
+            report_best_head()
             Console().print(table(run, plan(run)), highlight=False)
+            if command := launch.by_hand(run.launcher, sys.argv[0], launch.overrides()):
+                Console().print(command, highlight=False, soft_wrap=True, markup=False)
             return None
         run = with_processes(run)
         if launch.missing(run.launcher):
-            launch_all(run)
+            launch_all(run, launch.overrides())
         else:
             train(run, resolved_values(cfg))
-            if run.eval.prompts and launch.is_main() and (line := worth_trying(chosen(run))):
+            if launch.is_main() and (line := last_line(run)):
                 Console().print(line, highlight=False, soft_wrap=True)
         return None if launch.leaves(run.launcher) else sweep.best_tau(Path(run.out))
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from heads import HEADS
 from heads.base import HeadConfig
 from heads.formats.hub import load_found, resolve_head, sibling_spec
+from heads.formats.mtp_layouts import BLOCK
 from heads.modules.rope import scaling_of
-from heads.mtp import Mtp
+from heads.mtp import TARGET, Mtp
 from inference.drafters.mtp import load_mtp
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.placed import whole
@@ -33,7 +34,7 @@ def resolve_init(init: str | None, config: HeadConfig, target: Target | Embeddin
         return None
     assert isinstance(target, Target)
     try:
-        odd = mismatch(module_like(config, target), last_layer(target), target)
+        odd = mismatch(module_like(config, target), last_layer(config, target), target)
     except ValueError as error:  # rotary positions of a kind that heads do not have
         odd = str(error)
     if odd is None:
@@ -100,9 +101,9 @@ def mtp_from_target(config: HeadConfig, init: str, target: Target) -> nn.Module:
         raise ValueError(f"init={init} starts head=mtp alone: give that head, or a folder for init")
     if init == CHECKPOINT:
         loaded = load_mtp(target, target.name).state_dict()
-        start: dict[str, Tensor] = {name.replace("block.layer.", "block."): value for name, value in loaded.items()}
+        start: dict[str, Tensor] = {name.replace(BLOCK, _block(config)): value for name, value in loaded.items()}
     else:
-        start = last_layer(target)
+        start = last_layer(config, target)
     head = module_like(config, target)
     odd = mismatch(head, start, target)
     if odd is not None:
@@ -123,11 +124,19 @@ def module_like(config: Mtp.Config, target: Target) -> Mtp:
     return Mtp(replace(config, rope_theta=theta, rope_scaling=scaling_of(rope), norm_eps=eps), target.embeddings)
 
 
-def last_layer(target: Target) -> dict[str, Tensor]:
+def last_layer(config: Mtp.Config, target: Target) -> dict[str, Tensor]:
     """Return the target's last layer and final norm under the module's names."""
-    start = {f"block.{name}": value for name, value in whole(target.decoder_layers[-1])}
+    layer = target.decoder_layers[-1]
+    buffers = layer.state_dict().keys() - dict(layer.named_parameters()).keys()  # such as a router's bias
+    values = [*whole(layer), *((name, value) for name, value in layer.named_buffers() if name in buffers)]
+    start = {_block(config) + name: value for name, value in values}
     norm = getattr(target.base, "norm", None)
     return start | ({"norm.weight": dict(whole(norm))["weight"]} if norm is not None else {})
+
+
+def _block(config: Mtp.Config) -> str:
+    """Return what precedes the names of the module's decoder layer."""
+    return BLOCK if config.layer == TARGET else "block."
 
 
 def mismatch(head: Mtp, start: dict[str, Tensor], target: Target) -> str | None:
@@ -140,5 +149,5 @@ def mismatch(head: Mtp, start: dict[str, Tensor], target: Target) -> str | None:
         return None
     return (
         f"a layer of {target.name} is not built like the module's ({odd[0]}); give init=null for a new one, or "
-        "head.qk_norm=true where its queries and keys are normed"
+        "head.qk_norm=true where its queries and keys are normed, or head.layer=target"
     )

@@ -138,17 +138,11 @@ class Guard:
 
 @dataclass(frozen=True)
 class Step:
-    """The outcome of a step.
+    """The outcome of a step."""
 
-    Attributes:
-        stopped: whether it was interrupted, since some process has to stop; the head is as before it.
-        record: the metrics to log, beside the step's number; None where the step is not logged.
-        bad: why it changed nothing; None for a good step.
-    """
-
-    stopped: bool
-    record: dict[str, Any] | None
-    bad: str | None
+    stopped: bool  # whether it was interrupted, since some process has to stop; the head is as before it
+    record: dict[str, Any] | None  # the metrics to log, beside the step's number; None where the step is not logged
+    bad: str | None  # why it changed nothing; None for a good step
 
 
 class Stepper:

@@ -54,11 +54,7 @@ class AnswerSettings:
     template_args: dict[str, Any]
 
     def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Return the chat template's values besides the chat.
-
-        Raises:
-            ValueError: the template does not read one of them, which would silently have no effect.
-        """
+        """Return the chat template's values besides the chat; refuse one that it does not read: it would do nothing."""
         thinking = {} if self.thinking is None else {"enable_thinking": self.thinking}
         options = {**thinking, **self.template_args}
         template = tokenizer.get_chat_template() if options and tokenizer.chat_template else ""

@@ -24,7 +24,7 @@ from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandl
 
 from data.answers.chats import Reply
 from data.text.exact import LoggedAnswer, logged_answers
-from data.text.files import CHUNK
+from data.text.files import CHUNK, BoundedReader
 from heads.common.ranges import Amount, Count, Number, Positive
 from heads.common.redact import HIDDEN, redacted
 from heads.common.untrusted import parse_json
@@ -87,15 +87,13 @@ class EndpointError(Exception):
         super().__init__(f"{cause}: {self.detail}")
 
 
-class BoundedReader(io.RawIOBase):
+class TimedReader(BoundedReader):
     """Reader of a socket that stops at a deadline and after `LARGEST` bytes, status line and headers included."""
 
-    def __init__(self, sock: socket.socket, raw: io.RawIOBase, deadline: float) -> None:
-        self.sock, self.raw, self.deadline, self.left = sock, raw, deadline, LARGEST
-
-    def readable(self) -> bool:
-        """Return true."""
-        return True
+    def __init__(self, sock: socket.socket, stream: io.RawIOBase, deadline: float) -> None:
+        too_large = EndpointError("too_large", f"the reply has more than {LARGEST} bytes")
+        super().__init__(stream, LARGEST, too_large)
+        self.sock, self.deadline = sock, deadline
 
     def readinto(self, buffer: Any) -> int | None:
         """Read the bytes that have arrived, and wait for them until the deadline at most."""
@@ -103,24 +101,15 @@ class BoundedReader(io.RawIOBase):
         if seconds <= 0:
             raise TimeoutError
         self.sock.settimeout(seconds)
-        count = self.raw.readinto(buffer)
-        self.left -= count or 0
-        if self.left < 0:
-            raise EndpointError("too_large", f"the reply has more than {LARGEST} bytes")
-        return count
-
-    def close(self) -> None:
-        """Close the socket's file."""
-        self.raw.close()
-        super().close()
+        return super().readinto(buffer)
 
 
 class BoundedResponse(HTTPResponse):
-    """HTTP response that is read through a `BoundedReader` from its first byte on."""
+    """HTTP response that is read through a `TimedReader` from its first byte on."""
 
     def __init__(self, sock: socket.socket, *args: Any, deadline: float, **named: Any) -> None:
         super().__init__(sock, *args, **named)
-        self.fp = io.BufferedReader(BoundedReader(sock, self.fp.detach(), deadline))
+        self.fp = io.BufferedReader(TimedReader(sock, self.fp.detach(), deadline))
 
 
 class BoundedHandler(HTTPHandler, HTTPSHandler):
@@ -231,11 +220,7 @@ class Client:
         raise EndpointError("unreachable", "the stream broke off before its end", True)
 
     def page(self, path: str) -> tuple[int, str]:
-        """Return the status and the text of a page, which need not be JSON.
-
-        Raises:
-            EndpointError: no complete reply arrived in time.
-        """
+        """Return the status and the text of a page, which need not be JSON; refuse what is not there in time."""
         with self._exchange("GET", path, None) as response:
             return response.status, _read(response).decode(errors="replace")
 
@@ -259,7 +244,8 @@ class Client:
         text = content[:CHUNK].decode(errors="replace").replace(self.key, HIDDEN)  # some servers echo the key
         if response.status in REMEDIES:
             remedy = REMEDIES[response.status].format(by=self.by, options=self.options)
-            raise ValueError(f"{self.url}{path}: {response.status} ({' '.join(text.split())[:SHOWN]}); {remedy}")
+            words = "a page" if text.lstrip().startswith("<") else " ".join(text.split())[:SHOWN]
+            raise ValueError(f"{self.url}{path}: {response.status} ({words}); {remedy}")
         if response.status != 200:
             after = retry_after(response.headers.get("Retry-After", ""))
             temporary = response.status in TEMPORARY or response.status >= 500
@@ -301,11 +287,7 @@ def read_object(content: bytes) -> dict[str, Any]:
 
 
 def read_reply(data: Mapping[str, Any], model: str) -> Reply:
-    """Read the answer in a chat completion.
-
-    Raises:
-        EndpointError: it is another model's, has no or several choices, no text, or an unknown finish reason.
-    """
+    """Read the answer in a chat completion; refuse another model's, several choices, no text, odd finish reasons."""
     if data.get("model") != model:
         raise EndpointError("wrong_model", f"the reply is {data.get('model')!r}'s")
     choices = data.get("choices")
@@ -337,11 +319,7 @@ def logged_answer(data: Mapping[str, Any]) -> LoggedAnswer:
 
 
 def read_call(call: Any) -> dict[str, Any]:
-    """Convert a tool call to the form of chat templates: arguments as an object, not as JSON in a string.
-
-    Raises:
-        EndpointError: the call is malformed.
-    """
+    """Convert a tool call to the form of chat templates: arguments as an object, not as JSON; refuse one without."""
     try:
         function = dict(call["function"])
         name, arguments = function["name"], function["arguments"]

@@ -40,8 +40,6 @@ class Engine:
     """Answerer that decodes `batch_size` chats at a time with our engine."""
 
     def __init__(self, target: Target, drafter: Drafter, settings: AnswerSettings, batch_size: int) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}: give 1 or more")
         if not target.eos and not settings.keep_unfinished:
             raise ValueError("the target has no end token, so no answer ever ends; set keep_unfinished=true")
         self.target, self.drafter, self.settings = target, drafter, settings

@@ -11,7 +11,6 @@ device had not written; the next call, of any number of processes, cuts incomple
 import errno
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -56,11 +55,7 @@ class Answers:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the parts' lock against other jobs; the kernel frees the lock of a process that dies.
-
-        Raises:
-            ValueError: another job holds the lock, or the disk is full.
-        """
+        """Hold the parts' lock, which the kernel frees of a dead process; refuse if another job has it, or no room."""
         with self._disk_errors(), claim(self.parts / "lock", wait=False) as free:
             if not free:
                 raise ValueError(f"{self.out}: another job is writing it; wait for it, or name another file")
@@ -71,11 +66,7 @@ class Answers:
                     shutil.rmtree(self.parts)  # the job did not begin
 
     def begin(self, settings: dict[str, Any]) -> None:
-        """Write the settings that shape the answers, after a check that an earlier call had the same.
-
-        Raises:
-            ValueError: existing answers have other settings, or none on record.
-        """
+        """Write the settings that shape the answers; refuse existing answers with others, or with none on record."""
         earlier = self.settings if self.settings.is_file() else self.meta
         if not earlier.is_file():
             if self.out.exists():
@@ -92,11 +83,7 @@ class Answers:
         replace(self.settings, json.dumps({"settings": settings}))
 
     def finished(self) -> dict[str, Entry]:
-        """Return the entries of all finished chats by their ids, whichever processes wrote them.
-
-        Raises:
-            ValueError: a line is no outcome and no answer.
-        """
+        """Return the entries of all finished chats by id, whichever processes wrote them; refuse other lines."""
         meta = _read_json(self.meta) if self.meta.is_file() else {"left_out": {}, "shortened": {}}
         entries = {
             id_: Entry(self.meta, 0, 0, False, 0, cause, True) for cause, ids in meta["left_out"].items() for id_ in ids
@@ -144,12 +131,12 @@ class Answers:
             ) from error
 
     @contextmanager
-    def part(self, rank: int, world: int) -> Iterator["Part"]:
-        """Open this process's part behind its last complete line; refuse a full disk."""
+    def part(self, rank: int, world: int) -> Iterator[IO[bytes]]:
+        """Open this process's part behind its last complete line, for `append`; refuse a full disk."""
         path = self.parts / f"{rank:05d}-of-{world:05d}.jsonl"
         with self._disk_errors(), inside(self.parts, path.name).open("ab") as file:
             file.truncate(complete_bytes(path))
-            yield Part(file)
+            yield file
 
     def merge(self, ids: Sequence[str], settings: dict[str, Any], notes: dict[str, Any]) -> dict[str, Any]:
         """Merge all parts into one file in the order of `ids`, other chats behind, and write and return its provenance.
@@ -199,20 +186,10 @@ class Answers:
         return digest.hexdigest()
 
 
-class Part:
-    """One process's file of outcomes."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
-
-    def write(self, outcome: Outcome) -> None:
-        """Append an outcome; it survives a crash of this process."""
-        self.file.write(_encoded(outcome._asdict()))
-        self.file.flush()
-
-    def sync(self) -> None:
-        """Flush to the device; all outcomes so far survive a power failure."""
-        os.fsync(self.file.fileno())
+def append(outcome: Outcome, file: IO[bytes]) -> None:
+    """Append an outcome to a part; it survives a crash of this process, and after an fsync a power failure."""
+    file.write(_encoded(outcome._asdict()))
+    file.flush()
 
 
 def replace(path: Path, text: str) -> None:

@@ -7,6 +7,7 @@ process answers its share of the chats; a job that was stopped resumes, and its 
 
 import glob
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 
 from data.answers.chats import Answerer, AnswerSettings, Outcome, talk_of
-from data.answers.files import Answers
+from data.answers.files import Answers, append
 from data.config import DataConfig
 from data.text.files import content_hash
 from data.text.records import Record
@@ -92,15 +93,15 @@ def _answer(work: Work, answerer: Answerer, answers: Answers, worker: Worker) ->
     console = Console(stderr=True)
     quiet = worker.rank > 0 or not console.is_terminal
     outcomes = answerer.answer(talks) if records else iter(())
-    with answers.part(worker.rank, worker.world) as answered:
+    with answers.part(worker.rank, worker.world) as file:
         tracked: Iterator[Outcome] = iter(
             track(outcomes, "answers", total=len(records), console=console, transient=True, disable=quiet)
         )
         for number, outcome in enumerate(tracked, 1):
-            answered.write(outcome)
+            append(outcome, file)
             if number % work.sync_every == 0:
-                answered.sync()
-        answered.sync()
+                os.fsync(file.fileno())
+        os.fsync(file.fileno())
 
 
 def source_of(config: DataConfig) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Copying(NamedTuple):
 
 
 def compute(target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], spec: StoreSpec) -> Row:
-    """Return what `to_row` does of packed rows, by a forward pass of the target."""
+    """Return the tensors that a store of this kind holds of packed rows, by a forward pass of the target."""
     return start(target, token, document, spec).result()
 
 
@@ -61,11 +61,6 @@ def start(target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"
     """Start what `compute` does; the host does not wait for a GPU."""
     features = forward(target, token, document, spec.layers)
     return copying(States(features.hidden, features.last), target.embeddings, spec)
-
-
-def to_row(states: States, embeddings: Embeddings, spec: StoreSpec) -> Row:
-    """Return the tensors that a store of this kind holds of hidden states; refuse one that is not finite."""
-    return copying(states, embeddings, spec).result()
 
 
 def copying(states: States, embeddings: Embeddings, spec: StoreSpec) -> Copying:

@@ -20,7 +20,7 @@ from accelerate import PartialState
 
 from data.batches import Packed, check_known, pack
 from data.config import DataConfig
-from data.features.coding import Copying, arrived, join, start, to_row
+from data.features.coding import Copying, arrived, copying, join, start
 from data.features.source import FeaturesConfig
 from data.features.store import META, FeatureStore, Row, StoreSpec, WriteQueue, packed_fingerprint
 from data.features.vllm_features import LayerIds, VllmFiles, write_prompts
@@ -219,6 +219,7 @@ def _maker(target: Target | EmbeddingsOnly, packed: Packed, spec: StoreSpec, con
     files = VllmFiles(Path(str(config.vllm)), LayerIds.of(config.vllm_layers, spec.layers, count))
 
     def read(rows: list[int]) -> Row:
-        return join(to_row(files.row(packed, row, norm, spec.width), embeddings, spec) for row in rows)
+        states = (files.row(packed, row, norm, spec.width) for row in rows)
+        return join(copying(of_row, embeddings, spec).result() for of_row in states)
 
     return read

@@ -74,8 +74,7 @@ class Served:
         return f"features: {self.served} rows served, {self.stored} from the store"
 
     def _begin(self, batch: Batch) -> list[ArrivingRow]:
-        numbers = batch.index.clamp_min(0).tolist()  # a row that only fills up has the first one's tokens
-        return [self._row(row) for row in numbers]
+        return [self._row(row) for row in batch.index.clamp_min(0).tolist()]  # a filler has the first row's tokens
 
     def _row(self, row: int) -> ArrivingRow:
         length, width, pin = self.batches.packed.token.shape[1], self.servers.width, self.device.type == "cuda"

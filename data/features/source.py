@@ -90,8 +90,6 @@ class MicroBatch(NamedTuple):
 class Forward(Protocol):
     """A model that computes features in a forward pass: a `Target`."""
 
-    device: torch.device
-
     def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], layers: tuple[int, ...]) -> Features:
         """Return the features of packed rows, of these decoder layers, on its device; the rows may lie on the host."""
         ...

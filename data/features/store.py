@@ -217,11 +217,7 @@ class FeatureStore:
         return tensors
 
     def write(self, name: str, rows: list[int], *groups: Row) -> None:
-        """Write a shard of some groups of rows, and then its entry. The caller holds its claim.
-
-        Raises:
-            ValueError: the disk refused; no other shard is touched.
-        """
+        """Write a claimed shard of some groups of rows, then its entry; refuse a full disk, which spares the others."""
         digests = [self._digest(row) for group in groups for row in split(group)]
         pieces = serialized(groups)
         entry = Entry(rows, digests, sum(map(len, pieces)))

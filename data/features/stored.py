@@ -101,11 +101,7 @@ class Fallback(NamedTuple):
 
 
 class Stored:
-    """Features of a store's rows.
-
-    A computed row is encoded and decoded as the store does, so that training is the same whatever the store holds
-    already.
-    """
+    """Features of a store's rows; computed ones are encoded and decoded too, so that training is the same for both."""
 
     def __init__(
         self, store: FeatureStore, batches: Batches, form: FeatureRequest, device: torch.device, ahead: int,

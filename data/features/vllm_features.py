@@ -153,11 +153,7 @@ def _key(token: Sequence[int]) -> bytes:
 
 
 def read_tensors(file: Path, seconds: float, *names: str) -> list[Tensor]:
-    """Return tensors of a file; vLLM may take so many seconds to finish writing it.
-
-    Raises:
-        ValueError: it takes longer, or writes something else.
-    """
+    """Return tensors of a file that vLLM may take so many seconds to finish; refuse a later one, and anything else."""
     deadline = time.monotonic() + seconds
     try:
         while not _is_written(file):

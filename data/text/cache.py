@@ -36,17 +36,14 @@ class CachedSamples(Sequence[Sample]):
     """Samples of an Arrow file, mapped from disk: a list is made of the one that is asked for."""
 
     def __init__(self, path: Path) -> None:
-        """Map the file."""
         import datasets
 
         self._table: Any = datasets.Dataset.from_file(str(path))
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self._table)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return one sample, or a list of some."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         return Sample(**self._table[index])

@@ -37,11 +37,7 @@ class Exact(NamedTuple):
 
 
 def exact_tokens(raw: dict[str, Any], where: str) -> tuple[Exact, ...]:
-    """Return the documents whose tokens a record gives, none where it is text.
-
-    Raises:
-        ValueError: they are no lists of token numbers; `where` names the record.
-    """
+    """Return the documents whose tokens a record gives, none where it is text; refuse what is no list of numbers."""
     if all(raw.get(key) is not None for key in MASKED):
         token, mask = (_ids(raw, key, where) for key in MASKED)
         return (Exact(token, mask),)
@@ -62,8 +58,7 @@ def _joined(before: Exact, prompt: list[int], answer: list[int]) -> Exact:
 
 def logged_answers(raw: Mapping[str, Any], where: str) -> Iterator[LoggedAnswer]:
     """Yield the tokens of each prompt and its answer in a log's record, or in a reply; refuse what is no numbers."""
-    reply = raw["response"] if isinstance(raw.get("response"), dict) else raw  # beside the request, as batches have it
-    reply = reply["body"] if isinstance(reply.get("body"), dict) else reply
+    reply = reply_in(raw)
     choices = [choice for key in CHOICES if isinstance(reply.get(key), list) for choice in reply[key]]
     for answer in [reply, *(choice for choice in choices if isinstance(choice, dict))]:
         key = next((key for key in ANSWER if answer.get(key) is not None), None)
@@ -71,6 +66,12 @@ def logged_answers(raw: Mapping[str, Any], where: str) -> Iterator[LoggedAnswer]
         asking = next(((holder, name) for holder in holders for name in PROMPT if holder.get(name) is not None), None)
         if key is not None and asking is not None:
             yield LoggedAnswer(_ids(*asking, where), _ids(answer, key, where)[-_count(answer) :])
+
+
+def reply_in(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the reply in a log's record, which may stand beside its request, as batches have it."""
+    reply: Mapping[str, Any] = raw["response"] if isinstance(raw.get("response"), dict) else raw
+    return reply["body"] if isinstance(reply.get("body"), dict) else reply
 
 
 def _count(answer: Mapping[str, Any]) -> int:

@@ -70,31 +70,33 @@ def _reading(path: Path) -> Iterator[None]:
 def _opened(path: Path) -> TextIOBase:
     if path.suffix not in OPENERS:
         return path.open(encoding="utf-8-sig")
-    return TextIOWrapper(BufferedReader(Unpacked(path), CHUNK), encoding="utf-8-sig")
+    bomb = ValueError(f"{path}: unpacks to more than {DENSEST} times its size, as no text does; unpack it")
+    packed = OPENERS[path.suffix](path, mode="rb")
+    unpacked = BoundedReader(packed, LONGEST + DENSEST * path.stat().st_size, bomb)
+    return TextIOWrapper(BufferedReader(unpacked, CHUNK), encoding="utf-8-sig")
 
 
-class Unpacked(RawIOBase):
-    """What a packed file holds, unless that is far more than any text packs to."""
+class BoundedReader(RawIOBase):
+    """Reader of a stream that raises an error after so many bytes."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.file = path, OPENERS[path.suffix](path, mode="rb")
-        self.left = LONGEST + DENSEST * path.stat().st_size
+    def __init__(self, stream: Any, most: int, beyond: Exception) -> None:
+        self.stream, self.left, self.beyond = stream, most, beyond
 
     def readable(self) -> bool:
         """Return that it is."""
         return True
 
-    def readinto(self, buffer: Any) -> int:
-        """Read what comes next; refuse a bomb."""
-        count: int = self.file.readinto(buffer)
-        self.left -= count
+    def readinto(self, buffer: Any) -> int | None:
+        """Read what comes next; refuse more than the bound."""
+        count: int | None = self.stream.readinto(buffer)
+        self.left -= count or 0
         if self.left < 0:
-            raise ValueError(f"{self.path}: unpacks to more than {DENSEST} times its size, as no text does; unpack it")
+            raise self.beyond
         return count
 
     def close(self) -> None:
-        """Close the file."""
-        self.file.close()
+        """Close the stream."""
+        self.stream.close()
         super().close()
 
 
@@ -126,11 +128,7 @@ def _parquet(path: Path) -> Iterator[Raw]:
 
 
 def read_table(table: Callable[[], Iterable[Raw]], name: str, remedy: str) -> Iterator[Raw]:
-    """Yield the records of a table of `datasets`, which is opened by a call.
-
-    Raises:
-        ValueError: it cannot be read; the record's number is named.
-    """
+    """Yield the records of a table of `datasets` that a call opens; refuse, by its number, what cannot be read."""
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is said by the error

@@ -23,6 +23,7 @@ MARKS = re.sub(f"[{SPACELESS}]", "", "".join(chr(i) for i in range(1 << 16) if u
 WORD = re.compile(rf"[{SPACELESS}]|[^\W{SPACELESS}]+(?:[{MARKS}]+[^\W{SPACELESS}]*)*")
 
 COUNTERS = "records", "kept", "chats"
+MUCH = 1 / 4  # of all records: what is held out beyond it is missed in training
 
 Gram = tuple[str, ...]  # words in a row
 
@@ -65,8 +66,10 @@ class Counts:
             dropped += [f"{self.contaminated:,} with {words} words of one of {prompts:,} evaluation prompts{beside}"]
         dropped += [f"{self.short:,} under {config.min_tokens} tokens"] if config.min_tokens > 1 else []
         chats = f"; of the chats, {counts_line(self.chats)}" if +self.chats else ""
+        share = self.held_out / max(1, self.held_out + sum(self.records.values()))
+        much = f" ({share:.0%} of all: a smaller data.held_out trains on more)" if share > MUCH else ""
         return (
-            f"data: {read}; held out: {self.held_out:,}; dropped: {', '.join(dropped) or 'nothing'}; "
+            f"data: {read}; held out: {self.held_out:,}{much}; dropped: {', '.join(dropped) or 'nothing'}; "
             f"kept: {self.samples:,} samples, {self.tokens:,} tokens, "
             f"{self.trained / max(1, self.tokens):.0%} trained on{chats}"
         )

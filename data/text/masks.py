@@ -90,10 +90,10 @@ def samples_of(
             'put a chat_template.jinja beside the model, or give plain text ({"text"} records or .txt)'
         )
     try:
-        if plain and not record.exact:
-            return _plain(record, tokenizer, config.max_tokens, seen)
         if record.exact:
             samples = _samples(record.id, checked_tokens(record, tokenizer), config.max_tokens, seen)
+        elif plain:
+            return _plain(record, tokenizer, config.max_tokens, seen)
         else:
             samples = _chat(record, tokenizer, config, seen)
     except (BadSampleError, RenderError, UnicodeEncodeError) as error:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from data.text.cache import PROMPTS, SAMPLES, CachedSamples, cache_key, cached, 
 from data.text.files import Raw
 from data.text.filters import Counts, Filters
 from data.text.masks import BadSampleError, Sample, check_vocabulary, counts_line, is_plain, samples_of
-from data.text.records import Record, content_text, label
+from data.text.records import Record, content_text, label, parse, readable
 from data.text.sources import Source, divide, held_out_records, open_source, open_sources, read_all, training_records
 from data.text.template import check_media, encode, encode_plain, last_token, render
 from heads.common.resolvers import ROOT
@@ -104,10 +105,7 @@ def load_samples(config: DataConfig, tokenizer: PreTrainedTokenizerBase, limit: 
 
 
 def load_prompts(path: str, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[Prompt]:
-    """Return the prompts of a file or Hub dataset: the questions of chats, else pieces of plain texts.
-
-    The prompts of `save_prompts` are read back token for token.
-    """
+    """Return the prompts of a file or Hub dataset: saved ones token for token, questions of chats, pieces of texts."""
     source = open_source(path, split="")
     if set(next(iter(source))) == set(Prompt._fields):
         return [Prompt.read(record, index, path) for index, record in enumerate(islice(source, limit))]
@@ -162,6 +160,12 @@ def _prepare(
         records = (worded(record, tokenizer) for record in records)
     records = filters(records)
     return held_out, filters.counts, islice(_samples(records, config, tokenizer, filters.counts), config.limit)
+
+
+def first_samples(source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """Return the samples of a source's first record, which refuses what training would, of all that is like it."""
+    record = parse(readable(next(iter(source)), 0, source.name), 0, source.name)
+    return samples_of(record, tokenizer, source.name, config, Counter())
 
 
 def worded(record: Record, tokenizer: PreTrainedTokenizerBase) -> Record:

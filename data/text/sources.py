@@ -30,10 +30,10 @@ from data.text.files import (
     read_table,
 )
 from data.text.records import Record, parse, readable
+from heads.common.connection import check_reachable
 from heads.common.errors import one_line
 from heads.common.redact import redacted_values
 from heads.common.untrusted import parsed_file, regular
-from heads.formats.hub import cache_alone_without_connection
 
 T = TypeVar("T")
 
@@ -165,7 +165,7 @@ def check_source(name: str, split: str = "") -> None:
     """Refuse a source of which it is known, without reading it whole, that it cannot be read.
 
     Its files are there, can be read and are of a known format, and the first one's first line is a record. What a Hub
-    data set holds is not asked.
+    data set holds is not asked, but where the Hub cannot be reached.
     """
     if not Path(name).expanduser().exists() and not glob.has_magic(name):
         _check_hub_name(name)
@@ -178,9 +178,20 @@ def check_source(name: str, split: str = "") -> None:
         next(read_file(source.files[0]), None)
 
 
-def _check_hub_name(name: str) -> None:
-    if kind_of(Path(name)) or not HUB_NAME.fullmatch(name):
+def check_name(name: str) -> None:
+    """Refuse a source that is neither here nor by its name a Hub data set; asks nobody."""
+    here = Path(name).expanduser()
+    matched = here.exists() or (glob.has_magic(name) and glob.glob(str(here)))
+    if not matched and (kind_of(Path(name)) or not HUB_NAME.fullmatch(name)):
         raise ValueError(f"{name}: neither a file here nor a Hub dataset, name or name:config; give one of these")
+
+
+def _check_hub_name(name: str) -> None:
+    check_name(name)
+    try:
+        check_reachable(name.partition(":")[0], "dataset")
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _is_beside(file: Path) -> bool:
@@ -210,7 +221,6 @@ def _hub(name: str, split: str, streaming: bool) -> Hub:
     import datasets
 
     _check_hub_name(name)
-    cache_alone_without_connection()
     datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE
     repository, _, config = name.partition(":")
     try:

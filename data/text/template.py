@@ -75,11 +75,7 @@ def render(
 def render_tagged(
     messages: list[Message], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] = ()
 ) -> tuple[str, list[Span]]:
-    """Return the chat as the template renders it, and the start and end of each {% generation %} block in it.
-
-    Raises:
-        ValueError: as `render`.
-    """
+    """Return the chat as `render` does, and the start and end of each {% generation %} block in it."""
 
     def call(chat: list[Message]) -> tuple[str, list[Span]]:
         output: Any = render_jinja_template(
@@ -143,11 +139,7 @@ def _of_one_day(template: str) -> str:
 
 
 def encode(rendered: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the tokens of rendered chats, which hold their special tokens already.
-
-    Raises:
-        UnicodeEncodeError: one holds half a surrogate pair, which is no text.
-    """
+    """Return the tokens of rendered chats, with their special tokens; a UnicodeEncodeError at half a surrogate pair."""
     encoded: Any = tokenize(tokenizer, rendered, add_special_tokens=False)
     return list(encoded["input_ids"])
 
@@ -166,11 +158,7 @@ def encode_spans(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[in
 
 
 def encode_plain(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens of running text, with the special tokens that the tokenizer begins it with.
-
-    Raises:
-        UnicodeEncodeError: it holds half a surrogate pair.
-    """
+    """Return the tokens of running text, behind the special tokens that begin one; a UnicodeEncodeError likewise."""
     encoded: Any = tokenize(tokenizer, text)
     return list(encoded["input_ids"])
 

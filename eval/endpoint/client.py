@@ -31,7 +31,8 @@ class Answer(NamedTuple):
     """An answer: text, tokens as the server counts them, seconds to the last and to the first token, its passes.
 
     `ttft_s` is None where the server does not stream, `passes` where the server does not count those of each request.
-    `weight` is the share of its seconds that count, below 1 where requests are concurrent.
+    `weight` is the share of its seconds that count, below 1 where requests are concurrent. Of requests that arrive at a
+    rate, seconds count from the arrival: `arrived`, from the round's first one, and `queue_s` until it was sent.
     """
 
     text: str
@@ -40,6 +41,8 @@ class Answer(NamedTuple):
     ttft_s: float | None
     passes: Passes | None
     weight: float = 1.0
+    arrived: float = 0.0
+    queue_s: float = 0.0
 
     @property
     def decoded(self) -> int:
@@ -152,10 +155,16 @@ class Server:
             ) from failure
 
     def send_all(
-        self, requests: Sequence[Request], settings: Mapping[str, Any], in_flight: int, drafts: bool
+        self,
+        requests: Sequence[Request],
+        settings: Mapping[str, Any],
+        in_flight: int,
+        drafts: bool,
+        when: Sequence[float] | None = None,
     ) -> tuple[list[Answer], Passes]:
         """Send requests, `in_flight` at a time, with the fields that their bodies share; return answers and all passes.
 
+        They arrive `when` seconds from now, ascending, and wait while as many are in flight; None: all are there.
         Without `drafts` the server does not speculate, and a forward pass commits one token.
 
         Raises:
@@ -164,13 +173,20 @@ class Server:
         """
         before = self.counters() if drafts else None
         begin = time.perf_counter()
+
+        def send(request: Request, arrived: float | None) -> Answer:
+            if arrived is None:
+                return self.send(request, settings)
+            time.sleep(max(0.0, begin + arrived - time.perf_counter()))
+            queue_s = time.perf_counter() - begin - arrived
+            answer = self.send(request, settings)
+            first = None if answer.ttft_s is None else answer.ttft_s + queue_s
+            latency_s = answer.latency_s + queue_s
+            return answer._replace(arrived=arrived, queue_s=queue_s, ttft_s=first, latency_s=latency_s)
+
         with ThreadPoolExecutor(in_flight) as pool:
-            futures = [pool.submit(self.send, request, settings) for request in requests]
-            try:
-                answers = [future.result() for future in futures]
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+            arrivals = when if when is not None else [None] * len(requests)
+            answers = list(pool.map(send, requests, arrivals))  # a failure cancels others
         wall = time.perf_counter() - begin
         weight = wall / sum(answer.latency_s for answer in answers) if in_flight > 1 else 1.0
         answers = [answer._replace(weight=weight) for answer in answers]

@@ -44,6 +44,7 @@ class Counters:
     width: float | None  # tokens that a pass verifies, root included, where that is a setting
     finished: float | None  # finished requests
     started: float | None  # start of the process, in seconds since the epoch
+    generated: float | None = None  # tokens of all answers
 
 
 def samples(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
@@ -89,6 +90,7 @@ def read_counters(page: str) -> Counters | None:
         width=widths.pop() if len(widths) == 1 else None,
         finished=totals.get(FINISHED[engine]),
         started=values[START][0] if START in values else None,
+        generated=totals.get(f"{engine}:generation_tokens"),
     )
 
 
@@ -103,10 +105,8 @@ def restarted(before: Counters, after: Counters) -> bool:
 def between(before: Counters, after: Counters, decoded: int) -> Passes:
     """Return the counts between two readings of one server's counters.
 
-    Args:
-        before, after: the readings; `after.drafts` is not None.
-        decoded: tokens after the prefill's of all requests in between. vLLM's passes with a draft account for some of
-            them; passes without a draft, for the rest.
+    `decoded` are the tokens after the prefill's of all requests in between. vLLM's passes with a draft account for some
+    of them; passes without a draft, for the rest.
     """
     assert after.drafts is not None
     passes = round(after.drafts - (before.drafts or 0))
@@ -117,6 +117,15 @@ def between(before: Counters, after: Counters, decoded: int) -> Passes:
     drafted = round((after.draft_tokens or 0) - (before.draft_tokens or 0))
     by_depth = tuple(round(new - old) for new, old in zip_longest(after.by_depth, before.by_depth, fillvalue=0.0))
     return verified(max(passes, decoded - accepted), drafted, accepted, by_depth)
+
+
+def decoded_between(before: Counters, after: Counters) -> int:
+    """Return the tokens after the first of each answer, which SGLang's counts need; other engines count by pass."""
+    if after.engine != SGLANG:
+        return 0
+    if after.generated is None or after.finished is None:
+        raise ValueError("the server's metrics have no sglang:generation_tokens and sglang:num_requests: update it")
+    return round(after.generated - (before.generated or 0) - after.finished + (before.finished or 0))
 
 
 def verified(passes: int, drafted: int | None, accepted: int, by_depth: tuple[int, ...]) -> Passes:

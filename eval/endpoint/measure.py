@@ -7,6 +7,7 @@ are compared, and a speedup is reported. The batch size is the number of request
 import itertools
 import json
 import platform
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from eval.endpoint.client import Answer, Request, Server, requests_of
 from eval.endpoint.rows import Runs, rows, text_gate
 from eval.inputs.workloads import Readable, Workload, gathered, prompt_counts
 from eval.live.interleaved import PLAIN, in_turns
+from eval.live.request_rate import arrivals
 from eval.measures.losslessness import Gate, labelled
 from eval.measures.machine import cpu_name, provenance
 from eval.measures.metrics import Passes
@@ -52,9 +54,11 @@ def measure(
     start = 0
     for job in jobs:
         ids = [request.id for request in job.prompts]
-        for temperature, size in itertools.product(config.temperatures(), config.batch_sizes()):
-            measurement = job.measurement(temperature, size, config.seed, start=start)
-            runs = _runs(servers, job, _settings(config, temperature), size, repeats, config.seed)
+        for temperature, size, rate in itertools.product(
+            config.temperatures(), config.batch_sizes(), config.request_rates()
+        ):
+            measurement = job.measurement(temperature, size, config.seed, start=start, request_rate=rate)
+            runs = _runs(servers, job, _settings(config, temperature), measurement, repeats)
             measured.append(Measured(measurement, ids, runs))
         start += len(job.prompts)
     gates = _gates(measured) if served.baseline is not None else {}
@@ -108,23 +112,27 @@ def _settings(config: DecodingConfig, temperature: float) -> dict[str, Any]:
 
 
 def _runs(
-    servers: Servers, job: Workload[Request], settings: Mapping[str, Any], in_flight: int, repeats: int, seed: int
+    servers: Servers, job: Workload[Request], settings: Mapping[str, Any], measurement: Measurement, repeats: int
 ) -> dict[str, Runs]:
-    """Send all requests to all servers, `repeats` times.
+    """Send all requests to all servers, `repeats` times, in turns: after each request, or after all in full batches.
 
-    With one request in flight the servers alternate after each request, with more in flight after all of them.
+    Requests that arrive at a rate are sent as full batches are.
     """
+    in_flight, rate, gaps = measurement.batch_size, measurement.request_rate, random.Random(measurement.seed)
+    count = len(job.prompts)
+    when = [None if rate is None else arrivals(count, rate, gaps) for _ in range(repeats)]
     for name, server in servers.items() if job.warmup else ():
         server.send_all(job.warmup, settings, in_flight, name != PLAIN)
     passes: dict[str, list[Passes]] = {name: [] for name in servers}
 
-    def answer(name: str, batch: Sequence[int], _: int) -> list[Answer]:
-        answers, counts = servers[name].send_all([job.prompts[i] for i in batch], settings, in_flight, name != PLAIN)
+    def answer(name: str, batch: Sequence[int], number: int) -> list[Answer]:
+        requests = [job.prompts[i] for i in batch]
+        answers, counts = servers[name].send_all(requests, settings, in_flight, name != PLAIN, when[number])
         passes[name].append(counts)
         return answers
 
-    indices = range(len(job.prompts))
-    answers = in_turns(list(servers), answer, [[i] for i in indices] if in_flight == 1 else [indices], repeats, seed)
+    batches = [[i] for i in range(count)] if in_flight == 1 and rate is None else [range(count)]
+    answers = in_turns(list(servers), answer, batches, repeats, measurement.seed)
     if PLAIN in servers:
         servers[PLAIN].refuse_drafts()
     return {name: Runs(answers[name], passes[name]) for name in servers}

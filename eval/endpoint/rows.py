@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 from eval.endpoint.client import Answer
 from eval.live.interleaved import PLAIN, judged
+from eval.live.request_rate import Served, waited
 from eval.measures.losslessness import Divergence, Gate, gate_of
 from eval.measures.metrics import Passes, together
 from eval.measures.results import UNTIMED, Measurement, Request, Row, Source, Subset, result
+from inference.decode import Generation
 
 SHOWN = 24  # characters of a text, from the first difference
 
@@ -74,11 +76,22 @@ def differs(one: str, other: str) -> int | None:
 def rows(by_server: Mapping[str, Runs], gates: Mapping[str, Gate], measurement: Measurement) -> list[Row]:
     """Return the servers' rows of a measurement, given their answers by drafter name; the baseline's may be missing."""
     requests = {name: runs.requests() for name, runs in by_server.items()}
-    return [
+    timed = [
         judged(_row(name, runs, subset.of(requests[name]), measurement, subset), requests, gates, measurement, subset)
         for subset in measurement.parts(len(next(iter(requests.values()))))
         for name, runs in by_server.items()
     ]
+    if measurement.request_rate is None:
+        return timed
+    rounds = {name: [[_served(run) for run in repeats] for repeats in runs.answers] for name, runs in by_server.items()}
+    return waited(timed, {PLAIN: next(iter(rounds.values())), **rounds}, measurement)
+
+
+def _served(answer: Answer) -> Served:
+    """Return an answer whose request arrived at a rate as `waited` reads it: its times, and as many tokens."""
+    generation = Generation(tokens=[0] * answer.tokens, steps=[], latency_s=answer.latency_s)
+    first = answer.latency_s if answer.ttft_s is None else answer.ttft_s
+    return Served(generation, answer.arrived, answer.queue_s, first)
 
 
 def _row(name: str, runs: Runs, requests: Sequence[Request], measurement: Measurement, subset: Subset) -> Row:

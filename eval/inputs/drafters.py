@@ -32,11 +32,7 @@ def check_drafters(config: SourcesConfig) -> None:
 
 
 def load_drafters(config: SourcesConfig, target: Target) -> Drafters:
-    """Return every draft source that the configuration names, on the target's device and in its dtype, `in_states`.
-
-    Raises:
-        ValueError: an unknown source or option, no run for `head`, or a head of another target.
-    """
+    """Return the configured draft sources `in_states`; refuse what `check_drafters` does, and another target's head."""
     drafters: Drafters = {}
     for name, options in config.drafter.items():
         if name == "head":
@@ -89,10 +85,7 @@ def limited(drafter: Drafter, depth: int) -> Drafter:
 
 
 class WrappedDrafter(Drafter):
-    """A draft source that drafts no deeper than `depth`, if one is given, and where it is cold, forgets every sequence.
-
-    It forgets before the next one starts.
-    """
+    """A draft source that drafts no deeper than `depth`, if one is given; where it is cold, starts without memory."""
 
     def __init__(self, inner: Drafter, name: str, depth: int | None, cold: bool) -> None:
         self.inner, self.name, self.depth, self.cold = inner, name, depth, cold

@@ -45,11 +45,7 @@ def overlay(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
 
 
 def model_of(run: str | None, given: Mapping[str, Any]) -> ModelConfig:
-    """Return the model to load: the one that the run was trained with, changed by the user's values.
-
-    Raises:
-        ValueError: neither names a model; or the run's config.yaml cannot be read.
-    """
+    """Return the model to load: the run's, changed by the user's values; refuse if neither names one, or a bad run."""
     trained = {} if run is None else _trained_model(run)
     # A run's folder may come from elsewhere: whether the target's own code may run is for the user alone to say.
     if trained.pop("trust_remote_code", False) and given.get("trust_remote_code") is None and given.get("path") is None:

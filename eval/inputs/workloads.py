@@ -43,14 +43,13 @@ P = TypeVar("P", bound=Categorized)
 
 @dataclass(frozen=True)
 class Workload(Generic[P]):
-    """A workload: its name in reports, its path, the prompts to measure on, and those of the warm-up.
+    """A workload: its name in reports, the prompts to measure on, and those of the warm-up.
 
     `fresh` says that the warm-up's prompts are not among those measured. `conversations` has a number for each prompt,
     the same one for all turns of a dialogue and for equal prompts; `distinct` is the number of different ones.
     """
 
     name: str
-    path: str
     prompts: list[P]
     warmup: list[P]
     fresh: bool
@@ -107,11 +106,7 @@ def read_workload(name: str, target: Target, selection: Selection, answer: Answe
 
 
 def read_log(name: str, reads: Reads, selection: Selection, most: int) -> Workload[RecordedText]:
-    """Read the texts of a log as tokens, answers of at most `most`; there is no warm-up.
-
-    Raises:
-        ValueError: as `read_workload`, or a record without an answer.
-    """
+    """Read a log's texts as tokens, answers of at most `most`, without a warm-up; refuse a record without an answer."""
 
     def read(record: Readable, turns: str) -> Iterator[RecordedText]:
         if isinstance(record, Prompt):
@@ -143,7 +138,7 @@ def gathered(
     warmup += [repeat(prompts[-1 - i % len(prompts)]) for i in range(selection.warmup - len(warmup))]
     contents = [content(prompt) for prompt in prompts]
     conversations = metrics.clustered(contents, [index for index, _ in indexed])
-    return Workload(short_name(name), name, prompts, warmup, fresh, conversations, len(set(contents)))
+    return Workload(short_name(name), prompts, warmup, fresh, conversations, len(set(contents)))
 
 
 def _chosen(name: str, selection: Selection) -> tuple[list[Indexed], list[Indexed]]:
@@ -157,11 +152,7 @@ def _chosen(name: str, selection: Selection) -> tuple[list[Indexed], list[Indexe
 
 
 def fit(prompt: Prompt, target: Target, truncate: bool) -> Prompt:
-    """Return a prompt that leaves room for an answer in the target's context, shortened where that is allowed.
-
-    Raises:
-        ValueError: it is empty, has tokens that the target does not know, or is too long.
-    """
+    """Return a prompt with room for an answer, shortened where it may be; refuse one empty, too long or not known."""
     if not prompt.token:
         raise ValueError(f"prompt {prompt.id}: is empty: remove it")
     check_known(prompt.token, f"prompt {prompt.id}", target)

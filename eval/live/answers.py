@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from data.text.prompts import Prompt
 from eval.live.interleaved import Runs
@@ -17,6 +15,7 @@ from inference.decode import Generation
 from inference.protocol import Drafter
 from inference.target.target import Target
 from inference.text_stream import TextStream
+from inference.verification.sample import Sampling, distribution
 
 ANSWERS = 3
 QUESTION = 1500  # characters of a prompt's end
@@ -88,11 +87,11 @@ def chances(target: Target, drafter: Drafter, prompt: list[int], run: Generation
     token = torch.tensor(prompt + run.tokens, device=target.device)
     features = target.features(token[None], torch.zeros_like(token)[None], drafter.feature_layers)
     begin, probabilities = len(prompt), []
-    head = drafter.head
-    q = {} if head is None or len(token) > LONGEST else drafted(head, features, begin, run, temperature)
+    head, sampling = drafter.head, Sampling(temperature, 0, 1.0)
+    q = {} if head is None or len(token) > LONGEST else drafted(head, features, begin, run, sampling)
     last = features.last[0, begin - 1 : -1]  # a position's logits are those of the token after it
     for first in range(0, len(run.tokens), ROWS):
-        probs = softmax(target.embeddings.logits(last[first : first + ROWS]), temperature)
+        probs = distribution(target.embeddings.logits(last[first : first + ROWS]), sampling)
         top_p, top_ids = (values.tolist() for values in probs.topk(min(TOP, probs.shape[-1])))
         actual = token[begin + first : begin + first + ROWS]
         for row, p in enumerate(probs.gather(1, actual[:, None])[:, 0].tolist()):
@@ -102,7 +101,7 @@ def chances(target: Target, drafter: Drafter, prompt: list[int], run: Generation
     return probabilities
 
 
-def drafted(head: Any, features: Features, begin: int, run: Generation, temperature: float) -> dict[int, float]:
+def drafted(head: Any, features: Features, begin: int, run: Generation, sampling: Sampling) -> dict[int, float]:
     """Return the head's probability of each token that it drafted and the target accepted, by its index in the answer.
 
     `features` are those of prompt and answer, whose first token is at position `begin`.
@@ -121,15 +120,10 @@ def drafted(head: Any, features: Features, begin: int, run: Generation, temperat
             block = indices[first : first + ROWS]
             at = torch.tensor(block, device=features.token.device) + begin
             state = draft.state[0, at - depth - 1]  # the position before the root is the last that the head had seen
-            probs = softmax(scatter_logits(head.vocab, head.score(state, depth)), temperature)
+            probs = distribution(scatter_logits(head.vocab, head.score(state, depth)), sampling)
             q = probs.gather(1, features.token[0, at][:, None])[:, 0]
             probabilities.update(zip(block, map(rounded, q.tolist()), strict=True))
     return probabilities
-
-
-def softmax(logits: Float[Tensor, "T V"], temperature: float) -> Float[Tensor, "T V"]:
-    """Return the probs at a temperature above 0, in fp32."""
-    return (logits.float() / temperature).softmax(-1)
 
 
 def rounded(chance: float) -> float:

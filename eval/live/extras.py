@@ -1,4 +1,4 @@
-"""Training curves of a report's heads, and acceptance of every tree node."""
+"""Extras of a report: training curves of its heads, acceptance of every tree node, heads prompt by prompt."""
 
 import json
 from collections import Counter
@@ -7,8 +7,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from eval.live.interleaved import Runs
+from eval.live.interleaved import Runs, medians
+from eval.measures import metrics
 from eval.measures.metrics import median_run
+from eval.measures.results import Measurement
 from inference.protocol import Drafter
 
 METRICS = "metrics.jsonl"  # of a run's folder, by train/tracking/trackers.py
@@ -53,7 +55,6 @@ def curves(records: Records) -> dict[str, Records]:
 
 
 def _mean(steps: Records) -> dict[str, Any]:
-    """Return the means of a stretch of steps."""
     measured = [step["accuracy"] for step in steps if step.get("accuracy") and None not in step["accuracy"]]
     accuracy = [fmean(depth) for depth in zip(*measured, strict=True)]
     return {"step": steps[-1]["step"], "loss": fmean(step["loss"] for step in steps), "accuracy": accuracy}
@@ -61,8 +62,6 @@ def _mean(steps: Records) -> dict[str, Any]:
 
 def trees(runs: Runs, drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
     """Return the trees of one session's drafters, but for those that never drafted, and each node's acceptance.
-
-    Of each prompt its median run counts, as in the report's rows.
 
     Returns:
         By name: the tree's `label`; `paths`, by node the ranks on its path from the root, counted from 0 among the
@@ -83,6 +82,27 @@ def trees(runs: Runs, drafters: Mapping[str, Drafter]) -> dict[str, dict[str, An
                 "accepted": [counts[path] / len(steps) for path in paths],
             }
     return summaries
+
+
+def paired(runs: Runs, drafters: Sequence[str], measurement: Measurement) -> Records:
+    """Return how far each drafter lies above the first in τ and in tokens per second, over the same prompts.
+
+    Of each prompt its median run counts, as in the report's rows. Nothing where there is one drafter, or one prompt.
+    """
+    middle = medians({name: runs[name] for name in drafters})
+    whole = next(measurement.parts(len(next(iter(runs.values())))))
+    decoded = {name: metrics.decoding(of_prompts) for name, of_prompts in middle.items()}
+    passes = {name: [(run.tokens, run.steps) for run in map(metrics.passes, middle[name])] for name in middle}
+    shared = {key: getattr(measurement, key) for key in ("workload", "temperature", "batch_size")}
+    records = []
+    for name in drafters[1:]:
+        both = {
+            key: metrics.difference(values[name], values[drafters[0]], measurement.seed, whole.groups)
+            for key, values in (("tau", passes), ("tokens_per_second", decoded))
+        }
+        if None not in both.values():
+            records.append({"drafter": name, "base": drafters[0], **shared, "prompts": len(whole.indices), **both})
+    return records
 
 
 def nodes(drafter: Drafter, accepted: Counter[Ranks]) -> tuple[list[Ranks], str]:

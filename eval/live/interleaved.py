@@ -45,9 +45,6 @@ def measure(
 
     A drafter with memory starts every round over the prompts with nothing and learns from prompt to prompt, in the
     prompts' order: it never meets a prompt that it has answered before.
-
-    Returns:
-        For "plain", each drafter's name and "hf": the repeats of each prompt, in the prompts' order.
     """
     assert not {PLAIN, HF} & set(drafters), "a drafter has a baseline's name"
     resets = [drafter.reset for drafter in drafters.values()]
@@ -85,10 +82,7 @@ def interleave(
     seed: int,
     begin: Sequence[Callable[[], None]] = (),
 ) -> Runs:
-    """Call every runner on each prompt in turn, as `in_turns`.
-
-    The first calls pay for lazy initialisation, so the `warmup` prompts go through every runner before anything counts.
-    """
+    """Call every runner on each prompt in turn, as `in_turns`; the `warmup` prompts pay for lazy initialisation."""
     for prompt in warmup:
         for run in runners.values():
             run(prompt.token)
@@ -107,14 +101,11 @@ def in_turns(
     seed: int,
     begin: Sequence[Callable[[], None]] = (),
 ) -> dict[str, list[list[T]]]:
-    """Let all `names` answer every batch of prompts, `repeats` rounds long, each time in a new random order of names.
+    """Return by name and prompt the answers of `repeats` rounds over all batches, in a new random order of names.
 
     Clock rates, other processes and memory drift during a session; side by side they hit all alike, and the order
     decides nothing. `answer` takes a name, the indices of a batch's prompts and the number of the round, before which
     `begin` is called.
-
-    Returns:
-        By name, by prompt, the answers of all rounds.
     """
     shuffle = random.Random(seed)
     runs: dict[str, list[list[T]]] = {name: [[] for batch in batches for _ in batch] for name in names}

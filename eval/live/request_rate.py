@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 
 from data.text.prompts import Prompt
-from eval.live.interleaved import PLAIN, Runs, in_turns, warm_up
+from eval.live.interleaved import PLAIN, Runs, in_turns, timed, warm_up
 from eval.measures import metrics
-from eval.measures.results import Measurement, Row, Subset
+from eval.measures.results import Measurement, Request, Row, Subset, by_request
 from inference.batch import Batch, batch_of
 from inference.decode import Generation, Settings
 from inference.drafters.plain import Plain
@@ -39,6 +39,11 @@ class Served(NamedTuple):
     def ended(self) -> float:
         """When the answer was complete."""
         return self.arrived + self.generation.latency_s
+
+    def request(self) -> Request:
+        """Return it as a measured request, its waits counted from its arrival."""
+        waits = {"latency_s": self.generation.latency_s, "ttft_s": self.ttft_s, "queue_s": self.queue_s}
+        return replace(timed(self.generation), waits=waits)
 
 
 Rounds = dict[str, list[list[Served]]]  # by name, by prompt, the rounds
@@ -128,28 +133,23 @@ def waited(rows: Sequence[Row], rounds: Rounds, measurement: Measurement) -> lis
 
 
 def _waited(row: Row, rounds: Rounds, subset: Subset, seed: int) -> Row:
-    mine, plain = ([rounds[name][index] for index in subset.indices] for name in (row.drafter, PLAIN))
+    mine, plain = (subset.of(rounds[name]) for name in (row.drafter, PLAIN))
     fast, slow = latencies(mine), latencies(plain)
-    served = list(chain.from_iterable(mine))
-    waits = [request.generation.latency_s for request in served]
-    by_request: dict[str, Sequence[float | None]] = {
-        "tau": [metrics.ratio(metrics.decoded(one.generation), len(one.generation.steps)) for one in served],
-        "latency_s": waits,
-        "ttft_s": [request.ttft_s for request in served],
-        "queue_s": [request.queue_s for request in served],
-    }
+    requests = [one.request() for one in chain.from_iterable(mine)]
+    cuts = by_request(requests)
+    cuts.pop("tokens_per_second", None)  # the arrivals bound them
     trusted = row.whole_speedup is not None
     return replace(
         row,
         tokens_per_second=throughput(mine),
-        latency_s=statistics.median(waits),
+        latency_s=statistics.median(one.generation.latency_s for one in chain.from_iterable(mine)),
         speedup=metrics.over(fast, slow) if trusted else None,
         speedup_ci=metrics.paired_interval(fast, slow, seed, subset.groups) if trusted else None,
         speedup_hf=None,
         whole_tokens_per_second=None,
         whole_speedup=None,
         whole_speedup_ci=None,
-        by_request={name: cut for name, values in by_request.items() if (cut := metrics.quantiles(values))},
+        by_request=cuts,
     )
 
 

@@ -7,6 +7,7 @@ freedom exceeds the critical value that often. Several prefixes add up: statisti
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -45,7 +46,6 @@ class ChiSquareTest:
         return self.caught and self.p_value >= self.alpha
 
     def __str__(self) -> str:
-        """Describe it for a message."""
         test = f"chi-square p {self.p_value:.2g} of {self.draws} draws (power {self.power:g} at TV {self.tv:g})"
         return f"{test}, broken control {'caught' if self.caught else 'NOT caught'} (p {self.control_p:.2g})"
 
@@ -64,11 +64,9 @@ class Cells:
 
     def count(self, sampled: Sequence[int]) -> list[int]:
         """Return the number of sampled tokens in each cell."""
-        cell = {token: i for i, token in enumerate(self.token)}
-        counts = [0] * len(self.expected)
-        for token in sampled:
-            counts[cell.get(token, len(counts) - 1)] += 1
-        return counts
+        counts = Counter(sampled)
+        likely = [counts[token] for token in self.token]
+        return [*likely, len(sampled) - sum(likely)]
 
 
 def cells(probs: Float[Tensor, "V"]) -> Cells:

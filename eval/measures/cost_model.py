@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
+from statistics import fmean
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -16,12 +17,12 @@ import numpy as np
 from inference.drafters.policy import CONFIDENT, TreeConfig
 
 T = TypeVar("T")
+Load = TypeVar("Load", int, float)  # a batch size, or a rate of requests
 
 
 class ReplayedStep(NamedTuple):
-    """One step of a replayed text: the tokens before its root, the nodes drafted, the drafted tokens accepted."""
+    """One step of a replayed text: the nodes drafted, and the drafted tokens accepted."""
 
-    prefix: int
     nodes: int
     accepted: int
 
@@ -46,21 +47,16 @@ class Replayed:
 class Costs:
     """Measured costs in seconds of a step's parts on a device, with `batch` sequences side by side.
 
-    Attributes:
-        plain: an autoregressive step of all sequences together.
-        verify: the target's forward pass over all sequences, by the most nodes drafted for one.
-        settle: choosing all paths and closing the cache's gaps, by the most nodes drafted for one: where paths are
-            prefixes of the nodes, and where they leave gaps.
-        draft: all proposals, by the tree's `draft_key`.
-        commit: the head's forward pass over all committed tokens, by the most of one sequence.
+    `settle` is choosing all paths and closing the cache's gaps, by the most nodes drafted for one sequence: where paths
+    are prefixes of the nodes, and where they leave gaps.
     """
 
     batch: int
-    plain: float
-    verify: Mapping[int, float]
+    plain: float  # an autoregressive step of all sequences together
+    verify: Mapping[int, float]  # the target's forward pass over all sequences, by the most nodes drafted for one
     settle: tuple[Mapping[int, float], Mapping[int, float]]
-    draft: Mapping[str, float]
-    commit: Mapping[int, float]
+    draft: Mapping[str, float]  # all proposals, by the tree's `draft_key`
+    commit: Mapping[int, float]  # the head's forward pass over all committed tokens, by the most of one sequence
 
 
 @dataclass(frozen=True)
@@ -78,13 +74,7 @@ def predict(texts: Sequence[Replayed], tree: TreeConfig, costs: Mapping[int, Cos
     """Predict the speed of decoding the replayed texts with a tree, and the speedup over autoregressive decoding.
 
     A pass is as wide as its widest proposal, and the last sequences run in emptier batches: both ways of decoding are
-    simulated pass by pass.
-
-    Args:
-        texts: in the order in which they are decoded.
-        tree: the policy, a key of every `draft`.
-        costs: by batch size; those of a size between are interpolated.
-        batch: the most sequences in a pass.
+    simulated pass by pass, in batches of at most `batch`, whose `costs` are by batch size, interpolated where needed.
     """
     total = step_seconds([text.steps for text in texts], tree, costs, batch)
     tokens, steps = sum(text.tokens for text in texts), sum(len(text.steps) for text in texts)
@@ -172,8 +162,8 @@ def activated(available: int, chosen: int, tokens: float | int) -> float:
     return available * (1 - (1 - chosen / available) ** tokens)
 
 
-def stops_paying(gains: Mapping[int, float]) -> int | None:
-    """Return the smallest batch size from which on no larger one has a speedup above 1; None if the largest has one."""
+def stops_paying(gains: Mapping[Load, float]) -> Load | None:
+    """Return the smallest load from which on no larger one has a speedup above 1; None if the largest has one."""
     losing = None
     for size in sorted(gains, reverse=True):
         if gains[size] > 1:
@@ -215,10 +205,5 @@ def rising(values: Mapping[int, float]) -> dict[int, float]:
         level.append(values[point])
         while len(level) > 1 and level[-2] > level[-1]:
             pools[-2:] = [pools[-2] + pools[-1]]
-            level[-2:] = [mean([values[pooled] for pooled in pools[-1]])]
+            level[-2:] = [fmean(values[pooled] for pooled in pools[-1])]
     return {point: average for pool, average in zip(pools, level, strict=True) for point in pool}
-
-
-def mean(values: Sequence[float]) -> float:
-    """Return the mean."""
-    return sum(values) / len(values)

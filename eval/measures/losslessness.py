@@ -24,10 +24,7 @@ COUNTS = ("checked", *VERDICTS)
 
 
 def labelled(drafter: str, batch_size: int, report: str = "", request_rate: float | None = None) -> str:
-    """Return a drafter's label: at a batch size, under a rate of requests, in one of several reports.
-
-    Gates know no rate.
-    """
+    """Return a drafter's label: at a batch size, at a rate of requests (gates know none), in one of several reports."""
     name = drafter if batch_size == 1 else f"{drafter} x{batch_size}"
     name = name if request_rate is None else f"{name} at {request_rate:g} req/s"
     return f"{name} of {report}" if report else name
@@ -48,7 +45,6 @@ class Divergence:
     shown: str = ""
 
     def __str__(self) -> str:
-        """Describe it for a message."""
         if self.shown:
             return f"prompt {self.prompt}, character {self.position}: {self.shown}"
         gap = "unknown" if self.gap is None else f"{self.gap:.3g}"
@@ -107,22 +103,15 @@ class Gate:
 
 @dataclass(frozen=True)
 class SampledGate:
-    """The losslessness check of a drafter at a temperature above 0.
-
-    Attributes:
-        coupled: prompts with the same tokens as the baseline under coupled noise, at all batch sizes.
-        distribution: the chi-square test, at batch size 1; None where nothing could be sampled, for the reason `why`.
-        batch_sizes: at which the tokens under coupled noise were compared.
-        failed_at: the first of them at which tokens differ, where `coupled.first` was seen; None: at none.
-    """
+    """The losslessness check of a drafter at a temperature above 0."""
 
     drafter: str
     temperature: float
-    coupled: Gate
-    distribution: ChiSquareTest | None
-    why: str
-    batch_sizes: tuple[int, ...] = (1,)
-    failed_at: int | None = None
+    coupled: Gate  # prompts with the same tokens as the baseline under coupled noise, at all batch sizes
+    distribution: ChiSquareTest | None  # at batch size 1; None where nothing could be sampled
+    why: str  # the reason for that
+    batch_sizes: tuple[int, ...] = (1,)  # at which the tokens under coupled noise were compared
+    failed_at: int | None = None  # the first of them at which tokens differ, where `coupled.first` was seen
 
     @property
     def passed(self) -> bool:
@@ -162,7 +151,6 @@ class SampledGate:
         )
 
     def __str__(self) -> str:
-        """Describe it for a message."""
         several = f" at batch sizes {', '.join(map(str, self.batch_sizes))}" if self.batch_sizes != (1,) else ""
         same = f"{self.coupled.identical} of {self.coupled.checked} prompts equal under coupled noise{several}"
         line = f"{self.drafter} at T={self.temperature:g}: {same}; {self.distribution or self.why}"
@@ -194,14 +182,10 @@ class FailedChecks:
 
     A result fails with a prompt of its own that differs, with its drafter's greedy check at its batch size, and with
     the check at its temperature. What was not checked has not failed.
-
-    Attributes:
-        greedy: by name and batch size, as `labelled`.
-        sampled: by name and temperature.
     """
 
-    greedy: frozenset[str]
-    sampled: frozenset[tuple[str, float]]
+    greedy: frozenset[str]  # by name and batch size, as `labelled`
+    sampled: frozenset[tuple[str, float]]  # by name and temperature
 
     @classmethod
     def of(cls, gates: Mapping[str, Gate], sampled: Sequence[SampledGate]) -> "FailedChecks":
@@ -263,19 +247,13 @@ def near_tie(where: Divergence, drafted: Generation, epsilon: float) -> bool:
 
 
 def gate(plain: Sequence[Generation], drafted: Sequence[Generation], ids: Sequence[str], dtype: torch.dtype) -> Gate:
-    """Compare runs at temperature 0 prompt by prompt.
+    """Compare runs at temperature 0 prompt by prompt; refuse a dtype whose rounding is not known.
 
     Args:
         plain: the baseline's runs with their logit gaps, one a prompt.
         drafted: the drafter's runs of the same prompts; where they carry gaps, those must be small as well.
         ids: the prompts' names, for the message.
         dtype: the target's, which decides how small a gap rounding can flip.
-
-    Returns:
-        The counts and the first failure.
-
-    Raises:
-        ValueError: for a dtype whose rounding is not known.
     """
     if dtype not in EPSILON:
         raise ValueError(f"the losslessness gate does not know {dtype}: set gate_dtype to float32")

@@ -37,7 +37,7 @@ Interval = tuple[float, float]
 Number = int | float
 Pair = tuple[Number, Number]
 Pairs = Sequence[Pair]  # of each request: tokens, and the seconds that they took
-Groups = Sequence[int] | None  # of each request, such as the conversation that it is a turn of
+Groups = Sequence[int] | None  # of each request, such as the conversation that it is a turn of; None: its own
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,7 @@ def counted(accepted: Sequence[int], drafted: int, tokens: int) -> Passes:
 
 
 def pooled(requests: Sequence[Passes], whole: Passes | None = None) -> Acceptance:
-    """Return the acceptance of a set of requests.
-
-    Args:
-        requests: the counts of each; empty where only their sum is known.
-        whole: their sum, if it was counted apart.
-    """
+    """Return the acceptance of requests, of the counts of each, or of their sum where it was counted apart."""
     total = together(requests) if whole is None else whole
     reached = [count for count in total.by_depth if count > 0]  # they fall: no pass came deeper than the first 0
     tau = ratio(total.tokens, total.steps)
@@ -145,7 +140,6 @@ def together(requests: Sequence[Passes]) -> Passes:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the values that were measured."""
     measured = [value for value in values if value is not None]
     return ratio(math.fsum(measured), len(measured))
 
@@ -219,26 +213,32 @@ def pooled_interval(requests: Sequence[Passes], seed: int, groups: Groups = None
     return bootstrap(within(columns, groups), lambda total: total[:, 0] / total[:, 1], seed)
 
 
-def paired_interval(pairs: Pairs, base: Pairs, seed: int, groups: Groups = None) -> Interval | None:
-    """Return the interval of a ratio of two speeds.
+def paired_interval(
+    pairs: Pairs, base: Pairs, seed: int, groups: Groups = None, compare: Callable[..., Tensor] = torch.div
+) -> Interval | None:
+    """Return the interval of the ratio of two speeds, or of what else `compare` makes of them.
 
     Paired: a request is sampled with its run and its base, so what makes it slow for both cancels.
     """
     assert len(pairs) == len(base), "a paired interval needs the same requests on both sides"
     columns = [[*ours, *theirs] for ours, theirs in zip(pairs, base, strict=True)]
     both = within(torch.tensor(columns, dtype=torch.float64), groups)
-    return bootstrap(both, lambda total: (total[:, 0] / total[:, 1]) / (total[:, 2] / total[:, 3]), seed)
+    return bootstrap(both, lambda total: compare(total[:, 0] / total[:, 1], total[:, 2] / total[:, 3]), seed)
+
+
+def difference(pairs: Pairs, base: Pairs, seed: int, groups: Groups = None) -> dict[str, float] | None:
+    """Return how far one speed lies above the other of the same requests, with its paired interval; None without."""
+    interval = paired_interval(pairs, base, seed, groups, torch.sub)
+    ours, theirs = speed(pairs), speed(base)
+    if interval is None or ours is None or theirs is None:
+        return None
+    return {"difference": ours - theirs, "low": interval[0], "high": interval[1]}
 
 
 def within(columns: Float[Tensor, "n k"], groups: Groups) -> Float[Tensor, "g k"]:
     """Return the sums within each group of requests, in the order in which the groups first come.
 
-    The turns of one conversation depend on each other: resampling them one by one would make the interval too
-    narrow.
-
-    Args:
-        columns: k numbers of each of n requests.
-        groups: the group of each request; None: each its own.
+    The turns of one conversation depend on each other: resampling them one by one would make the interval too narrow.
     """
     if groups is None:
         return columns
@@ -248,10 +248,7 @@ def within(columns: Float[Tensor, "n k"], groups: Groups) -> Float[Tensor, "g k"
 
 
 def clustered(prompts: Sequence[Sequence[Any]], groups: Groups = None) -> list[int]:
-    """Return the group of each prompt, and of a copy of an earlier prompt that of the earlier one.
-
-    A prompt that is measured twice is no more evidence than once.
-    """
+    """Return the group of each prompt, a copy's that of the first: measured twice it is no more evidence than once."""
     first: dict[tuple[Any, ...], int] = {}
     group_ids = range(len(prompts)) if groups is None else groups
     return [first.setdefault(tuple(prompt), group) for prompt, group in zip(prompts, group_ids, strict=True)]
@@ -263,14 +260,8 @@ def bootstrap(
     """Return a percentile interval of a statistic of sums over clusters (cluster bootstrap; Efron, 1979).
 
     Steps of one request depend on each other, so requests are resampled and not steps; see `within` for conversations.
-
-    Args:
-        columns: k numbers of each of n requests, or of each of n groups of them.
-        statistic: a function of their sums over the requests, for r resamples at once.
-        seed: of the resampling; the same seed gives the same interval.
-
-    Returns:
-        The lower and upper end, or None where one cluster or less leaves nothing to resample.
+    `columns` are k numbers of each of n clusters, `statistic` is of their sums, for r resamples at once. None where one
+    cluster or less leaves nothing to resample.
     """
     if len(columns) < 2:
         return None

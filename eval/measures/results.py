@@ -90,28 +90,19 @@ class Subset(NamedTuple):
 
 @dataclass(frozen=True)
 class Measurement:
-    """The settings and checks that all results of one measurement share.
-
-    Attributes:
-        start: the index of its first prompt among those that the losslessness check compared.
-        categories: the indices of each category's prompts in it.
-        conversations: of each prompt; intervals come from resampling these. Empty: each prompt is one.
-        coupled: at a temperature above 0, each drafter's verdict under coupled noise.
-        not_lossless: drafters that are given no speedup at this temperature.
-        agreement: of each drafter's timed tokens with those of autoregressive decoding, the baseline.
-    """
+    """The settings and checks that all results of one measurement share."""
 
     workload: str
     temperature: float
     batch_size: int
     memory_bytes: int
     seed: int
-    start: int = 0
-    categories: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    conversations: Sequence[int] = ()
-    coupled: Mapping[str, Gate] = field(default_factory=dict)
-    not_lossless: frozenset[str] = frozenset()
-    agreement: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    start: int = 0  # the index of its first prompt among those that the losslessness check compared
+    categories: Mapping[str, Sequence[int]] = field(default_factory=dict)  # the indices of each category's prompts
+    conversations: Sequence[int] = ()  # of each prompt; intervals come from resampling these. Empty: each prompt is one
+    coupled: Mapping[str, Gate] = field(default_factory=dict)  # above 0, each drafter's verdict under coupled noise
+    not_lossless: frozenset[str] = frozenset()  # drafters that are given no speedup at this temperature
+    agreement: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # of timed tokens with the baseline's
     request_rate: float | None = None
     tier: str = LIVE
 
@@ -135,21 +126,23 @@ class Source(NamedTuple):
 class Request:
     """One measured request; None stands for what was not measured.
 
-    Attributes:
-        passes: its counts; None where a server counts all requests together.
-        decoding: the tokens after the first, and the seconds that they took.
-        end_to_end: all tokens, and the seconds from the beginning of the prefill on.
-        prefill_s: seconds of the prefill.
-        seconds: of its steps, by activity.
-        waits: the seconds that its sender waits, by name: `latency_s` to the last token, `ttft_s` to the first one.
+    `waits` are the seconds that its sender waits, by name: `latency_s` to the last token, `ttft_s` to the first one.
     """
 
-    passes: Passes | None
-    decoding: Pair | None = None
-    end_to_end: Pair | None = None
+    passes: Passes | None  # None where a server counts all requests together
+    decoding: Pair | None = None  # the tokens after the first, and the seconds that they took
+    end_to_end: Pair | None = None  # all tokens, and the seconds from the beginning of the prefill on
     prefill_s: float | None = None
-    seconds: Mapping[str, float] = field(default_factory=lambda: UNTIMED)
+    seconds: Mapping[str, float] = field(default_factory=lambda: UNTIMED)  # of its steps, by activity
     waits: Mapping[str, float | None] = field(default_factory=dict)
+
+    @property
+    def user_speed(self) -> float | None:
+        """Tokens per second after the first one that its sender sees, whoever shares the passes."""
+        latency, first = self.waits.get("latency_s"), self.waits.get("ttft_s", self.prefill_s)
+        if self.decoding is None or latency is None or first is None:
+            return None
+        return metrics.ratio(self.decoding[0], latency - first)
 
 
 def result(
@@ -186,7 +179,7 @@ def result(
         prompts=len(requests),
         state=source.state,
         tau_within_depth=[metrics.tau_within(acceptance, depth) for depth in range(1, deepest + 1)],
-        by_request=_by_request(requests, None),
+        by_request=by_request(requests),
         prefill_s=sum(_known(requests, "prefill_s"), 0.0),
         whole_tokens_per_second=metrics.speed(_known(requests, "end_to_end")),
         agreement={} if subset.category else measurement.agreement.get(source.drafter, {}),
@@ -212,7 +205,7 @@ def with_speedups(
     streamed = bool(fast and slow)  # else the prefill cannot be separated
     return replace(
         row,
-        by_request=_by_request(requests, base),
+        by_request=by_request(requests, base),
         whole_speedup=metrics.over(ours, theirs),
         whole_speedup_ci=metrics.paired_interval(ours, theirs, seed, subset.groups),
         speedup=metrics.over(fast, slow) if streamed else None,
@@ -233,11 +226,12 @@ def _known(requests: Sequence[Request], key: str) -> list[Any]:
     return [] if None in values else values
 
 
-def _by_request(requests: Sequence[Request], base: Sequence[Request] | None) -> dict[str, dict[str, float]]:
+def by_request(requests: Sequence[Request], base: Sequence[Request] | None = None) -> dict[str, dict[str, float]]:
     """Return the quantiles over the requests of τ, tokens per second, waits and, over `base`, the speedup."""
     values: dict[str, list[float | None]] = {
         "tau": [metrics.ratio(counts.tokens, counts.steps) for counts in _known(requests, "passes")],
         "tokens_per_second": [metrics.speed(_known([request], "decoding")) for request in requests],
+        "user_tokens_per_second": [request.user_speed for request in requests],
     }
     for name in dict.fromkeys(name for request in requests for name in request.waits):
         values[name] = [request.waits.get(name) for request in requests]

@@ -3,7 +3,8 @@
 speculation_profile.json has the fields of NVIDIA's Model-Optimizer (pull requests 2247 and 2313 as of September 2026,
 not merged): acceptance by position both ways, where position i counts a draft token and the bonus token is apart.
 speculative_config.json is what vLLM takes as --speculative-config beside method and model: the tokens to draft by
-batch size, in ranges that include both ends; beyond the last one vLLM goes on with its value.
+batch size, in ranges that include both ends; beyond the last one vLLM goes on with its value. A head that vLLM does not
+serve has none.
 """
 
 import math
@@ -13,6 +14,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from eval.measures.results import LIVE, Row
+from heads import HEADS
+from heads.formats.published.export import FORMATS
 
 PROFILE, CONFIG = "speculation_profile.json", "speculative_config.json"
 Times = Mapping[int, float]  # seconds of a plain step by sequences in it
@@ -40,6 +43,12 @@ def is_decoded(row: Row) -> bool:
     """Say whether a row is of greedy decoding of a whole workload, requests one behind the other, of one report."""
     other = row.temperature or row.category or row.request_rate is not None or row.report
     return row.tier == LIVE and not other
+
+
+def is_served(drafter: str) -> bool:
+    """Say whether vLLM has a way to serve a draft source: heads of some kinds have none."""
+    kind = drafter.partition(" ")[0]
+    return kind not in HEADS or kind in FORMATS["vllm"]
 
 
 def profile(row: Row, target: str, conditions: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,7 +121,6 @@ def ranges(best: Mapping[int, int]) -> list[Range]:
 
 
 def _rate(times: Times, marginal: Sequence[float], price: Pass, batch: int, k: int) -> float:
-    """Return the tokens a second of each sequence."""
     wider = step_seconds(times, batch * (k + 1)) - times[batch]
     return (1 + math.fsum(marginal[:k])) / (times[batch] + price.wider * wider + k * price.draft)
 
@@ -151,6 +159,6 @@ def files(target: str, rows: Sequence[Row], conditions: Mapping[str, Any]) -> di
     first = drafted[min(drafted)]
     times, passes = prices(plain, drafted)
     record = {PROFILE: profile(first, target, conditions)}
-    if len(passes) > 1 and (schedule := lengths(times, first.accepted_by_depth, passes)):
+    if len(passes) > 1 and is_served(first.drafter) and (schedule := lengths(times, first.accepted_by_depth, passes)):
         record[CONFIG] = config_of(schedule)
     return record

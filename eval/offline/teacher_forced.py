@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eval.inputs.texts import Text
 from eval.measures.cost_model import ReplayedStep
-from eval.measures.metrics import Passes
+from eval.measures.metrics import Passes, counted
 from heads.base import Draft, Features
 from heads.modules.vocab import scatter_logits
 from inference.drafters.head import HeadState
@@ -40,6 +40,9 @@ class Reach:
     size: list[int]  # size[d] is the number of nodes that a tree of depth d drafts before it is cut
 
 
+NOWHERE = Reach([[]], [0])  # at a token where no tree was grown
+
+
 @dataclass(frozen=True)
 class Record:
     """A text with a head's guesses, an entry for each of its tokens that a step may begin after."""
@@ -50,11 +53,13 @@ class Record:
 
 
 @torch.inference_mode()
-def record(target: Target, head: Any, text: Text, largest: Sequence[TreeConfig], depth: int) -> Record:
+def record(
+    target: Target, head: Any, text: Text, largest: Sequence[TreeConfig], depth: int, *, steps_alone: bool = False
+) -> Record:
     """Run a text that the target wrote through target and head once, ranking `depth` depths.
 
     `largest` are the trees to grow at every token, each with the greatest depth and budget of its kind; none where only
-    fixed shapes are replayed.
+    fixed shapes are replayed. With `steps_alone` there is one, and it is grown only where its steps begin.
     """
     token = torch.tensor(text.token, device=target.device)
     features = target.features(token[None], torch.zeros_like(token)[None], head.feature_layers)
@@ -65,9 +70,8 @@ def record(target: Target, head: Any, text: Text, largest: Sequence[TreeConfig],
     rank = torch.stack([ranks(guess, token[begin:], d) for d, guess in enumerate(logits, 1)], 1)
     grown: dict[str, list[Reach]] = {growth(tree): [] for tree in largest}
     drafting = HeadState(head, largest[0]) if largest else None
-    done = 0
-    for root in range(text.start, len(text.token) - 1) if drafting else ():  # the positions before it are committed
-        assert drafting is not None
+    done, root = 0, text.start
+    while drafting is not None and root < len(text.token) - 1:  # the positions before it are committed
         output = TargetOutput(features.hidden[:, done:root], features.last[:, done:root], None)
         drafting.update(Commit(token[done + 1 : root + 1], output, None))
         done = root
@@ -77,6 +81,11 @@ def record(target: Target, head: Any, text: Text, largest: Sequence[TreeConfig],
             tokens = text.token[root + 1 : root + 1 + depth]
             tree_and_score = candidates(head, drafting.state, drafting.level, tree, context)
             grown[growth(tree)].append(reach(*tree_and_score, tokens, min(depth, tree.depth)))
+        root += 1
+        if steps_alone:
+            accepted = accepted_of(grown[growth(tree)][-1], tree, text.limit - (root - text.start) - 1)[0]
+            grown[growth(tree)] += [NOWHERE] * accepted
+            root += accepted
     return Record(text, rank[: text.generated - 1].tolist(), grown)
 
 
@@ -126,26 +135,32 @@ def reach(tree: DraftTree, score: Float[Tensor, "N"], following: Sequence[int], 
 
 
 def replay(of: Record, tree: TreeConfig) -> list[ReplayedStep]:
-    """Return the steps of decoding the text with a tree.
-
-    The tree's kind and top_k must have been recorded, with no smaller a depth and budget.
-    """
+    """Return the steps of decoding the text with a tree, of whose kind and top_k one as deep and large was recorded."""
     text, steps, written = of.text, [], 1
     shape = [] if tree.kind in CONFIDENT else tree.shape()
     while written < text.generated:
         room = text.limit - written - 1
         if tree.kind in CONFIDENT:
-            grown = of.grown[growth(tree)][written - 1]
-            depth = max(0, min(room, tree.depth, len(grown.size) - 1))
-            accepted = sum(need <= tree.nodes for need in grown.needed[depth])
-            nodes = min(tree.nodes, grown.size[depth])
+            accepted, nodes = accepted_of(of.grown[growth(tree)][written - 1], tree, room)
         else:
             fitting = {path for path in shape if len(path) <= room}
             accepted, nodes = along(of.rank[written - 1], fitting), len(fitting)
         accepted = min(accepted, text.generated - written)
-        steps.append(ReplayedStep(text.start + written - 1, nodes, accepted))
+        steps.append(ReplayedStep(nodes, accepted))
         written += accepted + 1
     return steps
+
+
+def accepted_of(grown: Reach, tree: TreeConfig, room: int) -> tuple[int, int]:
+    """Return how many tokens a grown tree accepts within its budget and `room`, and how many it drafts."""
+    depth = max(0, min(room, tree.depth, len(grown.size) - 1))
+    return sum(need <= tree.nodes for need in grown.needed[depth]), min(tree.nodes, grown.size[depth])
+
+
+def passes_along(of: Record, tree: TreeConfig) -> Passes:
+    """Return the counts of decoding the text with a tree."""
+    steps = replay(of, tree)
+    return counted([step.accepted for step in steps], sum(step.nodes for step in steps), of.text.generated - 1)
 
 
 def along(rank: Sequence[int], shape: set[tuple[int, ...]]) -> int:
@@ -161,7 +176,6 @@ class Overlap:
     """Overlap of a head's probs q and the target's p along a text that the target sampled.
 
     Attributes:
-        text: the text.
         share: min(1, q(x) / p(x)) of the text's token x, for each token that a step may begin after and each depth; 0
             after the text's last token, and for a token of foreign text to which the target gives p = 0.
         common: the sum of min(p, q), the acceptance rate of drafts sampled from q; NaN after the text's last token.

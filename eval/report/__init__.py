@@ -11,5 +11,6 @@ tree_plot.py     the page's plot of a tree
 text.py          Markdown and terminal
 reading.py       reading a report.json back
 side_by_side.py  several reports in one
+operating.py     all users' tokens a second against one's, by load
 breakdown.py     speedup breakdown: from τ down to the speedup
 """

@@ -125,7 +125,8 @@ def speedup(title: str, key: str = "speedup") -> Column:
 
     def cell(result: Result) -> Cell:
         text, values = interval.cell(result)
-        return Cell(f"{text} slower" if (values[0] or 1) < 1 else text, values)
+        number, blank, bounds = text.partition(" ")
+        return Cell(f"{number}x{blank}{bounds}, slower" if (values[0] or 1) < 1 else text, values)
 
     return withheld(Column(interval.head, cell))
 
@@ -430,10 +431,7 @@ def of_records(
 
 
 def flattened(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested dicts and lists under flat names; indices count from 1, as depths do.
-
-    Lists of records, such as one a request, are left to report.json.
-    """
+    """Yield the values of nested dicts and lists under flat names, indices from 1; lists of records are left out."""
     if isinstance(value, list) and any(isinstance(inner, Mapping | list) for inner in value):
         return
     if isinstance(value, Mapping | list):

@@ -19,7 +19,7 @@ from eval.measures.results import LIVE
 from eval.report import prose
 from eval.report.breakdown import PLAIN
 from eval.report.columns import drafter_of, flattened
-from eval.report.sections import firsts, notes_of, sections
+from eval.report.sections import OVER, firsts, notes_of, over_hf, sections, sentence
 from eval.report.text import title
 from eval.report.view import PAGE, Record, Result, results_of, shown, words
 
@@ -32,17 +32,9 @@ class RenderError(Exception):
 
 
 def page(report: Record, failures: Sequence[str]) -> str:
-    """Return the page of a report.json, with a line for each failed losslessness check.
-
-    Raises:
-        RenderError: the plotting library cannot be had.
-    """
+    """Return the page of a report.json, with a line for each failed losslessness check; raises what `library` does."""
     environment = Environment(
-        loader=FileSystemLoader(HERE),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # and its keys in their order
     filled = sections(report, PAGE)
@@ -74,22 +66,6 @@ def page_title(report: Record) -> str:
     return f"{', '.join(drafters)} for {title(report)}" if drafters else title(report)
 
 
-def sentence(report: Record) -> str:
-    """Return the result in a sentence for everybody: that of the fastest lossless draft source; none without one."""
-    failed = {drafter_of(result) for result in results_of(report) if result.failed}
-    timed = [result for result in firsts(report) if drafter_of(result) not in failed and result.row["speedup"]]
-    timed = [result for result in timed if result.row["drafter"] != PLAIN and result.row.get("request_rate") is None]
-    if not timed:
-        return ""
-    row = max(timed, key=lambda result: result.row["speedup"]).row
-    name, counts = report["target"].get("name") or "the target", row.get("lossless") or {}
-    text = f"With {row['drafter']}, {name} writes the same text {row['speedup']:.1f} times as fast"
-    if not counts.get("checked"):
-        return f"{text.replace(' the same text', '')}; whether the text is the same was not checked."
-    ties = f", {counts['near_tie']} the same but for rounding" if counts.get("near_tie") else ""
-    return f"{text}; {counts['identical']} of {counts['checked']} answers identical{ties}."
-
-
 def headlines(report: Record) -> list[dict[str, Any]]:
     """Return the first numbers of every drafter; failed if it failed in any session."""
     failed = {drafter_of(result) for result in results_of(report) if result.failed}
@@ -98,12 +74,12 @@ def headlines(report: Record) -> list[dict[str, Any]]:
 
 def _headline(result: Result, failed: bool) -> dict[str, Any]:
     row = result.row  # under a rate of requests its speedup is no ratio of speeds; without a clock it has no speed
-    unit = "times as fast" if row.get("request_rate") is None else "the baseline's mean latency over its own"
+    unit = f"times {OVER}" if row.get("request_rate") is None else "the baseline's mean latency over its own"
     speed = "" if row["tokens_per_second"] is None else f"{shown(row['tokens_per_second'], 1)} tok/s "
     return {
         "name": result.name,
         "speedup": WITHHELD if failed else shown(row["speedup"]),
-        "unit": "" if failed or row["speedup"] is None else unit + _interval(row["speedup_ci"]),  # of the speedup
+        "unit": "" if failed or row["speedup"] is None else unit + _interval(row["speedup_ci"]) + over_hf(row),
         "tau": shown(row["tau"]),
         "interval": _interval(row["tau_ci"]),
         "detail": f"{row['tree']}, {speed}on {row['workload']}",

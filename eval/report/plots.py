@@ -167,10 +167,7 @@ def against(report: Record, key: str, title: str) -> list[Plot]:
 
 
 def lines(report: Record, key: str) -> Iterator[tuple[str, Record]]:
-    """Yield the rows that have a value of the key, each with the name of its line: what tells it from others but that.
-
-    Those that failed a check are left out.
-    """
+    """Yield the lossless rows with a value of the key, each with its line's name: what tells it apart but the key."""
     others = [other for other in SESSION if other != key and len({str(row.get(other)) for row in report["rows"]}) > 1]
     for _, row in named(report):
         if row.get(key) is not None:
@@ -217,7 +214,8 @@ def breakdown(report: Record) -> list[Plot]:
             left = [row["ladder"]["rungs"][stage] for stage in STAGES]
             data.append({"name": name, "part": "speedup", "low": 0, "high": left[-1], "size": left[-1]})
             for cost, high, low in reversed(list(zip(COSTS, left, left[1:], strict=False))):
-                data.append({"name": name, "part": f"lost to {cost}", "low": low, "high": high, "size": high - low})
+                if high > low:  # else nothing is lost to it
+                    data.append({"name": name, "part": f"lost to {cost}", "low": low, "high": high, "size": high - low})
     order = ["speedup", *(f"lost to {cost}" for cost in reversed(COSTS))]
     x, caption = axis("low", "times the baseline; the whole bar is τ"), "What became of τ on the way to the speedup"
     color = by_name("part", scale={"domain": order})

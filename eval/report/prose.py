@@ -29,6 +29,11 @@ LOAD = (
     "the capacity says. TTFT and latency count from the arrival to the first and to the last token. The latency "
     "ratio is the baseline's mean over the drafter's: above 1 the drafter's requests end sooner."
 )
+USERS = (
+    "What a device gives all its users in a second against what one of them sees: a batch or a rate of requests trades "
+    "one for the other. At the speed that a user is to see, the highest curve serves the most users. A user's "
+    "tokens a second are those after the first, by the clock; prefills are in the tokens a second of all."
+)
 END_TO_END = (
     "End to end counts all tokens over prefill and decoding together. A source whose memory is warm drafts from "
     "the requests before, in their order, and begins every round of measurement with nothing; cold, it forgets "
@@ -40,10 +45,11 @@ WITHIN = (
 )
 BREAKDOWN = (
     "The breakdown leads from τ to the speedup: what would be left if only the dearer pass counted, then the draft "
-    "too, then all. The oracle has the same acceptance, its drafts and its wider passes for nothing. What would help "
-    "most is the loss that gives back most if it were a tenth smaller: the rejected share at each depth (more "
-    "acceptance), the draft, what a pass costs beyond a plain step (a smaller tree), or the rest. A smaller tree "
-    "accepts less too: tune=true weighs one against the other."
+    "too, then all; a cost below the baseline's by less than the speedup's interval is noise, and shown as none. The "
+    "oracle has the same acceptance, its drafts and its wider passes for nothing. What would help most is the loss "
+    "that gives back most if it were a tenth smaller: the rejected share at each depth (more acceptance), the draft, "
+    "what a pass costs beyond a plain step (a smaller tree), or the rest. A smaller tree accepts less too: tune=true "
+    "weighs one against the other."
 )
 SIMULATED = (
     "Every tree is simulated along the target's own answers and priced with what its parts cost on this device: a step "

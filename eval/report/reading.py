@@ -17,7 +17,7 @@ from heads.common.untrusted import entries, names_code, parse_json, regular, sho
 REPORT_KEYS = ("schema", "target", "device", "settings", "rows")  # all other keys are extras
 EXTRAS = {  # by eval/live/extras.py, the tiers and side_by_side.py
     "training": dict, "trees": dict, "teacher_forced": dict, "other_trees": dict, "answers": list, "reports": list,
-    "warnings": list,
+    "warnings": list, "paired": list,
 }  # fmt: skip
 TEXTS = [column.name for column in fields(Row) if column.type is str]  # `typed` would accept numbers in them
 # A report beyond these limits was not written by this project, and its page would take gigabytes.
@@ -33,6 +33,7 @@ SETTINGS: dict[str, tuple[str, Any]] = {  # that reading depends on, by what the
     "sampled_gate": ("gates of sampling", [{"drafter": str, "temperature": float, "passed": bool}]),
     "provenance": ("provenance", dict),
 }
+DIFFERENCE = {"difference": float, "low": float, "high": float}
 PIECE = {"text": str, "source": str, "step": int}
 # A record's form by key; an earlier version may lack some. Deeper mappings need every key, lists have one form.
 RECORDS: dict[str, dict[str, Any]] = {
@@ -53,15 +54,15 @@ RECORDS: dict[str, dict[str, Any]] = {
         "drafter": str, "prompt": str, "question": str, "temperature": float, "pieces": list,
         "steps": list[list[int]],
     },
+    "paired": {
+        "drafter": str, "base": str, "workload": str, "temperature": float, "batch_size": int, "prompts": int,
+        "tau": DIFFERENCE, "tokens_per_second": DIFFERENCE,
+    },
 }  # fmt: skip
 
 
 def read_report(file: Path) -> dict[str, Any]:
-    """Return the content of a report.json, each row with the keys of `Row`.
-
-    Raises:
-        ValueError: there is no such file, it is damaged, no report, or one of another schema; the file is named.
-    """
+    """Return the content of a report.json; refuse a file that is missing, damaged, no report, or of another schema."""
     try:
         with regular(file).open("rb") as opened:
             raw = opened.read(MOST_BYTES + 1)
@@ -101,11 +102,7 @@ def read_report(file: Path) -> dict[str, Any]:
 
 
 def report_of(content: Mapping[str, Any], file: str) -> Report:
-    """Return the report of a content that `read_report` has read.
-
-    Raises:
-        ValueError: its losslessness checks are damaged, or a row has a speedup though it failed a losslessness check.
-    """
+    """Return the report of a content that was read; refuse damaged checks, and a speedup of a row that failed one."""
     try:
         gates = {name: Gate.read(check) for name, check in content["settings"].get("gate", {}).items()}
         sampled = [SampledGate.read(check) for check in content["settings"].get("sampled_gate", [])]
@@ -143,7 +140,7 @@ def _check_extras(content: dict[str, Any], file: Path) -> None:
         if key not in EXTRAS or not isinstance(content[key], EXTRAS[key]):
             valid = ", ".join((*REPORT_KEYS, *EXTRAS))
             raise ValueError(f"report {file}: {shown(key)} is not a known key, or not of its kind; valid keys: {valid}")
-    names = {key: [{name: str}] for key, name in (("answers", "drafter"), ("reports", "name"))}
+    names = {key: [{name: str}] for key, name in (("answers", "drafter"), ("paired", "drafter"), ("reports", "name"))}
     wrong = [key for key, form in names.items() if not _like(form, content.get(key, []))]
     settings = content["settings"]
     wrong += [what for key, (what, form) in SETTINGS.items() if key in settings and not _like(form, settings[key])]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from eval.measures.losslessness import Gate, SampledGate
 from eval.measures.metrics import DEFINITIONS
-from eval.report import breakdown, columns, plots, prose
+from eval.report import breakdown, columns, operating, plots, prose
 from eval.report.breakdown import PLAIN
 from eval.report.columns import Table, topic
 from eval.report.plots import Plot
@@ -13,6 +13,7 @@ from eval.report.tree_plot import tree
 from eval.report.view import PAGE, TEXT, Record, Result, results_of
 
 LITTLE = 0.02  # of the speedup: costs are not known closer
+OVER = "the same engine without drafts"  # what a speedup is over
 MOST = 5  # near ties shown of each drafter
 AGAINST = {"batch_size": "batch size", "temperature": "temperature", "request_rate": "requests a second"}
 
@@ -41,7 +42,7 @@ def in_text(report: Record, measured: Sequence[Result]) -> Iterator[Section]:
     clocked = [result for result in measured if result.clocked]
     settings, name = [columns.LABEL, columns.WORKLOAD, columns.T], columns.on_workload(overall)
     yield Section("reports", "The reports", tables=[columns.reports(report)])
-    yield Section("results", "Results", tables=[columns.results(overall, TEXT)])
+    yield Section("results", "Results", tables=[columns.results(overall, TEXT)], bullets=compared(report))
     yield Section("times", "Where the time goes", tables=[topic("times", overall, name)])
     yield why(report, topic("why", overall))
     yield other(report, columns.MOST)
@@ -52,6 +53,7 @@ def in_text(report: Record, measured: Sequence[Result]) -> Iterator[Section]:
     meanings = [f"`{name}`: {meaning}" for name, meaning in DEFINITIONS.items()] if listed.lines else []
     yield Section("definitions", "What others call acceptance", tables=[listed], bullets=meanings)
     yield Section("end_to_end", "End to end", [prose.END_TO_END], [topic("end_to_end", overall)])
+    yield users(report)
     yield Section("load", "Under load", [prose.LOAD], [topic("load", overall, columns.DRAFTER)])
     yield Section("requests", "Over the requests", tables=[columns.requests(overall)])
     within = columns.by_depth("within", overall, settings, "depth {}", "tau_within_depth")
@@ -68,10 +70,11 @@ def on_page(report: Record, measured: Sequence[Result]) -> Iterator[Section]:
     depths = columns.by_depth("depths", measured, [columns.NAME], "P(a≥{})", "accepted_by_depth")
     nodes, everything = columns.nodes(report, measured), columns.everything(measured)
     yield Section("reports", "The reports", tables=[columns.reports(report)])
-    yield Section("results", "Results", [], [columns.results(measured, PAGE)], both)
+    yield Section("results", "Results", [], [columns.results(measured, PAGE)], both, bullets=compared(report))
     yield why(report, why_not, plots.breakdown(report))
     yield checks(report, measured, [columns.checks(report)])
     yield Section("depths", "Acceptance by depth", [], [depths], plots.acceptance(report))
+    yield users(report, operating.plots(report))
     yield Section("load", "Under load and temperature", [], [timed], loads + plots.latencies(report))
     yield other(report, None, plots.loads(report) + plots.trees(report))
     yield Section("times", "Where the time goes", [], [times], plots.time_split(report))
@@ -80,6 +83,44 @@ def on_page(report: Record, measured: Sequence[Result]) -> Iterator[Section]:
     yield Section("tiers", "With and without a clock", [prose.TIERS], columns.tiers(measured), folded=True)
     yield Section("training", "Training of the head", plots=plots.training(report), folded=True)
     yield Section("everything", "Every number", ["Those of report.json."], [everything], folded=True)
+
+
+def sentence(report: Record) -> str:
+    """Return the result in a sentence for everybody: that of the fastest lossless draft source; none without one."""
+    failed = {columns.drafter_of(result) for result in results_of(report) if result.failed}
+    timed = [result for result in firsts(report) if columns.drafter_of(result) not in failed and result.row["speedup"]]
+    timed = [result for result in timed if result.row["drafter"] != PLAIN and result.row.get("request_rate") is None]
+    if not timed:
+        return ""
+    row = max(timed, key=lambda result: result.row["speedup"]).row
+    name, counts = report["target"].get("name") or "the target", row.get("lossless") or {}
+    text = f"With {row['drafter']}, {name} writes the same text {row['speedup']:.2f} times as fast as {OVER}"
+    text += over_hf(row)
+    if not counts.get("checked"):
+        return f"{text.replace(' the same text', '')}; whether the text is the same was not checked."
+    ties = f", {counts['near_tie']} the same but for rounding" if counts.get("near_tie") else ""
+    return f"{text}; {counts['identical']} of {counts['checked']} answers identical{ties}."
+
+
+def over_hf(row: Record) -> str:
+    """Return a speedup over `generate` of transformers in words; nothing where that was not timed."""
+    return f", {row['speedup_hf']:.2f} times HF generate" if row.get("speedup_hf") else ""
+
+
+def compared(report: Record) -> list[str]:
+    """Return a line for each drafter that was measured on the prompts of another."""
+    return [
+        f"{pair['drafter']} against {pair['base']}, the same {pair['prompts']} prompts of {pair['workload']}, "
+        f"T={pair['temperature']:g}, batch size {pair['batch_size']}: τ {_change(pair['tau'], 2)}, tokens a second "
+        f"{_change(pair['tokens_per_second'], 1)} (paired bootstrap)"
+        for pair in report.get("paired", [])
+    ]
+
+
+def _change(change: Record, digits: int) -> str:
+    value, low, high = (f"{change[key]:+.{digits}f}" for key in ("difference", "low", "high"))
+    clear = "" if change["low"] > 0 or change["high"] < 0 else ", not clear of zero"
+    return f"{value} [{low}, {high}]{clear}"
 
 
 def why(report: Record, table: Table, plots_shown: Sequence[Plot] = ()) -> Section:
@@ -131,6 +172,15 @@ def _stops(record: Record, who: str, name: str) -> str:
     if size is None:
         return f"{name} still pays at batch size {largest['batch_size']} ({largest[who]:.2f})"
     return f"{name} no longer pays from batch size {size} on"
+
+
+def users(report: Record, plots_shown: Sequence[Plot] = ()) -> Section:
+    """Return the tokens a second of all users against those of one, where drafts lose, and how sure that is."""
+    text = [f"{line}." for line in operating.crossings(report)]
+    table, checked = operating.table(report), operating.checks(report)
+    return Section(
+        "users", "Throughput against the speed of one user", [*text, prose.USERS], [table], plots_shown, bullets=checked
+    )
 
 
 def other(report: Record, most: int | None, plots_shown: Sequence[Plot] = ()) -> Section:

@@ -129,7 +129,6 @@ def _listed(values: Iterable[Any]) -> str:
 
 
 def _brief(key: str, value: Any) -> str:
-    """Return a value for reading."""
     return "unknown" if value is None else str(value)[:HASH_CHARS] if key in HASHES else str(value)
 
 
@@ -139,7 +138,6 @@ def _labelled(by_drafter: Mapping[str, T], report: str) -> dict[str, T]:
 
 
 def _own_warnings(reports: Mapping[str, Report]) -> Iterator[str]:
-    """Yield the warnings of each report, with its name."""
     for name, report in reports.items():
         yield from (f"{name}: {warning}" for warning in report.extras.get(WARNINGS, []))
 

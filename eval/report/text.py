@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from eval.report import columns
-from eval.report.sections import Section, notes_of, sections
+from eval.report.sections import Section, notes_of, sections, sentence
 from eval.report.view import TEXT, Record, results_of
 from heads.common.untrusted import visible
 
@@ -34,6 +34,7 @@ def markdown(report: Record, failures: Sequence[str]) -> str:
     warned = {"Not lossless.": failures, "Compare with care:": report.get("warnings", [])}
     text = [
         f"# {title(report)}",
+        *([_line(headline)] if (headline := sentence(report)) else []),
         *(_line(f"**{what}** {line}.") for what, lines in warned.items() for line in lines),
         *(block for section in sections(report, TEXT) for block in _set(section)),
         "## How it was measured",

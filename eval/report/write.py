@@ -16,6 +16,7 @@ from heads.common.files import write_whole
 
 SCHEMA = 1
 READ = ("report.md", "report.html")  # by people
+ENOUGH = 8  # prompts, below which a bootstrap interval is too narrow
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,17 @@ class Report:
         greedy = [_failure(name, gate) for name, gate in self.gates.items() if not gate.passed]
         return greedy + [f"{check}; speedup {WITHHELD}" for check in self.sampled if not check.passed]
 
+    def warnings(self) -> list[str]:
+        """Return what to compare with care: what the evaluation noted, and intervals of few prompts."""
+        whole = [row for row in self.rows if not row.category and not row.report and (row.tau_ci or row.speedup_ci)]
+        few = [row for row in whole if 0 < row.prompts < ENOUGH]  # 0: an earlier version did not count them
+        noted = [
+            f"{row.prompts} prompts of {row.workload} are few for a bootstrap interval, which is then too narrow: give "
+            f"prompts={ENOUGH} or more"
+            for row in few
+        ]
+        return list(dict.fromkeys([*self.extras.get("warnings", []), *noted]))
+
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON; what is not finite becomes null."""
         gates = {name: gate.as_dict() for name, gate in self.gates.items()}
@@ -63,6 +75,7 @@ class Report:
                 "settings": self.settings | {"gate": gates} | sampled,
                 "rows": self.rows,
                 **self.extras,
+                **({"warnings": warnings} if (warnings := self.warnings()) else {}),
             }
         )
         return content | {"rows": with_breakdowns(content["rows"])}
@@ -100,7 +113,6 @@ def _write(file: Path, text: str) -> None:
 
 
 def _failure(name: str, gate: Gate) -> str:
-    """Return one line on a failed check."""
     if not gate.checked:
         return f"{name}: no prompt was compared with the baseline; speedup {WITHHELD}"
     differing = f"{gate.failed} of {gate.checked} prompts differ from the baseline; speedup {WITHHELD}"

@@ -47,12 +47,6 @@ class Playback(Drafter):
     """A draft source that times a head's proposals and commits, and drafts trees of given sizes from recorded texts.
 
     All sequences of a batch share its schedule and its times. Without a head nothing is timed.
-
-    Attributes:
-        batch: what drafts for all sequences at once; None where their sessions decode them one after another.
-        size: the nodes that every sequence drafts in the current pass.
-        draft: seconds of a proposal, by the tree's `draft_key`.
-        commit: seconds of the head's forward pass over committed tokens, by the most of any sequence.
     """
 
     name, tree = "playback", "playback"
@@ -69,15 +63,15 @@ class Playback(Drafter):
         shuffle = random.Random(seed)
         deepest = max((tree.deepest for tree in measured), default=max(sizes))
         self.target, self.inner, self.measured = target, head, measured
-        self.batch: PlaybackBatch | None = None
+        self.batch: PlaybackBatch | None = None  # drafts for all sequences at once, unless their sessions decode
         self.feature_layers = () if head is None else head.feature_layers
         self.texts = {tuple(text.prompt): text for text in texts}
         self.next_tree = rotation(measured, shuffle)
         self.next_size, self.next_accepted = rotation(sizes, shuffle), rotation(range(deepest + 1), shuffle)
         self.next_chain = rotation([False, True], shuffle)
-        self.size, self.largest = 0, max(sizes)
-        self.draft: defaultdict[str, list[float]] = defaultdict(list)
-        self.commit: Samples = defaultdict(list)
+        self.size, self.largest = 0, max(sizes)  # the nodes that every sequence drafts: in the current pass, at most
+        self.draft: defaultdict[str, list[float]] = defaultdict(list)  # seconds of a proposal, by `draft_key`
+        self.commit: Samples = defaultdict(list)  # seconds of the head's pass, by the most tokens of any sequence
 
     def begin(self) -> None:
         """Choose the size of the next pass."""

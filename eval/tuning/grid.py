@@ -28,6 +28,9 @@ CHAIN, TREE = "chain", "tree"  # the two kinds compared at larger batch sizes
 # larger batch a node costs more, for the device has less to spare.
 HOPELESS = 0.8
 
+FINALISTS = 3  # of each family, priced again
+AGAIN = 8  # factor of the samples for that
+
 # Numbers of drafted nodes whose verification is always timed: from one node to a few the cost leaps, and a line from
 # one to many would lie below it.
 SIZES = (0, 1, 2, 4, 8)
@@ -100,8 +103,7 @@ def hopeful(trees: Sequence[Tried], costs: Mapping[int, Costs]) -> list[Tried]:
     if not costs:
         return list(trees)
 
-    def bound(one: Tried) -> float:
-        """Return the speedup with free drafts."""
+    def bound(one: Tried) -> float:  # the speedup with free drafts
         prediction = predict(one.chosen, one.tree, costs, max(costs))
         return prediction.speedup * sum(prediction.seconds.values()) / prediction.seconds["verify"]
 
@@ -119,11 +121,9 @@ def sizes_for(trees: Sequence[Tried], sizes: Sequence[int]) -> list[int]:
 def simulate(
     grid: TunerConfig, target: Target, drafter: HeadDrafter, texts: Sequence[Text]
 ) -> tuple[list[Tried], Float[Tensor, "D K"]]:
-    """Simulate every tree along the texts that the target wrote greedily, behind a progress bar.
+    """Simulate every tree along the texts that the target wrote greedily; the head's own is of the family OWN.
 
-    Returns:
-        The trees, of which the head's own is of the family OWN; and the acceptance by depth and rank on the texts to
-        choose by.
+    Beside the trees it returns the acceptance by depth and rank on the texts to choose by.
     """
     current, head = drafter.policy, drafter.head
     deepest = min(head.max_depth, max(current.deepest, *grid.depths))

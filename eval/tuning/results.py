@@ -12,9 +12,10 @@ from rich.table import Table
 from eval.measures.cost_model import Costs, Prediction, stops_paying
 from eval.measures.losslessness import WITHHELD, differs
 from eval.measures.metrics import Interval
-from eval.measures.serving import CONFIG, config_of, ranges
+from eval.measures.serving import CONFIG, config_of, is_served, ranges
 from eval.report.text import rich_table
 from eval.tuning.grid import CHAIN, TREE
+from heads.formats.hub import schedule_of
 from inference.drafters.policy import TreeConfig
 
 TUNED = "tune.json"
@@ -43,17 +44,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tree, its prediction, and its measurement where there is one.
+    """A tree, its prediction, and its measurement where there is one."""
 
-    Attributes:
-        family: the kind of tree, or that it is the one the head has.
-        at_contexts: the predicted speedup by tokens of context, at the same acceptance.
-    """
-
-    family: str
+    family: str  # the kind of tree, or that it is the one the head has
     tree: TreeConfig
     predicted: Prediction
-    at_contexts: dict[int, float]
+    at_contexts: dict[int, float]  # the predicted speedup by tokens of context, at the same acceptance
     measured: Measured | None = None
 
     @property
@@ -69,19 +65,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class AtBatch:
-    """The results at one batch size.
-
-    Attributes:
-        candidates: the most promising trees of each family, or of chains and of trees, best first.
-        best: None where the baseline is faster.
-        verdict: the recommendation, in words.
-    """
+    """The results at one batch size."""
 
     batch: int
     costs: Costs
-    candidates: list[Candidate]
-    best: Candidate | None
-    verdict: str
+    candidates: list[Candidate]  # the most promising trees of each family, or of chains and of trees, best first
+    best: Candidate | None  # None where the baseline is faster
+    verdict: str  # the recommendation, in words
 
     def chain_tokens(self) -> int:
         """Return the tokens of the chain measured fastest, 0 where the baseline is: engines draft chains."""
@@ -91,18 +81,11 @@ class AtBatch:
 
 @dataclass(frozen=True)
 class Tuning:
-    """All numbers of one tuning.
+    """All numbers of one tuning."""
 
-    Attributes:
-        settings: those of the measurement.
-        accepted: the share of the text's tokens by depth, then by rank, in the texts to choose from.
-        contexts: the seconds of a verification pass of one sequence by tokens of context, then by drafted nodes.
-        batches: the results at each batch size.
-    """
-
-    settings: dict[str, Any]
-    accepted: list[list[float]]
-    contexts: dict[int, dict[int, float]]
+    settings: dict[str, Any]  # those of the measurement
+    accepted: list[list[float]]  # the share of the text's tokens by depth, then by rank, in the texts to choose from
+    contexts: dict[int, dict[int, float]]  # a sequence's verification seconds by tokens of context, then drafted nodes
     batches: list[AtBatch]
 
     @property
@@ -126,13 +109,16 @@ class Tuning:
         return stops
 
     def write(self, out: Path) -> None:
-        """Write tune.json, and the schedule of its chains as vLLM takes it."""
+        """Write tune.json, and the schedule of its chains as vLLM takes it, if it serves the head."""
         content = {"schema": 2, **asdict(self), "stops_paying": self.stops()}
         for record, at in zip(content["batches"], self.batches, strict=True):
             for written, one in zip(record["candidates"], at.candidates, strict=True):
                 written["error"] = one.error
         out.mkdir(parents=True, exist_ok=True)
         (out / TUNED).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        (out / CONFIG).unlink(missing_ok=True)
+        if not is_served(self.settings["head"]):
+            return
         schedule = config_of(ranges({at.batch: at.chain_tokens() for at in self.batches}))
         (out / CONFIG).write_text(json.dumps(schedule, indent=2) + "\n", encoding="utf-8")
 
@@ -146,6 +132,11 @@ class Tuning:
         for kind, stops in self.stops().items() if len(self.batches) > 1 else ():
             sizes = ", ".join(f"{how} {'none' if size is None else size}" for how, size in stops.items())
             console.print(f"batch size from which on {KINDS[kind]} no longer pays: {sizes}", soft_wrap=True)
+
+
+def is_tuned(head: Path) -> bool:
+    """Say whether the tree of the head in a run's folder was tuned."""
+    return (head.parent / TUNED).is_file() or schedule_of(head, {}) is not None
 
 
 def mispredicted(candidates: Sequence[Candidate]) -> list[Candidate]:

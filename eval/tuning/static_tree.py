@@ -16,13 +16,11 @@ from eval.measures.cost_model import rising
 class StaticTrees:
     """The best static trees of every size.
 
-    Attributes:
-        value: value[n] is the expected number of accepted tokens of the best tree of at most n nodes.
-        chosen: chosen[d][r][m] is the size of the subtree under the child of rank r, of a node at depth d, when m
-            nodes are left for the children of ranks 0 … r.
+    chosen[d][r][m] is the size of the subtree under the child of rank r, of a node at depth d, when m nodes are left
+    for the children of ranks 0 … r.
     """
 
-    value: list[float]
+    value: list[float]  # value[n] is the expected number of accepted tokens of the best tree of at most n nodes
     chosen: list[list[list[int]]]
 
     def paths(self, nodes: int) -> list[list[int]]:
@@ -73,12 +71,9 @@ def best_static(acceptance: Float[Tensor, "D K"], nodes: int) -> StaticTrees:
 
 
 def acceptance(rank: Int[Tensor, "T D"], ranks: int) -> Float[Tensor, "D K"]:
-    """Return the frequency of the first K ranks among the text's tokens, by depth.
+    """Return the frequency of the first K = `ranks` ranks among the text's tokens, by depth.
 
-    Args:
-        rank: rank of the token d positions after the root among the head's guesses for it; negative after the last
-            token.
-        ranks: K.
+    `rank` is that of the token d positions after the root among the head's guesses for it; negative after the last one.
     """
     table = torch.zeros(rank.shape[1], ranks, dtype=torch.float64)
     for depth, column in enumerate(rank.unbind(1)):

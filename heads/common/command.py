@@ -29,6 +29,7 @@ from heads.common.target_config import best_head
 CONF = str(ROOT / "conf")
 SWEEP = {"-m", "--multirun"}
 HELP = {"-h", "--help", "--hydra-help", "--info", "--version"}  # words by which nothing runs
+BEST = "HEADSTART_BEST_HEAD"  # holds the line about head=best until it is written, here or by a process started here
 VARIABLE = "HEADSTART_{}_SECRET"  # by which heads/common/redact.py knows its value for a secret
 
 
@@ -86,12 +87,18 @@ def with_best_head(config: str, words: Sequence[str]) -> list[str]:
     if composed.hydra.runtime.choices.get("head") != "best":  # an experiment's own
         return [*words]
     head, reason = best_head(composed.model.path, composed.model.shape, composed.model.trust_remote_code)
-    if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"head=best: {head}, {reason}\n")
+    os.environ[BEST] = f"head=best: {head}, {reason}\n"
     # Beside another override: argparse takes them in one run, before or behind a flag.
     index = next((i for i, word in enumerate(words) if re.match(r"[^-][^=]*=", word)), len(words))
     rest = [word for word in words if word != "head=best"]
     return [*rest[:index], f"head={head}", *rest[index:]]
+
+
+def report_best_head() -> None:
+    """Write once, on the first process, what head=best is; not before a command refuses what it can."""
+    line = os.environ.pop(BEST, "")
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(line)
 
 
 def _in_environment(secret: str) -> str:
@@ -130,3 +137,9 @@ def _mistake(error: Exception, words: Sequence[str], config: str) -> str:
     for value in sorted({*given, *(value.strip("()[]{}") for value in given)} - {""}, key=len, reverse=True):
         message = re.sub(rf"(?<![\w.]){re.escape(value)}(?!\.?\w)", "…", message)
     return message
+
+
+def quoted(value: object) -> str:
+    """Return a value as an override's, in quotes: Hydra reads back what it is, whatever characters it has."""
+    doubled = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + (r"\'" if match[2] else ""), str(value))
+    return f"'{doubled}'"

@@ -2,10 +2,13 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from threading import Event, Thread
 from types import TracebackType
 from typing import TypeVar
 
+from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 from rich.console import Console
 from rich.progress import Progress
 
@@ -67,3 +70,27 @@ def progress(work: Sequence[T], label: str) -> Iterator[T]:
         for done, item in enumerate(work):
             bar.show(done)
             yield item
+
+
+@contextmanager
+def waiting(label: str) -> Iterator[None]:
+    """Without a terminal say every half minute that the block still runs: it shows bars of a library's own on one."""
+    console, ended, begun = Console(stderr=True), Event(), time.monotonic()
+
+    def report() -> None:
+        while not ended.wait(PAUSE):
+            elapsed = timedelta(seconds=round(time.monotonic() - begun))
+            console.print(f"{label}: {elapsed} so far", highlight=False, markup=False, soft_wrap=True)
+
+    if console.is_terminal:
+        yield
+        return
+    disable_progress_bars()  # of huggingface_hub: some are drawn into a log too
+    reporter = Thread(target=report, daemon=True)
+    reporter.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        reporter.join()
+        enable_progress_bars()

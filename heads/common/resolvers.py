@@ -19,11 +19,11 @@ def register_resolvers() -> None:
     `root` makes a path of the checkout absolute, so that every command works from any directory. `stem` names a run
     after its model: the last part of a folder's or a Hub model's path. `if_same` gives its third value where the first
     two agree, else nothing: a preset's prompts belong to the preset's data, not to data of the user's own. `by_device`
-    gives its first value for a CPU, else its second: for the type of device
-    that is named third, where that is null for this machine's. `cache_folder` names a folder under
-    HEADSTART_CACHE, which is ~/.cache/headstart unless the environment says otherwise. `digest` names a run after
-    all of its values. `row_length` gives the target's context where that is known to be less than a length. `made`
-    creates a folder, for a library that does not, and gives its path.
+    gives its first value for a CPU, else its second: for the type of device that is named third, where that is null for
+    this machine's. `cache_folder` names a folder under HEADSTART_CACHE, which is ~/.cache/headstart unless the
+    environment says otherwise. `digest` names a run after all of its values. `row_length` gives the target's context
+    where that is known to be less than a length. `made` creates a folder, for a library that does not, and gives its
+    path.
     """
     OmegaConf.register_new_resolver("root", lambda path: str(ROOT / path), replace=True)
     OmegaConf.register_new_resolver("if_same", lambda a, b, value: value if a == b else "", replace=True)

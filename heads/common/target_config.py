@@ -16,6 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig
 
+from heads.common.connection import check_reachable
 from heads.common.errors import one_line
 from heads.common.ranges import LARGEST
 from heads.common.untrusted import entries, parse_json, regular, shown
@@ -82,9 +83,8 @@ def text_tower(config: PreTrainedConfig) -> PreTrainedConfig:
     for key in ABOVE:
         if getattr(text, key, None) is None and getattr(config, key, None) is not None:
             setattr(text, key, getattr(config, key))
-    text.tie_word_embeddings = getattr(
-        config, "tie_word_embeddings", text.tie_word_embeddings
-    )  # transformers asks above
+    # transformers asks above
+    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
     text.name_or_path = config.name_or_path
     return text
 
@@ -99,6 +99,8 @@ def read_target_values(path: str, trust_remote_code: bool, cached_alone: bool) -
         if (file := Path(path) / "config.json").is_file():
             values = parse_json(file.read_bytes())
         else:
+            if not cached_alone:
+                check_reachable(path)
             values, _ = PreTrainedConfig.get_config_dict(path, local_files_only=cached_alone)
         _check(values, trust_remote_code)
     except UNFIT as error:
@@ -164,7 +166,7 @@ def best_head(path: str, shape: Mapping[str, Any] | None, trust_remote_code: boo
         else:
             layers = _layers(path, trust_remote_code)
     except ValueError as error:
-        raise ValueError(f"model.path={path}: {error}; head=best reads its number of layers: name a head") from error
+        raise ValueError(f"model.path={path}: {error}") from error
     if layers < DEEP:
         return "mlp", f"since a pass of this target, {layers} layers, costs little more than a layer of a head"
     return "mtp", f"since it drafts best for a target of {layers} layers; vLLM serves it, and all engines eagle3"

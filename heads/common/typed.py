@@ -77,11 +77,7 @@ def build(schema: Any, values: Any, prefix: str, ready: Mapping[str, object] = M
 
 
 def convert(hint: Any, value: Any, key: str, within: Within | OneOf = MACHINE) -> Any:
-    """Return a value as one of a type, its numbers in their range and its names of their choice.
-
-    Raises:
-        ValueError: it is none; naming the key, and the item within it.
-    """
+    """Return a value as one of a type, its numbers in their range, its names of their choice; refuse others by key."""
     if get_origin(hint) is Annotated:
         hint, within = get_args(hint)
     origin, inner = get_origin(hint), get_args(hint)

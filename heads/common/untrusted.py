@@ -76,11 +76,7 @@ def parsed_file(path: Path, remedy: str, parse: Callable[[bytes], Any] = parse_j
 
 
 def shallow(value: Any, deepest: int = DEEPEST) -> Any:
-    """Return a value that is nested no deeper than any file of ours, so that its readers may recurse.
-
-    Raises:
-        ValueError: it is nested deeper.
-    """
+    """Return a value nested no deeper than any file of ours, so that its readers may recurse; refuse a deeper one."""
     level = [value]
     for _ in range(deepest):
         level = [

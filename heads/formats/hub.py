@@ -2,32 +2,39 @@
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, get_session
+from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from torch import nn
 
-from heads.base import Embeddings
+from heads import HEADS
+from heads.base import Embeddings, HeadConfig
+from heads.common.connection import TRANSPORT, check_reachable
 from heads.common.errors import one_line
 from heads.common.files import last_good
 from heads.common.resolvers import ROOT
 from heads.common.typed import typed
+from heads.formats import lora
 from heads.formats.published import format_of, is_published, load_published
 from heads.formats.published.files import INDEX, SAFE, further_files
-from heads.formats.store import CONFIG, SCHEDULE, TargetSpec, load_head, read_config
+from heads.formats.store import (
+    CONFIG,
+    SCHEDULE,
+    TargetSpec,
+    assert_same_target,
+    head_config,
+    load_head,
+    read_config,
+)  # fmt: skip
 
 log = logging.getLogger(__name__)
 
 REPO = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-
-# The base of the transport's errors: huggingface_hub has changed its HTTP library before, this relation holds in both.
-TRANSPORT: Any = HfHubHTTPError.__bases__[0]
-PATIENCE = 5  # seconds
 
 
 def resolve_head(run_or_repo: str) -> Path:
@@ -37,30 +44,69 @@ def resolve_head(run_or_repo: str) -> Path:
         ValueError: there is no head, or the Hub does not give it.
     """
     path = Path(run_or_repo).expanduser()
-    if path.is_dir():
+    if last_good(path).is_dir():
         for folder in (path / "head", path):
             if (last_good(folder) / CONFIG).is_file():
                 return folder
         raise ValueError(f"{path}: no head in it, neither head/{CONFIG} nor {CONFIG}; let its training save one")
     if (path.parent.is_dir() and path.parent != Path()) or not REPO.fullmatch(run_or_repo):
         raise ValueError(f"{path}: no such folder; give a run's or published folder, or a Hub id OWNER/NAME")
-    with hub_errors(run_or_repo, "downloading"):
-        folder = Path(HfApi().snapshot_download(run_or_repo, allow_patterns=[CONFIG, *SAFE, INDEX, "config.yaml"]))
-    if further := further_files(folder):
+    folder = downloaded(run_or_repo, [CONFIG, *SAFE, INDEX, *lora.FILES, "config.yaml"])
+    if not (folder / lora.CONFIG).is_file() and (further := further_files(folder)):
         if (folder / INDEX).is_file():
             format_of(folder)  # refuses a whole model before it is downloaded
-        with hub_errors(run_or_repo, "downloading"):
-            HfApi().snapshot_download(run_or_repo, allow_patterns=further)
+        downloaded(run_or_repo, further)
     return folder
 
 
+def downloaded(repo: str, patterns: Sequence[str]) -> Path:
+    """Return the folder of a repository's files of these patterns, else those of the cache; refuse one out of reach."""
+    try:
+        check_reachable(repo)
+    except ValueError as error:
+        raise ValueError(f"{repo}: {error}") from None
+    with hub_errors(repo, "downloading"):
+        return Path(HfApi().snapshot_download(repo, allow_patterns=[*patterns]))
+
+
 def load_found(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Module:
-    """Load a head of our own or one that another project has published, on the CPU, in the dtype that it was saved in.
+    """Load a head of ours or another project's on the CPU, in its saved dtype: by `load_head` or `load_published`.
+
+    Of an adapter it is the head that it names, with the adapter merged, in fp32.
+    """
+    if (folder / lora.CONFIG).is_file():
+        return _adapted(folder, embeddings, spec)
+    return load_published(folder, embeddings) if is_published(folder) else load_head(folder, embeddings, spec)
+
+
+def _adapted(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Module:
+    """Load the head that an adapter names and merge the adapter into it."""
+    content = read_config(folder)
+    assert_same_target(folder, typed(TargetSpec, content["target"]), spec)
+    adapter = lora.read_adapter(folder)
+    return lora.merge(base_head(adapter.base, head_config(folder, content), embeddings, spec), adapter, folder)
+
+
+def base_head(name: str, config: HeadConfig, embeddings: Embeddings, spec: TargetSpec) -> nn.Module:
+    """Return the head that an adapter of this configuration is for, in fp32, from the Hub and from nowhere else.
 
     Raises:
-        ValueError: as `load_head` and `load_published`.
+        ValueError: the name is none of the Hub, or of a head of another configuration, or of an adapter.
     """
-    return load_published(folder, embeddings) if is_published(folder) else load_head(folder, embeddings, spec)
+    if not REPO.fullmatch(name):
+        raise ValueError(f"base={name[:80]}: no name of the Hub, OWNER/NAME, where the base of an adapter lies")
+    folder = downloaded(name, [CONFIG, *SAFE, INDEX, lora.CONFIG])
+    if (folder / lora.CONFIG).is_file():
+        raise ValueError(f"base={name}: an adapter itself; publish the whole head, without base")
+    if further := further_files(folder):
+        downloaded(name, further)
+    loaded: Any = load_found(folder, embeddings, sibling_spec(folder, spec, "is adapted for"))
+    if type(loaded.config) is not type(config) or replace(loaded.config, name=config.name) != config:
+        raise ValueError(f"base={name}: a head of another configuration than the one adapted; name the one it began as")
+    kind: Any = HEADS[config.name]
+    head: nn.Module = kind(config, embeddings)
+    head.load_state_dict(loaded.state_dict())
+    return head
 
 
 def made_for(folder: Path) -> TargetSpec | None:
@@ -87,11 +133,7 @@ def kind_of(folder: Path) -> str:
 
 
 def tree_of(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree that a head was saved with, where `given` says nothing else; a None says nothing.
-
-    Raises:
-        ValueError: a published head, which brings no tree, and none is given.
-    """
+    """Return the tree that a head was saved with, but for what is `given`, as no None is; refuse a lack of one."""
     chosen = {key: value for key, value in given.items() if value is not None}
     if not is_published(folder):
         return {**read_config(folder)["tree"], **chosen}
@@ -117,23 +159,6 @@ def target_path(name: str) -> str:
     """Return where to load a head's target from: a published head names the embedded one relative to the checkout."""
     inside = ROOT / name
     return str(inside) if inside.is_dir() and not Path(name).exists() else name
-
-
-def cache_alone_without_connection() -> None:
-    """Look names up in the Hub's cache alone, as HF_HUB_OFFLINE=1 does, where the Hub cannot be reached.
-
-    Otherwise the libraries try each file again and again, for a minute.
-    """
-    if constants.is_offline_mode():
-        return
-    try:
-        get_session().head(constants.ENDPOINT, timeout=PATIENCE)
-    except TRANSPORT as error:
-        constants.HF_HUB_OFFLINE = True
-        log.warning(
-            "%s cannot be reached (%s): only what was downloaded before is found, as with HF_HUB_OFFLINE=1",
-            constants.ENDPOINT, one_line(error),
-        )  # fmt: skip
 
 
 @contextmanager

@@ -11,12 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from huggingface_hub import HfApi
-
 from heads.common.errors import one_line
 from heads.common.files import replacing
 from heads.common.redact import SECRET_NAME
-from heads.formats.hub import REPO, hub_errors
+from heads.formats.hub import REPO, downloaded
 from heads.formats.published.files import PICKLED
 from heads.formats.store import CONFIG, WEIGHTS
 from heads.formats.weights import header
@@ -38,17 +36,12 @@ LONGEST = 1800  # seconds
 
 
 def find_pickle(name: str) -> Path:
-    """Return the pickle of a head: a file, a folder with one, or OWNER/NAME on the Hub, which is downloaded.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return a head's pickle: a file, a folder's, or OWNER/NAME's on the Hub, downloaded; refuse where none is."""
     path = Path(name).expanduser()
     if path.is_file():
         return path
     if not path.is_dir() and REPO.fullmatch(name):
-        with hub_errors(name, "downloading"):
-            path = Path(HfApi().snapshot_download(name, allow_patterns=[CONFIG, *PICKLED]))
+        path = downloaded(name, [CONFIG, *PICKLED])
     files = [path / name for name in PICKLED if (path / name).is_file()]
     if not files:
         raise ValueError(f"pickle={name}: no such file, nor a folder or repository with one of {', '.join(PICKLED)}")

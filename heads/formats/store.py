@@ -26,8 +26,6 @@ from heads.formats.weights import check_fit, outline, read_weights
 
 log = logging.getLogger(__name__)
 
-__all__ = ["last_good"]  # re-exported for readers of streams
-
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 SCHEDULE = "schedule"  # the key of which tree is drafted by how many sequences; most heads have none
@@ -36,7 +34,7 @@ EARLIER = {
     "length": None, "lm_head": "shared", "lm_head_rank": None, "draft_vocab": None, "qk_norm": False,
     "from_anchor": False, "rope_scaling": None, "mask_token": None, "joint_norm": False,
     "domino": None, "domino_rank": 256, "selector_rank": None, "selector_top_k": 16, "conv": None, "conv_group": 16,
-    "feature_layers": None,
+    "feature_layers": None, "layer": "llama", "raw_state": False,
 }  # fmt: skip
 
 
@@ -117,10 +115,7 @@ def write_files(
 def save_tree(folder: Path, tree: dict[str, Any], schedule: list[dict[str, Any]] | None = None) -> None:
     """Write another draft tree into a head's config.json, whole or not at all; the head and its target stay.
 
-    Args:
-        folder: of the head.
-        tree: that of one sequence.
-        schedule: the lines of `inference.tree_config.Schedule`; None: the tree holds for any number of sequences.
+    With a `schedule`, lines of `inference.tree_config.Schedule`, the tree is that of one sequence, else of any number.
 
     Raises:
         ValueError: no head is there.
@@ -137,11 +132,7 @@ def save_tree(folder: Path, tree: dict[str, Any], schedule: list[dict[str, Any]]
 
 
 def load_head(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Module:
-    """Load a head for the target that it was made for, on the CPU and in the dtype that it was saved in.
-
-    Raises:
-        ValueError: there is no head, it is damaged or of another target: one line with the remedy.
-    """
+    """Load a head for its target on the CPU, in the dtype that it was saved in; refuse missing, damaged and others."""
     content = read_config(folder)
     assert_same_target(folder, typed(TargetSpec, content["target"]), spec)
     return read_head(folder, content, embeddings)
@@ -170,11 +161,7 @@ def fill(module: nn.Module, folder: Path) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json, checked as far as is possible without the target.
-
-    Raises:
-        ValueError: no such folder, not a head's folder, or a key that is missing, unknown or of the wrong type.
-    """
+    """Return a head's config.json, checked as far as is possible without the target; refuse missing and other ones."""
     content = read_folder(folder, "head", ("head", "target", "tree"), (SCHEDULE,))
     if not isinstance(content["tree"], dict):
         raise ValueError(f"{folder}/{CONFIG}: tree is {shown(content['tree'])}, expected a mapping")
@@ -183,12 +170,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_folder(folder: Path, kind: str, keys: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return a folder's config.json, checked for its format, its target and these keys beside the format.
+    """Return a folder's config.json; refuse any but one with its format, its target and these keys beside the format.
 
     `kind` is also the folder's name in a run's folder; it may lack the `optional` keys.
-
-    Raises:
-        ValueError: no such folder, nothing of the kind in it, or another content.
     """
     path = last_good(folder) / CONFIG
     if not path.parent.is_dir():

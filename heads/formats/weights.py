@@ -3,6 +3,7 @@
 A header or a configuration may claim any size; memory is allocated only for what the file holds.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ DTYPES = {
 }  # fmt: skip
 LARGEST, DEEPEST = 1 << 40, 8  # of a tensor: a dimension, and how many there are
 LONGEST = 1 << 22  # bytes of a header, enough for tens of thousands of tensors
+FEW = 16  # values of each parameter that a fingerprint reads
 
 
 class Entry(NamedTuple):
@@ -72,6 +74,14 @@ def _whole(path: Path) -> Iterator[None]:
         raise ValueError(
             f"{path}: truncated, damaged or missing ({one_line(error)[:CUT]}); save or download it again"
         ) from None
+
+
+def digest(few: Mapping[str, Tensor], start: str = "") -> str:
+    """Hash a text, and the first values of parameters by their names: in bf16, so that all float dtypes agree."""
+    sha256 = hashlib.sha256(start.encode())
+    for name in sorted(few):
+        sha256.update(name.encode() + few[name].to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
+    return sha256.hexdigest()[:32]
 
 
 def outline(kind: Any, config: Any, embeddings: Embeddings, where: str) -> dict[str, Tensor]:

@@ -4,12 +4,13 @@ top_k.py           the target's distribution by its top-k tokens
 rope.py            rotary positions, scaled as published heads' are
 split_keys.py      masked attention split over its keys, where the device needs it
 layers.py          the decoder layer that heads share, and compiling a head's
+own_layer.py       a decoder layer of the target's own class in transformers
 flex.py            the same attention as the next file's in one kernel of a device, and its mask
 attention.py       training-time-test attention over packed sequences: exact, block-wise, in linear memory
 slots.py           mask slots behind anchor rows in training and behind roots, and what they attend to
 autoregressive.py  unroll, extend and expand of heads that draft one token after another
 kv_cache.py        the head's KV cache of verified rows, and how far back it looks
-fusion.py          fusing the hidden states of several target layers into one
+fusion.py          which target layers a head reads by default, and how their states are fused into one
 vocab.py           the pruned draft vocabulary, and the lm_head over it
 domino.py          a recurrent correction of a block's logits by the tokens drafted before
 dflash2.py         convolutions inside a block, and a selector among candidates

@@ -29,23 +29,14 @@ BLOCK = 128  # queries at a time
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """The attention pattern of N queries: each sees an interval of the context, `first` to `upto`, both included.
-
-    Attributes:
-        first: the first row that each query sees.
-        upto: the last one; None where query n stands for row n and sees up to itself.
-        reach: without `upto` no query sees a row that lies more rows than this before it; None for no such bound.
-        size: how many queries after another share the rows that were drafted for them.
-        causal: whether a query does not see those of later queries.
-        earlier: a pattern of which no query begins before this one's; it spares the host a read of the device.
-    """
+    """The attention pattern of N queries: each sees an interval of the context, `first` to `upto`, both included."""
 
     first: Int[Tensor, "B N"]
-    upto: Int[Tensor, "B N"] | None = None
-    reach: int | None = None
-    size: int = 1
-    causal: bool = False
-    earlier: "Pattern | None" = None
+    upto: Int[Tensor, "B N"] | None = None  # None where query n stands for row n and sees up to itself
+    reach: int | None = None  # without `upto` no query sees a row that lies more rows than this before it; None: any
+    size: int = 1  # how many queries after another share the rows that were drafted for them
+    causal: bool = False  # whether a query does not see those of later queries
+    earlier: "Pattern | None" = None  # no query of which begins before this one's; it spares the host a read
     masks: dict[int, Any] = field(default_factory=dict)  # of the fused kernel, by how many keys there are
 
     def seen(self, block: "QueryBlock") -> Bool[Tensor, "B N S"]:
@@ -142,7 +133,6 @@ def attend_rows(
     In training on CUDA by one fused kernel (heads/modules/flex.py), everywhere else block by block.
 
     Args:
-        query: the queries.
         context: keys and values "B G T E" of the true rows.
         drafted: keys and values "B G N E" of each step drafted so far, row n of which was drafted for query n.
         seen: the rows of both that each query sees, at least one.

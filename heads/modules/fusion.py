@@ -21,12 +21,9 @@ def default_layers(count: int, num_layers: int) -> list[int]:
 
 
 def chosen_layers(named: list[int] | None, count: int, num_layers: int) -> tuple[int, ...]:
-    """Return the feature layers of a head: those named, or `count` default ones.
+    """Return the feature layers of a head: those named, or `count` default ones; refuse unknown and repeated ones.
 
     On a target that is too shallow for these they are spaced from its first layer to its last.
-
-    Raises:
-        ValueError: a layer does not exist, or is named twice.
     """
     if named is None:
         layers = default_layers(count, num_layers)

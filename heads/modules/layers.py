@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -80,21 +80,11 @@ def grouped_attention(
     return out.unflatten(2, (heads // groups, -1)).flatten(1, 2)
 
 
-def masked_attention(
-    query: Float[Tensor, "B H T E"],
-    key: Float[Tensor, "B G S E"],
-    value: Float[Tensor, "B G S F"],
-    mask: Bool[Tensor, "#B T S"],
-) -> Float[Tensor, "B H T F"]:
-    """Attend where `mask` is true."""
-    return grouped_attention(query, key, value, mask[:, None])
-
-
 class Attention(Recomputing):
     """Grouped-query self-attention whose input may be wider than the model (EAGLE-3 feeds two states).
 
     `norm_eps` adds Qwen3's norms of queries and keys. `inject_width` adds projections of keys and values for other
-    states than the input (`injected`).
+    states than the input.
     """
 
     def __init__(
@@ -139,17 +129,11 @@ class Attention(Recomputing):
         return both[:, : query.shape[1]], both[:, query.shape[1] :], value
 
     def key_value(
-        self, c: Float[Tensor, "B T D"], position: Int[Tensor, "B T"], last: int
+        self, c: Float[Tensor, "B T C"], position: Int[Tensor, "B T"], last: int, *, inject: bool = False
     ) -> tuple[Float[Tensor, "B G T E"], Float[Tensor, "B G T E"]]:
-        """Return keys and values of other states than the input, by the input's projections."""
-        return self.rotary(self.k_norm(self.split(self.k_proj(c))), position, last), self.split(self.v_proj(c))
-
-    def injected(
-        self, c: Float[Tensor, "B T C"], position: Int[Tensor, "B T"], last: int
-    ) -> tuple[Float[Tensor, "B G T E"], Float[Tensor, "B G T E"]]:
-        """Return keys and values of states of the target, by projections of their own."""
-        key = self.rotary(self.k_norm(self.split(self.k_inject(c))), position, last)
-        return key, self.split(self.v_inject(c))
+        """Return keys and values of other states than the input, by the input's projections or those to `inject`."""
+        k_proj, v_proj = (self.k_inject, self.v_inject) if inject else (self.k_proj, self.v_proj)
+        return self.rotary(self.k_norm(self.split(k_proj(c))), position, last), self.split(v_proj(c))
 
     def split(self, x: Float[Tensor, "B T X"]) -> Float[Tensor, "B H T E"]:
         """Return a projection's output, split into heads."""

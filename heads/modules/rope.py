@@ -33,11 +33,7 @@ class Rope(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> "Rope":
-        """Return the settings in a head's configuration.
-
-        Raises:
-            ValueError: a kind of scaling that is not in SCALINGS, or one without its numbers.
-        """
+        """Return the settings in a head's configuration; refuse a scaling that is none of SCALINGS or lacks numbers."""
         scaling: dict[str, Any] | None = config.rope_scaling
         if scaling is not None:
             kind = scaling.get("rope_type")

@@ -10,34 +10,23 @@ from torch import Tensor
 from heads import rows
 from heads.modules.attention import Pattern
 from heads.modules.kv_cache import KVCache
-from heads.modules.layers import masked_attention
+from heads.modules.layers import grouped_attention
 
 
 class Slots(NamedTuple):
-    """S slots behind each of n anchors.
+    """S slots behind each of n anchors."""
 
-    Attributes:
-        anchor: the rows that they stand behind.
-        position: of the slots.
-        seen: their pattern: the true rows up to the anchor, within the head's length, and slots of the same block.
-    """
-
-    anchor: Int[Tensor, "B n"]
-    position: Int[Tensor, "B n S"]
-    seen: Pattern
+    anchor: Int[Tensor, "B n"]  # the rows that they stand behind
+    position: Int[Tensor, "B n S"]  # of the slots
+    seen: Pattern  # the true rows up to the anchor, within the head's length, and slots of the same block
 
 
 def behind(
     document: Int[Tensor, "B T"], anchors: Int[Tensor, "B n"] | None, size: int, length: int | None, *, causal: bool
 ) -> Slots:
-    """Return the slots behind these rows, or behind every row, for the positions from the anchor's next one on.
+    """Return `size` slots behind each of these rows, None for every row: for the positions from the next one on.
 
-    Args:
-        document: the rows' documents.
-        anchors: the rows.
-        size: slots behind each.
-        length: how far a slot looks back; None for all rows.
-        causal: whether a slot sees no later slots.
+    A slot looks `length` rows back, None for all, and if `causal` sees no later slots.
     """
     position = rows.positions(document)
     every = torch.arange(position.shape[1], device=position.device).expand_as(position)
@@ -60,21 +49,17 @@ def at_rows(state: Float[Tensor, "B n X"], anchor: Int[Tensor, "B n"], length: i
 def behind_roots(
     cache: KVCache, sequences: int, size: int, *, causal: bool
 ) -> tuple[Int[Tensor, "B S"], Callable[..., Tensor]]:
-    """Return the positions of slots behind the newest rows of a cache, and their attention, given a layer's number.
+    """Return the positions of `size` slots behind each newest row of a cache, and their attention by a layer's number.
 
-    Args:
-        cache: the head's KV cache, to which the slots' keys and values are added as drafted rows.
-        sequences: B, the first ones of the cache.
-        size: slots behind each root.
-        causal: whether a slot sees no later slots.
+    Their keys and values are added to the cache as drafted rows. If `causal` a slot sees no later slots.
     """
     length = cache.length[:sequences]
     position = length[:, None] + torch.arange(size, device=length.device)
     block = torch.ones(size, size, dtype=torch.bool, device=length.device)
     block = (block.tril() if causal else block).expand(sequences, -1, -1)
-    sees = torch.cat([cache.sees(position, length - 1), block], -1)
+    sees = torch.cat([cache.sees(position, length - 1), block], -1)[:, None]
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return masked_attention(query, *cache.draft(layer, key, value, 0), sees)
+        return grouped_attention(query, *cache.draft(layer, key, value, 0), sees)
 
     return position, attend

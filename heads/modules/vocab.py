@@ -30,20 +30,15 @@ def scatter_logits(vocab: DraftVocabulary | None, logits: Float[Tensor, "*n W"])
 
 
 class GradientSum:
-    """The gradient of a weight over the vocabulary, accumulated in the weight's own dtype.
-
-    Attributes:
-        operand: the weight in the dtype that multiplies, which under autocast is a narrower one.
-        total: the sum, None while nothing was added.
-    """
+    """The gradient of a weight over the vocabulary, accumulated in the weight's own dtype."""
 
     def __init__(self, weight: Tensor) -> None:
         kind = weight.device.type
         self.dtype = weight.dtype
-        self.operand = weight.detach()
+        self.operand = weight.detach()  # in the dtype that multiplies, which under autocast is a narrower one
         if torch.is_autocast_enabled(kind):
             self.operand = self.operand.to(torch.get_autocast_dtype(kind))
-        self.total: Tensor | None = None
+        self.total: Tensor | None = None  # None while nothing was added
 
     def add(self, d_logits: Float[Tensor, "W n"], hidden: Float[Tensor, "n D"]) -> None:
         """Add a product in place; devices that do not sum wide round it once."""

@@ -19,13 +19,7 @@ BYTES = 1 << 28  # of all rows that may wait; a sequence may have `SPARE` of the
 
 
 class DeferredRows:
-    """The rows of all slots of a batch that wait for the head.
-
-    Attributes:
-        most: how many a slot may have.
-        count: how many each slot has.
-        waiting: at least the largest of them, known without asking the device; who adds rows counts it.
-    """
+    """The rows of all slots of a batch that wait for the head: `most` of a slot."""
 
     def __init__(self, size: int, token: Int[Tensor, "B T"], features: TargetOutput, capacity: int) -> None:
         like = token, features.hidden, features.last
@@ -33,7 +27,7 @@ class DeferredRows:
         self.most = max(SPARE, min(capacity, BYTES // row))
         self.count = torch.zeros(size, dtype=torch.long, device=token.device)
         self.rows = tuple(tensor.new_zeros(size, self.most, *tensor.shape[2:]) for tensor in like)
-        self.waiting = 0
+        self.waiting = 0  # at least the largest count, known without asking the device; who adds rows counts it
 
     def tensors(self) -> list[Tensor]:
         """Return all buffers."""

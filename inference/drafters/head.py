@@ -133,10 +133,8 @@ class BatchedState(DrafterState):
 class HeadBatch:
     """A head drafting for several sequences: the first slots of one KV cache, and the level under each one's root.
 
-    Both are buffers of all slots, written in place.
-
-    Attributes:
-        policy: of the step at hand; None where nothing is drafted. Its rows are then deferred.
+    Both are buffers of all slots, written in place. Where the step at hand has no `policy`, nothing is drafted, and its
+    rows are deferred.
     """
 
     def __init__(self, head: DraftHead, schedule: Schedule, size: int) -> None:
@@ -308,11 +306,7 @@ def _joined(commits: list[Commit | None], counts: list[int]) -> tuple[Features, 
 
 
 def saved_tree(folder: Path, given: Mapping[str, Any]) -> TreeConfig:
-    """Return the tree that a head was saved with, but for what is given; a None gives nothing.
-
-    Raises:
-        ValueError: as `saved_trees`.
-    """
+    """Return the tree that a head was saved with, but for what is given; a None gives nothing."""
     return saved_trees(folder, given)[0]
 
 
@@ -340,7 +334,6 @@ def load_drafter(folder: Path, given: Mapping[str, Any], target: Target, name: s
     """Return the head of a folder as a drafter for a target, on its device and in its dtype.
 
     Args:
-        folder: of a head.
         given: of its tree, as `saved_tree`.
         target: which it was trained for; where `target.sibling` says so, another checkpoint of the same shape.
         name: what reports and errors call it.

@@ -18,17 +18,11 @@ from inference.verification.tree import agreed, root
 
 @dataclass
 class Record:
-    """What both sources have been worth, in running means of tokens.
+    """What both sources have been worth, in running means of tokens."""
 
-    Attributes:
-        accepted: of the head's drafts.
-        lookup_expected: what the lookup expected to be accepted of its drafts.
-        lookup_accepted: what was, or would have been.
-    """
-
-    accepted: float
-    lookup_expected: float = 1.0
-    lookup_accepted: float = 1.0
+    accepted: float  # of the head's drafts
+    lookup_expected: float = 1.0  # what the lookup expected to be accepted of its drafts
+    lookup_accepted: float = 1.0  # what was, or would have been
 
 
 class Hybrid(Drafter):

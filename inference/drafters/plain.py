@@ -7,7 +7,6 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from heads.base import Features
 from inference.protocol import Context, DraftBatch, Drafter, DrafterState, Proposal
 from inference.verification.tree import DraftTree, root
 
@@ -34,16 +33,13 @@ class Plain(Drafter, DrafterState):
 
 
 class PlainBatch(DraftBatch):
-    """No drafting for several sequences."""
+    """No drafting for several sequences, of which there is no state."""
 
     feature_layers: tuple[int, ...] = ()
     deepest, nodes, chain, nbytes, sampled, form = 0, 1, True, 0, None, 0
 
     def __init__(self, plain: Plain) -> None:
         self.plain = plain
-
-    def begin(self, running: int, longest: int) -> None:
-        """Do nothing: no step drafts."""
 
     def propose(self, contexts: Sequence[Context]) -> list[Proposal]:
         """Return the roots alone."""
@@ -55,24 +51,9 @@ class PlainBatch(DraftBatch):
         """Return the roots alone."""
         return *alone(roots.token), None
 
-    def reserve(self, capacity: int) -> None:
-        """Do nothing: there is no state."""
-
     def tensors(self) -> list[Tensor]:
         """Return none."""
         return []
-
-    def hold(self, longest: int) -> None:
-        """Do nothing: there is no state."""
-
-    def extend(self, features: Features, token: Int[Tensor, "B T"], count: Int[Tensor, "B"]) -> None:
-        """Do nothing."""
-
-    def defer(self, features: Features, count: Int[Tensor, "B"]) -> None:
-        """Do nothing."""
-
-    def catch_up(self, lengths: Sequence[int]) -> None:
-        """Do nothing."""
 
 
 def alone(token: Int[Tensor, "B 1"]) -> tuple[DraftTree, Bool[Tensor, "1 1 1"]]:

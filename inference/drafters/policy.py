@@ -70,21 +70,13 @@ class Expander(Protocol):
 
 @runtime_checkable
 class Roots(Protocol):
-    """The roots of B trees, and how the tokens that may follow them are ranked.
+    """The roots of B trees, and how the tokens that may follow them are ranked."""
 
-    Attributes:
-        token: the roots' tokens.
-        seen: which tokens stand in each prefix, where a penalty asks for it.
-        noisy: whether tokens are ranked under coupled noise.
-        sampling: how all sequences are sampled, if they are alike.
-        samples: what the children of a fixed shape are sampled by, where they are.
-    """
-
-    token: Int[Tensor, "B 1"]
-    seen: Bool[Tensor, "B 1 V"] | None
-    noisy: bool
-    sampling: Sampling | None = None
-    samples: Samples | None = None
+    token: Int[Tensor, "B 1"]  # the roots' tokens
+    seen: Bool[Tensor, "B 1 V"] | None  # which tokens stand in each prefix, where a penalty asks for it
+    noisy: bool  # whether tokens are ranked under coupled noise
+    sampling: Sampling | None = None  # how all sequences are sampled, if they are alike
+    samples: Samples | None = None  # what the children of a fixed shape are sampled by, where they are
 
     def penalized(self, logits: Float[Tensor, "B N W"], seen: Bool[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
         """Return logits with those of seen tokens pulled down."""
@@ -241,17 +233,8 @@ def ranked(
     """Return the trees "B N" of B sequences that rank alike, their nodes' ancestors, and q if children were sampled.
 
     What is deeper than a sequence has room for is drafted where nothing else is. A token of -1 is none: its level had
-    fewer. The M rows of q are those of the nodes with children.
-
-    Args:
-        head: as in `grow`, as are the state, the roots' level and the policy.
-        state: committed rows.
-        level: the roots'.
-        config: the policy.
-        roots: the roots.
-        room: how deep each sequence's nodes may lie.
-        waits: whether the host may read, to leave out what need not be computed; else a best_first tree expands all
-            nodes.
+    fewer. The M rows of q are those of the nodes with children. `room` says how deep each sequence's nodes may lie,
+    `waits` whether the host may read, to leave out what need not be computed; else a best_first tree expands all nodes.
     """
     if config.kind in CONFIDENT:
         growth, scores = _confident(head, state, level, config, roots, head.max_depth, waits=waits)
@@ -419,9 +402,8 @@ def _confident(
 
 def _dynamic(growth: Growth, config: TreeConfig, depth: int) -> list[Float[Tensor, "B K"]]:
     """Expand the top_k most probable nodes of each level; return the levels' scores."""
-    score = torch.zeros(
-        growth.nodes.shape, device=growth.nodes.device
-    )  # cumulative log-probability of the level's nodes
+    # The cumulative log-probability of the level's nodes.
+    score = torch.zeros(growth.nodes.shape, device=growth.nodes.device)
     scores = [score]
     for step in range(depth):
         log_probs = growth.scores().float().log_softmax(-1)
@@ -471,11 +453,7 @@ def _best_first(growth: Growth, config: TreeConfig, depth: int, waits: bool) -> 
 
 
 def check_tree(target: Target, tree: TreeConfig, name: str) -> None:
-    """Check that the largest tree of a policy fits into the target's context, before one is grown.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Refuse a policy whose largest tree does not fit into the target's context, before one is grown."""
     check_size(target, most_nodes(tree), f"{name}: tree {tree.label}")
 
 

@@ -18,11 +18,7 @@ class PromptLookup(Drafter):
 
     @dataclass(frozen=True)
     class Config:
-        """The lengths of n-grams that are tried, how many tokens are drafted, and which occurrence they follow.
-
-        Raises:
-            ValueError: the longest n-gram is shorter than the shortest.
-        """
+        """The lengths of n-grams that are tried, how many tokens are drafted, and which occurrence they follow."""
 
         ngram_min: Count
         ngram_max: Count

@@ -25,11 +25,7 @@ class Recycling(Drafter):
 
     @dataclass(frozen=True)
     class Config:
-        """How many candidates are kept for each token, whether across requests, and the tree as rank paths.
-
-        Raises:
-            ValueError: naming the value that is out of range.
-        """
+        """How many candidates are kept for each token, whether across requests, and the tree as rank paths."""
 
         candidates: Count
         memory: bool

@@ -62,11 +62,7 @@ def reads_text_alone(name: str, options: Mapping[str, Any]) -> bool:
 
 
 def configured(name: str, options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return a source's class and its configuration; nothing is loaded.
-
-    Raises:
-        ValueError: an unknown source, or an option that it does not have or cannot take.
-    """
+    """Return a source's class and configuration; refuse an unknown source, and options that it cannot take."""
     values = dict(options)
     source = values.pop("source", name)
     if source not in SOURCES:

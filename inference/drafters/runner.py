@@ -104,14 +104,11 @@ class DraftModelRunner:
 
 
 def load(path: str, dtype: str | None, device: str | None, trust_remote_code: bool, target: Target, key: str) -> Target:
-    """Load a draft model for a target.
+    """Load a draft model for a target from a folder or the Hub.
 
     Args:
-        path: folder or Hub name.
         dtype: as of `Target.load`; None for the target's.
         device: torch device; None for the target's. Elsewhere, tokens go there and logits come back at every pass.
-        trust_remote_code: passed to transformers.
-        target: the target.
         key: the configuration's name, for errors.
 
     Raises:

@@ -24,10 +24,8 @@ OTHER_WAYS = "use drafter.assistant.match=tli (shared tokens) or drafter=assista
 class SameVocabulary:
     """How an assistant with the target's tokenizer reads and writes; `SharedVocabulary` is for one with another.
 
-    The models' lm_heads may be padded to different sizes, A of the assistant's and V of the target's.
-
-    Raises:
-        ValueError: the tokenizers differ, and where.
+    The models' lm_heads may be padded to different sizes, A of the assistant's and V of the target's. Tokenizers that
+    differ are refused, with where.
     """
 
     def __init__(self, target: Target, assistant: Target) -> None:
@@ -126,11 +124,7 @@ def _difference(ours: dict[str, int], theirs: dict[str, int]) -> str:
 
 
 def token_bytes(model: Target) -> dict[int, bytes]:
-    """Return the bytes that each token adds in the middle of a text; special tokens are left out.
-
-    Raises:
-        ValueError: a kind of tokenizer whose tokens cannot be read one by one.
-    """
+    """Return the bytes that tokens but special ones add in the middle of a text; refuse those without such."""
     steps = _decoder_steps(model)
     added, special = model.tokenizer.added_tokens_decoder, set(_special(model.tokenizer).values())
     return {

@@ -4,7 +4,6 @@ Once merged, the model is a plain one: the engine, the heads and the kernels see
 stay the target's own.
 """
 
-import hashlib
 import json
 import re
 import subprocess
@@ -14,13 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from huggingface_hub import HfApi
 from safetensors import safe_open
 
 from heads.common.errors import one_line
 from heads.common.target_config import MOST_PARTS, UNFIT
 from heads.common.untrusted import CUT, parse_json, shown
-from heads.formats.hub import REPO, hub_errors
+from heads.formats.hub import REPO, downloaded
+from heads.formats.weights import FEW, digest
 from inference.target import checkpoint, loading
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -52,11 +51,7 @@ class Adapter(NamedTuple):
 
 
 def check(adapter: str, quantize: str | None) -> None:
-    """Check what can be checked before the target is loaded.
-
-    Raises:
-        ValueError: there is no such adapter, or the target is to be quantised too.
-    """
+    """Refuse a missing adapter, and any where the target is to be quantised, before that is loaded."""
     if quantize not in (None, loading.AS_IT_IS):
         raise ValueError(
             f"model.adapter={adapter} is merged into full weights, which model.quantize={quantize} does not keep: "
@@ -81,7 +76,7 @@ def merge(
         )
     folder = find(adapter)
     try:
-        digest = fingerprint(checkpoint.fingerprint(model, path), folder)
+        hashed = fingerprint(checkpoint.fingerprint(model, path), folder)
         check_config(read_config(folder), folder / WEIGHTS, [name for name, _ in model.named_modules()])
         import peft
 
@@ -99,21 +94,16 @@ def merge(
             f"model.adapter={adapter} cannot be merged into model.path={path}: {reason}; give the model that it was "
             "trained for, or save it with peft again"
         ) from error
-    return merged, Adapter(adapter, digest)
+    return merged, Adapter(adapter, hashed)
 
 
 def find(adapter: str) -> Path:
-    """Return the folder of an adapter.
-
-    Raises:
-        ValueError: there is none, or it is not in safetensors.
-    """
+    """Return the folder of an adapter; refuse a missing one, and one that is not in safetensors."""
     folder = Path(adapter).expanduser()
     if not folder.is_dir():
         if not REPO.fullmatch(adapter):
             raise ValueError(f"model.adapter={adapter}: no such folder; give one that peft saved, or OWNER/NAME")
-        with hub_errors(adapter, "downloading"):
-            folder = Path(HfApi().snapshot_download(adapter, allow_patterns=[CONFIG, WEIGHTS]))
+        folder = downloaded(adapter, [CONFIG, WEIGHTS])
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise ValueError(f"model.adapter={adapter}: not an adapter as peft saves it, it holds no {name}")
@@ -121,11 +111,7 @@ def find(adapter: str) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return an adapter's configuration.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return an adapter's configuration; refuse a file without one."""
     config = parse_json((folder / CONFIG).read_bytes())
     if not isinstance(config, dict):
         raise ValueError(f"its {CONFIG} is {shown(config)}, expected a mapping")
@@ -133,11 +119,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_config(config: dict[str, Any], weights: Path, modules: list[str]) -> None:
-    """Check that what peft makes of an adapter's configuration, with its weights' file, has a size and an end.
-
-    Raises:
-        ValueError: naming the key.
-    """
+    """Refuse an adapter's configuration of which peft makes, with the file of weights, what has no size or no end."""
     with safe_open(weights, "pt") as opened:
         largest = max((size for name in list(opened.keys()) for size in opened.get_slice(name).get_shape()), default=0)
     ranks = config.get("rank_pattern")
@@ -178,18 +160,14 @@ def _check_patterns(forms: list[tuple[str, bool]], modules: list[str]) -> None:
 def fingerprint(base: str, folder: Path) -> str:
     """Hash the base model's fingerprint, a few values of each of the adapter's tensors, and what scales them.
 
-    The merged weights are no help: merged in bf16 and in fp32 they differ in their last bits.
-
-    Raises:
-        ValueError: a tensor holds what can be merged into no weights.
+    The merged weights are no help: merged in bf16 and in fp32 they differ in their last bits. Refuse a tensor that can
+    be merged into no weights.
     """
-    config = read_config(folder)
-    digest = hashlib.sha256((base + json.dumps([config.get(name) for name in NUMBERS])).encode())
+    config, few = read_config(folder), {}
     with safe_open(folder / WEIGHTS, "pt") as opened:
         for name in sorted(opened.keys()):
             tensor = opened.get_tensor(name)
             if not tensor.is_floating_point() or not bool(torch.isfinite(tensor.float()).all()):
                 raise ValueError(f"{name} is of {tensor.dtype} and holds what is no finite number of a weight")
-            few = tensor.flatten()[: checkpoint.FEW].to(torch.bfloat16)
-            digest.update(name.encode() + few.view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()[:32]
+            few[name] = tensor.flatten()[:FEW].clone()
+    return digest(few, base + json.dumps([config.get(name) for name in NUMBERS]))

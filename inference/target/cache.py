@@ -11,6 +11,7 @@ part of the chain is rejected, the mixers alone run once more, over what was acc
 states of its own: such targets verify chains.
 """
 
+import itertools
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -216,7 +217,8 @@ class TargetCache:
 
     def __init__(self, storage: Storage, slot: int = 0) -> None:
         self.storage, self.slot = storage, slot
-        maker: Any = _maker(storage, slot)  # transformers calls it as it would a class
+        layers = (SequenceLayer(storage, index, slot) for index in itertools.count())
+        maker: Any = layers.__next__  # transformers calls it as it would a class
         self.hf: Any = Cache(layer_class_to_replicate=maker)
 
     @property
@@ -264,17 +266,6 @@ class TargetCache:
             layer.slot = slot
         self.slot = slot
         self.hf.layer_class_to_replicate = None  # all layers are there
-
-
-def _maker(storage: Storage, slot: int) -> Any:
-    """Return what makes a sequence's next layer."""
-    layers: list[SequenceLayer] = []
-
-    def make() -> SequenceLayer:
-        layers.append(SequenceLayer(storage, len(layers), slot))
-        return layers[-1]
-
-    return make
 
 
 class BatchCache:

@@ -1,6 +1,5 @@
 """A checkpoint's own tensors, for what transformers does not load or does not keep as it was; and its fingerprint."""
 
-import hashlib
 import re
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from transformers.utils.hub import cached_file
 from heads.common.errors import one_line
 from heads.common.untrusted import parse_json, plain_name, shown
 from heads.formats.store import QUANTISED
+from heads.formats.weights import FEW, digest
 
 INDEX, ADAPTER = "model.safetensors.index.json", "adapter_config.json"
 STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")  # of a tokenizer.json
@@ -30,7 +30,8 @@ ENCODING = "import sys, tokenizers; tokenizers.Tokenizer.from_file(sys.argv[1]).
 # Where a text tower's parameters stand in checkpoints that read images too.
 STORED = {"model.": ("language_model.model.", "model.language_model."), "lm_head.": ("language_model.lm_head.",)}
 RENAMED = {f"^{re.escape(stored)}": ours for ours, others in STORED.items() for stored in others}
-FEW = 16  # values of each parameter that the fingerprint reads
+# What begins experts' matrices as transformers stacks them.
+FIRST = {"gate_up_proj": "gate_proj", "down_proj": "down_proj"}
 
 
 def tensor_files(checkpoint: str) -> dict[str, Path]:
@@ -51,17 +52,19 @@ def tensor_files(checkpoint: str) -> dict[str, Path]:
 
 
 def stored_name(name: str, files: Container[str]) -> str:
-    """Return what a parameter is called in a checkpoint's files; RENAMED is the way back."""
+    """Return what a parameter is called in a checkpoint's files, for a stack of experts its first.
+
+    RENAMED is the way back of the others.
+    """
+    stack, _, matrix = name.rpartition(".")
+    if name not in files and (first := f"{stack}.0.{FIRST.get(matrix)}.weight") in files:
+        return first
     others = (stored + name.removeprefix(ours) for ours in STORED if name.startswith(ours) for stored in STORED[ours])
     return name if name in files else next((other for other in others if other in files), name)
 
 
 def check_index(checkpoint: str) -> None:
-    """Check that the index of a checkpoint's folder, where it has one, names files of that folder alone.
-
-    Raises:
-        ValueError: it leads elsewhere, or is damaged.
-    """
+    """Refuse an index in a checkpoint's folder that is damaged or leads elsewhere."""
     if (Path(checkpoint) / INDEX).is_file():
         _shards(Path(checkpoint) / INDEX)
 
@@ -95,11 +98,7 @@ def check_files(checkpoint: str, config: PreTrainedConfig) -> None:
 
 
 def check_tokenizer(checkpoint: str) -> None:
-    """Check that a checkpoint's tokenizer.json makes no bomb of a short text, and does not end this process.
-
-    Raises:
-        ValueError: its steps make every character many or every text long, or its map of characters is damaged.
-    """
+    """Refuse a tokenizer.json that makes a bomb of a short text, or whose map of characters would end this process."""
     file = cached_file(checkpoint, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
     content = parse_json(Path(file).read_bytes()) if file is not None else {}
     parts = {key: list(_mappings(content.get(key))) for key in STEPS} if isinstance(content, dict) else {}
@@ -159,14 +158,6 @@ def fingerprint_on_disk(model: "transformers.PreTrainedModel", checkpoint: str) 
         OSError, ValueError, KeyError, SafetensorError: a parameter cannot be read there, or is quantised.
     """
     return digest(_originals(checkpoint, {name for name, _ in model.named_parameters()}))
-
-
-def digest(few: dict[str, Tensor]) -> str:
-    """Hash the first values of parameters, by their names."""
-    digest = hashlib.sha256()
-    for name in sorted(few):
-        digest.update(name.encode() + few[name].to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()[:32]
 
 
 def _plain(parameter: Tensor) -> bool:

@@ -44,11 +44,7 @@ def compiling(failure: str, option: str) -> Iterator[None]:
 
 
 class Compiled:
-    """One target's compiled passes.
-
-    Attributes:
-        static: whether passes are padded to a few sizes, each a graph of its own, as CUDA graphs need it.
-    """
+    """One target's compiled passes; if `static` padded to a few sizes, each a graph, as CUDA graphs need it."""
 
     def __init__(self, target: TargetModel, static: bool | None = None) -> None:
         if not target.takes_trees:

@@ -21,22 +21,7 @@ UNSAID: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The target: what to load, and the data and prompts that go with it.
-
-    Attributes:
-        name: what runs and reports call it.
-        path: a folder, or a name on the Hub.
-        dtype: a key of DTYPES, or auto for the one that is fast on the device.
-        quantize: a key of `loading.METHODS`; None or "none" for the weights as the checkpoint has them.
-        adapter: folder or Hub name of a PEFT adapter to merge into the weights; None or "none" for none.
-        device: of torch; None for the accelerator if there is one.
-        placement, tensor_parallel, devices, offload, memory_gb: `where` it lies, as `Placement` has them.
-        trust_remote_code: whether code that the checkpoint brings may run.
-        sibling: whether a head may draft for it that was made for another checkpoint of the same shape.
-        data, split, prompts: text to train on and to evaluate with.
-        shape: the values of the config.json of the path that it names by `of`; a plan takes them where that file cannot
-            be read.
-    """
+    """The target, with the data and prompts that go with it; conf/model/tiny.yaml says what keys mean."""
 
     name: str
     path: str
@@ -73,11 +58,7 @@ class ModelConfig:
 
 
 def model_config(**given: Any) -> ModelConfig:
-    """Return the configuration of a target with these values and otherwise UNSAID ones; a None says nothing.
-
-    Raises:
-        ValueError: a value is not one of a target's.
-    """
+    """Return the configuration of a target with these values, else UNSAID ones; a None says nothing. Refuse others."""
     values = {key: value for key, value in given.items() if value is not None}
     return typed(ModelConfig, UNSAID | values, "model")
 
@@ -88,11 +69,7 @@ def default_device() -> str:
 
 
 def device_named(name: str | None) -> torch.device:
-    """Return a device by its name, None being the accelerator if there is one.
-
-    Raises:
-        ValueError: torch knows no such device, or sees none here.
-    """
+    """Return a device by its name, None being the accelerator if there is one; refuse one that torch does not see."""
     try:
         device = torch.device(name or default_device())
     except RuntimeError:

@@ -4,9 +4,8 @@ import torch
 import transformers
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
-from heads.base import LayerShape
+from heads.base import shape_of
 from heads.common.target_config import logit_factor
 
 
@@ -15,7 +14,7 @@ class TargetEmbeddings(nn.Module):
 
     def __init__(self, model: "transformers.PreTrainedModel") -> None:
         super().__init__()
-        config = model.config.get_text_config()
+        self.config = config = model.config.get_text_config()
         self.embedding, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.factor = logit_factor(config)
@@ -23,15 +22,11 @@ class TargetEmbeddings(nn.Module):
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = self.lm_head.weight.shape[0]
         self.num_layers: int = config.num_hidden_layers
-        self.layer = layer_shape(config)
+        self.layer = shape_of(config)
         self._some: tuple[Tensor, int, nn.Linear] | None = None
 
     def check_width(self) -> None:
-        """Check that a head can be built on this target's states.
-
-        Raises:
-            ValueError: its embedding and lm_head have another width than its layers.
-        """
+        """Refuse an embedding and lm_head of another width than the layers: no head can be built on both."""
         width = self.lm_head.weight.shape[1]
         if width != self.hidden_size:
             raise ValueError(
@@ -67,26 +62,6 @@ class TargetEmbeddings(nn.Module):
     def head_weight(self) -> Float[Tensor, "V D"]:
         """Return the lm_head's weight."""
         return self.lm_head.weight
-
-
-def layer_shape(config: PreTrainedConfig) -> LayerShape:
-    """Return the shape of a decoder layer from the model's (text) configuration.
-
-    Raises:
-        ValueError: its layers have no attention.
-    """
-    heads: int | None = getattr(config, "num_attention_heads", None)
-    if heads is None:
-        raise ValueError(
-            f"headstart does not run {config.model_type} models (they have no attention, whose entries count a cache's "
-            "tokens): choose another target"
-        )
-    return LayerShape(
-        heads,
-        getattr(config, "num_key_value_heads", None) or heads,
-        getattr(config, "head_dim", None) or config.hidden_size // heads,
-        getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size,
-    )
 
 
 def final_norm(base: nn.Module, layers: int) -> nn.Module:

@@ -25,13 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class EmbeddingsOnly:
-    """A target without its layers.
-
-    Attributes:
-        embeddings: embedding and lm_head; norm: the final norm.
-        spec: the same as the whole target's.
-        quantized: None, since a quantised target is not loaded in this way.
-    """
+    """A target without its layers; its spec is the whole target's."""
 
     def __init__(
         self,
@@ -47,7 +41,7 @@ class EmbeddingsOnly:
         self.dtype: torch.dtype = self.embeddings.lm_head.weight.dtype
         sizes = self.embeddings.vocab_size, self.embeddings.hidden_size, self.config.num_hidden_layers
         self.spec = TargetSpec(name, *sizes, fingerprint_on_disk(model, name))
-        self.quantized: str | None = None
+        self.quantized: str | None = None  # since a quantised target is not loaded in this way
 
     @classmethod
     def load(cls, path: str, dtype: str, device: str | None, trust_remote_code: bool) -> "EmbeddingsOnly":

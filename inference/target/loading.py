@@ -19,10 +19,10 @@ from huggingface_hub.utils.tqdm import enable_progress_bars
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from heads.common.connection import check_reachable
 from heads.common.errors import panicked
 from heads.common.target_config import UNFIT, has_text_tower, read_target_config, read_target_values, reason
 from heads.common.untrusted import regular
-from heads.formats.hub import cache_alone_without_connection
 from inference.target import placement
 from inference.target.checkpoint import RENAMED, check_files, check_index, check_tokenizer
 from inference.target.placement import HERE, Placement
@@ -68,11 +68,7 @@ METHODS = {
 
 
 def check_method(quantize: str | None) -> Method | None:
-    """Return the method of this name, None for none.
-
-    Raises:
-        ValueError: there is none such, or its library is not installed.
-    """
+    """Return the method of this name, None for none; refuse an unknown one, and one whose library is missing."""
     if quantize is None or quantize == AS_IT_IS:
         return None
     if quantize not in METHODS:
@@ -97,14 +93,11 @@ def load(
     quantize: str | None,
     where: Placement = HERE,
 ) -> tuple["transformers.PreTrainedModel", PreTrainedTokenizerBase]:
-    """Load a causal LM and its tokenizer.
+    """Load a causal LM and its tokenizer from a folder or the Hub, as `Target.load` does.
 
     Args:
-        path: folder or Hub name.
         dtype: of all that is not quantised.
         device: where it goes; quantised weights are made there.
-        trust_remote_code: passed to transformers.
-        quantize: a key of METHODS; None or "none" for the weights as the checkpoint has them.
         where: how it is placed; what is not whole on `device` stays where transformers puts it.
 
     Raises:
@@ -133,7 +126,7 @@ def load(
         options |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}  # a pickle can hold code
         if has_text_tower(read_target_values(path, trust_remote_code, cached_alone=False)):
             options |= {"config": configured, "key_mapping": RENAMED}
-        with _unlisted(), _without_bars():
+        with _quiet():
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, output_loading_info=True, **options
             )
@@ -149,39 +142,29 @@ def load(
 
 
 @contextmanager
-def _without_bars() -> Iterator[None]:
-    """Keep transformers from drawing a bar over the weights that it loads; a terminal shows those of downloads."""
-    shown = transformers.logging.is_progress_bar_enabled()
+def _quiet() -> Iterator[None]:
+    """Keep transformers from drawing a bar over the weights that it loads; a terminal shows those of downloads.
+
+    It lists no tensors either: those that a model leaves in its files, and norms that are not cut up.
+    """
+    loggers = [logging.getLogger(f"transformers.{name}") for name in LISTING]
+    levels, shown = [logger.level for logger in loggers], transformers.logging.is_progress_bar_enabled()
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     transformers.logging.disable_progress_bar()
     if shown and sys.stderr.isatty():
         enable_progress_bars()
     try:
         yield
     finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
         if shown:
             transformers.logging.enable_progress_bar()
 
 
-@contextmanager
-def _unlisted() -> Iterator[None]:
-    """Keep transformers from listing tensors: those that a model leaves in its files, and norms that are not cut up."""
-    loggers = [logging.getLogger(f"transformers.{name}") for name in LISTING]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
 def configuration(path: str, trust_remote_code: bool) -> PreTrainedConfig:
-    """Read a model's configuration alone.
-
-    Raises:
-        ValueError: none loads from there, and why.
-    """
+    """Read a model's configuration alone; refuse a path that none loads from."""
     with _errors(path):
         return read_target_config(path, trust_remote_code)
 
@@ -195,11 +178,7 @@ def note_dtype(path: str, trust_remote_code: bool, dtype: torch.dtype) -> None:
 
 
 def load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Load a tokenizer alone.
-
-    Raises:
-        ValueError: none loads from there, and why.
-    """
+    """Load a tokenizer alone; refuse a path that none loads from."""
     with _errors(path, "tokenizer"):
         return _tokenizer(path, trust_remote_code)
 
@@ -218,7 +197,7 @@ def _errors(path: str, what: str = "causal LM with tokenizer") -> Iterator[None]
     """Say in one line why transformers cannot load from a path: no such model, or a library that it needs."""
     try:
         if not Path(path).is_dir():
-            cache_alone_without_connection()
+            check_reachable(path)
         regular(Path(path))
         yield
     except BaseException as error:

@@ -117,9 +117,8 @@ def fix_rope(model: nn.Module) -> None:
 class LayerOutputs:
     """Notes what the decoder layers give, one after the other, while there is a list to note it in.
 
-    Attributes:
-        outputs: the layers' outputs, None for a layer that is not wanted: a long pass cannot hold those of all layers.
-            In a graph that is being compiled an output that nobody reads costs nothing, and all are noted.
+    A layer that is not wanted gives None: a long pass cannot hold the outputs of all layers. In a graph that is being
+    compiled an output that nobody reads costs nothing, and all are noted.
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
@@ -276,7 +275,7 @@ class TargetModel:
     def score(
         self, drafted: DraftTree, cache: TargetCache, look_ahead: LookAhead | None = None, layers: tuple[int, ...] = ()
     ) -> TargetOutput:
-        """Verify a tree in one pass: append its N nodes, then look-ahead tokens, to the cache; return all logits.
+        """Score a tree in one pass: append its N nodes, then look-ahead tokens, to the cache; return all logits.
 
         The caller compacts the cache to the accepted path afterwards.
         """
@@ -361,8 +360,6 @@ class TargetModel:
         """Run the decoder stack without the lm_head.
 
         Args:
-            token: the rows' tokens.
-            position: their positions.
             seen: which of the cached rows and of these, S in all, each row attends to; None for the causal pattern.
             cache: the rows are appended to it.
             layers: the decoder layers whose outputs are wanted; a `stack` of its own gives none.

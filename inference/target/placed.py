@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from heads.base import to_device
 from heads.common.target_config import read_target_config
-from inference.target.checkpoint import FEW, digest, fingerprint, fingerprint_on_disk
+from heads.formats.weights import FEW, digest
+from inference.target.checkpoint import fingerprint, fingerprint_on_disk
 from inference.target.embeddings import TargetEmbeddings
 from inference.target.placement import TENSOR_PARALLEL, Placement, mesh
 
@@ -20,21 +21,13 @@ Rows = Callable[[Tensor, Tensor, Tensor], Any]
 
 
 class Placed(NamedTuple):
-    """A placed target.
+    """A placed target."""
 
-    Attributes:
-        device: of features, embeddings and tokens; the layers may lie elsewhere.
-        embeddings: whole, and on that device.
-        fingerprint: of the weights, the same however they lie.
-        group: the processes of this one's tensor-parallel group; None without one.
-        together: whether every pass takes all processes.
-    """
-
-    device: torch.device
-    embeddings: TargetEmbeddings
-    fingerprint: str
-    group: distributed.ProcessGroup | None
-    together: bool
+    device: torch.device  # of features, embeddings and tokens; the layers may lie elsewhere
+    embeddings: TargetEmbeddings  # whole, and on that device
+    fingerprint: str  # of the weights, the same however they lie
+    group: distributed.ProcessGroup | None  # the processes of this one's tensor-parallel group; None without one
+    together: bool  # whether every pass takes all processes
 
 
 def on_one_device(model: "transformers.PreTrainedModel", name: str) -> Placed:

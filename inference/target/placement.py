@@ -64,11 +64,7 @@ HERE = Placement(REPLICATE, None, None, "cpu", None)
 
 
 def check_alone(where: Placement, who: str) -> None:
-    """Check that a command whose processes do not make the same passes can place a target so.
-
-    Raises:
-        ValueError: they would have to.
-    """
+    """Refuse a placement under which all processes make every pass together, to a command where they do not."""
     if where.together:
         raise ValueError(
             f"model.placement={where.placement} needs processes that make every pass together, which is not so in "
@@ -77,12 +73,9 @@ def check_alone(where: Placement, who: str) -> None:
 
 
 def check(where: Placement, quantized: str | None, adapter: str | None, device: torch.device) -> None:
-    """Check what can be checked before anything is loaded on this process's device.
+    """Refuse what cannot be placed, before anything is loaded on this process's device.
 
     `quantized` says how the weights are quantised, in the checkpoint or while loading; None if they are not.
-
-    Raises:
-        ValueError: processes, devices or weights do not allow it.
     """
     check_weights(where, quantized, adapter)
     if where.together:
@@ -99,11 +92,7 @@ def check(where: Placement, quantized: str | None, adapter: str | None, device: 
 
 
 def check_weights(where: Placement, quantized: str | None, adapter: str | None) -> None:
-    """Check that such weights can be placed so.
-
-    Raises:
-        ValueError: they cannot.
-    """
+    """Refuse a placement that such weights cannot have."""
     kind = where.placement
     if kind == REPLICATE:
         return
@@ -120,11 +109,7 @@ def check_weights(where: Placement, quantized: str | None, adapter: str | None) 
 
 
 def check_offload(where: Placement, device: str) -> None:
-    """Check that there is another place for what a device of this type does not hold.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Refuse to offload what a device of this type does not hold where there is no other place."""
     if where.placement == OFFLOAD and device == "cpu" and where.offload == "cpu":
         raise ValueError(
             "model.placement=offload: on a CPU the weights are in its memory anyway: give model.offload=disk"
@@ -132,11 +117,7 @@ def check_offload(where: Placement, device: str) -> None:
 
 
 def check_processes(where: Placement, world: int, group: int) -> None:
-    """Check that so many processes can share a target, `group` of them by tensor parallelism.
-
-    Raises:
-        ValueError: there is one alone, or groups do not come out even.
-    """
+    """Refuse to share a target within one process, or in tensor-parallel groups that do not come out even."""
     kind = where.placement
     if world == 1 and where.tensor_parallel != 1:
         raise ValueError(
@@ -151,11 +132,7 @@ def check_processes(where: Placement, world: int, group: int) -> None:
 
 
 def check_shape(config: PreTrainedConfig, group: int, path: str) -> None:
-    """Check that tensor parallelism in such a group can cut up this target's attention and MLP.
-
-    Raises:
-        ValueError: a size is not a multiple of the processes.
-    """
+    """Refuse a tensor-parallel group of which a size of the target's attention or MLP is no multiple."""
     heads = config.num_attention_heads
     sizes = {
         "attention heads": heads,
@@ -173,11 +150,7 @@ def check_shape(config: PreTrainedConfig, group: int, path: str) -> None:
 def options(
     where: Placement, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, trust: bool
 ) -> dict[str, Any]:
-    """Return what transformers' from_pretrained takes for a placement; nothing for replicate.
-
-    Raises:
-        ValueError: tensor parallelism cannot cut the target up.
-    """
+    """Return what transformers' from_pretrained takes for a placement, nothing for replicate; refuse odd sizes."""
     world = _world()
     if where.placement == TENSOR_PARALLEL and where.group_size > 1:
         check_shape(config.get_text_config(), where.group_size, str(config.name_or_path))

@@ -117,11 +117,7 @@ class Parts:
         return self.target.embeddings.logits(out.last[0])
 
     def sizes(self) -> list[tuple[int, int]]:
-        """Return the parameters of each layer's attention and of its MLP.
-
-        Raises:
-            ValueError: a layer is not made of one attention and one MLP.
-        """
+        """Return the parameters of each layer's attention and of its MLP; refuse layers without one of each."""
         return [(_size(attention), _size(mlp)) for attention, mlp in map(_sublayers, self.layers)]
 
     @contextmanager

@@ -52,10 +52,8 @@ class Target(TargetModel):
         """Load a target from a folder or the Hub.
 
         Args:
-            path: folder or Hub name.
             dtype: a name in DTYPES, or "auto" for the one that is fast on the device.
             device: torch device; None takes an accelerator if there is one.
-            trust_remote_code: passed to transformers.
             quantize: a key of `loading.METHODS`; None or "none" for the weights as the checkpoint has them.
             adapter: folder or Hub name of a PEFT adapter to merge into the weights; None or "none" for none.
             where: how it is placed, for a target that does not fit one device; features come on `device` all the same.
@@ -82,11 +80,7 @@ class Target(TargetModel):
 
     @classmethod
     def of(cls, model: ModelConfig, dtype: str | None = None, device: str | None = None) -> "Target":
-        """Load the target of a configuration, in another dtype or on another device where one is given.
-
-        Raises:
-            ValueError: as `load`.
-        """
+        """Load the target of a configuration as `load` does, in another dtype or on another device if one is given."""
         target = cls.load(
             model.path, dtype or model.dtype, device or model.device, model.trust_remote_code, model.quantize,
             model.adapter, model.where,

@@ -34,11 +34,7 @@ class Reader:
 
     @classmethod
     def load(cls, path: str, trust_remote_code: bool) -> "Reader":
-        """Load the tokenizer of a folder or Hub name; weights are not looked at.
-
-        Raises:
-            ValueError: none loads from there, and why.
-        """
+        """Load the tokenizer of a folder or Hub name, no weights; refuse a path that none loads from."""
         tokenizer = loading.load_tokenizer(path, trust_remote_code)
         configured = _configured(path, trust_remote_code)
         return cls(path, tokenizer, end_tokens(configured, tokenizer), torch.device("cpu"), True)

@@ -18,35 +18,21 @@ from inference.verification.tree import DraftTree
 
 
 class Accepted(NamedTuple):
-    """The accepted paths of B trees that are at most P - 1 deep.
+    """The accepted paths of B trees that are at most P - 1 deep."""
 
-    Attributes:
-        path: each tree's accepted nodes from the root on; behind them the last one again.
-        committed: how many there are, which is how many tokens are committed.
-        token: the committed tokens: those of the accepted nodes but for the root, then the next one.
-    """
-
-    path: Int[Tensor, "B P"]
-    committed: Int[Tensor, "B"]
-    token: Int[Tensor, "B P"]
+    path: Int[Tensor, "B P"]  # each tree's accepted nodes from the root on; behind them the last one again
+    committed: Int[Tensor, "B"]  # how many there are, which is how many tokens are committed
+    token: Int[Tensor, "B P"]  # the committed tokens: those of the accepted nodes but for the root, then the next one
 
 
 class Sampled(NamedTuple):
-    """B drafts of one fixed shape whose children were sampled.
+    """B drafts of one fixed shape whose children were sampled."""
 
-    Attributes:
-        parents: of the shape's nodes; the root's is -1, and parents come before children.
-        replacement: whether siblings were sampled with replacement.
-        token: the nodes' tokens.
-        present: which nodes there are.
-        q: the probs that the children of the M nodes with children were sampled from, in the nodes' order.
-    """
-
-    parents: Sequence[int]
-    replacement: bool
-    token: Int[Tensor, "B N"]
-    present: Bool[Tensor, "B N"]
-    q: Float[Tensor, "B M V"]
+    parents: Sequence[int]  # of the shape's nodes; the root's is -1, and parents come before children
+    replacement: bool  # whether siblings were sampled with replacement
+    token: Int[Tensor, "B N"]  # the nodes' tokens
+    present: Bool[Tensor, "B N"]  # which nodes there are
+    q: Float[Tensor, "B M V"]  # the probs that the children of the M nodes with children were sampled from, in order
 
 
 class Chosen(NamedTuple):
@@ -68,12 +54,8 @@ def follow(
 ) -> Accepted:
     """Follow the target's best token at each node while it was drafted; siblings are different tokens.
 
-    Args:
-        tree: the trees "B N".
-        above: each node's ancestors, itself included.
-        present: which nodes are drafted.
-        best: the target's own token after each node.
-        deepest: the depth of the deepest node.
+    `above` are each node's ancestors, itself included, `present` the nodes that are drafted, `best` the target's own
+    tokens after them, and `deepest` is the depth of the deepest node.
     """
     right = (tree.token == best.gather(1, tree.parent.clamp_min(0))) | (tree.parent < 0)
     alive = ~(above & ~right[:, None]).any(-1) & present
@@ -122,15 +104,8 @@ def walk(
 ) -> Accepted:
     """Walk down each tree while the token that `choose` names after a node was drafted there, the first of equal ones.
 
-    So a distribution is made of the nodes on the accepted paths alone, of which there is one a depth.
-
-    Args:
-        tree: the trees "B N".
-        above: each node's ancestors, itself included.
-        present: which nodes are drafted.
-        choose: the target's own tokens after nodes "B" at a depth.
-        deepest: the depth of the deepest node.
-        waits: whether the host may read, to end where all paths have.
+    So a distribution is made of the nodes on the accepted paths alone, of which there is one a depth. `waits` says that
+    the host may read, to end where all paths have; the other arguments are as of `follow`.
     """
     node = torch.zeros_like(tree.token[:, 0])
     walks, token = torch.ones_like(node, dtype=torch.bool), node
@@ -176,7 +151,6 @@ def recursive(draft: Sampled, p: Float[Tensor, "B N V"], point: Float[Tensor, "B
     """Recursive rejection, as `rules.recursive`: siblings in sampled order, each against what rejections have left.
 
     Args:
-        draft: the sampled drafts.
         p: the target's probs after each node.
         point: uniform numbers, as many as there are nodes.
         waits: whether the host may read, to leave out what no sequence comes to.
@@ -202,19 +176,12 @@ def recursive(draft: Sampled, p: Float[Tensor, "B N V"], point: Float[Tensor, "B
 
 @dataclass
 class Frame:
-    """A node on the path that traversal verification looks at, for B sequences; see `rules.Frame`.
+    """A node on the path that traversal verification looks at, for B sequences; see `rules.Frame`."""
 
-    Attributes:
-        entered: which sequences come to it, or would if they had not accepted a path before.
-        alpha: the probability with which the path up to here is accepted, given what was rejected below it.
-        target: what is left of p after rejections.
-        left: what is left of q; of a node without children nothing.
-    """
-
-    entered: Bool[Tensor, "B"]
-    alpha: Float[Tensor, "B"]
-    target: Float[Tensor, "B V"]
-    left: Float[Tensor, "B V"] | None
+    entered: Bool[Tensor, "B"]  # which sequences come to it, or would if they had not accepted a path before
+    alpha: Float[Tensor, "B"]  # probability that the path up to here is accepted, given what was rejected below it
+    target: Float[Tensor, "B V"]  # what is left of p after rejections
+    left: Float[Tensor, "B V"] | None  # what is left of q; of a node without children nothing
 
     def reject(self, token: Int[Tensor, "B 1"], rejected: Bool[Tensor, "B"], distinct: bool) -> None:
         """Take into account that the child with a token, and all below it, was rejected; maybe others must differ."""

@@ -71,7 +71,7 @@ def recursive(tree: DraftTree, p: Distributions, q: Float[Tensor, "N V"], rng: R
                 path.append(child)
                 break
             target = _residual(target, draft)
-            draft = draft if replacement else _without(draft, [x])
+            draft = draft if replacement else _without(draft, x)
         else:
             return path, rng.sample(target[None], len(path))[0]
 
@@ -126,7 +126,7 @@ def _reject(frame: Frame, x: int, replacement: bool) -> None:
         frame.target, frame.alpha = left / mass, mass / (mass + (1 - frame.alpha))
     else:  # in exact arithmetic alpha is below 1 then: what is sure to be accepted rejects no child without a residual
         frame.alpha = 1.0 if frame.alpha >= 1 else 0.0
-    frame.draft = frame.draft if replacement else _without(frame.draft, [x])
+    frame.draft = frame.draft if replacement else _without(frame.draft, x)
 
 
 def _residual(target: Float[Tensor, "V"], draft: Float[Tensor, "V"]) -> Float[Tensor, "V"]:
@@ -137,12 +137,10 @@ def _residual(target: Float[Tensor, "V"], draft: Float[Tensor, "V"]) -> Float[Te
     return torch.where(total > 0, left / total, target)
 
 
-def _without(probs: Float[Tensor, "V"], tokens: list[int]) -> Float[Tensor, "V"]:
-    """Return the probs given that none of the tokens is sampled; unchanged where nothing else is possible."""
-    if not tokens:
-        return probs
+def _without(probs: Float[Tensor, "V"], token: int) -> Float[Tensor, "V"]:
+    """Return the probs given that a token is not sampled; unchanged where nothing else is possible."""
     left = probs.clone()
-    left[tokens] = 0.0
+    left[token] = 0.0
     total = left.sum()
     return torch.where(total > 0, left / total, probs)
 

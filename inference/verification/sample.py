@@ -12,11 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are sampled; the same for target and draft, for drafting, verification and the bonus token alike.
-
-    Raises:
-        ValueError: naming the value that is out of range.
-    """
+    """How tokens are sampled; the same for target and draft, for drafting, verification and the bonus token alike."""
 
     temperature: float
     top_k: int  # 0 keeps all tokens

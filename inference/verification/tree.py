@@ -39,11 +39,7 @@ class LookAhead(NamedTuple):
 
 
 def check_numbers(numbers_of: Mapping[str, Sequence[int]], least: int) -> None:
-    """Check the numbers of a tree that is asked for, maybe by a file of somebody else's.
-
-    Raises:
-        ValueError: one is below `least`, or larger than any tree.
-    """
+    """Refuse numbers of a tree, maybe of somebody else's file, that are below `least` or larger than any tree's."""
     for name, numbers in numbers_of.items():
         most = DEEPEST if name == "depth" else LARGEST
         if any(not least <= number <= most for number in numbers):
@@ -51,11 +47,7 @@ def check_numbers(numbers_of: Mapping[str, Sequence[int]], least: int) -> None:
 
 
 def check_shapes(paths: Sequence[Sequence[int]], widths: Sequence[int]) -> None:
-    """Check that a fixed shape has ranks, is no deeper than `DEEPEST`, and has no more than `LARGEST` nodes.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Refuse a fixed shape with a path without ranks, deeper than `DEEPEST`, or of more than `LARGEST` nodes."""
     if (deepest := max(map(len, (widths, *paths)))) > DEEPEST:
         raise ValueError(f"tree.{'widths' if deepest == len(widths) else 'paths'} is {deepest} deep: at most {DEEPEST}")
     if any(not path or min(path) < 0 or max(path) > LARGEST for path in paths):
@@ -104,27 +96,16 @@ def seen_tokens(tree: DraftTree, before: Bool[Tensor, "V"]) -> Bool[Tensor, "N V
 
 
 def layout(
-    tree: DraftTree, prefix: int, look_ahead: LookAhead | None = None, window: int | None = None
+    tree: DraftTree, prefix: int, look_ahead: LookAhead | None = None
 ) -> tuple[Int[Tensor, "M"], Bool[Tensor, "M S"]]:
-    """Return positions of the M = N + R nodes and look-ahead tokens, and which of S = P + M entries each attends to.
-
-    Args:
-        tree: the draft tree.
-        prefix: committed positions before the root.
-        look_ahead: tokens behind the nodes.
-        window: sliding-window width in positions, the query's own included; None for full attention.
-    """
+    """Return positions of the M = N + R nodes and look-ahead tokens, and which of S = P + M entries each attends to."""
     on_path = ancestors(tree)
     position = prefix + on_path.sum(-1) - 1
     if look_ahead is not None:
         position = torch.cat([position, prefix + look_ahead.offset])
         blind = on_path.new_zeros(len(on_path), len(look_ahead.token))  # nodes never see look-ahead tokens
         on_path = torch.cat([torch.cat([on_path, blind], 1), look_ahead.seen])
-    seen = torch.cat([on_path.new_ones(len(on_path), prefix), on_path], 1)
-    if window is not None:
-        key = torch.cat([torch.arange(prefix, device=position.device), position])
-        seen = seen & (position[:, None] - key < window)
-    return position, seen
+    return position, torch.cat([on_path.new_ones(len(on_path), prefix), on_path], 1)
 
 
 def children(tree: DraftTree) -> list[list[int]]:

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from heads.modules.top_k import argmax
 from inference.verification import device, rules
-from inference.verification.rng import Generator, Rng
+from inference.verification.rng import Rng
 from inference.verification.rules import Chosen, Distributions
 from inference.verification.sample import Sampling, distribution
 from inference.verification.tree import DraftTree
-
-__all__ = ["RULES", "Generator", "Rng", "Rule", "Verdict", "check_rule", "decide", "verify"]
 
 AUTO, GREEDY_WALK, NOTHING = "auto", "greedy", "none"
 
@@ -33,22 +31,14 @@ def blind(rule: Callable[[DraftTree, Distributions, Rng], Chosen]) -> Walk:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule, and the drafts that it is right for.
-
-    Attributes:
-        walk: the rule itself.
-        sampled: whether it needs drafts that were sampled from known probs q; without, any choice will do.
-        chain: whether it takes at most one child a node.
-        replacement: how siblings must have been sampled, with replacement or without; None where it does not matter.
-        lossy: whether it changes the target's distribution.
-        on_device: the same for a whole batch, of a rule that reads q; the other lossless ones are `device.walk`.
-    """
+    """A rule, and the drafts that it is right for."""
 
     walk: Walk
-    sampled: bool
-    chain: bool
-    replacement: bool | None
-    lossy: bool
+    sampled: bool  # whether it needs drafts that were sampled from known probs q; without, any choice will do
+    chain: bool  # whether it takes at most one child a node
+    replacement: bool | None  # how siblings must have been sampled, with it or without; None where it does not matter
+    lossy: bool  # whether it changes the target's distribution
+    # The same for a whole batch, of a rule that reads q; the other lossless ones are `device.walk`.
     on_device: Callable[[device.Sampled, Tensor, Tensor, bool], device.Chosen] | None = None
 
 
@@ -92,11 +82,7 @@ class LazyDistributions:
 
 
 def check_rule(rule: str, lossy: bool) -> None:
-    """Check that a rule exists, and that a lossy one is asked for as such.
-
-    Raises:
-        ValueError: naming the rule and the remedy.
-    """
+    """Refuse a rule that does not exist, and a lossy one that is not asked for as such."""
     if rule != AUTO and rule not in RULES:
         raise ValueError(f"rule is {rule!r}: choose {AUTO} or one of {', '.join(RULES)}")
     if is_lossy(rule) and not lossy:
@@ -127,10 +113,8 @@ def decide(
     """Verify a draft.
 
     Args:
-        tree: the draft tree.
         logits: the target's at each node, the repetition penalty applied.
         q: the probs from which each node's children were sampled; None if they were chosen in any other way.
-        sampling: how the target is sampled.
         rng: the randomness; a `Coupled` one for the coupled rule.
         rule: a key of `RULES`, or auto.
         replacement: whether siblings were sampled with replacement.
@@ -151,19 +135,6 @@ def decide(
         return Verdict(path, int(logits[path[-1]].argmax()), shown)
     best = argmax(logits).tolist()
     return Verdict(*rules.follow(tree, lambda node, _: best[node]), NOTHING if shown == NOTHING else GREEDY_WALK)
-
-
-def verify(
-    tree: DraftTree,
-    p: Float[Tensor, "N V"],
-    q: Float[Tensor, "N V"] | None,
-    rng: Rng,
-    rule: str = AUTO,
-    replacement: bool = False,
-) -> Chosen:
-    """Verify a draft by the target's probs p after each node; otherwise as `decide`."""
-    chain = is_chain(tree.parent.tolist())
-    return RULES[fitting(rule, chain, q is not None, replacement, False)].walk(tree, p, q, rng)
 
 
 def is_chain(parents: Sequence[int]) -> bool:

@@ -9,12 +9,13 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
+from data.answers import write as writing
 from data.answers.chats import Outcome
-from data.answers.files import Answers, Part, complete_bytes, replace
+from data.answers.files import Answers, append, complete_bytes, replace
 from data.answers.write import Worker, write_answers
 from tests.data.answering import Quick, quick_bytes, records, settings, work
 
@@ -38,11 +39,11 @@ def dies_at(event: int) -> Events:
 def around(happen: Events, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every step that a kill could fall between be an event; a line of a part counts twice, once half written."""
 
-    def write(part: Part, outcome: Outcome) -> None:
+    def halves(outcome: Outcome, part: IO[bytes]) -> None:
         line = (json.dumps(outcome._asdict(), ensure_ascii=False) + "\n").encode()
         for piece in (line[: len(line) // 2], line[len(line) // 2 :]):
-            part.file.write(piece)
-            part.file.flush()
+            part.write(piece)
+            part.flush()
             happen()
 
     def noisy(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +55,7 @@ def around(happen: Events, monkeypatch: pytest.MonkeyPatch) -> None:
 
         return made
 
-    monkeypatch.setattr(Part, "write", write)
+    monkeypatch.setattr(writing, "append", halves)
     for module, name in ((os, "replace"), (os, "fsync"), (shutil, "rmtree")):
         monkeypatch.setattr(module, name, noisy(getattr(module, name)))
 
@@ -195,17 +196,17 @@ def test_no_chat_is_answered_twice(whole: bytes, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named_and_loses_nothing(whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, written = Part.write, [0]
+    written = [0]
 
-    def full(part: Part, outcome: Outcome) -> None:
+    def full(outcome: Outcome, part: IO[bytes]) -> None:
         written[0] += 1
         if written[0] > 5:
-            part.file.write(b'{"id": ')
+            part.write(b'{"id": ')
             raise OSError(28, "No space left on device")
-        write(part, outcome)
+        append(outcome, part)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Part, "write", full)
+        patch.setattr(writing, "append", full)
         with pytest.raises(ValueError, match=r"/a: cannot be written \(No space left on device\); .*goes on"):
             quick_bytes(records(COUNT), tmp_path / "a")
     assert not (tmp_path / "a").exists()

@@ -172,13 +172,11 @@ def test_a_turn_that_does_not_fit_ends_the_chat_there(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a.meta.json"]
 
 
-def test_no_end_token_a_bad_batch_and_two_drafters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_end_token_and_two_drafters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     target = answering.target()
     monkeypatch.setattr(target, "eos", frozenset())
     with pytest.raises(ValueError, match="set keep_unfinished=true"):
         engine(settings(keep_unfinished=False))
-    with pytest.raises(ValueError, match="batch_size is 0"):
-        engine(batch_size=0)
     for options, run, message in (
         (DRAFTERS, None, "one source drafts the answers"),
         ({"head": {}}, None, "drafter=head needs run="),

@@ -149,11 +149,6 @@ def test_fewer_rows_than_a_step_repeat(packed: Packed) -> None:
     assert Counter(Batches(few, 7, 2, 0, 0, 1).rows(0).tolist()).keys() == {0, 1, 2}
 
 
-def test_empty_steps_are_refused(packed: Packed) -> None:
-    with pytest.raises(ValueError, match="must be at least 1"):
-        Batches(packed, 0, 2, 0, 0, 1)
-
-
 def test_the_fingerprint_sees_tokens_masks_bounds_and_order() -> None:
     one, two = Sample("a", [1, 2], [0, 1]), Sample("b", [3], [1])
     assert fingerprint([one, two]) == fingerprint([Sample("c", [1, 2], [0, 1]), two])

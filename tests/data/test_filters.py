@@ -1,6 +1,7 @@
 """Copies, the evaluation's text, and samples that are too short: dropped and counted."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -132,3 +133,9 @@ def test_nothing_left_is_one_line_with_the_counts(write: Write, config: Config, 
     with pytest.raises(ValueError, match=r"nothing is left to train on .* 1 under 99 tokens") as caught:
         load_training(config(write({"prompt": "q", "answer": "a"}), min_tokens=99), chat, 0)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("held_out", "said"), [(25, "held out: 25;"), (64, "held out: 64 (46% of all: a smaller")])
+def test_much_that_is_held_out_is_said(held_out: int, said: str, config: Config) -> None:
+    counts = Counts(Counter({"f": 75}), Counter({"f": 75}), held_out)
+    assert said in counts.line(config("f.jsonl"))

@@ -349,6 +349,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Any], Se
         served = Served(records)
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hub")
         monkeypatch.setattr("datasets.load_dataset", served.load)
+        monkeypatch.setattr("data.text.sources.check_reachable", lambda *_: None)
         monkeypatch.setattr("data.text.sources.HfApi", lambda: served)
         return served
 

@@ -11,7 +11,7 @@ import torch
 from omegaconf import OmegaConf
 
 from data.batches import Batches, Packed
-from data.features.coding import FeatureRequest, States, compute, join, to_row
+from data.features.coding import FeatureRequest, States, compute, copying, join
 from data.features.extraction import extract, spec_of
 from data.features.source import FeaturesConfig, Live, TrainingInput
 from data.features.store import INDEX, SHARDS, DamagedError, FeatureStore, Row, split
@@ -270,4 +270,4 @@ def test_states_that_are_not_finite_are_refused(tmp_path: Path, target: Target, 
     spec = spec_of(target, packed, LAYERS, config())
     bad = States(torch.full((1, 16, 2, 32), float("inf")), torch.zeros(1, 16, 32))
     with pytest.raises(ValueError, match="a hidden state is not finite"):
-        to_row(bad, target.embeddings, spec)
+        copying(bad, target.embeddings, spec).result()

@@ -98,6 +98,7 @@ class Served(ThreadingHTTPServer):
         with self.lock:
             self.counts["finished"] += 1
             self.counts["passes"] += len(made)
+            self.counts["tokens"] += 1 + len(made) + sum(made)
             self.counts["accepted"] += sum(made)
             for depth in range(DEPTH):
                 self.counts[f"depth{depth}"] += sum(accepted > depth for accepted in made)
@@ -133,6 +134,7 @@ def sglang_page(counts: Counter[str], drafts: bool) -> str:
     lines = [
         "# TYPE sglang:num_requests_total counter",
         f"sglang:num_requests_total{{{label}}} {float(counts['finished'])}",
+        f"sglang:generation_tokens_total{{{label}}} {float(counts['tokens'])}",
         f"sglang:gen_throughput{{{label}}} 0.0",
     ]
     if drafts and counts["passes"]:

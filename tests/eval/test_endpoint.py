@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,34 @@ def test_as_many_requests_are_in_flight_as_the_batch_size_says(served: Served, l
     served.before = lambda _: meet.wait()
     evaluate(config(served, log, batch_size=PROMPTS, warmup=0))
     assert served.most == PROMPTS
+
+
+def test_requests_arrive_at_a_rate(served: Served, plain: Served, log: Path) -> None:
+    evaluate(config(served, log, baseline=plain.url, batch_size=2, request_rate=[None, 80], repeats=2))
+    found = rows_of(log)
+    assert [(row["drafter"], row["request_rate"]) for row in found] == [
+        ("plain", None), ("endpoint", None), ("plain", 80), ("endpoint", 80),
+    ]  # fmt: skip
+    for row in found[2:]:
+        assert set(row["by_request"]) >= {"queue_s", "latency_s", "ttft_s"}
+        assert (row["whole_speedup"], row["tau"], row["lossless"]["failed"]) == (
+            None,
+            found[row["drafter"] != "plain"]["tau"],
+            0,
+        )
+        assert row["speedup"] > 0
+
+
+def test_a_request_that_arrives_while_others_are_in_flight_waits(served: Served, log: Path) -> None:
+    served.before = lambda _: time.sleep(0.05)
+    evaluate(config(served, log, request_rate=1e6, repeats=1))
+    row = rows_of(log)[0]
+    assert served.most == 1
+    waits = [0.05 * place for place in range(PROMPTS)]
+    for level, low in (("p5", waits[0]), ("p95", waits[-2])):
+        assert row["by_request"]["queue_s"][level] >= low
+        assert row["by_request"]["latency_s"][level] >= low + 0.05
+    assert row["tokens_per_second"] <= PROMPTS * (TOKENS - 1) / (0.05 * PROMPTS)
 
 
 def test_categories_have_rows_of_their_own(served: Served, log: Path) -> None:
@@ -110,7 +139,7 @@ def test_texts_that_differ_withhold_the_speedup_and_the_first_is_shown(
     assert row["lossless"] == {"checked": PROMPTS, "identical": PROMPTS - 1, "near_tie": 0, "failed": 1}
     assert (row["speedup"], row["speedup_ci"], row["whole_speedup"]) == (None, None, None)
     assert row["tau"] > 1
-    line = capsys.readouterr().err.strip()
+    _, line = capsys.readouterr().err.splitlines()  # the first warns of few prompts
     at = len("".join(words(key_of({"messages": [{"role": "user", "content": "say 2"}]}), 3))) + 1
     assert line.startswith("NOT LOSSLESS: endpoint: 1 of 4 prompts differ from the baseline; speedup withheld")
     assert f"prompt p2, character {at}: '<b>no</b>" in line
@@ -217,7 +246,7 @@ def test_speedups_and_their_intervals_are_the_servers_over_the_baselines() -> No
 
 def test_requests_without_a_category_join_those_of_the_category_other() -> None:
     def categories(*names: str) -> dict[str, list[int]]:
-        return Workload("", "", [Request("", name, "", {}) for name in names], [], False, [], 0).categories()
+        return Workload("", [Request("", name, "", {}) for name in names], [], False, [], 0).categories()
 
     assert categories("", "a", "other") == {"other": [0, 2], "a": [1]}
     assert categories("", "other") == {}

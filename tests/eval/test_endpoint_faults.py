@@ -149,7 +149,7 @@ def test_an_answer_out_of_pieces() -> None:
         ({"endpoint": "http://h:1", "drafter": {"suffix": {}}}, "drafter: an endpoint is measured as it is served"),
         ({"endpoint": "http://h:1", "model": {"path": "x"}}, "model: an endpoint is measured as it is served"),
         ({"endpoint": "http://h:1", "tune": True, "dtype": "float32"}, "tune, dtype: an endpoint is measured"),
-        ({"endpoint": "http://h:1", "request_rate": 2}, "request_rate: an endpoint is measured as it is served"),
+        ({"audit": "http://h:1", "baseline": "http://h:2", "request_rate": 2}, "request_rate: an audit asks a server"),
         ({"endpoint": "http://h:1", "tier": "replay"}, "tier is 'replay': an endpoint is measured live alone"),
         ({"endpoint": "http://h:1", "baseline": "http://h:2", "temperature": 1.0}, "texts can be compared at 0 alone"),
         ({"client": {"timeout": 0.0}}, "client.timeout is 0.0: give a number above 0"),

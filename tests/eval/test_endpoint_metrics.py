@@ -67,7 +67,7 @@ def tau(counts: Passes) -> float | None:
 
 def test_vllms_counters_are_summed_over_engines_and_reasons() -> None:
     found = read(VLLM)
-    assert found == Counters("vllm", 60.0, 180.0, 75.0, (45.0, 20.0, 10.0), None, 6.0, 1.76381e9)
+    assert found == Counters("vllm", 60.0, 180.0, 75.0, (45.0, 20.0, 10.0), None, 6.0, 1.76381e9, 140.0)
 
 
 def test_sglangs_counter_of_passes_and_the_width_of_its_tree() -> None:

@@ -8,6 +8,9 @@ import pytest
 
 from eval.live import extras
 from eval.measures.metrics import acceptance
+from eval.measures.results import Measurement
+from eval.report.reading import damage
+from eval.report.sections import compared
 from inference.decode import Generation
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
@@ -70,3 +73,28 @@ def test_of_a_shape_that_changes_the_accepted_nodes_are_there(monkeypatch: pytes
     (cut,) = extras.trees({"suffix": made["suffix"]}, {"suffix": lookup}).values()
     assert cut["paths"] == [[0], [0, 1], [2]]
     assert cut["note"].endswith("the 3 most frequent of 4.")
+
+
+def test_drafters_are_compared_prompt_by_prompt() -> None:
+    def run(accepted: int, seconds: float) -> Generation:
+        return generation(1 + 4 * (accepted + 1), [(3, accepted)] * 4, seconds)
+
+    slow = [4.0, 1.0, 2.0, 8.0]  # what makes a prompt slow for both cancels
+    runs = {
+        "eagle": [[run(1, 8 * seconds)] for seconds in slow],
+        "mlp": [[run(2, 6 * seconds)] for seconds in slow],
+    }
+    (pair,) = extras.paired(runs, ["eagle", "mlp"], Measurement("tiny", 0.0, 1, 0, seed=0))
+    assert (pair["drafter"], pair["base"], pair["prompts"]) == ("mlp", "eagle", 4)
+    assert pair["tau"] == pytest.approx({"difference": 1.0, "low": 1.0, "high": 1.0})
+    speeds = pair["tokens_per_second"]
+    assert speeds["difference"] == pytest.approx(48 / 90 - 32 / 120)
+    assert 0 < speeds["low"] < speeds["difference"] < speeds["high"]
+    (line,) = compared({"paired": [pair]})
+    assert line.startswith("mlp against eagle, the same 4 prompts of tiny, T=0, batch size 1: τ +1.00 [+1.00, +1.00], ")
+    assert "not clear of zero" not in line
+    (swapped,) = extras.paired(runs, ["mlp", "eagle"], Measurement("tiny", 0.0, 1, 0, seed=0))
+    assert swapped["tau"]["difference"] == -1.0
+    assert damage("paired", json.loads(json.dumps(pair))) is None
+    one = {name: prompts[:1] for name, prompts in runs.items()}
+    assert extras.paired(one, ["eagle", "mlp"], Measurement("tiny", 0.0, 1, 0, seed=0)) == []

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from eval.measures.cost_model import activated
-from eval.report.breakdown import STAGES, advice, closer, experts, speedup_breakdown, with_breakdowns
+from eval.report.breakdown import STAGES, advice, closer, experts, sentence, speedup_breakdown, with_breakdowns
 
 # A plain step takes 10 ms, 9 of them the pass.
 PLAIN: dict[str, Any] = {
@@ -28,6 +28,35 @@ def test_each_cost_has_its_rung() -> None:
     assert list(found["rungs"]) == list(STAGES)
     assert list(found["rungs"].values()) == pytest.approx(expected)
     assert found["oracle"] == pytest.approx(3 * 10 / 11)
+
+
+@pytest.mark.parametrize(
+    ("interval", "stages", "noise"),
+    [
+        ([1.4, 1.6], [3.0, 3 * 10 / 16, 1.5, 1.5], ["overhead"]),
+        ([1.49, 1.51], [3.0, 3 * 10 / 16, 3 * 10 / 20.4, 1.5], []),
+        (None, [3.0, 3 * 10 / 16, 1.5, 1.5], ["overhead"]),  # one prompt: how noisy it is cannot be known
+    ],
+)
+def test_a_rise_is_shown_only_where_it_is_more_than_noise(
+    interval: list[float] | None, stages: list[float], noise: list[str]
+) -> None:
+    """The rest of the step takes 0.4 ms less than the baseline's."""
+    seconds = {"draft": 0.44, "verify": 1.5, "other": 0.06}
+    record = speedup_breakdown({**ROW, "seconds": seconds, "speedup_ci": interval}, PLAIN)
+    assert record is not None
+    assert (list(record["rungs"].values()), record["noise"]) == (pytest.approx(stages), noise)
+    text = sentence("eagle", record)
+    assert ("the measured 1.50 (no cost beyond noise)" in text) == bool(noise)
+    assert ("the measured 1.50 (cheaper than the baseline's)" in text) == (not noise)
+
+
+def test_a_pass_that_seems_cheaper_than_a_plain_step_leaves_tau() -> None:
+    cheap = {**ROW, "tokens_per_second": 280.0, "speedup": 2.8, "speedup_ci": [2.4, 3.2]}
+    record = speedup_breakdown({**cheap, "seconds": {"draft": 0.1, "verify": 0.85, "other": 0.12}}, PLAIN)
+    assert record is not None
+    assert record["noise"] == ["verification"]
+    assert list(record["rungs"].values()) == pytest.approx([3.0, 3.0, 3 * 10 / 10.5, 2.8])
 
 
 def test_the_greatest_of_the_smaller_losses_is_named() -> None:

@@ -190,7 +190,7 @@ def test_a_row_has_what_its_requests_waited() -> None:
     assert (plain.request_rate, plain.speedup, plain.latency_s) == (2.0, 1.0, 5.0)
     assert (eagle.speedup, eagle.latency_s, eagle.tokens_per_second) == (2.5, 2.0, throughput(FAST))
     assert {eagle.speedup_hf, eagle.whole_speedup, eagle.whole_speedup_ci, eagle.whole_tokens_per_second} == {None}
-    assert list(eagle.by_request) == ["tau", "latency_s", "ttft_s", "queue_s"]
+    assert {*eagle.by_request} == {"tau", "latency_s", "ttft_s", "queue_s", "user_tokens_per_second"}
     assert [eagle.by_request[key]["p50"] for key in ("latency_s", "ttft_s", "queue_s")] == [2.0, 2 / 3, 0.5]
     assert (eagle.prompts, eagle.tokens) == (2, 8)  # acceptance is of each prompt's median round
 

@@ -18,7 +18,7 @@ def test_a_tile_says_that_its_ratio_is_one_of_latencies() -> None:
     (slow,) = headlines(Report({}, {}, {}, gates, loaded(GREEN)).as_dict())
     assert slow["unit"].partition(",")[0] == "the baseline's mean latency over its own"
     (closed,) = headlines(Report({}, {}, {}, gates, loaded(GREEN)).as_dict() | {"rows": rated(None)})
-    assert closed["unit"].partition(",")[0] == "times as fast"
+    assert closed["unit"].partition(",")[0] == "times the same engine without drafts"
     (red,) = headlines(Report({}, {}, {}, {"plain": GREEN, "eagle": RED}, loaded(RED)).as_dict())
     assert (red["speedup"], red["unit"]) == ("withheld", "")
 

@@ -19,9 +19,8 @@ HOT = Settings(40, Sampling(3.0, 0, 1.0))  # at which a random head and target a
 PROMPTS = [toys.prompt(i, 12) for i in range(8)]
 
 
-@pytest.mark.parametrize(
-    "kind", ["chain", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("static", "dynamic"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["chain", "static", "dynamic"])
 def test_sampled_tiers_agree_along_the_same_text(kind: str) -> None:
     target, tree = toys.target(), toys.TREES[kind]
     head = toys.head("eagle", target)

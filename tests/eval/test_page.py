@@ -19,8 +19,8 @@ from eval.measures.results import Measurement
 from eval.report import plots, tree_plot
 from eval.report.breakdown import STAGES
 from eval.report.columns import flattened
-from eval.report.page import sentence
-from eval.report.sections import sections
+from eval.report.page import headlines
+from eval.report.sections import sections, sentence
 from eval.report.view import PAGE, results_of
 from eval.report.write import Report
 from inference.drafters.head import HeadDrafter
@@ -161,7 +161,12 @@ def test_the_page_begins_with_a_sentence_for_everybody(folder: Path) -> None:
     told = report(temperatures=(0.0,), sizes=(1,)).as_dict()
     best = max(row["speedup"] for row in told["rows"])
     text = sentence(told)
-    assert f"writes the same text {best:.1f} times as fast; 2 of 2 answers identical." in text
+    assert f"writes the same text {best:.2f} times as fast as the same engine without drafts" in text
+    assert text.endswith("; 2 of 2 answers identical.")
+    assert "HF" not in text
+    timed = [{**row, "speedup_hf": 2.46} for row in told["rows"]]
+    assert ", 2.46 times HF generate; " in sentence({**told, "rows": timed})
+    assert ", 2.46 times HF generate" in str([tile["unit"] for tile in headlines({**told, "rows": timed})])
     for row in told["rows"]:
         row["lossless"] = {}
     assert sentence(told).endswith("whether the text is the same was not checked.")

@@ -16,6 +16,7 @@ from eval.measures.losslessness import UNCHECKED, Divergence, Gate
 from eval.measures.results import TEACHER_FORCED, Row
 from eval.report import page
 from eval.report.page import library
+from eval.report.reading import report_of
 from eval.report.text import terminal
 from eval.report.write import Report
 from heads.common.files import write_whole
@@ -67,6 +68,19 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     assert "nan" not in (tmp_path / "report.md").read_text(encoding="utf-8").split("## How")[0]
 
 
+def test_an_interval_of_few_prompts_is_warned_of_once() -> None:
+    few = replace(ROW, prompts=4)
+    many, alone = replace(ROW, prompts=8), replace(ROW, prompts=1, tau_ci=None, speedup_ci=None)
+    made = report(few)
+    (warning,) = made.as_dict()["warnings"]
+    assert warning.startswith("4 prompts of tiny are few for a bootstrap interval")
+    assert f"**Compare with care:** {warning}." in markdown(made)
+    again = report_of(json.loads(json.dumps(made.as_dict())), "report.json")
+    assert again.warnings() == [warning]
+    for row in (many, alone, replace(few, category="code")):
+        assert report(row).warnings() == []
+
+
 def test_a_lossy_gate_is_red_without_a_failure() -> None:
     gate = replace(GREEN, lossy=True)
     made = report(replace(SILENT, rule="typical (lossy)", lossless=GREEN.counts()), gate)
@@ -92,7 +106,8 @@ def test_names_are_neither_markup_nor_obeyed_by_a_terminal() -> None:
 
 def test_a_loss_is_marked() -> None:
     assert "slower" not in table_line(report())
-    assert "0.81 [0.70, 0.92] slower" in table_line(report(replace(ROW, speedup=0.81, speedup_ci=(0.7, 0.92))))
+    assert "| 0.72x, slower |" in table_line(report(replace(ROW, speedup=0.72, speedup_ci=None)))
+    assert "| 0.81x [0.70, 0.92], slower |" in table_line(report(replace(ROW, speedup=0.81, speedup_ci=(0.7, 0.92))))
 
 
 def table_line(made: Report) -> str:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from torch import distributed
 
 from eval.config import EvalConfig, eval_config
 from eval.live import interleaved
 from eval.live.interleaved import hf_generate
-from eval.run import evaluate, folder_for, main, speed_dtype
+from eval.run import evaluate, folder_for, main, prepared, replacing, speed_dtype
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.common.typed import typed
 from inference.decode import Generation, Settings
@@ -27,7 +28,9 @@ from tests.eval.small import SIZE, small, words
 def test_two_heads_and_plain_decoding_stand_in_one_report(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (runs / "medusa" / "tune.json").touch()
     made = evaluate(small(runs, tmp_path, compare=[str(runs / "medusa")], temperature=[0, 1.0]))
+    (runs / "medusa" / "tune.json").unlink()
     told = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     named = [(row["drafter"], row["temperature"]) for row in told["rows"]]
     assert named == [(name, t) for t in (0.0, 1.0) for name in ("plain", "eagle", "medusa")]
@@ -59,8 +62,16 @@ def test_two_heads_and_plain_decoding_stand_in_one_report(
         assert tree["steps"] == row["steps"]
     assert all(0 < piece["p"] <= 1 for each in told["answers"] for piece in each["pieces"])
     assert "Why not more?" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    pairs = [(pair["drafter"], pair["base"], pair["temperature"], pair["prompts"]) for pair in told["paired"]]
+    assert pairs == [("medusa", "eagle", t, 2) for t in (0.0, 1.0)]
+    difference = greedy["medusa"]["tau"] - greedy["eagle"]["tau"]
+    assert told["paired"][0]["tau"]["difference"] == pytest.approx(difference)
+    assert [warning[:45] for warning in told["warnings"]] == [
+        "the tree of medusa was tuned, that of eagle w",
+        "2 prompts of prompts.jsonl are few for a boot",
+    ]
     printed = capsys.readouterr()
-    assert "medusa" in printed.out
+    assert "medusa against eagle, the same 2 prompts of prompts.jsonl, T=1, batch size 1: τ" in printed.out
     assert str(tmp_path) in printed.out.replace("\n", "")
     assert "NOT LOSSLESS" not in printed.err
 
@@ -258,6 +269,22 @@ def test_the_report_goes_to_the_run_or_where_it_was_told(tmp_path: Path) -> None
     assert folder_for("there", [str(tmp_path)], ["head"]) == Path("there")
     assert folder_for(None, ["me/mine"], ["head"]) == Path("outputs/mine")
     assert folder_for(None, [], ["suffix", "plain"]) == Path("outputs/suffix-plain")
+
+
+def test_of_several_processes_one_says_what_is_evaluated(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    for rank, lines in ((0, 1), (1, 0)):
+        monkeypatch.setattr(distributed, "get_rank", lambda rank=rank: rank)
+        prepared(small(runs, tmp_path))
+        assert capsys.readouterr().err.count("evaluation on ") == lines
+
+
+def test_a_report_that_is_replaced_is_announced(tmp_path: Path) -> None:
+    assert replacing(tmp_path) == ""
+    (tmp_path / "report.json").write_text("{}")
+    assert replacing(tmp_path) == ", in place of the report there; out=FOLDER writes elsewhere"
 
 
 def test_every_source_has_its_options_and_every_option_its_source() -> None:

@@ -93,3 +93,6 @@ def test_a_report_has_a_profile_where_it_has_one_chain_and_a_schedule_where_it_h
         replace(row, batch_size=size, tokens_per_second=30.0) for row in (baseline, chain) for size in (2, 12, 24)
     ]
     assert files("tiny", [baseline, chain, *further], {}).keys() == {PROFILE, CONFIG}
+    for drafter, written in (("mlp", {PROFILE}), ("hydra runs/a", {PROFILE}), ("suffix", {PROFILE, CONFIG})):
+        rows = [row if row.drafter == "plain" else replace(row, drafter=drafter) for row in (baseline, chain, *further)]
+        assert files("tiny", rows, {}).keys() == written, drafter

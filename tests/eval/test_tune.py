@@ -16,11 +16,13 @@ from eval.config import EvalConfig, eval_config
 from eval.live import interleaved
 from eval.live.interleaved import PLAIN
 from eval.measures.cost_model import Costs, Prediction, Replayed, ReplayedStep, draft_key
+from eval.measures.serving import CONFIG
 from eval.run import main, tuned
 from eval.tune import Bench, TunePlan, concluded, halves, keep, merged, ranked
-from eval.tuning import costs, grid
+from eval.tuning import costs, estimate, grid
+from eval.tuning.estimate import Extent, fitted
 from eval.tuning.grid import OWN, Tried, hopeful, proposed, sizes_for
-from eval.tuning.results import OFF, AtBatch, Candidate, Measured, conclude, fastest
+from eval.tuning.results import OFF, TUNED, AtBatch, Candidate, Measured, Tuning, conclude, fastest
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.common.typed import typed
 from heads.formats.store import save_head, save_tree
@@ -242,7 +244,7 @@ def test_a_target_that_cannot_share_a_pass_says_so_first(run: Path, monkeypatch:
 
 
 def replayed(*accepted: int) -> Replayed:
-    return Replayed([ReplayedStep(0, 2, each) for each in accepted], sum(accepted) + len(accepted))
+    return Replayed([ReplayedStep(2, each) for each in accepted], sum(accepted) + len(accepted))
 
 
 def costs_of(tree: TreeConfig, verify: dict[int, float], batch: int = 1) -> Costs:
@@ -382,3 +384,57 @@ def test_the_command_line_gives_the_grid() -> None:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = typed(EvalConfig, compose("eval", ["run=a", "tune=true", "tuner.depths=[2,3]"]))
     assert (config.tune, config.tuner.depths, config.tuner.top_k) == (True, [2, 3], eval_config().tuner.top_k)
+
+
+def test_a_head_that_no_engine_serves_has_no_schedule_for_one(tmp_path: Path) -> None:
+    (tmp_path / CONFIG).touch()
+    Tuning({"head": "mlp"}, [], {}, []).write(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == [TUNED]
+
+
+def extent(**values: Any) -> Extent:
+    return Extent(**{"prompts": 16, "repeats": 3, "grid": eval_config(run="outputs/x").tuner, **values})
+
+
+@pytest.mark.parametrize(
+    ("minutes", "words"),
+    [
+        (None, ""),
+        (1e6, ""),
+        (4.0, "1 of 3 repeats"),
+        (2.5, "8 of 16 prompts, 1 of 3 repeats"),
+        (1.15, "4 of 16 prompts, 1 of 3 repeats, every other depth, width and size of tree"),
+        (1e-6, "4 of 16 prompts, 1 of 3 repeats, 1 of 5 samples, every other depth, width and size of tree"),
+    ],
+)
+def test_a_tuning_for_its_minutes_leaves_out_repeats_then_prompts_then_trees(
+    minutes: float | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock by which an answer of 100 tokens takes a second."""
+    now: list[float] = [0.0]
+    monkeypatch.setattr(estimate.time, "perf_counter", lambda: now[0])
+
+    def answer() -> int:
+        now[0] += 1.0
+        return 100
+
+    target, full = toys.target(), extent()
+    drafter = HeadDrafter(toys.head("eagle", target), OWN_TREE, "head")
+    smaller, line = fitted(full, minutes, [1], drafter, True, answer)
+    seconds = int(line.removeprefix("tuning: about ").split()[0])
+    assert line == f"tuning: about {seconds} s" + (f"; {words}, to take {minutes:.2g} min at most" if words else "")
+    if minutes is not None and minutes > 1e-3:
+        assert seconds <= 60 * minutes
+    everything, _ = fitted(full, None, [1], drafter, True, answer)
+    assert (smaller == full == everything) is (not words)
+
+
+def test_a_tuning_says_first_how_long_it_takes_and_its_file_what_it_left_out(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuned(configured(run, tuner=SMALL, prompts=1, repeats=2, minutes=1e-9))
+    settings = json.loads((run / "tune.json").read_text(encoding="utf-8"))["settings"]
+    assert (settings["repeats"], settings["left_out"]) == (1, "1 of 2 repeats, to take 1e-09 min at most")
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("tuning: about ")
+    assert first.endswith(" s; 1 of 2 repeats, to take 1e-09 min at most")

@@ -282,6 +282,7 @@ def mess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def offline(*_: Any, **__: Any) -> None:
         raise ConnectionError("Couldn't reach 'me/prompts' on the Hub\n(no route to host)")
 
+    monkeypatch.setattr("data.text.sources.check_reachable", lambda *_: None)
     monkeypatch.setattr(datasets, "load_dataset", offline)
     return tmp_path
 
@@ -345,6 +346,7 @@ def test_a_throughput_split_of_speed_bench_is_named_as_a_configuration(monkeypat
         ]
         return datasets.DatasetDict(test=datasets.Dataset.from_list(records))
 
+    monkeypatch.setattr("data.text.sources.check_reachable", lambda *_: None)
     monkeypatch.setattr(datasets, "load_dataset", load)
     found = read_workload("nvidia/SPEED-Bench:throughput_1k", toys.target(), Selection(4, 0, False, "first", True))
     assert asked == [("nvidia/SPEED-Bench", "throughput_1k")]

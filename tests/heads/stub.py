@@ -17,6 +17,7 @@ class TinyEnds:
     vocab_size = 11
     num_layers = 9
     layer = LayerShape(2, 1, 2, 8)
+    config = None
 
     def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
         return torch.zeros(*token.shape, 4)

@@ -9,8 +9,9 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from heads.common.command import with_best_head, without_secrets
+from heads.common.command import quoted, report_best_head, with_best_head, without_secrets
 from heads.common.help import CONF, entries, help_text, keys, nearest
 from train import convert
 
@@ -94,6 +95,12 @@ def test_the_help_of_every_command_has_what_its_yaml_says(config: str) -> None:
     assert len(set(lines[lines.index("Examples:") :]) & set(used)) == len(used), "they stand in their groups too"
 
 
+@pytest.mark.parametrize("value", ["plain", "o'brien/l.jsonl", "a\\'b", "ends\\", "two words, [one]={list}", ""])
+def test_a_quoted_value_is_read_back(value: str) -> None:
+    override = OverridesParser.create().parse_override(f"log={quoted(value)}")
+    assert override.value() == value
+
+
 def test_comments_are_read_behind_a_key_and_above_it() -> None:
     text = "# Header.\n# More.\na: 1\nb:\n  # Above,\n  # twice.\n  c: [x, y]\n  d: z # behind\nhydra:\n  e: 1\n"
     assert list(entries(text, "g")) == [
@@ -140,7 +147,10 @@ def test_the_environment_has_the_secret_as_it_was_meant(word: str, value: str) -
 
 def test_the_best_head_is_named_by_the_targets_depth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert with_best_head("train", ["head=best", "name=mine"]) == ["head=mtp", "name=mine"]
-    assert capsys.readouterr().err.startswith("head=best: mtp, since")
+    assert capsys.readouterr().err == "", "what refuses the command comes alone"
+    for expected in ("head=best: mtp, since", ""):
+        report_best_head()
+        assert capsys.readouterr().err.startswith(expected)
     for layers, head in ((19, "mlp"), (20, "mtp")):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": layers}))
         assert f"head={head}" in with_best_head("data", [f"model.path={tmp_path}", "head=best"])
@@ -167,10 +177,14 @@ def test_the_best_head_is_the_default(words: list[str], head: str | None) -> Non
         (["head=best,mtp"], "in a sweep name the heads"),
         (["-m", "head=best"], "in a sweep name the heads"),
         (["-m", "model=llama8b,tiny"], "in a sweep name the heads"),
-        (["head=best", "model.path=no/where"], "model.path=no/where: .*name a head"),
+        (
+            ["head=best", "model.path=no/where"],
+            "model.path=no/where: neither here nor .* HF_HUB_OFFLINE",
+        ),
     ],
 )
 def test_no_best_head_is_guessed(words: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match=message):
         with_best_head("train", words)

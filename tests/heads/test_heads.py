@@ -10,7 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from heads import HEADS, rows
 from heads.base import DraftHead, Features, LayerShape
-from heads.modules.layers import Block, masked_attention
+from heads.mlp import EPS, ShiftedNorm
+from heads.modules.layers import Block, grouped_attention
 from heads.modules.rope import Rope, Rotary, scaling_of
 from inference.drafters.policy import Expander
 from tests import drafting, toys
@@ -24,6 +25,14 @@ def features(length: int = 14, layers: tuple[int, ...] = ()) -> Features:
     document[1, -3:] = -1
     token = torch.tensor([toys.prompt(1, length), toys.prompt(2, length)])
     return target.features(token, document, layers)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_norm_with_a_shift_is_taken_in_its_weights_dtype() -> None:
+    """As under autocast, which gives it bf16: torch warns of two dtypes, and rounds."""
+    norm, x = ShiftedNorm(32), torch.randn(4, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = x.double() * (x.double().square().mean(-1, keepdim=True) + EPS).rsqrt()
+    torch.testing.assert_close(norm(x).double(), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("protocol", [DraftHead, Expander])
@@ -112,7 +121,7 @@ def test_block_is_the_llama_layer(scaling: dict[str, Any] | None) -> None:
     ours.load_state_dict(theirs.state_dict())
     x, position = torch.randn(2, 9, 32, dtype=torch.float64), 20 * torch.arange(9).expand(2, 9)
     seen = torch.ones(2, 9, 9, dtype=torch.bool).tril()
-    found = ours(x, position, 180, lambda q, k, v: masked_attention(q, k, v, seen))
+    found = ours(x, position, 180, lambda q, k, v: grouped_attention(q, k, v, seen[:, None]))
     additive = torch.zeros(2, 1, 9, 9, dtype=torch.float64).masked_fill(~seen[:, None], -1e300)
     rotary = LlamaRotaryEmbedding(config)(x, position)
     expected = theirs(x, attention_mask=additive, position_ids=position, position_embeddings=rotary)

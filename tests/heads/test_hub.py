@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from heads.formats.hub import cache_alone_without_connection, on_hub, resolve_head
+from heads.formats.hub import on_hub, resolve_head
 from tests.train.hub_server import Hub, become
 from tests.train.hub_state import Fault, Repo
 
@@ -26,23 +26,6 @@ def make(folder: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     return folder
-
-
-def test_without_a_connection_the_cache_alone_is_asked(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://192.0.2.1")  # tests reach nothing beyond this machine
-    for _ in range(2):
-        cache_alone_without_connection()
-        assert constants.is_offline_mode()
-    assert caplog.text.count("http://192.0.2.1 cannot be reached") == 1
-
-
-def test_with_a_connection_the_hub_is_asked(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    cache_alone_without_connection()
-    assert not constants.is_offline_mode()
 
 
 def test_a_runs_head_before_the_folder_itself(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 """Progress in a log: a line now and then, with the time that is left."""
 
-import pytest
+import time
 
-from heads.common.progress import progress
+import pytest
+from huggingface_hub.utils import are_progress_bars_disabled
+
+from heads.common import progress
 
 
 def test_work_in_a_log_gets_a_line_now_and_then(
@@ -11,7 +14,7 @@ def test_work_in_a_log_gets_a_line_now_and_then(
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     items = []
-    for item in progress("abcde", "measuring"):
+    for item in progress.progress("abcde", "measuring"):
         items.append(item)
         now[0] += 20.0
     assert items == list("abcde")
@@ -19,3 +22,16 @@ def test_work_in_a_log_gets_a_line_now_and_then(
         "measuring: 2 of 5, 0:01:00 left",
         "measuring: 4 of 5, 0:00:20 left",
     ]
+
+
+def test_a_wait_in_a_log_gets_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "PAUSE", 0.02)
+    with progress.waiting("uploading"):
+        assert are_progress_bars_disabled()
+        time.sleep(0.2)
+    assert not are_progress_bars_disabled()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 1
+    assert set(lines) == {"uploading: 0:00:00 so far"}

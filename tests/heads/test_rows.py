@@ -22,8 +22,8 @@ def test_visible_is_causal_within_documents() -> None:
 def test_labels_and_drafted_tokens() -> None:
     assert rows.next_token(TOKEN)[0, :4].tolist() == [11, 12, 13, 20]
     assert rows.drafted_token(TOKEN, 1)[0, :2].tolist() == [11, 12]
-    assert rows.label(TOKEN, 1)[0, :2].tolist() == [12, 13]
-    assert rows.label(TOKEN, 2)[0, :1].tolist() == [13]
+    assert rows.ahead(TOKEN, 1 + 1)[0, :2].tolist() == [12, 13]  # the label of depth 1
+    assert rows.ahead(TOKEN, 1 + 2)[0, :1].tolist() == [13]
 
 
 def test_valid_rows_by_depth() -> None:

@@ -16,9 +16,9 @@ from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal,
 from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification import tree as trees
+from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY, Sampling, distribution
 from inference.verification.tree import DraftTree
-from inference.verification.verify import Generator
 from tests import assistants, toys
 
 TOKENS = 24

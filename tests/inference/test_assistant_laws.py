@@ -13,11 +13,11 @@ from inference.drafters.runner import DraftModelRunner
 from inference.protocol import Commit, Context, Proposal
 from inference.target.model import TargetOutput
 from inference.target.target import Target
+from inference.verification.rng import Rng
 from inference.verification.sample import GREEDY, Sampling, distribution
 from inference.verification.tree import DraftTree
-from inference.verification.verify import Rng, verify
 from tests import assistants, toys
-from tests.enumeration import EXACT, Replay, distance, law
+from tests.enumeration import EXACT, Replay, distance, law, verify
 
 T1 = Sampling(1.0, 0, 1.0)
 

@@ -15,9 +15,9 @@ from inference.drafters.vocabulary import encode
 from inference.protocol import Commit, Context, Drafter, Proposal, Verified
 from inference.target.model import TargetOutput
 from inference.text_stream import decode
+from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY, Sampling
 from inference.verification.tree import DraftTree
-from inference.verification.verify import Generator
 from tests import assistants, toys
 from tests.tokenizers import TEXT, trained
 

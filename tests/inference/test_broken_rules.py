@@ -11,19 +11,8 @@ from inference.verification.rng import Rng
 from inference.verification.rules import Frame
 from inference.verification.sample import Sampling, distribution
 from inference.verification.tree import DraftTree
-from inference.verification.verify import RULES, verify
-from tests.enumeration import (
-    PROMPT,
-    SAMPLINGS,
-    TREES,
-    VOCAB,
-    Rule,
-    Tables,
-    distance,
-    drafts,
-    one_pass,
-    texts,
-)
+from inference.verification.verify import RULES
+from tests.enumeration import PROMPT, SAMPLINGS, TREES, VOCAB, Rule, Tables, distance, drafts, one_pass, texts, verify
 
 T1 = SAMPLINGS["T1"]
 Found = tuple[list[int], int]

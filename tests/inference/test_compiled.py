@@ -80,11 +80,11 @@ def graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "static"),
     [
-        ("mistral", True), *(pytest.param("llama", static, marks=pytest.mark.slow) for static in (False, True)),
-        pytest.param("gemma2", False, marks=pytest.mark.slow), pytest.param("gpt2", True, marks=pytest.mark.slow),
+        ("mistral", True), ("llama", False), ("llama", True), ("gemma2", False), ("gpt2", True),
     ],
 )  # fmt: skip
 def test_compiled_decoding_writes_the_same(name: str, static: bool) -> None:

@@ -15,8 +15,9 @@ from inference.protocol import Context, Drafter, DrafterState, Proposal
 from inference.verification.rng import Coupled, Generator
 from inference.verification.sample import Sampling
 from inference.verification.tree import DraftTree, children
-from inference.verification.verify import decide, verify
+from inference.verification.verify import decide
 from tests import enumeration, toys
+from tests.enumeration import verify
 
 CPU = torch.device("cpu")
 TOKENS = 12

@@ -16,9 +16,9 @@ from inference.protocol import Context, Proposal
 from inference.target import probe
 from inference.target.target import Target
 from inference.verification import tree as trees
+from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY, Sampling, distribution
 from inference.verification.tree import DraftTree
-from inference.verification.verify import Generator
 from tests import toys
 
 TOKENS = 24

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inference.verification.tree import DraftTree
-from inference.verification.verify import RULES, verify
+from inference.verification.verify import RULES
 from tests.enumeration import (
     EXACT,
     FAMILIES,
@@ -20,6 +20,7 @@ from tests.enumeration import (
     distance,
     drafts,
     one_pass,
+    verify,
 )
 
 ANY = ("match", "point_mass")

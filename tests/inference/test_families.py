@@ -17,9 +17,8 @@ from inference.target.target import Target
 from inference.verification.rng import Rng
 from inference.verification.sample import GREEDY, Sampling, distribution
 from inference.verification.tree import DraftTree
-from inference.verification.verify import verify
 from tests import families, toys
-from tests.enumeration import EXACT, distance, law
+from tests.enumeration import EXACT, distance, law, verify
 from tests.families import Erring, generated
 from tests.inference import model_free
 from tests.inference.test_decode import Oracle

@@ -18,8 +18,8 @@ from inference.drafters.contrib.layer_skip import FORMAT, LayerSkip, SkipFile, s
 from inference.protocol import Context, Proposal
 from inference.target.stack import Skips
 from inference.target.target import Target
+from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY, Sampling, distribution
-from inference.verification.verify import Generator
 from tests import toys
 
 TOKENS = 24

@@ -35,7 +35,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 # The first is the one that `make setup` installs; the others are tested where their libraries are.
 def test_transformers_draws_no_bar_over_weights(capfd: pytest.CaptureFixture[str]) -> None:
-    with loading._without_bars():
+    with loading._quiet():
         list(transformers.logging.tqdm(range(3), desc="Loading weights"))
     assert capfd.readouterr().err == ""
     assert transformers.logging.is_progress_bar_enabled()

@@ -9,8 +9,9 @@ import torch
 from inference.decode import Settings, speculate
 from inference.protocol import Context, Drafter
 from inference.verification import tree as trees
+from inference.verification.rng import Generator, Rng
 from inference.verification.sample import GREEDY, Sampling
-from inference.verification.verify import Generator, Rng, decide
+from inference.verification.verify import decide
 from tests import toys
 from tests.enumeration import EXACT, HORIZON, VOCAB, Tables, distance, law
 from tests.inference.model_free import CONF, NAMES, Recorder, accepted, decode, make, plain

@@ -31,9 +31,7 @@ ONLINE = [
 ]
 # Two heads stand for all with the trees that the others need minutes for.
 OFFLINE = [
-    pytest.param(
-        head, tree, marks=[] if tree in ("chain", "dynamic") or head in ("eagle", "block") else pytest.mark.slow
-    )
+    pytest.param(head, tree, marks=[] if tree == "dynamic" or head == "eagle" else pytest.mark.slow)
     for head in HEADS
     for tree in toys.TREES
 ]

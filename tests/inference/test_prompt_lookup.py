@@ -11,8 +11,8 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from heads.common.target_config import cache_argument
 from inference.drafters.prompt_lookup import PromptLookup, TextIndex
 from inference.protocol import Context
+from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY
-from inference.verification.verify import Generator
 from tests import toys
 from tests.inference.model_free import Recorder, accepted, decode, make, plain
 

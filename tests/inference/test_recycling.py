@@ -11,9 +11,9 @@ from inference.drafters.recycling import top_tokens
 from inference.protocol import Commit, Context, Verified
 from inference.target.model import TargetOutput
 from inference.target.target import Target
+from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree
-from inference.verification.verify import Generator
 from tests import toys
 from tests.inference.model_free import Recorder, accepted, decode, make, plain
 

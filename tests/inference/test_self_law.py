@@ -10,10 +10,10 @@ from inference.drafters.contrib.layer_skip import FORMAT, LayerSkip, SkipFile, s
 from inference.drafters.policy import TreeConfig
 from inference.protocol import Context, Drafter
 from inference.target.target import Target
+from inference.verification.rng import Rng
 from inference.verification.sample import Sampling, distribution
-from inference.verification.verify import Rng, verify
 from tests import toys
-from tests.enumeration import EXACT, distance, law
+from tests.enumeration import EXACT, distance, law, verify
 
 HORIZON = 3
 PROMPT = toys.prompt(3, 6)

@@ -29,8 +29,8 @@ from inference.drafters.contrib.layer_skip import (
 from inference.protocol import Context
 from inference.target.stack import Skips
 from inference.target.target import Target
+from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY
-from inference.verification.verify import Generator
 from tests import toys
 
 TOKENS = 24

@@ -34,7 +34,7 @@ def costs(tree: TreeConfig, batch: int = 1, factor: float = 1.0) -> Costs:
 
 
 def test_the_speed_model_adds_up_the_parts_of_a_step() -> None:
-    steps = [ReplayedStep(7, 4, 0), ReplayedStep(8, 4, 2), ReplayedStep(11, 0, 0)]
+    steps = [ReplayedStep(4, 0), ReplayedStep(4, 2), ReplayedStep(0, 0)]
     found = predict([Replayed(steps, 6)], TREE, {1: costs(TREE)}, 1)
     assert found.tau == 2
     assert found.nodes == pytest.approx(8 / 3)
@@ -47,8 +47,8 @@ def test_the_speed_model_adds_up_the_parts_of_a_step() -> None:
 
 def test_a_batch_is_as_wide_as_its_widest_and_empties_at_the_end() -> None:
     """Two places, three texts: passes over 2, 2, 2 and 1; the second text leaves after one step, the third comes in."""
-    first = Replayed([ReplayedStep(0, 4, 1), ReplayedStep(0, 8, 1), ReplayedStep(0, 0, 1), ReplayedStep(0, 0, 0)], 7)
-    second, third = Replayed([ReplayedStep(0, 8, 0)], 1), Replayed([ReplayedStep(0, 4, 3), ReplayedStep(0, 8, 0)], 5)
+    first = Replayed([ReplayedStep(4, 1), ReplayedStep(8, 1), ReplayedStep(0, 1), ReplayedStep(0, 0)], 7)
+    second, third = Replayed([ReplayedStep(8, 0)], 1), Replayed([ReplayedStep(4, 3), ReplayedStep(8, 0)], 5)
     both = {1: costs(TREE), 2: costs(TREE, 2, factor=1.5)}
     found = predict([first, second, third], TREE, both, 2)
     settle = 4 + 4 + 4 + 2  # of a tree that branches the cache's gaps are closed whatever was accepted
@@ -112,7 +112,7 @@ def test_the_most_that_a_tree_drafts() -> None:
 
 def test_a_chains_path_leaves_no_gaps() -> None:
     chain, tree = TreeConfig("chain", 4, 0, 0, [], []), TreeConfig("static", 0, 0, 0, [[0], [1], [0, 0]], [])
-    texts = [Replayed([ReplayedStep(7, 4, 2)], 3)]
+    texts = [Replayed([ReplayedStep(4, 2)], 3)]
     settled = [predict(texts, each, {1: costs(each)}, 1).seconds["settle"] for each in (chain, tree)]
     assert settled == [2.0, 3.0]
 

@@ -80,7 +80,9 @@ def facts(generation: Generation) -> list[Any]:
     return [generation.tokens, generation.sources, generation.finish, steps]
 
 
-@pytest.mark.parametrize("case", [*CASES[::2], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1::2])])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if i % 3 else []) for i, case in enumerate(CASES)]
+)
 def test_alone_in_batches_and_in_static_shapes_the_reference_is_met(case: str) -> None:
     name, tree, way, architecture = case.split(":")
     target = toys.target(architecture, DOUBLE)

@@ -12,8 +12,8 @@ from inference.drafters.suffix import Suffix
 from inference.drafters.suffix_tree import Locus, Node, SuffixTree
 from inference.protocol import Context
 from inference.verification import tree as trees
+from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY
-from inference.verification.verify import Generator
 from tests import toys
 from tests.inference.model_free import Recorder, accepted, decode, make, plain
 

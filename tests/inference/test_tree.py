@@ -48,12 +48,6 @@ def test_mask_is_prefix_and_lineage() -> None:
     assert mask[3, 2:].nonzero()[:, 0].tolist() == [0, 1, 3]
 
 
-def test_window_counts_positions_not_nodes() -> None:
-    _, mask = trees.layout(TREE, 3, window=3)
-    assert mask[6].nonzero()[:, 0].tolist() == [3 + 2, 3 + 5, 3 + 6]
-    assert mask[1].nonzero()[:, 0].tolist() == [2, 3, 4]
-
-
 def test_a_long_chain_keeps_its_whole_lineage() -> None:
     chain = DraftTree(torch.arange(70), torch.arange(-1, 69))
     assert trees.ancestors(chain).equal(torch.ones(70, 70, dtype=torch.bool).tril())

@@ -118,13 +118,15 @@ def counted(url: str) -> dict[str, int]:
     return {name.removeprefix("llamacpp:spec_decode_num_"): int(value) for name, value in lines}
 
 
+def chain(depth: int) -> TreeConfig:
+    return TreeConfig(kind="chain", depth=depth, top_k=0, nodes=0, paths=[], widths=[])
+
+
 def accepted_by_us(
-    target: Target, folder: Path, prompts: list[list[int]], texts: list[list[int]], depth: int
+    target: Target, drafter: HeadDrafter, prompts: list[list[int]], texts: list[list[int]], depth: int
 ) -> list[int]:
     """Return the accepted tokens of each of our passes up to an answer's end, which llama.cpp does not count itself."""
-    head: Any = load_found(resolve_head(str(folder)), target.embeddings, target.spec)
-    tree = TreeConfig(kind="chain", depth=depth, top_k=0, nodes=0, paths=[], widths=[])
-    drafter, found = HeadDrafter(head.float(), tree, "head"), []
+    found = []
     for prompt, text in zip(prompts, texts, strict=True):
         made = speculate(target, drafter, prompt, Settings(len(text) + depth + 1, GREEDY))
         assert made.tokens[: len(text)] == text
@@ -134,6 +136,20 @@ def accepted_by_us(
                 found.append(min(step.accepted, len(text) - 1 - written))
                 written += step.committed
     return found
+
+
+def check_counts(kind: str, counts: dict[str, int], steps: list[int], depth: int) -> None:
+    """Compare llama.cpp's counters with the accepted tokens of our passes."""
+    mine, theirs = (1 + total / count for total, count in (
+        (sum(steps), len(steps)), (counts["accepted_tokens_total"], counts["drafts_total"]),
+    ))  # fmt: skip
+    print(f"{kind}: {theirs:.3f} tokens a pass in llama.cpp, {mine:.3f} in our verifier")
+    assert mine > 1.2  # a head that is never accepted would prove nothing
+    assert theirs == pytest.approx(mine, rel=0.02)
+    assert counts["drafts_total"] == pytest.approx(len(steps), rel=0.02)
+    for position in range(depth):
+        accepted = counts[f'accepted_tokens_per_pos_total{{position="{position}"}}']
+        assert accepted == pytest.approx(sum(count > position for count in steps), abs=0.02 * len(steps))
 
 
 def test_llama_cpp_writes_the_same_text_and_accepts_what_we_accept(
@@ -149,17 +165,11 @@ def test_llama_cpp_writes_the_same_text_and_accepts_what_we_accept(
     with server(tmp_path / "drafting.log", target, *drafting(kind, folder)) as url:
         assert served(url, prompts) == plain
         counts = counted(url)
-    steps = accepted_by_us(ours, folder, prompts, plain, HEADS[kind][2])
-    mine, theirs = (1 + total / count for total, count in (
-        (sum(steps), len(steps)), (counts["accepted_tokens_total"], counts["drafts_total"]),
-    ))  # fmt: skip
-    print(f"{kind}: {theirs:.3f} tokens a pass in llama.cpp, {mine:.3f} in our verifier")
-    assert mine > 1.2  # a head that is never accepted would prove nothing
-    assert theirs == pytest.approx(mine, rel=0.02)
-    assert counts["drafts_total"] == pytest.approx(len(steps), rel=0.02)
-    for position in range(HEADS[kind][2]):
-        accepted = counts[f'accepted_tokens_per_pos_total{{position="{position}"}}']
-        assert accepted == pytest.approx(sum(count > position for count in steps), abs=0.02 * len(steps))
+    head: Any = load_found(resolve_head(str(folder)), ours.embeddings, ours.spec)
+    depth = HEADS[kind][2]
+    check_counts(
+        kind, counts, accepted_by_us(ours, HeadDrafter(head.float(), chain(depth), kind), prompts, plain, depth), depth
+    )
 
 
 def test_a_server_of_llama_cpp_is_measured_as_an_endpoint(

@@ -157,9 +157,10 @@ assert frames["ok"] >= len(NAMES), frames
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
-    [["medusa"], pytest.param(["eagle3", "eagle", "hass", "hydra", "mlp", "mtp", "block"], marks=pytest.mark.slow)],
+    [["medusa"], ["eagle3", "eagle", "hass", "hydra", "mlp", "mtp", "block"]],
     ids=["one", "others"],
 )
 def test_a_compiled_step_has_the_same_gradient(names: list[str]) -> None:

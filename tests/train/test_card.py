@@ -34,11 +34,11 @@ def card_of(run: Path, **changes: Any) -> str:
 
 def facts(kind: str, form: str | None, served: dict[str, Any], name: str = "Someone/Target-8B", **more: Any) -> Facts:
     head: dict[str, Any] = {"name": kind, "length": None, **more}
-    target = {"name": name, "num_layers": 24, "adapter": None}
+    target = {"name": name, "num_layers": 24, "adapter": None, "vocab_size": 2048}
     settings = {"head": head, "target": target, "tree": {"kind": "chain", "depth": 3}}
     return Facts(
         config(Path("run"), repo="me/head", format=form), settings, served, tokenizer_sha256=None, report={},
-        provenance={}, settings={},
+        provenance={}, settings={}, base_id=None,
     )  # fmt: skip
 
 
@@ -120,7 +120,43 @@ def test_a_targets_adapter_stands_in_the_card(run: Path) -> None:
     save_head(run / "head", medusa(0), TargetSpec("Someone/Target-8B", 11, 4, 3, "f00d", "me/adapter"), {})
     text = card_of(run)
     assert "model.path=Someone/Target-8B model.adapter=me/adapter" in text
-    assert 'Target.load("Someone/Target-8B", adapter="me/adapter")' in text
+    assert f'load("{REPO}", "model.path=Someone/Target-8B", "model.adapter=me/adapter")' in text
+
+
+def test_a_slow_or_lossy_head_is_warned_of_and_its_card_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = json.loads((run / "report.json").read_text())
+    rows = report["rows"]
+
+    def published(*whole: dict[str, Any]) -> tuple[str, str]:
+        (run / "report.json").write_text(json.dumps({**report, "rows": [*whole, *rows[-1:]]}))
+        return section(card_of(run), "Measured"), capsys.readouterr().err
+
+    slow = {**rows[0], "speedup": 0.88, "speedup_ci": [0.8, 0.9]}
+    under_load = {**rows[2], "speedup": 1.2, "speedup_ci": [1.1, 1.3]}  # of latencies
+    text, warned = published(slow, under_load)
+    sentence = "slower than decoding without it in its own report: 0.88 times the same engine without drafts at best."
+    assert f"**It is {sentence}**" in text
+    assert warned == f"warning: {REPO}: It is {sentence}\n"
+    text, warned = published(rows[1])
+    assert "**It is not lossless in its own report" in text
+    assert len(warned.splitlines()) == 1
+    text, warned = published(rows[0], slow)  # at another batch size, say
+    assert (warned, "**It is" in text) == ("", False)
+
+
+def test_a_target_in_a_folder_is_called_as_its_config_does(run: Path) -> None:
+    assert "`target`, whose config.json names no model of the Hub; so the card names none as its base." in card_of(run)
+    target = Path(read_config(run / "head")["target"]["name"])
+    (target / "config.json").write_text(json.dumps({"_name_or_path": "Someone/Target-8B"}))
+    text = card_of(run)
+    assert ModelCard(text).data.base_model == "Someone/Target-8B"
+    assert "`target`, whose config.json names `Someone/Target-8B`." in text
+
+
+def test_a_limit_beyond_the_targets_vocabulary_is_none() -> None:
+    for limit, shown in ((32000, False), (512, True)):
+        text = str(card(facts("mlp", None, {}, draft_vocab=limit))["README.md"])
+        assert (f"draft\\_vocab: `{limit}`" in text) == shown
 
 
 def test_plots_are_pictures_on_an_opaque_ground(run: Path) -> None:

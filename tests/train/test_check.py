@@ -8,7 +8,7 @@ import pytest
 
 from tests.train import jobs
 from tests.train.test_features import configured
-from train.planning.check import check_out, check_run
+from train.planning.check import check_first_records, check_out, check_run
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +79,10 @@ def test_a_pipe_in_the_runs_folder_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
     with pytest.raises(ValueError, match=r"metrics.jsonl: a pipe"):
         check_out(tmp_path, replaces=True)
+
+
+def test_the_first_records_are_looked_at(toy: list[str], tmp_path: Path) -> None:
+    check_first_records(configured(toy)[0])
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "w1"}]}\n')
+    with pytest.raises(ValueError, match=r"chats\.jsonl: holds chats, but the tokenizer .* has no chat template"):
+        check_first_records(configured([*toy, f"data.path={tmp_path / 'chats.jsonl'}"])[0])

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,22 +21,34 @@ CASES = [f"{name}:2:1" for name in NAMES] + [
 SENT = 7
 
 
-@pytest.fixture(scope="module")
-def counts() -> dict[str, Any]:
-    run = subprocess.run([sys.executable, device_step.__file__, *CASES], capture_output=True, text=True, check=True)
-    found: dict[str, Any] = {}
+QUICK = ("eagle3:2:1", "medusa:2:1", "block:8:3")
+EACH = pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES]
+)
+
+
+@cache
+def counted(cases: tuple[str, ...]) -> dict[str, Any]:
+    """Return the counts of cases, from a process of their own."""
+    run = subprocess.run([sys.executable, device_step.__file__, *cases], capture_output=True, text=True, check=True)
+    counts: dict[str, Any] = {}
     for line in run.stdout.splitlines():
-        found |= json.loads(line)
-    assert found.keys() == {*CASES}
-    return found
+        counts |= json.loads(line)
+    assert counts.keys() == {*cases}
+    return counts
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_host_waits_once_a_step(counts: dict[str, Any], case: str) -> None:
+@pytest.fixture
+def counts(case: str) -> dict[str, Any]:
+    return counted(QUICK if case in QUICK else tuple(other for other in CASES if other not in QUICK))[case]
+
+
+@EACH
+def test_the_host_waits_once_a_step(counts: dict[str, Any]) -> None:
     """Whatever the head, the documents in a row, one of which fills it, and the micro-batches; the loss included."""
-    assert counts[case]["waits"] == ["step:read"]
+    assert counts["waits"] == ["step:read"]
 
 
-@pytest.mark.parametrize("case", CASES)
+@EACH
 def test_each_micro_batch_is_sent_in_the_same_copies(counts: dict[str, Any], case: str) -> None:
-    assert counts[case]["sent"] == 1 + SENT * int(case.split(":")[2])
+    assert counts["sent"] == 1 + SENT * int(case.split(":")[2])

@@ -172,7 +172,8 @@ def test_a_finished_run_gets_the_head_of_its_best_step_back(
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("dead", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", [1, 0])
 def test_a_process_dies(toy: Toy, dead: int) -> None:
     place = toy.new()
     pair = toy.start(place, hooks=("slow",), world=2)

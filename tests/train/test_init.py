@@ -17,7 +17,7 @@ from heads.common.resolvers import ROOT, register_resolvers
 from heads.formats.store import save_head
 from inference.drafters.mtp import load_mtp
 from inference.target.target import Target
-from tests import toys
+from tests import families, toys
 from tests.heads.published import eagle3_authors, eagle_authors, medusa_first, publish
 from tests.inference.test_mtp import save
 from tests.train import jobs
@@ -82,6 +82,7 @@ def test_another_kind_of_head_is_refused_in_one_line(tmp_path: Path) -> None:
         plan(run(f"init={folder}"))
 
 
+@pytest.mark.slow
 def test_a_run_starts_there(tmp_path: Path) -> None:
     """With a learning rate of zero it ends there too, and drafts the tokens that were chosen elsewhere."""
     head, tensors, config = eagle3_authors()
@@ -109,6 +110,30 @@ def test_a_module_starts_as_the_targets_last_layer() -> None:
         assert (head.config.rope_theta, head.config.norm_eps) == (10000.0, target.config.rms_norm_eps)
 
 
+@pytest.mark.parametrize("name", ["qwen2", "glm4_moe", "deepseek_v3", "qwen3_next"])
+def test_a_module_of_the_targets_kind_starts_as_its_last_layer(name: str) -> None:
+    """Biases, experts, latents and gates with it, all of them trained, and as transformers computes them."""
+    target = families.target(name)
+    head: Any = started(run("head=mtp", "head.layer=target", "init=last_layer"), target)
+    last = target.decoder_layers[-1].state_dict()
+    assert {name: value.tolist() for name, value in head.block.layer.state_dict().items()} == {
+        name: value.tolist() for name, value in last.items()
+    }
+    with torch.no_grad():
+        head.eh_proj.weight[:, :32] = 0
+    token = torch.tensor([toys.prompt(1, 9)])
+    features = target.features(token, torch.zeros(1, 9, dtype=torch.long), ())
+    (draft,) = head.unroll(features, 1)
+    draft.state.sum().backward()
+    assert all(parameter.grad is not None for parameter in head.parameters() if parameter.requires_grad)
+    # The layer under transformers' own causal attention, on the normed states that enter it.
+    x, rotary = head.hnorm(features.last), target.base.rotary_emb(features.last, torch.arange(9)[None])
+    mask = torch.full((9, 9), float("-inf")).triu(1)[None, None]
+    out = target.decoder_layers[-1](x, attention_mask=mask, position_embeddings=rotary)
+    state = out[0] if isinstance(out, tuple) else out
+    torch.testing.assert_close(draft.state, head.norm(state), rtol=1e-4, atol=1e-4)
+
+
 def test_a_module_starts_as_the_checkpoints_own(tmp_path: Path) -> None:
     path = save(tmp_path, "behind")
     target = Target.load(str(path), "float64", "cpu")
@@ -125,6 +150,12 @@ def test_a_module_starts_as_the_checkpoints_own(tmp_path: Path) -> None:
         ("llama", ("head=eagle", "init=last_layer"), "starts head=mtp alone"),
         ("qwen3", ("head=mtp", "init=last_layer"), r"self_attn\.k_norm\.weight.*head\.qk_norm=true"),
         ("gpt2", ("head=mtp", "init=last_layer"), "is not built like the module's"),
+        ("gpt2", ("head=mtp", "head.layer=target", "init=null"), "cannot run by itself .it has no rotary positions"),
+        (
+            "mistral",
+            ("head=mtp", "head.layer=target", "init=null"),
+            "cannot run by itself .its attention has a sliding_window",
+        ),
     ],
 )
 def test_a_start_that_does_not_fit_is_refused(name: str, overrides: tuple[str, ...], said: str) -> None:
@@ -156,6 +187,11 @@ def test_what_a_head_starts_from_by_itself(
         start is None and "head=mtp" in overrides and "init=null" not in overrides
     )
     started(found, target)
+
+
+def test_a_layer_of_the_targets_kind_is_not_planned() -> None:
+    with pytest.raises(ValueError, match=r"plan=true traces no layer .* head\.layer=llama"):
+        plan(run("head=mtp", "head.layer=target", "launcher.num_processes=1"))
 
 
 def test_a_target_whose_embedding_is_narrower_than_its_layers_gets_no_head() -> None:

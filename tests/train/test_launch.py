@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
+from heads.common.command import BEST
 from heads.common.resolvers import ROOT, register_resolvers
 from tests.train import jobs
 from train import run as runs
@@ -46,6 +47,16 @@ def test_nodes_that_do_not_know_where_to_meet_are_told(monkeypatch: pytest.Monke
         launch.missing(nodes)
     assert "\n" not in str(error.value)
     assert launch.missing(run("launcher=nodes2", "launcher.main_process_ip=10.0.0.1").launcher)
+
+
+def test_a_plan_has_the_command_of_each_of_several_nodes() -> None:
+    words = ["name=a b", "plan=true"]
+    line = launch.by_hand(run("launcher=nodes2").launcher, "train/run.py", words)
+    assert line is not None
+    assert line.endswith("MASTER_ADDR=ADDRESS NODE_RANK=N python train/run.py 'name=a b'")
+    assert "from 0 to 1" in line
+    for alone in ("launcher=ddp", "launcher=slurm"):
+        assert launch.by_hand(run(alone).launcher, "train/run.py", words) is None
 
 
 def test_a_job_of_slurm_is_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +95,53 @@ def test_a_run_that_was_queued_has_no_result_yet(tmp_path: Path, monkeypatch: py
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     runs.main()
     assert asked == [(runs.__file__, sys.argv[1:])]
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_stop_before_the_first_step_is_said_where_the_processes_could_not(
+    saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run that has checkpoints already, too."""
+    (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
+
+    def start(*_: object) -> int:
+        if saved:
+            (tmp_path / "checkpoints" / "step-00000008").mkdir()
+        return 128 + signal.SIGTERM
+
+    monkeypatch.setattr(launch, "start", start)
+    monkeypatch.setattr(runs, "check_run", lambda _: None)
+    with pytest.raises(SystemExit) as stopped:
+        runs.launch_all(run("launcher=ddp", f"out={tmp_path}", "resume=true"), [])
+    assert stopped.value.code == 143
+    line = "stopped by SIGTERM before the first step; nothing was trained\n"
+    assert capsys.readouterr().err == ("" if saved else line)
+
+
+@pytest.mark.slow
+def test_a_stop_before_the_first_step_is_one_line(tmp_path: Path) -> None:
+    words = ["trainer.steps=100000", "eval.prompts=0", f"out={tmp_path / 'out'}", "launcher.num_processes=2"]
+    job = jobs.start([*jobs.make(tmp_path), *words])
+    assert job.stdout is not None
+    while "head=eagle for" not in job.stdout.readline():
+        assert job.poll() is None
+    job.send_signal(signal.SIGTERM)
+    printed, _ = job.communicate(timeout=60)
+    assert (printed, job.returncode) == ("stopped by SIGTERM before the first step; nothing was trained\n", 143)
+
+
+def test_a_trial_says_at_its_end_what_its_numbers_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv(BEST, "")  # which the command sets, for processes that it starts
+    monkeypatch.setattr(runs, "train", lambda *_: None)
+    monkeypatch.setattr(runs, "worth_trying", lambda _: "something else")
+    monkeypatch.setattr(runs.sweep, "best_tau", lambda _: 1.0)
+    trial = "trainer=debug: 4 steps show that it runs; no number of them means anything"
+    for words, last in (["trainer=debug"], trial), ([], "something else"):
+        monkeypatch.setattr(sys, "argv", ["train/run.py", *words, "launcher=inline", f"out={tmp_path / 'new'}"])
+        runs.main()
+        assert capsys.readouterr().out.splitlines()[-1] == last
 
 
 def test_the_main_process_says_first_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

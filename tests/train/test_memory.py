@@ -23,7 +23,7 @@ from train.config import TrainerConfig, run_config
 from train.distributed.processes import LARGE
 from train.losses import ObjectiveConfig, OnPolicyConfig
 from train.objective import weights
-from train.planning.memory import Layout, MemoryUse, head_state, pass_stage, target_state
+from train.planning.memory import Layout, MemoryUse, head_state, pass_stage, target_state, total
 from train.planning.path import path_of
 from train.planning.plan import by_driver_name
 from train.planning.shapes import TargetShape, target_shape
@@ -251,10 +251,11 @@ def test_a_mask_is_counted_where_there_is_one() -> None:
     ],
 )
 def test_a_placement_cuts_the_layers(placement: str, there: int, gathered: int, host: int) -> None:
-    held, *rest = target_state(SHAPE, Layout("ddp", replace(HERE, placement=placement), 8, 2, 8, 8), 1600, 2)
+    layout = Layout("ddp", replace(HERE, placement=placement), 8, 2, 8, 8)
+    held, whole, offloaded = target_state(SHAPE, layout, 1600, 2)
     assert held["target: layers"].total() == there
     assert held["target: embedding, lm_head"].total() == 2 * SHAPE.embeddings
-    assert rest == [gathered, host]
+    assert (total(whole), offloaded) == (gathered, host)
 
 
 def test_stages_do_not_add_up() -> None:

@@ -15,7 +15,8 @@ from train.config import run_config
 from train.planning.plan import GIB, SAFE, device_memories, plan_inputs
 
 STEPS = 4
-HEAD = ["head=eagle3", "head.feature_layers=[0,1,2]"]
+# Muon normalises the spectrum of a gradient, so that roundings of another route would show in the next loss.
+HEAD = ["head=eagle3", "head.feature_layers=[0,1,2]", "trainer.optimizer=adamw", "trainer.lr=1e-3"]
 TOGETHER = ["eval.prompts=0", "trainer.estimate_every=2"]
 
 

@@ -163,9 +163,14 @@ def test_a_70b_that_does_not_fit_says_what_to_change() -> None:
     "words",
     [
         ("model=llama70b", "launcher=ddp"),
-        ("model=llama70b", "launcher=fsdp2", "trainer.optimizer=muon", "device.memory_gb=30"),
+        pytest.param(
+            ("model=llama70b", "launcher=fsdp2", "trainer.optimizer=muon", "device.memory_gb=30"),
+            marks=pytest.mark.slow,
+        ),
         ("model=llama70b", "model.placement=tensor_parallel", "launcher=ddp", "eval.prompts=0", "device.memory_gb=20"),
-        ("model=llama8b", "model.adapter=some", "launcher=ddp", "device.memory_gb=10"),
+        pytest.param(
+            ("model=llama8b", "model.adapter=some", "launcher=ddp", "device.memory_gb=10"), marks=pytest.mark.slow
+        ),
     ],
     ids=" ".join,
 )
@@ -378,3 +383,16 @@ def test_what_does_not_fit_at_any_size_makes_no_micro_batch_smaller() -> None:
 
 def test_on_a_cpu_the_configuration_gives_the_size() -> None:
     assert run().trainer.micro_tokens == 4096
+
+
+def test_a_cpus_time_is_estimated_and_nothing_empty_is_listed() -> None:
+    small = chosen(run("trainer=debug", "model=tiny", "head=mlp", "model.device=cpu"))
+    planned = plan(small)
+    console = Console(record=True, width=120)
+    with console.capture() as shown:
+        console.print(table(small, planned))
+    assert planned["hours"] > 0
+    assert planned["disk"]["target, in 16 bits"] == 2 * planned["target_parameters"]
+    for row in ("time, at least, at an assumed", "then the final evaluation, at most", "loaded of the target by each"):
+        assert row in shown.get()
+    assert " 0.0 MiB" not in shown.get()

@@ -2,10 +2,12 @@
 
 import re
 from pathlib import Path
+from threading import Event
 
 import pytest
 from huggingface_hub import HfApi
 
+from heads.common import progress
 from tests.train.hub_server import Hub
 from tests.train.hub_state import FINE, READER, START, TOKEN, Fault, Repo
 from tests.train.publishing import EVERYTHING, REPO, config
@@ -279,3 +281,13 @@ def test_a_download_that_differs_says_what_to_do(run: Path, hub: Hub) -> None:
 def test_a_commit_that_holds_something_else_is_noticed(run: Path, hub: Hub) -> None:
     hub.swapped = {"config.json": b"{}"}
     assert "config.json came back different" in refusal(run, hub)
+
+
+def test_an_upload_that_takes_long_says_so(
+    run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "PAUSE", 0.01)
+    late = Event()
+    hub.watch = lambda request: request.startswith("PUT") and late.wait(0.1)  # time.sleep is switched off
+    publish(config(run), HfApi())
+    assert re.search(rf"^uploading \d+ MB to {REPO}: 0:00:0\d so far$", capsys.readouterr().err, re.MULTILINE)

@@ -70,7 +70,7 @@ def test_an_export_that_drafts_otherwise_is_not_uploaded(tiny: Path, hub: Hub, m
     scripted(monkeypatch, [2, 2, 2, 2], [0, 0, 0, 0])
     with pytest.raises(ValueError, match=r"drafts otherwise than it was trained, other tokens .* nothing was uploaded"):
         publish(config(tiny, format="vllm"), HfApi())
-    assert hub.requests == []
+    assert hub.requests == ["HEAD /"], "asked whether the Hub answers, nothing else"
 
 
 def test_rounding_in_an_export_is_no_fault(tiny: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,4 +123,4 @@ def test_a_head_of_another_target_is_one_line_before_anything_is_sent(
     save_head(tiny / "head", head, spec, tree)
     with pytest.raises(ValueError, match="made for another target"):
         publish(config(tiny), HfApi())
-    assert hub.requests == []
+    assert hub.requests == ["HEAD /"], "asked whether the Hub answers, nothing else"

@@ -14,7 +14,7 @@ from tests.train.undisturbed import BATCHES, STEPS, Toy, steps, taus
 POINTS = random.Random(7).sample(range(6, STEPS * BATCHES - 6), 20)  # micro-batches at which a run is ended
 SIGNALS = [signal.SIGKILL, signal.SIGTERM]
 CASES = [
-    pytest.param(point, SIGNALS[i % 2], marks=[] if i < 2 else [pytest.mark.slow]) for i, point in enumerate(POINTS)
+    pytest.param(point, SIGNALS[i % 2], marks=[] if i < 1 else [pytest.mark.slow]) for i, point in enumerate(POINTS)
 ]
 
 

@@ -159,11 +159,7 @@ def state_of(path: Path) -> dict[str, Any]:
 
 
 def tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield a checkpoint's tensors, one at a time and on every process in the same order.
-
-    Raises:
-        ValueError: a shard cannot be read.
-    """
+    """Yield a checkpoint's tensors, on every process in the same order; refuse a shard that cannot be read."""
     index = read_checked(path / INDEX)
     shards: dict[str, Any] = {}
     for shard in index["shards"]:

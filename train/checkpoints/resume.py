@@ -17,8 +17,8 @@ from train.config import TrainerConfig
 from train.losses import ObjectiveConfig
 
 STEERING = (
-    "steps", "lr", "lr_width", "min_lr", "warmup", "betas", "momentum", "weight_decay", "clip", "precision",
-    "micro_tokens", "spike",
+    "steps", "lr", "lr_width", "min_lr", "warmup", "cooldown", "betas", "momentum", "weight_decay", "clip",
+    "precision", "micro_tokens", "spike",
 )  # fmt: skip
 SHOWN = 60  # characters of a value in a message
 
@@ -108,11 +108,7 @@ def restore(state: TrainState, path: Path) -> None:
 
 
 def kept_weights(path: Path) -> dict[str, Tensor]:
-    """Return a checkpoint's weights to evaluate and to save: the average's if there is one.
-
-    Raises:
-        ValueError: one cannot be read.
-    """
+    """Return a checkpoint's weights to evaluate and to save, the average's if it has one; refuse unreadable ones."""
     weights: dict[str, dict[str, Tensor]] = {"weight": {}, "average": {}}
     for name, value in format.tensors(path):
         kind, parameter, _ = split(name)

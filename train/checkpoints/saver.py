@@ -72,11 +72,7 @@ class Saver:
         self._thread.shutdown()
 
     def newest(self) -> Path | None:
-        """Return the newest good checkpoint, None if there are no checkpoints; warn of newer damaged ones.
-
-        Raises:
-            ValueError: all checkpoints are damaged.
-        """
+        """Return the newest good checkpoint, None without any; warn of newer damaged ones, and refuse if all are."""
         control = self.control
         paths = [Path(path) for path in control.share([str(path) for path in format.checkpoints(self.folder)])]
         wrong: list[str] = []

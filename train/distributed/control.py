@@ -40,12 +40,7 @@ SLOW = 5.0  # seconds of waiting for another process after which it is logged
 
 
 def on_main(accelerator: Accelerator, action: Callable[[], None]) -> None:
-    """Run an action on the main process alone; if it fails with a user's error, every process exits.
-
-    Raises:
-        ValueError: the action's error, on the main process.
-        SystemExit: on the others.
-    """
+    """Run an action on the main process alone; a user's error is a ValueError there, and the others exit."""
     failed: list[Any] = [None]
     if accelerator.is_main_process:
         try:
@@ -264,12 +259,7 @@ class ProcessControl:
             log.warning(text)
 
     def refuse(self, text: str) -> None:
-        """Exit on every process with a one-line error.
-
-        Raises:
-            ValueError: on the main process.
-            SystemExit: on the others.
-        """
+        """Exit on every process with a one-line error: a ValueError on the main one, status 2 on the others."""
         raise ValueError(text) if self.rank == 0 else SystemExit(2)
 
     @contextmanager

@@ -6,6 +6,7 @@ The command then runs again inside each process.
 import ctypes
 import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -41,12 +42,7 @@ def is_main() -> bool:
 
 
 def check_mode() -> None:
-    """In a process that a launcher has started: refuse a multirun, and end with the launcher.
-
-    Raises:
-        ValueError: each of the processes would do all the runs by itself.
-        SystemExit: the launcher has died already.
-    """
+    """In a process that a launcher has started: refuse a multirun, which each would do, and end with the launcher."""
     if not launched():
         return
     if HydraConfig.get().mode == RunMode.MULTIRUN:
@@ -58,11 +54,7 @@ def check_mode() -> None:
 
 
 def missing(launcher: LauncherConfig) -> bool:
-    """Whether the launcher's processes have still to be started.
-
-    Raises:
-        ValueError: they run on several nodes, and the address of the main one is missing.
-    """
+    """Whether the launcher's processes are still to be started; refuse several nodes without the main one's address."""
     if launched() or (launcher.slurm is None and launcher.world == 1):
         return False
     if launcher.num_nodes > 1 and launcher.main_process_ip is None and launcher.slurm is None:
@@ -80,10 +72,7 @@ def leaves(launcher: LauncherConfig) -> bool:
 def end_with_parent() -> None:
     """Have Linux send this process a SIGTERM when its launcher dies: a killed launcher cannot forward a signal.
 
-    Does nothing in a process that no launcher started: its shell may exit before it.
-
-    Raises:
-        SystemExit: the launcher has died already.
+    Does nothing in a process that no launcher started: its shell may exit before it. One whose launcher has died exits.
     """
     if sys.platform == "linux" and ("TORCHELASTIC_RUN_ID" in os.environ or PARENT in os.environ):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -126,18 +115,29 @@ def command(launcher: LauncherConfig, script: str, overrides: list[str]) -> list
     return [*words, "--multi_gpu", script, *overrides]
 
 
+def by_hand(launcher: LauncherConfig, script: str, overrides: list[str]) -> str | None:
+    """Return a line with what to start on each of several nodes; None where one command starts all processes."""
+    if launcher.num_nodes == 1 or launcher.slurm is not None:
+        return None
+    words = shlex.join(["python", script, *(word for word in overrides if word != "plan=true")])
+    ranks = f"NODE_RANK=N, from 0 to {launcher.num_nodes - 1}"
+    return f"on each node, with {ranks}, and the address of node 0: MASTER_ADDR=ADDRESS NODE_RANK=N {words}"
+
+
 def start(launcher: LauncherConfig, script: str, overrides: list[str]) -> int:
     """Start the processes; return the status of the first that failed, else 0, or 0 once they are queued in SLURM."""
     os.environ["PYTHONPATH"] = os.pathsep.join([str(IMPORTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     if launcher.slurm is not None:
         return submit(launcher, launcher.slurm, script, overrides)
     from accelerate.commands import launch as accelerate
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.agent.server import api as agent
+    from torch.distributed.elastic.multiprocessing import api as elastic
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     os.environ[PARENT] = str(os.getpid())
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # what waits for a lost process ends, at the latest
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its report is printed below
+    for module in (agent, elastic):
+        module.logger.setLevel(logging.CRITICAL)  # what it reports is printed below
     before = {number: signal.getsignal(number) for number in HANDLED}
     try:
         accelerate.launch_command(accelerate.launch_command_parser().parse_args(command(launcher, script, overrides)))
@@ -146,7 +146,7 @@ def start(launcher: LauncherConfig, script: str, overrides: list[str]) -> int:
         if first.exitcode != REPORTED:
             sys.stderr.write(f"error: process {rank} ended with status {first.exitcode}\n")
         return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
-    except SignalException as error:  # its processes have got the signal
+    except elastic.SignalException as error:  # its processes have got the signal
         return 128 + error.sigval.value
     finally:
         for number, handler in before.items():

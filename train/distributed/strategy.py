@@ -190,10 +190,7 @@ def prepare(
 ) -> Strategy:
     """Prepare `loss`, the module to call, whose `head` is trained, by `launcher.strategy`.
 
-    Gradients are clipped to the norm `clip` in DeepSpeed's step.
-
-    Raises:
-        ValueError: the library silently did something else.
+    Gradients are clipped to the norm `clip` in DeepSpeed's step. Refuse a library that silently does something else.
     """
     if launcher.strategy == "ddp":
         return Strategy(accelerator, loss, make)

@@ -18,8 +18,10 @@ SCRIPTS = {
     "generate": "inference/run.py",
     "publish": "train/publish.py",
     "doctor": "train/publish.py",
+    "audit": "eval/run.py",
 }
-CONFIGS = {name: name for name in SCRIPTS} | {"doctor": "publish"}
+CONFIGS = {name: name for name in SCRIPTS} | {"doctor": "publish", "audit": "eval"}
+PLAIN = {"doctor": ("doctor",), "audit": ("audit", "baseline")}  # keys of the first words, which may come without
 
 
 def main() -> None:
@@ -35,8 +37,10 @@ def main() -> None:
         print(f"error: headstart has no command {name}: {meant}", file=sys.stderr)
         raise SystemExit(2)
     else:
-        if name == "doctor" and words and "=" not in words[0] and not words[0].startswith("-"):
-            words[0] = f"doctor={words[0]}"
+        for i, (key, word) in enumerate(zip(PLAIN.get(name, ()), words, strict=False)):
+            if word.startswith("-") or re.match(r"[\w.]+=", word):
+                break
+            words[i] = f"{key}={word}"
         sys.argv[1:] = words
         os.environ["HEADSTART_PROGRAM"] = f"headstart {CONFIGS[name]}"  # for the examples of its help
         runpy.run_path(str(ROOT / SCRIPTS[name]), run_name="__main__")
@@ -46,7 +50,7 @@ def overview() -> str:
     """Return a line for each sub-command: what it does, from its YAML."""
     lines = []
     for name, config in CONFIGS.items():
-        about = r"^doctor: null # (.*)" if name == "doctor" else r"^# python [^:]*: (.*)"
+        about = rf"^{name}: null # (.*)" if name in PLAIN else r"^# python [^:]*: (.*)"
         first = re.search(about, (ROOT / "conf" / f"{config}.yaml").read_text(encoding="utf-8"), re.MULTILINE)
         lines.append(f"  {name:9} {first[1] if first else ''}")
     return "\n".join(["headstart COMMAND [OVERRIDES], and headstart COMMAND --help", "", *lines])

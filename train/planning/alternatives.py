@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from hydra import compose
 
+from eval.measures.serving import is_served
 from eval.report.reading import read_report
 from eval.report.view import results_of
 from heads import head_config
@@ -18,13 +19,14 @@ from train.config import RunConfig
 from train.losses import ObjectiveConfig
 from train.planning.plan import plan_inputs, sized, work
 
+FREE = "suffix"  # drafts from text, by engines too, and is cheap to try (docs/choosing.md)
 SERVED = "eagle3"  # the head that all engines serve (docs/heads.md, "Which head")
 
 
 class Outcome(NamedTuple):
-    """What a run's head reached: its kind, the target's fingerprint, the speedup at temperature 0, training seconds.
+    """What a run's head reached: its kind, the target's fingerprint, the speedup at temperature 0, the training.
 
-    `high` is the upper end of the speedup's interval, or the speedup where it has none.
+    `high` is the upper end of the speedup's interval, or the speedup where it has none; `seconds` are of `steps`.
     """
 
     head: str
@@ -32,17 +34,19 @@ class Outcome(NamedTuple):
     speedup: float
     high: float
     seconds: float
+    steps: int
 
     def __str__(self) -> str:
         """Describe it."""
-        return f"{self.head} reached {self.speedup:.2f}x in {self.seconds:,.0f} s of training"
+        return f"{_named(self.head)} reached {self.speedup:.2f}x in {self.seconds:,.0f} s of training"
 
 
 def outcomes(out: Path) -> Iterator[Outcome]:
     """Yield what the head of a run reached, by its report; nothing where that is missing or damaged."""
     try:
         report, head = read_report(out / "report.json"), kind_of(out / "head")
-        seconds = json.loads((out / "training.json").read_text())["seconds"]
+        cost = json.loads((out / "training.json").read_text())
+        seconds, steps = cost["seconds"], cost["steps"]
     except (OSError, ValueError, KeyError):
         return
     for result in results_of(report):
@@ -50,19 +54,29 @@ def outcomes(out: Path) -> Iterator[Outcome]:
         greedy = (row["drafter"], row["temperature"], row["batch_size"]) == (head, 0, 1)
         if trusted and greedy and row.get("speedup") is not None:
             high = (row["speedup_ci"] or [row["speedup"]])[-1]
-            yield Outcome(head, report["target"].get("fingerprint", ""), row["speedup"], high, seconds)
+            yield Outcome(head, report["target"].get("fingerprint", ""), row["speedup"], high, seconds, steps)
 
 
 def worth_trying(run: RunConfig) -> str | None:
-    """Return a line that compares a run with other heads of its target; None where its report has no speedup.
+    """Return a line on what else to try for a run's target; None where its report has no speedup.
 
-    Runs in the folders beside it are evidence. Without a better one among them it names the first head of
-    docs/heads.md that none of them has, at the cost of the plan.
+    It compares the head with others, and names the draft source that costs no training but an evaluation.
     """
-    out = Path(run.out)
-    mine = next(outcomes(out), None)
+    mine = next(outcomes(Path(run.out)), None)
     if mine is None:
         return None
+    return (
+        f"{_other_heads(run, mine)}; {FREE} needs no training: python eval/run.py run={run.out} drafter=[head,{FREE}]"
+    )
+
+
+def _other_heads(run: RunConfig, mine: Outcome) -> str:
+    """Return the comparison of a head with those of the runs in the folders beside it, by their reports.
+
+    Without a better one among them it names the first head of docs/heads.md that none of them has, at the cost of the
+    plan for all of the run's steps, of which its patience may have left out some.
+    """
+    out = Path(run.out)
     others = [
         outcome
         for report in sorted(out.parent.glob("*/report.json"))
@@ -76,10 +90,16 @@ def worth_trying(run: RunConfig) -> str | None:
     favoured, _ = best_head(run.model.path, run.model.shape, run.model.trust_remote_code)
     measured = {mine.head, *(outcome.head for outcome in others)}
     if untried := [head for head in (favoured, SERVED) if head not in measured]:
-        seconds = mine.seconds * _operations(_with_head(run, untried[0])) / _operations(run)
+        all_steps = mine.seconds / mine.steps * run.trainer.steps
+        seconds = all_steps * _operations(_with_head(run, untried[0])) / _operations(run)
         why = "docs/heads.md favours" if untried[0] == favoured else "all engines serve"
-        return f"{mine}; {why} {untried[0]}, about {seconds:,.0f} s by the plan: head={untried[0]}"
+        return f"{mine}; {why} {_named(untried[0])}, about {seconds:,.0f} s by the plan: head={untried[0]}"
     return f"{mine}; none of the {len(measured)} heads that are measured here is clearly faster"
+
+
+def _named(head: str) -> str:
+    """Return a head's kind, with a remark where no engine serves it."""
+    return head if is_served(head) else f"{head} (which no serving engine loads)"
 
 
 def _with_head(run: RunConfig, head: str) -> RunConfig:

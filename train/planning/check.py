@@ -7,20 +7,20 @@ from typing import Any
 import torch
 
 from data.features.store import FeatureStore
-from data.text.prompts import locate
-from data.text.sources import check_source, check_sources
+from data.text.prompts import first_samples, locate
+from data.text.sources import check_name, check_source, check_sources, open_source
 from eval.config import eval_config
 from eval.inputs.runs import find_heads
 from eval.measures.results import LIVE
 from heads import HEADS
+from heads.base import shape_of
 from heads.common.files import check_writable
 from heads.common.target_config import check_rows, context_of
 from heads.common.untrusted import regular
 from heads.formats.hub import kind_of, resolve_head
 from heads.mtp import Mtp
 from inference.target import adapter
-from inference.target.embeddings import layer_shape
-from inference.target.loading import AS_IT_IS, check_method, configuration
+from inference.target.loading import AS_IT_IS, check_method, configuration, load_tokenizer
 from train.config import RunConfig
 from train.distributed import processes
 from train.planning.trace import Embeddings
@@ -56,6 +56,17 @@ def check_settings(run: RunConfig) -> None:
         find_heads(run.compare)
         eval_config(**evaluation(run))
     check_start(run.peft, run.init, run.model.where.placement)
+
+
+def check_first_records(run: RunConfig) -> None:
+    """Refuse data that is not there, or whose first records cannot be trained on; asks and downloads nothing."""
+    for name in filter(None, [*run.data.paths, run.data.prompts]):
+        check_name(name)
+    local = [name for name in run.data.paths if Path(name).expanduser().exists()]
+    if local and Path(run.model.path).is_dir():
+        tokenizer = load_tokenizer(run.model.path, run.model.trust_remote_code)
+        for name in local:
+            first_samples(open_source(name, run.data.split), run.data, tokenizer)
 
 
 def check_out(out: Path, *, replaces: bool) -> None:
@@ -100,7 +111,7 @@ def check_target(run: RunConfig) -> None:
     text: Any = config.get_text_config()
     with torch.device("meta"):
         embeddings = Embeddings(
-            text.hidden_size, text.vocab_size, text.num_hidden_layers, layer_shape(text), torch.float32
+            text.hidden_size, text.vocab_size, text.num_hidden_layers, shape_of(text), torch.float32, text
         )
         kind: Any = HEADS[run.head.name]
         kind(run.head, embeddings)

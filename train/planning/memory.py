@@ -59,19 +59,12 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """The memory of a device or a node.
+    """The memory of a device or a node."""
 
-    Attributes:
-        process: bytes that a process takes before it loads anything.
-        resident: sizes by name.
-        stages: temporary sizes by stage and name.
-        evaluation: sizes of the final evaluation by name, in place of all the others but the process's.
-    """
-
-    process: int
-    resident: dict[str, Size]
-    stages: dict[str, dict[str, Size]]
-    evaluation: dict[str, Size]
+    process: int  # bytes that a process takes before it loads anything
+    resident: dict[str, Size]  # sizes by name
+    stages: dict[str, dict[str, Size]]  # temporary sizes by stage and name
+    evaluation: dict[str, Size]  # sizes of the final evaluation by name, in place of all the others but the process's
 
     def asked(self) -> int:
         """Return the bytes that are asked for at once at most."""
@@ -132,7 +125,7 @@ def moments_of(trace: Trace, muon: bool) -> float:
 
 def target_state(
     shape: TargetShape, layout: Layout, layers: int, item: int, device: int = 0
-) -> tuple[dict[str, Size], int, int]:
+) -> tuple[dict[str, Size], dict[str, Size], int]:
     """Return the target's memory: on a device of a node, gathered there during a forward pass, and on the host.
 
     `layers` are the bytes of all layers, 0 where they are not loaded; `item` those of a value of embedding and lm_head,
@@ -153,7 +146,7 @@ def target_state(
         held["target: its own part of these"] = blocks(item * shape.embeddings // parts)
     if there:
         held["target: layers"] = Counter(large=there)
-    return held, gathered, host
+    return held, {"target: gathered layers": Counter(large=gathered)} if gathered else {}, host
 
 
 def pass_stage(
@@ -202,22 +195,7 @@ def measure_stage(
     """
     return {
         "τ: decoding copy of the head": blocks((item + (4 if heap else 0)) * trace.whole),
-        "τ: keys and values": blocks(
-            shape.cache(2 * tokens, item) // layout.shared
-        ),  # a buffer doubles when it is full
+        # A buffer doubles when it is full.
+        "τ: keys and values": blocks(shape.cache(2 * tokens, item) // layout.shared),
         "τ: pass over a prompt": blocks(shape.working(tokens, tokens, item, trace.feature_layers, layout.shared)),
     }
-
-
-def evaluation_state(shape: TargetShape, layout: Layout, weight: float, item: int, device: int) -> dict[str, Size]:
-    """Return the memory of the target in the evaluation; a value of its layers has `weight` bytes, others `item`."""
-    held, gathered, _ = target_state(shape, layout, int(weight * shape.inner), item, device)
-    return held | ({"target: gathered layers": Counter(large=gathered)} if gathered else {})
-
-
-def write_stage(trace: Trace) -> dict[str, Size]:
-    """Return the host's memory while the head is written: its weights, a head of them, and the file, in fp32 each.
-
-    The gradients are gone by then, and count as resident.
-    """
-    return {"head: weights, a copy of it, its file": trace.weights + trace.weights}

@@ -5,8 +5,10 @@ Each assumption is a key of conf/device or stands in docs/training_plan.md.
 """
 
 import os
+import time
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +32,8 @@ GIB = 2**30
 DEVICES = ROOT / "conf" / "device"
 ROW_BYTES = 9  # a packed token: its number, its document, its mask
 SAFE = 0.9  # of a device's memory that micro-batches are sized for: what is measured may be a tenth above the plan
+SHARE = 1 / 3  # of a training's time, that its evaluation takes at most
+SIDE = 1024  # of the matrices by which a CPU's operations a second are measured
 HOST_BASE = 1.5  # GiB of host memory of a process with torch's CUDA libraries
 
 
@@ -86,10 +90,7 @@ def by_driver_name(driver: str) -> DeviceConfig | None:
 def resolved(device: DeviceConfig, requested: str | None) -> DeviceConfig:
     """Return a device with its type and memory filled in, where they are null by this machine's.
 
-    `requested` is the run's `model.device`, None for torch's default device.
-
-    Raises:
-        ValueError: `device` and the requested device are of different types.
+    `requested` is the run's `model.device`, None for torch's default device; one of another type is refused.
     """
     kind = torch.device(requested or default_device()).type if device.type is None else device.type
     if requested is not None and torch.device(requested).type != kind:
@@ -192,15 +193,15 @@ def device_use(inputs: PlanInputs, main: bool, number: int) -> MemoryUse:
         resident |= host_state(inputs)
         if inputs.job.autocast or inputs.item == 2:
             resident["code of products in bf16"] = Counter(large=memory.COMPILED)
-        stages["writing the head"] = memory.write_stage(traced)
-    whole = {"target: gathered layers": Counter(large=gathered)} if gathered else {}
+        # In fp32 each; the gradients are gone by then, and count as resident.
+        stages["writing the head"] = {"head: weights, a copy of it, its file": traced.weights + traced.weights}
     if inputs.layers and run.features.runs_target:
-        stages["target's pass"] = whole | memory.pass_stage(
+        stages["target's pass"] = gathered | memory.pass_stage(
             shape, layout, tokens, length, inputs.item, traced.feature_layers, several
         )
     if (main or layout.where.together) and run.trainer.eval_prompts and inputs.layers:
         reach = length + run.trainer.eval_tokens
-        stages["measuring τ"] = whole | memory.measure_stage(shape, layout, traced, reach, inputs.item, inputs.heap)
+        stages["measuring τ"] = gathered | memory.measure_stage(shape, layout, traced, reach, inputs.item, inputs.heap)
     evaluation = evaluation_use(inputs, number) if main or layout.where.together else {}
     return MemoryUse(round(inputs.device.context_gb * GIB), resident, stages, evaluation)
 
@@ -212,7 +213,8 @@ def evaluation_use(inputs: PlanInputs, number: int) -> dict[str, Size]:
         return {}
     gate = inputs.item if run.eval.gate_dtype == AUTO else DTYPES[run.eval.gate_dtype].itemsize
     weight = QUANTIZED.get(run.model.quantize or "", float(gate))
-    return memory.evaluation_state(inputs.shape, inputs.layout, weight, gate, number)
+    held, gathered, _ = memory.target_state(inputs.shape, inputs.layout, int(weight * inputs.shape.inner), gate, number)
+    return held | gathered
 
 
 def spare_use(inputs: PlanInputs, number: int) -> MemoryUse:
@@ -268,11 +270,15 @@ def device_memories(inputs: PlanInputs) -> list[DeviceMemory]:
 
 
 def disk(inputs: PlanInputs) -> dict[str, int]:
-    """Return the bytes of checkpoints, of the saved head, and of a feature store of all tokens."""
+    """Return the bytes of the target, of checkpoints, of the saved head, and of a feature store of all tokens."""
     run, shape = inputs.run, inputs.shape
     # The best one too, and one that is being written.
     checkpoints = run.trainer.keep + (2 if run.trainer.eval_prompts else 1)
-    sizes = {"checkpoints": checkpoints * state_bytes(inputs), "head": 4 * inputs.traced.whole}
+    sizes = {
+        "target, in 16 bits": 2 * shape.parameters,
+        "checkpoints": checkpoints * state_bytes(inputs),
+        "head": 4 * inputs.traced.whole,
+    }
     if run.features.mode in ("stored", "hybrid"):
         row = size(shape.width, run.features.dtype)
         last = row if run.features.teacher == "state" else run.features.k * TOP_BYTES
@@ -301,6 +307,17 @@ def work(inputs: PlanInputs) -> dict[str, Any]:
     return cost | {"gpu_hours": hours, "hours": hours / inputs.layout.world}
 
 
+@cache
+def cpu_tflops(bf16: bool) -> float:
+    """Return the 10^12 operations a second of this CPU's threads in a product of matrices, the best of some."""
+    matrix, seconds = torch.ones(SIDE, SIDE, dtype=torch.bfloat16 if bf16 else torch.float32), []
+    for _ in range(5):
+        begin = time.perf_counter()
+        torch.mm(matrix, matrix)
+        seconds.append(time.perf_counter() - begin)
+    return 2 * SIDE**3 / min(seconds) / 1e12
+
+
 def plan(run: RunConfig) -> dict[str, Any]:
     """Return the plan of a run: counts, bytes, floating-point operations, hours, and the memory of every device.
 
@@ -309,7 +326,10 @@ def plan(run: RunConfig) -> dict[str, Any]:
     """
     run = sized(run)
     inputs = plan_inputs(run)
+    if inputs.heap and inputs.device.tflops is None and run.device.type is None:
+        inputs = inputs._replace(device=replace(inputs.device, tflops=cpu_tflops(inputs.job.autocast)))
     traced, shape, devices = inputs.traced, inputs.shape, device_memories(inputs)
+    loaded, _, _ = memory.target_state(shape, inputs.layout, inputs.layers, inputs.item)
     return {
         "target_parameters": shape.parameters,
         "active_parameters": shape.active + shape.embeddings,
@@ -319,7 +339,9 @@ def plan(run: RunConfig) -> dict[str, Any]:
         "tokens": run.trainer.steps * run.trainer.batch_tokens,
         "micro_tokens": run.trainer.micro_tokens,
         "peak_bytes": max(device.peak for device in devices),
+        "loaded_bytes": memory.total(loaded),
         **work(inputs),
+        "evaluation_minutes": run.eval.minutes if run.eval.prompts else 0.0,
         "devices": devices,
         "host": None if inputs.heap else host_use(inputs),
         "disk": disk(inputs),

@@ -7,12 +7,11 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
-from heads.base import LayerShape
+from heads.base import LayerShape, shape_of
 from heads.common.target_config import UNFIT, cache_argument, experts_of, read_target_config, reason
 from inference.target.attention import packing
 from inference.target.cache import recurrence
 from inference.target.config import ModelConfig
-from inference.target.embeddings import layer_shape
 
 QUANTIZED = {"int8": 1.0, "torchao_int8": 1.0, "bnb_int8": 1.0, "bnb_nf4": 0.56}  # bytes a weight, scales included
 
@@ -69,15 +68,11 @@ class TargetShape:
 
 
 def configuration(model: ModelConfig) -> PretrainedConfig:
-    """Return a target's configuration: from its folder, from what was downloaded, from `shape`, or from the Hub.
-
-    Raises:
-        ValueError: it can be read from none of them.
-    """
+    """Return a target's configuration, from its folder, the cache, `shape` or the Hub; refuse one that none has."""
     try:
         return read_target_config(model.path, model.trust_remote_code, cached_alone=True)
-    except ValueError as error:
-        why = str(error)
+    except ValueError:
+        pass
     shape = dict(model.shape or {})
     if shape.pop("of", None) == model.path:
         try:
@@ -88,9 +83,9 @@ def configuration(model: ModelConfig) -> PretrainedConfig:
             ) from error
     try:
         return read_target_config(model.path, model.trust_remote_code)
-    except ValueError:
+    except ValueError as error:
         raise ValueError(
-            f"model.path={model.path}: its configuration cannot be read ({why}), and model.shape is not of it; give "
+            f"model.path={model.path}: its configuration cannot be read ({error}), and model.shape is not of it; give "
             "a folder that holds its config.json, or its values as model.shape, with of: the path"
         ) from None
 
@@ -113,7 +108,7 @@ def target_shape(model: ModelConfig) -> TargetShape:
     inner = {name: p.numel() for name, p in built.named_parameters() if id(p) not in embeddings}
     experts = sum(count for name, count in inner.items() if ".experts." in name)
     available, chosen = experts_of(text) or (1, 0)
-    layer = layer_shape(text)
+    layer = shape_of(text)
     expert = getattr(text, "moe_intermediate_size", None) or layer.intermediate_size
     is_recurrent = recurrence(text, torch.nn.ModuleList()) is not None
     caching, states = cached(built) if is_recurrent else (text.num_hidden_layers, 0)

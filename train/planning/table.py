@@ -16,8 +16,9 @@ from inference.target.placement import TOGETHER
 from train.config import RunConfig, checked
 from train.planning.choice import in_words
 from train.planning.memory import MemoryUse, total
-from train.planning.plan import GIB, DeviceMemory, plan, sized
+from train.planning.plan import GIB, SHARE, DeviceMemory, plan, sized
 
+SHOWN = 2**20 / 20  # bytes: what is less would read as nothing
 PRUNED = 32000  # EAGLE-3's draft vocabulary
 # The values of features=stored; where the store lies is of no matter to a plan.
 STORED = "features.mode=stored features.on_missing=fail features.path=store"
@@ -45,8 +46,10 @@ def table(run: RunConfig, planned: dict[str, Any]) -> Group:
         "micro_tokens",
     ):
         totals.add_row(name.replace("_", " "), f"{planned[name]:,}")
-    for name, size in planned["disk"].items():
-        totals.add_row(f"disk: {name}", gib(size))
+    sizes = {f"disk: {name}": size for name, size in planned["disk"].items()}
+    for name, size in {"loaded of the target by each process": planned["loaded_bytes"], **sizes}.items():
+        if size >= SHOWN:
+            totals.add_row(name, gib(size))
     totals.add_row("operations, target and head", f"{planned['target_flops']:.2g} + {planned['head_flops']:.2g}")
     for line in _hours(planned):
         totals.add_row(*line)
@@ -72,11 +75,22 @@ def _hours(planned: dict[str, Any]) -> list[tuple[str, str]]:
     device = planned["device"]
     if "gpu_hours" not in planned:
         return [("hours", f"not known: device={device['name']} has no peak; give device.tflops")]
-    what = f"at an assumed {device['mfu']:.0%} of {device['tflops']:g} TFLOP/s ({device['name']})"
-    lines = [(f"GPU hours, {what}", f"{planned['gpu_hours']:,.1f}"), ("hours", f"{planned['hours']:,.1f}")]
+    what = f"at an assumed {device['mfu']:.0%} of {device['tflops']:.3g} TFLOP/s ({device['name']})"
+    bound = ", at least" if device["type"] == "cpu" else ""  # small products and a shared machine are slower
+    lines = [(f"time{bound}, {what}", _time(planned["hours"]))]
+    if device["type"] != "cpu":
+        lines.insert(0, ("GPU hours", f"{planned['gpu_hours']:,.1f}"))
+    if planned["evaluation_minutes"] != 0:
+        minutes = planned["evaluation_minutes"] or 60 * SHARE * planned["hours"]
+        lines.append(("then the final evaluation, at most about", _time(minutes / 60)))
     if "gpu_hours_of_extraction" in planned:
         lines.append(("GPU hours of the extraction, elsewhere", f"{planned['gpu_hours_of_extraction']:,.1f}"))
     return lines
+
+
+def _time(hours: float) -> str:
+    """Format a time in hours, minutes or seconds."""
+    return f"{hours:,.1f} h" if hours >= 1 else f"{60 * hours:.0f} min" if hours >= 1 / 30 else f"{3600 * hours:.0f} s"
 
 
 def _grouped(devices: list[DeviceMemory]) -> Iterator[tuple[str, DeviceMemory]]:
@@ -96,11 +110,13 @@ def _memory_table(title: str, use: MemoryUse, peak: int) -> Table:
     shown = _table(title)
     shown.add_row("process", gib(use.process))
     for name, size in use.resident.items():
-        shown.add_row(name, gib(size.total()))
+        if size.total() >= SHOWN:
+            shown.add_row(name, gib(size.total()))
     for stage, sizes in use.stages.items():
         shown.add_row(f"while: {stage}", gib(sum(size.total() for size in sizes.values())), style="bold")
         for name, size in sizes.items():
-            shown.add_row(f"  {name}", gib(size.total()))
+            if size.total() >= SHOWN:
+                shown.add_row(f"  {name}", gib(size.total()))
     if use.evaluation:
         shown.add_row("then: final evaluation, all else freed", gib(total(use.evaluation)), style="bold")
         for name, size in use.evaluation.items():

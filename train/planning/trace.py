@@ -53,7 +53,10 @@ def times(size: Size, factor: int | float) -> Size:
 class Embeddings:
     """Embedding and lm_head of a target that is not loaded: its shapes, and weights without values."""
 
-    def __init__(self, width: int, vocab: int, layers: int, layer: LayerShape, dtype: torch.dtype) -> None:
+    def __init__(
+        self, width: int, vocab: int, layers: int, layer: LayerShape, dtype: torch.dtype, config: Any = None
+    ) -> None:
+        self.config = config
         self.hidden_size, self.vocab_size, self.num_layers, self.layer = width, vocab, layers, layer
         self.weight = torch.empty(vocab, width, dtype=dtype)
         self.some: Tensor | None = None

@@ -6,11 +6,13 @@ from typing import Annotated
 
 from huggingface_hub.utils._validators import validate_repo_id
 
-from heads.common.ranges import Count, NewTokens, Number, OneOf
+from data.answers.client import check_url
+from heads.common.ranges import Count, NewTokens, Number, OneOf, Positive
 from heads.formats.hub import REPO
 from heads.formats.published.export import assert_known
 from inference.target.config import DTYPES
 
+CHECKPOINT = "checkpoint"  # the format of a whole target
 TAG = re.compile(r"\w[\w.-]*(?<!\.lock)(?<!\.)")
 
 
@@ -29,6 +31,7 @@ class PublishConfig:
     verify_tokens: NewTokens
     tag: str | None
     format: str | None
+    base: str | None
     target: str | None
     gguf: str | None
     dtype: Annotated[str, OneOf(tuple(DTYPES))]
@@ -38,14 +41,45 @@ class PublishConfig:
         if not REPO.fullmatch(self.repo):
             raise ValueError(f"repo is {self.repo!r}: give OWNER/NAME")
         validate_repo_id(self.repo)  # the Hub's own rules, such as on length and doubled signs
-        if self.format is not None:
+        if self.format == CHECKPOINT:
+            if self.out is None or not self.dry_run:
+                raise ValueError(
+                    "format=checkpoint writes a folder as large as the target's and uploads nothing: give out=FOLDER "
+                    "and dry_run=true"
+                )
+        elif self.format is not None:
             assert_known(self.format)
+        if self.base is not None and (self.format is not None or not REPO.fullmatch(self.base)):
+            raise ValueError(
+                f"base is {self.base!r}: give OWNER/NAME, the head on the Hub that this run adapted, and no format: "
+                "engines read whole heads"
+            )
         if (self.format == "gguf") != (self.gguf is not None):
             raise ValueError(
                 "format=gguf and gguf=FILE go together: the head's file has the tokenizer of its target's GGUF file"
             )
         if self.tag is not None and (not TAG.fullmatch(self.tag) or ".." in self.tag or self.tag == "main"):
             raise ValueError(f"tag is {self.tag!r}: give letters, digits, '.', '_' and '-', such as v1, or null")
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """The running server whose head is replaced by the one that was written; conf/publish.yaml explains each key."""
+
+    link: str | None
+    command: str | None
+    url: str
+    start_s: Positive
+    passes: Count
+    minutes: Positive
+
+    def __post_init__(self) -> None:
+        check_url("serve.url", self.url)
+        if (self.link is None) != (self.command is None):
+            raise ValueError(
+                "serve.link and serve.command go together: the link that the server loads its head from, and what "
+                "starts it again"
+            )
 
 
 @dataclass(frozen=True)

@@ -26,16 +26,19 @@ from heads.common.errors import one_line
 from heads.common.files import last_good, replacing
 from heads.common.resolvers import ROOT
 from heads.common.untrusted import parse_json, parse_yaml, parsed_file
+from heads.formats import lora
 from heads.formats.custom_generate import bundle
-from heads.formats.hub import on_hub, target_path
+from heads.formats.hub import REPO, base_head, on_hub, target_path
 from heads.formats.published import gguf
 from heads.formats.published.export import Served, export
 from heads.formats.store import CONFIG, WEIGHTS, load_head, read_config, read_tensors
+from heads.mtp import Mtp
 from inference.target.config import DTYPES
 from inference.target.embeddings import TargetEmbeddings
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
 from train.release.card import Facts, card
+from train.release.checkpoint import stitch
 from train.release.config import PublishConfig
 from train.release.doctor import TEMPLATE
 from train.release.hub import files_of
@@ -45,12 +48,15 @@ log = logging.getLogger(__name__)
 TOKENIZER = "tokenizer_reference.json"
 COPIED = ("config.yaml", "report.json", "report.md", "report.html", PROFILE, SCHEDULE)
 READ = (*COPIED, "provenance.json", METRICS, "prompts.jsonl")  # all of a run, besides its head
-FILES = (CONFIG, WEIGHTS, gguf.FILE, TOKENIZER, "README.md", *COPIED, "plots/*", f"{bundle.FOLDER}/*")  # patterns
+TENSORS = (WEIGHTS, gguf.FILE, *lora.FILES)
+FILES = (CONFIG, *TENSORS, TOKENIZER, "README.md", *COPIED, "plots/*", f"{bundle.FOLDER}/*")  # patterns
 TOKEN = re.compile(r"\bhf_(?:(?:jwt|oauth)_[\w.-]{20,}|[A-Za-z0-9]{20,})")
 
 
-def write_folder(run: Path, out: Path, config: PublishConfig) -> None:
-    """Write the folder. The head's files lie at its top, so that the folder, and so the repository, loads as a head.
+def write_folder(run: Path, out: Path, config: PublishConfig) -> Facts:
+    """Write the folder, and return what its card is made of.
+
+    The head's files lie at its top, so that the folder, and so the repository, loads as a head.
 
     Raises:
         ValueError: the head or a file beside it is a link or damaged, cannot take the format, or holds a token of the
@@ -69,12 +75,12 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> None:
     with exported(head, config) as source:
         files: dict[str, str | bytes] = {TOKENIZER: json.dumps(reference, indent=2) + "\n"}
         files |= {name: (run / name).read_text(encoding="utf-8") for name in COPIED if (run / name).is_file()}
-        files |= bundle.files(content["head"]["name"])
+        files |= {} if config.base else bundle.files(content["head"]["name"])  # which reads whole heads
         files[CONFIG] = (source / CONFIG).read_text(encoding="utf-8")
         facts = Facts(
             config, content, served=json.loads(files[CONFIG]), tokenizer_sha256=reference["tokenizer_sha256"],
             report=read_report(report) if report.is_file() else {}, provenance=provenance,
-            settings=_read(run / "config.yaml", parse_yaml),
+            settings=_read(run / "config.yaml", parse_yaml), base_id=base_id(name),
         )  # fmt: skip
         try:
             files |= card(facts)
@@ -88,8 +94,9 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> None:
                 for name, data in files.items():
                     (new / name).parent.mkdir(exist_ok=True)
                     (new / name).write_bytes(data if isinstance(data, bytes) else _safe(run, name, data).encode())
-                for weights in (source / name for name in (WEIGHTS, gguf.FILE) if (source / name).is_file()):
+                for weights in (source / name for name in TENSORS if (source / name).is_file()):
                     shutil.copyfile(weights, new / weights.name)
+            return facts
         except OSError as error:
             raise OSError(
                 f"{out}: could not be written ({one_line(error)}); free space, or give another out"
@@ -125,6 +132,13 @@ def tokenizer_sha256(model: str) -> str | None:
     return content_hash(local) if local.is_file() else None
 
 
+def base_id(model: str) -> str | None:
+    """Return the Hub's id by which the config.json of a target's folder calls it; None where it has none."""
+    file = Path(target_path(model)) / CONFIG
+    name = _read(file, parse_json).get("_name_or_path") if file.is_file() else None
+    return name if isinstance(name, str) and REPO.fullmatch(name) and not Path(name).exists() else None
+
+
 def portable(text: str) -> str:
     """Return the text without this machine's paths: the checkout's are relative, the home is ~."""
     home = Path.home()
@@ -149,18 +163,26 @@ def _read(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
 
 @contextmanager
 def exported(head: Path, config: PublishConfig) -> Iterator[Path]:
-    """Provide the folder of a head in the configured format within the block, the head's own without one.
+    """Provide a head's folder in the configured format, or as the adapter of its base, within the block; else its own.
 
     Raises:
         ValueError: the target cannot be loaded or is another, or the format cannot hold this head.
     """
-    if config.format is None:
+    if config.format is None and config.base is None:
         yield head
         return
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "head"
+        if config.format is None:
+            _write_adapter(head, config, folder)
+        else:
+            _write_export(head, config, config.format, folder)
+        yield folder
+
+
+def _write_export(head: Path, config: PublishConfig, form: str, folder: Path) -> None:
     spec = read_config(head)["target"]
-    path = config.target or target_path(spec["name"])
-    target = _load(path, spec.get("adapter"))
-    _assert_plain(target.embeddings, path)
+    path, target = _target_of(head, config)
     name = spec["name"] if on_hub(spec["name"]) else path
     served = Served(
         name=name if on_hub(name) else Path(name).name,
@@ -168,12 +190,55 @@ def exported(head: Path, config: PublishConfig) -> Iterator[Path]:
         dtype=DTYPES[config.dtype],
         draft_tokens=config.draft_tokens,
     )
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "head"
-        export(load_head(head, target.embeddings, target.spec), config.format, served, folder)
-        if config.gguf is not None:
-            gguf.write(folder, Path(config.gguf).expanduser())
-        yield folder
+    export(load_head(head, target.embeddings, target.spec), form, served, folder)
+    if config.gguf is not None:
+        gguf.write(folder, Path(config.gguf).expanduser())
+
+
+def _write_adapter(head: Path, config: PublishConfig, folder: Path) -> None:
+    """Write a run's head as the adapter of its base on the Hub; refuse a run that adapted none by LoRA."""
+    base, spec = str(config.base), read_config(head)["target"]
+    peft = _read(head.parent / "provenance.json", parse_json).get("peft")
+    rank = peft.get("rank") if isinstance(peft, dict) else None
+    if not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"base={base}: {head.parent} has not adapted a head by peft=lora; publish it without base")
+    target = _load(config.target or target_path(spec["name"]), spec.get("adapter"))
+    trained: Any = load_head(head, target.embeddings, target.spec)
+    before = base_head(base, trained.config, target.embeddings, target.spec)
+    files = lora.adapter_files(base, before.state_dict(), trained.state_dict(), rank)
+    folder.mkdir()
+    for name, data in {**files, CONFIG: (head / CONFIG).read_bytes()}.items():
+        (folder / name).write_bytes(data)
+
+
+def stitched(run: Path, out: Path, config: PublishConfig) -> None:
+    """Write format=checkpoint; refuse a head or a target that is not of the kind."""
+    folder = last_good(run / "head")
+    _refuse_links([folder, folder / CONFIG, folder / WEIGHTS])
+    spec = read_config(folder)["target"]
+    path, target = _target_of(folder, config)
+    trained, given = tokenizer_sha256(spec["name"]), tokenizer_sha256(path)
+    if trained is not None and given not in (None, trained):
+        raise ValueError(f"target={path}: its tokenizer.json is not that of {spec['name']}, which the head is for")
+    if spec.get("adapter"):
+        raise ValueError(
+            f"format=checkpoint: the head is for {spec['name']} with adapter {spec['adapter']}; merge the adapter into "
+            "a checkpoint and train on that"
+        )
+    head = load_head(folder, target.embeddings, target.spec)
+    if not isinstance(head, Mtp):
+        kind = read_config(folder)["head"]["name"]
+        raise ValueError(f"format=checkpoint: not one of a head of kind {kind}; give a run of head=mtp")
+    stitch(head, path, out)
+
+
+def _target_of(head: Path, config: PublishConfig) -> tuple[str, Target | EmbeddingsOnly]:
+    """Return the path of a head's target, and the target; refuse one whose tables are scaled."""
+    spec = read_config(head)["target"]
+    path = config.target or target_path(spec["name"])
+    target = _load(path, spec.get("adapter"))
+    _assert_plain(target.embeddings, path)
+    return path, target
 
 
 def _load(path: str, adapter: str | None) -> Target | EmbeddingsOnly:

@@ -20,7 +20,9 @@ from huggingface_hub.utils._paths import filter_repo_objects
 from huggingface_hub.utils.sha import git_hash
 
 from data.text.files import content_hash
-from heads.formats.hub import TRANSPORT, hub_errors
+from heads.common.connection import TRANSPORT
+from heads.common.progress import waiting
+from heads.formats.hub import hub_errors
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -94,21 +96,18 @@ def push(folder: Path, repo: Repository, ours: Sequence[str], api: HfApi) -> str
         created = api.create_commit(repo.name, operations, commit_message=MESSAGE, parent_commit=now)
         return str(created.oid)
 
-    with hub_errors(repo.name, "uploading"):
+    size = sum((folder / name).stat().st_size for name in names)
+    with waiting(f"uploading {size / 1e6:,.0f} MB to {repo.name}"), hub_errors(repo.name, "uploading"):
         retried(lambda: api.preupload_lfs_files(repo.name, adds, free_memory=False))
         return retried(commit)
 
 
 @contextmanager
 def downloaded(folder: Path, repo: str, commit: str, api: HfApi) -> Iterator[Path]:
-    """Provide a commit's files within the block, once every one of them has been compared with the uploaded folder's.
-
-    Raises:
-        ValueError: the download fails, or something came back different.
-    """
+    """Provide a commit's files within the block, once each is compared with the uploaded one; refuse a difference."""
     with tempfile.TemporaryDirectory() as temporary:
         back, names = Path(temporary), files_of(folder)
-        with hub_errors(repo, "downloading for verification"):
+        with waiting(f"downloading {repo} again"), hub_errors(repo, "downloading for verification"):
             retried(lambda: api.snapshot_download(repo, revision=commit, local_dir=back, allow_patterns=names))
         for name in names:
             if not (back / name).is_file() or content_hash(back / name) != content_hash(folder / name):
@@ -117,11 +116,7 @@ def downloaded(folder: Path, repo: str, commit: str, api: HfApi) -> Iterator[Pat
 
 
 def set_tag(repo: str, tag: str, commit: str, api: HfApi) -> None:
-    """Set a tag on a commit.
-
-    Raises:
-        ValueError: the Hub refuses, or cannot be reached for some time, or another commit got the tag meanwhile.
-    """
+    """Set a tag on a commit; refuse if the Hub does, or if another commit got the tag meanwhile."""
     with hub_errors(repo, f"setting the tag {tag}"):
         # exist_ok: an earlier attempt whose response was lost has set it.
         retried(lambda: api.create_tag(repo, tag=tag, revision=commit, exist_ok=True))

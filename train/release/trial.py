@@ -46,8 +46,7 @@ class Trial:
     def check(self, folder: Path, complaint: str, remedy: str = "") -> str:
         """Decode with the head of another folder, and return a message of its τ.
 
-        Raises:
-            ValueError: the tokens or the accepted drafts differ; in one line of complaint, difference and remedy.
+        Refuse other tokens or accepted drafts in one line of complaint, difference and remedy.
         """
         generations = self._decode(load_found(folder, self.target.embeddings, self.target.spec))
         tau, before = (metrics.acceptance(results).tau or 0.0 for results in (generations, self.reference))
@@ -64,11 +63,7 @@ class Trial:
 
 
 def begin(run: Path, config: PublishConfig) -> Trial | str:
-    """Decode with the run's own head, or return the reason why that is not possible here.
-
-    Raises:
-        ValueError: the head is for another target.
-    """
+    """Decode with the run's own head, or return why that is not possible here; refuse another target's head."""
     head, file = last_good(run / "head"), own_prompts(str(run))
     if not config.verify_prompts:
         return "verify_prompts=0"
@@ -89,7 +84,8 @@ def begin(run: Path, config: PublishConfig) -> Trial | str:
     trained = load_found(head, target.embeddings, target.spec)
     if config.format is not None:
         trained = trained.to(dtype=DTYPES[config.dtype])
-    return Trial(target, prompts, tree, config.verify_tokens, trained, exact=config.format is None)
+    exact = config.format is None and config.base is None
+    return Trial(target, prompts, tree, config.verify_tokens, trained, exact=exact)
 
 
 def _target(path: str, adapter: str | None) -> Target | str:

@@ -24,7 +24,7 @@ COST = ("head", "parameters", "tokens", "GFLOP", "seconds")
 
 def sweeping() -> bool:
     """Whether this run is one of a multirun."""
-    return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
+    return HydraConfig.initialized() and bool(HydraConfig.get().mode == RunMode.MULTIRUN)
 
 
 def check(prompts: int, *, waits: bool) -> None:

@@ -1,6 +1,5 @@
 """A draft head's folder or repository, read for a model: config.json and model.safetensors, which are data."""
 
-import hashlib
 import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +15,10 @@ from heads.formats.published import read_published
 from heads.formats.published.files import config_of, is_published, without_prefix
 from heads.formats.published.plan import Source
 from heads.formats.store import CONFIG, WEIGHTS, read_config, read_head
-from heads.formats.weights import read_weights
+from heads.formats.weights import FEW, digest, read_weights
 
 DEFAULT = 4  # tokens drafted at once where neither the call nor the folder says how many
 ENDLESS = 64  # `max_depth` of heads that draft on from their own states, which says nothing of how many are worth it
-FEW = 16  # values of each of the model's parameters that headstart's fingerprint reads
 
 
 class Head(NamedTuple):
@@ -104,7 +102,7 @@ def _check_target(where: str, target: dict[str, Any], model: PreTrainedModel, em
     if not wrong and plain and target.get("adapter") is None and ":" not in fingerprint:
         parameters = text_parameters(model)
         on_device = all(parameter.device.type != "meta" for parameter in parameters.values())
-        if on_device and _digest(parameters) != fingerprint:
+        if on_device and digest({name: p.detach().flatten()[:FEW] for name, p in parameters.items()}) != fingerprint:
             wrong = ["weights"]
     if wrong:
         raise ValueError(
@@ -120,11 +118,3 @@ def text_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
         return parameters
     text = {name: value for name, value in parameters.items() if name.startswith((tower, "lm_head."))}
     return {name.replace(tower, "model."): value for name, value in text.items()}
-
-
-def _digest(parameters: dict[str, nn.Parameter]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(parameters):
-        few = parameters[name].detach().flatten()[:FEW].to(torch.bfloat16).cpu()
-        digest.update(name.encode() + few.view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()[:32]

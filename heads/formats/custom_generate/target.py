@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
-from heads.base import Features, LayerShape
+from heads.base import Features, shape_of
 from heads.common.target_config import cache_argument, logit_factor
 
 LAST = -1
@@ -37,7 +37,8 @@ class Embeddings:
     """The model's embedding and lm_head, and its sizes."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        config = model.config.get_text_config()
+        self.config: Any = model.config.get_text_config()
+        config = self.config
         self.embedding: Any = model.get_input_embeddings()
         self.lm_head: Any = model.get_output_embeddings()
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
@@ -45,13 +46,7 @@ class Embeddings:
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = self.lm_head.weight.shape[0]
         self.num_layers: int = config.num_hidden_layers
-        heads: int = config.num_attention_heads
-        self.layer = LayerShape(
-            heads,
-            getattr(config, "num_key_value_heads", None) or heads,
-            getattr(config, "head_dim", None) or config.hidden_size // heads,
-            getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size,
-        )
+        self.layer = shape_of(config)
         self.context: int = getattr(config, "max_position_embeddings", None) or 2**31
         self.device: torch.device = model.device
         self._some: tuple[Tensor, Callable[[Tensor], Tensor]] | None = None

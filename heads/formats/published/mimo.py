@@ -39,6 +39,8 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
     unbiased = source._replace(tensors={name: source.tensors[name] for name in source.tensors.keys() - zero})
     config = {
         "qk_norm": f"{LAYER}self_attn.q_norm.weight" in source.tensors,
+        "layer": "llama",
+        "raw_state": False,
         "feature_layers": None,
         "lm_head": "shared",
         **decoder(unbiased, LAYER, embeddings),
@@ -49,7 +51,7 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
 
 def engines(source: Export) -> Foreign:
     """Return the head for vLLM and SGLang; refuse options that they do not run."""
-    source.refuse(feature_layers=None, lm_head="shared", draft_vocab=None)
+    source.refuse(layer="llama", raw_state=False, feature_layers=None, lm_head="shared", draft_vocab=None)
     if source.form == "sglang":
         source.refuse(qk_norm=False)
     config = {

@@ -189,11 +189,7 @@ def save_skips(path: Path, content: SkipFile) -> None:
 
 
 def load_skips(path: Path, target: Target) -> SkipFile:
-    """Read the file of a search.
-
-    Raises:
-        ValueError: there is none, it is damaged, or it is of another target.
-    """
+    """Read the file of a search; refuse a missing or damaged one, and another target's."""
     remedy = "search again with eval/search_skips.py"
     try:
         content: Any = parse_json(regular(path).read_bytes())

@@ -27,6 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from heads import rows
 from heads.base import Level
+from heads.common.files import last_good
 from heads.common.ranges import Count
 from heads.common.typed import typed
 from heads.formats import store
@@ -192,12 +193,8 @@ def save_streams(folder: Path, config: Streams.Config, weights: dict[str, Tensor
 
 
 def load_streams(run: Path, target: Target) -> Streams:
-    """Load the streams of a run, or of their own folder, for decoding: in the target's dtype, on its device, frozen.
-
-    Raises:
-        ValueError: there are none, they are damaged or of another target: one line with the remedy.
-    """
-    folder = run / KIND if store.last_good(run / KIND).is_dir() else run
+    """Load a run's streams, or those of a folder, to decode with; refuse missing, damaged and another target's."""
+    folder = run / KIND if last_good(run / KIND).is_dir() else run
     content = store.read_folder(folder, KIND, (KIND, "target"))
     store.assert_same_target(folder, typed(TargetSpec, content["target"]), target.spec)
     try:

@@ -21,6 +21,7 @@ class Facts:
     report: dict[str, Any]
     provenance: dict[str, Any]
     settings: dict[str, Any]  # the run's config.yaml
+    base_id: str | None  # the Hub's id of a model, in the config.json of a target that is a folder
 
     @property
     def kind(self) -> str:
@@ -31,6 +32,17 @@ class Facts:
     def run(self) -> Path:
         """The run's folder."""
         return Path(self.publish.run).expanduser()
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """The head's configuration, without a limit of its vocabulary that the target's lies within."""
+        whole = (self.config["head"].get("draft_vocab") or 0) >= self.config["target"]["vocab_size"]
+        return {**self.config["head"], **({"draft_vocab": None} if whole else {})}
+
+    @property
+    def model(self) -> str | None:
+        """The target's id on the Hub: its name, or that which the config.json in its folder has; None without one."""
+        return self.base if self.hub else self.base_id
 
     @property
     def hub(self) -> bool:
@@ -57,6 +69,18 @@ class Facts:
     def mine(self) -> list[Result]:
         """Those of them that are this head's."""
         return [result for result in self.live if self.has_drafter(result.row["drafter"])]
+
+    @property
+    def drawbacks(self) -> list[str]:
+        """What the run's own report says against the head, in sentences."""
+        whole = [result for result in self.mine if result.overall and result.row.get("request_rate") is None]
+        speedups = [result.row["speedup"] for result in whole if result.row["speedup"] is not None]
+        sentences = ["It is not lossless in its own report, which therefore gives it no speedup."]
+        sentences *= any(result.failed for result in whole)
+        if speedups and max(speedups) < 1:
+            best = f"{max(speedups):.2f} times the same engine without drafts at best"
+            sentences.append(f"It is slower than decoding without it in its own report: {best}.")
+        return sentences
 
     def has_drafter(self, drafter: str) -> bool:
         """Whether a row's drafter is this head, named by its kind, and by its run too where there are several."""

@@ -18,7 +18,7 @@ def of(facts: Facts) -> ModelCardData:
     measured = results(facts)
     return ModelCardData(
         license=facts.publish.license,
-        base_model=facts.base if facts.hub else None,
+        base_model=facts.model,
         datasets=datasets(facts) or None,
         library_name="headstart",
         pipeline_tag=TASK,

@@ -62,11 +62,7 @@ CHECKS = {
 
 
 def examine(config: DoctorConfig) -> list[Finding]:
-    """Return the findings of every check on a head, in order.
-
-    Raises:
-        ValueError: there is no head, no target, or no workload of the name that is given.
-    """
+    """Return the findings of every check on a head, in order; refuse a missing head, target or workload."""
     head = examined.read(config.doctor)
     target = examined.load_target(config.target, head, config.checkup.dtype, config.checkup.measure)
     target = replace(target, sibling=config.model.sibling)

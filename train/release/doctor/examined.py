@@ -7,7 +7,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
@@ -19,7 +18,7 @@ from heads.common.errors import one_line
 from heads.common.files import last_good
 from heads.common.target_config import context_of, read_target_config
 from heads.common.untrusted import parse_yaml, parsed_file
-from heads.formats.hub import hub_errors, resolve_head, target_path
+from heads.formats.hub import downloaded, resolve_head, target_path
 from heads.formats.published import FORMATS, peagle
 from heads.formats.published.files import stored_tensors, without_prefix
 from heads.formats.published.plan import positions_of
@@ -123,8 +122,7 @@ def read(run_or_repo: str) -> Examined:
     folder = resolve_head(run_or_repo)
     local = Path(run_or_repo).expanduser().is_dir()
     if not local:
-        with hub_errors(run_or_repo, "downloading"):
-            HfApi().snapshot_download(run_or_repo, allow_patterns=list(SIDES))
+        downloaded(run_or_repo, list(SIDES))
     folders = [folder, folder.parent] if local and folder.name == "head" else [folder]
     trouble: dict[str, str] = {}
 
@@ -200,12 +198,9 @@ class Against:
 
 
 def load_target(given: str | None, head: Examined, dtype: str, measure: bool) -> Against:
-    """Load the target that is given, else the one that the head's files name, as far as it loads.
+    """Load the target that is given, else the one that the head's files name, as far as it loads; refuse to find none.
 
     Its layers are needed only to `measure`.
-
-    Raises:
-        ValueError: no target is named, or there is none.
     """
     name = given or head.said_target
     if name is None:

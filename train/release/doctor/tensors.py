@@ -68,11 +68,7 @@ def names(head: Examined, against: Against) -> Findings:
 
 
 def expected(head: Examined, against: Against) -> dict[str, tuple[int, ...]] | None:
-    """Return the shapes that config.json demands, None where config.json alone does not decide them.
-
-    Raises:
-        ValueError: config.json lacks a number that they depend on.
-    """
+    """Return the shapes that config.json demands, None where it alone does not decide; refuse one without numbers."""
     if head.form == OWN:
         if against.embeddings is None:
             return None

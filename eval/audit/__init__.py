@@ -1,0 +1,14 @@
+"""The audit of a served model: is it lossless with speculation, and how much faster is it, asked over HTTP alone.
+
+run.py          an audit from the first request to page, JSON and verdict
+ask.py          requests to both servers within a budget, and the questions that they hold
+replies.py      replies of OpenAI-compatible servers: texts, tool calls, logprobs, counts
+compare.py      greedy answers compared with the baseline's, near ties told from faults
+greedy.py       checks of greedy answers: alone, after other prompts, in conversations, at chunk borders, side by side
+properties.py   checks of what a reply must hold by itself: limits, stop strings, counts, logprobs, tool calls, schemas
+sampling.py     two-sample tests above temperature 0, and the smallest fault that they reveal
+speed.py        speedup by load, throughput against speed of one user, acceptance by position
+faults.py       faults by name, with public incidents, and which one a difference looks like
+reproduction.py a minimal reproduction as one script of the standard library
+view.py         the page and the terminal's lines
+"""

@@ -1,0 +1,201 @@
+"""Requests to both servers within a budget, and the questions that they hold."""
+
+import os
+import threading
+import time
+from collections.abc import Collection, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple, cast
+
+from data.answers.client import Client, EndpointConfig, EndpointError
+from data.text.prompts import Prompt
+from data.text.records import Record
+from eval.audit.replies import Reply, read_replies
+from eval.config import API, ClientConfig, base_url
+from eval.endpoint.client import requests_of
+from eval.endpoint.counters import Counters, read_counters
+from heads.common.progress import Bar
+from heads.common.untrusted import visible
+
+AUDITED, BASELINE = SIDES = ("audited", "baseline")
+LOGPROBS = 5  # most probable tokens asked for
+CANCEL_AFTER = 2  # events of a stream that is broken off
+GONE = ("unreachable", "timeout")
+QUESTIONS = (  # where no workload is given
+    "Explain in a few sentences why the sky is blue.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "List the planets of the solar system, each with one fact.",
+    "Translate into French: The weather is nice today and we are going to the beach.",
+    "A train leaves at 9:40 and arrives at 13:05. How long does it travel? Think step by step.",
+    "Write a short story about a lighthouse keeper who finds a letter.",
+    "What is the difference between a list and a tuple in Python?",
+    "Give me a recipe for pancakes as a numbered list.",
+    "Write a JSON object that describes a book with title, author and year.",
+    "Repeat this sentence exactly five times: the quick brown fox jumps over the lazy dog.",
+    "Who was Ada Lovelace, and what is she known for?",
+    "Write an SQL query that counts the orders of each customer.",
+    "Write a polite e-mail that moves a meeting from Monday to Thursday.",
+    "Explain recursion to a child of ten.",
+    "Name three causes of the First World War and explain one of them.",
+    "Count from one to thirty in words.",
+)
+
+
+class SpentError(Exception):
+    """The budget of requests or minutes is used up."""
+
+
+class GoneError(Exception):
+    """A server does not answer any more."""
+
+
+class Question(NamedTuple):
+    """A greedy request: its id, its path, and its fields besides those that all share."""
+
+    id: str
+    path: str
+    body: Mapping[str, Any]
+    category: str = ""
+
+    @property
+    def chat(self) -> bool:
+        """Whether it is a chat."""
+        return "messages" in self.body
+
+    @property
+    def prompt(self) -> str:
+        """Its prompt as a text."""
+        messages = self.body.get("messages")
+        return "\n".join(str(m.get("content")) for m in messages) if messages else str(self.body.get("prompt"))
+
+    def having(self, suffix: str, **fields: Any) -> "Question":
+        """Return the same question with further fields, under an id of its own."""
+        return self._replace(id=f"{self.id} {suffix}", body={**self.body, **fields})
+
+
+def ask_text(id_: str, text: str, chat: bool, *before: str, **fields: Any) -> Question:
+    """Return a question of a user's text; `before` are the messages of a conversation until then, the user's first."""
+    if not chat:
+        return Question(id_, "/completions", {"prompt": "\n\n".join([*before, text]), **fields})
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate([*before, text])]
+    return Question(id_, "/chat/completions", {"messages": messages, **fields})
+
+
+def questions_of(record: Record | Prompt, turns: str, chat: bool) -> list[Question]:
+    """Return a record's questions."""
+    return [
+        Question(request.id, request.path, request.body, request.category)
+        for request in requests_of(record, turns, chat)
+    ]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The most requests and minutes of an audit."""
+
+    requests: int
+    minutes: float
+
+
+class Side:
+    """One of both servers: its name here, its URL without the API's path, its model, and further fields of requests."""
+
+    def __init__(self, name: str, url: str, config: ClientConfig, extra: Mapping[str, Any]) -> None:
+        once = EndpointConfig(
+            model=config.model, concurrency=1, timeout=config.timeout, retries=0, backoff=0.0, max_wait=0.0,
+            max_failures=1, api_key_env=config.api_key_env, extra=config.extra,
+        )  # fmt: skip
+        key = "audit" if name == AUDITED else name
+        secret = os.environ.get(config.api_key_env)
+        self.name, self.url, self.extra = name, base_url(url), {**config.extra, **extra}
+        self.root = Client(self.url, once, secret, key, "client")
+        self.client = Client(self.url + API, once, secret, key, "client")
+        self.model, _ = self.client.served()
+
+    def counters(self) -> Counters | None:
+        """Return the server's counters, None without metrics of a known engine."""
+        try:
+            status, page = self.root.page("/metrics")
+        except EndpointError:
+            return None
+        return read_counters(page) if status == 200 else None
+
+    def alive(self) -> bool:
+        """Whether the server still answers."""
+        try:
+            return self.client.page("/models")[0] == 200
+        except EndpointError:
+            return False
+
+
+class Asker:
+    """Asks both servers; may be called from several threads.
+
+    Raises:
+        SpentError: before a request beyond the budget.
+        GoneError: a server does not answer any more. An error that a server answers with is a reply.
+    """
+
+    def __init__(self, sides: Sequence[Side], budget: Budget, settings: Mapping[str, Any], bar: Bar) -> None:
+        self.sides = {side.name: side for side in sides}
+        self.budget, self.settings, self.bar = budget, settings, bar
+        self.requests = 0
+        self.begun = time.monotonic()
+        self.lock = threading.Lock()
+
+    @property
+    def minutes(self) -> float:
+        """Minutes since the first request."""
+        return (time.monotonic() - self.begun) / 60
+
+    def ask(self, side: str, question: Question, cancel: bool = False, stream: bool = True) -> list[Reply]:
+        """Return the choices of a server's reply, one but for `n`; a reply to `cancel` is broken off."""
+        self._count()
+        server = self.sides[side]
+        streamed = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        body = {"model": server.model, **self.settings, **question.body, **streamed, **server.extra}
+        begin = time.perf_counter()
+        try:
+            events = server.client.events(question.path, body)
+            if cancel:
+                with closing(cast(Generator[Any, None, None], events)) as begun:
+                    list(islice(begun, CANCEL_AFTER))
+                return [Reply(error="cancelled")]
+            return read_replies(((time.perf_counter() - begin, event) for event in events), server.model)
+        except EndpointError as failure:
+            if failure.cause in GONE and not server.alive():
+                raise GoneError(f"a server went away: {server.url}: {failure.cause} ({failure.detail})") from failure
+            return [Reply(error=visible(f"{failure.cause}: {failure.detail}"))]
+        except ValueError as refusal:  # of the key, or of a path that a server without this feature lacks
+            return [Reply(error=visible(" ".join(str(refusal).split())))]
+
+    def one(self, side: str, question: Question, **how: bool) -> Reply:
+        """Return the only choice of a server's reply."""
+        return self.ask(side, question, **how)[0]
+
+    def all(
+        self, side: str, questions: Sequence[Question], in_flight: int, cancelled: Collection[int] = ()
+    ) -> list[Reply]:
+        """Return a server's replies to questions, `in_flight` at a time; the `cancelled` ones, by index, break off."""
+        with ThreadPoolExecutor(in_flight) as pool:
+            futures = [
+                pool.submit(self.one, side, question, cancel=i in cancelled) for i, question in enumerate(questions)
+            ]
+            try:
+                return [future.result() for future in futures]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _count(self) -> None:
+        with self.lock:
+            if self.requests >= self.budget.requests:
+                raise SpentError(f"the budget of {self.budget.requests} requests is used up")
+            if self.minutes >= self.budget.minutes:
+                raise SpentError(f"the budget of {self.budget.minutes:g} minutes is used up")
+            self.requests += 1
+            self.bar.show(min(self.requests, self.bar.pace.total))

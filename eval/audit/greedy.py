@@ -1,0 +1,177 @@
+"""Checks of greedy answers: alone, after other prompts, in conversations, at chunk borders, side by side.
+
+Each asks both servers the same questions in the same order and company; the baseline's answers are the control.
+"""
+
+import time
+from collections.abc import Collection, Sequence
+
+from eval.audit.ask import AUDITED, BASELINE, SIDES, Question, ask_text
+from eval.audit.compare import NOT_OFFERED, Audit, Finding, Timed, judged
+from eval.audit.replies import Reply
+
+Pairs = list[tuple[Question, Reply]]
+
+GROUPS = 4  # of prompts with a shared prefix, half of them in either order
+SHARED = 220  # words of that prefix
+FOLLOW_UPS = ("Say that again in other words.", "Give an example of it.")
+DIALOGUES = 4
+FILLER = "the river runs past old stone walls while light rain falls on quiet fields and far hills turn grey"
+AROUND = (-1, 0, 1, 3)  # tokens from a border
+PROBES = 4  # requests that find a prompt's length, at most
+MANY = 12  # prompts of the checks that need no more
+
+
+def identity(audit: Audit) -> Finding:
+    """Ask every question alone, twice: with cold and with warm caches, both servers in turn."""
+    pairs: Pairs = []
+    replies: dict[str, list[Reply]] = {side: [] for side in SIDES}
+    for side in SIDES:  # what a server does for its first request alone is not timed
+        audit.asker.one(side, ask_text("warm-up", "Hello", audit.chat, max_tokens=8))
+    for order in (SIDES, SIDES[::-1]):  # so that neither always comes first, while the other's memory is cold
+        for question in audit.questions:
+            for side in order:
+                replies[side].append(audit.asker.one(side, question))
+    for question, theirs, ours in zip(audit.questions * 2, replies[BASELINE], replies[AUDITED], strict=True):
+        audit.comparer.learn(question, theirs)
+        pairs.append((question, ours))
+    audit.comparer.calibrate(audit.questions)
+    audit.timings += [
+        Timed(side, 1, answers, sum(reply.latency_s for reply in answers)) for side, answers in replies.items()
+    ]
+    return judged(audit, "identity", pairs)
+
+
+def prefix_cache(audit: Audit) -> Finding:
+    """Ask x, y and x again behind a prefix that both share, and y, x, y behind another."""
+    pairs: Pairs = []
+    before: dict[str, tuple[Question, ...]] = {}
+    for group in range(GROUPS):
+        prefix = f"Notes, page {audit.seed}-{group}. {filler(SHARED, group)}\n\n"
+        tails = ("What are the notes about?", "Write the first ten words of the notes, then the last ten.")
+        x, y = (
+            ask_text(f"prefix {group}{'xy'[i]}", prefix + tail, audit.chat, max_tokens=audit.tokens)
+            for i, tail in enumerate(tails if group % 2 == 0 else tails[::-1])
+        )
+        before[x.id], before[y.id] = (x, y), (x,)
+        pairs += in_order(audit, [x, y, x])
+    return judged(audit, "prefix_cache", pairs, "stale_cache", before)
+
+
+def conversations(audit: Audit) -> Finding:
+    """Ask follow-up questions, with the baseline's answers as what was said before."""
+    pairs: Pairs = []
+    for number, question in enumerate(audit.questions[:DIALOGUES]):
+        history = [question.prompt, audit.asker.one(BASELINE, question).text]
+        for turn, follow_up in enumerate(FOLLOW_UPS, 2):
+            turned = ask_text(f"dialogue {number}, turn {turn}", follow_up, audit.chat, *history)
+            pairs += in_order(audit, [turned])
+            history += [follow_up, audit.comparer.texts.get(turned.prompt, "")]
+    return judged(audit, "conversations", pairs, "history")
+
+
+def borders(audit: Audit) -> Finding:
+    """Ask prompts whose lengths in tokens are around the borders at which engines cut prompts into chunks."""
+    pairs: Pairs = []
+    for border in audit.auditor.borders:
+        pairs += in_order(audit, around(audit, border))
+    lengths = {reply.prompt_tokens for _, reply in pairs if reply.prompt_tokens}
+    if not lengths:
+        return Finding("borders", NOT_OFFERED, "the server takes no prompts that long, or does not count their tokens")
+    finding = judged(audit, "borders", pairs, "prompt_chunk")
+    finding.summary += f"; prompts of {', '.join(map(str, sorted(lengths)))} tokens"
+    return finding
+
+
+def around(audit: Audit, border: int) -> list[Question]:
+    """Return prompts of about as many tokens as a border has, by the baseline's count; none where it does not count."""
+
+    def length(words: int) -> int | None:
+        probe = _long(audit, border, words).having("probe", max_tokens=1)
+        return audit.asker.one(BASELINE, probe).prompt_tokens
+
+    few, many = border // 4, border // 2
+    first, count = length(few), length(many)
+    if first is None or count is None or count <= first:
+        return []
+    a_word, words = (count - first) / (many - few), many
+    for _ in range(PROBES):
+        if count is None or count == border:
+            break
+        words = max(1, words + round((border - count) / a_word))
+        count = length(words)
+    return [_long(audit, border, words + more) for more in AROUND if words + more > 0] if count else []
+
+
+def side_by_side(audit: Audit) -> Finding:
+    """Ask the questions several at a time."""
+    pairs: Pairs = []
+    for size in (size for size in audit.auditor.concurrency if size > 1):
+        several = repeated(audit.questions, size)
+        pairs += together(audit, several, size)
+    if not pairs:
+        return Finding("concurrency", NOT_OFFERED, "only one request at a time was to be sent")
+    return judged(audit, "concurrency", pairs, "batch", in_flight=max(audit.auditor.concurrency))
+
+
+def cancelled(audit: Audit) -> Finding:
+    """Break off every second of the requests that are in flight together; the others are compared."""
+    size = min(8, max(audit.auditor.concurrency))
+    if size < 2:
+        return Finding("cancelled", NOT_OFFERED, "only one request at a time was to be sent")
+    several = repeated(audit.questions, 2 * size)
+    pairs = together(audit, several, size, range(1, len(several), 2))
+    return judged(audit, "cancelled", pairs, "cancelled", in_flight=size)
+
+
+def unstreamed(audit: Audit) -> Finding:
+    """Ask without streaming: the texts are the same."""
+    pairs: Pairs = []
+    for question in audit.questions[:MANY]:
+        audit.comparer.learn(question, audit.asker.one(BASELINE, question, stream=False))
+        pairs.append((question, audit.asker.one(AUDITED, question, stream=False)))
+    return judged(audit, "streaming", pairs, "streaming")
+
+
+def penalties(audit: Audit) -> Finding:
+    """Ask with penalties on tokens that the answer has already."""
+    fields = {"presence_penalty": 0.6, "frequency_penalty": 0.4}
+    pairs = in_order(audit, [question.having("with penalties", **fields) for question in audit.questions[:MANY]])
+    return judged(audit, "penalties", pairs, "penalty")
+
+
+def in_order(audit: Audit, questions: Sequence[Question]) -> Pairs:
+    """Ask both servers questions one after another; return the audited one's answers, the baseline's are learnt."""
+    for question in questions:
+        audit.comparer.learn(question, audit.asker.one(BASELINE, question))
+    return [(question, audit.asker.one(AUDITED, question)) for question in questions]
+
+
+def together(audit: Audit, questions: Sequence[Question], in_flight: int, cancel: Collection[int] = ()) -> Pairs:
+    """Ask both servers questions several at a time; return the audited one's answers that were not broken off."""
+    replies = {}
+    for side in (BASELINE, AUDITED):
+        begin = time.perf_counter()
+        replies[side] = audit.asker.all(side, questions, in_flight, cancel)
+        if not cancel:
+            audit.timings.append(Timed(side, in_flight, replies[side], time.perf_counter() - begin))
+    whole = [i for i in range(len(questions)) if i not in cancel]
+    for i in whole:
+        audit.comparer.learn(questions[i], replies[BASELINE][i])
+    return [(questions[i], replies[AUDITED][i]) for i in whole]
+
+
+def repeated(questions: Sequence[Question], count: int) -> list[Question]:
+    """Return at least so many questions: all, again and again from the first on."""
+    return [questions[i % len(questions)] for i in range(max(count, len(questions)))]
+
+
+def filler(words: int, start: int) -> str:
+    """Return a text of so many words."""
+    pieces = FILLER.split()
+    return " ".join(pieces[(start + 7 * i) % len(pieces)] for i in range(words))
+
+
+def _long(audit: Audit, border: int, words: int) -> Question:
+    text = f"Page {audit.seed}-{border}: {filler(words, border)}. Continue."
+    return ask_text(f"border {border}, {words} words", text, audit.chat, max_tokens=audit.tokens)

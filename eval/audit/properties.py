@@ -1,0 +1,315 @@
+"""Checks of what a reply must hold by itself: limits, stop strings, counts, logprobs, choices, tool calls, schemas.
+
+Both servers are asked; what the baseline does not hold either is no fault of speculation, and is said.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+
+from eval.audit.ask import AUDITED, BASELINE, Question, ask_text
+from eval.audit.compare import (
+    FAILED,
+    FAULT,
+    NEAR_TIE,
+    NOT_OFFERED,
+    PASSED,
+    Audit,
+    Difference,
+    Finding,
+    first_difference,
+    judged,
+    key_of,
+    logprobs,
+    status_of,
+)  # fmt: skip
+from eval.audit.greedy import MANY
+from eval.audit.replies import Reply
+from eval.audit.sampling import AGAIN, CHUNK, SUSPECT, words_of
+from eval.audit.sampling import MANY as MANY_EXCHANGES
+from eval.endpoint.counters import LLAMA, SGLANG, VLLM
+
+Holds = Callable[[Question, Reply, Reply], str | None]  # of the audited server's reply and the baseline's: the breach
+
+LIMITS = (1, 2, 3, 5, 8)
+FEW = 6  # questions of a check with a body of its own
+ENOUGH = 4  # words in which two answers of one seed agree
+TRIALS = 24  # of a seed
+DATE = "[0-9]{4}-[0-9]{2}-[0-9]{2}"
+GBNF = 'root ::= [0-9] [0-9] [0-9] [0-9] "-" [0-9] [0-9] "-" [0-9] [0-9]'
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 24}, "degrees": {"type": "integer"},
+                   "sunny": {"type": "boolean"}},
+    "required": ["city", "degrees", "sunny"],
+    "additionalProperties": False,
+}  # fmt: skip
+TYPES = {"city": str, "degrees": int, "sunny": bool}
+CITIES = ("Paris", "Lima", "Oslo", "Cairo", "Delhi", "Quito")
+
+
+def limits(audit: Audit) -> Finding:
+    """Ask for a few tokens: as many come, and they begin the longer answer."""
+    questions = [
+        question.having(f"of {limit} tokens", max_tokens=limit)
+        for question, limit in zip(audit.questions[:MANY], LIMITS * MANY, strict=False)
+    ]
+
+    def holds(question: Question, ours: Reply, theirs: Reply) -> str | None:
+        limit, count = question.body["max_tokens"], ours.completion_tokens
+        if ours.text == theirs.text or count is None:
+            return None  # how it is counted is a check of its own
+        if count == limit or (count < limit and ours.finish == "stop"):
+            short = theirs.text.startswith(ours.text) and ours.finish == "length"
+            return f"{limit} tokens: {ours.text!r} is cut short" if short else None
+        return f"{count} tokens where max_tokens is {limit}, finish_reason {ours.finish}"
+
+    return checked(audit, "limits", "limit", questions, holds)
+
+
+def stop_strings(audit: Audit) -> Finding:
+    """Ask to stop at a string in the middle of an answer, once with a limit just behind it."""
+    questions = []
+    for question in audit.questions[:MANY]:
+        reply = audit.comparer.answers[key_of(question)][0]
+        if (stop := stop_in(reply.text)) is not None:
+            at = question.having("with a stop string", stop=[stop])
+            questions.append(at)
+            count = audit.asker.one(BASELINE, at).completion_tokens
+            if count is not None:
+                questions.append(at.having("and a limit", max_tokens=count + 1))
+
+    def holds(question: Question, ours: Reply, theirs: Reply) -> str | None:
+        (stop,) = question.body["stop"]
+        if stop in ours.text:
+            return f"the stop string {stop!r} is in the text"
+        if theirs.finish == "stop" and ours.finish != "stop" and ours.text.startswith(theirs.text):
+            return f"finish_reason {ours.finish} where the baseline stops at {stop!r}"
+        return None
+
+    return checked(audit, "stop_strings", "stop_string", questions, holds)
+
+
+def stop_in(text: str) -> str | None:
+    """Return a word in the middle of a text that is not in it before, with the space before it."""
+    middle = len(text) // 3
+    return next(
+        (m[0] for m in re.finditer(r"\s\S{3,12}", text) if m.start() >= middle and m[0] not in text[: m.start()]), None
+    )
+
+
+def usage(audit: Audit) -> Finding:
+    """Compare the counts of tokens with the baseline's of the same text, and with the tokens listed by logprobs."""
+    questions = [question.having("with logprobs", **logprobs(question)) for question in audit.questions[:MANY]]
+
+    def holds(_: Question, ours: Reply, theirs: Reply) -> str | None:
+        if ours.prompt_tokens != theirs.prompt_tokens:
+            return f"{ours.prompt_tokens} tokens of the prompt, the baseline counts {theirs.prompt_tokens}"
+        if ours.content == theirs.content and ours.completion_tokens != theirs.completion_tokens:
+            return f"{ours.completion_tokens} tokens of the same text, the baseline counts {theirs.completion_tokens}"
+        counts = (ours.prompt_tokens, ours.completion_tokens, ours.total_tokens)
+        numbers = [count for count in counts if count is not None]
+        if len(numbers) == 3 and numbers[0] + numbers[1] != numbers[2]:
+            return f"{numbers[0]} and {numbers[1]} tokens add up to {numbers[2]}"
+        return None
+
+    return checked(audit, "usage", "usage", questions, holds)
+
+
+def logprobs_hold(audit: Audit) -> Finding:
+    """Compare the logprobs with the text, and with the baseline's of the same tokens."""
+    questions = [question.having("with logprobs", **logprobs(question)) for question in audit.questions[:MANY]]
+    tolerance = audit.comparer.near_tie
+
+    def holds(_: Question, ours: Reply, theirs: Reply) -> str | None:
+        if not theirs.tokens:
+            return None
+        if not ours.tokens:
+            return "no logprobs"
+        if written(theirs) and not written(ours):
+            return "the tokens of the logprobs are not those of the text"
+        pairs = []
+        for one, other in zip(ours.tokens, theirs.tokens, strict=False):
+            if one.text != other.text:
+                break
+            pairs.append((one.logprob, other.logprob))
+        apart = [abs(one - other) for one, other in pairs]
+        if apart and (max(apart) > tolerance or sum(apart) / len(apart) > tolerance / 4):
+            worst = apart.index(max(apart))
+            return "token {} has {:.3f} where the baseline has {:.3f}".format(worst, *pairs[worst])
+        return None
+
+    finding = checked(audit, "logprobs", "logprobs", questions, holds)
+    if finding.status == PASSED and not any(audit.comparer.explained.values()) and finding.figures.get("silent"):
+        finding.status = NOT_OFFERED
+    return finding
+
+
+def written(reply: Reply) -> bool:
+    """Whether an answer's tokens are its text."""
+    tokens = b"".join(token.text for token in reply.tokens)
+    return tokens.strip().startswith(reply.text.encode().strip())
+
+
+def choices(audit: Audit) -> Finding:
+    """Ask for two choices at temperature 0: both are the baseline's answer."""
+    pairs = []
+    for question in audit.questions[:FEW]:
+        replies = audit.asker.ask(AUDITED, question.having("twice", n=2))
+        if replies[0].error or len(replies) != 2:
+            if len(audit.asker.ask(BASELINE, question.having("twice", n=2))) != 2:
+                return Finding("choices", NOT_OFFERED, "the baseline does not answer n=2")
+            count = f"{len(replies)} choices where n is 2: {replies[0].error}"
+            return Finding("choices", FAILED, count, [_breach(question, "", "", "choices", count)])
+        pairs += [(question, reply) for reply in replies]
+    return judged(audit, "choices", pairs, "choices")
+
+
+def tool_calls(audit: Audit) -> Finding:
+    """Ask for a call of a function: it is called by its name, with arguments that its schema allows."""
+    function = {"name": "report_weather", "description": "Report the weather.", "parameters": SCHEMA}
+    tools = {
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": {"type": "function", "function": {"name": function["name"]}},
+    }
+    questions = [
+        ask_text(f"tool {city}", f"Report the weather in {city}.", True, max_tokens=4 * audit.tokens, **tools)
+        for city in CITIES
+    ]
+
+    def holds(_: Question, ours: Reply, __: Reply) -> str | None:
+        if ours.finish == "length":
+            return None
+        if len(ours.calls) != 1 or ours.calls[0][0] != function["name"]:
+            return f"no call of {function['name']}: {ours.content!r}"
+        return schema_breach(ours.calls[0][1])
+
+    return checked(audit, "tool_calls", "tool_call", questions if audit.chat else [], holds)
+
+
+def schemas(audit: Audit) -> Finding:
+    """Ask for JSON of a schema, and for text of a grammar where the engine is known: both hold."""
+    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True}}
+    texts = [f"The weather in {city} as JSON." for city in CITIES]
+    questions = [
+        ask_text(f"schema {i}", text, audit.chat, response_format=form, max_tokens=4 * audit.tokens)
+        for i, text in enumerate(texts)
+    ]
+    counters = audit.asker.sides[AUDITED].counters()
+    grammars: dict[str, dict[str, Any]] = {
+        VLLM: {"structured_outputs": {"regex": DATE}}, SGLANG: {"regex": DATE}, LLAMA: {"grammar": GBNF},
+    }  # fmt: skip
+    if counters is not None:
+        dates = [f"The date of the foundation of {city}." for city in CITIES]
+        fields = grammars[counters.engine]
+        questions += [ask_text(f"date {i}", text, audit.chat, **fields) for i, text in enumerate(dates)]
+
+    def holds(question: Question, ours: Reply, _: Reply) -> str | None:
+        if ours.finish == "length":
+            return None
+        if "response_format" in question.body:
+            return schema_breach(ours.text)
+        return None if re.fullmatch(DATE, ours.text.strip()) else f"{ours.text!r} is not of the grammar"
+
+    return checked(audit, "schemas", "schema", questions, holds)
+
+
+def schema_breach(text: str) -> str | None:
+    """Return how a text breaks the schema, None where it holds."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return f"{text!r} is no JSON"
+    if not isinstance(value, dict) or value.keys() != TYPES.keys():
+        return f"{text!r} has not the keys of the schema"
+    wrong = [key for key, kind in TYPES.items() if type(value[key]) is not kind]
+    return f"{wrong[0]} in {text!r} is no {TYPES[wrong[0]].__name__}" if wrong else None
+
+
+def seeds(audit: Audit) -> Finding:
+    """Ask twice with the same seed at temperature 1: the answers begin alike, as the baseline's do.
+
+    Where they look as if they did not, AGAIN times as many seeds are tried, and those alone decide.
+    """
+    rng = np.random.default_rng(audit.seed)
+    alike, differences = seeded(audit, range(TRIALS))
+    p = fewer(alike[AUDITED], alike[BASELINE], rng)
+    decided = p <= SUSPECT
+    if decided:
+        alike, differences = seeded(audit, range(TRIALS, (1 + AGAIN) * TRIALS))
+        p = fewer(alike[AUDITED], alike[BASELINE], rng)
+    failed = decided and p <= audit.auditor.alpha / 10
+    ours, theirs = (sum(alike[side]) / len(alike[side]) for side in (AUDITED, BASELINE))
+    summary = (
+        f"asked again with their seed, answers agree in {ours:.1f} of the first {ENOUGH} words, the baseline's in "
+        f"{theirs:.1f}"
+    )
+    return Finding("seeds", FAILED if failed else PASSED, summary, differences[:1] if failed else [], {"p": p})
+
+
+def seeded(audit: Audit, trials: range) -> tuple[dict[str, list[int]], list[Difference]]:
+    """Return in how many first words each side's two answers with a seed agree, and the audited one's changes."""
+    alike: dict[str, list[int]] = {AUDITED: [], BASELINE: []}
+    differences = []
+    for trial in trials:
+        question = audit.questions[trial % len(audit.questions)].having(
+            f"with seed {trial}", temperature=1.0, seed=audit.seed + trial, max_tokens=2 * ENOUGH
+        )
+        for side in (BASELINE, AUDITED):
+            one, other = (audit.asker.one(side, question).content for _ in range(2))
+            pairs = zip(words_of(one), words_of(other), strict=False)
+            agreeing = takewhile(lambda pair: pair[0] == pair[1], pairs)
+            alike[side].append(min(ENOUGH, sum(1 for _ in agreeing)))  # rounding parts longer ones
+            if side == AUDITED and one != other:
+                differences.append(_breach(question, other, one, "seed", "the same seed, asked again"))
+    return alike, differences
+
+
+def fewer(ones: Sequence[int], others: Sequence[int], rng: np.random.Generator) -> float:
+    """Return the p-value that the first numbers are no smaller than the others, by exchanging them."""
+    values = np.array([*ones, *others])
+    if sum(ones) >= sum(others):
+        return 1.0
+    sums = sum(
+        int((rng.permuted(np.tile(values, (CHUNK, 1)), axis=1)[:, : len(ones)].sum(1) <= sum(ones)).sum())
+        for _ in range(MANY_EXCHANGES // CHUNK)
+    )
+    return (1 + sums) / (1 + MANY_EXCHANGES)
+
+
+def checked(audit: Audit, check: str, fault: str, questions: Sequence[Question], holds: Holds) -> Finding:
+    """Return the finding on a property; a breach counts where the baseline, asked twice, holds it."""
+    counts: Counter[str] = Counter()
+    differences = []
+    error = ""
+    for question in questions:
+        theirs, ours = (audit.asker.one(side, question) for side in (BASELINE, AUDITED))
+        if theirs.error:
+            counts["not offered"] += 1
+            error = theirs.error
+            continue
+        counts["asked"] += 1
+        broken = f"it fails: {ours.error}" if ours.error else holds(question, ours, theirs)
+        if broken is None:
+            continue
+        again = audit.asker.one(BASELINE, question)
+        if any(reply.error or holds(question, reply, theirs) for reply in (theirs, again)):
+            counts["of the baseline too"] += 1
+        else:
+            look = "error" if ours.error else fault
+            differences.append(_breach(question, ours.content, theirs.content, look, broken))
+    if not counts["asked"]:
+        return Finding(check, NOT_OFFERED, f"the baseline does not offer it: {error}" if error else "no such questions")
+    summary = f"{counts['asked'] - len(differences)} of {counts['asked']} replies hold"
+    if counts["of the baseline too"]:
+        summary += f"; {counts['of the baseline too']} breaches are the baseline's too"
+    return Finding(check, status_of({FAULT: len(differences), NEAR_TIE: 0}), summary, differences)
+
+
+def _breach(question: Question, ours: str, theirs: str, fault: str, note: str) -> Difference:
+    return Difference(question, ours, theirs, first_difference(ours, theirs), None, FAULT, fault, note=note)

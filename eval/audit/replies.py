@@ -1,0 +1,161 @@
+"""Replies of OpenAI-compatible servers, streamed or whole: pure functions of their events."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from data.answers.client import EndpointError
+
+LARGEST_CHOICES = 16
+
+
+class Token(NamedTuple):
+    """A token of an answer: its bytes, its logprob, and those of the most probable tokens there by their bytes."""
+
+    text: bytes
+    logprob: float
+    top: dict[bytes, float]
+
+
+class Reply(NamedTuple):
+    """An answer; `error` is the server's, in one line, where there is none.
+
+    `calls` are tool calls, name and arguments as they were sent; `tokens` is empty without logprobs; `steps` are the
+    tokens of each event of a stream, as far as it has logprobs. Seconds are from the request on.
+    """
+
+    text: str = ""
+    calls: tuple[tuple[str, str], ...] = ()
+    finish: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    total_tokens: int | None = None
+    tokens: tuple[Token, ...] = ()
+    steps: tuple[int, ...] = ()
+    latency_s: float = 0.0
+    ttft_s: float | None = None
+    error: str = ""
+
+    @property
+    def content(self) -> str:
+        """Its text and tool calls as one text, to be compared; of an error, its line."""
+        calls = "".join(f"\n{name}({arguments})" for name, arguments in self.calls)
+        return f"[{self.error}]" if self.error else self.text + calls
+
+
+class _Choice:
+    """A choice under assembly."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.calls: dict[int, list[str]] = {}
+        self.tokens: list[Token] = []
+        self.steps: list[int] = []
+        self.finish: str | None = None
+        self.first: float | None = None
+
+    def add(self, seconds: float, choice: Mapping[str, Any]) -> None:
+        message = choice.get("delta") or choice.get("message")
+        message = message if isinstance(message, dict) else {}
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        texts = [text for text in (reasoning, message.get("content"), choice.get("text")) if isinstance(text, str)]
+        calls = message.get("tool_calls")
+        self.texts += texts
+        for position, call in enumerate(calls if isinstance(calls, list) else []):
+            self._add_call(position, call)
+        if self.first is None and (any(texts) or self.calls):
+            self.first = seconds
+        tokens = read_tokens(choice.get("logprobs"))
+        self.tokens += tokens
+        self.steps += [len(tokens)] if tokens else []
+        self.finish = choice.get("finish_reason") or self.finish
+
+    def _add_call(self, position: int, call: Any) -> None:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            return
+        index = call.get("index")
+        name_arguments = self.calls.setdefault(index if isinstance(index, int) else position, ["", ""])
+        for i, key in enumerate(("name", "arguments")):
+            name_arguments[i] += function[key] if isinstance(function.get(key), str) else ""
+
+
+def read_replies(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) -> list[Reply]:
+    """Assemble a reply's choices from its events, each with the seconds from the request to its arrival.
+
+    Raises:
+        EndpointError: an error, another model's reply, or no choice.
+    """
+    choices: dict[int, _Choice] = {}
+    usage: Mapping[str, Any] = {}
+    end, count = 0.0, 0
+    for end, event in events:
+        count += 1
+        if event.get("error") is not None:
+            raise EndpointError("error", str(event["error"]))
+        if event.get("model") != model:
+            raise EndpointError("wrong_model", f"the reply is {event.get('model')!r}'s")
+        usage = event["usage"] if isinstance(event.get("usage"), dict) else usage
+        for choice in event["choices"] if isinstance(event.get("choices"), list) else []:
+            index = choice.get("index", 0) if isinstance(choice, dict) else None
+            if not isinstance(index, int) or not 0 <= index < LARGEST_CHOICES:
+                raise EndpointError("choices", str(choice))
+            choices.setdefault(index, _Choice()).add(end, choice)
+    if not choices:
+        raise EndpointError("choices", "the reply has no choice")
+    prompt, completion, total = (_count(usage, key) for key in ("prompt_tokens", "completion_tokens", "total_tokens"))
+    return [
+        Reply(
+            "".join(choice.texts),
+            tuple((name, arguments) for name, arguments in choice.calls.values()),
+            choice.finish,
+            prompt,
+            completion,
+            total,
+            tuple(choice.tokens),
+            tuple(choice.steps),
+            end,
+            (choice.first or end) if count > 1 else None,
+        )
+        for _, choice in sorted(choices.items())
+    ]
+
+
+def _count(usage: Mapping[str, Any], key: str) -> int | None:
+    count = usage.get(key)
+    return count if isinstance(count, int) and not isinstance(count, bool) else None
+
+
+def read_tokens(logprobs: Any) -> list[Token]:
+    """Return the tokens in a choice's logprobs, in the form of chats or of completions; none of a malformed one."""
+    if not isinstance(logprobs, dict):
+        return []
+    try:
+        if isinstance(logprobs.get("content"), list):
+            return [
+                Token(_bytes(entry), _number(entry["logprob"]), _top(entry.get("top_logprobs")))
+                for entry in logprobs["content"]
+            ]
+        tops = logprobs.get("top_logprobs") or [{}] * len(logprobs["tokens"])
+        columns = zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True)
+        return [
+            Token(text.encode(), _number(value), {key.encode(): _number(lp) for key, lp in (top or {}).items()})
+            for text, value, top in columns
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return []
+
+
+def _top(entries: Any) -> dict[bytes, float]:
+    return {_bytes(entry): _number(entry["logprob"]) for entry in entries or []}
+
+
+def _bytes(entry: Mapping[str, Any]) -> bytes:
+    """Return a token's bytes, which a token of half a character has beside its text."""
+    return bytes(entry["bytes"]) if entry.get("bytes") is not None else str(entry["token"]).encode()
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, int | float) or math.isnan(value):
+        raise ValueError(f"{value!r} is no logprob")
+    return float(value)

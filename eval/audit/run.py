@@ -1,0 +1,231 @@
+"""An audit from the first request to page, JSON and verdict."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from eval.audit import greedy, properties
+from eval.audit.ask import (
+    AUDITED,
+    BASELINE,
+    QUESTIONS,
+    Asker,
+    Budget,
+    GoneError,
+    Question,
+    Side,
+    SpentError,
+    ask_text,
+    questions_of,
+)  # fmt: skip
+from eval.audit.compare import FAILED, NOT_RUN, PASSED, UNDECIDED, Audit, Comparer, Difference, Finding
+from eval.audit.faults import diagnosed
+from eval.audit.reproduction import reproduction
+from eval.audit.sampling import SETTINGS, sampling
+from eval.audit.speed import speed
+from eval.audit.view import page, terminal
+from eval.config import AuditConfig, AuditorConfig, DecodingConfig, EndpointConfig, Selection
+from eval.inputs.workloads import Workload, gathered
+from heads.common.files import write_whole
+from heads.common.progress import Bar
+from heads.common.redact import HIDDEN, SHORTEST, redacted
+from heads.common.untrusted import visible
+
+SCHEMA = 1  # of audit.json
+PROMPT = 400  # characters of a prompt
+JSON, PAGE, REPRODUCTION = "audit.json", "audit.html", "reproduce.py"
+CHECKS: dict[str, Callable[[Audit], Finding]] = {
+    "identity": greedy.identity,
+    "prefix_cache": greedy.prefix_cache,
+    "conversations": greedy.conversations,
+    "borders": greedy.borders,
+    "concurrency": greedy.side_by_side,
+    "cancelled": greedy.cancelled,
+    "streaming": greedy.unstreamed,
+    "penalties": greedy.penalties,
+    "limits": properties.limits,
+    "stop_strings": properties.stop_strings,
+    "usage": properties.usage,
+    "logprobs": properties.logprobs_hold,
+    "choices": properties.choices,
+    "tool_calls": properties.tool_calls,
+    "schemas": properties.schemas,
+    "seeds": properties.seeds,
+    **{check: partial(sampling, check=check) for check in SETTINGS},
+}
+
+
+class Verdict(NamedTuple):
+    """An audit's outcome: passed, failed or undecided, in a sentence; the fault that it looks like, or none."""
+
+    status: str
+    sentence: str
+    fault: str
+
+
+def audited(
+    served: EndpointConfig, config: AuditConfig, decoding: DecodingConfig, selection: Selection, workloads: list[str],
+    out: Path,
+) -> Verdict:  # fmt: skip
+    """Audit a server against its baseline; write audit.json, audit.html and a reproduction, and print the verdict.
+
+    Raises:
+        ValueError: a server does not answer at first, serves another model, or a workload cannot be read. A server
+            that goes away later, a budget that is used up and an interruption leave what was measured until then.
+    """
+    assert config.audit is not None
+    auditor, client = config.auditor, served.client
+    sides = [
+        Side(AUDITED, config.audit, client, {}),
+        Side(BASELINE, served.baseline or config.audit, client, auditor.plain),
+    ]
+    if sides[0].model != sides[1].model:
+        raise ValueError(
+            f"{sides[1].url} serves {sides[1].model} and {sides[0].url} {sides[0].model}: the baseline is the same "
+            "model, served under the same name (--served-model-name)"
+        )
+    questions = [question for name in workloads for question in _questions(name, selection, client.chat).prompts]
+    questions = questions or [
+        ask_text(f"built-in {i}", text, client.chat) for i, text in enumerate(QUESTIONS[: selection.prompts])
+    ]
+    settings = {"temperature": 0.0, "max_tokens": decoding.max_new_tokens, "top_p": 1.0, "seed": decoding.seed}
+    budget = Budget(auditor.requests, auditor.minutes)
+    with Bar(min(budget.requests, expected(auditor, len(questions))), "audit") as bar:
+        asker = Asker(sides, budget, settings, bar)
+        comparer = Comparer(asker, auditor.near_tie)
+        audit = Audit(asker, comparer, questions, client.chat, decoding.max_new_tokens, decoding.seed, auditor)
+        findings, ended = run(audit)
+    record = record_of(audit, findings, ended)
+    script = ""
+    if (difference := clearest(findings)) is not None:
+        script = reproduction(asker, difference, client.api_key_env, questions[: difference.in_flight - 1])
+    write(out, record, script, os.environ.get(client.api_key_env) or "")
+    for line in terminal(record):
+        print(visible(line))
+    print(visible(f"audit: {out / JSON} and {out / PAGE}"))
+    if script:
+        print(visible(f"reproduction: python {out / REPRODUCTION} {sides[0].url} {sides[1].url}"))
+    return Verdict(**record["verdict"])
+
+
+def expected(auditor: AuditorConfig, questions: int) -> int:
+    """Return about how many requests an audit takes that finds nothing."""
+    few = min(greedy.MANY, questions)
+    several = sum(2 * max(size, questions) for size in (*auditor.concurrency, 16) if size > 1)
+    return 4 * questions + several + 14 * len(auditor.borders) + 15 * few + 200 + 8 * auditor.samples * len(SETTINGS)
+
+
+def run(audit: Audit) -> tuple[list[Finding], str]:
+    """Run all checks; return their findings, and why the audit ended before its end, empty for a whole one."""
+    findings: list[Finding] = []
+    server = audit.asker.sides[AUDITED]
+    readings = [server.counters()]
+    ended = ""
+    for check, ask in CHECKS.items():
+        try:
+            findings.append(Finding(check, NOT_RUN, "the audit ended before") if ended else ask(audit))
+        except (SpentError, GoneError, KeyboardInterrupt) as end:
+            ended = str(end) or "interrupted"
+            findings.append(Finding(check, NOT_RUN, ended))
+        if len(findings) == 1:
+            readings.append(server.counters())
+    findings.append(speed(audit.timings, (readings[0], readings[-1]), audit.seed))
+    return findings, ended
+
+
+def verdict_of(findings: list[Finding], ended: str) -> Verdict:
+    """Return the outcome of all findings."""
+    failed = [finding for finding in findings if finding.status == FAILED]
+    undecided = [finding for finding in findings if finding.status == UNDECIDED]
+    count = sum(finding.status == PASSED for finding in findings if finding.check != "speed")
+    if failed:
+        names = ", ".join(finding.check for finding in failed)
+        return Verdict(FAILED, f"not lossless: {names} failed", diagnosed(findings))
+    if ended:
+        return Verdict(UNDECIDED, f"no fault in {count} checks, then {ended}", "")
+    if undecided:
+        names = ", ".join(finding.check for finding in undecided)
+        return Verdict(UNDECIDED, f"answers differ in {names}, and no logprobs say whether at near ties", "")
+    return Verdict(PASSED, f"no fault in {count} checks", "")
+
+
+def clearest(findings: list[Finding]) -> Difference | None:
+    """Return the difference that shows the verdict's fault with the largest gap, None without a fault."""
+    fault = diagnosed(findings)
+    differences = [d for finding in findings if finding.status == FAILED for d in finding.differences]
+    return max(differences, key=lambda d: (d.fault == fault, d.gap or 0.0), default=None)
+
+
+def _questions(name: str, selection: Selection, chat: bool) -> Workload[Question]:
+    def read(record: Any, turns: str) -> Iterator[Question]:
+        yield from questions_of(record, turns, chat)
+
+    def content(question: Question) -> tuple[str, str]:
+        return question.path, json.dumps(question.body, sort_keys=True)
+
+    return gathered(name, selection, read, content, lambda question: question)
+
+
+def record_of(audit: Audit, findings: list[Finding], ended: str) -> dict[str, Any]:
+    """Return audit.json."""
+    sides = audit.asker.sides
+    return {
+        "schema": SCHEMA,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "model": sides[AUDITED].model,
+        "audited": sides[AUDITED].url,
+        "baseline": sides[BASELINE].url,
+        "verdict": verdict_of(findings, ended)._asdict(),
+        "requests": audit.asker.requests,
+        "minutes": round(audit.asker.minutes, 2),
+        "settings": {
+            **asdict(audit.auditor),
+            "near_tie": audit.comparer.near_tie,
+            "max_new_tokens": audit.tokens,
+            "prompts": len(audit.questions),
+            "seed": audit.seed,
+        },
+        "findings": [finding_record(finding) for finding in findings],
+    }  # fmt: skip
+
+
+def finding_record(finding: Finding) -> dict[str, Any]:
+    """Return a finding in audit.json; of its differences the clearest few."""
+    shown = sorted(finding.differences, key=lambda d: (d.kind != "fault", -(d.gap or 0)))[:3]
+    return {
+        "check": finding.check,
+        "status": finding.status,
+        "summary": finding.summary,
+        "fault": finding.fault,
+        "figures": finding.figures,
+        "differences": [difference_record(difference) for difference in shown],
+    }
+
+
+def difference_record(difference: Difference) -> dict[str, Any]:
+    """Return a difference in audit.json; of its prompt the end."""
+    return {
+        **{key: getattr(difference, key) for key in ("kind", "at", "gap", "fault", "note", "in_flight")},
+        "id": difference.question.id,
+        "prompt": redacted(difference.question.prompt[-PROMPT:]),
+        AUDITED: difference.ours,
+        BASELINE: difference.theirs,
+        "after": [question.id for question in difference.before],
+    }
+
+
+def write(out: Path, record: dict[str, Any], script: str, key: str) -> None:
+    """Write the files, each whole or not at all, without the key; a reproduction of an earlier audit goes."""
+    texts = {JSON: json.dumps(record, indent=1, allow_nan=False), PAGE: page(record), REPRODUCTION: script}
+    for name, text in texts.items():
+        if text:
+            write_whole(
+                out / name, (text.replace(key, HIDDEN) if len(key) >= SHORTEST else text).encode(errors="replace")
+            )
+        else:
+            (out / name).unlink(missing_ok=True)

@@ -1,0 +1,83 @@
+"""Speedup by load, throughput against the speed of one user, acceptance by position, from the checks' own answers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from eval.audit.ask import AUDITED, BASELINE
+from eval.audit.compare import NOT_RUN, PASSED, Finding, Timed
+from eval.audit.replies import Reply
+from eval.endpoint.counters import Counters, between
+
+DRAWS = 2_000
+LEVEL = 95  # percent of the interval
+
+
+def speed(timings: Sequence[Timed], counters: tuple[Counters | None, Counters | None], seed: int) -> Finding:
+    """Return speedups at each number of requests in flight, and acceptance where the server counts it."""
+    loads = [load for size in sorted({t.in_flight for t in timings}) if (load := _load(timings, size, seed))]
+    figures: dict[str, Any] = {"loads": loads, **acceptance(timings, counters)}
+    if not loads:
+        return Finding("speed", NOT_RUN, "no answers of both servers were timed", [], figures)
+    texts = [
+        f"{load['speedup']:.2f}x [{load['low']:.2f}, {load['high']:.2f}] with {load['in_flight']} in flight"
+        for load in loads
+    ]
+    losing = next((load["in_flight"] for load in loads if load["high"] < 1), None)
+    figures["loses_from"] = losing
+    if losing is not None:
+        texts.append(f"speculation loses from {losing} in flight on")
+    if figures.get("tau"):
+        texts.append(f"{figures['tau']:.2f} tokens a pass")
+    return Finding("speed", PASSED, "; ".join(texts), [], figures)
+
+
+def _load(timings: Sequence[Timed], in_flight: int, seed: int) -> dict[str, Any] | None:
+    """Return both servers' speeds with so many requests in flight, and the speedup with its bootstrap interval.
+
+    The speedup is that of a user's tokens a second, by pairs of answers to the same question.
+    """
+    sides: dict[str, list[Reply]] = {BASELINE: [], AUDITED: []}
+    walls = {BASELINE: 0.0, AUDITED: 0.0}
+    for timed in timings:
+        if timed.in_flight == in_flight:
+            sides[timed.side] += timed.replies
+            walls[timed.side] += timed.wall_s
+    pairs = [
+        (ours, theirs)
+        for ours, theirs in zip(sides[AUDITED], sides[BASELINE], strict=False)
+        if (ours.completion_tokens or 0) > 0 and (theirs.completion_tokens or 0) > 0
+    ]
+    if not pairs:
+        return None
+    counts = np.array([[reply.completion_tokens for reply in pair] for pair in pairs], dtype=float)
+    seconds = np.array([[max(reply.latency_s, 1e-9) for reply in pair] for pair in pairs])
+    picks = np.random.default_rng(seed).integers(len(pairs), size=(DRAWS, len(pairs)))
+    rates = counts[picks].sum(1) / seconds[picks].sum(1)
+    low, high = np.percentile(rates[:, 0] / rates[:, 1], [50 - LEVEL / 2, 50 + LEVEL / 2])
+    users = counts.sum(0) / seconds.sum(0)
+    totals = {side: sum(r.completion_tokens or 0 for r in sides[side]) / max(walls[side], 1e-9) for side in sides}
+    return {
+        "in_flight": in_flight,
+        "requests": len(pairs),
+        "speedup": float(users[0] / users[1]),
+        "low": float(low),
+        "high": float(high),
+        "user": {AUDITED: float(users[0]), BASELINE: float(users[1])},
+        "throughput": totals,
+    }
+
+
+def acceptance(timings: Sequence[Timed], counters: tuple[Counters | None, Counters | None]) -> dict[str, Any]:
+    """Return tokens a pass and acceptance by position between two readings of the audited server's counters."""
+    before, after = counters
+    if before is None or after is None or after.drafts is None or before.engine != after.engine:
+        return {}
+    alone = [timed for timed in timings if timed.side == AUDITED and timed.in_flight == 1]
+    decoded = sum(max((reply.completion_tokens or 0) - 1, 0) for timed in alone for reply in timed.replies)
+    passes = between(before, after, decoded)
+    if not passes.steps:
+        return {}
+    depths = [count / passes.steps for count in passes.by_depth]
+    return {"tau": passes.tokens / passes.steps, "accepted_by_depth": depths}

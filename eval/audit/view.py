@@ -1,0 +1,131 @@
+"""An audit's page and its lines for a terminal: audit.json in words."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from eval.audit.ask import AUDITED, BASELINE
+from eval.audit.compare import FAILED, FAULT, NEAR_TIE, NOT_OFFERED, NOT_RUN, PASSED, UNDECIDED, UNEXPLAINED
+from eval.audit.faults import FAULTS
+
+HERE = Path(__file__).parent
+STYLE = HERE.parent / "report" / "page.css"
+SHOWN = 60  # bytes of a text around a difference in the terminal, and before it on the page
+LONG = 400
+WIDTH, HEIGHT, EDGE = 640, 260, 56  # of the plot, in its own units
+
+TITLES = {
+    "identity": "Greedy answers alone, cold and warm",
+    "prefix_cache": "x, y, x again behind a shared prefix",
+    "conversations": "Follow-up questions",
+    "borders": "Prompts at chunk borders",
+    "concurrency": "Requests side by side",
+    "cancelled": "Beside cancelled requests",
+    "streaming": "Whole replies like streamed ones",
+    "penalties": "Presence and frequency penalties",
+    "limits": "max_tokens",
+    "stop_strings": "Stop strings",
+    "usage": "Counts of tokens",
+    "logprobs": "Logprobs",
+    "choices": "Several choices (n)",
+    "tool_calls": "Tool calls",
+    "schemas": "JSON schema and grammar",
+    "seeds": "Seeds",
+    "sampling": "Sampled text at temperature 1",
+    "sampling_top_p": "Sampled text with top_p",
+    "speed": "Speed",
+}
+STATUSES = {PASSED: "passed", FAILED: "FAILED", UNDECIDED: "undecided", NOT_OFFERED: "not offered",
+            NOT_RUN: "not run"}  # fmt: skip
+KINDS = {FAULT: "a fault", NEAR_TIE: "a near tie", UNEXPLAINED: "not explained: no logprobs of the baseline's"}
+
+
+def headline(record: dict[str, Any]) -> str:
+    """Return the verdict in one sentence for everybody."""
+    verdict = record["verdict"]
+    fault = FAULTS[verdict["fault"]].what if verdict["fault"] in FAULTS else ""
+    text = {
+        PASSED: f"Lossless as far as it was checked: {verdict['sentence']}",
+        FAILED: f"NOT LOSSLESS: {fault or verdict['sentence']}",
+        UNDECIDED: f"Undecided: {verdict['sentence']}",
+    }[verdict["status"]]
+    loads = next((f["figures"].get("loads") for f in record["findings"] if f["check"] == "speed"), None)
+    return f"{text}; {loads[0]['speedup']:.2f} times as fast, one request at a time." if loads else f"{text}."
+
+
+def terminal(record: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines for a terminal."""
+    yield f"{record['model']} at {record['audited']}, against {record['baseline']}"
+    for finding in record["findings"]:
+        measured = finding["check"] == "speed" and finding["status"] == PASSED
+        status = "measured" if measured else STATUSES[finding["status"]]
+        yield f"  {status:11} {TITLES[finding['check']]}: {finding['summary']}"
+        for difference in finding["differences"] if finding["status"] == FAILED else ():
+            yield f"{'':14}{one_line(difference)}"
+            break
+    yield headline(record)
+    yield f"{record['requests']} requests in {record['minutes']:.1f} minutes"
+
+
+def one_line(difference: dict[str, Any]) -> str:
+    """Return a difference in a line: where, and what both servers wrote there."""
+    at = difference["at"]
+    if difference["note"]:
+        return f"prompt {difference['id']}: {difference['note']}"
+    ours, theirs = (difference[side].encode()[at : at + SHOWN].decode(errors="replace") for side in SIDES)
+    gap = "" if difference["gap"] is None else f", {difference['gap']:.2f} nats less likely to the baseline"
+    return f"prompt {difference['id']}, byte {at}: {ours!r} instead of {theirs!r}{gap}"
+
+
+SIDES = (AUDITED, BASELINE)
+
+
+def page(record: dict[str, Any]) -> str:
+    """Return the page, which loads nothing from anywhere; texts of servers are escaped by the template."""
+    environment = Environment(
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template("audit.html.j2").render(
+        record=record,
+        headline=headline(record),
+        fault=FAULTS.get(record["verdict"]["fault"]),
+        titles=TITLES,
+        statuses=STATUSES,
+        kinds=KINDS,
+        failed=FAILED,
+        cut=cut,
+        plot=plot(record),
+        sides=SIDES,
+        style=Markup(STYLE.read_text(encoding="utf-8")),
+    )
+
+
+def cut(text: str, at: int) -> tuple[str, str, str]:
+    """Return a text before a byte, behind it, and what follows, each as long as it is read."""
+    data = text.encode()
+    parts = (data[max(0, at - LONG) : at], data[at : at + SHOWN], data[at + SHOWN : at + SHOWN + LONG])
+    before, behind, rest = (piece.decode(errors="replace") for piece in parts)
+    return f"…{before}" if at > LONG else before, behind, rest
+
+
+def plot(record: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the curves of throughput against the speed of one user, in the plot's units; None without two loads."""
+    loads = next((f["figures"].get("loads") for f in record["findings"] if f["check"] == "speed"), None) or []
+    if len(loads) < 2:
+        return None
+    most = [max(load[key][side] for load in loads for side in SIDES) for key in ("user", "throughput")]
+    curves = []
+    for side in SIDES:
+        points = [
+            (
+                EDGE + (WIDTH - 2 * EDGE) * load["user"][side] / most[0],
+                HEIGHT - EDGE - (HEIGHT - 1.5 * EDGE) * load["throughput"][side] / most[1],
+                load["in_flight"],
+            )
+            for load in loads
+        ]
+        curves.append({"side": side, "points": points})
+    return {"width": WIDTH, "height": HEIGHT, "edge": EDGE, "most": most, "curves": curves}

@@ -1,0 +1,85 @@
+"""The connection to the Hub: without one the Hub's cache alone is asked, and what it lacks is refused at once."""
+
+import logging
+import os
+import re
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any
+
+from huggingface_hub import constants, get_session
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.file_download import repo_folder_name
+
+from heads.common.errors import one_line
+
+log = logging.getLogger(__name__)
+
+NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # of a repository; some old ones have no owner
+# The base of the transport's errors: huggingface_hub has changed its HTTP library before, this relation holds in both.
+TRANSPORT: Any = HfHubHTTPError.__bases__[0]
+PATIENCE = 3.0  # seconds that the Hub has to answer
+
+
+def check_reachable(repo: str, kind: str = "model") -> None:
+    """Have the libraries ask the Hub's cache alone, as with HF_HUB_OFFLINE=1, where the Hub cannot be reached.
+
+    Otherwise they try each file again and again, for a minute. What is no repository's name is left to them.
+
+    Raises:
+        ValueError: the cache does not hold the repository, a "model" or "dataset"; one line, without its name.
+    """
+    if not NAME.fullmatch(repo):
+        return
+    before = constants.is_offline_mode()
+    why = _unreachable()
+    if why and not _downloaded(repo, kind):
+        raise ValueError(f"neither here nor downloaded before, and {why}, or give a path of this machine")
+    if why and not before:
+        log.warning("%s is taken as it was downloaded before: %s", repo, why)
+
+
+def check_connected(repo: str) -> None:
+    """Refuse to send to a repository where the Hub cannot be reached, before anyone waits for it."""
+    if why := _unreachable():
+        raise ValueError(f"{repo}: {why}")
+
+
+def _unreachable() -> str | None:
+    """Return why the Hub is not asked, with the remedy; None where it answers."""
+    if constants.is_offline_mode():
+        chosen = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE")
+        return "HF_HUB_OFFLINE is set: unset it" if chosen else f"{constants.ENDPOINT} cannot be reached: connect"
+    failure = _failure()
+    if failure is None:
+        return None
+    constants.HF_HUB_OFFLINE = True
+    return f"{constants.ENDPOINT} cannot be reached ({failure}): connect"
+
+
+def _failure() -> str | None:
+    """Return why the Hub does not answer in time, None if it does. Looking up a name has no time limit of its own."""
+    answers: SimpleQueue[str | None] = SimpleQueue()
+
+    def ask() -> None:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=PATIENCE)
+            answers.put(None)
+        except (TRANSPORT, OSError, ValueError) as error:
+            answers.put(one_line(error))
+
+    Thread(target=ask, daemon=True).start()
+    try:
+        return answers.get(timeout=PATIENCE)
+    except Empty:
+        return f"no answer in {PATIENCE:g} s"
+
+
+def _downloaded(repo: str, kind: str) -> bool:
+    """Whether the Hub's cache holds something of a repository; of a data set `datasets` has another one, of tables."""
+    if Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repo, repo_type=kind)).is_dir():
+        return True
+    tables = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
+    plain = repo.replace("/", "").replace("_", "").lower()  # its folders are org___some_name of org/SomeName
+    return kind == "dataset" and any(folder.name.replace("_", "").lower() == plain for folder in tables.glob("*"))

@@ -1,0 +1,350 @@
+"""The audit of a served model: faults are named, clean servers pass, and bad servers end in a line."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from markupsafe import escape
+
+from eval.audit.compare import FAILED, NOT_RUN, PASSED, UNDECIDED, Finding, gap_at, penalized
+from eval.audit.faults import FAULTS, diagnosed
+from eval.audit.properties import fewer, schema_breach, stop_in
+from eval.audit.replies import Reply, Token, read_replies, read_tokens
+from eval.audit.run import JSON, PAGE, REPRODUCTION, Verdict, audited
+from eval.audit.sampling import critical, kernels_of, p_value, permuted, smallest_share
+from eval.audit.view import cut
+from eval.config import eval_config
+from tests.eval.audit_decoding import FAULTS as PLANTED
+from tests.eval.audit_proxy import FAULTS as PROXIED
+from tests.eval.audit_proxy import AuditProxy
+from tests.eval.audit_server import AuditServer
+from tests.eval.endpoint_server import MODEL
+from tests.eval.small import run_main
+
+NOISE = 0.03
+SMALL = {"prompts": 5, "max_new_tokens": 32}
+AUDITOR = {"requests": 8000, "minutes": 10.0, "concurrency": [1, 6], "borders": [512], "samples": 8,
+           "sample_tokens": 12, "near_tie": 0.5, "alpha": 0.0001, "plain": {}}  # fmt: skip
+NAMES = {"temperature": "distribution"}
+# Some that a small audit shows at once; a whole one shows all.
+QUICK = ("stale_cache", "penalty", "tool_call")
+
+
+def ask(out: Path, audit: str, baseline: str | None, whole: bool = False, **values: Any) -> tuple[Verdict, Any]:
+    """Audit a server; return the verdict and audit.json."""
+    auditor = {**AUDITOR, **({"concurrency": [1, 8], "samples": 64, "sample_tokens": 24} if whole else {})}
+    size = {"prompts": 12, "max_new_tokens": 48} if whole else SMALL
+    config = eval_config(audit=audit, baseline=baseline, **{**size, "auditor": auditor, **values})
+    verdict = audited(config, config, config, config, [], out)
+    return verdict, json.loads((out / JSON).read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def baseline() -> Iterator[AuditServer]:
+    with AuditServer(speculates=False, noise=NOISE, seed=1) as server:
+        yield server
+
+
+def statuses(record: Any) -> dict[str, str]:
+    return {finding["check"]: finding["status"] for finding in record["findings"]}
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_clean_server_passes_every_check_that_it_offers(
+    chat: bool, tmp_path: Path, baseline: AuditServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with AuditServer(speculates=True, noise=NOISE) as server:
+        client = {"model": None, "chat": chat, "timeout": 60.0, "patience": 1.0, "api_key_env": "NONE", "extra": {}}
+        verdict, record = ask(tmp_path, server.url, baseline.url, client=client)
+    assert verdict.status == PASSED
+    others = {check for check, status in statuses(record).items() if status != PASSED}
+    assert others == (set() if chat else {"tool_calls"})
+    assert not (tmp_path / REPRODUCTION).exists()
+    tau = record["findings"][-1]["figures"]["tau"]
+    assert 1.5 < tau < 4  # of drafts of three tokens
+    assert "no fault in" in capsys.readouterr().out
+    assert "Lossless as far as it was checked" in (tmp_path / PAGE).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("fault", QUICK)
+def test_a_planted_fault_is_named(fault: str, tmp_path: Path, baseline: AuditServer) -> None:
+    with AuditServer(speculates=True, fault=fault, noise=NOISE) as server:
+        verdict, record = ask(tmp_path, server.url, baseline.url)
+    assert (verdict.status, verdict.fault) == (FAILED, fault)
+    assert str(escape(FAULTS[fault].what)) in (tmp_path / PAGE).read_text(encoding="utf-8")
+    assert record["verdict"]["fault"] == fault
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [fault for fault in PLANTED if fault != "slow_concurrency"])
+def test_a_whole_audit_names_every_fault(fault: str, tmp_path: Path, baseline: AuditServer) -> None:
+    with AuditServer(speculates=True, fault=fault, noise=NOISE) as server:
+        verdict, _ = ask(tmp_path, server.url, baseline.url, whole=True)
+    assert (verdict.status, verdict.fault) == (FAILED, NAMES.get(fault, fault))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["", *PROXIED])
+def test_a_fault_that_a_proxy_plants_is_named(
+    fault: str, tmp_path: Path, baseline: AuditServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with AuditServer(speculates=True) as server, AuditProxy(server.url, fault) as proxy:
+        verdict, _ = ask(tmp_path, proxy.url, baseline.url, auditor={**AUDITOR, "samples": 24, "sample_tokens": 24})
+    assert (verdict.status, verdict.fault) == (FAILED if fault else PASSED, fault)
+
+
+@pytest.mark.slow
+def test_a_server_that_loses_under_load_is_lossless_and_said_to_lose(tmp_path: Path) -> None:
+    slow = {"pass_s": 0.002}
+    with (
+        AuditServer(speculates=True, fault="slow_concurrency", **slow) as server,
+        AuditServer(speculates=False, **slow) as plain,
+    ):
+        verdict, record = ask(tmp_path, server.url, plain.url, max_new_tokens=16)
+    speed = record["findings"][-1]
+    assert verdict.status == PASSED
+    assert speed["figures"]["loses_from"] == 6
+    assert "speculation loses from 6 in flight on" in speed["summary"]
+    assert "Throughput against the speed of one user" in (tmp_path / PAGE).read_text(encoding="utf-8")
+
+
+def test_the_reproduction_shows_the_fault_again_and_no_other(tmp_path: Path, baseline: AuditServer) -> None:
+    with AuditServer(speculates=True, fault="stale_cache", noise=0.0) as server:
+        ask(tmp_path, server.url, baseline.url)
+        script = [sys.executable, str(tmp_path / REPRODUCTION)]
+        with AuditServer(speculates=True, fault="stale_cache") as fresh, AuditServer(speculates=False) as plain:
+            shown = subprocess.run([*script, fresh.url, plain.url], capture_output=True, text=True, check=False)
+            same = subprocess.run([*script, plain.url, plain.url], capture_output=True, text=True, check=False)
+    assert (shown.returncode, same.returncode) == (1, 0), shown.stderr + same.stderr
+    assert shown.stdout.startswith("with speculation:")
+    for words, line in (([], "usage: python"), (["http://127.0.0.1:9"] * 2, "error: http://127.0.0.1:9: ")):
+        wrong = subprocess.run([*script, *words], capture_output=True, text=True, check=False)
+        assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+        assert wrong.stderr.startswith(line)
+
+
+@pytest.mark.slow
+def test_the_reproduction_of_a_seed_asks_twice(tmp_path: Path) -> None:
+    with AuditServer(speculates=True, fault="seed") as server, AuditServer(speculates=False) as plain:
+        verdict, _ = ask(tmp_path, server.url, plain.url, whole=True)
+        script = [sys.executable, str(tmp_path / REPRODUCTION)]
+        shown = subprocess.run([*script, server.url, plain.url], capture_output=True, text=True, check=False)
+        same = subprocess.run([*script, plain.url, plain.url], capture_output=True, text=True, check=False)
+    assert verdict.fault == "seed"
+    assert (shown.returncode, same.returncode) == (1, 0), shown.stderr + same.stderr
+
+
+def test_without_logprobs_a_difference_is_undecided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eval.audit.compare.logprobs", lambda _: {})
+    with (
+        AuditServer(speculates=True, fault="rejected_draft") as server,
+        AuditServer(speculates=False) as plain,
+    ):
+        config = {**AUDITOR, "requests": 32}
+        verdict, record = ask(tmp_path, server.url, plain.url, auditor=config)
+    assert verdict.status == UNDECIDED
+    assert statuses(record)["identity"] == UNDECIDED
+    assert statuses(record)["sampling"] == NOT_RUN
+    assert record["requests"] == 32
+    assert "the budget of 32 requests is used up" in verdict.sentence
+
+
+def test_a_server_that_dies_leaves_what_was_measured(
+    tmp_path: Path, baseline: AuditServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with AuditServer(speculates=True) as server:
+        events, left = server.events, threading.Semaphore(40)
+
+        def until(path: str, body: Any) -> Any:
+            if not left.acquire(blocking=False):
+                monkeypatch.setattr(server, "models", lambda: 1 / 0)
+                raise ConnectionAbortedError
+            return events(path, body)
+
+        monkeypatch.setattr(server, "events", until)
+        verdict, record = ask(tmp_path, server.url, baseline.url)
+    assert verdict.status == UNDECIDED
+    assert "a server went away" in verdict.sentence
+    assert statuses(record)["identity"] == PASSED
+    assert statuses(record)["sampling"] == NOT_RUN
+    assert "Undecided" in (tmp_path / PAGE).read_text(encoding="utf-8")
+
+
+def test_one_server_is_its_own_baseline_by_a_field_of_the_request(
+    tmp_path: Path, baseline: AuditServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with AuditServer(speculates=True, fault="logprobs", noise=NOISE) as server:
+        events = server.events
+
+        def switched(path: str, body: Any) -> Any:
+            return events(path, body) if body.get("drafts", True) else baseline.events(path, body)
+
+        monkeypatch.setattr(server, "events", switched)
+        auditor = {**AUDITOR, "plain": {"drafts": False}, "requests": 250}
+        verdict, record = ask(tmp_path, server.url, None, auditor=auditor)
+    assert record["baseline"] == record["audited"]
+    assert (verdict.status, verdict.fault) == (FAILED, "logprobs")
+
+
+def test_texts_of_a_hostile_server_and_the_key_are_not_on_the_page(
+    tmp_path: Path, baseline: AuditServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUDIT_KEY", "very-secret-key")
+    client = {"model": None, "chat": True, "timeout": 60.0, "patience": 1.0, "api_key_env": "AUDIT_KEY", "extra": {}}
+    script = "<script>alert(1)</script> \x1b[2J very-secret-key"
+
+    def hostile(path: str, body: Any) -> Any:
+        reply = {"index": 0, "message": {"content": script}, "text": script, "finish_reason": "stop"}
+        yield {"model": MODEL, "choices": [reply], "usage": {"prompt_tokens": 1, "completion_tokens": 3}}
+
+    with AuditServer(speculates=True) as server:
+        monkeypatch.setattr(server, "events", hostile)
+        verdict, _ = ask(tmp_path, server.url, baseline.url, client=client, auditor={**AUDITOR, "requests": 200})
+    assert verdict.status == FAILED
+    for name in (JSON, PAGE):
+        content = (tmp_path / name).read_text(encoding="utf-8")
+        assert "very-secret-key" not in content
+        assert name != PAGE or ("<script>" not in content and "alert(1)" in content)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["audit=http://127.0.0.1:9"], "audit needs a baseline: the same model served without speculation"),
+        (["audit=http://127.0.0.1:9", "baseline=http://127.0.0.1:9"], "audit needs a baseline"),
+        (["audit=nothing", "baseline=http://127.0.0.1:9"], "audit=nothing: give a URL such as"),
+        (["audit=http://127.0.0.1:9", "baseline=http://127.0.0.1:8"], "start the endpoint, or correct audit="),
+        (["audit=http://127.0.0.1:9", "baseline=http://127.0.0.1:8", "run=x"], "run: an audit asks a server as it is"),
+    ],
+)
+def test_wrong_use_ends_in_one_line(
+    words: list[str], line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_main(*words) == 2
+    error = capsys.readouterr().err
+    assert line in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "outputs" / "audit" / JSON).exists()
+
+
+def test_the_command_s_exit_status_is_the_verdict(tmp_path: Path, baseline: AuditServer) -> None:
+    small = ["prompts=3", "max_new_tokens=16", "auditor.samples=8", "auditor.concurrency=[1]", "auditor.borders=[64]"]
+    words = [f"baseline={baseline.url}", *small]
+    for fault, status in (("", 0), ("logprobs", 1)):
+        with AuditServer(speculates=True, fault=fault, noise=NOISE) as server:
+            assert run_main(f"audit={server.url}", *words, f"out={tmp_path}") == status
+    with AuditServer(speculates=True, noise=NOISE) as server:
+        assert run_main(f"audit={server.url}", *words, f"out={tmp_path}", "auditor.requests=8") == 3
+
+
+def token(text: str, logprob: float, **top: float) -> Token:
+    return Token(
+        text.encode(), logprob, {text.encode(): logprob, **{key.encode(): value for key, value in top.items()}}
+    )
+
+
+def test_the_gap_is_that_of_the_token_at_the_first_difference() -> None:
+    tokens = (token("a", -0.1, b=-3.0), token("bc", -0.2, bd=-0.5, x=-4.0), token("e", -0.1, f=-2.0))
+    theirs = Reply("abce", tokens=tokens)
+    assert gap_at(theirs, "abde", {}) == (2, pytest.approx(0.3))
+    assert gap_at(theirs, "abze", {}) == (2, pytest.approx(3.8))  # at least: the token is not listed
+    assert gap_at(theirs, "abc", {}) == (3, pytest.approx(1.9))  # an end
+    assert gap_at(theirs, "abcef", {}) == (4, None)  # the baseline ended, and does not say how surely
+    assert gap_at(Reply("abce"), "abde", {}) == (2, None)
+    assert gap_at(Reply("zbce", tokens=tokens), "zbde", {}) == (2, None)  # the tokens are not the text's
+    ended = Reply("abce", tokens=(*tokens, token("</s>", -0.4, g=-0.6)))
+    assert gap_at(ended, "abceg", {}) == (4, pytest.approx(0.2))
+
+
+def test_penalties_are_taken_off_logprobs_from_before_them() -> None:
+    tokens = (token("a", -0.1, b=-2.0), token("b", -1.0, a=-0.5))
+    body = {"presence_penalty": 0.6, "frequency_penalty": 0.4}
+    assert penalized(tokens, {}) == [(-0.1, tokens[0].top), (-1.0, tokens[1].top)]
+    second, top = penalized(tokens, body)[1]
+    assert (second, top[b"a"]) == (-1.0, pytest.approx(-1.5))
+    after = (token("a", -0.1, b=-2.0), token("b", -0.4, a=-0.5))
+    assert penalized(after, body)[1] == (-0.4, after[1].top)  # the choice is the most probable one: they are after
+
+
+def test_replies_are_assembled_from_their_events() -> None:
+    first = {"logprobs": {"content": [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}]}}
+    call = {"index": 0, "function": {"name": "f", "arguments": '{"a"'}}
+    more = {"index": 0, "function": {"arguments": ": 1}"}}
+    events = [
+        (0.1, {"model": "m", "choices": [{"index": 0, "delta": {"content": "a"}, **first}]}),
+        (0.2, {"model": "m", "choices": [{"index": 1, "delta": {"tool_calls": [call]}}]}),
+        (
+            0.3,
+            {"model": "m", "choices": [{"index": 1, "delta": {"tool_calls": [more]}, "finish_reason": "tool_calls"}]},
+        ),
+        (0.4, {"model": "m", "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": True}}),
+    ]
+    one, other = read_replies(events, "m")
+    assert (one.text, one.tokens, one.steps, one.ttft_s) == ("a", (Token(b"a", -0.5, {}),), (1,), 0.1)
+    assert (other.calls, other.finish, other.prompt_tokens, other.completion_tokens) == (
+        (("f", '{"a": 1}'),), "tool_calls", 3, None,
+    )  # fmt: skip
+    assert read_tokens({"tokens": ["a"], "token_logprobs": [None], "top_logprobs": [None]}) == []
+    assert read_tokens({"tokens": ["a"], "token_logprobs": [-1], "top_logprobs": [{"b": -2}]}) == [
+        Token(b"a", -1.0, {b"b": -2.0})
+    ]
+
+
+def test_samples_of_one_distribution_pass_and_others_do_not() -> None:
+    rng = np.random.default_rng(1)
+    words = np.array([f"{a} {b}" for a in "uvwxyz" for b in "stuv"])
+
+    def sampled(count: int, shift: float) -> list[str]:
+        weights = np.ones(len(words))
+        weights[0] += shift
+        return [str(text) for text in rng.choice(words, count, p=weights / weights.sum())]
+
+    ps = [p_value(kernels_of([(sampled(40, 0), sampled(40, 0))])["beginnings"], rng) for _ in range(60)]
+    assert sum(p <= 0.1 for p in ps) <= 15
+    assert min(ps) > 1e-3
+    assert p_value(kernels_of([(sampled(80, 40), sampled(80, 0))])["beginnings"], rng) < 1e-4
+    lengths = kernels_of([(["a b c"] * 30, ["a b"] * 30)])
+    assert p_value(lengths["lengths"], rng) < 1e-4
+    kernels = kernels_of([(sampled(60, 0), sampled(60, 0))])["beginnings"]
+    exceeded = (permuted(kernels, 20_000, rng) > critical(kernels, 0.01)).mean()
+    assert 0.003 < exceeded < 0.02
+    pairs = [([], [str(i)] * 50) for i in range(3)]
+    share = smallest_share(pairs, 1e-4, rng)
+    assert share is not None
+    assert share <= 0.2
+
+
+def test_the_test_of_seeds_is_one_sided_and_exact() -> None:
+    rng = np.random.default_rng(0)
+    assert fewer([4] * 8, [4] * 8, rng) == 1.0
+    assert fewer([4] * 8, [0] * 8, rng) == 1.0
+    assert fewer([0, 0], [4, 4], rng) == pytest.approx(1 / 6, rel=0.02)
+    assert fewer([0] * 24, [4] * 24, rng) < 1e-5
+
+
+def test_the_diagnosis_is_of_the_first_failure_but_for_telling_ones() -> None:
+    def finding(check: str, status: str = FAILED) -> Finding:
+        return Finding(check, status, "")
+
+    assert diagnosed([finding("identity", PASSED)]) == ""
+    assert diagnosed([finding("identity"), finding("streaming")]) == "wrong_token"
+    assert diagnosed([finding("identity"), finding("streaming", PASSED)]) == "streaming"
+    assert diagnosed([finding("tool_calls"), finding("schemas")]) == "schema"
+
+
+def test_schemas_stop_strings_and_shown_texts() -> None:
+    assert schema_breach('{"city": "Oslo", "degrees": 3, "sunny": true}') is None
+    assert "is no int" in str(schema_breach('{"city": "Oslo", "degrees": true, "sunny": true}'))
+    assert "is no JSON" in str(schema_breach('{"city": "Os'))
+    assert "keys" in str(schema_breach("[]"))
+    assert stop_in("one two three one two four") == " one"
+    assert stop_in("a") is None
+    assert cut("é" * 300, 500)[0].startswith("…")

@@ -1,0 +1,357 @@
+"""Drafters are swapped while requests are decoded: no request is lost, and no token is another."""
+
+import random
+import threading
+from collections import deque
+from dataclasses import asdict
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from heads.formats.store import save_head
+from inference import api
+from inference.batch import batch_of
+from inference.decode import Generation, Settings, speculate
+from inference.drafters.head import HeadDrafter
+from inference.drafters.plain import Plain
+from inference.protocol import Drafter
+from inference.service import ALPHA, LOOKS, Accepted, Service, is_less
+from inference.session import Session
+from inference.target.target import Target
+from inference.tree_config import TreeConfig, scheduled
+from inference.verification.sample import GREEDY, Sampling
+from tests import toys
+from tests.inference import model_free
+
+T1 = Sampling(1.0, 0, 1.0)
+# Wide enough for most of a toy's 40 tokens, so that much is accepted.
+TREES = {
+    **toys.TREES,
+    "dynamic": TreeConfig("dynamic", 2, 30, 36, [], []),
+    "static": TreeConfig("static", 0, 0, 0, [[rank] for rank in range(25)], []),
+}
+
+
+def head(name: str, target: Target, tree: str) -> HeadDrafter:
+    own: Any = toys.head(name, target)
+    return HeadDrafter(own, TREES[tree], f"{name} {tree}")
+
+
+def sources(target: Target) -> list[Drafter]:
+    """One of every way of drafting in a batch's step, and of those that go one sequence after another."""
+    own: Any = toys.head("eagle", target)
+    pausing = scheduled([(1, TREES["dynamic"]), (2, None)])
+    return [
+        head("eagle", target, "dynamic"),
+        head("medusa", target, "static"),
+        Plain(target.device),
+        head("eagle3 injected", target, "chain"),
+        HeadDrafter(own, TREES["dynamic"], "pausing", pausing),
+        model_free.make("prompt_lookup", target),
+        head("block", target, "best_first"),
+        model_free.make("suffix", target),
+        model_free.make("lookahead", target),
+    ]
+
+
+def requests(count: int, sampling: Sampling) -> tuple[list[list[int]], list[Settings]]:
+    prompts = [toys.prompt(seed, 1 + 3 * seed % 17) for seed in range(count)]
+    return prompts, [
+        Settings(8 + 7 * (seed % 5), sampling, seed=seed, rule="coupled", stop=("w1",) if seed % 4 == 3 else ())
+        for seed in range(count)
+    ]
+
+
+def alone(target: Target, count: int, sampling: Sampling) -> list[tuple[list[int], str]]:
+    prompts, settings = requests(count, sampling)
+    plain = Plain(target.device)
+    return [answer(speculate(target, plain, *one)) for one in zip(prompts, settings, strict=True)]
+
+
+def answer(generation: Generation) -> tuple[list[int], str]:
+    return generation.tokens, generation.finish
+
+
+def swapped(target: Target, drafters: list[Drafter], count: int, sampling: Sampling, every: int) -> tuple[Any, int]:
+    """Decode requests, with the next drafter in service after every few calls; return them and how many swaps."""
+    service, others, calls, swaps = Service(drafters[0]), cycle(drafters[1:] + drafters[:1]), 0, 0
+    prompts, settings = requests(count, sampling)
+
+    def reported(*_: Any) -> None:
+        nonlocal calls, swaps
+        calls += 1
+        if calls % every == 0:
+            service.swap(next(others), roll_back=False)
+            swaps += 1
+
+    return speculate(target, service, prompts, settings, reported, batch_size=3), swaps
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, T1], ids=["T0", "T1"])
+def test_swaps_between_steps_change_no_text(sampling: Sampling) -> None:
+    target = toys.target()
+    generations, swaps = swapped(target, sources(target), 8, sampling, 5)
+    assert swaps >= len(sources(target))
+    assert [answer(one) for one in generations] == alone(target, 8, sampling)
+    assert sum(map(toys.lively, (one.tokens for one in generations))) > 3
+    assert {one.finish for one in generations} == {"length", "stop"}
+    accepted = [step.accepted for one in generations for step in one.steps]
+    assert sum(accepted) > 10, "the drafts were worth nothing, so that wrong ones would not show"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [GREEDY, T1], ids=["T0", "T1"])
+def test_a_thousand_swaps_under_load(sampling: Sampling) -> None:
+    target, swaps, seed = toys.target(), 0, 0
+    expected = alone(target, 40, sampling)
+    while swaps < 1000:
+        drafters = sources(target)
+        random.Random(seed).shuffle(drafters)
+        generations, more = swapped(target, drafters, 40, sampling, 1 + seed % 4)
+        assert [answer(one) for one in generations] == expected
+        swaps, seed = swaps + more, seed + 1
+
+
+def test_one_request_goes_on_and_the_next_ones_begin_with_the_new_drafter() -> None:
+    target = toys.target()
+    (prompt, *_), settings = requests(1, GREEDY)[0], Settings(30, GREEDY)
+    service, drafter, calls = Service(Plain(target.device)), head("eagle", target, "dynamic"), 0
+
+    def on_text(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 10:
+            service.swap(drafter)
+
+    text, generation = api.generate(target, service, prompt, settings, on_text)
+    drafted = [step.drafted for step in generation.steps]
+    assert set(drafted[:8]) == {0}
+    assert min(drafted[10:-2]) > 0
+    again, generation = api.generate(target, service, prompt, settings)
+    assert again == text == api.generate(target, Plain(target.device), prompt, settings)[0]
+    assert generation.steps[0].drafted > 0
+
+
+@pytest.mark.parametrize("name", [*toys.HEAD_CONFIGS])
+def test_a_state_that_is_made_of_the_text_drafts_as_one_that_grew_with_it(name: str) -> None:
+    target = toys.target("llama", torch.float64)
+    drafter = head(name, target, "chain" if name != "medusa" else "static")
+    session = Session(target, drafter, toys.prompt(0, 9), Settings(40, GREEDY))
+    session.prefill()
+    for _ in range(10):
+        session.step()
+    grown, fresh = session.state, session.state_of(drafter)
+    assert fresh.propose(session.begin()).tree.token.tolist() == grown.propose(session.begin()).tree.token.tolist()
+
+
+@pytest.mark.parametrize("name", ["eagle", "suffix"])
+def test_in_a_batch_it_goes_on_for_the_texts_that_it_took_in(name: str) -> None:
+    """A slot is vacant at the swap, which the last sequence takes; another text's draft would be accepted less."""
+    target = toys.target("llama", torch.float64)
+
+    def drafter() -> Drafter:
+        return head("eagle", target, "dynamic") if name == "eagle" else model_free.make("suffix", target)
+
+    service = Service(Plain(target.device))
+    batch = batch_of(target, service, 4)
+    several = [
+        batch.admit(number, toys.prompt(number, 5), Settings(4 if number == 1 else 30, GREEDY)) for number in range(4)
+    ]
+    for _ in range(3):
+        batch.step()
+        batch.release()
+    service.swap(drafter())
+    for _ in range(8):
+        batch.step()
+    expected = []
+    for number in (0, 2, 3):
+        session = Session(target, Plain(target.device), toys.prompt(number, 5), Settings(30, GREEDY))
+        session.prefill()
+        for _ in range(3):
+            session.step()
+        other = drafter()
+        session.swap(other, session.state_of(other))
+        for _ in range(8):
+            session.step()
+        expected.append([(step.drafted, step.accepted) for step in session.generation.steps])
+    assert [[(step.drafted, step.accepted) for step in several[number].steps] for number in (0, 2, 3)] == expected
+    assert sum(accepted for steps in expected for _, accepted in steps) > (3 if name == "eagle" else 0)
+
+
+class Failing(Plain):
+    """Fails on texts of so many tokens or more."""
+
+    name = "failing"
+
+    def __init__(self, device: torch.device, length: int) -> None:
+        super().__init__(device)
+        self.length = length
+
+    def start(self, prompt: list[int]) -> Plain:
+        if len(prompt) >= self.length:
+            raise IndexError("row 9 of 8\nand more")
+        return self
+
+
+@pytest.mark.parametrize("length", [0, 9])
+def test_a_drafter_that_fails_is_refused_and_no_request_is_lost(length: int, caplog: pytest.LogCaptureFixture) -> None:
+    target = toys.target()
+    generations, swaps = swapped(target, [head("eagle", target, "chain"), Failing(target.device, length)], 4, GREEDY, 8)
+    assert [answer(one) for one in generations] == alone(target, 4, GREEDY)
+    assert swaps > 2
+    lines = {record.getMessage() for record in caplog.records}
+    assert lines == {"eagle chain is put back: failing fails (row 9 of 8)"}
+
+
+def test_a_drafter_that_fails_in_one_of_two_batches_is_out_of_service() -> None:
+    target = toys.target()
+    former, failing = Plain(target.device), Failing(target.device, 9)
+    service = Service(former)
+    service.swap(failing)
+    service.working = failing  # in the other batch
+    service.refuse(failing, ValueError("row 9 of 8"), former)
+    assert (service.drafter, service.working, service.proven) == (former, former, former)
+
+
+def test_a_rule_for_some_trees_alone_is_refused_before_another_tree_comes() -> None:
+    target = toys.target()
+    with pytest.raises(ValueError, match="rule=block is not for every tree"):
+        speculate(target, Service(head("eagle", target, "chain")), [[1, 2]], Settings(4, GREEDY, rule="block"))
+
+
+def test_a_tree_beyond_the_context_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    target = toys.target()
+    own: Any = toys.head("medusa", target)
+    wide = HeadDrafter(
+        own,
+        TreeConfig("static", 0, 0, 0, [[i] for i in range(13)] + [[i, j] for i in range(13) for j in range(13)], []),
+        "wide",
+    )
+    service = Service(Plain(target.device))
+    service.swap(wide)
+    made = speculate(target, service, toys.prompt(0, 5), Settings(9, GREEDY))
+    assert made.tokens == speculate(target, Plain(target.device), toys.prompt(0, 5), Settings(9, GREEDY)).tokens
+    assert "plain is put back: wide fails (wide: a tree of" in caplog.text
+
+
+def test_the_old_drafter_is_put_back_where_it_accepted_more(caplog: pytest.LogCaptureFixture) -> None:
+    target = toys.target()
+    prompts, settings = [toys.prompt(seed, 6) for seed in range(12)], Settings(8, GREEDY)
+    old, new = head("eagle", target, "dynamic"), head("eagle", target, "chain")
+    service = Service(old)
+    speculate(target, service, prompts[:10], settings, batch_size=2)
+    service.swap(new)
+    made = speculate(target, service, prompts, settings, batch_size=2)
+    assert service.drafter is old
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("eagle dynamic is put back: eagle chain accepted 0.")
+    assert made[0].steps[0].drafted == 4 < made[-1].steps[0].drafted
+    assert made[-1].tokens == speculate(target, Plain(target.device), prompts[-1], settings).tokens
+
+
+class Named(Plain):
+    """A drafter that only has a name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(torch.device("cpu"))
+        self.name = name
+
+
+def served(service: Service, means: dict[Drafter, float], count: int, random: random.Random) -> None:
+    """Let requests of many lengths and difficulties be decoded by whatever is in service."""
+    for _ in range(count):
+        passes, drafter = random.randint(5, 60), service.drafter
+        rate = means[drafter] * random.uniform(0.5, 1.5)
+        service.note(drafter, passes, max(0, round(random.gauss(rate * passes, (rate * passes) ** 0.5))))
+
+
+def put_back(seed: int, new: float) -> bool:
+    random_, old_drafter, drafter = random.Random(seed), Named("old"), Named("new")
+    service, means = Service(old_drafter), {old_drafter: 1.5, drafter: new}
+    served(service, means, 40, random_)
+    service.swap(drafter)
+    served(service, means, LOOKS[-1], random_)
+    return service.drafter is old_drafter
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(4000, marks=pytest.mark.slow)])
+def test_it_is_put_back_by_mistake_as_rarely_as_stated_and_a_worse_one_nearly_always(count: int) -> None:
+    mistakes = sum(put_back(seed, 1.5) for seed in range(count))
+    assert mistakes <= ALPHA * count + 3 * (ALPHA * count) ** 0.5
+    assert sum(put_back(seed, 1.0) for seed in range(60)) >= 57
+    assert put_back(0, 0.0)
+
+
+def test_after_its_last_look_the_new_drafter_stays() -> None:
+    drafters = [Named(name) for name in "abc"]
+    means, service, numbers = dict.fromkeys(drafters, 1.5), Service(drafters[0]), random.Random(0)
+    served(service, means, 20, numbers)
+    service.swap(drafters[1])
+    served(service, means, LOOKS[-1], numbers)
+    assert service.proven is service.drafter is drafters[1]
+    means[drafters[1]] = 0.1
+    served(service, means, 100, numbers)
+    assert service.drafter is drafters[1]
+
+
+def test_what_goes_back_is_the_last_one_that_was_proven() -> None:
+    drafters = [Named(name) for name in "abc"]
+    means, service, numbers = dict(zip(drafters, (1.5, 1.5, 0.2), strict=True)), Service(drafters[0]), random.Random(0)
+    served(service, means, 30, numbers)
+    service.swap(drafters[1])
+    served(service, means, 5, numbers)
+    service.swap(drafters[2])
+    served(service, means, 70, numbers)
+    assert service.drafter is drafters[0]
+
+
+def test_without_roll_back_it_stays() -> None:
+    drafters = [Named(name) for name in "ab"]
+    means, service, numbers = dict(zip(drafters, (1.5, 0.2), strict=True)), Service(drafters[0]), random.Random(0)
+    served(service, means, 30, numbers)
+    service.swap(drafters[1], roll_back=False)
+    served(service, means, 100, numbers)
+    assert service.drafter is drafters[1]
+
+
+def test_a_mean_over_passes_and_its_variance() -> None:
+    one = Accepted.of(deque([(10, 5), (30, 45)]))
+    assert one.mean == 1.25
+    assert one.variance == pytest.approx((7.5**2 + 7.5**2) / 40**2 * 2)
+    still = Accepted(1.0, 0.0, 8)
+    assert is_less(Accepted(0.9, 0.0, 8), still, 0.01)
+    assert not is_less(still, still, 0.01)
+    # Student's t with 7 degrees of freedom exceeds 2.998 in 1 % of cases.
+    for distance, expected in ((2.98, False), (3.01, True)):
+        assert is_less(Accepted(1 - distance, 0.5, 8), Accepted(1.0, 0.5, 8), 0.01) is expected
+
+
+def test_another_thread_may_swap() -> None:
+    target, ended = toys.target(), threading.Event()
+    service, drafters = Service(Plain(target.device)), cycle(sources(target)[:5])
+
+    def swaps() -> None:
+        while not ended.wait(0.01):
+            service.swap(next(drafters))
+
+    thread = threading.Thread(target=swaps)
+    thread.start()
+    try:
+        made = speculate(target, service, *requests(4, T1), batch_size=3)
+    finally:
+        ended.set()
+        thread.join()
+    assert [answer(one) for one in made] == alone(target, 4, T1)
+
+
+def test_another_drafter_is_loaded_for_the_same_target(tmp_path: Path) -> None:
+    target = toys.target()
+    save_head(tmp_path / "head", toys.head("eagle", target), target.spec, asdict(TREES["dynamic"]))
+    same, drafter = api.load(str(tmp_path / "head"), "tree.depth=1", target=target)
+    assert same is target
+    assert (drafter.name, drafter.tree) == (str(tmp_path / "head"), "dynamic-d1k30n36")
+    with pytest.raises(ValueError, match=r"model\.dtype is given beside a target: leave one of them out"):
+        api.load(None, "model.dtype=float32", target=target)

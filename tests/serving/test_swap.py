@@ -1,0 +1,113 @@
+"""vLLM's server on this CPU gets another head by a link and a restart: texts stay, and a worse head goes back."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.serving.conftest import command
+from tests.serving.engines import ENVIRONMENT, TARGET
+from tests.serving.test_endpoint import PATIENCE, SAID, free_port
+from train.release.config import ServeConfig
+from train.release.serve import Server, replace_head
+
+pytestmark = pytest.mark.serving
+PROMPTS = [[1 + i, 2 + 3 * i, 40 + i] for i in range(8)]
+
+
+class Traffic(threading.Thread):
+    """Asks for the same answers again and again, whoever serves; a request that a restart cut off is sent again."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self.url, self.over = url, threading.Event()
+        self.texts: list[set[str]] = [set() for _ in PROMPTS]
+        self.count = 0
+
+    def run(self) -> None:
+        while not self.over.is_set():
+            for prompt, texts in zip(PROMPTS, self.texts, strict=True):
+                while not self.over.is_set():
+                    try:
+                        texts.add(self.ask(prompt))
+                        self.count += 1
+                        break
+                    except OSError:
+                        time.sleep(0.2)
+
+    def ask(self, prompt: list[int]) -> str:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 48, "temperature": 0}
+        asked = urllib.request.Request(
+            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(asked, timeout=PATIENCE) as answer:
+            return str(json.load(answer)["choices"][0]["text"])
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Iterator[ServeConfig]:
+    port, pid, link = free_port(), tmp_path / "pid", tmp_path / "head"
+    words = [str(ENVIRONMENT / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--port", port]
+    words += ["--host", "127.0.0.1", "--model", str(TARGET), "--served-model-name", "tiny", *SAID]
+    words += ["--shutdown-timeout", "15"]
+    speculative = {"method": "eagle", "model": str(link), "num_speculative_tokens": 3}
+    words += ["--speculative-config", json.dumps(speculative)]
+    # As a service manager does: without --shutdown-timeout vLLM waits for ever for a request that it no longer answers.
+    gone = f"for i in $(seq 100); do kill -0 $(cat {pid}) 2>/dev/null || break; sleep 0.2; done"
+    stop = f"kill $(cat {pid}) 2>/dev/null; {gone}; kill -9 $(cat {pid}) 2>/dev/null"
+    start = f"echo $$ > {pid}; VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 exec {shlex.join(words)}"
+    environment = os.environ.pop("PYTHONPATH", None)
+    yield ServeConfig(str(link), f"{stop}; {start}", f"http://127.0.0.1:{port}", 3.0 * PATIENCE, 20, 10.0)
+    if environment is not None:
+        os.environ["PYTHONPATH"] = environment
+    subprocess.run(stop, shell=True, capture_output=True, check=False, timeout=60)
+
+
+def spoiled(head: Path, out: Path) -> Path:
+    """Return a copy of a head whose weights are noise."""
+    shutil.copytree(head, out)
+    torch.manual_seed(0)
+    tensors = {name: 0.02 * torch.randn_like(values) for name, values in load_file(out / "model.safetensors").items()}
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+def test_vllm_serves_another_head_after_a_restart_and_the_old_one_where_that_is_worse(
+    run_of: Callable[[str], Path], tmp_path: Path, config: ServeConfig
+) -> None:
+    old = tmp_path / "tiny-eagle"
+    said = [f"run={run_of('eagle')}", "repo=me/tiny-eagle", "format=vllm", "dtype=float32", "dry_run=true"]
+    command("train/publish.py", *said, f"out={old}")
+    (tmp_path / "head").symlink_to(old)
+    server = Server(config)
+    server.restart()
+    traffic, lines = Traffic(config.url), list[Any]()
+    traffic.start()
+    try:
+        worse = replace_head(spoiled(old, tmp_path / "worse"), config, lines.append)
+        count = traffic.count
+        shutil.copytree(old, tmp_path / "same")
+        (tmp_path / "same" / "NOTE").write_text("the same weights\n")
+        same = replace_head(tmp_path / "same", config, lines.append)
+    finally:
+        traffic.over.set()
+        traffic.join()
+    print(*lines, worse.line, same.line, f"{traffic.count} answers", sep="\n")
+    assert not worse.stays
+    assert worse.head == old
+    assert same.stays
+    assert (tmp_path / "head").resolve() == same.head
+    assert 20 < count < traffic.count
+    assert [len(texts) for texts in traffic.texts] == [1] * len(PROMPTS)
+    assert len({text for texts in traffic.texts for text in texts}) > 4

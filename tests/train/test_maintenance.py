@@ -1,0 +1,388 @@
+"""A head in service from its log: adapted, proven and swapped, resumed from any stage, never replaced by a worse one.
+
+The toy target's greedy answers are the traffic; its head in service has random weights, so that training helps.
+"""
+
+import itertools
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from safetensors.torch import load_file
+
+from eval.measures.losslessness import Gate
+from eval.measures.metrics import counted
+from eval.measures.results import Measurement, Request, Source, result
+from eval.report.write import Report
+from heads.common.files import read_checked
+from heads.common.resolvers import ROOT, register_resolvers
+from heads.formats.store import read_config, save_head
+from inference.decode import Settings, autoregress
+from inference.target.target import Target
+from inference.tree_config import TreeConfig
+from inference.verification.sample import GREEDY
+from tests import toys
+from tests.train import jobs
+from train import run as command
+from train.config import run_config
+from train.maintenance import prove, stages
+from train.maintenance.stages import maintain
+from train.maintenance.state import FILE, SWAP, WATCH, State
+from train.maintenance.traffic import Hygiene, split
+
+NEW_FROM = 60  # of the log's records
+TREE = TreeConfig("dynamic", 2, 20, 30, [], [])  # wide, so that a toy head gains by what tokens are frequent
+SMALL = [
+    "loop.watcher.reference=30", "loop.watcher.least=10", "loop.watcher.lengths=[]", "loop.least=20",
+    "loop.requests=15", "data.length=32", "data.held_out=4", "data.cache=null", "data.contamination=null",
+    "trainer.steps=120", "trainer.lr=1e-2", "trainer.batch_tokens=256", "trainer.micro_tokens=256",
+    "trainer.eval_every=20", "trainer.save_every=10", "trainer.eval_prompts=2", "trainer.eval_tokens=8",
+    "trainer.estimate_every=null", "trainer.precision=fp32", "launcher=inline", "model.device=cpu",
+    "model.dtype=float32", "eval.max_new_tokens=10",
+]  # fmt: skip
+
+
+def answer(of: Target, prompt: list[int]) -> list[int]:
+    return list(autoregress(of, prompt, Settings(12, GREEDY)).tokens)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a target, a head in service and a log of which the second half fell."""
+    folder = tmp_path_factory.mktemp("service")
+    target = toys.target()
+    target.model.save_pretrained(folder / "target")
+    target.tokenizer.save_pretrained(folder / "target")
+    saved = Target.of(run_config_of(folder, []).model)
+    save_head(folder / "served" / "head", toys.head("medusa", saved), saved.spec, asdict(TREE))
+    model = {"name": "toy", "path": str(folder / "target"), "dtype": "float32", "device": "cpu"}
+    (folder / "served" / "config.yaml").write_text(json.dumps({"model": model}), encoding="utf-8")
+    records = []
+    for i in range(2 * NEW_FROM):
+        prompt = toys.prompt(i, 6)
+        accepted = [2, 1, 2, 3] if i < NEW_FROM else [0, 1, 0]
+        records.append({"prompt_token_ids": prompt, "token_ids": answer(target, prompt), "accepted": accepted})
+    write(folder / "log.jsonl", records)
+    return folder
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def words_of(folder: Path, more: list[str]) -> list[str]:
+    named = [f"log={folder / 'log.jsonl'}", f"serve={folder / 'served'}", f"model.path={folder / 'target'}"]
+    return ["experiment=loop", "head=medusa", *named, *SMALL, f"out={folder / 'loop'}", *more]
+
+
+def run_config_of(folder: Path, more: list[str]) -> Any:
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return run_config(compose("train", words_of(folder, more)))
+
+
+@pytest.fixture
+def folder(service: Path, tmp_path: Path) -> Iterator[Path]:
+    """Return a copy of the service, in which the loop's command composes its trainings."""
+    shutil.copytree(service, tmp_path / "service")
+    file = tmp_path / "service" / "served" / "config.yaml"
+    file.write_text(file.read_text(encoding="utf-8").replace(str(service), str(tmp_path / "service")), encoding="utf-8")
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        yield tmp_path / "service"
+
+
+def go(folder: Path, *more: str, train: Any = command.ordinary) -> int:
+    words = words_of(folder, [*more])
+    return maintain(run_config(compose("train", words)), words, train)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def same(first: Path, second: Path) -> bool:
+    ours, theirs = weights(first), weights(second)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def decisions(folder: Path) -> list[tuple[str, str]]:
+    return [(one["stage"], one["decision"]) for one in read_checked(folder / "loop" / FILE)["decisions"]]
+
+
+def test_a_fall_is_seen_and_a_better_head_takes_over_and_can_be_taken_back(folder: Path) -> None:
+    served = folder / "served" / "head"
+    shutil.copytree(served, folder / "before")
+    assert go(folder) == 0
+    assert [stage for stage, _ in decisions(folder)] == ["watch", "adapt", "adapt", "prove", "swap"]
+    assert "better on the new traffic" in decisions(folder)[3][1]
+    traffic = folder / "loop" / "round-1" / "traffic"
+    assert abs(sum(1 for _ in (traffic / "new.jsonl").open()) - 0.75 * NEW_FROM) <= 5
+    assert same(served, folder / "loop" / "round-1" / "adapted" / "head")
+    assert not same(served, folder / "before")
+    assert read_config(served)["tree"] == asdict(TREE), "another tree would have been compared, and served"
+    assert (folder / "loop" / "round-1" / "proof" / "report.html").is_file()
+    assert go(folder) == 0, "the same log again: nothing new"
+    count = len(decisions(folder))
+    assert "no alarm" in decisions(folder)[-1][1]
+    assert go(folder) == 0
+    assert len(decisions(folder)) == count
+    assert go(folder, "loop.rollback=true") == 0
+    assert same(served, folder / "before")
+
+
+def test_a_head_that_was_only_proven_is_nothing_to_go_back_from(folder: Path) -> None:
+    (folder / "loop").mkdir()
+    state = State(str(folder / "served"), stage=SWAP)
+    state.decide(folder / "loop", "proven, to be published", {}, WATCH, round=2)
+    with pytest.raises(ValueError, match="no head was swapped in yet"):
+        go(folder, "loop.rollback=true")
+
+
+def test_a_log_that_was_rotated_is_watched_from_its_first_line(folder: Path) -> None:
+    (folder / "loop").mkdir()
+    State(str(folder / "served"), begin=1000, round=2).decide(folder / "loop", "the round before", {"to": 1000}, WATCH)
+    with pytest.raises(StoppedError):
+        go(folder, train=stop)
+    assert tuple(stage for stage, _ in decisions(folder)[1:3]) == ("watch", "adapt")
+
+
+def test_a_plan_touches_nothing(folder: Path) -> None:
+    with pytest.raises(ValueError, match="plan=true plans a training"):
+        go(folder, "plan=true")
+    assert not (folder / "loop").exists()
+
+
+@pytest.mark.parametrize("word", ["reference=2", "alarm_rate=0", "alarm_rate=x"])
+def test_a_watcher_that_is_none_is_named(folder: Path, word: str) -> None:
+    with pytest.raises(ValueError, match=rf"loop\.watcher\.{word.partition('=')[0]}"):
+        go(folder, f"loop.watcher.{word}")
+
+
+def test_going_back_amid_a_swap_leaves_the_former_head(folder: Path) -> None:
+    served, loop = folder / "served" / "head", folder / "loop"
+    shutil.copytree(served, folder / "before")
+    for name in ("former", "adapted"):
+        shutil.copytree(served, loop / "round-1" / name / "head")
+    config = read_config(served)
+    save_head(served, toys.head("medusa", toys.target()), toys.target().spec, config["tree"])  # as a swap killed behind
+    State(str(folder / "served")).decide(loop, "better", {"new": []}, SWAP, since=NEW_FROM)
+    assert go(folder, "loop.rollback=true") == 0
+    assert same(served, folder / "before")
+    assert go(folder) == 0, "the log that the other head served is behind"
+    assert same(served, folder / "before")
+    assert "has the head of" in decisions(folder)[-2][1]
+
+
+class StoppedError(Exception):
+    """What stops a stage."""
+
+
+def stop(*_: Any, **__: Any) -> None:
+    raise StoppedError
+
+
+def after(function: Any, *given: Any, **named: Any) -> None:
+    """Stop behind a function: what it has done is there, its decision is not."""
+    function(*given, **named)
+    raise StoppedError
+
+
+@pytest.mark.slow
+def test_it_goes_on_wherever_it_was_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [
+        (stages, "split"),
+        (stages, "_copy_run"),
+        (prove, "compared"),
+        (prove, "verdict"),
+        (stages, "copy_head"),
+    ]
+    for module, name in places:
+        for hook in (stop, partial(after, getattr(module, name))):
+            with monkeypatch.context() as patch:
+                patch.setattr(module, name, hook)
+                with pytest.raises(StoppedError):
+                    go(folder)
+    assert go(folder) == 0
+    assert [stage for stage, _ in decisions(folder)] == ["watch", "adapt", "adapt", "prove", "swap"]
+    assert same(folder / "served" / "head", folder / "loop" / "round-1" / "adapted" / "head")
+
+
+@pytest.mark.slow
+def test_a_killed_command_goes_on(folder: Path) -> None:
+    words = words_of(folder, ["trainer.steps=60", "trainer.save_every=5"])
+    job = jobs.start(words)
+    checkpoints = folder / "loop" / "round-1" / "adapted" / "checkpoints"
+    while not any(checkpoints.glob("step*")):
+        assert job.poll() is None, job.communicate()[0]
+        time.sleep(0.02)
+    job.kill()
+    job.communicate()
+    assert not (checkpoints.parent / "training.json").exists(), "it was over before: nothing was tested"
+    printed = jobs.finish(jobs.start(words))
+    assert "swap: " in printed
+    assert same(folder / "served" / "head", folder / "loop" / "round-1" / "adapted" / "head")
+
+
+def test_a_stopped_training_goes_on(folder: Path) -> None:
+    seen: list[list[str]] = []
+
+    def train(words: list[str]) -> None:
+        seen.append(words)
+        if len(seen) == 1:
+            (folder / "loop" / "round-1" / "adapted" / "checkpoints").mkdir(parents=True)
+        raise StoppedError
+
+    for _ in range(2):
+        with pytest.raises(StoppedError):
+            go(folder, train=train)
+    assert "resume=false" in seen[0]
+    assert "resume=true" in seen[1]
+
+
+def worse(folder: Path, words: list[str]) -> None:
+    """Train nothing: the adapted head is the former one with other random weights."""
+    out = Path(next(word for word in words if word.startswith("out=")).removeprefix("out=").strip("'"))
+    target = Target.of(run_config(compose("train", words_of(folder, []))).model)
+    torch.manual_seed(5)
+    head: Any = toys.head("medusa", target)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    save_head(out / "head", head, target.spec, asdict(toys.TREES["chain"]))
+    (out / "training.json").write_text("{}", encoding="utf-8")
+
+
+def test_a_worse_head_is_never_swapped_in(folder: Path) -> None:
+    shutil.copytree(folder / "served" / "head", folder / "before")
+    assert go(folder, train=partial(worse, folder)) == 1
+    assert decisions(folder)[-1][0] == "prove"
+    assert "the head in service stays" in decisions(folder)[-1][1]
+    assert same(folder / "served" / "head", folder / "before")
+    assert State.read(folder / "loop", str(folder / "served")).round == 2
+
+
+def report_of(**changes: Any) -> Report:
+    """Return a report of two heads on new and old requests."""
+    prompts, without = changes.get("prompts", 9), changes.get("without")
+    pair = {"drafter": "mtp /a", "base": "mtp /f", "temperature": 0.0, "prompts": prompts}
+    tau = {"new": {"difference": 0.5, "low": 0.2, "high": 0.8}, "old": {"difference": 0.0, "low": -0.1, "high": 0.1}}
+    tau |= {key: value for key, value in changes.items() if key in tau}
+    paired = [{**pair, "workload": f"proof_{key}.jsonl", "tau": value} for key, value in tau.items() if key != without]
+    names, failed = changes.get("names", ("mtp /f", "mtp /a")), changes.get("failed", 0)
+    rows = []
+    for name, key in itertools.product(names, tau):
+        measurement = Measurement(f"proof_{key}.jsonl", 0.0, 1, 0, 0)
+        requests = [Request(counted([1, 1], 2, 4))] * 9
+        rows.append(result(Source(name, "greedy", "chain"), measurement, next(measurement.parts(9)), requests))
+    return Report(
+        {}, {}, {}, {"mtp /a": Gate(9, 9 - failed, 0, failed)}, rows, extras={"paired": changes.get("paired", paired)}
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "better"),
+    [
+        ({}, True),
+        ({"failed": 1}, False),
+        ({"paired": []}, False),
+        ({"names": ("mtp /f",)}, False),
+        ({"new": {"difference": 0.5, "low": -0.01, "high": 0.8}}, False),
+        ({"old": {"difference": -0.1, "low": -0.3, "high": 0.1}}, False),
+        ({"without": "old"}, False),
+        ({"prompts": 7}, False),
+    ],
+)
+def test_only_a_head_that_is_better_lossless_and_forgets_nothing_is_better(changes: Any, better: bool) -> None:
+    assert prove.verdict(report_of(**changes), Path("/a"), 0.1).better is better
+
+
+def lines(records: list[dict[str, Any]]) -> list[bytes]:
+    return [json.dumps(record).encode() + b"\n" for record in records]
+
+
+def logged(count: int, **more: Any) -> list[dict[str, Any]]:
+    target = toys.target()
+    records = []
+    for i in range(count):
+        prompt = toys.prompt(1000 + i, 6)
+        records.append({"prompt_token_ids": prompt, "token_ids": answer(target, prompt), **more})
+    return records
+
+
+def remarks(records: list[dict[str, Any]], more: tuple[bytes, ...] = ()) -> tuple[int, str]:
+    hygiene = Hygiene(toys.target(), "log", 64)
+    return len(hygiene.entries([*lines(records), *more])), " ".join(hygiene.remarks())
+
+
+def test_a_clean_log_is_taken_whole_without_a_remark() -> None:
+    assert remarks(logged(12)) == (12, "")
+
+
+def test_copies_secrets_foreign_tokens_and_broken_lines_are_left_out_and_counted() -> None:
+    good = logged(10)
+    secret = {"prompt": "w1 w2", "answer": "the key is sk-abcdefghijklmnopqrstuvwx"}
+    foreign = {"prompt_token_ids": [1, 2], "token_ids": [toys.VOCAB + 5, 3]}
+    looping = {"prompt": "w1 w3", "answer": "w7 w8 " * 200}
+    hidden = {
+        "prompt": "w3 w4",
+        "answer": "w5 w6 w7",
+        "headers": {"authorization": "Bearer sk-abcdefghijklmnopqrstuvwx"},
+    }
+    count, said = remarks([*good, good[0], good[1], secret, hidden, foreign, looping], (b"{broken\n", b"\n"))
+    assert count == 10
+    for cause in ("2 of 17 records copies", "2 of 17 records with a secret", "another tokenizer", "repeat themselves",
+                  "of no known shape"):  # fmt: skip
+        assert cause in said, said
+
+
+def test_a_user_with_most_of_the_requests_is_cut_to_half() -> None:
+    records = [{**record, "user": "a" if i < 18 else f"b{i}"} for i, record in enumerate(logged(20))]
+    count, said = remarks(records)
+    assert count == 4
+    assert "one user with 90%" in said
+
+
+def test_text_of_another_model_is_refused() -> None:
+    target = toys.target()
+    hygiene = Hygiene(target, "log", 64)
+    right = hygiene.entries(lines(logged(8)))
+    assert hygiene.check_likely(right) > 0
+    other = [{"prompt_token_ids": toys.prompt(i, 6), "token_ids": toys.prompt(500 + i, 12)} for i in range(8)]
+    with pytest.raises(ValueError, match="another tokenizer or another model"):
+        hygiene.check_likely(Hygiene(target, "log", 64).entries(lines(other)))
+
+
+def test_an_empty_log_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    log = write(tmp_path / "log.jsonl", logged(5))
+    with pytest.raises(ValueError, match=r"0 new records can be used .*least=8"):
+        split(log, 5, Hygiene(toys.target(), "log", 64), 0.25, 8, tmp_path / "x", ("a", "b", "c", "d"))
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_proof_has_the_last_requests_and_training_none_of_them(tmp_path: Path) -> None:
+    records = logged(40)
+    log = write(tmp_path / "log.jsonl", records)
+    names = ("new", "proof_new", "old", "proof_old")
+    split(log, 20, Hygiene(toys.target(), "log", 64), 0.25, 8, tmp_path / "x", names)
+    parts = {name: (tmp_path / "x" / name).read_bytes().splitlines(keepends=True) for name in names}
+    assert parts["old"] + parts["proof_old"] + parts["new"] + parts["proof_new"] == lines(records)
+    assert [len(parts[name]) for name in names] == [15, 5, 15, 5]
+
+
+def test_another_head_or_a_damaged_state_is_refused_in_a_line(folder: Path) -> None:
+    assert go(folder, "loop.watcher.reference=1000") == 0
+    with pytest.raises(ValueError, match="maintains"):
+        go(folder, f"serve={folder / 'served' / 'head'}")
+    with pytest.raises(ValueError, match="needs log="):
+        go(folder, "log=null")
+    (folder / "loop" / FILE).write_text("{}", encoding="utf-8")
+    with pytest.raises(ValueError, match="damaged"):
+        go(folder)

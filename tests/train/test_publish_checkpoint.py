@@ -1,0 +1,221 @@
+"""format=checkpoint: the target's folder with a trained head as its own MTP module, all else byte for byte."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from huggingface_hub import HfApi
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
+
+from heads.base import Features
+from heads.formats.store import save_head
+from heads.mtp import Mtp
+from inference.drafters.mtp import load_mtp
+from inference.target.embeddings_only import EmbeddingsOnly
+from inference.target.target import Target
+from tests import families, toys
+from tests.train.publishing import config
+from train.publish import publish
+
+ARCHITECTURES = {"qwen2": "MiMoForCausalLM"}  # MiMo is a Qwen2 for transformers
+FAMILIES = ["qwen2", "deepseek_v3", "glm4_moe", "qwen3_next"]
+
+
+def target_of(folder: Path, name: str) -> Target:
+    """Save a family's toy in several shards, and load it again."""
+    toy = families.target(name)
+    toy.model.save_pretrained(folder, max_shard_size="20KB")
+    toy.tokenizer.save_pretrained(folder)
+    values = json.loads((folder / "config.json").read_text())
+    values["architectures"] = [ARCHITECTURES.get(name, values["architectures"][0])]
+    (folder / "config.json").write_text(json.dumps(values))
+    (folder / "LICENSE").write_text("free")
+    return Target.load(str(folder), "float32", "cpu")
+
+
+def head_of(target: Target, **options: Any) -> Mtp:
+    """Return a head of the target's own kind with random weights; MiMo's starts from the raw state."""
+    values = toys.HEAD_CONFIGS["mtp"] | {"layer": "target", "raw_state": target.config.model_type == "qwen2"} | options
+    torch.manual_seed(2)
+    head = Mtp(Mtp.Config(name="mtp", **values), target.embeddings)
+    for parameter in head.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return head.eval().requires_grad_(False)
+
+
+def run_of(folder: Path, target: Target, head: nn.Module) -> Path:
+    save_head(folder / "head", head, target.spec, {"kind": "chain", "depth": 1})
+    return folder
+
+
+def stitched(run: Path, out: Path, **options: Any) -> Path:
+    publish(config(run, repo="me/x", format="checkpoint", dry_run=True, out=str(out), **options), HfApi(), lambda _: 0)
+    return out
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of every tensor of a checkpoint, by its index."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    sums = {}
+    for shard in {*index["weight_map"].values()}:
+        with safe_open(folder / shard, "pt") as opened:
+            assert set(opened.keys()) == {name for name, file in index["weight_map"].items() if file == shard}
+            for name in list(opened.keys()):
+                tensor = opened.get_tensor(name).contiguous()
+                sums[name] = hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
+    return sums
+
+
+def features(target: Target, head: Mtp) -> Features:
+    token = torch.tensor([toys.prompt(1, 9)])
+    return target.features(token, torch.zeros(1, 9, dtype=torch.long), head.feature_layers)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_only_the_module_is_new_and_it_is_the_head(tmp_path: Path, name: str) -> None:
+    target = target_of(tmp_path / "target", name)
+    head, before = head_of(target), hashes(tmp_path / "target")
+    out = stitched(run_of(tmp_path / "run", target, head), tmp_path / "out")
+    after = hashes(out)
+    assert {tensor: after[tensor] for tensor in before} == before
+    assert (out / "LICENSE").read_text() == "free"
+    shard = next((tmp_path / "target").glob("model-00001*"))
+    assert (out / shard.name).samefile(shard)
+    total = json.loads((out / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
+    assert total == sum(tensor.nbytes for file in out.glob("*.safetensors") for tensor in load_file(file).values())
+    again = Target.load(str(out), "float32", "cpu")
+    assert again.spec.fingerprint == target.spec.fingerprint
+    loaded = load_mtp(again, str(out))
+    rows = features(target, head)
+    for theirs, ours in zip(loaded.unroll(rows, 2), head.unroll(rows, 2), strict=True):
+        torch.testing.assert_close(theirs.state, ours.state)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_targets_layers_are_not_loaded_for_it(tmp_path: Path, name: str) -> None:
+    target = target_of(tmp_path, name)
+    assert EmbeddingsOnly.load(str(tmp_path), "float32", "cpu", False).spec == target.spec
+
+
+def test_a_module_that_is_there_is_replaced_in_its_shards(tmp_path: Path) -> None:
+    target = target_of(tmp_path / "target", "glm4_moe")
+    run = run_of(tmp_path / "run", target, head_of(target))
+    first = stitched(run, tmp_path / "first")
+    file = first / "model-mtp.safetensors"
+    extra = {"model.layers.3.embed_tokens.weight": torch.ones(2), "model.norm.copy": torch.arange(3.0)}
+    save_file({name: tensor + 1 for name, tensor in load_file(file).items()} | extra, first / "model-x.safetensors")
+    file.unlink()
+    index = json.loads((first / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= dict.fromkeys(load_file(first / "model-x.safetensors"), "model-x.safetensors")
+    (first / "model.safetensors.index.json").write_text(json.dumps(index))
+    before = hashes(first)
+    after = hashes(stitched(run, tmp_path / "second", target=str(first)))
+    assert set(load_file(tmp_path / "second" / "model-x.safetensors")) == set(extra)
+    original = hashes(tmp_path / "target")
+    assert after == before | {name: after[name] for name in before.keys() - original.keys() - extra.keys()}
+    assert all(after[name] != before[name] for name in before.keys() - original.keys() - extra.keys())
+
+
+def test_a_single_file_becomes_two_and_an_index(tmp_path: Path) -> None:
+    target = target_of(tmp_path / "target", "qwen2")
+    whole: dict[str, Tensor] = {}
+    for shard in (tmp_path / "target").glob("*.safetensors"):
+        whole |= load_file(shard)
+        shard.unlink()
+    (tmp_path / "target" / "model.safetensors.index.json").unlink()
+    save_file(whole, tmp_path / "target" / "model.safetensors", metadata={"format": "pt"})
+    out = stitched(run_of(tmp_path / "run", target, head_of(target)), tmp_path / "out")
+    assert {file.name for file in out.glob("*.safetensors")} == {"model-mtp.safetensors", "model-target.safetensors"}
+    assert Target.load(str(out), "float32", "cpu").spec.fingerprint == target.spec.fingerprint
+    assert set(hashes(out)) > set(whole)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_transformers_drafts_with_it(tmp_path: Path, name: str) -> None:
+    """Its text stays what it is, and the first draft is ours; which layer it looks for is that of the published one."""
+    target = target_of(tmp_path / "target", name)
+    head = head_of(target)
+    out = stitched(run_of(tmp_path / "run", target, head), tmp_path / "out")
+    model: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    prompt = toys.prompt(1, 9)
+    text = families.generated(target, prompt, 24)
+    drafted: list[list[int]] = []
+    forward = MtpModel.forward
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = forward(self, *args, **kwargs)
+        drafted.append(result[0][0].tolist())
+        return result
+
+    token = torch.tensor([prompt])
+    behind = mock.patch.object(model, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.3.*"])
+    with mock.patch.object(MtpModel, "forward", noted), behind:
+        made = model.generate(token, max_new_tokens=24, do_sample=False, use_mtp=True)
+    assert made[0, 9:].tolist() == text
+    rows = features(target, head)
+    _, level = head.extend(None, rows, torch.tensor([[*prompt[1:], text[0]]]))
+    assert drafted[0] == [int(level.logits[0, 0].argmax())]
+
+
+def refusal(run: Path, out: Path, **options: Any) -> str:
+    with pytest.raises(ValueError, match=r".") as error:
+        stitched(run, out, **options)
+    assert "\n" not in str(error.value)
+    assert not out.exists()
+    assert not list(out.parent.glob(".out*"))
+    return str(error.value)
+
+
+def test_bad_input_gets_one_line_and_nothing_is_written(tmp_path: Path) -> None:
+    target, out = target_of(tmp_path / "target", "qwen2"), tmp_path / "out"
+    run = run_of(tmp_path / "run", target, head_of(target))
+    for key, value in (("raw_state", False), ("layer", "llama")):
+        other = run_of(tmp_path / key, target, head_of(target, **{key: value}))
+        assert f"train with head.{key}=" in refusal(other, out)
+    medusa = run_of(tmp_path / "medusa", target, toys.head("medusa", target))
+    assert "not one of a head of kind medusa" in refusal(medusa, out)
+    with mock.patch("shutil.disk_usage", return_value=SimpleNamespace(free=5)):
+        assert "0.0 GB free" in refusal(run, out)
+    copy = shutil.copytree(tmp_path / "target", tmp_path / "copy")
+    tokenizer = copy / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"w7"', '"another"'))
+    assert "tokenizer.json is not that of" in refusal(run, out, target=str(copy))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"architectures": ["Qwen2ForCausalLM"]}, "is a Qwen2ForCausalLM, in which engines look for no module"),
+        ({"num_nextn_predict_layers": 2}, "has 2 modules"),
+    ],
+)
+def test_a_target_that_has_no_place_for_it_is_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    target = target_of(tmp_path / "target", "qwen2")
+    run, file = run_of(tmp_path / "run", target, head_of(target)), tmp_path / "target" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    assert said in refusal(run, tmp_path / "out")
+
+
+def test_half_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    target = target_of(tmp_path / "target", "qwen2")
+    run, shard = run_of(tmp_path / "run", target, head_of(target)), next((tmp_path / "target").glob("model-00002*"))
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-8])
+    assert str(tmp_path / "target") in refusal(run, tmp_path / "out")
+    shard.unlink()
+    assert str(tmp_path / "target") in refusal(run, tmp_path / "out")
+
+
+def test_it_is_never_uploaded(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"give out=FOLDER and dry_run=true"):
+        config(tmp_path, repo="me/x", format="checkpoint", dry_run=False, out=str(tmp_path))

@@ -1,0 +1,87 @@
+"""The tasks of srun as processes of a run, by the environment that SLURM gives them."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.train import jobs
+from train.distributed import srun
+
+TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TASK = {
+    "SLURM_NTASKS": "11", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_NNODES": "3",
+    "SLURM_TASKS_PER_NODE": "4(x2),3", "SLURM_JOB_ID": "70012", "SLURM_STEP_ID": "0",
+    "SLURM_JOB_NODELIST": "gpu[07-09,12]", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment that no launcher has set, restored afterwards."""
+    monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")})
+    for name in TORCH:
+        os.environ.pop(name, None)
+
+
+def taken_over(environment: dict[str, str], num_processes: int | None = None) -> dict[str, str]:
+    """Return torch's variables in a task."""
+    os.environ.update(environment)
+    srun.take_over(num_processes, None)
+    return {name: os.environ[name] for name in TORCH if name in os.environ}
+
+
+def test_a_task_is_a_process_and_the_first_node_the_meeting_place() -> None:
+    assert taken_over(TASK) == {
+        "RANK": "9", "WORLD_SIZE": "11", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "gpu07",
+        "MASTER_PORT": str(srun.PORTS + 12),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("nodes", "address"),
+    [("a1,b2", "a1"), ("gpu[3,7-9]-ib,x", "gpu3-ib"), ("node-01.cluster", "node-01.cluster"), ("", "10.0.0.7")],
+)
+def test_the_first_node_of_a_list(nodes: str, address: str) -> None:
+    assert taken_over(TASK | {"SLURM_JOB_NODELIST": nodes})["MASTER_ADDR"] == address
+
+
+def test_tasks_are_shared_out_evenly_where_slurm_does_not_say() -> None:
+    task = {key: value for key, value in TASK.items() if "PER_NODE" not in key}
+    assert taken_over(task | {"SLURM_NTASKS": "12"})["LOCAL_WORLD_SIZE"] == "4"
+
+
+def test_a_node_that_is_not_named_is_asked_for() -> None:
+    with pytest.raises(ValueError, match=r"^SLURM names no node of this job: set MASTER_ADDR"):
+        taken_over(TASK | {"SLURM_JOB_NODELIST": "", "SLURM_LAUNCH_NODE_IPADDR": ""})
+
+
+@pytest.mark.parametrize(
+    ("change", "num_processes"),
+    [
+        ({"SLURM_NTASKS": "1"}, None),
+        ({"SLURM_STEP_ID": None}, None),  # in the job's own script
+        ({"SLURM_PROCID": None}, None),
+        ({"LOCAL_RANK": "0"}, None),
+        ({"SLURM_TASKS_PER_NODE": "1(x11)"}, 8),  # which start eight processes each
+    ],
+)
+def test_what_is_left_to_another_launcher(change: dict[str, str | None], num_processes: int | None) -> None:
+    task: dict[str, str | None] = TASK | change
+    given = {key: value for key, value in task.items() if value is not None}
+    assert "WORLD_SIZE" not in taken_over(given, num_processes)
+
+
+@pytest.mark.slow
+def test_two_tasks_train_together(tmp_path: Path) -> None:
+    overrides = [*jobs.make(tmp_path), "trainer.steps=4", "eval.prompts=0", f"out={tmp_path / 'out'}"]
+    task = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "localhost"}
+    started = []
+    for rank in ("0", "1"):
+        os.environ.update({**task, "SLURM_PROCID": rank, "SLURM_LOCALID": rank})
+        started.append(jobs.start(overrides))
+    for job in started:
+        jobs.finish(job)
+    assert len(jobs.losses(tmp_path / "out")) == 4
+    assert json.loads((tmp_path / "out" / "provenance.json").read_text())["world_size"] == 2

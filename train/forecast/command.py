@@ -1,0 +1,117 @@
+"""A training within a budget: the log's numbers, the candidates' short trainings, the choice, the run, the outcome."""
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from data.text.prompts import TrainingData, load_training
+from eval.tuning.grid import halves
+from heads.common.command import quoted
+from inference.target.config import default_device
+from inference.target.embeddings_only import load_target
+from train.distributed import processes
+from train.forecast import acceptance, log, text
+from train.forecast.pilots import FOLDER, STATE, Pilots
+
+ROWS = 32  # packed rows along which the target's entropy is taken
+LEAST = 4  # held-out prompts
+
+
+def check(run: Any) -> None:
+    """Refuse a forecast that is there already, and a target that no process can measure alone."""
+    begun = (Path(run.out) / STATE).exists()
+    if begun and not (run.resume or run.overwrite):
+        raise ValueError(f"{run.out} holds a forecast already: resume=true goes on, overwrite=true begins anew")
+    if run.model.where.together:
+        raise ValueError(
+            f"model.placement={run.model.placement} takes all processes for a pass, and a forecast measures in one: "
+            "give model.placement=replicate, device_map or offload"
+        )
+
+
+def train_within(run: Any, train: Callable[[list[str]], None]) -> None:
+    """Train the candidate that is fastest after the budget; `train` runs an ordinary training with further overrides.
+
+    Raises:
+        ValueError: an empty or unreadable log, too few prompts, a budget that is too small.
+    """
+    out, say = Path(run.out), Console().print
+    if run.overwrite and not run.resume:
+        for path in (out / FOLDER, out / "checkpoints"):
+            shutil.rmtree(path, ignore_errors=True)
+        (out / STATE).unlink(missing_ok=True)
+    bench = Bench(run)
+    pilots = Pilots(out, run.forecast, run.budget, run.trainer.batch_tokens, train, bench.measure)
+    pilots.load()
+    if "log" not in pilots.state:
+        pilots.state["log"], pilots.state["overhead"] = bench.examined()
+    out.mkdir(parents=True, exist_ok=True)
+    pilots.save()
+    say(log.line(pilots.state["log"]), highlight=False, soft_wrap=True)
+    bound, others = 1.0 + run.tree.deepest, pilots.state["log"]["others"]
+    pilots.measured(bound, others)
+    for words, why in pilots.state["left_out"].items():
+        say(f"{words} is left out: {why}", highlight=False, soft_wrap=True, markup=False)
+    choice, every = pilots.choose(bound, others)
+    say(text.table(pilots, every))
+    say(text.decision(pilots, choice), highlight=False, soft_wrap=True, markup=False)
+    if not pilots.pays(choice):
+        return
+    train([*pilots.hand_over(choice), f"out={quoted(out)}", f"name={quoted(run.name)}"])
+    (result,) = bench.measure([out / "head"], others=True)
+    speedup = acceptance.tau(result) / acceptance.pass_cost([result], np.ones((1, len(result["head"]))))[0]
+    line = text.outcome(choice, acceptance.tau(result), speedup, others)
+    say(line, highlight=False, soft_wrap=True, markup=False)
+
+
+class Bench:
+    """The target, loaded for each measurement alone, and the held-out prompts: half are for candidates."""
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+        self.halves: tuple[list[list[int]], list[list[int]]] | None = None
+
+    def target(self) -> Any:
+        """Return the target."""
+        return load_target(self.run.model, self.run.model.device or default_device(), whole=True)
+
+    def data(self, target: Any) -> TrainingData:
+        """Return the data, and keep the prompts."""
+        run = self.run
+        data = load_training(run.data, target.tokenizer, run.forecast.prompts, run.workload)
+        if len(data.held_out) < LEAST:
+            raise ValueError(
+                f"{len(data.held_out)} held-out prompts are too few for a forecast: raise data.held_out, or give more "
+                "data.prompts"
+            )
+        self.halves = halves([prompt.token for prompt in data.held_out])
+        return data
+
+    def examined(self) -> tuple[dict[str, Any], float]:
+        """Return the numbers of the log, and the seconds that a measurement takes, about."""
+        run, begun = self.run, time.monotonic()
+        target = self.target()
+        loaded = time.monotonic() - begun
+        data = self.data(target)
+        assert self.halves is not None
+        mine, others = self.halves
+        numbers = log.statistics(data.samples, data.counts) | {"others": len(others)}
+        numbers |= log.certainty(target, data.samples, run.data.length, ROWS, run.trainer.seed)
+        return numbers, loaded + 2 * acceptance.baseline_seconds(target, mine, run.forecast.tokens)
+
+    def measure(self, folders: list[Path], *, others: bool = False) -> list[acceptance.Measured]:
+        """Return what the heads of these folders are worth, on the other prompts or on those for candidates."""
+        run, target = self.run, self.target()
+        if self.halves is None:
+            self.data(target)
+        assert self.halves is not None
+        prompts = self.halves[others]
+        results = [acceptance.measured(target, folder, run.tree, prompts, run.forecast.tokens) for folder in folders]
+        del target  # a training loads its own
+        processes.release_freed()
+        return results

@@ -1,0 +1,214 @@
+"""The stages of a head's maintenance in turn: watch, adapt, prove, swap; a killed one is resumed by the same command.
+
+Everything is in one folder: state.json; by round the log's records, the former head, which is the way back, the
+adapted one's run, and the report that compares them.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from eval.config import eval_config
+from eval.inputs.runs import model_of, overlay
+from eval.run import player
+from eval.watch.arrivals import Log
+from eval.watch.run import EARLY, watched
+from heads.common.command import quoted
+from heads.common.files import claim, last_good, replacing
+from heads.common.typed import typed
+from heads.formats.hub import kind_of, resolve_head
+from heads.formats.published import is_published
+from heads.formats.store import SCHEDULE, read_config, save_tree
+from inference.target.target import Target
+from train.distributed import processes
+from train.maintenance import prove
+from train.maintenance.state import ADAPT, PROVE, SWAP, WATCH, State
+from train.maintenance.traffic import Hygiene, split
+
+Train = Callable[[list[str]], None]  # an ordinary training with these overrides
+OWN = ("experiment", "log", "serve", "loop", "name", "out", "resume", "overwrite", "plan", "init", "data.path")
+TRAINED = NEW, OLD = "new.jsonl", "old.jsonl"
+FORMER, ADAPTED, PROOF = "former", "adapted", "proof"
+
+
+def maintain(run: Any, words: list[str], train: Train) -> int:
+    """Run the stages from where they were stopped; return 1 where an adapted head was not better, else 0.
+
+    Raises:
+        ValueError: no log or head, another head than the folder's, or a log that cannot be trained on.
+    """
+    if run.log is None or run.serve is None:
+        raise ValueError("experiment=loop needs log=FILE, the requests and answers, and serve=FOLDER, the head")
+    if run.plan:
+        raise ValueError("plan=true plans a training, and experiment=loop may swap a head: leave one of them out")
+    out = Path(run.out)
+    resolve_head(run.serve)
+    out.mkdir(parents=True, exist_ok=True)
+    with claim(out / "lock", wait=False) as free:
+        if not free:
+            raise ValueError(f"{out}: another maintenance is running there; wait for it, or give another out")
+        return Maintenance(run, words, train, State.read(out, run.serve)).go()
+
+
+class Maintenance:
+    """One head's maintenance, at a stage."""
+
+    def __init__(self, run: Any, words: list[str], train: Train, state: State) -> None:
+        self.run, self.words, self.train, self.state = run, words, train, state
+        self.out, self.log = Path(run.out), Path(run.log).expanduser()
+        given = {key: getattr(run.model, key) for key in _given(words)}
+        self.model = model_of(run.serve, given)
+        self.given: dict[str, Any] = {"path": self.model.path, "sibling": True, **given}
+        # A published head brings no tree: both heads draft the training's then, and else the served one's.
+        self.published = is_published(resolve_head(run.serve))
+        self.tree = vars(run.tree) if self.published else {}
+
+    @property
+    def folder(self) -> Path:
+        """The folder of this round."""
+        return self.state.folder(self.out)
+
+    def go(self) -> int:
+        """Run stage after stage until a round ends, or there is nothing to do yet."""
+        if self.run.loop.rollback:
+            return self.roll_back()
+        stages = {WATCH: self.watch, ADAPT: self.adapt, PROVE: self.prove, SWAP: self.swap}
+        done: int | None = None
+        while done is None:
+            done = stages[self.state.stage]()
+        return done
+
+    def watch(self) -> int | None:
+        """Watch the log from where this round began; from its first line where another file has its name."""
+        since = self.run.loop.since
+        if self.state.begin > _lines(self.log):
+            self.state.begin = 0
+        if since is not None and since >= self.state.begin:
+            self.state.decide(self.out, f"new from line {since + 1:,} on, as given", {}, ADAPT, since=since)
+            return None
+        config = eval_config(run=self.run.serve, watch=str(self.log), model=self.given, tree=self.tree)
+        values = overlay(vars(config.watcher), self.run.loop.watcher)
+        watcher = typed(type(config.watcher), values, "loop.watcher")
+        log = Log(self.log, watcher, player(config), self.state.begin)
+        outcome = watched(log, watcher)
+        if outcome.alarm is None:
+            early = f", the first {watcher.reference} of which are the reference" * (outcome.status == EARLY)
+            self.state.drop_quiet()
+            self.state.decide(self.out, f"no alarm in {outcome.requests:,} requests{early}", {}, WATCH)
+            return 0
+        line = log.numbers[outcome.alarm.since]
+        self.state.decide(self.out, str(outcome.alarm), vars(outcome.alarm) | {"line": line}, ADAPT, since=line)
+        return None
+
+    def adapt(self) -> None:
+        """Divide the log, set the former head aside, and train from it on the new part and some of the old."""
+        assert self.state.since is not None
+        loop, traffic = self.run.loop, self.folder / "traffic"
+        if not traffic.is_dir():
+            target = Target.of(self.model)
+            hygiene = Hygiene(target, str(self.log), self.run.data.max_tokens)
+            with replacing(traffic) as folder:
+                names = (*TRAINED[:1], prove.NEW, *TRAINED[1:], prove.OLD)
+                counts = split(self.log, self.state.since, hygiene, loop.held_out, loop.least, folder, names)
+            del target
+            processes.release_freed()
+            line = f"{counts[NEW]:,} new and {counts[OLD]:,} old requests to train on"
+            self.state.decide(self.out, "; ".join([line, *counts.pop("remarks")]), counts, ADAPT)
+        if not (self.folder / FORMER).is_dir():
+            _copy_run(self.run.serve, self.folder / FORMER)
+        adapted = self.folder / ADAPTED
+        if not (adapted / "training.json").is_file():
+            self.train(self.overrides(traffic, adapted))
+        if not self.published:
+            served = read_config(self.folder / FORMER / "head")
+            save_tree(adapted / "head", served["tree"], served.get(SCHEDULE))
+        self.state.decide(self.out, f"trained: {adapted}", {"run": str(adapted)}, PROVE)
+
+    def overrides(self, traffic: Path, adapted: Path) -> list[str]:
+        """Return the overrides of the training: the user's own, behind the experiment's, and what the loop decides."""
+        given = [word for word in self.words if not {_key(word), _key(word).split(".")[0]} & {*OWN}]
+        old = (traffic / OLD).stat().st_size > 0
+        share = self.run.loop.old
+        paths = ",".join(quoted(traffic / name) for name in (NEW, OLD)[: 1 + (old and share > 0)])
+        weights = [f"data.weights=[{1 - share},{share}]"] if old and share else []
+        resumes, kind = (adapted / "checkpoints").is_dir(), kind_of(resolve_head(self.run.serve))
+        return [
+            "experiment=loop", f"model.path={quoted(self.model.path)}", f"head={kind}", *given,
+            "loop=null", "log=null", "serve=null", f"init={quoted(self.folder / FORMER)}", f"data.path=[{paths}]",
+            *weights,
+            "data.prompts=''", f"name='{self.folder.name}'", f"out={quoted(adapted)}", "eval.prompts=0",
+            f"resume={str(resumes).lower()}", f"overwrite={str(not resumes).lower()}",
+        ]  # fmt: skip
+
+    def prove(self) -> int | None:
+        """Compare the adapted head with the former one, and decide."""
+        former, adapted, out = (self.folder / name for name in (FORMER, ADAPTED, PROOF))
+        report = prove.compared(former, adapted, self.folder / "traffic", self.given, self.tree, self.run, out)
+        verdict = prove.verdict(report, adapted, self.run.loop.old_loss)
+        evidence = verdict.evidence | {"report": str(out / "report.html")}
+        if verdict.better:
+            self.state.decide(self.out, verdict.sentence, evidence, SWAP)
+            return None
+        self._end_round(f"{verdict.sentence}; the head in service stays", evidence)
+        return 1
+
+    def swap(self) -> int:
+        """Replace the head in service, whole, unless it is on the Hub or in an engine's format."""
+        adapted = self.folder / ADAPTED / "head"
+        if not last_good(Path(self.run.serve).expanduser()).is_dir() or self.published:
+            command = f"python train/publish.py run={adapted.parent} repo=OWNER/NAME format=vllm"
+            self._end_round(f"proven, to be published: {command}", {})
+            return 0
+        copy_head(adapted, resolve_head(self.run.serve))
+        self._end_round(f"{self.run.serve} has the adapted head; back: loop.rollback=true", {"from": str(adapted)})
+        return 0
+
+    def roll_back(self) -> int:
+        """Put the former head of the last swap back into service; a round begins behind what the other one served."""
+        swaps = (one for one in reversed(self.state.decisions) if one["stage"] == SWAP and "from" in one["evidence"])
+        last = self.state.round if self.state.stage == SWAP else next((one["round"] for one in swaps), None)
+        if last is None:
+            raise ValueError(f"{self.out}: no head was swapped in yet, so there is none to go back to")
+        former = self.out / f"round-{last}" / FORMER
+        copy_head(resolve_head(str(former)), resolve_head(self.run.serve))
+        self._end_round(f"{self.run.serve} has the head of {former} again", {"former": str(former)})
+        return 0
+
+    def _end_round(self, decision: str, evidence: dict[str, Any]) -> None:
+        """Record the last decision of a round; the next one watches what the log gets from now on."""
+        changes = {"round": self.state.round + 1, "since": None, "begin": _lines(self.log)}
+        self.state.decide(self.out, decision, evidence, WATCH, **changes)
+
+
+def copy_head(head: Path, served: Path) -> None:
+    """Replace a folder that a head is served from by a copy of another one: a reader finds one of them, whole."""
+    with replacing(served) as folder:
+        shutil.copytree(last_good(head), folder, dirs_exist_ok=True)
+
+
+def _copy_run(serve: str, former: Path) -> None:
+    """Copy a head, and of its run the configuration, which names the target."""
+    head = resolve_head(serve)
+    with replacing(former) as folder:
+        shutil.copytree(last_good(head), folder / "head")
+        config = head.parent / "config.yaml"
+        if head != Path(serve).expanduser() and config.is_file():
+            shutil.copy(config, folder)
+
+
+def _lines(log: Path) -> int:
+    with log.open("rb") as file:
+        return sum(1 for _ in file)
+
+
+def _key(word: str) -> str:
+    """Return the key of an override."""
+    return word.lstrip("+~").split("=")[0]
+
+
+def _given(words: list[str]) -> list[str]:
+    """Return the keys of the model that the user gave."""
+    keys = {"path" if _key(word) == "model" else _key(word).removeprefix("model.") for word in words
+            if _key(word) == "model" or _key(word).startswith("model.")}  # fmt: skip
+    return sorted(keys)

@@ -1,0 +1,224 @@
+"""format=checkpoint: a copy of the target's folder whose module for multi-token prediction is a trained head.
+
+Every other tensor keeps its bytes. Weights that do not change, and other large files, are hard links where both folders
+are on one file system; small files are copies, which can be edited without changing the target's.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from heads.common.errors import one_line
+from heads.common.files import replacing, write_whole
+from heads.common.untrusted import parse_json, parsed_file
+from heads.formats.mtp_layouts import FAMILIES, Family
+from heads.formats.published.exporting import written
+from heads.formats.store import CONFIG, WEIGHTS
+from heads.formats.weights import DTYPES
+from heads.mtp import TARGET, Mtp
+from inference.target.checkpoint import INDEX, tensor_files
+
+MODULE, REST = "model-mtp.safetensors", "model-target.safetensors"  # the second is what a single file is called then
+AS_TRAINED = {"layer": TARGET, "feature_layers": None, "lm_head": "shared", "draft_vocab": None}
+PIECE = 1 << 24  # bytes that are copied at a time
+SMALL = 1 << 26  # bytes of a file that is copied all the same
+
+
+class Shard(NamedTuple):
+    """A file of the target; `entries` are its header's, a tensor's type, shape and bytes behind `begin`."""
+
+    path: Path
+    begin: int
+    entries: dict[str, dict[str, Any]]
+
+    def without(self, left_out: set[str]) -> Iterator[bytes]:
+        """Yield the bytes of the file that holds the other tensors alone, piece by piece."""
+        entries, end = {}, 0
+        for name in (names := [name for name in self.entries if name not in left_out]):
+            begin, end = end, end + _size(self.entries[name])
+            entries[name] = {**self.entries[name], "data_offsets": [begin, end]}
+        header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+        header += b" " * (-len(header) % 8)
+        yield len(header).to_bytes(8, "little") + header
+        with self.path.open("rb") as file:
+            for name in names:
+                file.seek(self.begin + self.entries[name]["data_offsets"][0])
+                size = _size(self.entries[name])
+                for first in range(0, size, PIECE):
+                    yield file.read(min(PIECE, size - first))
+
+
+class Stitching(NamedTuple):
+    """What a copy is made of: the target's folder and shards, the module's tensors as they are named there, config."""
+
+    folder: Path
+    shards: list[Shard]
+    tensors: dict[str, Tensor]
+    config: dict[str, Any]
+
+
+def stitch(head: Mtp, checkpoint: str, out: Path) -> None:
+    """Write the copy of a checkpoint, a folder or Hub name, with this head; whole or not at all.
+
+    Raises:
+        ValueError: the head is of another kind, the checkpoint is not whole or of no known family, or there is no
+            space: one line, before anything is written.
+        OSError: the disk refused.
+    """
+    plan = _planned(head, checkpoint)
+    out = out.resolve()
+    _check_out(plan, out)
+    try:
+        with replacing(out) as new:
+            _write(plan, new)
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"{out}: could not be written ({one_line(error)}); free space, or give another out") from error
+
+
+def _planned(head: Mtp, checkpoint: str) -> Stitching:
+    try:
+        files = tensor_files(checkpoint)
+        shards = [_shard(path) for path in sorted({*files.values()})]
+        lost = sorted(files.keys() - {name for shard in shards for name in shard.entries})
+        if lost:
+            raise ValueError(f"its index names {lost[0]}, which no file of it holds")
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ValueError(
+            f"{checkpoint}: not a whole checkpoint ({one_line(error)}); download it again, or give another target"
+        ) from error
+    folder, layers = shards[0].path.parent, head.embeddings.num_layers
+    config: dict[str, Any] = parsed_file((folder / CONFIG).resolve(), "download it again")
+    family = _family(config, checkpoint)
+    _check_head(head, family)
+    entries = {name: entry for shard in shards for name, entry in shard.entries.items()}
+    last = f"model.layers.{layers - 1}."
+    split = not any(name.startswith(last) and name.endswith(".gate_up_proj") for name in entries)
+    inner = family.layout.inner.format(layers)
+    tensors = family.layout.write(head.state_dict(), layers, split=split)
+    like = {name: name.replace(inner, last, 1) for name in tensors}  # the last layer's tensor of the same kind
+    odd = {name for name in entries if name.startswith(last)} ^ {one for one in like.values() if one in entries}
+    odd |= {one for name, one in like.items() if one in entries and entries[one]["shape"] != [*tensors[name].shape]}
+    if odd:
+        raise ValueError(f"{checkpoint}: the head's layer is not built like its last one ({min(odd)}); train it again")
+    usual = entries[f"{last}input_layernorm.weight"]
+    dtypes = {name: DTYPES[entries.get(one, usual)["dtype"]] for name, one in like.items()}
+    return Stitching(
+        folder, shards, {name: tensor.to(dtypes[name]).contiguous() for name, tensor in tensors.items()},
+        {**config, family.key: 1},
+    )  # fmt: skip
+
+
+def _family(config: dict[str, Any], checkpoint: str) -> Family:
+    """Return how a target's family holds its module; refuse a family without one, and what is not written."""
+    name = (config.get("architectures") or ["?"])[0]
+    if name not in FAMILIES:
+        raise ValueError(
+            f"format=checkpoint: {checkpoint} is a {name}, in which engines look for no module that could be written "
+            f"(known: {', '.join(FAMILIES)}); format=vllm serves a Llama or Qwen with head.layer=llama"
+        )
+    family = FAMILIES[name]
+    if config.get("quantization_config"):
+        raise ValueError(
+            f"format=checkpoint: {checkpoint} is quantised, and engines would take its module so too; give its "
+            "unquantised checkpoint as target"
+        )
+    if (config.get(family.key) or 1) != 1:
+        raise ValueError(
+            f"format=checkpoint: {checkpoint} has {config[family.key]} modules, which draft one after another, and the "
+            "head is one for all depths"
+        )
+    return family
+
+
+def _check_head(head: Mtp, family: Family) -> None:
+    for key, value in {**AS_TRAINED, "raw_state": family.layout.raw_state}.items():
+        if (actual := getattr(head.config, key)) != value:
+            raise ValueError(
+                f"format=checkpoint: the head has {key}={written(actual)}, which the target's own module has not; "
+                f"train with head.{key}={written(value)}"
+            )
+
+
+def _check_out(plan: Stitching, out: Path) -> None:
+    """Refuse a folder that is no earlier copy, and a file system without space for the bytes that are no links."""
+    if out.exists() and not (out / MODULE).is_file():
+        raise ValueError(f"{out}: is there, and no earlier copy; give another out=FOLDER")
+    parent = next(path for path in out.parents if path.exists())
+    linked = _can_link(plan.shards[0].path.resolve(), parent)
+    sizes = [s.path.stat().st_size for s in plan.shards if not linked or plan.tensors.keys() & s.entries]
+    needed = sum(sizes) + sum(tensor.nbytes for tensor in plan.tensors.values())
+    if needed > (free := shutil.disk_usage(parent).free):
+        raise ValueError(
+            f"{out}: needs {needed / 1e9:.1f} GB, and {parent} has {free / 1e9:.1f} GB free; give an out=FOLDER with "
+            "more space, or on the target's file system, where most of it is hard links"
+        )
+
+
+def _write(plan: Stitching, new: Path) -> None:
+    for path in plan.folder.iterdir():
+        if path.is_dir() and not path.name.startswith("."):
+            shutil.copytree(path, new / path.name, copy_function=_bring)
+        elif path.is_file() and path.suffix != ".safetensors":
+            _bring(path, new / path.name)
+    names = {shard.path: REST if shard.path.name == WEIGHTS else shard.path.name for shard in plan.shards}
+    where = dict.fromkeys(plan.tensors, MODULE)
+    for shard in plan.shards:
+        replaced = plan.tensors.keys() & shard.entries
+        where |= dict.fromkeys(shard.entries.keys() - replaced, names[shard.path])
+        if not replaced:
+            _link(shard.path.resolve(), new / names[shard.path])
+        elif len(replaced) < len(shard.entries):
+            write_whole(new / names[shard.path], shard.without(replaced))
+    save_file(plan.tensors, new / MODULE, metadata={"format": "pt"})
+    (new / CONFIG).write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
+    entries = {name: _size(entry) for shard in plan.shards for name, entry in shard.entries.items()}
+    total = sum((entries | {name: tensor.nbytes for name, tensor in plan.tensors.items()}).values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    (new / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _bring(source: str | Path, new: str | Path) -> None:
+    """Copy a small file, and link a large one."""
+    path = Path(source).resolve()
+    if path.stat().st_size > SMALL:
+        _link(path, Path(new))
+    else:
+        shutil.copyfile(path, new)
+
+
+def _link(path: Path, new: Path) -> None:
+    try:
+        os.link(path, new)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(path, new)
+
+
+def _can_link(path: Path, folder: Path) -> bool:
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        try:
+            os.link(path, Path(temporary) / path.name)
+        except OSError:
+            return False
+    return True
+
+
+def _shard(path: Path) -> Shard:
+    """Return a file's header; refuse a file that is truncated or damaged."""
+    with safe_open(path, "pt") as opened, path.open("rb") as file:
+        names = set(opened.keys())
+        size = int.from_bytes(file.read(8), "little")
+        entries = parse_json(file.read(size))
+    return Shard(path, 8 + size, {name: entries[name] for name in entries if name in names})
+
+
+def _size(entry: dict[str, Any]) -> int:
+    begin, end = entry["data_offsets"]
+    return int(end - begin)
