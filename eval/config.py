@@ -189,10 +189,10 @@ class AuditorConfig:
     minutes: Positive
     concurrency: list[Count]
     borders: list[Count]
-    samples: Annotated[int, Within(8, 100_000)]
+    samples: Annotated[int, Within(8, 500)]
     sample_tokens: NewTokens
     near_tie: Amount
-    alpha: Annotated[float, Within(0, 0.5, above=True)]
+    alpha: Annotated[float, Within(1e-4, 0.5)]
     plain: dict[str, Any]
 
 

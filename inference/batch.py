@@ -120,7 +120,7 @@ class Batch:
             return
         try:
             self.swap(drafter)
-        except (LookupError, RuntimeError, TypeError, ValueError) as error:
+        except (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
             self.service.refuse(drafter, error, self.drafter)
         else:
             self.service.working = drafter

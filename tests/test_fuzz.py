@@ -11,6 +11,7 @@ import signal
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -26,10 +27,11 @@ from safetensors.torch import save_file
 from data.answers.files import Answers
 from data.features.store import FeatureStore
 from data.features.vllm_features import STATES, TOKENS, LayerIds, read_tensors
-from eval.config import Selection
+from eval.config import Selection, eval_config
 from eval.inputs.runs import model_of
 from eval.inputs.workloads import read_workload
 from eval.report.reading import read_report, report_of
+from eval.watch.arrivals import Log, growing
 from heads.common.typed import typed
 from heads.formats import lora
 from heads.formats.published import load_published
@@ -44,6 +46,7 @@ from tests.eval.test_sources import NOTHING, OWN
 from tests.fuzzing import CUTS, broken, cut, edited, encoded
 from tests.heads.published import eagle3_authors, publish
 from train.checkpoints import format
+from train.maintenance.traffic import Hygiene
 
 ALL = 100_000  # inputs of `make fuzz`
 FEW = 150  # of each reader otherwise
@@ -125,6 +128,14 @@ def resumed(folder: Path) -> object:
 
 def workload(file: Path) -> object:
     return read_workload(str(file), toys.target(), Selection(8, 0, True, "all", False), lambda _: "w1")
+
+
+def logged(file: Path) -> object:
+    """Read a log as the watch and the adaptation do."""
+    config = replace(eval_config().watcher, follow=False)
+    hygiene = Hygiene(toys.target(), str(file), 64)
+    records = list(growing(file, follow=False, poll=1.0))
+    return hygiene.entries(records), hygiene.remarks(), list(Log(file, config, None))
 
 
 def answers(out: Path) -> object:
@@ -227,6 +238,9 @@ def read_of(root: Path) -> dict[str, Reader]:
         "config.yaml": Reader(run / "config.yaml", config, encoded, partial(model_of, str(run), NOTHING)),
         "report": Reader(file, told, encoded, lambda: report_of(read_report(file), str(file))),
         "workload": Reader(root / "w.jsonl", RECORDS, lines, partial(workload, root / "w.jsonl")),
+        "log": Reader(
+            root / "log.jsonl", [{**RECORDS[4], "accepted": [0, 1]}], lines, partial(logged, root / "log.jsonl")
+        ),
         "tree": Reader(root / "tree.json", TREE, encoded, partial(tree, root / "tree.json")),
     }
 
@@ -234,7 +248,7 @@ def read_of(root: Path) -> dict[str, Reader]:
 NAMES = [
     "head config", "header", "published config", "safetensors index", "target index", "store meta", "store entry",
     "checkpoint index", "parts of answers", "answers", "answers meta", "config.yaml", "report", "workload", "tree",
-    "vllm states", "adapter config", "adapter",
+    "vllm states", "adapter config", "adapter", "log",
 ]  # fmt: skip
 
 

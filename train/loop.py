@@ -18,6 +18,7 @@ from train.acceptance import AcceptanceEvaluator
 from train.checkpoints import format, resume
 from train.checkpoints.resume import Identity
 from train.checkpoints.saver import Saver
+from train.config import TrainerConfig
 from train.distributed.control import STOPPED, ProcessControl, on_main
 from train.distributed.processes import RELEASE_EVERY, release_freed
 from train.optim import same_rates
@@ -33,6 +34,14 @@ BEGINNING: dict[str, Any] = {
 }  # fmt: skip
 SCHEDULE = {f"trainer.{key}": key for key in ("steps", "warmup", "cooldown")}
 SHARED = ("best_tau", "best_step", "stale", "measured")
+
+
+def as_if_so_long(then: dict[str, Any], now: dict[str, Any], trainer: TrainerConfig, steps: int) -> dict[str, Any]:
+    """Return an earlier run's numerics, with the schedule of now where its first steps would have been the same."""
+    if not SCHEDULE.keys() <= then.keys() or then.get("objective.base") is not None:  # which moves with all steps
+        return then
+    schedule = {key: then[name] for name, key in SCHEDULE.items()}
+    return then | {name: now[name] for name in SCHEDULE} if same_rates(trainer, schedule, steps) else then
 
 
 class KeptHead:
@@ -100,11 +109,8 @@ class Loop:
                 "overrides that the run was started with"
             ) from error
         self.start, self.progress = state["step"], self.progress | state.get("progress", {})
-        now, then = self.identity.numerics, state.get("arithmetic", {})
-        if SCHEDULE.keys() <= then.keys():
-            schedule = {key: then[name] for name, key in SCHEDULE.items()}
-            if same_rates(self.trainer, schedule, self.start):  # it is lengthened, and is as if it had been so long
-                then = then | {name: now[name] for name in SCHEDULE}
+        now = self.identity.numerics
+        then = as_if_so_long(state.get("arithmetic", {}), now, self.trainer, self.start)
         if changed := resume.differences(then, now):
             self.control.warn(f"the same data in the same order, but no longer bit for bit: {changed}")
         if self.progress["best_step"]:

@@ -118,10 +118,10 @@ def main(cfg: DictConfig) -> None:
         raise SystemExit(status)
     keys = [str(key) for key in cfg if key not in ("doctor", "checkup", "model", "serve")]
     config, serving = typed(PublishConfig, OmegaConf.masked_copy(cfg, keys)), typed(ServeConfig, cfg.serve, "serve")
-    if serving.link is not None and config.format is None:
-        raise ValueError("serve.link is given without a format: engines read format=vllm, or another of theirs")
+    if serving.link is not None and config.format in (None, CHECKPOINT):
+        raise ValueError("serve.link is of a head's folder: give format=vllm, or another that engines read heads in")
     if serving.link is not None:
-        check_link(Path(serving.link))
+        check_link(Path(serving.link).expanduser())
     out = publish(config, HfApi(library_name="headstart"))
     if serving.link is not None:
         replaced = replace_head(out, serving)

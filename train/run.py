@@ -398,8 +398,8 @@ def last_line(run: RunConfig) -> str | None:
 @command("train")
 def main(cfg: DictConfig) -> float | None:
     """Compose, check, and plan, launch or train; return the best τ, which a sweep may maximise."""
-    srun.take_over(cfg.launcher.num_processes, cfg.launcher.main_process_port)
     with user_errors(), launch.main_first():
+        srun.take_over(cfg.launcher.num_processes, cfg.launcher.main_process_port)
         launch.check_mode()
     with sweep.alone(), user_errors(), launch.main_first():
         run = run_config(cfg)

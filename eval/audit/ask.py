@@ -1,12 +1,13 @@
 """Requests to both servers within a budget, and the questions that they hold."""
 
+import copy
 import os
 import threading
 import time
 from collections.abc import Collection, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple, cast
 
@@ -24,6 +25,8 @@ AUDITED, BASELINE = SIDES = ("audited", "baseline")
 LOGPROBS = 5  # most probable tokens asked for
 CANCEL_AFTER = 2  # events of a stream that is broken off
 GONE = ("unreachable", "timeout")
+PAGE_S = 30.0  # seconds for a page of a server's own, at most
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 QUESTIONS = (  # where no workload is given
     "Explain in a few sentences why the sky is blue.",
     "Write a Python function that returns the n-th Fibonacci number.",
@@ -112,9 +115,9 @@ class Side:
         key = "audit" if name == AUDITED else name
         secret = os.environ.get(config.api_key_env)
         self.name, self.url, self.extra = name, base_url(url), {**config.extra, **extra}
-        self.root = Client(self.url, once, secret, key, "client")
         self.client = Client(self.url + API, once, secret, key, "client")
-        self.model, _ = self.client.served()
+        self.root = within(Client(self.url, once, secret, key, "client"), PAGE_S)
+        self.model, _ = within(self.client, PAGE_S).served()
 
     def counters(self) -> Counters | None:
         """Return the server's counters, None without metrics of a known engine."""
@@ -127,9 +130,16 @@ class Side:
     def alive(self) -> bool:
         """Whether the server still answers."""
         try:
-            return self.client.page("/models")[0] == 200
+            return self.root.page(f"{API}/models")[0] == 200
         except EndpointError:
             return False
+
+
+def within(client: Client, seconds: float) -> Client:
+    """Return the same client with no more than so many seconds for a reply."""
+    bounded = copy.copy(client)
+    bounded.config = replace(client.config, timeout=min(client.config.timeout, seconds))
+    return bounded
 
 
 class Asker:
@@ -154,19 +164,21 @@ class Asker:
 
     def ask(self, side: str, question: Question, cancel: bool = False, stream: bool = True) -> list[Reply]:
         """Return the choices of a server's reply, one but for `n`; a reply to `cancel` is broken off."""
-        self._count()
+        seconds = self._count()
         server = self.sides[side]
-        streamed = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        streamed = STREAMED if stream else {}
         body = {"model": server.model, **self.settings, **question.body, **streamed, **server.extra}
         begin = time.perf_counter()
         try:
-            events = server.client.events(question.path, body)
+            events = within(server.client, seconds).events(question.path, body)
             if cancel:
                 with closing(cast(Generator[Any, None, None], events)) as begun:
                     list(islice(begun, CANCEL_AFTER))
                 return [Reply(error="cancelled")]
             return read_replies(((time.perf_counter() - begin, event) for event in events), server.model)
         except EndpointError as failure:
+            if failure.cause == "timeout":
+                self._left()
             if failure.cause in GONE and not server.alive():
                 raise GoneError(f"a server went away: {server.url}: {failure.cause} ({failure.detail})") from failure
             return [Reply(error=visible(f"{failure.cause}: {failure.detail}"))]
@@ -191,11 +203,18 @@ class Asker:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def _count(self) -> None:
+    def _count(self) -> float:
+        """Count a request; return the seconds that are left for it."""
         with self.lock:
             if self.requests >= self.budget.requests:
                 raise SpentError(f"the budget of {self.budget.requests} requests is used up")
-            if self.minutes >= self.budget.minutes:
-                raise SpentError(f"the budget of {self.budget.minutes:g} minutes is used up")
+            seconds = self._left()
             self.requests += 1
             self.bar.show(min(self.requests, self.bar.pace.total))
+            return seconds
+
+    def _left(self) -> float:
+        seconds = 60 * (self.budget.minutes - self.minutes)
+        if seconds <= 0:
+            raise SpentError(f"the budget of {self.budget.minutes:g} minutes is used up")
+        return seconds

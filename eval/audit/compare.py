@@ -92,7 +92,7 @@ class Comparer:
             if self.varied([question])
             for listed in self._explained(question)
             for reply in self.answers[key_of(question)]
-            if reply.text != listed.text
+            if reply.text != listed.text and not reply.error
         ]
         self.near_tie = max([self.near_tie, *(2 * gap for gap in gaps)])
 

@@ -5,6 +5,8 @@ Each asks both servers the same questions in the same order and company; the bas
 
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
 
 from eval.audit.ask import AUDITED, BASELINE, SIDES, Question, ask_text
 from eval.audit.compare import NOT_OFFERED, Audit, Finding, Timed, judged
@@ -39,7 +41,10 @@ def identity(audit: Audit) -> Finding:
     audit.timings += [
         Timed(side, 1, answers, sum(reply.latency_s for reply in answers)) for side, answers in replies.items()
     ]
-    return judged(audit, "identity", pairs)
+    finding = judged(audit, "identity", pairs)
+    if (bound := audit.comparer.near_tie) > audit.auditor.near_tie:
+        finding.summary += f"; it left its own answers across {bound / 2:.2f} nats, twice that is a near tie"
+    return finding
 
 
 def prefix_cache(audit: Audit) -> Finding:
@@ -75,11 +80,11 @@ def borders(audit: Audit) -> Finding:
     pairs: Pairs = []
     for border in audit.auditor.borders:
         pairs += in_order(audit, around(audit, border))
-    lengths = {reply.prompt_tokens for _, reply in pairs if reply.prompt_tokens}
-    if not lengths:
+    if not pairs:
         return Finding("borders", NOT_OFFERED, "the server takes no prompts that long, or does not count their tokens")
+    lengths = {reply.prompt_tokens for _, reply in pairs if reply.prompt_tokens}
     finding = judged(audit, "borders", pairs, "prompt_chunk")
-    finding.summary += f"; prompts of {', '.join(map(str, sorted(lengths)))} tokens"
+    finding.summary += f"; prompts of {', '.join(map(str, sorted(lengths)))} tokens" if lengths else ""
     return finding
 
 
@@ -98,7 +103,7 @@ def around(audit: Audit, border: int) -> list[Question]:
     for _ in range(PROBES):
         if count is None or count == border:
             break
-        words = max(1, words + round((border - count) / a_word))
+        words = min(max(1, words + round((border - count) / a_word)), 4 * border)
         count = length(words)
     return [_long(audit, border, words + more) for more in AROUND if words + more > 0] if count else []
 
@@ -130,7 +135,7 @@ def unstreamed(audit: Audit) -> Finding:
     for question in audit.questions[:MANY]:
         audit.comparer.learn(question, audit.asker.one(BASELINE, question, stream=False))
         pairs.append((question, audit.asker.one(AUDITED, question, stream=False)))
-    return judged(audit, "streaming", pairs, "streaming")
+    return asked_with(judged(audit, "streaming", pairs, "streaming"), stream=False)
 
 
 def penalties(audit: Audit) -> Finding:
@@ -138,6 +143,14 @@ def penalties(audit: Audit) -> Finding:
     fields = {"presence_penalty": 0.6, "frequency_penalty": 0.4}
     pairs = in_order(audit, [question.having("with penalties", **fields) for question in audit.questions[:MANY]])
     return judged(audit, "penalties", pairs, "penalty")
+
+
+def asked_with(finding: Finding, **fields: Any) -> Finding:
+    """Return a finding whose questions had further fields, which their answers do not depend on."""
+    differences = [
+        d._replace(question=d.question._replace(body={**d.question.body, **fields})) for d in finding.differences
+    ]
+    return replace(finding, differences=differences)
 
 
 def in_order(audit: Audit, questions: Sequence[Question]) -> Pairs:

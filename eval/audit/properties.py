@@ -28,7 +28,7 @@ from eval.audit.compare import (
     logprobs,
     status_of,
 )  # fmt: skip
-from eval.audit.greedy import MANY
+from eval.audit.greedy import MANY, asked_with
 from eval.audit.replies import Reply
 from eval.audit.sampling import AGAIN, CHUNK, SUSPECT, words_of
 from eval.audit.sampling import MANY as MANY_EXCHANGES
@@ -40,6 +40,7 @@ LIMITS = (1, 2, 3, 5, 8)
 FEW = 6  # questions of a check with a body of its own
 ENOUGH = 4  # words in which two answers of one seed agree
 TRIALS = 24  # of a seed
+SHOWN = 400  # characters of a note
 DATE = "[0-9]{4}-[0-9]{2}-[0-9]{2}"
 GBNF = 'root ::= [0-9] [0-9] [0-9] [0-9] "-" [0-9] [0-9] "-" [0-9] [0-9]'
 SCHEMA = {
@@ -104,8 +105,7 @@ def stop_in(text: str) -> str | None:
 
 
 def usage(audit: Audit) -> Finding:
-    """Compare the counts of tokens with the baseline's of the same text, and with the tokens listed by logprobs."""
-    questions = [question.having("with logprobs", **logprobs(question)) for question in audit.questions[:MANY]]
+    """Compare the counts of tokens with the baseline's of the same text."""
 
     def holds(_: Question, ours: Reply, theirs: Reply) -> str | None:
         if ours.prompt_tokens != theirs.prompt_tokens:
@@ -118,12 +118,14 @@ def usage(audit: Audit) -> Finding:
             return f"{numbers[0]} and {numbers[1]} tokens add up to {numbers[2]}"
         return None
 
-    return checked(audit, "usage", "usage", questions, holds)
+    return checked(audit, "usage", "usage", audit.questions[:MANY], holds)
 
 
 def logprobs_hold(audit: Audit) -> Finding:
     """Compare the logprobs with the text, and with the baseline's of the same tokens."""
     questions = [question.having("with logprobs", **logprobs(question)) for question in audit.questions[:MANY]]
+    if not audit.asker.one(BASELINE, questions[0]).tokens:
+        return Finding("logprobs", NOT_OFFERED, "the baseline gives no logprobs")
     tolerance = audit.comparer.near_tie
 
     def holds(_: Question, ours: Reply, theirs: Reply) -> str | None:
@@ -144,10 +146,7 @@ def logprobs_hold(audit: Audit) -> Finding:
             return "token {} has {:.3f} where the baseline has {:.3f}".format(worst, *pairs[worst])
         return None
 
-    finding = checked(audit, "logprobs", "logprobs", questions, holds)
-    if finding.status == PASSED and not any(audit.comparer.explained.values()) and finding.figures.get("silent"):
-        finding.status = NOT_OFFERED
-    return finding
+    return checked(audit, "logprobs", "logprobs", questions, holds)
 
 
 def written(reply: Reply) -> bool:
@@ -160,14 +159,17 @@ def choices(audit: Audit) -> Finding:
     """Ask for two choices at temperature 0: both are the baseline's answer."""
     pairs = []
     for question in audit.questions[:FEW]:
-        replies = audit.asker.ask(AUDITED, question.having("twice", n=2))
-        if replies[0].error or len(replies) != 2:
-            if len(audit.asker.ask(BASELINE, question.having("twice", n=2))) != 2:
-                return Finding("choices", NOT_OFFERED, "the baseline does not answer n=2")
-            count = f"{len(replies)} choices where n is 2: {replies[0].error}"
-            return Finding("choices", FAILED, count, [_breach(question, "", "", "choices", count)])
-        pairs += [(question, reply) for reply in replies]
-    return judged(audit, "choices", pairs, "choices")
+        twice = question.having("twice", n=2)
+        theirs, ours = (audit.asker.ask(side, twice) for side in (BASELINE, AUDITED))
+        if len(theirs) != 2:
+            return Finding("choices", NOT_OFFERED, "the baseline does not answer n=2")
+        if len(ours) != 2:
+            count = f"{len(ours)} choices where n is 2: {ours[0].error}"
+            return Finding("choices", FAILED, count, [_breach(twice, "", "", "choices", count)])
+        for reply in theirs:
+            audit.comparer.learn(question, reply)
+        pairs += [(question, reply) for reply in ours]
+    return asked_with(judged(audit, "choices", pairs, "choices"), n=2)
 
 
 def tool_calls(audit: Audit) -> Finding:
@@ -183,11 +185,9 @@ def tool_calls(audit: Audit) -> Finding:
     ]
 
     def holds(_: Question, ours: Reply, __: Reply) -> str | None:
-        if ours.finish == "length":
-            return None
         if len(ours.calls) != 1 or ours.calls[0][0] != function["name"]:
             return f"no call of {function['name']}: {ours.content!r}"
-        return schema_breach(ours.calls[0][1])
+        return schema_breach(ours.calls[0][1], ours.finish)
 
     return checked(audit, "tool_calls", "tool_call", questions if audit.chat else [], holds)
 
@@ -210,21 +210,19 @@ def schemas(audit: Audit) -> Finding:
         questions += [ask_text(f"date {i}", text, audit.chat, **fields) for i, text in enumerate(dates)]
 
     def holds(question: Question, ours: Reply, _: Reply) -> str | None:
-        if ours.finish == "length":
-            return None
         if "response_format" in question.body:
-            return schema_breach(ours.text)
+            return schema_breach(ours.text, ours.finish)
         return None if re.fullmatch(DATE, ours.text.strip()) else f"{ours.text!r} is not of the grammar"
 
     return checked(audit, "schemas", "schema", questions, holds)
 
 
-def schema_breach(text: str) -> str | None:
-    """Return how a text breaks the schema, None where it holds."""
+def schema_breach(text: str, finish: str | None) -> str | None:
+    """Return how a text breaks the schema, None where it holds, or was cut off by its limit and may have held."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        return f"{text!r} is no JSON"
+        return None if finish == "length" and text.lstrip().startswith("{") else f"{text!r} is no JSON"
     if not isinstance(value, dict) or value.keys() != TYPES.keys():
         return f"{text!r} has not the keys of the schema"
     wrong = [key for key, kind in TYPES.items() if type(value[key]) is not kind]
@@ -243,6 +241,8 @@ def seeds(audit: Audit) -> Finding:
     if decided:
         alike, differences = seeded(audit, range(TRIALS, (1 + AGAIN) * TRIALS))
         p = fewer(alike[AUDITED], alike[BASELINE], rng)
+    if not alike[BASELINE]:
+        return Finding("seeds", NOT_OFFERED, "the baseline does not take a seed")
     failed = decided and p <= audit.auditor.alpha / 10
     ours, theirs = (sum(alike[side]) / len(alike[side]) for side in (AUDITED, BASELINE))
     summary = (
@@ -261,12 +261,16 @@ def seeded(audit: Audit, trials: range) -> tuple[dict[str, list[int]], list[Diff
             f"with seed {trial}", temperature=1.0, seed=audit.seed + trial, max_tokens=2 * ENOUGH
         )
         for side in (BASELINE, AUDITED):
-            one, other = (audit.asker.one(side, question).content for _ in range(2))
-            pairs = zip(words_of(one), words_of(other), strict=False)
+            one, other = (audit.asker.one(side, question) for _ in range(2))
+            error = one.error or other.error
+            if error and side == BASELINE:
+                break
+            pairs = zip(words_of(one.text), words_of(other.text), strict=False)
             agreeing = takewhile(lambda pair: pair[0] == pair[1], pairs)
             alike[side].append(min(ENOUGH, sum(1 for _ in agreeing)))  # rounding parts longer ones
-            if side == AUDITED and one != other:
-                differences.append(_breach(question, other, one, "seed", "the same seed, asked again"))
+            if side == AUDITED and (error or one.content != other.content):
+                look, note = ("error", f"it fails: {error}") if error else ("seed", "the same seed, asked again")
+                differences.append(_breach(question, other.content, one.content, look, note))
     return alike, differences
 
 
@@ -312,4 +316,4 @@ def checked(audit: Audit, check: str, fault: str, questions: Sequence[Question],
 
 
 def _breach(question: Question, ours: str, theirs: str, fault: str, note: str) -> Difference:
-    return Difference(question, ours, theirs, first_difference(ours, theirs), None, FAULT, fault, note=note)
+    return Difference(question, ours, theirs, first_difference(ours, theirs), None, FAULT, fault, note=note[:SHOWN])

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 from data.answers.client import EndpointError
 
 LARGEST_CHOICES = 16
+LONGEST = 2**20  # characters of a reply
+LEAST = -9999.0  # of a logprob, as vLLM writes that of a token that cannot come
+MOST = 2**31  # tokens that a server counts
 
 
 class Token(NamedTuple):
@@ -54,13 +57,14 @@ class _Choice:
         self.finish: str | None = None
         self.first: float | None = None
 
-    def add(self, seconds: float, choice: Mapping[str, Any]) -> None:
+    def add(self, seconds: float, choice: Mapping[str, Any]) -> int:
+        """Take an event's part of the choice; return its characters, of the text and of its tokens."""
         message = choice.get("delta") or choice.get("message")
         message = message if isinstance(message, dict) else {}
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         texts = [text for text in (reasoning, message.get("content"), choice.get("text")) if isinstance(text, str)]
         calls = message.get("tool_calls")
-        self.texts += texts
+        self.texts += map(_encodable, texts)
         for position, call in enumerate(calls if isinstance(calls, list) else []):
             self._add_call(position, call)
         if self.first is None and (any(texts) or self.calls):
@@ -68,7 +72,9 @@ class _Choice:
         tokens = read_tokens(choice.get("logprobs"))
         self.tokens += tokens
         self.steps += [len(tokens)] if tokens else []
-        self.finish = choice.get("finish_reason") or self.finish
+        reason = choice.get("finish_reason")
+        self.finish = reason if isinstance(reason, str) else self.finish
+        return sum(map(len, texts)) + len(str(calls or "")) + sum(len(token.text) for token in tokens)
 
     def _add_call(self, position: int, call: Any) -> None:
         function = call.get("function") if isinstance(call, dict) else None
@@ -77,7 +83,12 @@ class _Choice:
         index = call.get("index")
         name_arguments = self.calls.setdefault(index if isinstance(index, int) else position, ["", ""])
         for i, key in enumerate(("name", "arguments")):
-            name_arguments[i] += function[key] if isinstance(function.get(key), str) else ""
+            name_arguments[i] += _encodable(function[key]) if isinstance(function.get(key), str) else ""
+
+
+def _encodable(text: str) -> str:
+    """Return a text without lone surrogates, which JSON may hold and no file."""
+    return text.encode(errors="replace").decode()
 
 
 def read_replies(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) -> list[Reply]:
@@ -88,7 +99,7 @@ def read_replies(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) 
     """
     choices: dict[int, _Choice] = {}
     usage: Mapping[str, Any] = {}
-    end, count = 0.0, 0
+    end, count, length = 0.0, 0, 0
     for end, event in events:
         count += 1
         if event.get("error") is not None:
@@ -100,7 +111,9 @@ def read_replies(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) 
             index = choice.get("index", 0) if isinstance(choice, dict) else None
             if not isinstance(index, int) or not 0 <= index < LARGEST_CHOICES:
                 raise EndpointError("choices", str(choice))
-            choices.setdefault(index, _Choice()).add(end, choice)
+            length += choices.setdefault(index, _Choice()).add(end, choice)
+            if length > LONGEST:
+                raise EndpointError("too_large", f"the reply has more than {LONGEST} characters")
     if not choices:
         raise EndpointError("choices", "the reply has no choice")
     prompt, completion, total = (_count(usage, key) for key in ("prompt_tokens", "completion_tokens", "total_tokens"))
@@ -123,7 +136,7 @@ def read_replies(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) 
 
 def _count(usage: Mapping[str, Any], key: str) -> int | None:
     count = usage.get(key)
-    return count if isinstance(count, int) and not isinstance(count, bool) else None
+    return count if isinstance(count, int) and not isinstance(count, bool) and 0 <= count < MOST else None
 
 
 def read_tokens(logprobs: Any) -> list[Token]:
@@ -152,10 +165,10 @@ def _top(entries: Any) -> dict[bytes, float]:
 
 def _bytes(entry: Mapping[str, Any]) -> bytes:
     """Return a token's bytes, which a token of half a character has beside its text."""
-    return bytes(entry["bytes"]) if entry.get("bytes") is not None else str(entry["token"]).encode()
+    return bytes(entry["bytes"]) if isinstance(entry.get("bytes"), list) else str(entry["token"]).encode()
 
 
 def _number(value: Any) -> float:
     if not isinstance(value, int | float) or math.isnan(value):
         raise ValueError(f"{value!r} is no logprob")
-    return float(value)
+    return float(min(max(value, LEAST), -LEAST))

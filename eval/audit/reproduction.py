@@ -7,19 +7,22 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from eval.audit.ask import AUDITED, BASELINE, Asker, Question
-from eval.audit.compare import Difference
+from eval.audit.ask import AUDITED, BASELINE, SIDES, STREAMED, Asker, Question
+from eval.audit.compare import Audit, Difference
 from eval.audit.faults import FAULTS
+from heads.common.redact import HIDDEN, SHORTEST, redacted_values
 
 TEMPLATE = Path(__file__).parent / "reproduce.py.j2"
-SAMPLED = 64  # answers of either server to a sampled request
+SAMPLED = 256  # answers of either server to a sampled request
+ROUNDS = 8  # of requests in flight together, which do not meet alike each time
 
 
-def reproduction(asker: Asker, difference: Difference, key: str, company: Sequence[Question]) -> str:
+def reproduction(audit: Audit, difference: Difference, variable: str, company: Sequence[Question], key: str) -> str:
     """Return a script that asks both servers what showed a difference, and no more.
 
-    `company` are questions that were in flight together with it; `key` is the environment variable of the key.
+    `company` are questions that were in flight together with it; `variable` is the environment's that holds the key.
     """
+    asker = audit.asker
     before = company if difference.in_flight > 1 else difference.before
     requests = [_request(asker, question) for question in [*before, difference.question]]
     seed = difference.fault == "seed"
@@ -30,14 +33,31 @@ def reproduction(asker: Asker, difference: Difference, key: str, company: Sequen
         name="reproduce.py",
         audited=asker.sides[AUDITED].url,
         baseline=asker.sides[BASELINE].url,
-        key=key,
-        requests=json.dumps(requests, indent=1).replace('"""', "\\u0022\\u0022\\u0022"),
+        key=variable,
+        requests=_literal(requests, key),
+        extra=_literal([dict(asker.sides[side].extra) for side in SIDES], key),
         in_flight=difference.in_flight,
+        rounds=ROUNDS if difference.in_flight > 1 else 1,
+        cancel=difference.fault == "cancelled",
         samples=SAMPLED if difference.question.body.get("temperature") and not seed else 1,
+        near_tie=audit.comparer.near_tie,
         twice=seed,
     )
 
 
+def cleaned(value: Any, key: str) -> Any:
+    """Return what JSON says without secrets: the key, and what looks like one."""
+    text = json.dumps(redacted_values(value), allow_nan=False)
+    return json.loads(text.replace(json.dumps(key)[1:-1], HIDDEN) if len(key) >= SHORTEST else text)
+
+
+def _literal(value: Any, key: str) -> str:
+    return json.dumps(cleaned(value, key), indent=1).replace('"""', "\\u0022\\u0022\\u0022")
+
+
 def _request(asker: Asker, question: Question) -> dict[str, Any]:
-    body = {"model": asker.sides[AUDITED].model, **asker.settings, **question.body}
-    return {"path": question.path, "body": body}
+    streamed = STREAMED if question.body.get("stream", True) else {}
+    return {
+        "path": question.path,
+        "body": {"model": asker.sides[AUDITED].model, **asker.settings, **streamed, **question.body},
+    }

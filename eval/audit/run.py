@@ -23,21 +23,32 @@ from eval.audit.ask import (
     ask_text,
     questions_of,
 )  # fmt: skip
-from eval.audit.compare import FAILED, NOT_RUN, PASSED, UNDECIDED, Audit, Comparer, Difference, Finding
+from eval.audit.compare import (
+    FAILED,
+    FAULT,
+    NOT_OFFERED,
+    NOT_RUN,
+    PASSED,
+    UNDECIDED,
+    Audit,
+    Comparer,
+    Difference,
+    Finding,
+)  # fmt: skip
 from eval.audit.faults import diagnosed
-from eval.audit.reproduction import reproduction
+from eval.audit.reproduction import cleaned, reproduction
 from eval.audit.sampling import SETTINGS, sampling
-from eval.audit.speed import speed
+from eval.audit.speed import drafts_between, speed
 from eval.audit.view import page, terminal
 from eval.config import AuditConfig, AuditorConfig, DecodingConfig, EndpointConfig, Selection
 from eval.inputs.workloads import Workload, gathered
 from heads.common.files import write_whole
 from heads.common.progress import Bar
-from heads.common.redact import HIDDEN, SHORTEST, redacted
 from heads.common.untrusted import visible
 
 SCHEMA = 1  # of audit.json
 PROMPT = 400  # characters of a prompt
+WAVERING = 4.0  # nats: a bar for near ties that no rounding explains
 JSON, PAGE, REPRODUCTION = "audit.json", "audit.html", "reproduce.py"
 CHECKS: dict[str, Callable[[Audit], Finding]] = {
     "identity": greedy.identity,
@@ -89,6 +100,8 @@ def audited(
             f"{sides[1].url} serves {sides[1].model} and {sides[0].url} {sides[0].model}: the baseline is the same "
             "model, served under the same name (--served-model-name)"
         )
+    if sides[0].url != sides[1].url and (counters := sides[1].counters()) is not None and counters.drafts is not None:
+        raise ValueError(f"{sides[1].url} speculates: baseline is for the same model served without a draft source")
     questions = [question for name in workloads for question in _questions(name, selection, client.chat).prompts]
     questions = questions or [
         ask_text(f"built-in {i}", text, client.chat) for i, text in enumerate(QUESTIONS[: selection.prompts])
@@ -100,11 +113,13 @@ def audited(
         comparer = Comparer(asker, auditor.near_tie)
         audit = Audit(asker, comparer, questions, client.chat, decoding.max_new_tokens, decoding.seed, auditor)
         findings, ended = run(audit)
-    record = record_of(audit, findings, ended)
+    key = os.environ.get(client.api_key_env) or ""
+    record = cleaned(record_of(audit, findings, ended), key)
     script = ""
     if (difference := clearest(findings)) is not None:
-        script = reproduction(asker, difference, client.api_key_env, questions[: difference.in_flight - 1])
-    write(out, record, script, os.environ.get(client.api_key_env) or "")
+        company = greedy.repeated(questions, difference.in_flight)[1 : difference.in_flight]
+        script = reproduction(audit, difference, client.api_key_env, company, key)
+    write(out, record, script)
     for line in terminal(record):
         print(visible(line))
     print(visible(f"audit: {out / JSON} and {out / PAGE}"))
@@ -134,30 +149,38 @@ def run(audit: Audit) -> tuple[list[Finding], str]:
             findings.append(Finding(check, NOT_RUN, ended))
         if len(findings) == 1:
             readings.append(server.counters())
-    findings.append(speed(audit.timings, (readings[0], readings[-1]), audit.seed))
+    findings.append(speed(audit.timings, (readings[0], readings[1]), audit.seed))
+    findings[-1].figures["drafts"] = drafts_between(readings[0], server.counters())
     return findings, ended
 
 
-def verdict_of(findings: list[Finding], ended: str) -> Verdict:
-    """Return the outcome of all findings."""
+def verdict_of(findings: list[Finding], ended: str, near_tie: float) -> Verdict:
+    """Return the outcome of all findings; `near_tie` is the bar of near ties, in nats, that they were found by."""
     failed = [finding for finding in findings if finding.status == FAILED]
     undecided = [finding for finding in findings if finding.status == UNDECIDED]
     count = sum(finding.status == PASSED for finding in findings if finding.check != "speed")
     if failed:
         names = ", ".join(finding.check for finding in failed)
         return Verdict(FAILED, f"not lossless: {names} failed", diagnosed(findings))
-    if ended:
-        return Verdict(UNDECIDED, f"no fault in {count} checks, then {ended}", "")
-    if undecided:
-        names = ", ".join(finding.check for finding in undecided)
-        return Verdict(UNDECIDED, f"answers differ in {names}, and no logprobs say whether at near ties", "")
-    return Verdict(PASSED, f"no fault in {count} checks", "")
+    names = ", ".join(finding.check for finding in undecided)
+    doubts = {
+        f"no fault in {count} checks, then {ended}": bool(ended),
+        f"nothing could be compared: {findings[0].summary}": findings[0].status == NOT_OFFERED,
+        f"no fault in {count} checks, but the server counts no drafts: does it speculate?": (
+            findings[-1].figures["drafts"] == 0
+        ),
+        f"the baseline left its own answers across {near_tie / 2:.1f} nats: is it greedy?": near_tie > WAVERING,
+        f"answers differ in {names}, and no logprobs say whether at near ties": bool(undecided),
+    }
+    doubt = next((sentence for sentence, there in doubts.items() if there), "")
+    return Verdict(UNDECIDED, doubt, "") if doubt else Verdict(PASSED, f"no fault in {count} checks", "")
 
 
 def clearest(findings: list[Finding]) -> Difference | None:
     """Return the difference that shows the verdict's fault with the largest gap, None without a fault."""
     fault = diagnosed(findings)
-    differences = [d for finding in findings if finding.status == FAILED for d in finding.differences]
+    failed = [finding for finding in findings if finding.status == FAILED]
+    differences = [d for finding in failed for d in finding.differences if d.kind == FAULT]
     return max(differences, key=lambda d: (d.fault == fault, d.gap or 0.0), default=None)
 
 
@@ -180,7 +203,7 @@ def record_of(audit: Audit, findings: list[Finding], ended: str) -> dict[str, An
         "model": sides[AUDITED].model,
         "audited": sides[AUDITED].url,
         "baseline": sides[BASELINE].url,
-        "verdict": verdict_of(findings, ended)._asdict(),
+        "verdict": verdict_of(findings, ended, audit.comparer.near_tie)._asdict(),
         "requests": audit.asker.requests,
         "minutes": round(audit.asker.minutes, 2),
         "settings": {
@@ -212,20 +235,18 @@ def difference_record(difference: Difference) -> dict[str, Any]:
     return {
         **{key: getattr(difference, key) for key in ("kind", "at", "gap", "fault", "note", "in_flight")},
         "id": difference.question.id,
-        "prompt": redacted(difference.question.prompt[-PROMPT:]),
+        "prompt": difference.question.prompt[-PROMPT:],
         AUDITED: difference.ours,
         BASELINE: difference.theirs,
         "after": [question.id for question in difference.before],
     }
 
 
-def write(out: Path, record: dict[str, Any], script: str, key: str) -> None:
-    """Write the files, each whole or not at all, without the key; a reproduction of an earlier audit goes."""
+def write(out: Path, record: dict[str, Any], script: str) -> None:
+    """Write the files, each whole or not at all; a reproduction of an earlier audit goes."""
     texts = {JSON: json.dumps(record, indent=1, allow_nan=False), PAGE: page(record), REPRODUCTION: script}
     for name, text in texts.items():
         if text:
-            write_whole(
-                out / name, (text.replace(key, HIDDEN) if len(key) >= SHORTEST else text).encode(errors="replace")
-            )
+            write_whole(out / name, text.encode(errors="replace"))
         else:
             (out / name).unlink(missing_ok=True)

@@ -52,7 +52,7 @@ def sampling(audit: Audit, check: str) -> Finding:
         ps = _tested(answers, rng)
         rounds.append(ps)
     if not ps:
-        return Finding(check, NOT_OFFERED, "a server does not sample with these settings")
+        return _failing(check, [question.having("sampled", **settings) for question in prompts], answers)
     figures = {"p": rounds, "smallest_share": share}
     summary = _summary(rounds, share, audit.auditor.samples, len(prompts))
     if len(rounds) == 1 or min(ps.values()) > bound:
@@ -63,6 +63,15 @@ def sampling(audit: Audit, check: str) -> Finding:
     fault = "distribution" if check == "sampling" else "top_p"
     difference = Difference(prompts[clearest].having("sampled", **settings), ours, theirs, 0, None, FAULT, fault)
     return Finding(check, FAILED, summary, [difference], figures)
+
+
+def _failing(check: str, questions: Sequence[Question], answers: Sequence[tuple[list[str], list[str]]]) -> Finding:
+    """Return the finding on servers of which one does not answer."""
+    for question, (ours, theirs) in zip(questions, answers, strict=True):
+        if theirs and not ours:
+            note = "the server fails where the baseline answers"
+            return Finding(check, FAILED, note, [Difference(question, "", "", 0, None, FAULT, "error", note=note)])
+    return Finding(check, NOT_OFFERED, "the baseline does not sample with these settings")
 
 
 def _tested(answers: Sequence[tuple[list[str], list[str]]], rng: np.random.Generator) -> dict[str, float]:

@@ -8,7 +8,7 @@ import numpy as np
 from eval.audit.ask import AUDITED, BASELINE
 from eval.audit.compare import NOT_RUN, PASSED, Finding, Timed
 from eval.audit.replies import Reply
-from eval.endpoint.counters import Counters, between
+from eval.endpoint.counters import Counters, between, restarted
 
 DRAWS = 2_000
 LEVEL = 95  # percent of the interval
@@ -69,10 +69,18 @@ def _load(timings: Sequence[Timed], in_flight: int, seed: int) -> dict[str, Any]
     }
 
 
+def drafts_between(before: Counters | None, after: Counters | None) -> int | None:
+    """Return how many drafts a server counted between two readings, 0 where it counts none; None if nobody knows."""
+    if before is None or after is None or restarted(before, after):
+        return None
+    first, last = (c.draft_tokens if c.drafts is None else c.drafts for c in (before, after))
+    return round((last or 0) - (first or 0))
+
+
 def acceptance(timings: Sequence[Timed], counters: tuple[Counters | None, Counters | None]) -> dict[str, Any]:
     """Return tokens a pass and acceptance by position between two readings of the audited server's counters."""
     before, after = counters
-    if before is None or after is None or after.drafts is None or before.engine != after.engine:
+    if before is None or after is None or after.drafts is None or restarted(before, after):
         return {}
     alone = [timed for timed in timings if timed.side == AUDITED and timed.in_flight == 1]
     decoded = sum(max((reply.completion_tokens or 0) - 1, 0) for timed in alone for reply in timed.replies)

@@ -53,7 +53,9 @@ def headline(record: dict[str, Any]) -> str:
         UNDECIDED: f"Undecided: {verdict['sentence']}",
     }[verdict["status"]]
     loads = next((f["figures"].get("loads") for f in record["findings"] if f["check"] == "speed"), None)
-    return f"{text}; {loads[0]['speedup']:.2f} times as fast, one request at a time." if loads else f"{text}."
+    if not loads or verdict["status"] == FAILED:
+        return f"{text}."
+    return f"{text}; {loads[0]['speedup']:.2f} times as fast, one request at a time."
 
 
 def terminal(record: dict[str, Any]) -> Iterator[str]:

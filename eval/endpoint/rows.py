@@ -90,8 +90,7 @@ def rows(by_server: Mapping[str, Runs], gates: Mapping[str, Gate], measurement: 
 def _served(answer: Answer) -> Served:
     """Return an answer whose request arrived at a rate as `waited` reads it: its times, and as many tokens."""
     generation = Generation(tokens=[0] * answer.tokens, steps=[], latency_s=answer.latency_s)
-    first = answer.latency_s if answer.ttft_s is None else answer.ttft_s
-    return Served(generation, answer.arrived, answer.queue_s, first)
+    return Served(generation, answer.arrived, answer.queue_s, answer.ttft_s)
 
 
 def _row(name: str, runs: Runs, requests: Sequence[Request], measurement: Measurement, subset: Subset) -> Row:

@@ -33,7 +33,7 @@ class Served(NamedTuple):
     generation: Generation  # its latency counts from the arrival
     arrived: float
     queue_s: float  # from the arrival to the prefill
-    ttft_s: float  # from the arrival to the first token
+    ttft_s: float | None  # from the arrival to the first token; None where a server does not stream
 
     @property
     def ended(self) -> float:

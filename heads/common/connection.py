@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # of a repository; some old ones have no owner
 # The base of the transport's errors: huggingface_hub has changed its HTTP library before, this relation holds in both.
 TRANSPORT: Any = HfHubHTTPError.__bases__[0]
-PATIENCE = 3.0  # seconds that the Hub has to answer
+PATIENCE = 2.5  # seconds that the Hub has to answer: a refusal takes five with the start
 
 
 def check_reachable(repo: str, kind: str = "model") -> None:

@@ -8,6 +8,7 @@ from threading import Event, Thread
 from types import TracebackType
 from typing import TypeVar
 
+from huggingface_hub import constants
 from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 from rich.console import Console
 from rich.progress import Progress
@@ -74,7 +75,10 @@ def progress(work: Sequence[T], label: str) -> Iterator[T]:
 
 @contextmanager
 def waiting(label: str) -> Iterator[None]:
-    """Without a terminal say every half minute that the block still runs: it shows bars of a library's own on one."""
+    """Without a terminal say every half minute that the block still runs: it shows bars of a library's own on one.
+
+    Whoever has said by HF_HUB_DISABLE_PROGRESS_BARS whether there are bars is left alone, or the library would warn.
+    """
     console, ended, begun = Console(stderr=True), Event(), time.monotonic()
 
     def report() -> None:
@@ -85,7 +89,8 @@ def waiting(label: str) -> Iterator[None]:
     if console.is_terminal:
         yield
         return
-    disable_progress_bars()  # of huggingface_hub: some are drawn into a log too
+    if ours := constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
+        disable_progress_bars()  # of huggingface_hub: some are drawn into a log too
     reporter = Thread(target=report, daemon=True)
     reporter.start()
     try:
@@ -93,4 +98,5 @@ def waiting(label: str) -> Iterator[None]:
     finally:
         ended.set()
         reporter.join()
-        enable_progress_bars()
+        if ours:
+            enable_progress_bars()

@@ -51,11 +51,16 @@ def resolve_head(run_or_repo: str) -> Path:
         raise ValueError(f"{path}: no head in it, neither head/{CONFIG} nor {CONFIG}; let its training save one")
     if (path.parent.is_dir() and path.parent != Path()) or not REPO.fullmatch(run_or_repo):
         raise ValueError(f"{path}: no such folder; give a run's or published folder, or a Hub id OWNER/NAME")
-    folder = downloaded(run_or_repo, [CONFIG, *SAFE, INDEX, *lora.FILES, "config.yaml"])
+    return _downloaded_head(run_or_repo)
+
+
+def _downloaded_head(repo: str) -> Path:
+    """Return the folder of a repository's head, or adapter of one; refuse another model before it is downloaded."""
+    folder = downloaded(repo, [CONFIG, *SAFE, INDEX, *lora.FILES, "config.yaml"])
     if not (folder / lora.CONFIG).is_file() and (further := further_files(folder)):
         if (folder / INDEX).is_file():
-            format_of(folder)  # refuses a whole model before it is downloaded
-        downloaded(run_or_repo, further)
+            format_of(folder)
+        downloaded(repo, further)
     return folder
 
 
@@ -95,11 +100,9 @@ def base_head(name: str, config: HeadConfig, embeddings: Embeddings, spec: Targe
     """
     if not REPO.fullmatch(name):
         raise ValueError(f"base={name[:80]}: no name of the Hub, OWNER/NAME, where the base of an adapter lies")
-    folder = downloaded(name, [CONFIG, *SAFE, INDEX, lora.CONFIG])
+    folder = _downloaded_head(name)
     if (folder / lora.CONFIG).is_file():
         raise ValueError(f"base={name}: an adapter itself; publish the whole head, without base")
-    if further := further_files(folder):
-        downloaded(name, further)
     loaded: Any = load_found(folder, embeddings, sibling_spec(folder, spec, "is adapted for"))
     if type(loaded.config) is not type(config) or replace(loaded.config, name=config.name) != config:
         raise ValueError(f"base={name}: a head of another configuration than the one adapted; name the one it began as")

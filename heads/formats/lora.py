@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from heads.common.untrusted import parsed_file, shown
 from heads.formats.weights import read_weights
@@ -98,7 +99,8 @@ def adapter_files(base: str, before: Mapping[str, Tensor], after: Mapping[str, T
         if change.ndim != 2 or not name.endswith(".weight"):
             raise ValueError(f"base={base}: {name} differs from the run's, and is no matrix that LoRA adapts")
         left, sizes, right = torch.svd_lowrank(change, min(rank, *change.shape), niter=4)
-        up, down = left * sizes.sqrt(), (right * sizes.sqrt()).T
+        sizes, lacking = sizes.sqrt(), rank - len(sizes)  # of a narrower matrix: peft wants one rank of all
+        up, down = pad(left * sizes, (0, lacking)), pad(right * sizes, (0, lacking)).T
         if float((change - up @ down).norm()) > ROUNDED * float(change.norm()):
             raise ValueError(
                 f"base={base}: {name} differs from the run's by more than rank {rank}: not what it adapted"

@@ -82,18 +82,12 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-class Family(NamedTuple):
-    """Where the models of an architecture have their module, and the key of config.json that counts them."""
-
-    layout: Layout
-    key: str = "num_nextn_predict_layers"
-
-
-FAMILIES = {
-    "DeepseekV3ForCausalLM": Family(LAYOUTS["behind"]),
-    "Glm4MoeForCausalLM": Family(LAYOUTS["behind"]),
-    "MiMoForCausalLM": Family(LAYOUTS["mimo"]),
-    "Qwen3NextForCausalLM": Family(LAYOUTS["apart"]),
+COUNT = "num_nextn_predict_layers"  # the key of config.json that counts a model's modules
+FAMILIES = {  # where the models of an architecture have theirs
+    "DeepseekV3ForCausalLM": LAYOUTS["behind"],
+    "Glm4MoeForCausalLM": LAYOUTS["behind"],
+    "MiMoForCausalLM": LAYOUTS["mimo"],
+    "Qwen3NextForCausalLM": LAYOUTS["apart"],
 }
 
 

@@ -57,8 +57,13 @@ def load_mtp(target: Target, checkpoint: str) -> Mtp:
             "drafter"
         )
     names = layout.ours(files, layers)
-    opened: dict[Path, Any] = {file: safe_open(file, "pt") for file in {files[theirs] for theirs in names}}
-    tensors = layout.read({ours: opened[files[theirs]].get_tensor(theirs) for theirs, ours in names.items()})
+    try:
+        opened: dict[Path, Any] = {file: safe_open(file, "pt") for file in {files[theirs] for theirs in names}}
+        tensors = layout.read({ours: opened[files[theirs]].get_tensor(theirs) for theirs, ours in names.items()})
+    except (OSError, SafetensorError, RuntimeError, IndexError) as error:  # of experts too, which do not stack
+        raise ValueError(
+            f"drafter.mtp: the module in {checkpoint} is damaged ({one_line(error)}); download it again"
+        ) from error
     try:
         head = _outlined(target, layout)
         _fill(head, tensors, target, checkpoint)

@@ -1,9 +1,11 @@
 """The audit of a served model: faults are named, clean servers pass, and bad servers end in a line."""
 
 import json
+import math
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from markupsafe import escape
 
+from data.answers.client import EndpointError
 from eval.audit.compare import FAILED, NOT_RUN, PASSED, UNDECIDED, Finding, gap_at, penalized
 from eval.audit.faults import FAULTS, diagnosed
 from eval.audit.properties import fewer, schema_breach, stop_in
@@ -189,16 +192,20 @@ def test_one_server_is_its_own_baseline_by_a_field_of_the_request(
         monkeypatch.setattr(server, "events", switched)
         auditor = {**AUDITOR, "plain": {"drafts": False}, "requests": 250}
         verdict, record = ask(tmp_path, server.url, None, auditor=auditor)
+        script = [sys.executable, str(tmp_path / REPRODUCTION), server.url, server.url]
+        shown = subprocess.run(script, capture_output=True, text=True, check=False)
     assert record["baseline"] == record["audited"]
     assert (verdict.status, verdict.fault) == (FAILED, "logprobs")
+    assert shown.returncode == 1, shown.stderr
 
 
+@pytest.mark.parametrize("key", ["very-secret-key", 'very"secret&key'])
 def test_texts_of_a_hostile_server_and_the_key_are_not_on_the_page(
-    tmp_path: Path, baseline: AuditServer, monkeypatch: pytest.MonkeyPatch
+    key: str, tmp_path: Path, baseline: AuditServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("AUDIT_KEY", "very-secret-key")
+    monkeypatch.setenv("AUDIT_KEY", key)
     client = {"model": None, "chat": True, "timeout": 60.0, "patience": 1.0, "api_key_env": "AUDIT_KEY", "extra": {}}
-    script = "<script>alert(1)</script> \x1b[2J very-secret-key"
+    script = f"<script>alert(1)</script> \x1b[2J {key} \ud800"
 
     def hostile(path: str, body: Any) -> Any:
         reply = {"index": 0, "message": {"content": script}, "text": script, "finish_reason": "stop"}
@@ -208,10 +215,11 @@ def test_texts_of_a_hostile_server_and_the_key_are_not_on_the_page(
         monkeypatch.setattr(server, "events", hostile)
         verdict, _ = ask(tmp_path, server.url, baseline.url, client=client, auditor={**AUDITOR, "requests": 200})
     assert verdict.status == FAILED
-    for name in (JSON, PAGE):
+    for name in (JSON, PAGE, REPRODUCTION):
         content = (tmp_path / name).read_text(encoding="utf-8")
-        assert "very-secret-key" not in content
+        assert not any(shown in content for shown in (key, json.dumps(key)[1:-1], str(escape(key))))
         assert name != PAGE or ("<script>" not in content and "alert(1)" in content)
+    assert key not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -243,6 +251,117 @@ def test_the_command_s_exit_status_is_the_verdict(tmp_path: Path, baseline: Audi
             assert run_main(f"audit={server.url}", *words, f"out={tmp_path}") == status
     with AuditServer(speculates=True, noise=NOISE) as server:
         assert run_main(f"audit={server.url}", *words, f"out={tmp_path}", "auditor.requests=8") == 3
+
+
+def refusing(server: AuditServer, monkeypatch: pytest.MonkeyPatch, refuses: Any) -> None:
+    """Let a server fail where `refuses` says so of a request's body."""
+    events = server.events
+
+    def answered(path: str, body: Any) -> Any:
+        if refuses(body):
+            raise ValueError("no template")
+        yield from events(path, body)
+
+    monkeypatch.setattr(server, "events", answered)
+
+
+def test_servers_that_answer_nothing_are_undecided(
+    tmp_path: Path, baseline: AuditServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with AuditServer(speculates=True) as server:
+        for one in (server, baseline):
+            refusing(one, monkeypatch, lambda _: True)
+        verdict, record = ask(tmp_path, server.url, baseline.url)
+    assert verdict.status == UNDECIDED
+    assert verdict.sentence.startswith("nothing could be compared: the baseline does not answer: http_400")
+    assert set(statuses(record).values()) == {"not_offered", NOT_RUN}
+
+
+@pytest.mark.parametrize(
+    ("check", "refuses"),
+    [
+        ("borders", lambda body: len(str(body["messages"])) > 1500),
+        ("sampling", lambda body: body["temperature"] > 0),
+        ("seeds", lambda body: body["temperature"] > 0),
+    ],
+)
+def test_a_server_that_fails_where_the_baseline_answers_has_a_fault(
+    check: str, refuses: Any, tmp_path: Path, baseline: AuditServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with AuditServer(speculates=True) as server:
+        refusing(server, monkeypatch, refuses)
+        verdict, record = ask(tmp_path, server.url, baseline.url)
+    assert statuses(record)[check] == FAILED
+    assert (verdict.status, verdict.fault) == (FAILED, "error")
+
+
+def test_a_failure_of_the_baseline_s_is_no_near_tie(
+    tmp_path: Path, baseline: AuditServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    refusing(baseline, monkeypatch, lambda _: seen.append("") or len(seen) == 4)
+    with AuditServer(speculates=True, fault="stale_cache", noise=NOISE) as server:
+        verdict, record = ask(tmp_path, server.url, baseline.url, auditor={**AUDITOR, "requests": 90})
+    assert record["settings"]["near_tie"] < 1
+    assert verdict.fault == "stale_cache"
+
+
+def test_a_baseline_that_speculates_is_refused_and_an_audited_one_that_does_not_undecided(
+    tmp_path: Path, baseline: AuditServer
+) -> None:
+    with AuditServer(speculates=True) as server, pytest.raises(ValueError, match="baseline is for the same model"):
+        ask(tmp_path, baseline.url, server.url)
+    with AuditServer(speculates=False, noise=NOISE) as server:
+        verdict, _ = ask(tmp_path, server.url, baseline.url)
+    assert verdict.status == UNDECIDED
+    assert verdict.sentence.endswith("the server counts no drafts: does it speculate?")
+
+
+def test_without_logprobs_of_the_baseline_they_are_not_offered(
+    tmp_path: Path, baseline: AuditServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eval.audit.properties.logprobs", lambda _: {})
+    with AuditServer(speculates=True, noise=NOISE) as server:
+        _, record = ask(tmp_path, server.url, baseline.url, auditor={**AUDITOR, "requests": 300})
+    assert statuses(record)["logprobs"] == "not_offered"
+    assert statuses(record)["usage"] == PASSED
+
+
+def test_a_server_that_hangs_ends_with_the_minutes(
+    tmp_path: Path, baseline: AuditServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+    with AuditServer(speculates=True) as server:
+        refusing(server, monkeypatch, lambda _: not released.wait(60))
+        begin = time.monotonic()
+        verdict, record = ask(tmp_path, server.url, baseline.url, auditor={**AUDITOR, "minutes": 0.02})
+        seconds = time.monotonic() - begin
+        released.set()
+    assert seconds < 20
+    assert "the budget of 0.02 minutes is used up" in verdict.sentence
+    assert statuses(record)["identity"] == NOT_RUN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["streaming", "cancelled", "temperature", "choices", "logprobs"])
+def test_a_reproduction_asks_as_the_audit_did(
+    fault: str, tmp_path: Path, baseline: AuditServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    whole = fault in ("cancelled", "temperature")
+    with (
+        AuditServer(speculates=True, fault=fault if fault in PLANTED else "") as server,
+        AuditProxy(server.url, "" if fault in PLANTED else fault) as proxy,
+        AuditServer(speculates=True) as clean,
+        AuditServer(speculates=False) as plain,
+    ):
+        url = server.url if fault in PLANTED else proxy.url
+        verdict, _ = ask(tmp_path, url, baseline.url, whole=whole)
+        script = [sys.executable, str(tmp_path / REPRODUCTION)]
+        shown = subprocess.run([*script, url, plain.url], capture_output=True, text=True, check=False)
+        same = subprocess.run([*script, clean.url, plain.url], capture_output=True, text=True, check=False)
+    assert verdict.fault == NAMES.get(fault, fault)
+    assert (shown.returncode, same.returncode) == (1, 0), shown.stdout + same.stdout + shown.stderr + same.stderr
 
 
 def token(text: str, logprob: float, **top: float) -> Token:
@@ -293,6 +412,13 @@ def test_replies_are_assembled_from_their_events() -> None:
         (("f", '{"a": 1}'),), "tool_calls", 3, None,
     )  # fmt: skip
     assert read_tokens({"tokens": ["a"], "token_logprobs": [None], "top_logprobs": [None]}) == []
+    assert read_tokens({"content": [{"token": "a", "bytes": 10**12, "logprob": -math.inf}]}) == [
+        Token(b"a", -9999.0, {})
+    ]
+    huge = {"choices": [{"text": "a"}], "model": "m", "usage": {"completion_tokens": 10**400}}
+    assert read_replies([(0.1, huge)], "m")[0].completion_tokens is None
+    with pytest.raises(EndpointError, match="too_large"):
+        read_replies([(0.1, {"choices": [{"text": "a" * 100_000}], "model": "m"})] * 11, "m")
     assert read_tokens({"tokens": ["a"], "token_logprobs": [-1], "top_logprobs": [{"b": -2}]}) == [
         Token(b"a", -1.0, {b"b": -2.0})
     ]
@@ -341,10 +467,12 @@ def test_the_diagnosis_is_of_the_first_failure_but_for_telling_ones() -> None:
 
 
 def test_schemas_stop_strings_and_shown_texts() -> None:
-    assert schema_breach('{"city": "Oslo", "degrees": 3, "sunny": true}') is None
-    assert "is no int" in str(schema_breach('{"city": "Oslo", "degrees": true, "sunny": true}'))
-    assert "is no JSON" in str(schema_breach('{"city": "Os'))
-    assert "keys" in str(schema_breach("[]"))
+    assert schema_breach('{"city": "Oslo", "degrees": 3, "sunny": true}', "stop") is None
+    assert "is no int" in str(schema_breach('{"city": "Oslo", "degrees": true, "sunny": true}', "stop"))
+    assert "is no JSON" in str(schema_breach('{"city": "Os', "stop"))
+    assert schema_breach('{"city": "Os', "length") is None
+    assert "is no JSON" in str(schema_breach("The weather in Oslo is", "length"))  # free text up to the limit
+    assert "keys" in str(schema_breach("[]", "stop"))
     assert stop_in("one two three one two four") == " one"
     assert stop_in("a") is None
     assert cut("é" * 300, 500)[0].startswith("…")

@@ -72,6 +72,14 @@ def test_requests_arrive_at_a_rate(served: Served, plain: Served, log: Path) -> 
         assert row["speedup"] > 0
 
 
+def test_no_first_token_is_claimed_of_a_server_that_does_not_stream(served: Served, log: Path) -> None:
+    served.stream = False
+    evaluate(config(served, log, request_rate=80))
+    waits = set(rows_of(log)[0]["by_request"])
+    assert waits >= {"queue_s", "latency_s"}
+    assert "ttft_s" not in waits
+
+
 def test_a_request_that_arrives_while_others_are_in_flight_waits(served: Served, log: Path) -> None:
     served.before = lambda _: time.sleep(0.05)
     evaluate(config(served, log, request_rate=1e6, repeats=1))

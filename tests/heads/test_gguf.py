@@ -11,14 +11,15 @@ from safetensors.torch import load_file
 
 from heads.formats.published import gguf
 from tests.heads.exporting import exported, made
-from tests.heads.test_export import BLOCK, DSPARK, LLAMA3, masked
+from tests.heads.test_export import DSPARK, LLAMA3, masked
 
+IDS = {f"w{i}": i for i in range(38)}  # the last two pad
 PLAIN = {"feature_layers": [1, 3, 4], "feature_norm": False, "norm_output": False}
 
 
-def target(path: Path, vocabulary: int = 40) -> Path:
+def target(path: Path, vocabulary: int = 40, architecture: str = "llama") -> Path:
     """Write a target's file that has a tokenizer alone."""
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, architecture)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([f"w{i}" for i in range(vocabulary)])
     writer.add_bos_token_id(3)
@@ -34,7 +35,7 @@ def written(
     kind: str, options: dict[str, Any], folder: Path, **more: Any
 ) -> tuple[GGUFReader, dict[str, torch.Tensor]]:
     exported(masked(made(kind, **options)), "gguf", folder / "head", **more)
-    gguf.write(folder / "head", target(folder / "target.gguf"))
+    gguf.write(folder / "head", gguf.tokenizer_of(target(folder / "target.gguf"), 40, IDS))
     return GGUFReader(folder / "head" / gguf.FILE), load_file(folder / "head" / "model.safetensors")
 
 
@@ -65,16 +66,18 @@ def test_dspark_is_written_in_its_dtype_with_vectors_in_fp32(tmp_path: Path) -> 
 
 
 def test_a_target_that_is_none_or_another_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = exported(masked(made("block", **BLOCK)), "gguf", tmp_path / "head")
     (tmp_path / "text.gguf").write_text("no GGUF at all, but long enough to have a header")
     for path, told in (
         (tmp_path / "text.gguf", "no GGUF file of a target"), (tmp_path / "missing.gguf", "no GGUF file of a target"),
         (target(tmp_path / "small.gguf", 39), "39 tokens, and the head's is 40"),
+        (target(tmp_path / "new.gguf", architecture="unheard-of"), "'unheard-of', which llama.cpp does not know"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=told) as caught:
-            gguf.write(folder, path)
+            gguf.tokenizer_of(path, 40, IDS)
         assert "\n" not in str(caught.value)
+    others = {token: 37 - index for token, index in IDS.items()}
+    with pytest.raises(ValueError, match="most of its tokens are not those of the target's tokenizer"):
+        gguf.tokenizer_of(target(tmp_path / "other.gguf"), 40, others)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ValueError, match="pip install gguf"):
-        gguf.write(folder, tmp_path / "small.gguf")
-    assert not (folder / gguf.FILE).exists()
+        gguf.tokenizer_of(tmp_path / "small.gguf", 40, IDS)

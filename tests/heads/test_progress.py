@@ -1,8 +1,10 @@
 """Progress in a log: a line now and then, with the time that is left."""
 
+import sys
 import time
 
 import pytest
+from huggingface_hub import constants
 from huggingface_hub.utils import are_progress_bars_disabled
 
 from heads.common import progress
@@ -22,6 +24,17 @@ def test_work_in_a_log_gets_a_line_now_and_then(
         "measuring: 2 of 5, 0:01:00 left",
         "measuring: 4 of 5, 0:00:20 left",
     ]
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_what_the_user_says_of_bars_stands(
+    said: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", said)
+    monkeypatch.setattr(sys.modules["huggingface_hub.utils.tqdm"], "HF_HUB_DISABLE_PROGRESS_BARS", said)
+    with progress.waiting("uploading"):
+        assert are_progress_bars_disabled() is said
+    assert not recwarn.list
 
 
 def test_a_wait_in_a_log_gets_a_line_now_and_then(

@@ -204,6 +204,22 @@ def test_what_cannot_be_used_is_named_in_one_line(tmp_path: Path) -> None:
     assert "no readable model.safetensors" in refused(target, path)
 
 
+@pytest.mark.parametrize("fault", ["lost", "ragged"])
+def test_a_module_that_is_damaged_is_named_in_one_line(tmp_path: Path, fault: str) -> None:
+    path = save(tmp_path, "behind", sharded=True)
+    file = path / "model-2.safetensors"
+    kept, experts = load_file(file), "model.layers.3.mlp.experts"
+    if fault == "lost":  # which the index still names
+        del kept["model.layers.3.enorm.weight"]
+    else:
+        kept |= {f"{experts}.{i}.up_proj.weight": torch.ones(i + 2, 2) for i in range(2)}
+        index = json.loads((path / "model.safetensors.index.json").read_text())
+        index["weight_map"] |= dict.fromkeys(kept, file.name)
+        (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file(kept, file)
+    assert "is damaged" in refused(toys.target(), path)
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [

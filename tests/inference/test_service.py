@@ -186,20 +186,23 @@ class Failing(Plain):
 
     name = "failing"
 
-    def __init__(self, device: torch.device, length: int) -> None:
+    def __init__(self, device: torch.device, length: int, kind: type[Exception] = IndexError) -> None:
         super().__init__(device)
-        self.length = length
+        self.length, self.kind = length, kind
 
     def start(self, prompt: list[int]) -> Plain:
         if len(prompt) >= self.length:
-            raise IndexError("row 9 of 8\nand more")
+            raise self.kind("row 9 of 8\nand more")
         return self
 
 
-@pytest.mark.parametrize("length", [0, 9])
-def test_a_drafter_that_fails_is_refused_and_no_request_is_lost(length: int, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("length", "kind"), [(0, IndexError), (9, IndexError), (9, AttributeError), (9, OSError)])
+def test_a_drafter_that_fails_is_refused_and_no_request_is_lost(
+    length: int, kind: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
     target = toys.target()
-    generations, swaps = swapped(target, [head("eagle", target, "chain"), Failing(target.device, length)], 4, GREEDY, 8)
+    failing = Failing(target.device, length, kind)
+    generations, swaps = swapped(target, [head("eagle", target, "chain"), failing], 4, GREEDY, 8)
     assert [answer(one) for one in generations] == alone(target, 4, GREEDY)
     assert swaps > 2
     lines = {record.getMessage() for record in caplog.records}

@@ -22,6 +22,8 @@ from tests.heads.published import eagle3_authors, eagle_authors, medusa_first, p
 from tests.inference.test_mtp import save
 from tests.train import jobs
 from train.config import RunConfig, run_config
+from train.planning import trace
+from train.planning.choice import chosen
 from train.planning.plan import plan
 from train.start import first_head, resolve_init
 
@@ -189,9 +191,15 @@ def test_what_a_head_starts_from_by_itself(
     started(found, target)
 
 
-def test_a_layer_of_the_targets_kind_is_not_planned() -> None:
-    with pytest.raises(ValueError, match=r"plan=true traces no layer .* head\.layer=llama"):
-        plan(run("head=mtp", "head.layer=target", "launcher.num_processes=1"))
+def test_a_layer_of_a_llamas_kind_is_planned_as_a_llamas(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [chosen(run("head=mtp", f"head.layer={of}", "launcher.num_processes=1")) for of in ("target", "llama")]
+    theirs, ours = map(plan, runs)
+    for key in ("head_parameters", "head_flops", "peak_bytes"):
+        assert theirs[key] == pytest.approx(ours[key], rel=0.02)
+    monkeypatch.setattr(trace, "_traced", {})
+    monkeypatch.setattr(trace, "_run_trace", lambda _: torch.zeros(2) + torch.zeros(3))
+    with pytest.raises(ValueError, match=r"cannot be traced .* head\.layer=llama"):
+        plan(runs[0])
 
 
 def test_a_target_whose_embedding_is_narrower_than_its_layers_gets_no_head() -> None:

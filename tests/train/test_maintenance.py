@@ -3,10 +3,12 @@
 The toy target's greedy answers are the traffic; its head in service has random weights, so that training helps.
 """
 
+import gc
 import itertools
 import json
 import shutil
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -282,9 +284,8 @@ def report_of(**changes: Any) -> Report:
         measurement = Measurement(f"proof_{key}.jsonl", 0.0, 1, 0, 0)
         requests = [Request(counted([1, 1], 2, 4))] * 9
         rows.append(result(Source(name, "greedy", "chain"), measurement, next(measurement.parts(9)), requests))
-    return Report(
-        {}, {}, {}, {"mtp /a": Gate(9, 9 - failed, 0, failed)}, rows, extras={"paired": changes.get("paired", paired)}
-    )
+    gates = changes.get("gates", {"mtp /a": Gate(9, 9 - failed, 0, failed)})
+    return Report({}, {}, {}, gates, rows, extras={"paired": changes.get("paired", paired)})
 
 
 @pytest.mark.parametrize(
@@ -294,6 +295,9 @@ def report_of(**changes: Any) -> Report:
         ({"failed": 1}, False),
         ({"paired": []}, False),
         ({"names": ("mtp /f",)}, False),
+        ({"gates": {}}, False),
+        ({"new": {"difference": 0.5, "low": float("nan"), "high": 0.8}}, False),
+        ({"old": {"difference": 0.0, "low": float("nan"), "high": 0.1}}, False),
         ({"new": {"difference": 0.5, "low": -0.01, "high": 0.8}}, False),
         ({"old": {"difference": -0.1, "low": -0.3, "high": 0.1}}, False),
         ({"without": "old"}, False),
@@ -330,24 +334,39 @@ def test_copies_secrets_foreign_tokens_and_broken_lines_are_left_out_and_counted
     good = logged(10)
     secret = {"prompt": "w1 w2", "answer": "the key is sk-abcdefghijklmnopqrstuvwx"}
     foreign = {"prompt_token_ids": [1, 2], "token_ids": [toys.VOCAB + 5, 3]}
-    looping = {"prompt": "w1 w3", "answer": "w7 w8 " * 200}
+    later = [{"prompt_token_ids": [1], "token_ids": [2, 3]}, {"prompt_token_ids": [4, -1], "token_ids": [5]}]
     hidden = {
         "prompt": "w3 w4",
         "answer": "w5 w6 w7",
         "headers": {"authorization": "Bearer sk-abcdefghijklmnopqrstuvwx"},
     }
-    count, said = remarks([*good, good[0], good[1], secret, hidden, foreign, looping], (b"{broken\n", b"\n"))
+    both = [good[0], good[1], secret, hidden, foreign, {"choices": later}]
+    count, said = remarks([*good, *both], (b"{broken\n", b"\n"))
     assert count == 10
-    for cause in ("2 of 17 records copies", "2 of 17 records with a secret", "another tokenizer", "repeat themselves",
+    for cause in ("2 of 17 records copies", "2 of 17 records with a secret", "2 of 17 records with tokens of another",
                   "of no known shape"):  # fmt: skip
         assert cause in said, said
 
 
+def test_answers_that_repeat_themselves_are_left_out_whatever_their_prompts_are_like() -> None:
+    varied = " ".join(f"w{i * i % 89}" for i in range(12))
+    said = [("user", "w1"), ("assistant", varied), ("user", "w2"), ("assistant", "w7 w8 " * 70)]
+    looping = {"messages": [{"role": role, "content": content} for role, content in said]}
+    table = {"prompt": "w1 w3 " * 70, "answer": varied}
+    hygiene = Hygiene(toys.target(), "log", 150)
+    assert [entry.line for entry in hygiene.entries(lines([looping, table]))] == lines([table])
+    assert "1 of 2 records that repeat themselves" in hygiene.remarks()[0]
+
+
 def test_a_user_with_most_of_the_requests_is_cut_to_half() -> None:
-    records = [{**record, "user": "a" if i < 18 else f"b{i}"} for i, record in enumerate(logged(20))]
-    count, said = remarks(records)
-    assert count == 4
-    assert "one user with 90%" in said
+    users = [{"user": "a" if i < 18 else f"b{i}"} for i in range(20)]
+    for records in (
+        [record | user for record, user in zip(logged(20), users, strict=True)],
+        [{"response": record, "request": user} for record, user in zip(logged(20), users, strict=True)],
+    ):
+        count, said = remarks(records)
+        assert count == 4
+        assert "one user with 90%" in said
 
 
 def test_text_of_another_model_is_refused() -> None:
@@ -375,6 +394,37 @@ def test_the_proof_has_the_last_requests_and_training_none_of_them(tmp_path: Pat
     parts = {name: (tmp_path / "x" / name).read_bytes().splitlines(keepends=True) for name in names}
     assert parts["old"] + parts["proof_old"] + parts["new"] + parts["proof_new"] == lines(records)
     assert [len(parts[name]) for name in names] == [15, 5, 15, 5]
+
+
+def test_a_prompt_that_is_trained_on_proves_nothing(tmp_path: Path) -> None:
+    records = logged(20)
+    again = [{**records[i], "token_ids": records[i]["token_ids"][:-1]} for i in (0, 18)]  # other answers, sampled
+    log = write(tmp_path / "log.jsonl", [*records, *again])
+    names = ("new", "proof_new", "old", "proof_old")
+    counts = split(log, 0, Hygiene(toys.target(), "log", 64), 0.25, 8, tmp_path / "x", names)
+    assert (tmp_path / "x" / "proof_new").read_bytes() == b"".join(lines(records[16:20]))
+    assert counts["remarks"] == ["proof_new: left out 2 requests whose prompt another one has"]
+
+
+def test_the_target_that_reads_the_log_is_gone_when_the_training_loads_its_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[weakref.ref[Target]] = []
+
+    def of(*given: Any) -> Target:
+        target = Target.load(str(folder / "target"), "float32", "cpu")
+        loaded.append(weakref.ref(target))
+        return target
+
+    def train(_: list[str]) -> None:
+        gc.collect()
+        assert loaded
+        assert not any(target() for target in loaded)
+        raise StoppedError
+
+    monkeypatch.setattr(stages.Target, "of", of)
+    with pytest.raises(StoppedError):
+        go(folder, train=train)
 
 
 def test_another_head_or_a_damaged_state_is_refused_in_a_line(folder: Path) -> None:

@@ -99,8 +99,8 @@ def job(target: Target, name: str, **changes: Any) -> Job:
         vocab=embeddings.vocab_size,
     )  # fmt: skip
     made = Job(
-        toys.head(name, target).config, WholeConfig("none"), OBJECTIVE, TRAINER, shape, torch.float32, False, "cpu",
-        2, 64, True,
+        toys.head(name, target).config, WholeConfig("none"), OBJECTIVE, TRAINER, shape, embeddings.config,
+        torch.float32, False, "cpu", 2, 64, True,
     )  # fmt: skip
     return made._replace(**changes)
 

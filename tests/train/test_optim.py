@@ -12,6 +12,7 @@ from heads.common.resolvers import ROOT, register_resolvers
 from train import optim
 from train.checkpoints.state import TrainState
 from train.config import TrainerConfig, run_config
+from train.loop import SCHEDULE, as_if_so_long
 from train.optim import Average, adamw, learning_rate
 
 
@@ -29,6 +30,16 @@ def test_warm_up_then_cosine(config: TrainerConfig) -> None:
     assert rates[55] == pytest.approx(0.1 + 0.9 * 0.5)
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert 0.1 <= rates[99] < 0.11
+
+
+def test_a_run_that_is_lengthened_is_another_where_its_objective_moves_with_the_steps(config: TrainerConfig) -> None:
+    longer = replace(config, steps=200, warmup=0.05, cooldown=0.2)
+    now = {name: getattr(longer, key) for name, key in SCHEDULE.items()} | {"objective.base": None}
+    then = now | {"trainer.steps": 100, "trainer.warmup": 0.1}
+    assert as_if_so_long(then, now, longer, 80) == now
+    assert as_if_so_long(then, now, longer, 90) == then
+    moving = {"objective.base": [1, 0]}
+    assert as_if_so_long(then | moving, now | moving, longer, 80) == then | moving
 
 
 def test_decay_on_matrices_alone(config: TrainerConfig) -> None:

@@ -22,6 +22,8 @@ from tests.train.hub_state import START, Repo
 from tests.train.publishing import config
 from train.adapt import LoraAdapterConfig, adapt, merged_copy
 from train.publish import publish
+from train.release import doctor
+from train.release.config import CheckupConfig, DoctorConfig, SiblingConfig
 
 BASE, REPO = "me/base-eagle", "me/adapted-eagle"
 RANK = 4
@@ -81,6 +83,38 @@ def test_peft_reads_the_same_adapter(run: Path, hub: Hub, target: EmbeddingsOnly
     trained = load_file(run / "head" / "model.safetensors")
     for name, tensor in merged.state_dict().items():
         torch.testing.assert_close(tensor, trained[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_matrix_narrower_than_the_rank_has_factors_of_that_rank() -> None:
+    before = {"confidence.weight": torch.zeros(1, 8)}
+    files = lora.adapter_files(BASE, before, {"confidence.weight": torch.ones(1, 8)}, RANK)
+    up, down = (load(files[lora.WEIGHTS])[f"{lora.PREFIX}confidence.{name}"] for name in (lora.UP, lora.DOWN))
+    assert (up.shape, down.shape) == ((1, RANK), (RANK, 8))
+    torch.testing.assert_close(up @ down, torch.ones(1, 8))
+
+
+def test_the_doctor_examines_the_whole_head(run: Path, hub: Hub) -> None:
+    publish(config(run, repo=REPO, base=BASE), HfApi())
+    unmeasured = CheckupConfig(None, 1, 1, 1, "float32", measure=False)
+    target = str(ROOT / "examples" / "tiny")
+    text, status = doctor.report(DoctorConfig(REPO, target, None, unmeasured, SiblingConfig(False)))
+    assert status == 0
+    tensors = len(load_file(run / "head" / "model.safetensors"))
+    assert f"config.json and {tensors} tensors, the form of headstart" in text
+    hub.repos[BASE].commit(START)
+    assert doctor.report(DoctorConfig(REPO, target, None, unmeasured, SiblingConfig(False)))[1] == 1
+
+
+def test_a_whole_model_for_a_base_is_refused_before_it_is_downloaded(
+    run: Path, hub: Hub, target: EmbeddingsOnly
+) -> None:
+    publish(config(run, repo=REPO, base=BASE), HfApi())
+    index = b'{"weight_map": {"model.layers.0.mlp.up_proj.weight": "model-1.safetensors"}}'
+    files = {"config.json": b"{}", "model.safetensors.index.json": index, "model-1.safetensors": b"large"}
+    hub.repos[BASE].commit({**START, **files})
+    with pytest.raises(ValueError, match="of no published head known here"):
+        load_found(resolve_head(REPO), target.embeddings, target.spec)
+    assert not any("model-1" in str(request) for request in hub.requests)
 
 
 def test_what_is_no_adapter_is_not_published(run: Path, hub: Hub, target: EmbeddingsOnly, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from inference.target.target import Target
 from tests import families, toys
 from tests.train.publishing import config
 from train.publish import publish
+from train.release import checkpoint
 
 ARCHITECTURES = {"qwen2": "MiMoForCausalLM"}  # MiMo is a Qwen2 for transformers
 FAMILIES = ["qwen2", "deepseek_v3", "glm4_moe", "qwen3_next"]
@@ -126,6 +127,25 @@ def test_a_module_that_is_there_is_replaced_in_its_shards(tmp_path: Path) -> Non
     assert all(after[name] != before[name] for name in before.keys() - original.keys() - extra.keys())
 
 
+def test_a_file_of_the_target_that_is_called_as_the_module_is_stays(tmp_path: Path) -> None:
+    target = target_of(tmp_path / "target", "qwen2")
+    shard, index = (next((tmp_path / "target").glob(name)) for name in ("model-00001*", "*.index.json"))
+    taken = shard.rename(shard.with_name("model-mtp.safetensors"))
+    index.write_text(index.read_text().replace(shard.name, taken.name))
+    before = hashes(tmp_path / "target")
+    after = hashes(stitched(run_of(tmp_path / "run", target, head_of(target)), tmp_path / "out"))
+    assert {name: after[name] for name in before} == before == hashes(tmp_path / "target")
+
+
+def test_what_is_written_anew_is_never_a_link_to_the_targets(tmp_path: Path) -> None:
+    target = target_of(tmp_path / "target", "qwen2")
+    files = {file: file.read_bytes() for file in (tmp_path / "target").iterdir()}
+    with mock.patch.object(checkpoint, "SMALL", 0):
+        out = stitched(run_of(tmp_path / "run", target, head_of(target)), tmp_path / "out")
+    assert (out / "LICENSE").samefile(tmp_path / "target" / "LICENSE")
+    assert {file: file.read_bytes() for file in (tmp_path / "target").iterdir()} == files
+
+
 def test_a_single_file_becomes_two_and_an_index(tmp_path: Path) -> None:
     target = target_of(tmp_path / "target", "qwen2")
     whole: dict[str, Tensor] = {}
@@ -186,10 +206,28 @@ def test_bad_input_gets_one_line_and_nothing_is_written(tmp_path: Path) -> None:
     assert "not one of a head of kind medusa" in refusal(medusa, out)
     with mock.patch("shutil.disk_usage", return_value=SimpleNamespace(free=5)):
         assert "0.0 GB free" in refusal(run, out)
+    (tmp_path / "target" / "original").mkdir()
+    (tmp_path / "target" / "original" / "consolidated.pth").write_bytes(bytes(1 << 20))
+    with (
+        mock.patch("shutil.disk_usage", return_value=SimpleNamespace(free=1 << 20)),
+        mock.patch("os.link", side_effect=OSError),
+    ):
+        assert "GB free" in refusal(run, out)
+    for inside in (tmp_path / "target" / "out", tmp_path / "target" / "original" / "out"):
+        assert "lies in the other" in refusal(run, inside)
     copy = shutil.copytree(tmp_path / "target", tmp_path / "copy")
     tokenizer = copy / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace('"w7"', '"another"'))
     assert "tokenizer.json is not that of" in refusal(run, out, target=str(copy))
+
+
+def test_a_copy_does_not_replace_its_own_target(tmp_path: Path) -> None:
+    target = target_of(tmp_path / "target", "qwen2")
+    run = run_of(tmp_path / "run", target, head_of(target))
+    out = stitched(run, tmp_path / "out")
+    with pytest.raises(ValueError, match="lies in the other; give another out=FOLDER"):
+        stitched(run, out, target=str(out))
+    stitched(run, out)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGUFWriter
 from huggingface_hub import HfApi
 from torch import nn
 
@@ -19,6 +20,7 @@ from inference.target.embeddings_only import EmbeddingsOnly
 from tests import toys
 from tests.train.publishing import VALUES
 from train.publish import PublishConfig, publish
+from train.release import folder
 from train.release.folder import _assert_plain
 
 TARGET = ROOT / "examples" / "tiny"
@@ -101,6 +103,24 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_no_folder(
         publish(config(made, **{"form": "vllm"} | changes), HfApi())
     assert "\n" not in str(caught.value)
     assert not (made / "publish").exists()
+
+
+def test_another_targets_gguf_is_refused_before_the_head_is_written(
+    tmp_path: Path, target: EmbeddingsOnly, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = run(tmp_path, target, "eagle3", EAGLE3 | {"feature_norm": False, "norm_output": False})
+    tokens = sorted(target.tokenizer.get_vocab(), key=target.tokenizer.get_vocab().__getitem__)
+    for name, listed in (("own", tokens), ("other", tokens[::-1])):
+        writer = GGUFWriter(tmp_path / name, "llama")
+        writer.add_token_list(listed)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+    out = publish(config(made, "gguf", gguf=str(tmp_path / "own")), HfApi())
+    assert (out / "head.gguf").is_file()
+    monkeypatch.setattr(folder, "export", lambda *_: pytest.fail("the head was written"))
+    with pytest.raises(ValueError, match="most of its tokens are not those"):
+        publish(config(made, "gguf", gguf=str(tmp_path / "other")), HfApi())
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 
 from eval.endpoint.counters import SGLANG, Counters
 from heads.common.files import claim, read_checked
+from train import publish
 from train.release import serve
 from train.release.config import ServeConfig
 from train.release.serve import Replaced, Server, check_link, replace_head
@@ -183,6 +184,22 @@ def test_an_interrupted_call_compares_with_what_was_served_before(
 
 def interrupt(_: Server) -> None:
     raise KeyboardInterrupt
+
+
+def test_a_link_in_the_users_home_is_that(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(engine.root))
+    replaced = replace_head(engine.head("new", rate=1.0), engine.config(link="~/head"), lambda _: None)
+    assert replaced.head == engine.link.resolve()
+    assert (engine.root / "head.log").is_file()
+
+
+@pytest.mark.parametrize("form", ["", "format=checkpoint dry_run=true out=copy"])
+def test_a_link_is_of_a_head_that_engines_read(engine: Engine, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    words = ["run=none", "repo=me/x", f"serve.link={engine.link}", "serve.command=false", *form.split()]
+    monkeypatch.setattr(sys, "argv", ["publish.py", *words])
+    monkeypatch.setenv("HEADSTART_DEBUG", "1")
+    with pytest.raises(ValueError, match=r"serve\.link is of a head's folder: give format=vllm"):
+        publish.main()
 
 
 def test_what_cannot_be_meant_is_refused(engine: Engine, tmp_path: Path) -> None:

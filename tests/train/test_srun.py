@@ -62,6 +62,7 @@ def test_a_node_that_is_not_named_is_asked_for() -> None:
     [
         ({"SLURM_NTASKS": "1"}, None),
         ({"SLURM_STEP_ID": None}, None),  # in the job's own script
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),  # in the shell that salloc gives
         ({"SLURM_PROCID": None}, None),
         ({"LOCAL_RANK": "0"}, None),
         ({"SLURM_TASKS_PER_NODE": "1(x11)"}, 8),  # which start eight processes each

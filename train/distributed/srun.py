@@ -9,10 +9,11 @@ PORTS, WINDOW = 15_000, 10_000  # below those that Linux gives away; a job's num
 def take_over(num_processes: int | None, port: int | None) -> None:
     """Set torch's variables in a task of srun, where neither torchrun nor the like has, nor MASTER_ADDR the user.
 
-    A job's script itself is no task, though it has SLURM_PROCID. Where `num_processes` are wanted on a node with one
-    task, that task starts them. Refuse a first task on a node without an address.
+    A job's script itself is no task, though it has SLURM_PROCID, and the shell of an allocation is a step of one task,
+    though it has the SLURM_NTASKS of all. Where `num_processes` are wanted on a node with one task, that task starts
+    them. Refuse a first task on a node without an address.
     """
-    tasks = int(os.environ.get("SLURM_NTASKS", "1"))
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1"))
     in_script = "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ
     if tasks == 1 or "SLURM_PROCID" not in os.environ or "LOCAL_RANK" in os.environ or in_script:
         return

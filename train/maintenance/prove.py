@@ -53,7 +53,7 @@ def verdict(report: Report, adapted: Path, old_loss: float) -> Verdict:
     for pair in pairs:
         of = taus.get((pair["workload"], pair["temperature"])) or 0.0
         pairs_of[pair["workload"]].append({**pair["tau"], "former": of, "prompts": pair["prompts"]})
-    evidence = {"lossless": bool(name) and not failed, "new": pairs_of[NEW], "old": pairs_of[OLD]}
+    evidence = {"lossless": name in report.gates and not failed, "new": pairs_of[NEW], "old": pairs_of[OLD]}
     gains = "; ".join(map(_in_words, pairs_of[NEW])) or "nothing to compare"
     losses = "; ".join(map(_in_words, pairs_of[OLD])) or "no old requests"
     few = [
@@ -64,9 +64,9 @@ def verdict(report: Report, adapted: Path, old_loss: float) -> Verdict:
         return Verdict(False, "the adapted head fails the losslessness check", evidence)
     if few or not pairs_of[NEW]:
         return Verdict(False, f"too few requests to compare: {gains}; on the old: {losses}", evidence)
-    if any(pair["low"] <= 0 for pair in pairs_of[NEW]):
+    if not all(pair["low"] > 0 for pair in pairs_of[NEW]):
         return Verdict(False, f"not better on the new traffic: {gains}", evidence)
-    if any(pair["low"] < -old_loss * pair["former"] for pair in pairs_of[OLD]):
+    if not all(pair["low"] >= -old_loss * pair["former"] for pair in pairs_of[OLD]):
         return Verdict(False, f"better on the new traffic ({gains}), but the old is forgotten: {losses}", evidence)
     return Verdict(True, f"better on the new traffic: {gains}; on the old: {losses}; lossless", evidence)
 

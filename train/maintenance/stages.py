@@ -28,7 +28,7 @@ from train.maintenance.traffic import Hygiene, split
 
 Train = Callable[[list[str]], None]  # an ordinary training with these overrides
 OWN = ("experiment", "log", "serve", "loop", "name", "out", "resume", "overwrite", "plan", "init", "data.path")
-TRAINED = NEW, OLD = "new.jsonl", "old.jsonl"
+NEW, OLD = "new.jsonl", "old.jsonl"
 FORMER, ADAPTED, PROOF = "former", "adapted", "proof"
 
 
@@ -103,18 +103,10 @@ class Maintenance:
 
     def adapt(self) -> None:
         """Divide the log, set the former head aside, and train from it on the new part and some of the old."""
-        assert self.state.since is not None
-        loop, traffic = self.run.loop, self.folder / "traffic"
+        traffic = self.folder / "traffic"
         if not traffic.is_dir():
-            target = Target.of(self.model)
-            hygiene = Hygiene(target, str(self.log), self.run.data.max_tokens)
-            with replacing(traffic) as folder:
-                names = (*TRAINED[:1], prove.NEW, *TRAINED[1:], prove.OLD)
-                counts = split(self.log, self.state.since, hygiene, loop.held_out, loop.least, folder, names)
-            del target
+            self.divide(traffic)
             processes.release_freed()
-            line = f"{counts[NEW]:,} new and {counts[OLD]:,} old requests to train on"
-            self.state.decide(self.out, "; ".join([line, *counts.pop("remarks")]), counts, ADAPT)
         if not (self.folder / FORMER).is_dir():
             _copy_run(self.run.serve, self.folder / FORMER)
         adapted = self.folder / ADAPTED
@@ -124,6 +116,16 @@ class Maintenance:
             served = read_config(self.folder / FORMER / "head")
             save_tree(adapted / "head", served["tree"], served.get(SCHEDULE))
         self.state.decide(self.out, f"trained: {adapted}", {"run": str(adapted)}, PROVE)
+
+    def divide(self, traffic: Path) -> None:
+        """Write the parts of the log; the target that reads them is gone before the training loads its own."""
+        assert self.state.since is not None
+        hygiene = Hygiene(Target.of(self.model), str(self.log), self.run.data.max_tokens)
+        with replacing(traffic) as folder:
+            names, loop = (NEW, prove.NEW, OLD, prove.OLD), self.run.loop
+            counts = split(self.log, self.state.since, hygiene, loop.held_out, loop.least, folder, names)
+        line = f"{counts[NEW]:,} new and {counts[OLD]:,} old requests to train on"
+        self.state.decide(self.out, "; ".join([line, *counts.pop("remarks")]), counts, ADAPT)
 
     def overrides(self, traffic: Path, adapted: Path) -> list[str]:
         """Return the overrides of the training: the user's own, behind the experiment's, and what the loop decides."""

@@ -16,6 +16,7 @@ import torch
 
 from data.text.records import Record, content_text, parse, readable
 from eval.inputs.texts import Text, recorded
+from eval.inputs.workloads import check_known
 from eval.tiers import within_context
 from eval.watch.arrivals import growing
 from heads.common.files import write_whole
@@ -23,8 +24,8 @@ from heads.common.redact import SHAPES
 from heads.common.untrusted import parse_json
 from inference.target.target import Target
 
-REPEATS = 0.12  # of a text's length, packed: one that packs to less repeats itself
-LONG = 400  # characters of a text that is looked at for this
+REPEATS = 0.12  # of an answer's length, packed: one that packs to less repeats itself
+LONG = 400  # bytes of an answer that is looked at for this
 ONE_USER = 0.5  # of all requests that those of one user may be
 SAMPLE = 32  # records along which the target's own probabilities are taken
 UNLIKELY = 0.75  # of the nats of a random token: what is no more likely is of another tokenizer or model
@@ -67,10 +68,14 @@ class Hygiene:
         why = ""
         try:
             raw = parse_json(line)
+            if not isinstance(raw, dict):
+                raise ValueError("it is no JSON object")
             entry = parse(readable(raw, self.total, self.name), self.total, self.name)
-            answer = next(iter(recorded(entry, self.target, "first", self.most))).text
-            text = within_context(answer, entry.id, self.name, self.target, truncate=True)
-        except (ValueError, AttributeError) as error:
+            for document in entry.exact:  # of which training reads more than the first answer
+                check_known(document.token, f"record {entry.id}", self.target)
+            answers = [one.text for one in recorded(entry, self.target, "all", self.most)]
+            text = within_context(answers[0], entry.id, self.name, self.target, truncate=True)
+        except ValueError as error:
             why = "with tokens of another tokenizer" if "none of the target's" in str(error) else "of no known shape"
         else:
             words = worded(entry, self.target)
@@ -79,14 +84,18 @@ class Hygiene:
                 why = "with a secret"
             elif key in self.seen:
                 why = "copies of others"
-            elif len(key) >= LONG and len(zlib.compress(key)) < REPEATS * len(key):
+            elif any(map(self._repeats, answers)):
                 why = "that repeat themselves"
             elif text.generated < 2:
                 why = "without an answer"
             else:
                 self.seen.add(key)
-                yield Entry(line if line.endswith(b"\n") else line + b"\n", str(raw.get("user") or ""), text)
+                yield Entry(line if line.endswith(b"\n") else line + b"\n", user_of(raw), text)
         self.left_out[why] += bool(why)
+
+    def _repeats(self, answer: Text) -> bool:
+        answered = str(self.target.tokenizer.decode(answer.token[answer.start :])).encode(errors="replace")
+        return len(answered) >= LONG and len(zlib.compress(answered)) < REPEATS * len(answered)
 
     def remarks(self) -> list[str]:
         """Return a line for each cause that left out records."""
@@ -104,6 +113,21 @@ class Hygiene:
                 "are of another tokenizer or another model; give the log of this one"
             )
         return median(nats)
+
+
+def user_of(raw: dict[str, Any]) -> str:
+    """Return the user of a log's record, or of the request in it; empty where it names none."""
+    request = raw.get("request")
+    return str(raw.get("user") or (request.get("user") if isinstance(request, dict) else None) or "")
+
+
+def asked_anew(held_out: Iterable[Entry], trained: Iterable[Entry]) -> list[Entry]:
+    """Return the held-out requests whose prompt no earlier one has, nor one that is trained on."""
+    seen = {tuple(entry.text.prompt) for entry in trained}
+    anew: dict[tuple[int, ...], Entry] = {}
+    for entry in held_out:
+        anew.setdefault(tuple(entry.text.prompt), entry)
+    return [entry for prompt, entry in anew.items() if prompt not in seen]
 
 
 def worded(record: Record, target: Target) -> str:
@@ -125,6 +149,8 @@ def split(
 ) -> dict[str, Any]:
     """Write a log's old and new records, each in two parts by time, as the files `names`; return their counts.
 
+    The proof leaves out a request whose prompt is trained on, with another answer or in the same dialogue.
+
     Raises:
         ValueError: too few of them can be used.
     """
@@ -139,7 +165,10 @@ def split(
     counts: dict[str, Any] = {"nats": hygiene.check_likely(new), "remarks": hygiene.remarks()}
     for (trained, proof), entries in zip((names[:2], names[2:]), (new, old), strict=True):
         cut = len(entries) - round(held_out * len(entries))
-        for name, some in ((trained, entries[:cut]), (proof, entries[cut:])):
+        anew = asked_anew(entries[cut:], entries[:cut])
+        if again := len(entries) - cut - len(anew):
+            counts["remarks"].append(f"{proof}: left out {again:,} requests whose prompt another one has")
+        for name, some in ((trained, entries[:cut]), (proof, anew)):
             write_whole(folder / name, iter([entry.line for entry in some]) if some else b"")
             counts[name] = len(some)
     return counts

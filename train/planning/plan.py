@@ -151,9 +151,11 @@ def plan_inputs(run: RunConfig) -> PlanInputs:
     mine = -(-max(1, run.trainer.batch_tokens // length) // layout.world)
     rows = min(mine, max(1, run.trainer.micro_tokens // length))
     micro = -(-mine // rows)
+    config = configuration(run.model).get_text_config()
     job = Job(
-        run.head, run.peft, run.objective, run.trainer, shape, dtype, bf16, str(device.type), rows, length, micro > 1
-    )
+        run.head, run.peft, run.objective, run.trainer, shape, config, dtype, bf16, str(device.type), rows, length,
+        micro > 1,
+    )  # fmt: skip
     weight_bytes = QUANTIZED.get(run.model.quantize or "", dtype.itemsize)
     layers = int(weight_bytes * shape.inner) if reads_target(run) else 0
     return PlanInputs(run, device, shape, job, trace(job), layout, dtype.itemsize, rows, micro, layers)

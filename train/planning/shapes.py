@@ -90,9 +90,19 @@ def configuration(model: ModelConfig) -> PretrainedConfig:
         ) from None
 
 
+_shapes: dict[tuple[type, str], TargetShape] = {}
+
+
 def target_shape(model: ModelConfig) -> TargetShape:
     """Return a target's shape, its parameters counted on the meta device; refuse one of which no model can be made."""
     config = configuration(model)
+    key = type(config), config.to_json_string(use_diff=False)  # a choice of placements asks many times
+    if key not in _shapes:
+        _shapes[key] = _shape(config, model)
+    return _shapes[key]
+
+
+def _shape(config: PretrainedConfig, model: ModelConfig) -> TargetShape:
     try:
         with torch.device("meta"):
             built = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)

@@ -22,6 +22,7 @@ from heads import HEADS
 from heads.base import Features, LayerShape
 from heads.modules.layers import Recomputing
 from heads.modules.rope import Rotary
+from heads.mtp import TARGET
 from train import optim
 from train.adapt import adapt
 from train.config import TrainerConfig
@@ -126,6 +127,7 @@ class Job(NamedTuple):
     objective: Any
     trainer: TrainerConfig
     shape: TargetShape
+    config: Any  # the target's (text) configuration
     dtype: torch.dtype
     autocast: bool
     device: str
@@ -157,8 +159,16 @@ def trace(job: Job) -> Trace:
     """Return the trace of one micro-batch; traces are cached, and a head that does not fit the target is refused."""
     key = repr(job)  # configurations are not hashable
     if key not in _traced:
-        with path_of(job.device):
-            _traced[key] = _run_trace(job)
+        try:
+            with path_of(job.device):
+                _traced[key] = _run_trace(job)
+        except RuntimeError as error:
+            if getattr(job.head, "layer", None) != TARGET:
+                raise
+            raise ValueError(
+                "a layer of the target's kind cannot be traced (experts read values): plan with head.layer=llama, and "
+                "train with model.placement, launcher.strategy, trainer.micro_tokens and eval.gate_dtype given"
+            ) from error
     return _traced[key]
 
 
@@ -175,7 +185,7 @@ def head_of(job: Job) -> tuple[Any, int]:
     """Return a head on the meta device, and its number of parameters without adapters."""
     shape = job.shape
     with torch.device("meta"):
-        embeddings = Embeddings(shape.width, shape.vocab, shape.layers, shape.layer, job.dtype)
+        embeddings = Embeddings(shape.width, shape.vocab, shape.layers, shape.layer, job.dtype, job.config)
         head: Any = HEADS[job.head.name](job.head, embeddings)
         whole = sum(p.numel() for p in head.parameters())
         adapt(head, job.peft)

@@ -19,14 +19,16 @@ from torch import Tensor
 from heads.common.errors import one_line
 from heads.common.files import replacing, write_whole
 from heads.common.untrusted import parse_json, parsed_file
-from heads.formats.mtp_layouts import FAMILIES, Family
+from heads.formats.mtp_layouts import COUNT, FAMILIES, Layout
 from heads.formats.published.exporting import written
 from heads.formats.store import CONFIG, WEIGHTS
 from heads.formats.weights import DTYPES
 from heads.mtp import TARGET, Mtp
 from inference.target.checkpoint import INDEX, tensor_files
 
-MODULE, REST = "model-mtp.safetensors", "model-target.safetensors"  # the second is what a single file is called then
+MODULE = "model-mtp.safetensors"
+# What a file of the target is called whose own name is that of a single file, or of the module.
+RENAMED = {WEIGHTS: "model-target.safetensors", MODULE: "model-target-mtp.safetensors"}
 AS_TRAINED = {"layer": TARGET, "feature_layers": None, "lm_head": "shared", "draft_vocab": None}
 PIECE = 1 << 24  # bytes that are copied at a time
 SMALL = 1 << 26  # bytes of a file that is copied all the same
@@ -96,13 +98,13 @@ def _planned(head: Mtp, checkpoint: str) -> Stitching:
         ) from error
     folder, layers = shards[0].path.parent, head.embeddings.num_layers
     config: dict[str, Any] = parsed_file((folder / CONFIG).resolve(), "download it again")
-    family = _family(config, checkpoint)
-    _check_head(head, family)
+    layout = _layout(config, checkpoint)
+    _check_head(head, layout)
     entries = {name: entry for shard in shards for name, entry in shard.entries.items()}
     last = f"model.layers.{layers - 1}."
     split = not any(name.startswith(last) and name.endswith(".gate_up_proj") for name in entries)
-    inner = family.layout.inner.format(layers)
-    tensors = family.layout.write(head.state_dict(), layers, split=split)
+    inner = layout.inner.format(layers)
+    tensors = layout.write(head.state_dict(), layers, split=split)
     like = {name: name.replace(inner, last, 1) for name in tensors}  # the last layer's tensor of the same kind
     odd = {name for name in entries if name.startswith(last)} ^ {one for one in like.values() if one in entries}
     odd |= {one for name, one in like.items() if one in entries and entries[one]["shape"] != [*tensors[name].shape]}
@@ -112,11 +114,11 @@ def _planned(head: Mtp, checkpoint: str) -> Stitching:
     dtypes = {name: DTYPES[entries.get(one, usual)["dtype"]] for name, one in like.items()}
     return Stitching(
         folder, shards, {name: tensor.to(dtypes[name]).contiguous() for name, tensor in tensors.items()},
-        {**config, family.key: 1},
+        {**config, COUNT: 1},
     )  # fmt: skip
 
 
-def _family(config: dict[str, Any], checkpoint: str) -> Family:
+def _layout(config: dict[str, Any], checkpoint: str) -> Layout:
     """Return how a target's family holds its module; refuse a family without one, and what is not written."""
     name = (config.get("architectures") or ["?"])[0]
     if name not in FAMILIES:
@@ -124,22 +126,21 @@ def _family(config: dict[str, Any], checkpoint: str) -> Family:
             f"format=checkpoint: {checkpoint} is a {name}, in which engines look for no module that could be written "
             f"(known: {', '.join(FAMILIES)}); format=vllm serves a Llama or Qwen with head.layer=llama"
         )
-    family = FAMILIES[name]
     if config.get("quantization_config"):
         raise ValueError(
             f"format=checkpoint: {checkpoint} is quantised, and engines would take its module so too; give its "
             "unquantised checkpoint as target"
         )
-    if (config.get(family.key) or 1) != 1:
+    if (config.get(COUNT) or 1) != 1:
         raise ValueError(
-            f"format=checkpoint: {checkpoint} has {config[family.key]} modules, which draft one after another, and the "
+            f"format=checkpoint: {checkpoint} has {config[COUNT]} modules, which draft one after another, and the "
             "head is one for all depths"
         )
-    return family
+    return FAMILIES[name]
 
 
-def _check_head(head: Mtp, family: Family) -> None:
-    for key, value in {**AS_TRAINED, "raw_state": family.layout.raw_state}.items():
+def _check_head(head: Mtp, layout: Layout) -> None:
+    for key, value in {**AS_TRAINED, "raw_state": layout.raw_state}.items():
         if (actual := getattr(head.config, key)) != value:
             raise ValueError(
                 f"format=checkpoint: the head has {key}={written(actual)}, which the target's own module has not; "
@@ -148,12 +149,17 @@ def _check_head(head: Mtp, family: Family) -> None:
 
 
 def _check_out(plan: Stitching, out: Path) -> None:
-    """Refuse a folder that is no earlier copy, and a file system without space for the bytes that are no links."""
+    """Refuse a folder that is no earlier copy or one with the target, and too little space for what is no link."""
+    folder = plan.folder.resolve()
+    if out.is_relative_to(folder) or folder.is_relative_to(out):
+        raise ValueError(f"{out}: that or the target's {folder} lies in the other; give another out=FOLDER")
     if out.exists() and not (out / MODULE).is_file():
         raise ValueError(f"{out}: is there, and no earlier copy; give another out=FOLDER")
     parent = next(path for path in out.parents if path.exists())
     linked = _can_link(plan.shards[0].path.resolve(), parent)
     sizes = [s.path.stat().st_size for s in plan.shards if not linked or plan.tensors.keys() & s.entries]
+    brought = (path.stat().st_size for entry in _beside(plan.folder) for path in (entry, *entry.rglob("*")))
+    sizes += [size for size in brought if not linked or size <= SMALL]
     needed = sum(sizes) + sum(tensor.nbytes for tensor in plan.tensors.values())
     if needed > (free := shutil.disk_usage(parent).free):
         raise ValueError(
@@ -162,13 +168,21 @@ def _check_out(plan: Stitching, out: Path) -> None:
         )
 
 
+def _beside(folder: Path) -> Iterator[Path]:
+    """Yield the files and folders that are brought as they are: not the weights, nor what is written anew."""
+    for path in folder.iterdir():
+        as_it_is = path.suffix != ".safetensors" and path.name not in (CONFIG, INDEX)
+        if not path.name.startswith(".") if path.is_dir() else path.is_file() and as_it_is:
+            yield path
+
+
 def _write(plan: Stitching, new: Path) -> None:
-    for path in plan.folder.iterdir():
-        if path.is_dir() and not path.name.startswith("."):
+    for path in _beside(plan.folder):
+        if path.is_dir():
             shutil.copytree(path, new / path.name, copy_function=_bring)
-        elif path.is_file() and path.suffix != ".safetensors":
+        else:
             _bring(path, new / path.name)
-    names = {shard.path: REST if shard.path.name == WEIGHTS else shard.path.name for shard in plan.shards}
+    names = {shard.path: RENAMED.get(shard.path.name, shard.path.name) for shard in plan.shards}
     where = dict.fromkeys(plan.tensors, MODULE)
     for shard in plan.shards:
         replaced = plan.tensors.keys() & shard.entries
@@ -197,6 +211,8 @@ def _bring(source: str | Path, new: str | Path) -> None:
 def _link(path: Path, new: Path) -> None:
     try:
         os.link(path, new)
+    except FileExistsError:  # of two shards: a copy would be written through the first one's link into the target
+        raise
     except OSError:  # another file system, or one without links
         shutil.copyfile(path, new)
 

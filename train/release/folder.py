@@ -190,9 +190,13 @@ def _write_export(head: Path, config: PublishConfig, form: str, folder: Path) ->
         dtype=DTYPES[config.dtype],
         draft_tokens=config.draft_tokens,
     )
-    export(load_head(head, target.embeddings, target.spec), form, served, folder)
+    trained, tokenizer = load_head(head, target.embeddings, target.spec), None
     if config.gguf is not None:
-        gguf.write(folder, Path(config.gguf).expanduser())
+        vocabulary = target.embeddings.vocab_size, target.tokenizer.get_vocab()
+        tokenizer = gguf.tokenizer_of(Path(config.gguf).expanduser(), *vocabulary)
+    export(trained, form, served, folder)
+    if tokenizer is not None:
+        gguf.write(folder, tokenizer)
 
 
 def _write_adapter(head: Path, config: PublishConfig, folder: Path) -> None:

@@ -43,7 +43,7 @@ class Server:
     """A server that is restarted by a command, and what it counts."""
 
     def __init__(self, config: ServeConfig) -> None:
-        self.config, self.log = config, Path(f"{config.link}.log")
+        self.config, self.log = config, Path(f"{config.link}.log").expanduser()
         once = EndpointConfig(None, 1, config.start_s, 0, 0.0, 0.0, 1, "", {})
         self.client = Client(base_url(config.url), once, None, "serve.url", "serve")
 
@@ -115,7 +115,7 @@ def replace_head(head: Path, config: ServeConfig, say: Callable[[str], object] =
         ValueError: the link is none, or another call replaces its head; or the server comes up with neither head, and
             the link is as it was.
     """
-    link = Path(str(config.link)).absolute()
+    link = Path(str(config.link)).expanduser().absolute()
     check_link(link)
     with claim(link.with_name(f".{link.name}.lock"), wait=False) as free:
         if not free:

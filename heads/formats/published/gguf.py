@@ -8,6 +8,7 @@ copied from the target's own GGUF, so that both have the same.
 import importlib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from heads.common.errors import one_line
+from heads.common.untrusted import shown
 from heads.formats.layer_ids import BLOCK_OUTPUTS, STATES, as_states
 from heads.formats.published import dflash, eagle3
 from heads.formats.published.exporting import Export, Foreign
@@ -59,11 +61,10 @@ def of_block(source: Export) -> Foreign:
     return dflash.engines(source)
 
 
-def write(folder: Path, target: Path) -> None:
-    """Write FILE into an exported folder, with the tokenizer of the target's GGUF file.
+def write(folder: Path, tokenizer: dict[str, Any]) -> None:
+    """Write FILE into an exported folder, with the tokenizer's fields of the target's file, as `tokenizer_of` has them.
 
     Raises:
-        ValueError: the library is not installed, or the target's file is no GGUF of the same vocabulary.
         OSError: the disk is full or the folder cannot be written.
     """
     library = _library()
@@ -74,7 +75,7 @@ def write(folder: Path, target: Path) -> None:
     writer.add_quantization_version(VERSION)
     for key, value in _settings(kind, config, tensors).items():
         _add(writer, f"{kind}.{key}", value)
-    for key, field in _tokenizer(library, target, config["vocab_size"]).items():
+    for key, field in tokenizer.items():
         writer.add_key_value(key, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
     if kind == "dflash":
         writer.add_uint32(MASK, config["dflash_config"]["mask_token_id"])
@@ -129,18 +130,40 @@ def _add(writer: Any, key: str, value: Any) -> None:
     kinds.get(type(value), writer.add_array)(key, value)
 
 
-def _tokenizer(library: Any, target: Path, vocabulary: int) -> dict[str, Any]:
-    """Return the tokenizer's fields of the target's file by key."""
+def tokenizer_of(target: Path, size: int, ids: Mapping[str, int]) -> dict[str, Any]:
+    """Return the tokenizer's fields of a target's GGUF file by key.
+
+    Args:
+        target: the file.
+        size: of the target's vocabulary, with its padding.
+        ids: those of the tokens that the target's own tokenizer knows.
+
+    Raises:
+        ValueError: the library is not installed, or the file is no GGUF, of an architecture that llama.cpp does not
+            know, or of another tokenizer.
+    """
+    library = _library()
     try:
         fields = library.GGUFReader(target).fields
-        count = len(fields["tokenizer.ggml.tokens"].data)
-    except (OSError, ValueError, KeyError) as error:
+        tokens, architecture = (fields[key].contents() for key in ("tokenizer.ggml.tokens", "general.architecture"))
+        count = len(tokens)
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ValueError(
             f"gguf={target}: no GGUF file of a target ({one_line(error)}); give the file that llama.cpp serves"
         ) from None
-    if count != vocabulary:
+    if architecture not in library.MODEL_ARCH_NAMES.values():
         raise ValueError(
-            f"gguf={target}: a vocabulary of {count} tokens, and the head's is {vocabulary}; give its own target's file"
+            f"gguf={target}: of the architecture {shown(architecture)}, which llama.cpp does not know; or newer than "
+            "the library: pip install -U gguf"
+        )
+    if count != size:
+        raise ValueError(
+            f"gguf={target}: a vocabulary of {count} tokens, and the head's is {size}; give its own target's file"
+        )
+    # Of the same one a few may differ: the converter writes the blanks of added tokens otherwise.
+    if 2 * sum(index < size and tokens[index] == token for token, index in ids.items()) < len(ids):
+        raise ValueError(
+            f"gguf={target}: most of its tokens are not those of the target's tokenizer; give its own target's file"
         )
     return {key: field for key, field in fields.items() if key.startswith(TOKENIZER) and key != MASK}
 

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from heads.common.errors import one_line
+from heads.formats import lora
 from heads.formats.hub import load_found, sibling_spec
 from heads.formats.store import CONFIG, WEIGHTS
 from train.release.config import DoctorConfig
@@ -66,12 +67,14 @@ def examine(config: DoctorConfig) -> list[Finding]:
     head = examined.read(config.doctor)
     target = examined.load_target(config.target, head, config.checkup.dtype, config.checkup.measure)
     target = replace(target, sibling=config.model.sibling)
+    loaded, why = _loaded(head, target)
+    if (head.folder / lora.CONFIG).is_file():
+        head = _whole(head, loaded, why)
     findings = []
     for name, check in CHECKS.items():
         unread = [file for file in check.needs if file in head.trouble]
         results = [unknown(f"{unread[0]} cannot be read")] if unread else _checked(check, head, target)
         findings += [finding._replace(check=name) for finding in results]
-    loaded, why = _loaded(head, target)
     if target.embeddings is not None:
         findings.append(tensors.loads(why)._replace(check="loads"))
     if target.whole is None or loaded is None:
@@ -95,6 +98,14 @@ def _checked(check: Check, head: Examined, target: Against) -> list[Finding]:
         return findings if findings or not right else [ok(right if isinstance(right, str) else right(head, target))]
     except (TypeError, AttributeError, KeyError, IndexError, ValueError, RuntimeError) as error:
         return [unknown(f"the check stumbled over a value of another kind ({one_line(error)})")]
+
+
+def _whole(adapter: Examined, loaded: Any, why: str) -> Examined:
+    """Return an adapter with the tensors of the head that it makes; where that does not load, why is the trouble."""
+    others = {name: error for name, error in adapter.trouble.items() if name != WEIGHTS}
+    if loaded is None:
+        return replace(adapter, trouble={**others, WEIGHTS: why})
+    return replace(adapter, tensors=loaded.state_dict(), trouble=others)
 
 
 def _loaded(head: Examined, target: Against) -> tuple[Any, str]:
