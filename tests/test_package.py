@@ -8,11 +8,13 @@ import sys
 import zipfile
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
 from heads.formats.custom_generate import bundle
 from train.package.build import renamed
+from train.package.command import URLS, main
 
 ROOT = Path(__file__).parents[1]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -120,6 +122,14 @@ def test_a_checkout_is_headstart_too(tmp_path: Path) -> None:
     shown = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     assert str(ROOT / "heads") in shown.stdout
     assert shown.stdout.split()[-5:] == ["True", "True", "True", "heads", "heads.rows"]
+
+
+def test_an_audit_without_urls_is_told_that_it_needs_two(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["headstart", "audit"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == f"error: {URLS}\n"
 
 
 def test_imports_of_ours_are_renamed_and_others_stay() -> None:

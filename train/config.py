@@ -176,6 +176,7 @@ class LoopConfig:
     old: Decay
     requests: Annotated[int, Within(2, 1_000_000)]
     old_loss: Fraction
+    command: str | None
     rollback: bool
 
 

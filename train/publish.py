@@ -22,14 +22,14 @@ from heads.common.typed import typed
 from heads.common.untrusted import visible
 from heads.formats.store import CONFIG, read_config
 from train.release import doctor
-from train.release.card.engines import misleading
+from train.release.card.engines import misleading, of_checkpoint
+from train.release.card.facts import Facts
 from train.release.config import CHECKPOINT, DoctorConfig, PublishConfig, ServeConfig
 from train.release.folder import FILES, stitched, write_folder
 from train.release.hub import SHORT, Repository, downloaded, files_of, push, repository, set_tag
 from train.release.serve import check_link, replace_head
 from train.release.trial import Trial, begin
 
-SERVED = """vllm serve {} --speculative-config '{{"method": "mtp", "num_speculative_tokens": 1}}'"""
 __all__ = ["PublishConfig", "misleading", "publish"]
 
 
@@ -46,15 +46,16 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
     if not config.dry_run and not (api.token or get_token()):
         raise ValueError(f"{config.repo}: no token for the Hub; run `hf auth login`, set HF_TOKEN or dry_run=true")
     if config.format == CHECKPOINT:
-        stitched(run, out, config)
-        say(f"{out}: the target with this head as its MTP module; {SERVED.format(out)}")
+        _warn(str(out), stitched(run, out, config))
+        say(f"{out}: the target with this head as its MTP module")
+        for engine, line in of_checkpoint(out):
+            say(f"{engine}: {line}")
         return out
     facts = write_folder(run, out, config)
     say(f"{out}: {', '.join(files_of(out))}")
     if remark := misleading(config.repo, read_config(last_good(run / "head"))["head"]["name"]):
         say(remark)
-    if facts.drawbacks:
-        print(visible(f"warning: {config.repo}: {' '.join(facts.drawbacks)}"), file=sys.stderr)
+    _warn(config.repo, facts)
     if config.dry_run:
         say("dry_run: nothing was uploaded")
         return out
@@ -68,6 +69,12 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
     tagged = f", tag {config.tag}" if config.tag else ""
     say(f"published as {config.repo} at {commit[:SHORT]}{tagged}{checked}")
     return out
+
+
+def _warn(name: str, facts: Facts) -> None:
+    """Print what the run's own report says against the head."""
+    if facts.drawbacks:
+        print(visible(f"warning: {name}: {' '.join(facts.drawbacks)}"), file=sys.stderr)
 
 
 def _tried(run: Path, out: Path, config: PublishConfig) -> Trial | str:

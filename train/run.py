@@ -27,8 +27,7 @@ from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, Group
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches, check_known, fingerprint, pack, token_counts
@@ -39,8 +38,6 @@ from data.text.template import template_sha256
 from eval.config import eval_config
 from eval.live.interleaved import PLAIN
 from eval.measures.machine import revision
-from eval.report.write import Report
-from eval.run import evaluate
 from heads.base import frozen_count, parameter_count
 from heads.common.command import BEST, command, quoted, report_best_head
 from heads.common.errors import user_errors
@@ -60,11 +57,7 @@ from train.distributed import launch, processes, srun
 from train.distributed.control import RANKS, STOPPED, on_main
 from train.distributed.processes import RunLock
 from train.features import origin_of, source_for
-from train.forecast import command as forecast
-from train.forecast import text as forecast_text
-from train.forecast.pilots import overrides_of
 from train.loop import COST, KeptHead, Loop
-from train.maintenance.stages import maintain
 from train.planning.alternatives import worth_trying
 from train.planning.check import (
     check_first_records,
@@ -75,8 +68,8 @@ from train.planning.check import (
     evaluation,
     reads_target,
 )
-from train.planning.choice import alone_on_cpu, chosen, in_words, with_processes
-from train.planning.plan import SHARE, plan, plan_inputs, resolved, sized, work
+from train.planning.choice import accelerators, alone_on_cpu, chosen, in_words, with_processes
+from train.planning.plan import SHARE, plan, plan_inputs, rated, resolved, sized, work
 from train.planning.table import table
 from train.rollouts import Rollouts
 from train.start import STARTS, first_head, resolve_init
@@ -278,6 +271,8 @@ def report(run: RunConfig, accelerator: Accelerator, resolved: dict[str, Any]) -
         values["minutes"] = json.loads((Path(run.out) / COST).read_text())["seconds"] / 60 * SHARE
     if run.model.where.together:
         values["model"]["device"] = str(accelerator.device)
+    from eval.run import evaluate  # late: a tenth of the start
+
     config = eval_config(**values)
     result = evaluate(config, writes=accelerator.is_main_process)
     if accelerator.is_main_process:
@@ -299,9 +294,9 @@ def with_values(resolved: dict[str, Any], run: RunConfig) -> dict[str, Any]:
     }
 
 
-def final(run: RunConfig, result: Report) -> dict[str, Any]:
+def final(run: RunConfig, result: Any) -> dict[str, Any]:
     """Return a run's final numbers: its head's first row of the report, and whether the check passed."""
-    row = next((vars(row) for row in result.rows if row.drafter != PLAIN), {})
+    row: dict[str, Any] = next((vars(row) for row in result.rows if row.drafter != PLAIN), {})
     numbers = {f"final_{key}": row.get(key) for key in ("tau", "speedup", "tokens_per_second", "lossless")}
     return {"step": run.trainer.steps, **numbers, "lossless": float(result.passed)}
 
@@ -329,6 +324,9 @@ def launch_all(run: RunConfig, words: list[str]) -> None:
 
 def within_budget(run: RunConfig) -> float | None:
     """Plan, or train, the head that is fastest after a budget."""
+    from train.forecast import command as forecast
+    from train.forecast.pilots import overrides_of
+
     os.environ.pop(BEST, None)  # which the candidates take the place of
     words = shared_words(launch.overrides(), run.log)
     if sweep.sweeping() or launch.launched() or launch.leaves(run.launcher):
@@ -366,16 +364,18 @@ def shared_words(words: list[str], log: str | None) -> list[str]:
     return rest if log is None else [*rest, f"data.path={quoted(log)}"]
 
 
-def budget_plan(run: RunConfig, candidates: dict[str, RunConfig]) -> Table:
+def budget_plan(run: RunConfig, candidates: dict[str, RunConfig]) -> Group:
     """Return the plan of a budget: nothing is loaded."""
+    from train.forecast import text
+
     device, operations = resolved(run.device, run.model.device), {}
     for words, candidate in candidates.items():
-        costs = work(plan_inputs(sized(chosen(replace(candidate, init=None)))))
+        inputs = rated(plan_inputs(sized(chosen(replace(candidate, init=None)))))
+        costs, device = work(inputs), inputs.device
         tokens = candidate.trainer.steps * candidate.trainer.batch_tokens
         operations[words] = (costs["head_flops"] + costs["target_flops"]) / tokens
-    rate = None if device.tflops is None else device.tflops * 1e12 * device.mfu
     assert run.budget is not None
-    return forecast_text.plan(run.budget, run.forecast.share, operations, rate)
+    return text.plan(run.budget, run.forecast.share, operations, device)
 
 
 def ordinary(words: list[str]) -> None:
@@ -399,16 +399,22 @@ def last_line(run: RunConfig) -> str | None:
 def main(cfg: DictConfig) -> float | None:
     """Compose, check, and plan, launch or train; return the best τ, which a sweep may maximise."""
     with user_errors(), launch.main_first():
-        srun.take_over(cfg.launcher.num_processes, cfg.launcher.main_process_port)
+        srun.take_over(cfg.launcher, accelerators(cfg.model.device))
+        launch.meet(cfg.launcher)
         launch.check_mode()
     with sweep.alone(), user_errors(), launch.main_first():
         run = run_config(cfg)
         if run.loop is not None:
+            from train.maintenance.stages import maintain
+
             raise SystemExit(maintain(run, launch.overrides(), ordinary))
         if run.budget is not None:
             return within_budget(run)
         sweep.check(run.trainer.eval_prompts, waits=not launch.leaves(run.launcher))
         if run.plan:
+            if not launch.is_main():
+                return None
+            gc.disable()  # it is over before there is garbage, and to look for it takes an eighth of it
             check_first_records(run)
             run = chosen(run)
             report_best_head()
@@ -422,7 +428,7 @@ def main(cfg: DictConfig) -> float | None:
         else:
             train(run, resolved_values(cfg))
             if launch.is_main() and (line := last_line(run)):
-                Console().print(line, highlight=False, soft_wrap=True)
+                Console().print(line, highlight=False, soft_wrap=True, markup=False)
         return None if launch.leaves(run.launcher) else sweep.best_tau(Path(run.out))
 
 

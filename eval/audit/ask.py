@@ -4,12 +4,12 @@ import copy
 import os
 import threading
 import time
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from data.answers.client import Client, EndpointConfig, EndpointError
 from data.text.prompts import Prompt
@@ -20,6 +20,8 @@ from eval.endpoint.client import requests_of
 from eval.endpoint.counters import Counters, read_counters
 from heads.common.progress import Bar
 from heads.common.untrusted import visible
+
+T = TypeVar("T")
 
 AUDITED, BASELINE = SIDES = ("audited", "baseline")
 LOGPROBS = 5  # most probable tokens asked for
@@ -96,6 +98,14 @@ def questions_of(record: Record | Prompt, turns: str, chat: bool) -> list[Questi
     ]
 
 
+class Crash(NamedTuple):
+    """The end of the audited server beside other requests, where the baseline goes on: on which question, and how."""
+
+    question: Question
+    in_flight: int
+    detail: str
+
+
 @dataclass(frozen=True)
 class Budget:
     """The most requests and minutes of an audit."""
@@ -145,6 +155,10 @@ def within(client: Client, seconds: float) -> Client:
 class Asker:
     """Asks both servers; may be called from several threads.
 
+    Attributes:
+        ended: why nothing more is asked, empty until then.
+        crash: how the audited server ended, if it did so beside other requests.
+
     Raises:
         SpentError: before a request beyond the budget.
         GoneError: a server does not answer any more. An error that a server answers with is a reply.
@@ -153,7 +167,9 @@ class Asker:
     def __init__(self, sides: Sequence[Side], budget: Budget, settings: Mapping[str, Any], bar: Bar) -> None:
         self.sides = {side.name: side for side in sides}
         self.budget, self.settings, self.bar = budget, settings, bar
-        self.requests = 0
+        self.requests, self.in_flight = 0, 1
+        self.ended = ""
+        self.crash: Crash | None = None
         self.begun = time.monotonic()
         self.lock = threading.Lock()
 
@@ -180,7 +196,7 @@ class Asker:
             if failure.cause == "timeout":
                 self._left()
             if failure.cause in GONE and not server.alive():
-                raise GoneError(f"a server went away: {server.url}: {failure.cause} ({failure.detail})") from failure
+                raise self._gone(server, question, failure) from failure
             return [Reply(error=visible(f"{failure.cause}: {failure.detail}"))]
         except ValueError as refusal:  # of the key, or of a path that a server without this feature lacks
             return [Reply(error=visible(" ".join(str(refusal).split())))]
@@ -191,23 +207,56 @@ class Asker:
 
     def all(
         self, side: str, questions: Sequence[Question], in_flight: int, cancelled: Collection[int] = ()
-    ) -> list[Reply]:
-        """Return a server's replies to questions, `in_flight` at a time; the `cancelled` ones, by index, break off."""
+    ) -> list[Reply | None]:
+        """Return a server's replies to questions, `in_flight` at a time; the `cancelled` ones, by index, break off.
+
+        None stands for a reply that did not come before the audit ended.
+        """
+        self.in_flight = min(in_flight, len(questions))
         with ThreadPoolExecutor(in_flight) as pool:
             futures = [
                 pool.submit(self.one, side, question, cancel=i in cancelled) for i, question in enumerate(questions)
             ]
             try:
-                return [future.result() for future in futures]
-            except BaseException:
+                self.taken(future.result() for future in futures)
+            finally:
                 pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        self.in_flight = 1
+        return [None if future.cancelled() or future.exception() else future.result() for future in futures]
+
+    def taken(self, items: Iterable[T]) -> list[T]:
+        """Return what comes of items that ask, as far as they come before the audit ends; `ended` then says why."""
+        taken = []
+        try:
+            for item in items:
+                taken.append(item)
+        except (SpentError, GoneError):
+            assert self.ended
+        except KeyboardInterrupt:
+            self.ended = self.ended or "interrupted"
+        return taken
+
+    def _gone(self, server: Side, question: Question, failure: EndpointError) -> GoneError:
+        """Return the error of a server that does not answer any more, and remember how it ended."""
+        detail = f"a server went away: {server.url}: {failure.cause} ({failure.detail})"
+        crashed = server.name == AUDITED and self.in_flight > 1 and self.sides[BASELINE].alive()
+        with self.lock:
+            if crashed and self.crash is None:
+                self.crash = Crash(question, self.in_flight, detail)
+            self.ended = self.ended or detail
+        return GoneError(detail)
+
+    def _spent(self, reason: str) -> SpentError:
+        self.ended = self.ended or reason
+        return SpentError(self.ended)
 
     def _count(self) -> float:
         """Count a request; return the seconds that are left for it."""
         with self.lock:
+            if self.ended:
+                raise SpentError(self.ended)
             if self.requests >= self.budget.requests:
-                raise SpentError(f"the budget of {self.budget.requests} requests is used up")
+                raise self._spent(f"the budget of {self.budget.requests} requests is used up")
             seconds = self._left()
             self.requests += 1
             self.bar.show(min(self.requests, self.bar.pace.total))
@@ -216,5 +265,5 @@ class Asker:
     def _left(self) -> float:
         seconds = 60 * (self.budget.minutes - self.minutes)
         if seconds <= 0:
-            raise SpentError(f"the budget of {self.budget.minutes:g} minutes is used up")
+            raise self._spent(f"the budget of {self.budget.minutes:g} minutes is used up")
         return seconds

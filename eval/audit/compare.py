@@ -18,6 +18,7 @@ from eval.config import AuditorConfig
 FAULT, NEAR_TIE, UNEXPLAINED = KINDS = ("fault", "near_tie", "unexplained")
 PASSED, FAILED, UNDECIDED, NOT_OFFERED, NOT_RUN = STATUSES = ("passed", "failed", "undecided", "not_offered", "not_run")
 TELLING = ("early_stop", "limit", "lost_token", "error")  # faults that texts show by themselves
+ALONE = ("crash", "leak")  # faults that one difference of many tells
 EXPLAINED = 2  # answers of the baseline with logprobs, at most, for a question in doubt
 COPIED = 24  # characters that another request's answer shares with a leaked one
 RESUMED = 12  # characters after which a text that lost a token goes on as before
@@ -57,11 +58,11 @@ class Finding:
 
     @property
     def fault(self) -> str:
-        """The fault that most of its failures look like, but a leak if one does; empty for none."""
+        """The fault that most of its failures look like, but one of ALONE if any does; empty for none."""
         looks = Counter(d.fault for d in self.differences if d.kind == FAULT and d.fault)
         if not looks or self.status != FAILED:
             return ""
-        return "leak" if looks["leak"] else looks.most_common(1)[0][0]
+        return next((fault for fault in ALONE if looks[fault]), looks.most_common(1)[0][0])
 
 
 class Comparer:
@@ -124,11 +125,11 @@ class Comparer:
         return Difference(question, ours.content, nearest.content, at, gap, kind, fault)
 
     def _explained(self, question: Question) -> list[Reply]:
-        """Return answers of the baseline with logprobs; none from a server without them."""
+        """Return answers of the baseline with logprobs; none from a server without them, or after the audit's end."""
         key = key_of(question)
         if key not in self.explained:
             listed = question.having("with logprobs", **logprobs(question))
-            replies = [self.asker.one(BASELINE, listed) for _ in range(EXPLAINED)]
+            replies = self.asker.taken(self.asker.one(BASELINE, listed) for _ in range(EXPLAINED))
             self.explained[key] = [reply for reply in replies if reply.tokens]
         return self.explained[key]
 
@@ -149,7 +150,8 @@ class Comparer:
 
     def _step(self, question: Question, ours: Reply, at: int) -> str:
         """Return which token of a pass is wrong, from a stream with logprobs whose events are passes."""
-        reply = self.asker.one(AUDITED, question.having("with logprobs", **logprobs(question)))
+        listed = question.having("with logprobs", **logprobs(question))
+        reply = next(iter(self.asker.taken(self.asker.one(AUDITED, listed) for _ in range(1))), Reply())
         if len(reply.steps) < 2 or first_difference(reply.text, ours.text) <= at:
             return ""
         index, offset = 0, 0
@@ -191,15 +193,17 @@ class Timed(NamedTuple):
 def judged(
     audit: Audit,
     check: str,
-    pairs: Sequence[tuple[Question, Reply]],
+    answers: Iterable[tuple[Question, Reply]],
     fault: str = "",
     before: Mapping[str, tuple[Question, ...]] | None = None,
     in_flight: int = 1,
 ) -> Finding:
     """Return the finding on the audited server's answers; `fault` is what a failure here looks like by itself.
 
-    `before` are the questions that were asked before, by the question's id.
+    Answers are judged as far as they come before the audit ends. `before` are the questions that were asked before, by
+    the question's id.
     """
+    pairs = audit.asker.taken(answers)
     answered = [pair for pair in pairs if not audit.comparer.fails(pair[0])]
     if not answered:
         error = audit.comparer.answers[key_of(pairs[0][0])][0].error if pairs else "no such questions"
@@ -251,16 +255,16 @@ def gap_at(theirs: Reply, ours: str, body: Mapping[str, Any]) -> tuple[int, floa
     at, offset = first_difference(theirs.text, ours), 0
     for token, (logprob, top) in zip(theirs.tokens, penalized(theirs.tokens, body), strict=True):
         if offset == len(text) and offset == at:  # the token that ended the answer
-            return at, _gap(logprob, top, token.text, other[offset:])
+            return at, lead(logprob, top, token.text, other[offset:])
         if not text.startswith(token.text, offset):
             return at, None
         if offset + len(token.text) > at:
-            return at, _gap(logprob, top, token.text, other[offset:])
+            return at, lead(logprob, top, token.text, other[offset:])
         offset += len(token.text)
     return at, None
 
 
-def _gap(logprob: float, top: Mapping[bytes, float], chosen: bytes, rest: bytes) -> float | None:
+def lead(logprob: float, top: Mapping[bytes, float], chosen: bytes, rest: bytes) -> float | None:
     """Return a token's lead over the one with which `rest` goes on, or over the next one where nothing goes on."""
     others = {text: value for text, value in top.items() if text != chosen}
     if not others:

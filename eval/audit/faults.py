@@ -43,11 +43,12 @@ FAULTS = {
     "logprobs": Fault("logprobs are not the target's", ("llama.cpp#27972", "vllm#17876")),
     "usage": Fault("tokens are counted wrongly", ("sglang#39826", "ik_llama.cpp#2358")),
     "choices": Fault("several choices of one request are not what they are alone", ("TensorRT-LLM#19487",)),
-    "tool_call": Fault("tool calls are cut off or malformed", ("vllm#35800",)),
+    "tool_call": Fault("tool calls are cut off or malformed", ("vllm#35800", "vllm#41967")),
     "schema": Fault("the schema or grammar is not applied to all tokens of a pass", ("vllm#9423", "vllm#44006")),
     "seed": Fault("a request's seed is ignored", ("vllm#6038", "TensorRT-LLM#17599")),
     "top_p": Fault("top_p is applied to draft and target in different ways", ("transformers#47932",)),
     "distribution": Fault("sampled text is not the target's", ("transformers#47932", "mistral.rs#2424")),
+    "crash": Fault("the server goes away under requests in flight that the baseline answers", ("sglang#4188",)),
     "error": Fault("the server fails where the baseline answers", ("vllm#20531",)),
 }
 BASE = "identity"  # what fails there fails in the other checks of greedy answers as well

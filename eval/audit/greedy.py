@@ -4,7 +4,7 @@ Each asks both servers the same questions in the same order and company; the bas
 """
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,16 +28,12 @@ def identity(audit: Audit) -> Finding:
     """Ask every question alone, twice: with cold and with warm caches, both servers in turn."""
     pairs: Pairs = []
     replies: dict[str, list[Reply]] = {side: [] for side in SIDES}
-    for side in SIDES:  # what a server does for its first request alone is not timed
-        audit.asker.one(side, ask_text("warm-up", "Hello", audit.chat, max_tokens=8))
-    for order in (SIDES, SIDES[::-1]):  # so that neither always comes first, while the other's memory is cold
-        for question in audit.questions:
-            for side in order:
-                replies[side].append(audit.asker.one(side, question))
-    for question, theirs, ours in zip(audit.questions * 2, replies[BASELINE], replies[AUDITED], strict=True):
+    for side, reply in audit.asker.taken(_twice(audit)):
+        replies[side].append(reply)
+    for question, theirs, ours in zip(audit.questions * 2, replies[BASELINE], replies[AUDITED], strict=False):
         audit.comparer.learn(question, theirs)
         pairs.append((question, ours))
-    audit.comparer.calibrate(audit.questions)
+    audit.comparer.calibrate(question for question, _ in pairs)
     audit.timings += [
         Timed(side, 1, answers, sum(reply.latency_s for reply in answers)) for side, answers in replies.items()
     ]
@@ -47,10 +43,22 @@ def identity(audit: Audit) -> Finding:
     return finding
 
 
+def _twice(audit: Audit) -> Iterator[tuple[str, Reply]]:
+    for side in SIDES:  # what a server does for its first request alone is not timed
+        audit.asker.one(side, ask_text("warm-up", "Hello", audit.chat, max_tokens=8))
+    for order in (SIDES, SIDES[::-1]):  # so that neither always comes first, while the other's memory is cold
+        for question in audit.questions:
+            for side in order:
+                yield side, audit.asker.one(side, question)
+
+
 def prefix_cache(audit: Audit) -> Finding:
     """Ask x, y and x again behind a prefix that both share, and y, x, y behind another."""
-    pairs: Pairs = []
     before: dict[str, tuple[Question, ...]] = {}
+    return judged(audit, "prefix_cache", _behind_prefixes(audit, before), "stale_cache", before)
+
+
+def _behind_prefixes(audit: Audit, before: dict[str, tuple[Question, ...]]) -> Iterator[tuple[Question, Reply]]:
     for group in range(GROUPS):
         prefix = f"Notes, page {audit.seed}-{group}. {filler(SHARED, group)}\n\n"
         tails = ("What are the notes about?", "Write the first ten words of the notes, then the last ten.")
@@ -59,27 +67,28 @@ def prefix_cache(audit: Audit) -> Finding:
             for i, tail in enumerate(tails if group % 2 == 0 else tails[::-1])
         )
         before[x.id], before[y.id] = (x, y), (x,)
-        pairs += in_order(audit, [x, y, x])
-    return judged(audit, "prefix_cache", pairs, "stale_cache", before)
+        yield from in_order(audit, [x, y, x])
 
 
 def conversations(audit: Audit) -> Finding:
     """Ask follow-up questions, with the baseline's answers as what was said before."""
-    pairs: Pairs = []
+    return judged(audit, "conversations", _followed_up(audit), "history")
+
+
+def _followed_up(audit: Audit) -> Iterator[tuple[Question, Reply]]:
     for number, question in enumerate(audit.questions[:DIALOGUES]):
         history = [question.prompt, audit.asker.one(BASELINE, question).text]
         for turn, follow_up in enumerate(FOLLOW_UPS, 2):
             turned = ask_text(f"dialogue {number}, turn {turn}", follow_up, audit.chat, *history)
-            pairs += in_order(audit, [turned])
+            yield from in_order(audit, [turned])
             history += [follow_up, audit.comparer.texts.get(turned.prompt, "")]
-    return judged(audit, "conversations", pairs, "history")
 
 
 def borders(audit: Audit) -> Finding:
     """Ask prompts whose lengths in tokens are around the borders at which engines cut prompts into chunks."""
-    pairs: Pairs = []
-    for border in audit.auditor.borders:
-        pairs += in_order(audit, around(audit, border))
+    pairs = audit.asker.taken(
+        pair for border in audit.auditor.borders for pair in in_order(audit, around(audit, border))
+    )
     if not pairs:
         return Finding("borders", NOT_OFFERED, "the server takes no prompts that long, or does not count their tokens")
     lengths = {reply.prompt_tokens for _, reply in pairs if reply.prompt_tokens}
@@ -110,11 +119,9 @@ def around(audit: Audit, border: int) -> list[Question]:
 
 def side_by_side(audit: Audit) -> Finding:
     """Ask the questions several at a time."""
-    pairs: Pairs = []
-    for size in (size for size in audit.auditor.concurrency if size > 1):
-        several = repeated(audit.questions, size)
-        pairs += together(audit, several, size)
-    if not pairs:
+    sizes = [size for size in audit.auditor.concurrency if size > 1]
+    pairs = [pair for size in sizes for pair in together(audit, repeated(audit.questions, size), size)]
+    if not sizes:
         return Finding("concurrency", NOT_OFFERED, "only one request at a time was to be sent")
     return judged(audit, "concurrency", pairs, "batch", in_flight=max(audit.auditor.concurrency))
 
@@ -131,11 +138,13 @@ def cancelled(audit: Audit) -> Finding:
 
 def unstreamed(audit: Audit) -> Finding:
     """Ask without streaming: the texts are the same."""
-    pairs: Pairs = []
-    for question in audit.questions[:MANY]:
-        audit.comparer.learn(question, audit.asker.one(BASELINE, question, stream=False))
-        pairs.append((question, audit.asker.one(AUDITED, question, stream=False)))
-    return asked_with(judged(audit, "streaming", pairs, "streaming"), stream=False)
+
+    def pairs() -> Iterator[tuple[Question, Reply]]:
+        for question in audit.questions[:MANY]:
+            audit.comparer.learn(question, audit.asker.one(BASELINE, question, stream=False))
+            yield question, audit.asker.one(AUDITED, question, stream=False)
+
+    return asked_with(judged(audit, "streaming", pairs(), "streaming"), stream=False)
 
 
 def penalties(audit: Audit) -> Finding:
@@ -153,11 +162,12 @@ def asked_with(finding: Finding, **fields: Any) -> Finding:
     return replace(finding, differences=differences)
 
 
-def in_order(audit: Audit, questions: Sequence[Question]) -> Pairs:
-    """Ask both servers questions one after another; return the audited one's answers, the baseline's are learnt."""
+def in_order(audit: Audit, questions: Sequence[Question]) -> Iterator[tuple[Question, Reply]]:
+    """Ask both servers questions one after another; yield the audited one's answers, the baseline's are learnt."""
     for question in questions:
         audit.comparer.learn(question, audit.asker.one(BASELINE, question))
-    return [(question, audit.asker.one(AUDITED, question)) for question in questions]
+    for question in questions:
+        yield question, audit.asker.one(AUDITED, question)
 
 
 def together(audit: Audit, questions: Sequence[Question], in_flight: int, cancel: Collection[int] = ()) -> Pairs:
@@ -166,12 +176,15 @@ def together(audit: Audit, questions: Sequence[Question], in_flight: int, cancel
     for side in (BASELINE, AUDITED):
         begin = time.perf_counter()
         replies[side] = audit.asker.all(side, questions, in_flight, cancel)
-        if not cancel:
-            audit.timings.append(Timed(side, in_flight, replies[side], time.perf_counter() - begin))
-    whole = [i for i in range(len(questions)) if i not in cancel]
-    for i in whole:
-        audit.comparer.learn(questions[i], replies[BASELINE][i])
-    return [(questions[i], replies[AUDITED][i]) for i in whole]
+        whole = [reply for reply in replies[side] if reply is not None]
+        if not cancel and len(whole) == len(questions):
+            audit.timings.append(Timed(side, in_flight, whole, time.perf_counter() - begin))
+    pairs: Pairs = []
+    for i, (question, theirs, ours) in enumerate(zip(questions, replies[BASELINE], replies[AUDITED], strict=True)):
+        if i not in cancel and theirs is not None:
+            audit.comparer.learn(question, theirs)
+            pairs += [] if ours is None else [(question, ours)]
+    return pairs
 
 
 def repeated(questions: Sequence[Question], count: int) -> list[Question]:

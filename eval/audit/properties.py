@@ -1,4 +1,4 @@
-"""Checks of what a reply must hold by itself: limits, stop strings, counts, logprobs, choices, tool calls, schemas.
+"""Checks of what a reply must hold by itself: limits, stop strings, counts, logprobs, schemas.
 
 Both servers are asked; what the baseline does not hold either is no fault of speculation, and is said.
 """
@@ -7,39 +7,28 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 from typing import Any
-
-import numpy as np
 
 from eval.audit.ask import AUDITED, BASELINE, Question, ask_text
 from eval.audit.compare import (
-    FAILED,
     FAULT,
     NEAR_TIE,
     NOT_OFFERED,
-    PASSED,
     Audit,
     Difference,
     Finding,
     first_difference,
-    judged,
     key_of,
     logprobs,
     status_of,
 )  # fmt: skip
-from eval.audit.greedy import MANY, asked_with
+from eval.audit.greedy import MANY
 from eval.audit.replies import Reply
-from eval.audit.sampling import AGAIN, CHUNK, SUSPECT, words_of
-from eval.audit.sampling import MANY as MANY_EXCHANGES
 from eval.endpoint.counters import LLAMA, SGLANG, VLLM
 
 Holds = Callable[[Question, Reply, Reply], str | None]  # of the audited server's reply and the baseline's: the breach
 
 LIMITS = (1, 2, 3, 5, 8)
-FEW = 6  # questions of a check with a body of its own
-ENOUGH = 4  # words in which two answers of one seed agree
-TRIALS = 24  # of a seed
 SHOWN = 400  # characters of a note
 DATE = "[0-9]{4}-[0-9]{2}-[0-9]{2}"
 GBNF = 'root ::= [0-9] [0-9] [0-9] [0-9] "-" [0-9] [0-9] "-" [0-9] [0-9]'
@@ -155,43 +144,6 @@ def written(reply: Reply) -> bool:
     return tokens.strip().startswith(reply.text.encode().strip())
 
 
-def choices(audit: Audit) -> Finding:
-    """Ask for two choices at temperature 0: both are the baseline's answer."""
-    pairs = []
-    for question in audit.questions[:FEW]:
-        twice = question.having("twice", n=2)
-        theirs, ours = (audit.asker.ask(side, twice) for side in (BASELINE, AUDITED))
-        if len(theirs) != 2:
-            return Finding("choices", NOT_OFFERED, "the baseline does not answer n=2")
-        if len(ours) != 2:
-            count = f"{len(ours)} choices where n is 2: {ours[0].error}"
-            return Finding("choices", FAILED, count, [_breach(twice, "", "", "choices", count)])
-        for reply in theirs:
-            audit.comparer.learn(question, reply)
-        pairs += [(question, reply) for reply in ours]
-    return asked_with(judged(audit, "choices", pairs, "choices"), n=2)
-
-
-def tool_calls(audit: Audit) -> Finding:
-    """Ask for a call of a function: it is called by its name, with arguments that its schema allows."""
-    function = {"name": "report_weather", "description": "Report the weather.", "parameters": SCHEMA}
-    tools = {
-        "tools": [{"type": "function", "function": function}],
-        "tool_choice": {"type": "function", "function": {"name": function["name"]}},
-    }
-    questions = [
-        ask_text(f"tool {city}", f"Report the weather in {city}.", True, max_tokens=4 * audit.tokens, **tools)
-        for city in CITIES
-    ]
-
-    def holds(_: Question, ours: Reply, __: Reply) -> str | None:
-        if len(ours.calls) != 1 or ours.calls[0][0] != function["name"]:
-            return f"no call of {function['name']}: {ours.content!r}"
-        return schema_breach(ours.calls[0][1], ours.finish)
-
-    return checked(audit, "tool_calls", "tool_call", questions if audit.chat else [], holds)
-
-
 def schemas(audit: Audit) -> Finding:
     """Ask for JSON of a schema, and for text of a grammar where the engine is known: both hold."""
     form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True}}
@@ -229,91 +181,35 @@ def schema_breach(text: str, finish: str | None) -> str | None:
     return f"{wrong[0]} in {text!r} is no {TYPES[wrong[0]].__name__}" if wrong else None
 
 
-def seeds(audit: Audit) -> Finding:
-    """Ask twice with the same seed at temperature 1: the answers begin alike, as the baseline's do.
-
-    Where they look as if they did not, AGAIN times as many seeds are tried, and those alone decide.
-    """
-    rng = np.random.default_rng(audit.seed)
-    alike, differences = seeded(audit, range(TRIALS))
-    p = fewer(alike[AUDITED], alike[BASELINE], rng)
-    decided = p <= SUSPECT
-    if decided:
-        alike, differences = seeded(audit, range(TRIALS, (1 + AGAIN) * TRIALS))
-        p = fewer(alike[AUDITED], alike[BASELINE], rng)
-    if not alike[BASELINE]:
-        return Finding("seeds", NOT_OFFERED, "the baseline does not take a seed")
-    failed = decided and p <= audit.auditor.alpha / 10
-    ours, theirs = (sum(alike[side]) / len(alike[side]) for side in (AUDITED, BASELINE))
-    summary = (
-        f"asked again with their seed, answers agree in {ours:.1f} of the first {ENOUGH} words, the baseline's in "
-        f"{theirs:.1f}"
-    )
-    return Finding("seeds", FAILED if failed else PASSED, summary, differences[:1] if failed else [], {"p": p})
-
-
-def seeded(audit: Audit, trials: range) -> tuple[dict[str, list[int]], list[Difference]]:
-    """Return in how many first words each side's two answers with a seed agree, and the audited one's changes."""
-    alike: dict[str, list[int]] = {AUDITED: [], BASELINE: []}
-    differences = []
-    for trial in trials:
-        question = audit.questions[trial % len(audit.questions)].having(
-            f"with seed {trial}", temperature=1.0, seed=audit.seed + trial, max_tokens=2 * ENOUGH
-        )
-        for side in (BASELINE, AUDITED):
-            one, other = (audit.asker.one(side, question) for _ in range(2))
-            error = one.error or other.error
-            if error and side == BASELINE:
-                break
-            pairs = zip(words_of(one.text), words_of(other.text), strict=False)
-            agreeing = takewhile(lambda pair: pair[0] == pair[1], pairs)
-            alike[side].append(min(ENOUGH, sum(1 for _ in agreeing)))  # rounding parts longer ones
-            if side == AUDITED and (error or one.content != other.content):
-                look, note = ("error", f"it fails: {error}") if error else ("seed", "the same seed, asked again")
-                differences.append(_breach(question, other.content, one.content, look, note))
-    return alike, differences
-
-
-def fewer(ones: Sequence[int], others: Sequence[int], rng: np.random.Generator) -> float:
-    """Return the p-value that the first numbers are no smaller than the others, by exchanging them."""
-    values = np.array([*ones, *others])
-    if sum(ones) >= sum(others):
-        return 1.0
-    sums = sum(
-        int((rng.permuted(np.tile(values, (CHUNK, 1)), axis=1)[:, : len(ones)].sum(1) <= sum(ones)).sum())
-        for _ in range(MANY_EXCHANGES // CHUNK)
-    )
-    return (1 + sums) / (1 + MANY_EXCHANGES)
-
-
 def checked(audit: Audit, check: str, fault: str, questions: Sequence[Question], holds: Holds) -> Finding:
     """Return the finding on a property; a breach counts where the baseline, asked twice, holds it."""
-    counts: Counter[str] = Counter()
-    differences = []
-    error = ""
-    for question in questions:
+
+    def outcome(question: Question) -> tuple[str, str, Difference | None]:
         theirs, ours = (audit.asker.one(side, question) for side in (BASELINE, AUDITED))
         if theirs.error:
-            counts["not offered"] += 1
-            error = theirs.error
-            continue
-        counts["asked"] += 1
+            return "not offered", theirs.error, None
         broken = f"it fails: {ours.error}" if ours.error else holds(question, ours, theirs)
         if broken is None:
-            continue
+            return "holds", "", None
         again = audit.asker.one(BASELINE, question)
         if any(reply.error or holds(question, reply, theirs) for reply in (theirs, again)):
-            counts["of the baseline too"] += 1
-        else:
-            look = "error" if ours.error else fault
-            differences.append(_breach(question, ours.content, theirs.content, look, broken))
-    if not counts["asked"]:
+            return "of the baseline too", "", None
+        look = "error" if ours.error else fault
+        return "breached", "", breach(question, ours.content, theirs.content, look, broken)
+
+    outcomes = audit.asker.taken(outcome(question) for question in questions)
+    counts = Counter(name for name, _, _ in outcomes)
+    count = len(outcomes) - counts["not offered"]
+    if not count:
+        error = outcomes[-1][1] if outcomes else ""
         return Finding(check, NOT_OFFERED, f"the baseline does not offer it: {error}" if error else "no such questions")
-    summary = f"{counts['asked'] - len(differences)} of {counts['asked']} replies hold"
+    summary = f"{count - counts['breached']} of {count} replies hold"
     if counts["of the baseline too"]:
         summary += f"; {counts['of the baseline too']} breaches are the baseline's too"
+    differences = [difference for _, _, difference in outcomes if difference is not None]
     return Finding(check, status_of({FAULT: len(differences), NEAR_TIE: 0}), summary, differences)
 
 
-def _breach(question: Question, ours: str, theirs: str, fault: str, note: str) -> Difference:
+def breach(question: Question, ours: str, theirs: str, fault: str, note: str) -> Difference:
+    """Return a fault that a note says, in an answer of the audited server."""
     return Difference(question, ours, theirs, first_difference(ours, theirs), None, FAULT, fault, note=note[:SHOWN])

@@ -9,17 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eval.audit import greedy, properties
+from eval.audit import calls, greedy, properties, seeds
 from eval.audit.ask import (
     AUDITED,
     BASELINE,
     QUESTIONS,
     Asker,
     Budget,
-    GoneError,
     Question,
     Side,
-    SpentError,
     ask_text,
     questions_of,
 )  # fmt: skip
@@ -63,10 +61,10 @@ CHECKS: dict[str, Callable[[Audit], Finding]] = {
     "stop_strings": properties.stop_strings,
     "usage": properties.usage,
     "logprobs": properties.logprobs_hold,
-    "choices": properties.choices,
-    "tool_calls": properties.tool_calls,
+    "choices": seeds.choices,
+    "tool_calls": calls.tool_calls,
     "schemas": properties.schemas,
-    "seeds": properties.seeds,
+    "seeds": seeds.seeds,
     **{check: partial(sampling, check=check) for check in SETTINGS},
 }
 
@@ -112,9 +110,9 @@ def audited(
         asker = Asker(sides, budget, settings, bar)
         comparer = Comparer(asker, auditor.near_tie)
         audit = Audit(asker, comparer, questions, client.chat, decoding.max_new_tokens, decoding.seed, auditor)
-        findings, ended = run(audit)
+        findings = run(audit)
     key = os.environ.get(client.api_key_env) or ""
-    record = cleaned(record_of(audit, findings, ended), key)
+    record = cleaned(record_of(audit, findings), key)
     script = ""
     if (difference := clearest(findings)) is not None:
         company = greedy.repeated(questions, difference.in_flight)[1 : difference.in_flight]
@@ -135,23 +133,42 @@ def expected(auditor: AuditorConfig, questions: int) -> int:
     return 4 * questions + several + 14 * len(auditor.borders) + 15 * few + 200 + 8 * auditor.samples * len(SETTINGS)
 
 
-def run(audit: Audit) -> tuple[list[Finding], str]:
-    """Run all checks; return their findings, and why the audit ended before its end, empty for a whole one."""
+def run(audit: Audit) -> list[Finding]:
+    """Run all checks and return their findings; `audit.asker.ended` says why it ended before, if it did."""
     findings: list[Finding] = []
     server = audit.asker.sides[AUDITED]
     readings = [server.counters()]
-    ended = ""
-    for check, ask in CHECKS.items():
-        try:
-            findings.append(Finding(check, NOT_RUN, "the audit ended before") if ended else ask(audit))
-        except (SpentError, GoneError, KeyboardInterrupt) as end:
-            ended = str(end) or "interrupted"
-            findings.append(Finding(check, NOT_RUN, ended))
+    for check in CHECKS:
+        ended = bool(audit.asker.ended)
+        findings.append(Finding(check, NOT_RUN, "the audit ended before") if ended else finding_of(audit, check))
         if len(findings) == 1:
             readings.append(server.counters())
     findings.append(speed(audit.timings, (readings[0], readings[1]), audit.seed))
     findings[-1].figures["drafts"] = drafts_between(readings[0], server.counters())
-    return findings, ended
+    return findings
+
+
+def finding_of(audit: Audit, check: str) -> Finding:
+    """Run a check and return its finding, though the audit ends in it."""
+    finding = next(iter(audit.asker.taken(CHECKS[check](audit) for _ in range(1))), Finding(check, NOT_RUN, ""))
+    return cut_short(finding, audit.asker) if audit.asker.ended else finding
+
+
+def cut_short(finding: Finding, asker: Asker) -> Finding:
+    """Return the finding on the check in which the audit ended: its differences stay, without any it was not run.
+
+    An end of the audited server beside other requests is a fault.
+    """
+    before = finding.summary if finding.status in (PASSED, FAILED, UNDECIDED) else ""
+    finding.summary = f"{before}, then {asker.ended}" if before else asker.ended
+    if finding.status in (PASSED, NOT_OFFERED):
+        finding.status = NOT_RUN
+    if asker.crash is not None:
+        question, in_flight, detail = asker.crash
+        note = f"{detail}, while the baseline answers"
+        crash = Difference(question, "", "", 0, None, FAULT, "crash", in_flight=in_flight, note=note)
+        finding.status, finding.differences = FAILED, [crash, *finding.differences]
+    return finding
 
 
 def verdict_of(findings: list[Finding], ended: str, near_tie: float) -> Verdict:
@@ -161,7 +178,8 @@ def verdict_of(findings: list[Finding], ended: str, near_tie: float) -> Verdict:
     count = sum(finding.status == PASSED for finding in findings if finding.check != "speed")
     if failed:
         names = ", ".join(finding.check for finding in failed)
-        return Verdict(FAILED, f"not lossless: {names} failed", diagnosed(findings))
+        then = f", then {ended}" if ended else ""
+        return Verdict(FAILED, f"not lossless: {names} failed{then}", diagnosed(findings))
     names = ", ".join(finding.check for finding in undecided)
     doubts = {
         f"no fault in {count} checks, then {ended}": bool(ended),
@@ -194,7 +212,7 @@ def _questions(name: str, selection: Selection, chat: bool) -> Workload[Question
     return gathered(name, selection, read, content, lambda question: question)
 
 
-def record_of(audit: Audit, findings: list[Finding], ended: str) -> dict[str, Any]:
+def record_of(audit: Audit, findings: list[Finding]) -> dict[str, Any]:
     """Return audit.json."""
     sides = audit.asker.sides
     return {
@@ -203,7 +221,7 @@ def record_of(audit: Audit, findings: list[Finding], ended: str) -> dict[str, An
         "model": sides[AUDITED].model,
         "audited": sides[AUDITED].url,
         "baseline": sides[BASELINE].url,
-        "verdict": verdict_of(findings, ended, audit.comparer.near_tie)._asdict(),
+        "verdict": verdict_of(findings, audit.asker.ended, audit.comparer.near_tie)._asdict(),
         "requests": audit.asker.requests,
         "minutes": round(audit.asker.minutes, 2),
         "settings": {

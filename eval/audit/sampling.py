@@ -8,15 +8,15 @@ Rizzo 2013). Labels are exchanged within a prompt, so p-values are exact whateve
 
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.audit.ask import AUDITED, BASELINE, Question
-from eval.audit.compare import FAILED, FAULT, NOT_OFFERED, PASSED, Audit, Difference, Finding
+from eval.audit.ask import AUDITED, BASELINE, Question, SpentError
+from eval.audit.compare import FAILED, FAULT, NOT_OFFERED, NOT_RUN, PASSED, Audit, Difference, Finding
 
 Array = NDArray[Any]
 
@@ -30,8 +30,13 @@ AGAIN = 4  # times as much
 POWER = 0.9
 SHARES = (0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.5)
 SIMULATIONS = 40
+NOTHING = 1e-9  # of a form, but for rounding
 SETTINGS = {"sampling": {"temperature": 1.0}, "sampling_top_p": {"temperature": 1.0, "top_p": 0.7}}
-TESTS = ("beginnings", "lengths", "words")
+TESTS = {  # each with the fault whose smallest share is said
+    "beginnings": "another answer's beginning",
+    "lengths": "half the length",
+    "words": "another answer's words",
+}
 
 
 def sampling(audit: Audit, check: str) -> Finding:
@@ -43,18 +48,21 @@ def sampling(audit: Audit, check: str) -> Finding:
     prompts = audit.questions[:PROMPTS]
     rng = np.random.default_rng(audit.seed)
     bound = audit.auditor.alpha / (len(TESTS) * len(SETTINGS))
-    answers = _sampled(audit, prompts, settings, 0, audit.auditor.samples)
-    ps = _tested(answers, rng)
-    rounds = [ps]
-    share = smallest_share(answers, bound, rng) if ps else None
+    answers = audit.asker.taken(_sampled(audit, prompts, settings, 0, audit.auditor.samples))
+    if not answers:
+        return Finding(check, NOT_RUN, "no answers")
+    ps = _tested(answers, rng, 1.0)
+    rounds = [(len(answers), ps)]
+    shares = smallest_shares(answers, bound, rng) if ps else {}
     if ps and min(ps.values()) <= SUSPECT:
-        answers = _sampled(audit, prompts, settings, 2 * audit.auditor.samples, AGAIN * audit.auditor.samples)
-        ps = _tested(answers, rng)
-        rounds.append(ps)
+        count = AGAIN * audit.auditor.samples
+        if more := audit.asker.taken(_sampled(audit, prompts, settings, 2 * audit.auditor.samples, count)):
+            answers, ps = more, _tested(more, rng, bound)
+            rounds.append((len(answers), ps))
     if not ps:
         return _failing(check, [question.having("sampled", **settings) for question in prompts], answers)
-    figures = {"p": rounds, "smallest_share": share}
-    summary = _summary(rounds, share, audit.auditor.samples, len(prompts))
+    figures = {"p": [values for _, values in rounds], "smallest_shares": shares}
+    summary = _summary(rounds, shares, audit.auditor.samples)
     if len(rounds) == 1 or min(ps.values()) > bound:
         return Finding(check, PASSED, summary, [], figures)
     kernels = kernels_of(answers)[min(ps, key=lambda test: ps[test])]
@@ -67,47 +75,53 @@ def sampling(audit: Audit, check: str) -> Finding:
 
 def _failing(check: str, questions: Sequence[Question], answers: Sequence[tuple[list[str], list[str]]]) -> Finding:
     """Return the finding on servers of which one does not answer."""
-    for question, (ours, theirs) in zip(questions, answers, strict=True):
+    for question, (ours, theirs) in zip(questions, answers, strict=False):
         if theirs and not ours:
             note = "the server fails where the baseline answers"
             return Finding(check, FAILED, note, [Difference(question, "", "", 0, None, FAULT, "error", note=note)])
     return Finding(check, NOT_OFFERED, "the baseline does not sample with these settings")
 
 
-def _tested(answers: Sequence[tuple[list[str], list[str]]], rng: np.random.Generator) -> dict[str, float]:
-    """Return the p-value of each test; none where a server failed."""
+def _tested(answers: Sequence[tuple[list[str], list[str]]], rng: np.random.Generator, bound: float) -> dict[str, float]:
+    """Return the p-value of each test, no finer than needed once one is at the bound; none where a server failed."""
     if any(not ours or not theirs for ours, theirs in answers):
         return {}
-    return {test: p_value(kernels, rng) for test, kernels in kernels_of(answers).items()}
+    ps: dict[str, float] = {}
+    for test, kernels in kernels_of(answers).items():
+        ps[test] = p_value(kernels, rng, MANY if min(ps.values(), default=1.0) > bound else 0)
+    return ps
 
 
-def _summary(rounds: Sequence[dict[str, float]], share: float | None, samples: int, prompts: int) -> str:
+def _summary(rounds: Sequence[tuple[int, dict[str, float]]], shares: dict[str, float | None], samples: int) -> str:
     counts = (samples, AGAIN * samples)
     texts = [
         f"{count} answers of each server to each of {prompts} prompts: "
         + ", ".join(f"{test} p = {p:.2g}" for test, p in ps.items())
-        for count, ps in zip(counts, rounds, strict=False)
+        for count, (prompts, ps) in zip(counts, rounds, strict=False)
     ]
-    least = (
-        "too few to show a server that answers otherwise in half of the cases"
-        if share is None
-        else f"a server that answers otherwise in {share:.0%} of the cases would be seen with probability {POWER}"
-    )
-    return "; ".join([*texts, least])
+    least = [
+        f"{fault} in {f'more than {SHARES[-1]:.0%}' if shares[test] is None else f'{shares[test]:.0%}'}"
+        for test, fault in TESTS.items()
+    ]
+    return "; ".join([*texts, f"with probability {POWER} it sees {', '.join(least)} of the answers"])
 
 
 def _sampled(
     audit: Audit, prompts: Sequence[Question], settings: dict[str, Any], first: int, count: int
-) -> list[tuple[list[str], list[str]]]:
-    """Return both servers' answers to each prompt, none where one fails; `first` is added to the seed."""
+) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield both servers' answers to each prompt, none where one fails; `first` is added to the seed."""
 
     def answers(side: str, question: Question, seed: int) -> list[str]:
         questions = [question.having(f"sample {seed + i}", seed=seed + i, **settings) for i in range(count)]
         replies = audit.asker.all(side, questions, min(IN_FLIGHT, max(audit.auditor.concurrency)))
-        return [] if any(reply.error for reply in replies) else [reply.text for reply in replies]
+        whole = [reply for reply in replies if reply is not None]
+        if len(whole) < count:
+            raise SpentError(audit.asker.ended)
+        return [] if any(reply.error for reply in whole) else [reply.text for reply in whole]
 
     seed = audit.seed + first
-    return [(answers(AUDITED, question, seed), answers(BASELINE, question, seed + count)) for question in prompts]
+    for question in prompts:
+        yield answers(AUDITED, question, seed), answers(BASELINE, question, seed + count)
 
 
 def words_of(text: str) -> list[str]:
@@ -145,15 +159,18 @@ def beginnings(pieces: Sequence[Sequence[str]]) -> Array:
     return kernel
 
 
-def p_value(kernels: Sequence[Array], rng: np.random.Generator) -> float:
-    """Return the p-value of the hypothesis that both halves of every kernel's rows are of one distribution."""
+def p_value(kernels: Sequence[Array], rng: np.random.Generator, most: int = MANY) -> float:
+    """Return the p-value of the hypothesis that both halves of every kernel's rows are of one distribution.
+
+    Where FEW permutations show it to be extreme, `most` are tried, a multiple of CHUNK.
+    """
     observed = sum(_form(kernel) for kernel in kernels)
     bound = observed - 1e-9 * abs(observed)
     few = int((permuted(kernels, FEW, rng) >= bound).sum())
-    if few > 1:
+    if few > 1 or not most:
         return (1 + few) / (1 + FEW)
-    many = sum(int((permuted(kernels, CHUNK, rng) >= bound).sum()) for _ in range(MANY // CHUNK))
-    return (1 + many) / (1 + MANY)
+    many = sum(int((permuted(kernels, CHUNK, rng) >= bound).sum()) for _ in range(most // CHUNK))
+    return (1 + many) / (1 + most)
 
 
 def permuted(kernels: Sequence[Array], count: int, rng: np.random.Generator) -> Array:
@@ -174,24 +191,32 @@ def _form(kernel: Array) -> float:
     return float(labels @ kernel @ labels)
 
 
-def smallest_share(
+def smallest_shares(
     answers: Sequence[tuple[list[str], list[str]]], bound: float, rng: np.random.Generator
-) -> float | None:
-    """Return the smallest share of wrong answers that the test of beginnings shows with POWER; None for none of SHARES.
+) -> dict[str, float | None]:
+    """Return the smallest share of wrong answers that each test shows by itself with POWER; None for none of SHARES.
 
-    Both servers' answers are sampled anew from the baseline's, and a share of the audited one's is replaced by answers
-    to another prompt.
+    Both servers' answers are sampled anew from the baseline's, and a share of the audited one's is replaced: in the
+    test of lengths by their first halves, in the others by answers to another prompt.
     """
-    texts = [text for _, theirs in answers for text in theirs]
-    kernel = beginnings([words_of(text) for text in texts])
-    size = len(texts) // len(answers)
+    right = [theirs for _, theirs in answers]
+    halves = [["".join(words[: len(words) // 2]) for words in map(words_of, texts)] for texts in right]
+    other, half = (kernels_of(list(zip(right, wrong, strict=True))) for wrong in ([*right[1:], right[0]], halves))
+    return {test: _smallest_share((half if test == "lengths" else other)[test], bound, rng) for test in TESTS}
+
+
+def _smallest_share(both: Sequence[Array], bound: float, rng: np.random.Generator) -> float | None:
+    """Return that of one test, given kernels over right answers and then over what replaces each."""
+    size = len(both[0]) // 2
 
     def seen(share: float, count: int, level: float) -> bool:
-        picks = rng.integers(size, size=(len(answers), 2 * count)) + size * np.arange(len(answers))[:, None]
-        wrong = rng.random((len(answers), count)) < share
-        picks[:, :count] = np.where(wrong, (picks[:, :count] + size) % len(texts), picks[:, :count])
-        kernels = [kernel[np.ix_(pick, pick)] for pick in picks]
-        return sum(map(_form, kernels)) > critical(kernels, level)
+        total, counts = 0.0, []
+        for kernel in both:
+            ours = rng.integers(size, size=count) + size * (rng.random(count) < share)
+            one, other = (np.bincount(p, minlength=2 * size) for p in (ours, rng.integers(size, size=count)))
+            total += float((one - other) @ kernel @ (one - other))
+            counts.append(one + other)
+        return bool(total > critical(both, counts, level))
 
     def shown(share: float) -> bool:
         both = (seen(share, size, SUSPECT) and seen(share, AGAIN * size, bound) for _ in range(SIMULATIONS))
@@ -201,21 +226,23 @@ def smallest_share(
     return SHARES[at] if at < len(SHARES) else None
 
 
-def critical(kernels: Sequence[Array], level: float) -> float:
+def critical(kernels: Sequence[Array], counts: Sequence[Array], level: float) -> float:
     """Return the value that a form of these kernels exceeds with probability `level` if all labels are exchangeable.
 
-    That of a gamma distribution with its mean and variance, by Wilson and Hilferty's cube root (1931).
+    `counts` are how often each row of a kernel is there. The value is that of a gamma distribution with its mean and
+    variance, by Wilson and Hilferty's cube root (1931).
     """
-    mean = variance = 1e-12
-    for kernel in kernels:
-        rows = kernel.mean(0)
-        centred = kernel - rows - rows[:, None] + rows.mean()
+    mean = variance = NOTHING
+    for kernel, count in zip(kernels, counts, strict=True):
+        total = count.sum()
+        rows = kernel @ count / total
+        centred = kernel - rows - rows[:, None] + rows @ count / total
         diagonal = np.diagonal(centred)
-        mean += float(diagonal.sum()) * len(kernel) / (len(kernel) - 1)
-        variance += 2 * float((centred**2).sum() - (diagonal**2).sum())
+        mean += float(diagonal @ count) * total / (total - 1)
+        variance += 2 * float(count @ centred**2 @ count - diagonal**2 @ count)
     shape = mean * mean / variance
     z = NormalDist().inv_cdf(1 - level)
-    return mean * float(1 - 1 / (9 * shape) + z / (3 * shape**0.5)) ** 3
+    return max(NOTHING, mean * float(1 - 1 / (9 * shape) + z / (3 * shape**0.5)) ** 3)  # answers that are all alike
 
 
 def _common(texts: Sequence[str]) -> str:

@@ -124,7 +124,7 @@ def plot(record: dict[str, Any]) -> dict[str, Any] | None:
         points = [
             (
                 EDGE + (WIDTH - 2 * EDGE) * load["user"][side] / most[0],
-                HEIGHT - EDGE - (HEIGHT - 1.5 * EDGE) * load["throughput"][side] / most[1],
+                HEIGHT - EDGE - (HEIGHT - 2 * EDGE) * load["throughput"][side] / most[1],
                 load["in_flight"],
             )
             for load in loads

@@ -20,6 +20,7 @@ NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # of a repository; some old ones h
 # The base of the transport's errors: huggingface_hub has changed its HTTP library before, this relation holds in both.
 TRANSPORT: Any = HfHubHTTPError.__bases__[0]
 PATIENCE = 2.5  # seconds that the Hub has to answer: a refusal takes five with the start
+BLOCKED = (403, 407, 502, 503, 504, 511)  # HTTP statuses by which a proxy answers in place of the Hub
 
 
 def check_reachable(repo: str, kind: str = "model") -> None:
@@ -64,8 +65,8 @@ def _failure() -> str | None:
 
     def ask() -> None:
         try:
-            get_session().head(constants.ENDPOINT, timeout=PATIENCE)
-            answers.put(None)
+            status = get_session().head(constants.ENDPOINT, timeout=PATIENCE).status_code
+            answers.put(f"a proxy answers HTTP {status}" if status in BLOCKED else None)
         except (TRANSPORT, OSError, ValueError) as error:
             answers.put(one_line(error))
 

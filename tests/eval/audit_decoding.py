@@ -30,7 +30,7 @@ FAULTS = {
     "leak": "with several requests in flight, an answer goes on as another request's (vllm#9441)",
     "cancelled": "a request takes the next token of a cancelled one, whose slot it has",
     "seed": "the seed of a request is ignored (vllm#6038, TensorRT-LLM#17599)",
-    "tool_call": "the arguments of a tool call miss their last token (vllm#35800)",
+    "tool_call": "the arguments of a tool call of the model's own choice miss their last token (vllm#41967)",
     "schema": "a grammar does not hold for drafted tokens (vllm#9423)",
     "logprobs": "every token's logprob is 0 (llama.cpp#27972)",
     "early_stop": "an end token in a draft ends the answer though it was rejected (vllm#42781)",

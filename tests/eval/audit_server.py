@@ -59,8 +59,10 @@ class Ask:
 
     @cached_property
     def tool(self) -> dict[str, Any] | None:
-        """The function that is to be called."""
+        """The function that is called: on tool_choice auto the first, where the last message asks for a report."""
         choice, tools = self.body.get("tool_choice"), self.body.get("tools") or []
+        if choice == "auto":
+            choice = "required" if "report" in self.body["messages"][-1]["content"] else "none"
         functions = {tool["function"]["name"]: tool["function"] for tool in tools}
         if isinstance(choice, dict):
             return functions[choice["function"]["name"]]
@@ -96,7 +98,7 @@ class Answer:
         self.text, self.sent, self.count = "", 0, 0
         self.finish: str | None = None
         self.hold = max([0, *(len(stop) - 1 for stop in ask.stop)])  # characters that may begin a stop string
-        self.truncated = self.fault == "tool_call" and ask.tool is not None
+        self.truncated = self.fault == "tool_call" and ask.tool is not None and ask.body["tool_choice"] == "auto"
         self.last = ""
 
     def __iter__(self) -> Iterator[Piece]:

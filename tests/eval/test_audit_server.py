@@ -32,6 +32,7 @@ TOOL = {
     "tools": [{"type": "function", "function": {"name": "report", "parameters": SCHEMA}}],
     "tool_choice": {"type": "function", "function": {"name": "report"}},
 }
+AUTO = TOOL | {"tool_choice": "auto"}
 DATE = "[0-9]{4}-[0-9]{2}-[0-9]{2}"
 ALONE = {"rejected_draft", "draft_bonus", "lost_token", "early_stop", "limit"}  # what plain greedy answers show
 
@@ -363,12 +364,14 @@ def test_seed(faulty: AuditServer) -> None:
 
 
 def test_tool_call(base: AuditServer, faulty: AuditServer) -> None:
-    def arguments(server: AuditServer) -> str:
-        choice = ask(server, ["weather"], max_tokens=120, **TOOL)["choices"][0]
+    def arguments(server: AuditServer, how: Any = AUTO) -> str:
+        choice = ask(server, ["report it"], max_tokens=120, **how)["choices"][0]
         return choice["message"]["tool_calls"][0]["function"]["arguments"]
 
     assert arguments(faulty) == arguments(base)[:-1]
-    events = stream(faulty, ["weather"], max_tokens=120, **TOOL)[1:-1]
+    assert arguments(faulty, TOOL) == arguments(base, TOOL) == arguments(base)
+    assert "tool_calls" not in ask(base, ["hail"], max_tokens=8, **AUTO)["choices"][0]["message"]
+    events = stream(faulty, ["report it"], max_tokens=120, **AUTO)[1:-1]
     calls = [event["choices"][0]["delta"]["tool_calls"][0]["function"]["arguments"] for event in events]
     assert "".join(calls) == arguments(faulty)
 

@@ -9,7 +9,7 @@ from huggingface_hub import constants, get_session
 
 from heads.common import connection
 from heads.common.connection import check_reachable
-from tests.train.hub_server import Hub, become
+from tests.train.hub_server import Handler, Hub, become
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +42,17 @@ def test_a_hub_that_is_silent_is_not_waited_for(silent: str, monkeypatch: pytest
     monkeypatch.setattr(connection, "PATIENCE", 0.1)
     with pytest.raises(ValueError, match=rf"{silent} cannot be reached \((no answer in 0.1 s|.*timed out.*)\)"):
         check_reachable("org/name")
+
+
+@pytest.mark.parametrize("status", [403, 503])
+def test_a_proxy_that_answers_for_the_hub_is_not_the_hub(
+    status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with Hub() as hub:
+        become(hub, monkeypatch, tmp_path)
+        monkeypatch.setattr(Handler, "do_HEAD", lambda self: self.refuse(status, "no way out"), raising=False)
+        with pytest.raises(ValueError, match=rf"{hub.url} cannot be reached \(a proxy answers HTTP {status}\): con"):
+            check_reachable("org/name", "dataset")
 
 
 def test_who_wants_no_connection_is_asked_for_none(monkeypatch: pytest.MonkeyPatch) -> None:

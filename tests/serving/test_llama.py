@@ -23,17 +23,19 @@ from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
-from tests.serving.conftest import command
+from tests.serving.conftest import SAID, command
 from tests.serving.engines import ENVIRONMENT, HERE, TARGET
 from tests.serving.test_endpoint import PATIENCE, free_port, running
 
 pytestmark = pytest.mark.serving
 SOURCES = ENVIRONMENT / "llama"
 TOKENS, COUNT = 64, 32
-# kind: options, llama.cpp's type, tokens drafted
+PLAIN = ["head.feature_norm=false", "head.norm_output=false", "head.draft_vocab=1024"]
+# by llama.cpp's type: kind, options, tokens drafted
 HEADS = {
-    "eagle3": (["head.feature_norm=false", "head.norm_output=false", "head.draft_vocab=1024"], "draft-eagle3", 3),
-    "block": ([], "draft-dspark", 5),
+    "draft-eagle3": ("eagle3", PLAIN, 3),
+    "draft-dspark": ("block", [], 5),
+    "draft-dflash": ("block", SAID["dflash"], 5),
 }
 
 
@@ -59,12 +61,12 @@ def published(
     run_with: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[str, Path]:
-    """Return a kind of head and its folder, written as it would be published for llama.cpp."""
-    kind = request.param
+    """Return llama.cpp's type of a head and its folder, written as it would be published for llama.cpp."""
+    kind, options, _ = HEADS[request.param]
     out = tmp_path_factory.mktemp("llama") / f"tiny-{kind}"
-    said = [f"run={run_with(kind, *HEADS[kind][0])}", f"repo=me/tiny-{kind}", "format=gguf", f"gguf={target}"]
+    said = [f"run={run_with(kind, *options)}", f"repo=me/tiny-{kind}", "format=gguf", f"gguf={target}"]
     command("train/publish.py", *said, "dtype=float32", "dry_run=true", f"out={out}")
-    return kind, out
+    return request.param, out
 
 
 def test_our_file_is_that_of_llama_cpps_own_converter(
@@ -94,9 +96,9 @@ def server(log: Path, model: Path, *said: str) -> Iterator[str]:
         yield url
 
 
-def drafting(kind: str, folder: Path) -> list[str]:
-    _, method, tokens = HEADS[kind]
-    said = ["-md", str(folder / "head.gguf"), "--spec-type", method, "--spec-draft-n-max", str(tokens), "-td", "1"]
+def drafting(method: str, folder: Path) -> list[str]:
+    said = ["-md", str(folder / "head.gguf"), "--spec-type", method, "-td", "1"]
+    said += ["--spec-draft-n-max", str(HEADS[method][-1])]
     return [*said, "-ctkd", "f32", "-ctvd", "f32"]
 
 
@@ -152,33 +154,51 @@ def check_counts(kind: str, counts: dict[str, int], steps: list[int], depth: int
         assert accepted == pytest.approx(sum(count > position for count in steps), abs=0.02 * len(steps))
 
 
-def test_llama_cpp_writes_the_same_text_and_accepts_what_we_accept(
-    target: Path, published: tuple[str, Path], tmp_path: Path
-) -> None:
-    kind, folder = published
-    ours = Target.load(str(TARGET), "float32", "cpu")
-    ours.eos = frozenset()
+@pytest.fixture(scope="module")
+def ours() -> Target:
+    loaded = Target.load(str(TARGET), "float32", "cpu")
+    loaded.eos = frozenset()
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def plain_answers(
+    ours: Target, target: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return prompts, and what llama.cpp answers without drafts."""
     prompts = [prompt.token for prompt in load_workload(str(TARGET / "prompts.jsonl"), ours, COUNT)]
-    with server(tmp_path / "plain.log", target) as url:
+    with server(tmp_path_factory.mktemp("plain") / "log", target) as url:
         plain = served(url, prompts)
     assert sum(map(len, plain)) >= 1000
-    with server(tmp_path / "drafting.log", target, *drafting(kind, folder)) as url:
+    return prompts, plain
+
+
+def test_llama_cpp_writes_the_same_text_and_accepts_what_we_accept(
+    ours: Target,
+    target: Path,
+    published: tuple[str, Path],
+    plain_answers: tuple[list[list[int]], list[list[int]]],
+    tmp_path: Path,
+) -> None:
+    method, folder = published
+    prompts, plain = plain_answers
+    with server(tmp_path / "drafting.log", target, *drafting(method, folder)) as url:
         assert served(url, prompts) == plain
         counts = counted(url)
     head: Any = load_found(resolve_head(str(folder)), ours.embeddings, ours.spec)
-    depth = HEADS[kind][2]
-    check_counts(
-        kind, counts, accepted_by_us(ours, HeadDrafter(head.float(), chain(depth), kind), prompts, plain, depth), depth
-    )
+    depth = HEADS[method][-1]
+    drafter = HeadDrafter(head.float(), chain(depth), method)
+    check_counts(method, counts, accepted_by_us(ours, drafter, prompts, plain, depth), depth)
 
 
+@pytest.mark.parametrize("published", ["draft-eagle3", "draft-dspark"], indirect=True)
 def test_a_server_of_llama_cpp_is_measured_as_an_endpoint(
     target: Path, published: tuple[str, Path], tmp_path: Path
 ) -> None:
-    kind, folder = published
+    method, folder = published
     asked = [f"workload={TARGET / 'prompts.jsonl'}", "prompts=8", "max_new_tokens=64", "repeats=1"]
     with ExitStack() as stack:
-        fast = stack.enter_context(server(tmp_path / "drafting.log", target, *drafting(kind, folder)))
+        fast = stack.enter_context(server(tmp_path / "drafting.log", target, *drafting(method, folder)))
         plain = stack.enter_context(server(tmp_path / "plain.log", target))
         command("eval/run.py", f"endpoint={fast}", f"baseline={plain}", *asked, f"out={tmp_path / 'served'}")
     report = json.loads((tmp_path / "served" / "report.json").read_text())

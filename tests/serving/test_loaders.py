@@ -22,6 +22,8 @@ PLAIN = {"feature_norm": False, "norm_output": False}
 DFLASH = {"from_anchor": False, "markov_rank": None}
 DSPARK = {"from_anchor": True, "markov_rank": 16, "confidence": True}
 AS_TARGET = {"norm_eps": 1e-6}
+DFLASH2 = {"from_anchor": False, "markov_rank": None, "conv": 2, "selector_rank": 16}
+DOMINO = {"from_anchor": True, "markov_rank": None, "domino": 64, "domino_rank": 16}
 # kind, options, vLLM's method and class, SGLang's class, "" where it has none
 HEADS: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
     "eagle": ("eagle", {}, "eagle", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
@@ -48,7 +50,10 @@ HEADS: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
     "dflash causal": ("block", DFLASH, "dflash", "DFlashQwen3ForCausalLM", "DFlashDraftModel"),
     "dflash": ("block", DFLASH | {"causal": False}, "dflash", "DFlashQwen3ForCausalLM", "DFlashDraftModel"),
     "dspark": ("block", DSPARK, "dspark", "Qwen3DSparkForCausalLM", "Qwen3DSparkModel"),
+    "dflash2": ("block", DFLASH2, "dflash", "DFlash2Qwen3ForCausalLM", "DFlash2DraftModel"),
+    "domino": ("block", DOMINO, "", "", "DFlashDraftModel"),
 }  # fmt: skip
+OF_VLLM = [name for name in HEADS if HEADS[name][3]]
 OF_SGLANG = [name for name in HEADS if HEADS[name][4]]
 CLASSES = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel"}  # of speculators
 OF_SPECULATORS = [name for name in HEADS if HEADS[name][0] in CLASSES]
@@ -58,8 +63,8 @@ OF_SPECULATORS = [name for name in HEADS if HEADS[name][0] in CLASSES]
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("heads")
     return {
-        name: exported(made(kind, **options), "vllm", root / name.replace(" ", "-"))
-        for name, (kind, options, *_) in HEADS.items()
+        name: exported(made(kind, **options), "vllm" if method else "sglang", root / name.replace(" ", "-"))
+        for name, (kind, options, method, *_) in HEADS.items()
     }
 
 
@@ -67,11 +72,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def vllm(folders: dict[str, Path]) -> dict[str, Any]:
     job = [
         {"folder": str(folders[name]), "method": HEADS[name][2], "tokens": 5, "overrides": overridden(name)}
-        for name in HEADS
+        for name in OF_VLLM
     ]
     answer = asked("load_vllm.py", {"target": str(TARGET), "heads": job}, newest="vllm")
     assert answer["version"] == "0.33.0"
-    return dict(zip(HEADS, answer["heads"], strict=True))
+    return dict(zip(OF_VLLM, answer["heads"], strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +113,7 @@ def sight(name: str) -> dict[str, list[bool]]:
     return {"causal": [options.get("causal", True)] * 2} if kind == "block" else {}
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", OF_VLLM)
 def test_vllm_fills_every_tensor_but_the_targets(name: str, vllm: dict[str, Any]) -> None:
     kind, options, _, expected, _ = HEADS[name]
     own = {"block": {EMBEDDING, "lm_head.weight", "model.mask_embedding"}, "mtp": {EMBEDDING, "lm_head.weight"}}.get(

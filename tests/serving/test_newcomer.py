@@ -13,6 +13,7 @@ import pytest
 
 from eval.inputs.workloads import load_workload
 from inference.target.target import Target
+from tests import families
 from tests.serving.conftest import command
 from tests.serving.engines import TARGET, asked
 from tests.train.hub_server import Hub
@@ -45,9 +46,8 @@ def test_a_head_goes_to_the_hub_and_is_served_from_there(run_of: Callable[[str],
         assert speculative["model"] == REPO
         job = {"target": str(TARGET), "prompts": prompts, "tokens": 64}
         access["HF_HOME"] = str(tmp_path / "engine")  # nothing is there yet
-        plain = asked("serve_vllm.py", job, hub=access)
         served = asked("serve_vllm.py", {**job, "speculative": speculative}, hub=access)
-        assert served["tokens"] == plain["tokens"]
+        assert served["tokens"] == [families.generated(target, prompt, 64) for prompt in prompts]
         assert served["accepted_tokens"] > 0.1 * served["draft_tokens"]
         answer = asked("generate_plain.py", {**job, "head": REPO}, hub=access)
         said = next(line for line in card.splitlines() if line.startswith("python eval/run.py"))

@@ -12,18 +12,25 @@ import pytest
 
 from eval.inputs.workloads import load_workload
 from heads.formats.hub import load_found, resolve_head
+from heads.formats.published import mimo
+from heads.formats.store import save_head
+from heads.mtp import Mtp
 from inference.decode import Settings, Step, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
+from tests import families, toys
 from tests.serving import identity
+from tests.serving import test_checkpoint as toy
 from tests.serving.conftest import command
 from tests.serving.engines import TARGET, asked
+from train.start import module_like, mtp_from_target
 
 pytestmark = pytest.mark.serving
 TOKENS = 96
-TOKENS_DRAFTED = {"eagle": 3, "eagle3": 4, "medusa": 4, "mtp": 3}
+TOKENS_DRAFTED = {"eagle": 3, "eagle3": 4, "medusa": 4, "mtp": 3, "dflash": 6, "peagle": 4}
+METHODS: dict[str, dict[str, Any]] = {"peagle": {"method": "eagle3", "parallel_drafting": True}}  # as the card says
 OVERRIDES = {"mtp": {"num_nextn_predict_layers": 1}}  # of the target's config.json
 
 
@@ -40,11 +47,9 @@ def prompts(target: Target) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def plain(prompts: list[list[int]]) -> list[list[int]]:
-    """Return vLLM's own answers."""
-    answer = asked("serve_vllm.py", {"target": str(TARGET), "prompts": prompts, "tokens": TOKENS})
-    found: list[list[int]] = answer["tokens"]
-    return found
+def plain(target: Target, prompts: list[list[int]]) -> list[list[int]]:
+    """Return transformers' answers, which are vLLM's own: test_endpoint.py compares its server with one without."""
+    return [families.generated(target, prompt, TOKENS) for prompt in prompts]
 
 
 @pytest.fixture(scope="module", params=TOKENS_DRAFTED)
@@ -75,10 +80,10 @@ def by_us(target: Target, folder: Path, prompts: list[list[int]], answers: list[
     return found
 
 
-def speculated(target: str, method: str, folder: Path, depth: int, prompts: list[list[int]]) -> dict[str, Any]:
-    said = {"method": method, "model": str(folder), "num_speculative_tokens": depth}
+def speculated(target: str, kind: str, folder: Path, depth: int, prompts: list[list[int]]) -> dict[str, Any]:
+    said = METHODS.get(kind, {"method": kind}) | {"model": str(folder), "num_speculative_tokens": depth}
     job = {"target": target, "prompts": prompts, "tokens": TOKENS, "speculative": said}
-    return asked("serve_vllm.py", job | {"overrides": OVERRIDES.get(method, {})})
+    return asked("serve_vllm.py", job | {"overrides": OVERRIDES.get(kind, {})})
 
 
 def test_vllm_writes_the_same_text_and_accepts_what_we_accept(
@@ -88,7 +93,11 @@ def test_vllm_writes_the_same_text_and_accepts_what_we_accept(
     depth = TOKENS_DRAFTED[kind]
     served = speculated(str(TARGET), kind, folder, depth, prompts)
     assert served["tokens"] == plain
-    steps = by_us(target, folder, prompts, plain, depth)
+    check_counts(kind, served, by_us(target, folder, prompts, plain, depth))
+
+
+def check_counts(kind: str, served: dict[str, Any], steps: list[Step]) -> None:
+    """Compare vLLM's counters with our passes."""
     ours = 1 + sum(step.accepted for step in steps) / len(steps)
     theirs = 1 + served["accepted_tokens"] / served["drafts"]
     print(f"{kind}: {theirs:.3f} tokens a pass in vLLM, {ours:.3f} in our verifier")
@@ -98,6 +107,27 @@ def test_vllm_writes_the_same_text_and_accepts_what_we_accept(
     for position, accepted in enumerate(served["accepted_tokens_per_pos"]):
         mine = sum(step.accepted > position for step in steps)
         assert accepted == pytest.approx(mine, abs=0.02 * len(steps))
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_vllm_serves_a_qwen3_with_a_head_as_mimos_module(tmp_path: Path, qk_norm: bool) -> None:
+    """A toy that has no module of its own; the head knows half of the texts."""
+    target, depth = toy.target_of(tmp_path / "target", "Qwen3ForCausalLM"), 2
+    plain = [families.generated(target, prompt, toy.TOKENS) for prompt in toy.PROMPTS]
+    config = Mtp.Config(name="mtp", **toys.HEAD_CONFIGS["mtp"] | {"qk_norm": qk_norm})
+    head: Any = mtp_from_target(config, "last_layer", target) if qk_norm else module_like(config, target)
+    texts = [prompt + answer for prompt, answer in zip(toy.PROMPTS, plain, strict=True)]
+    toy.train(head, target, texts[:4], depth)
+    run, folder = tmp_path / "run", tmp_path / "head-mtp"
+    save_head(run / "head", head, target.spec, {"kind": "chain", "depth": depth})
+    said = [f"run={run}", "repo=me/head-mtp", "format=vllm", "dtype=float32", "dry_run=true", f"out={folder}"]
+    command("train/publish.py", *said)
+    speculative = {"method": "mtp", "model": str(folder), "num_speculative_tokens": depth}
+    job = {"target": str(tmp_path / "target"), "prompts": toy.PROMPTS, "tokens": toy.TOKENS}
+    job |= {"speculative": speculative, "overrides": mimo.overrides({"qk_norm": qk_norm})}
+    served = asked("serve_vllm.py", job)
+    assert served["tokens"] == plain
+    check_counts(f"Qwen3, qk_norm={qk_norm}", served, by_us(target, folder, toy.PROMPTS, plain, depth))
 
 
 @pytest.fixture(scope="module")

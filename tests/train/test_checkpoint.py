@@ -285,3 +285,17 @@ def test_a_state_of_something_else_is_damaged(tmp_path: Path, values: dict[str, 
     content = read_checked(path / format.STATE)
     write_checked(path / format.STATE, content | values)
     assert f"state.json: damaged, it says no right {told}" in format.complaint(path, 0, 1)
+
+
+def test_a_setting_that_the_run_did_not_know_had_its_default() -> None:
+    now = {"head.name": "mtp", "head.layer": "llama", "head.raw_state": False, "head.length": 512, "data.length": 512}
+    then = {"head.name": "mtp", "data.length": 512}
+    assert resume.differences(then, now) == ""
+    assert resume.differences(then, now | {"head.layer": "target"}) == 'head.layer ("llama", now "target")'
+    assert resume.differences(then | {"head.length": 64}, now) == "head.length (64, now 512)"
+
+
+def test_a_schedule_that_the_run_did_not_know_is_no_change() -> None:
+    then: dict[str, Any] = {"trainer.lr": 0.01, "processes": 1}
+    assert resume.differences(then, then | {"trainer.cooldown": 1.0}) == ""
+    assert "trainer.cooldown" in resume.differences(then, then | {"trainer.cooldown": 0.5})

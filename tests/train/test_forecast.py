@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from rich.console import Console
 
 from data.text.filters import Counts
 from data.text.masks import Sample
@@ -236,6 +237,27 @@ def test_a_plan_of_a_budget_trains_nothing_however_it_is_spelt(tmp_path: Path, m
     monkeypatch.setattr("train.run.budget_plan", lambda *_: "planned")
     assert within_budget(run_config(compose("train", words))) is None
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("composing")
+@pytest.mark.parametrize(
+    ("budget", "device", "said"),
+    [
+        ("1h", "here", "at an assumed 40% of "),
+        ("1e15", "here", " on one"),
+        ("1h", "here device.tflops=2", "of 2 TFLOP/s"),
+        ("1h", "cpu", "hours are not known: device=cpu has no peak; give device.tflops"),
+    ],
+)
+def test_a_plan_of_a_budget_says_its_rate(
+    budget: str, device: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["head=mlp", "model.device=cpu", "trainer=debug", f"budget={budget}", *f"device={device}".split()]
+    run = run_config(compose("train", words))
+    Console(width=200).print(command.budget_plan(run, {"mlp": run}))
+    printed = capsys.readouterr().out
+    assert said in printed
+    assert (" - " in printed) == ("not known" in printed)
 
 
 @pytest.mark.usefixtures("composing")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from heads.common.command import BEST
 from heads.common.resolvers import ROOT, register_resolvers
@@ -39,6 +40,18 @@ def test_the_command_has_the_processes_and_a_free_port() -> None:
     assert "--use_deepspeed" not in launch.command(run("launcher=zero3").launcher, "run.py", [])
 
 
+def test_a_node_is_told_where_to_meet_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    monkeypatch.setenv("NODE_RANK", "1")
+    launcher = OmegaConf.create({"num_nodes": 2, "machine_rank": 0, "main_process_ip": None})
+    launch.meet(launcher)
+    assert (launcher.machine_rank, launcher.main_process_ip) == (1, "node0")
+    monkeypatch.setenv("NODE_RANK", "N")
+    with pytest.raises(ValueError, match="NODE_RANK is 'N': give the number"):
+        launch.meet(OmegaConf.create({"num_nodes": 2, "machine_rank": 0, "main_process_ip": None}))
+
+
 def test_nodes_that_do_not_know_where_to_meet_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
@@ -51,10 +64,10 @@ def test_nodes_that_do_not_know_where_to_meet_are_told(monkeypatch: pytest.Monke
 
 def test_a_plan_has_the_command_of_each_of_several_nodes() -> None:
     words = ["name=a b", "plan=true"]
-    line = launch.by_hand(run("launcher=nodes2").launcher, "train/run.py", words)
-    assert line is not None
-    assert line.endswith("MASTER_ADDR=ADDRESS NODE_RANK=N python train/run.py 'name=a b'")
-    assert "from 0 to 1" in line
+    each, once = str(launch.by_hand(run("launcher=nodes2").launcher, "train/run.py", words)).splitlines()
+    assert each.endswith("MASTER_ADDR=ADDRESS NODE_RANK=N python train/run.py 'name=a b'")
+    assert "from 0 to 1" in each
+    assert once.endswith("srun --nodes=2 --ntasks-per-node=8 python train/run.py 'name=a b'")
     for alone in ("launcher=ddp", "launcher=slurm"):
         assert launch.by_hand(run(alone).launcher, "train/run.py", words) is None
 

@@ -169,6 +169,21 @@ def test_a_watcher_that_is_none_is_named(folder: Path, word: str) -> None:
         go(folder, f"loop.watcher.{word}")
 
 
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_command_puts_the_head_into_service_or_the_former_one_stays(folder: Path, status: int) -> None:
+    served, loop = folder / "served" / "head", folder / "loop"
+    target = toys.target()
+    for i, name in enumerate(("former", "adapted")):
+        torch.manual_seed(i)
+        save_head(loop / "round-1" / name / "head", toys.head("medusa", target), target.spec, asdict(TREE))
+    State(str(folder / "served")).decide(loop, "better", {"new": []}, SWAP, since=NEW_FROM)
+    file = folder / "loaded"
+    assert go(folder, f"loop.command='echo $RUN > {file}; exit {status}'") == (1 if status else 0)
+    assert file.read_text() == f"{loop / 'round-1' / 'adapted'}\n"
+    assert same(served, loop / "round-1" / ("former" if status else "adapted") / "head")
+    assert ("command ended with status 3; the head in service stays" in decisions(folder)[-1][1]) == bool(status)
+
+
 def test_going_back_amid_a_swap_leaves_the_former_head(folder: Path) -> None:
     served, loop = folder / "served" / "head", folder / "loop"
     shutil.copytree(served, folder / "before")
@@ -269,6 +284,20 @@ def test_a_worse_head_is_never_swapped_in(folder: Path) -> None:
     assert "the head in service stays" in decisions(folder)[-1][1]
     assert same(folder / "served" / "head", folder / "before")
     assert State.read(folder / "loop", str(folder / "served")).round == 2
+
+
+def test_a_round_that_swapped_nothing_is_tried_again_with_more_of_the_log(folder: Path) -> None:
+    log = folder / "log.jsonl"
+    fallen = log.read_bytes().splitlines(keepends=True)[NEW_FROM:]
+    assert go(folder, train=partial(worse, folder)) == 1
+    for _ in range(2):
+        assert go(folder, train=stop) == 0
+        assert "0 of 20 lines more to try again" in decisions(folder)[-1][1]
+    with log.open("ab") as file:
+        file.writelines(fallen[:20])
+    with pytest.raises(StoppedError):
+        go(folder, train=stop)
+    assert State.read(folder / "loop", str(folder / "served")).stage == "adapt", "the reference is what it was"
 
 
 def report_of(**changes: Any) -> Report:

@@ -2,7 +2,10 @@
 
 import hashlib
 import json
+import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +27,7 @@ from inference.drafters.mtp import load_mtp
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
 from tests import families, toys
-from tests.train.publishing import config
+from tests.train.publishing import config, rows
 from train.publish import publish
 from train.release import checkpoint
 
@@ -185,6 +188,58 @@ def test_transformers_drafts_with_it(tmp_path: Path, name: str) -> None:
     rows = features(target, head)
     _, level = head.extend(None, rows, torch.tensor([[*prompt[1:], text[0]]]))
     assert drafted[0] == [int(level.logits[0, 0].argmax())]
+
+
+def printed(run: Path, out: Path) -> dict[str, str]:
+    """Return what publishing prints by the engine."""
+    lines: list[Any] = []
+    publish(config(run, repo="me/x", format="checkpoint", dry_run=True, out=str(out)), HfApi(), lines.append)
+    return dict(line.split(": ", 1) for line in lines)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_engines_command_is_printed_or_why_there_is_none(tmp_path: Path, name: str) -> None:
+    target, out = target_of(tmp_path / "target", name), tmp_path / "the copy"
+    said = printed(run_of(tmp_path / "run", target, head_of(target)), out)
+    assert list(said) == [str(out), "vLLM", "transformers", "llama.cpp"]
+    words = shlex.split(said["vLLM"])
+    assert words[:3] == ["vllm", "serve", str(out)]
+    assert json.loads(words[-1]) == {"method": "mtp", "num_speculative_tokens": 1}
+    layers = target.embeddings.num_layers
+    behind = f"looks for the module behind as many layers as published models have, and these are {layers}"
+    why = {"qwen2": "has no class for it", "qwen3_next": "finds no module by the config.json of published models"}
+    assert said["transformers"] == why.get(name, behind)
+    refused = {"qwen2": "does not know MiMoForCausalLM", "deepseek_v3": "leaves the module out"}
+    served = shlex.join(["llama-server", "-m", f"{out}.gguf", "--spec-type", "draft-mtp", "--spec-draft-n-max", "1"])
+    assert said["llama.cpp"].endswith(refused.get(name, f" && {served}"))
+
+
+def test_the_command_of_transformers_drafts(tmp_path: Path) -> None:
+    """A target as deep as a published one; the line is run as it is printed, for fewer tokens."""
+    deep = mock.patch.dict(families.FAMILIES["glm4_moe"].values, {"num_hidden_layers": 46})
+    with deep, mock.patch.object(families, "target", families.target.__wrapped__):
+        target = target_of(tmp_path / "target", "glm4_moe")
+    words = shlex.split(printed(run_of(tmp_path / "run", target, head_of(target)), tmp_path / "copy")["transformers"])
+    assert words[:2] == ["python", "-c"]
+    noted = "from transformers.modeling_layers import MtpModel as M; f = M.forward; M.forward = lambda *a, **k: "
+    noted += "print('drafted') or f(*a, **k); "
+    code = noted + words[2].replace("use_mtp=True", "use_mtp=True, max_new_tokens=8")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "drafted" in done.stdout
+    assert "generated_text" in done.stdout
+
+
+def test_a_slow_head_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = target_of(tmp_path / "target", "qwen2")
+    run = run_of(tmp_path / "run", target, head_of(target))
+    row = {**rows()[0], "drafter": "mtp", "speedup": 0.9}
+    (run / "report.json").write_text(
+        json.dumps({"schema": 1, "target": {}, "device": {}, "settings": {}, "rows": [row]})
+    )
+    stitched(run, tmp_path / "out")
+    (warned,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: "))
+    assert warned.startswith(f"warning: {tmp_path / 'out'}: It is slower than decoding without it in its own report")
 
 
 def refusal(run: Path, out: Path, **options: Any) -> str:

@@ -1,6 +1,7 @@
 """Publishing in a foreign format: what lies in the folder is the export, of the right target, or nothing is."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,15 @@ def test_the_published_folder_is_the_exported_one(tmp_path: Path, target: Embedd
     assert "The files are as format=vllm has them" in card
     assert "run=me/tiny-eagle3 model.path=path/to/tiny tree=chain workload=" in card
     assert "Serving engines need an export" in (publish(config(made, None), HfApi()) / "README.md").read_text()
+
+
+def test_vllm_is_told_that_a_head_drafts_in_parallel(tmp_path: Path, target: EmbeddingsOnly) -> None:
+    """It reads that of the head's config.json only where no --speculative-config is given."""
+    options = {**EAGLE3, "norm_output": False, "depths": 3, "mask_token": -1, "embedding": "shared"}
+    out = publish(config(run(tmp_path, target, "peagle", options), "vllm"), HfApi())
+    line = next(line for line in (out / "README.md").read_text().splitlines() if "--speculative-config" in line)
+    said = json.loads(shlex.split(line)[-1])
+    assert (said["method"], said["num_speculative_tokens"], said["parallel_drafting"]) == ("eagle3", 3, True)
 
 
 def test_a_shared_lm_head_is_the_targets(tmp_path: Path, target: EmbeddingsOnly) -> None:

@@ -182,7 +182,40 @@ def test_an_interrupted_call_compares_with_what_was_served_before(
     assert replace_head(new, engine.config(), lambda _: None).line.startswith(f"{old} is put back: 1.")
 
 
-def interrupt(_: Server) -> None:
+@pytest.mark.parametrize("where", [(Server, "restart"), (serve, "_point")])
+def test_the_way_back_stays_the_last_proven_head(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str]
+) -> None:
+    """Two calls are cut off, the second as its server starts or before its link is there; a third head fails."""
+    old, first = engine.head("old", rate=2.0), engine.head("first", rate=1.9)
+    engine.serve(old)
+    for head, at in ((first, (Server, "restart")), (engine.head("second", rate=1.8), where)):
+        with monkeypatch.context() as cut:
+            cut.setattr(*at, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                replace_head(head, engine.config(), lambda _: None)
+    saved = read_checked(engine.root / ".head.json")
+    assert (saved["old"], len(saved["unproven"]), len(saved["blocks"])) == (str(old), 2, 8)
+    replaced = replace_head(engine.head("third", rate=1.0), engine.config(), lambda _: None)
+    assert replaced.line.startswith(f"{old} is put back: 1.")
+    assert (replaced.stays, engine.served, engine.link.resolve()) == (False, {"rate": 2.0}, old)
+    replaced = replace_head(engine.head("fourth", rate=3.0), engine.config(), lambda _: None)
+    assert replaced.stays
+    assert read_checked(engine.root / ".head.json")["unproven"] == [str(replaced.head)]
+
+
+def test_a_first_head_that_nobody_proved_is_the_way_back_where_there_is_no_other(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as cut:
+        cut.setattr(Server, "blocks", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            replace_head(engine.head("first", rate=2.0), engine.config(), lambda _: None)
+    replaced = replace_head(engine.head("broken", rate=1.0, broken=1), engine.config(), lambda _: None)
+    assert (replaced.stays, engine.served) == (False, {"rate": 2.0})
+
+
+def interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 

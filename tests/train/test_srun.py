@@ -2,12 +2,17 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
+from heads.common.resolvers import ROOT
 from tests.train import jobs
-from train.distributed import srun
+from train.distributed import launch, srun
 
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TASK = {
@@ -25,11 +30,19 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         os.environ.pop(name, None)
 
 
-def taken_over(environment: dict[str, str], num_processes: int | None = None) -> dict[str, str]:
+def taken_over(environment: dict[str, str], num_processes: int | None = None, accelerators: int = 1) -> dict[str, str]:
     """Return torch's variables in a task."""
     os.environ.update(environment)
-    srun.take_over(num_processes, None)
+    launcher_in_task(num_processes, accelerators)
     return {name: os.environ[name] for name in TORCH if name in os.environ}
+
+
+def launcher_in_task(num_processes: int | None, accelerators: int) -> Any:
+    """Return the launcher's values after a task has taken over."""
+    given = {"num_processes": num_processes, "num_nodes": 1, "machine_rank": 0, "slurm": None}
+    launcher = OmegaConf.create(given | {"main_process_ip": None, "main_process_port": None})
+    srun.take_over(launcher, accelerators)
+    return launcher
 
 
 def test_a_task_is_a_process_and_the_first_node_the_meeting_place() -> None:
@@ -72,6 +85,41 @@ def test_what_is_left_to_another_launcher(change: dict[str, str | None], num_pro
     task: dict[str, str | None] = TASK | change
     given = {key: value for key, value in task.items() if value is not None}
     assert "WORLD_SIZE" not in taken_over(given, num_processes)
+
+
+@pytest.mark.parametrize("num_processes", [None, 8])
+@pytest.mark.parametrize("started", [False, True])
+def test_a_task_alone_on_a_node_of_several_accelerators_starts_a_process_for_each(
+    num_processes: int | None, started: bool
+) -> None:
+    os.environ.update(TASK | {"SLURM_TASKS_PER_NODE": "1(x11)"})
+    if started:  # as one of these processes, which read the same configuration again
+        os.environ.update({srun.PARENT: "1", "LOCAL_RANK": "3"})
+    launcher = launcher_in_task(num_processes, 8)
+    assert (launcher.num_nodes, launcher.machine_rank) == (11, 9)
+    assert (launcher.main_process_ip, launcher.main_process_port) == ("gpu07", srun.PORTS + 12)
+    assert "RANK" not in os.environ
+
+
+def test_a_task_alone_on_a_node_of_one_accelerator_is_a_process() -> None:
+    assert taken_over(TASK | {"SLURM_TASKS_PER_NODE": "1(x11)"})["LOCAL_WORLD_SIZE"] == "1"
+
+
+def test_the_first_task_alone_is_the_main_process() -> None:
+    os.environ.update(TASK)
+    assert not launch.is_main()
+    os.environ["SLURM_PROCID"] = "0"
+    assert launch.is_main()
+
+
+def test_one_process_prints_the_plan(tmp_path: Path) -> None:
+    printed = []
+    for rank in ("0", "1"):
+        os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+        words = [sys.executable, str(ROOT / "train" / "run.py"), "plan=true", "trainer=debug", "head=mlp"]
+        printed.append(subprocess.run(words, cwd=tmp_path, env=os.environ, capture_output=True, text=True, check=True))
+    assert "2 processes, placed by the plan" in printed[0].stdout.replace("\n", " ")
+    assert printed[1].stdout + printed[1].stderr == ""
 
 
 @pytest.mark.slow

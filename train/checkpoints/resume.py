@@ -5,11 +5,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from data.batches import Batches
 from data.features.store import packed_fingerprint
 from heads.base import HeadConfig
+from heads.common.resolvers import ROOT
 from train.adapt import AdaptConfig
 from train.checkpoints import format
 from train.checkpoints.state import TrainState, split
@@ -74,9 +77,21 @@ def check(out: Path, now: dict[str, Any]) -> None:
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return the settings that differ, with both values of each, as text."""
+    """Return the settings that differ, as text with both values; one that the run did not know had its default."""
+    then = {**(defaults(now) if now.keys() - then.keys() else {}), **then}
     keys = [key for key in {**then, **now} if then.get(key) != now.get(key)]
     return ", ".join(f"{key} ({short(then.get(key))}, now {short(now.get(key))})" for key in keys)
+
+
+def defaults(now: dict[str, Any]) -> dict[str, Any]:
+    """Return the values in conf/ of settings that have one, those of a head by its name and its rows' length."""
+    chosen = {"head": now.get("head.name"), "data.length": now.get("data.length")}
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        composed = compose("train", [f"{key}={value}" for key, value in chosen.items() if value is not None])
+    values = {key: OmegaConf.select(composed, key) for key in now if "." in key}
+    containers = {key: value for key, value in values.items() if OmegaConf.is_config(value)}
+    plain_values = {key: OmegaConf.to_container(value) for key, value in containers.items()}
+    return plain({key: value for key, value in (values | plain_values).items() if value is not None})
 
 
 def short(value: Any) -> str:

@@ -20,13 +20,15 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
+from heads.common.untrusted import shown
 from train.config import LauncherConfig, SlurmConfig
+from train.distributed import srun
+from train.distributed.srun import PARENT
 
 IMPORTS = Path(__file__).resolve().parents[__name__.count(".")]  # the folder that our packages are imported from
 REPORTED = 2  # the exit status of a process that has printed its error (heads/common/errors.py)
 AFTER = 5  # seconds that the other processes wait for the main one to print its error and to exit
 GRACE = 90  # seconds before the end of a job's time at which SLURM signals it
-PARENT = "HEADSTART_LAUNCHER"  # environment variable: the process id of the launcher
 PR_SET_PDEATHSIG = 1  # prctl(2)
 HANDLED = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT  # by torch's launcher, which forwards them
 
@@ -37,8 +39,21 @@ def launched() -> bool:
 
 
 def is_main() -> bool:
-    """Whether this process is the first, by its launcher."""
-    return os.environ.get("RANK", "0") == "0"
+    """Whether this process is the first, by its launcher, or the first task of srun."""
+    return os.environ.get("RANK", srun.rank()) == "0"
+
+
+def meet(launcher: Any) -> None:
+    """Write into a launcher's values which of several nodes this is and where they meet, by NODE_RANK and MASTER_ADDR.
+
+    Values that are given stay. Refuse a NODE_RANK that is no number.
+    """
+    if launcher.num_nodes == 1 or launcher.main_process_ip is not None or "MASTER_ADDR" not in os.environ or launched():
+        return
+    rank = os.environ.get("NODE_RANK", str(launcher.machine_rank))
+    if not rank.isdigit():
+        raise ValueError(f"NODE_RANK is {shown(rank)}: give the number of this node, from 0")
+    launcher.machine_rank, launcher.main_process_ip = int(rank), os.environ["MASTER_ADDR"]
 
 
 def check_mode() -> None:
@@ -116,12 +131,15 @@ def command(launcher: LauncherConfig, script: str, overrides: list[str]) -> list
 
 
 def by_hand(launcher: LauncherConfig, script: str, overrides: list[str]) -> str | None:
-    """Return a line with what to start on each of several nodes; None where one command starts all processes."""
-    if launcher.num_nodes == 1 or launcher.slurm is not None:
+    """Return lines with what to start on each of several nodes; None where one command starts all processes."""
+    if launcher.num_nodes == 1 or launcher.slurm is not None or launched() or srun.among_tasks():
         return None
     words = shlex.join(["python", script, *(word for word in overrides if word != "plan=true")])
-    ranks = f"NODE_RANK=N, from 0 to {launcher.num_nodes - 1}"
-    return f"on each node, with {ranks}, and the address of node 0: MASTER_ADDR=ADDRESS NODE_RANK=N {words}"
+    nodes = launcher.num_nodes
+    return (
+        f"on each node, with NODE_RANK=N, from 0 to {nodes - 1}, and the address of node 0: MASTER_ADDR=ADDRESS "
+        f"NODE_RANK=N {words}\nor once, under SLURM: srun --nodes={nodes} --ntasks-per-node={launcher.local} {words}"
+    )
 
 
 def start(launcher: LauncherConfig, script: str, overrides: list[str]) -> int:

@@ -1,41 +1,71 @@
-"""Tasks that `srun` has started, each a process of the run: SLURM's environment in the variables that torch reads."""
+"""Tasks that `srun` has started: SLURM's environment in the variables that torch reads, or in the launcher's values."""
 
 import os
 import re
+from typing import Any
 
 PORTS, WINDOW = 15_000, 10_000  # below those that Linux gives away; a job's number picks one, two jobs may share a node
+PARENT = "HEADSTART_LAUNCHER"  # environment variable: the process id of our launcher (train/distributed/launch.py)
 
 
-def take_over(num_processes: int | None, port: int | None) -> None:
-    """Set torch's variables in a task of srun, where neither torchrun nor the like has, nor MASTER_ADDR the user.
+def among_tasks() -> bool:
+    """Whether this is one of several tasks of a step of srun.
 
     A job's script itself is no task, though it has SLURM_PROCID, and the shell of an allocation is a step of one task,
-    though it has the SLURM_NTASKS of all. Where `num_processes` are wanted on a node with one task, that task starts
-    them. Refuse a first task on a node without an address.
+    though it has the SLURM_NTASKS of all.
     """
-    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1"))
     in_script = "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ
-    if tasks == 1 or "SLURM_PROCID" not in os.environ or "LOCAL_RANK" in os.environ or in_script:
+    return _tasks() > 1 and "SLURM_PROCID" in os.environ and not in_script
+
+
+def rank() -> str:
+    """Return this task's number among those of its step, "0" where it is the only one or none."""
+    return os.environ["SLURM_PROCID"] if among_tasks() else "0"
+
+
+def take_over(launcher: Any, accelerators: int) -> None:
+    """Make a task of srun a process, or the launcher of its node where it is alone on a node for several processes.
+
+    A process has torch's variables set, where neither torchrun nor the like has, nor MASTER_ADDR the user. A node's
+    launcher has the nodes and their meeting place written into `launcher`, its values, and so have the processes that
+    it starts; without a number of processes it is that of the `accelerators`. Refuse a first task on a node without an
+    address.
+    """
+    if not among_tasks() or ("LOCAL_RANK" in os.environ and PARENT not in os.environ):
         return
-    here = _tasks_here(tasks)
-    if here == 1 and (num_processes or 1) > 1:
+    tasks = _tasks()
+    counts, number = _tasks_of_nodes(tasks), int(os.environ.get("SLURM_NODEID", "0"))
+    port = int(os.environ.get("MASTER_PORT") or launcher.main_process_port or 0)
+    port = port or PORTS + int(os.environ.get("SLURM_JOB_ID", "0")) % WINDOW
+    address = os.environ.get("MASTER_ADDR")
+    if max(counts) == 1 and (launcher.num_processes or accelerators) > 1 and launcher.slurm is None:
+        if launcher.num_nodes == 1:
+            launcher.num_nodes = tasks
+        launcher.machine_rank, launcher.main_process_ip = int(os.environ["SLURM_PROCID"]), address or _first_node()
+        launcher.main_process_port = port
+        return
+    if "LOCAL_RANK" in os.environ:
         return
     os.environ["RANK"], os.environ["WORLD_SIZE"] = os.environ["SLURM_PROCID"], str(tasks)
-    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = os.environ.get("SLURM_LOCALID", "0"), str(here)
-    if "MASTER_ADDR" not in os.environ:
-        os.environ["MASTER_ADDR"] = _first_node() if here < tasks else "127.0.0.1"
-    job = int(os.environ.get("SLURM_JOB_ID", "0"))
-    os.environ.setdefault("MASTER_PORT", str(port or PORTS + job % WINDOW))
+    os.environ["LOCAL_RANK"] = os.environ.get("SLURM_LOCALID", "0")
+    os.environ["LOCAL_WORLD_SIZE"] = str(counts[number])
+    os.environ["MASTER_ADDR"] = address or (_first_node() if counts[number] < tasks else "127.0.0.1")
+    os.environ["MASTER_PORT"] = str(port)
 
 
-def _tasks_here(tasks: int) -> int:
-    """Return the number of tasks on this node: SLURM writes "4(x2),3" for nodes of 4, 4 and 3."""
+def _tasks() -> int:
+    """Return the number of tasks of this step."""
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1"))
+
+
+def _tasks_of_nodes(tasks: int) -> list[int]:
+    """Return the number of tasks on each node: SLURM writes "4(x2),3" for nodes of 4, 4 and 3."""
     counts: list[int] = []
     listed = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "")
     for count, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
         counts += [int(count)] * int(nodes or 1)
-    number = int(os.environ.get("SLURM_NODEID", "0"))
-    return counts[number] if sum(counts) == tasks else tasks // int(os.environ.get("SLURM_NNODES", "1"))
+    nodes = int(os.environ.get("SLURM_NNODES", "1"))
+    return counts if sum(counts) == tasks else [tasks // nodes] * nodes
 
 
 def _first_node() -> str:

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 import numpy as np
+from rich.console import Group
 from rich.table import Table
 
 from eval.report.text import rich_table
-from train.config import Budget
+from train.config import Budget, DeviceConfig
 from train.forecast.curve import LEVEL, Array, interval
 from train.forecast.pilots import Choice, Pilots
 
@@ -59,8 +60,9 @@ def outcome(choice: Choice, tau: float, speedup: float, prompts: int) -> str:
     )
 
 
-def plan(budget: Budget, share: float, operations: dict[str, float], rate: float | None) -> Table:
-    """Return what each candidate would cost by the operations of a token, `rate` of them a second if it is known."""
+def plan(budget: Budget, share: float, operations: dict[str, float], device: DeviceConfig) -> Group:
+    """Return what each candidate would cost by the operations of a token, and the assumed rate if there is one."""
+    rate = None if device.tflops is None else device.tflops * 1e12 * device.mfu
     total = budget.amount if not budget.timed else None if rate is None else budget.amount * rate
     body = [
         [words, f"{flops:.3g}", *("-" if total is None else f"{share * total / flops:,.0f}" for share in shares)]
@@ -68,4 +70,8 @@ def plan(budget: Budget, share: float, operations: dict[str, float], rate: float
         for shares in [(share / len(operations), 1 - share)]
     ]
     header = ["head", "operations a token", "tokens of its short trainings", "tokens of the run, if it is chosen"]
-    return rich_table(f"what would be trained for {budget}, measurements left out", header, body)
+    costs = rich_table(f"what would be trained for {budget}, measurements left out", header, body)
+    if rate is None:
+        return Group(costs, f"hours are not known: device={device.name} has no peak; give device.tflops")
+    takes = "" if budget.timed else f": {Budget(budget.amount / rate, True)} on one"
+    return Group(costs, f"at an assumed {device.mfu:.0%} of {device.tflops:.3g} TFLOP/s ({device.name}){takes}")

@@ -4,7 +4,9 @@ Everything is in one folder: state.json; by round the log's records, the former 
 adapted one's run, and the report that compares them.
 """
 
+import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,9 +83,14 @@ class Maintenance:
 
     def watch(self) -> int | None:
         """Watch the log from where this round began; from its first line where another file has its name."""
-        since = self.run.loop.since
-        if self.state.begin > _lines(self.log):
-            self.state.begin = 0
+        since, lines = self.run.loop.since, _lines(self.log)
+        if max(self.state.begin, self.state.tried) > lines:
+            self.state.begin = self.state.tried = 0
+        if self.state.tried and (more := lines - self.state.tried) < self.run.loop.least:
+            self.state.drop_quiet()
+            decision = f"the last round swapped nothing; {more:,} of {self.run.loop.least:,} lines more to try again"
+            self.state.decide(self.out, decision, {}, WATCH)
+            return 0
         if since is not None and since >= self.state.begin:
             self.state.decide(self.out, f"new from line {since + 1:,} on, as given", {}, ADAPT, since=since)
             return None
@@ -152,19 +159,33 @@ class Maintenance:
         if verdict.better:
             self.state.decide(self.out, verdict.sentence, evidence, SWAP)
             return None
-        self._end_round(f"{verdict.sentence}; the head in service stays", evidence)
-        return 1
+        return self._not_swapped(verdict.sentence, evidence)
 
     def swap(self) -> int:
-        """Replace the head in service, whole, unless it is on the Hub or in an engine's format."""
-        adapted = self.folder / ADAPTED / "head"
-        if not last_good(Path(self.run.serve).expanduser()).is_dir() or self.published:
-            command = f"python train/publish.py run={adapted.parent} repo=OWNER/NAME format=vllm"
-            self._end_round(f"proven, to be published: {command}", {})
-            return 0
-        copy_head(adapted, resolve_head(self.run.serve))
-        self._end_round(f"{self.run.serve} has the adapted head; back: loop.rollback=true", {"from": str(adapted)})
+        """Replace the head in service, whole, unless it is on the Hub or in an engine's format; run the command."""
+        run, served = self.folder / ADAPTED, Path(self.run.serve).expanduser()
+        ours = last_good(served).is_dir() and not self.published
+        if ours:
+            copy_head(run / "head", resolve_head(self.run.serve))
+        if failed := self._command(run):
+            if ours:
+                copy_head(self.folder / FORMER / "head", resolve_head(self.run.serve))
+            return self._not_swapped(failed, {})
+        if ours:
+            self._end_round(f"{self.run.serve} has the adapted head; back: loop.rollback=true", {"from": str(run)})
+        elif self.run.loop.command is None:
+            publish = f"python train/publish.py run={run} repo=OWNER/NAME format=vllm"
+            self._end_round(f"proven, to be published: {publish}", {})
+        else:
+            self._end_round(f"loop.command has put {run} into service", {})
         return 0
+
+    def _command(self, run: Path) -> str:
+        """Run the command that makes the service load a run's head; return what is wrong where it fails."""
+        if self.run.loop.command is None:
+            return ""
+        done = subprocess.run(self.run.loop.command, shell=True, check=False, env={**os.environ, "RUN": str(run)})
+        return f"loop.command ended with status {done.returncode}" if done.returncode else ""
 
     def roll_back(self) -> int:
         """Put the former head of the last swap back into service; a round begins behind what the other one served."""
@@ -174,13 +195,21 @@ class Maintenance:
             raise ValueError(f"{self.out}: no head was swapped in yet, so there is none to go back to")
         former = self.out / f"round-{last}" / FORMER
         copy_head(resolve_head(str(former)), resolve_head(self.run.serve))
+        if failed := self._command(former):
+            raise ValueError(f"{self.run.serve} has the head of {former} again, but {failed}")
         self._end_round(f"{self.run.serve} has the head of {former} again", {"former": str(former)})
         return 0
 
-    def _end_round(self, decision: str, evidence: dict[str, Any]) -> None:
-        """Record the last decision of a round; the next one watches what the log gets from now on."""
-        changes = {"round": self.state.round + 1, "since": None, "begin": _lines(self.log)}
-        self.state.decide(self.out, decision, evidence, WATCH, **changes)
+    def _not_swapped(self, why: str, evidence: dict[str, Any]) -> int:
+        """End a round in which the head in service stays: traffic that fell is no reference for the next one."""
+        begin, tried = self.state.begin, _lines(self.log)
+        self._end_round(f"{why}; the head in service stays", evidence, begin=begin, tried=tried)
+        return 1
+
+    def _end_round(self, decision: str, evidence: dict[str, Any], **changes: int) -> None:
+        """Record the last decision of a round; the next one watches what the log gets from now on, if nothing else."""
+        begun = {"round": self.state.round + 1, "since": None, "begin": _lines(self.log), "tried": 0}
+        self.state.decide(self.out, decision, evidence, WATCH, **begun | changes)
 
 
 def copy_head(head: Path, served: Path) -> None:

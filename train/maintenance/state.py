@@ -24,6 +24,7 @@ class State:
         round: counted from 1; each ends with a swap, or with the decision that there is none.
         begin: the line of the log, from 0, with which this round's watch began.
         since: the line from which on the log is new; None before an alarm.
+        tried: the lines that the log had when an adapted head was not better; 0 where the last round swapped one.
     """
 
     serve: str
@@ -31,6 +32,7 @@ class State:
     stage: str = WATCH
     begin: int = 0
     since: int | None = None
+    tried: int = 0
     decisions: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod

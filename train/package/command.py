@@ -22,6 +22,10 @@ SCRIPTS = {
 }
 CONFIGS = {name: name for name in SCRIPTS} | {"doctor": "publish", "audit": "eval"}
 PLAIN = {"doctor": ("doctor",), "audit": ("audit", "baseline")}  # keys of the first words, which may come without
+URLS = (
+    "headstart audit needs two URLs, that of the server to audit and that of the same model without speculation: "
+    "headstart audit http://localhost:8000 http://localhost:8001"
+)
 
 
 def main() -> None:
@@ -41,6 +45,9 @@ def main() -> None:
             if word.startswith("-") or re.match(r"[\w.]+=", word):
                 break
             words[i] = f"{key}={word}"
+        if name == "audit" and not any(re.match(r"-|(audit|experiment)=", word) for word in words):
+            print(f"error: {URLS}", file=sys.stderr)
+            raise SystemExit(2)
         sys.argv[1:] = words
         os.environ["HEADSTART_PROGRAM"] = f"headstart {CONFIGS[name]}"  # for the examples of its help
         runpy.run_path(str(ROOT / SCRIPTS[name]), run_name="__main__")

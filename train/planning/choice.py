@@ -4,6 +4,7 @@ Whatever is given stays as it is. Of the rest the first combination is taken tha
 of a micro-batch, the fastest first; `train.planning.plan.sized` then chooses the micro-batch.
 """
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +17,7 @@ from inference.target.config import DTYPES, default_device, fast_dtype
 from inference.target.placement import AUTO, DEVICE_MAP, OFFLOAD, PLACEMENTS, REPLICATE, TENSOR_PARALLEL, TOGETHER
 from train.config import RunConfig, checked
 from train.distributed.launch import launched
-from train.planning.plan import SAFE, device_memories, plan_inputs, resolved
+from train.planning.plan import SAFE, DeviceMemory, device_memories, most_rows, plan_inputs, resolved, sized
 from train.planning.shapes import configuration
 from train.start import STARTS
 
@@ -27,7 +28,8 @@ def with_processes(run: RunConfig) -> RunConfig:
     """Return a run with its number of processes, where it is null: those of a launcher, or one for each accelerator."""
     if run.launcher.num_processes is not None:
         return run
-    nodes, processes = run.launcher.num_nodes, _accelerators(run)
+    nodes, there = run.launcher.num_nodes, run.device.count  # of a plan for other devices
+    processes = there or (accelerators(run.model.device) if run.device.type != "cpu" else 1)
     if launched():
         world = os.environ.get("WORLD_SIZE", "1")
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -35,12 +37,9 @@ def with_processes(run: RunConfig) -> RunConfig:
     return replace(run, launcher=replace(run.launcher, num_processes=processes, num_nodes=nodes))
 
 
-def _accelerators(run: RunConfig) -> int:
-    """Return how many processes a node has by itself: of a plan for other devices those of `device.count`."""
-    if run.device.count is not None:
-        return run.device.count
-    several = (run.model.device or default_device()) == "cuda" and run.device.type != "cpu"
-    return torch.cuda.device_count() if several else 1
+def accelerators(device: str | None) -> int:
+    """Return how many processes a machine starts by itself: one for each accelerator, one on a CPU or on a `device`."""
+    return torch.cuda.device_count() if (device or default_device()) == "cuda" else 1
 
 
 def chosen(run: RunConfig) -> RunConfig:
@@ -91,31 +90,47 @@ def _options(run: RunConfig) -> Iterator[RunConfig]:
 
 
 def _first_that_fits(options: list[RunConfig]) -> RunConfig:
-    fullest: dict[int, float] = {}
     errors: list[ValueError] = []
-    for number, option in enumerate(options):
+    for option in options:
         try:
-            fullest[number] = _fullest(option)
+            if _fits(option):
+                return option
         except ValueError as error:
             errors.append(error)
-            continue
-        if fullest[number] <= SAFE:
-            return option
-    if not fullest:
+    if len(errors) == len(options):
         raise errors[0]
-    return options[min(fullest, key=lambda number: fullest[number])]
+    return min(options, key=_lacking)
 
 
-def _fullest(run: RunConfig) -> float:
-    """Return the share of the fullest device that a possible run takes; refuse one that loading would refuse."""
+def _lacking(run: RunConfig) -> float:
+    """Return the share of the fullest device that a run takes with one row, the least it can; without end for none."""
+    try:
+        return max(memory.peak / memory.capacity for memory in _memories(_possible(run), 1))
+    except ValueError:
+        return math.inf
+
+
+def _fits(run: RunConfig) -> bool:
+    """Whether a possible run fits, with the micro-batch that `sized` will choose; refuse what loading would refuse."""
+    run = _possible(run)
+    if any(memory.fixed > SAFE * memory.capacity for memory in _memories(run, most_rows(run))):
+        return False
+    return all(memory.peak <= SAFE * memory.capacity for memory in _memories(sized(run), 1))
+
+
+def _possible(run: RunConfig) -> RunConfig:
+    """Return a run to plan, its head without init: one that is given is about as large as the one configured."""
     if run.model.placement == TENSOR_PARALLEL:
         text: Any = configuration(run.model).get_text_config()
         if not getattr(text, "base_model_tp_plan", None):
             raise ValueError(f"model.placement={TENSOR_PARALLEL}: transformers has no plan to cut {run.model.path} up")
-    micro = run.trainer.micro_tokens or run.data.length
-    init = run.init if run.init in STARTS else None  # a head that is given is about as large as the one configured
-    tried = checked(replace(run, init=init, trainer=replace(run.trainer, micro_tokens=micro)))
-    return max(memory.peak / memory.capacity for memory in device_memories(plan_inputs(tried)))
+    return checked(replace(run, init=run.init if run.init in STARTS else None))
+
+
+def _memories(run: RunConfig, rows: int) -> list[DeviceMemory]:
+    """Return the memory of every device with so many rows, unless the run has its own micro-batch."""
+    micro = run.trainer.micro_tokens or rows * run.data.length
+    return device_memories(plan_inputs(replace(run, trainer=replace(run.trainer, micro_tokens=micro))))
 
 
 def _with_gate(run: RunConfig) -> RunConfig:
@@ -123,7 +138,7 @@ def _with_gate(run: RunConfig) -> RunConfig:
     if run.eval.gate_dtype != AUTO:
         return run
     exact = replace(run, eval=replace(run.eval, gate_dtype=GATE))
-    if not run.eval.prompts or alone_on_cpu(run) or _fullest(exact) <= SAFE:
+    if not run.eval.prompts or alone_on_cpu(run) or _fits(exact):
         return exact
     served = next((name for name in (run.eval.dtype, run.model.dtype) if name != AUTO), None)
     fast = fast_dtype(torch.device(str(resolved(run.device, run.model.device).type)))

@@ -29,6 +29,7 @@ def path_of(device: str) -> Iterator[None]:
             for module, name, there in (
                 (attention, "runs_fused", runs_fused),
                 (attention, "attend_fused", attend_fused),
+                (attention, "block_mask", block_mask),
                 (vocab, "SUMS_WIDE", ("cpu",)),
                 (optim, "FUSED", ("cpu",)),
                 (functional, "rms_norm", rms_norm),
@@ -52,6 +53,10 @@ def attend_fused(query: Tensor, pairs: list[tuple[Tensor, Tensor]], seen: attent
         query, key, value, reach - reach * reach // (2 * length) + flex.TILE * steps
     )[0]
     return out
+
+
+def block_mask(_bounds: Tensor, _column: Tensor) -> None:
+    """Return nothing for a mask of tiles: it is thousands of times smaller than the rows, and a third of a trace."""
 
 
 def rms_norm(x: Tensor, _shape: torch.Size, weight: Tensor | None = None, eps: float = 0.0) -> Tensor:

@@ -6,6 +6,7 @@ Each assumption is a key of conf/device or stands in docs/training_plan.md.
 
 import os
 import time
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -32,6 +33,7 @@ GIB = 2**30
 DEVICES = ROOT / "conf" / "device"
 ROW_BYTES = 9  # a packed token: its number, its document, its mask
 SAFE = 0.9  # of a device's memory that micro-batches are sized for: what is measured may be a tenth above the plan
+GROWING = STEP, PASS = "head's step", "target's pass"  # stages whose memory grows with the rows of a micro-batch
 SHARE = 1 / 3  # of a training's time, that its evaluation takes at most
 SIDE = 1024  # of the matrices by which a CPU's operations a second are measured
 HOST_BASE = 1.5  # GiB of host memory of a process with torch's CUDA libraries
@@ -59,12 +61,13 @@ class PlanInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The planned memory of one device: node, index, use by name, peak and capacity in bytes."""
+    """The planned memory of one device: node, index, use by name, peaks and capacity in bytes."""
 
     node: int
     device: int
     held: MemoryUse
     peak: int
+    fixed: int  # the peak without the stages that grow with a micro-batch
     capacity: int
 
     @property
@@ -120,14 +123,21 @@ def sized(run: RunConfig) -> RunConfig:
     def of(rows: int) -> RunConfig:
         return replace(run, trainer=replace(run.trainer, micro_tokens=rows * run.data.length))
 
-    def memories(rows: int) -> list[DeviceMemory]:
-        return device_memories(plan_inputs(of(rows)))
+    def fits(rows: int) -> bool:
+        memories = device_memories(plan_inputs(of(rows)))
+        return all(memory.peak <= max(memory.fixed, SAFE * memory.capacity) for memory in memories)
 
-    room, rows = [max(memory.peak, SAFE * memory.capacity) for memory in memories(1)], 1
-    mine = run.trainer.batch_tokens // run.data.length / run.launcher.world
-    while 2 * rows <= mine and all(memory.peak <= most for memory, most in zip(memories(2 * rows), room, strict=True)):
-        rows *= 2
-    return of(rows)
+    most = most_rows(run)
+    if fits(most):
+        return of(most)
+    between = range(1, most.bit_length() - 1)
+    return of(2 ** bisect_left(between, True, key=lambda power: not fits(2**power)))
+
+
+def most_rows(run: RunConfig) -> int:
+    """Return the largest power of two of rows within those that a process has in a step, at least one."""
+    mine = run.trainer.batch_tokens // run.data.length // run.launcher.world
+    return 1 << max(0, mine.bit_length() - 1)
 
 
 def plan_inputs(run: RunConfig) -> PlanInputs:
@@ -188,7 +198,7 @@ def device_use(inputs: PlanInputs, main: bool, number: int) -> MemoryUse:
     several, heap = inputs.micro > 1, inputs.heap
     resident = target | memory.head_state(traced, layout, muon, run.trainer.ema > 0)
     stages = {
-        "head's step": memory.head_stage(traced, features, copy if copied else NONE, several, heap),
+        STEP: memory.head_stage(traced, features, copy if copied else NONE, several, heap),
         "optimiser": {"optimiser: update": traced.update},
     }
     if heap:  # what lies on the host elsewhere
@@ -198,7 +208,7 @@ def device_use(inputs: PlanInputs, main: bool, number: int) -> MemoryUse:
         # In fp32 each; the gradients are gone by then, and count as resident.
         stages["writing the head"] = {"head: weights, a copy of it, its file": traced.weights + traced.weights}
     if inputs.layers and run.features.runs_target:
-        stages["target's pass"] = gathered | memory.pass_stage(
+        stages[PASS] = gathered | memory.pass_stage(
             shape, layout, tokens, length, inputs.item, traced.feature_layers, several
         )
     if (main or layout.where.together) and run.trainer.eval_prompts and inputs.layers:
@@ -261,13 +271,15 @@ def device_memories(inputs: PlanInputs) -> list[DeviceMemory]:
     for node in range(layout.nodes):
         for process in range(layout.processes):
             held = device_use(inputs, node == process == 0, process)
-            peak = held.peak(device.slack, inputs.heap)
+            fixed = replace(held, stages={name: size for name, size in held.stages.items() if name not in GROWING})
+            peak, least = (use.peak(device.slack, inputs.heap) for use in (held, fixed))
             room = capacity // layout.processes if inputs.heap else capacity
-            memories.append(DeviceMemory(node, process, held, peak, room))
+            memories.append(DeviceMemory(node, process, held, peak, least, room))
         beyond = layout.devices if layout.placement == DEVICE_MAP and not inputs.heap else []
         for spare in (number for number in beyond if number >= layout.processes):
             held = spare_use(inputs, spare)
-            memories.append(DeviceMemory(node, spare, held, held.peak(device.slack, False), capacity))
+            peak = held.peak(device.slack, False)
+            memories.append(DeviceMemory(node, spare, held, peak, peak, capacity))
     return memories
 
 
@@ -309,6 +321,13 @@ def work(inputs: PlanInputs) -> dict[str, Any]:
     return cost | {"gpu_hours": hours, "hours": hours / inputs.layout.world}
 
 
+def rated(inputs: PlanInputs) -> PlanInputs:
+    """Return a plan's inputs with the measured operations a second of its device, where that is this CPU."""
+    if not inputs.heap or inputs.device.tflops is not None or inputs.run.device.type is not None:
+        return inputs
+    return inputs._replace(device=replace(inputs.device, tflops=cpu_tflops(inputs.job.autocast)))
+
+
 @cache
 def cpu_tflops(bf16: bool) -> float:
     """Return the 10^12 operations a second of this CPU's threads in a product of matrices, the best of some."""
@@ -327,9 +346,7 @@ def plan(run: RunConfig) -> dict[str, Any]:
         ValueError: the target's configuration cannot be read, the head does not fit it, or would have to be loaded.
     """
     run = sized(run)
-    inputs = plan_inputs(run)
-    if inputs.heap and inputs.device.tflops is None and run.device.type is None:
-        inputs = inputs._replace(device=replace(inputs.device, tflops=cpu_tflops(inputs.job.autocast)))
+    inputs = rated(plan_inputs(run))
     traced, shape, devices = inputs.traced, inputs.shape, device_memories(inputs)
     loaded, _, _ = memory.target_state(shape, inputs.layout, inputs.layers, inputs.item)
     return {

@@ -8,6 +8,7 @@ device, so do they (`path.py`). Sizes that depend on values are taken at their l
 
 import weakref
 from collections import Counter
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -90,6 +91,8 @@ class Shadow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on shapes, and record its allocations."""
+        if func is torch.ops.prim.device.default:  # more than half of all calls
+            return args[0].fake_device
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):  # an input not seen before was allocated before, even if it is returned
                 self.count(leaf.untyped_storage(), NONE)
@@ -153,6 +156,7 @@ class Trace(NamedTuple):
 
 
 _traced: dict[str, Trace] = {}
+_updates: dict[str, Size] = {}
 
 
 def trace(job: Job) -> Trace:
@@ -229,7 +233,9 @@ def _run_trace(job: Job) -> Trace:
             del drafts, sums
             with torch.autocast("cpu", enabled=False):
                 loss.backward()
-        update = _updated(head, job.trainer)
+        of = repr(job._replace(rows=0, accumulates=False, trainer=replace(job.trainer, micro_tokens=None)))
+        if of not in _updates:  # whatever the micro-batch
+            _updates[of] = _updated(head, job.trainer)
     sizes = [4 * p.numel() for p in trained]
     vocabulary = {shape.vocab} if head.vocab is None else {shape.vocab, len(head.vocab.ids)}
     share = sum(len(chunk.teacher) for chunk in chunks) / sum(len(chunk.teacher) for chunk in some)
@@ -237,7 +243,7 @@ def _run_trace(job: Job) -> Trace:
         whole, sum(sizes) // 4, sum(p.numel() for p in head.parameters()) - sum(sizes) // 4, len(head.feature_layers),
         sum(map(blocks, sizes), NONE),
         sum(p.numel() for p in trained if p.ndim != 2 or p.shape[0] in vocabulary),
-        activations, shadow.peak, shadow.most, update,
+        activations, shadow.peak, shadow.most, _updates[of],
         round(counter.total + loss_flops * (share - 1)),
     )  # fmt: skip
 

@@ -215,11 +215,12 @@ def _write_adapter(head: Path, config: PublishConfig, folder: Path) -> None:
         (folder / name).write_bytes(data)
 
 
-def stitched(run: Path, out: Path, config: PublishConfig) -> None:
-    """Write format=checkpoint; refuse a head or a target that is not of the kind."""
-    folder = last_good(run / "head")
-    _refuse_links([folder, folder / CONFIG, folder / WEIGHTS])
-    spec = read_config(folder)["target"]
+def stitched(run: Path, out: Path, config: PublishConfig) -> Facts:
+    """Write format=checkpoint, and return what is known of the head; refuse a head or a target not of the kind."""
+    folder, report = last_good(run / "head"), run / "report.json"
+    _refuse_links([folder, folder / CONFIG, folder / WEIGHTS, report])
+    content = read_config(folder)
+    spec = content["target"]
     path, target = _target_of(folder, config)
     trained, given = tokenizer_sha256(spec["name"]), tokenizer_sha256(path)
     if trained is not None and given not in (None, trained):
@@ -231,9 +232,11 @@ def stitched(run: Path, out: Path, config: PublishConfig) -> None:
         )
     head = load_head(folder, target.embeddings, target.spec)
     if not isinstance(head, Mtp):
-        kind = read_config(folder)["head"]["name"]
+        kind = content["head"]["name"]
         raise ValueError(f"format=checkpoint: not one of a head of kind {kind}; give a run of head=mtp")
+    measured = read_report(report) if report.is_file() else {}
     stitch(head, path, out)
+    return Facts(config, content, {}, given, measured, provenance={}, settings={}, base_id=None)
 
 
 def _target_of(head: Path, config: PublishConfig) -> tuple[str, Target | EmbeddingsOnly]:

@@ -108,8 +108,9 @@ class Server:
 def replace_head(head: Path, config: ServeConfig, say: Callable[[str], object] = print) -> Replaced:
     """Serve the head of a folder in place of the one behind the link, and put that back where it accepted more.
 
-    A call that was interrupted is taken up by the next one with the same head. What was served before is in the file
-    `.NAME.json` beside the link NAME.
+    A call that was interrupted is taken up by the next one with the same head; one with another head goes back, if it
+    must, to the one that was served before both. What was served before is in the file `.NAME.json` beside the link
+    NAME.
 
     Raises:
         ValueError: the link is none, or another call replaces its head; or the server comes up with neither head, and
@@ -129,18 +130,22 @@ def _replaced(head: Path, link: Path, server: Server, say: Callable[[str], objec
     saved = read_checked(state) if state.is_file() else {}
     if saved.get("new") == str(new) and saved.get("back"):  # a roll-back was interrupted
         return _rolled_back(new, Path(saved["old"]), link, state, saved, server)
-    served_already = saved.get("new") == str(new) and link.resolve() == new.resolve()
-    if served_already and saved["done"]:
+    same = saved.get("new") == str(new) and link.resolve() == new.resolve()
+    if same and saved["done"]:
         return Replaced(new, True, f"{new} is served already")
-    if served_already:  # it was interrupted
-        old, before = saved["old"] and Path(saved["old"]), Blocks(map(tuple, saved["blocks"]))
+    unproven = _unproven(saved)
+    interrupted = bool(unproven) and str(link.resolve()) in (saved["old"], *unproven)
+    old, before = None, Blocks()
+    if interrupted and saved["old"] and Path(saved["old"]).is_dir():
+        old, before = Path(saved["old"]), Blocks(map(tuple, saved["blocks"]))
     else:
-        old, before = (link.resolve() if link.exists() else None), Blocks()
+        unproven, old = [], (link.resolve() if link.exists() and not same else None)
         if old is not None and server.counters() is not None:
             say(f"{old}: counted for up to {config.minutes:g} min before it is replaced")
             before = _counted(server)
-        saved = {"old": old and str(old), "new": str(new), "blocks": list(before), "done": False}
-        write_checked(state, saved)
+    saved = {"old": old and str(old), "new": str(new), "blocks": list(before), "done": False}
+    saved["unproven"] = [*unproven, str(new)]
+    write_checked(state, saved)
     _point(link, new)
     try:
         server.restart()
@@ -157,6 +162,12 @@ def _replaced(head: Path, link: Path, server: Server, say: Callable[[str], objec
     saved["back"] = why
     write_checked(state, saved)
     return _rolled_back(new, old, link, state, saved, server)
+
+
+def _unproven(saved: dict[str, Any]) -> list[str]:
+    """Return the heads that calls which were interrupted have put in service since the last proven one."""
+    over = not saved or saved["done"] or saved.get("back", "") is None
+    return [] if over else [*saved.get("unproven", [saved["new"]])]
 
 
 def _rolled_back(new: Path, old: Path, link: Path, state: Path, saved: dict[str, Any], server: Server) -> Replaced:

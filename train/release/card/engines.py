@@ -3,17 +3,20 @@
 The formats were tried with the engine versions named here; the formats themselves are in heads/formats/published/.
 """
 
+import importlib
 import json
 import re
 import shlex
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from heads import HEADS
 from heads.formats.layer_ids import STATES
 from heads.formats.published import dflash, eagle, eagle3, gguf, hydra, medusa, mimo, peagle
 from heads.formats.published.export import FORMATS
+from heads.formats.store import CONFIG
 from heads.modules.fusion import EAGLE3_LAYERS, default_layers
 from train.release.card.facts import Facts
 from train.release.card.text import block, code
@@ -26,6 +29,16 @@ Serving = tuple[str, str]  # an engine, and how it serves the head
 GUESSES = {"eagle-": "eagle", "eagle3": "eagle3"}
 METHODS = {"hass": "eagle"}  # heads that are served as another
 
+# Of format=checkpoint: why an engine runs a family's module not at all, beside those that it runs.
+NOT_IN_TRANSFORMERS = {
+    "MiMoForCausalLM": "has no class for it",
+    "Qwen3NextForCausalLM": "finds no module by the config.json of published models",
+}
+NOT_IN_LLAMA = {
+    "MiMoForCausalLM": "its converter does not know MiMoForCausalLM",
+    "DeepseekV3ForCausalLM": "its converter leaves the module out",
+}
+
 
 def serving(facts: Facts) -> Iterator[Serving]:
     """Yield how each engine serves the head."""
@@ -36,6 +49,29 @@ def serving(facts: Facts) -> Iterator[Serving]:
     forms = ", ".join(form for form, kinds in FORMATS.items() if kind in kinds)
     remedy = f"publish it with format= one of {forms}" if forms else "no format of theirs holds this kind of head"
     yield "Serving engines", f"vLLM, SGLang and TensorRT-LLM do not read headstart's own layout: {remedy}."
+
+
+def of_checkpoint(folder: Path) -> Iterator[Serving]:
+    """Yield how each engine drafts with the module in a target's own folder, or why it does not."""
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    family, layers, name = config["architectures"][0], config["num_hidden_layers"], str(folder)
+    speculative = json.dumps({"method": "mtp", "num_speculative_tokens": 1})
+    yield "vLLM", shlex.join(["vllm", "serve", name, "--speculative-config", speculative])
+    yield "transformers", _in_transformers(family, layers, name)
+    file = f"{name}.gguf"
+    convert = shlex.join(["python", "convert_hf_to_gguf.py", name, "--outfile", file])
+    serve = shlex.join(["llama-server", "-m", file, "--spec-type", "draft-mtp", "--spec-draft-n-max", "1"])
+    yield "llama.cpp", NOT_IN_LLAMA.get(family, f"{convert} && {serve}")
+
+
+def _in_transformers(family: str, layers: int, folder: str) -> str:
+    if family in NOT_IN_TRANSFORMERS:
+        return NOT_IN_TRANSFORMERS[family]
+    patterns = getattr(importlib.import_module("transformers"), family)._keys_to_ignore_on_load_unexpected or ()
+    if not any(re.search(pattern, f"model.layers.{layers}.enorm.weight") for pattern in patterns):
+        return f"looks for the module behind as many layers as published models have, and these are {layers}"
+    call = f'pipeline("text-generation", {json.dumps(folder, ensure_ascii=False)})("Hello", use_mtp=True)'
+    return shlex.join(["python", "-c", f"from transformers import pipeline; print({call})"])
 
 
 def misleading(repo: str, head: str) -> str | None:
@@ -69,7 +105,8 @@ def _eagle3(facts: Facts) -> Iterator[Serving]:
 
 def _peagle(facts: Facts) -> Iterator[Serving]:
     (method,) = facts.served["speculators_config"]["proposal_methods"]
-    yield VLLM, _vllm(facts, "eagle3", method["speculative_tokens"])
+    # Which vLLM finds in the head's own config.json only where it is given no other.
+    yield VLLM, _vllm(facts, "eagle3", method["speculative_tokens"], parallel_drafting=True)
     yield "Not served by", f"{SGLANG} and {TRTLLM}, which draft one token after another."
 
 
@@ -138,9 +175,9 @@ SERVED: dict[Callable[..., Any], Callable[[Facts], Iterator[Serving]]] = {
 }
 
 
-def _vllm(facts: Facts, method: str, tokens: int, *further: str) -> str:
-    config = json.dumps({"method": method, "model": facts.publish.repo, "num_speculative_tokens": tokens})
-    return block(shlex.join(["vllm", "serve", facts.path, *further, "--speculative-config", config]))
+def _vllm(facts: Facts, method: str, tokens: int, *further: str, **options: bool) -> str:
+    config = {"method": method, "model": facts.publish.repo, "num_speculative_tokens": tokens, **options}
+    return block(shlex.join(["vllm", "serve", facts.path, *further, "--speculative-config", json.dumps(config)]))
 
 
 def _sglang(facts: Facts, algorithm: str) -> str:
