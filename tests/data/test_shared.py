@@ -65,6 +65,7 @@ def test_real_prompts_of_a_plain_target(shared: Path) -> None:
     assert all(tokenizer.decode(prompt.token) == prompt.text for prompt in prompts)
 
 
+@pytest.mark.slow
 def test_real_dialogues_fill_their_rows(shared: Path, config: Config) -> None:
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples" / "tiny")
     path = config(str(shared / "text" / "sgd_dialogues_dev.jsonl.xz"), limit=800)

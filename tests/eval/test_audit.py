@@ -286,8 +286,8 @@ def test_servers_that_answer_nothing_are_undecided(
     ("check", "refuses"),
     [
         ("borders", lambda body: len(str(body["messages"])) > 1500),
-        ("sampling", lambda body: body["temperature"] > 0),
-        ("seeds", lambda body: body["temperature"] > 0),
+        pytest.param("sampling", lambda body: body["temperature"] > 0, marks=pytest.mark.slow),
+        pytest.param("seeds", lambda body: body["temperature"] > 0, marks=pytest.mark.slow),
     ],
 )
 def test_a_server_that_fails_where_the_baseline_answers_has_a_fault(

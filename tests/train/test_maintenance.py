@@ -277,19 +277,14 @@ def worse(folder: Path, words: list[str]) -> None:
     (out / "training.json").write_text("{}", encoding="utf-8")
 
 
-def test_a_worse_head_is_never_swapped_in(folder: Path) -> None:
+def test_a_worse_head_is_never_swapped_in_and_the_round_is_tried_again_with_more_of_the_log(folder: Path) -> None:
+    log = folder / "log.jsonl"
+    fallen = log.read_bytes().splitlines(keepends=True)[NEW_FROM:]
     shutil.copytree(folder / "served" / "head", folder / "before")
     assert go(folder, train=partial(worse, folder)) == 1
     assert decisions(folder)[-1][0] == "prove"
     assert "the head in service stays" in decisions(folder)[-1][1]
     assert same(folder / "served" / "head", folder / "before")
-    assert State.read(folder / "loop", str(folder / "served")).round == 2
-
-
-def test_a_round_that_swapped_nothing_is_tried_again_with_more_of_the_log(folder: Path) -> None:
-    log = folder / "log.jsonl"
-    fallen = log.read_bytes().splitlines(keepends=True)[NEW_FROM:]
-    assert go(folder, train=partial(worse, folder)) == 1
     for _ in range(2):
         assert go(folder, train=stop) == 0
         assert "0 of 20 lines more to try again" in decisions(folder)[-1][1]
@@ -297,6 +292,7 @@ def test_a_round_that_swapped_nothing_is_tried_again_with_more_of_the_log(folder
         file.writelines(fallen[:20])
     with pytest.raises(StoppedError):
         go(folder, train=stop)
+    assert State.read(folder / "loop", str(folder / "served")).round == 2
     assert State.read(folder / "loop", str(folder / "served")).stage == "adapt", "the reference is what it was"
 
 

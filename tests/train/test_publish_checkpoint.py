@@ -214,6 +214,7 @@ def test_each_engines_command_is_printed_or_why_there_is_none(tmp_path: Path, na
     assert said["llama.cpp"].endswith(refused.get(name, f" && {served}"))
 
 
+@pytest.mark.slow
 def test_the_command_of_transformers_drafts(tmp_path: Path) -> None:
     """A target as deep as a published one; the line is run as it is printed, for fewer tokens."""
     deep = mock.patch.dict(families.FAMILIES["glm4_moe"].values, {"num_hidden_layers": 46})

@@ -112,6 +112,7 @@ def test_the_first_task_alone_is_the_main_process() -> None:
     assert launch.is_main()
 
 
+@pytest.mark.slow
 def test_one_process_prints_the_plan(tmp_path: Path) -> None:
     printed = []
     for rank in ("0", "1"):
