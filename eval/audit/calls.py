@@ -1,7 +1,7 @@
 """Tool calls, of a named function and of the model's own choice: whole, and the baseline's but for near ties.
 
 Parsers of calls read a pass at a time, so a fault of theirs may show in streams alone, and with tool_choice auto alone.
-Whether tokens or their parser differ is told by the logprobs of whole replies.
+The logprobs of whole replies say whether tokens differ or their parser.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Greedy answers compared with the baseline's, near ties told from faults.
+"""Greedy answers compared with the baseline's, near ties separated from faults.
 
 A server may choose another token where two are nearly as likely, because batches of other shapes round otherwise. So a
 difference is a fault only where the baseline's own logprobs put the audited server's token further below its choice

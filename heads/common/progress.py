@@ -90,7 +90,7 @@ def waiting(label: str) -> Iterator[None]:
         yield
         return
     if ours := constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
-        disable_progress_bars()  # of huggingface_hub: some are drawn into a log too
+        disable_progress_bars()  # of huggingface_hub: some are written into a log too
     reporter = Thread(target=report, daemon=True)
     reporter.start()
     try:

@@ -243,7 +243,7 @@ def _logprobs(ask: Ask, steps: list[Step], fault: str) -> dict[str, Any]:
 
 
 def _table(step: Step, top: int, fault: str) -> list[dict[str, Any]]:
-    """Return the logprobs of a token and then of the likeliest ones there."""
+    """Return the logprobs of a token and then of the most probable ones there."""
     peak = step.scores.max()
     values = np.maximum(step.scores - peak - np.log(np.exp(step.scores - peak).sum()), -9999.0)
     return [_entry(i, 0.0 if fault == "logprobs" else float(values[i])) for i in [step.token, *_largest(values, top)]]

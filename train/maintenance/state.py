@@ -24,7 +24,7 @@ class State:
         round: counted from 1; each ends with a swap, or with the decision that there is none.
         begin: the line of the log, from 0, with which this round's watch began.
         since: the line from which on the log is new; None before an alarm.
-        tried: the lines that the log had when an adapted head was not better; 0 where the last round swapped one.
+        tried: the lines that the log had when a round swapped nothing; 0 where the last round swapped a head.
     """
 
     serve: str

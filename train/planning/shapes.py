@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import transformers
@@ -105,8 +104,7 @@ def target_shape(model: ModelConfig) -> TargetShape:
 
 def _shape(config: PretrainedConfig, model: ModelConfig) -> TargetShape:
     try:
-        # Its losses for object detection alone read scipy, whose import is a third of this.
-        with torch.device("meta"), patch.object(transformers.utils, "is_scipy_available", lambda: False):
+        with torch.device("meta"):
             built = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
         built.tie_weights()
     except UNFIT as error:
