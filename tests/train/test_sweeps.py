@@ -26,6 +26,7 @@ MODES = {"one": RunMode.RUN, "many": RunMode.MULTIRUN}
 
 
 def mode(patch: pytest.MonkeyPatch, which: str) -> None:
+    patch.setattr(HydraConfig, "initialized", lambda: True)
     patch.setattr(HydraConfig, "get", lambda: SimpleNamespace(mode=MODES[which], sweeper={"direction": "maximize"}))
 
 
