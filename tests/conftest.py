@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants
-from jaxtyping import install_import_hook
 
-# Before the first import of a module under test: the hook acts on imports to come.
-install_import_hook(["heads", "inference", "data", "eval", "train"], "beartype.beartype")
+from tests import shapes
+
+shapes.check()  # before the first import of a module under test: it acts on imports to come
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,15 +6,19 @@ import re
 import statistics
 import tokenize
 from pathlib import Path
+from typing import NamedTuple
 
 import jaxtyping
 import pytest
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from heads import rows
+from tests import shapes
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ["heads", "inference", "data", "eval", "train"]
+PACKAGES = shapes.PACKAGES
 FOLDERS = [*PACKAGES, "conf", "tests", "examples", "benchmarks"]
 SOURCES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
 PRODUCT = [file for file in SOURCES if file.relative_to(ROOT).parts[0] in PACKAGES]
@@ -125,6 +129,20 @@ def test_silencers_are_seen_in_comments_alone() -> None:
 def test_defaults_are_seen_in_configs_alone() -> None:
     assert defaults("class AConfig:\n    x: int = 1\n    y: int\n") == ["AConfig.x"]
     assert defaults("class Settings:\n    x: int = 1\n") == []
+
+
+def test_shapes_are_found_wherever_a_signature_has_them() -> None:
+    def listed(x: list[Float[Tensor, "n"]]) -> None: ...
+    def optional(x: int, y: Float[Tensor, "n"] | None = None) -> None: ...
+    def returned() -> tuple[int, Float[Tensor, "n"]]: ...
+    def none(x: Tensor, y: list[int]) -> str: ...
+
+    class Field(NamedTuple):
+        x: Float[Tensor, "n"]
+
+    made = [listed, optional, returned, classmethod(listed), staticmethod(listed), property(returned), Field]
+    assert all(map(shapes.has_shapes, made))
+    assert not any(map(shapes.has_shapes, [none, classmethod(none), property(none)]))
 
 
 def test_shapes_are_executable() -> None:
