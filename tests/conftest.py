@@ -1,5 +1,6 @@
 """Every test runs with shapes checked, and without a network."""
 
+import gc
 import os
 import socket
 from typing import Any
@@ -9,6 +10,7 @@ from huggingface_hub import constants
 
 from tests import shapes
 
+gc.set_threshold(100_000, 50, 100)  # a fifth of the time would go into looking for garbage among what imports made
 shapes.check()  # before the first import of a module under test: it acts on imports to come
 
 

@@ -22,6 +22,7 @@ Array = NDArray[Any]
 
 PROMPTS = 4
 OPENING = 8  # words of an answer whose beginnings are compared
+PHRASE = 3  # words that are counted together, and all fewer
 IN_FLIGHT = 8
 FEW, MANY = 2_000, 200_000  # permutations: the first look, and what decides where it is extreme
 CHUNK = 10_000
@@ -31,7 +32,7 @@ POWER = 0.9
 SHARES = (0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.5)
 SIMULATIONS = 40
 NOTHING = 1e-9  # of a form, but for rounding
-SETTINGS = {"sampling": {"temperature": 1.0}, "sampling_top_p": {"temperature": 1.0, "top_p": 0.5}}
+SETTINGS = {"sampling": {"temperature": 1.0}, "sampling_top_p": {"temperature": 1.0, "top_p": 0.4}}
 TESTS = {  # each with the fault whose smallest share is said
     "beginnings": "another answer's beginning",
     "lengths": "half the length",
@@ -137,13 +138,7 @@ def kernels_of(answers: Sequence[tuple[list[str], list[str]]]) -> dict[str, list
         kernels["beginnings"].append(beginnings(pieces))
         lengths = np.array([float(len(p)) for p in pieces])
         kernels["lengths"].append(-np.abs(lengths[:, None] - lengths[None]))
-        vocabulary = {word: i for i, word in enumerate(sorted({word for p in pieces for word in p}))}
-        counts = np.zeros((len(pieces), max(1, len(vocabulary))))
-        for row, p in enumerate(pieces):
-            for word in p:
-                counts[row, vocabulary[word]] += 1
-        scaled = counts / np.sqrt(np.maximum(counts.sum(0), 1.0))
-        kernels["words"].append(scaled @ scaled.T)
+        kernels["words"].append(phrases(pieces))
     return kernels
 
 
@@ -156,6 +151,25 @@ def beginnings(pieces: Sequence[Sequence[str]]) -> Array:
             [numbers.setdefault((*words[:count], *[""] * (count - len(words))), len(numbers)) for words in pieces]
         )
         kernel += ids[:, None] == ids[None]
+    return kernel
+
+
+def phrases(pieces: Sequence[Sequence[str]]) -> Array:
+    """Return how many words, pairs and triples of words every two answers have in common; rare ones count more."""
+    numbers: dict[tuple[str, ...], int] = {}
+    found = [
+        [
+            numbers.setdefault(tuple(words[i : i + size]), len(numbers))
+            for size in range(1, PHRASE + 1)
+            for i in range(len(words) - size + 1)
+        ]
+        for words in pieces
+    ]
+    counts = np.zeros((len(pieces), max(1, len(numbers))))
+    for row, ids in enumerate(found):
+        np.add.at(counts[row], ids, 1)
+    scaled = counts / np.sqrt(np.maximum(counts.sum(0), 1.0))
+    kernel: Array = scaled @ scaled.T
     return kernel
 
 

@@ -20,7 +20,7 @@ from eval.audit.faults import FAULTS, diagnosed
 from eval.audit.properties import schema_breach, stop_in
 from eval.audit.replies import Reply, Token, read_replies, read_tokens
 from eval.audit.run import JSON, PAGE, REPRODUCTION, Verdict, audited
-from eval.audit.sampling import critical, kernels_of, p_value, permuted, smallest_shares
+from eval.audit.sampling import OPENING, critical, kernels_of, p_value, permuted, smallest_shares
 from eval.audit.view import cut
 from eval.config import eval_config
 from tests.eval.audit_decoding import FAULTS as PLANTED
@@ -444,6 +444,10 @@ def test_samples_of_one_distribution_pass_and_others_do_not() -> None:
     assert p_value(kernels_of([(sampled(80, 40), sampled(80, 0))])["beginnings"], rng) < 1e-4
     lengths = kernels_of([(["a b c"] * 30, ["a b"] * 30)])
     assert p_value(lengths["lengths"], rng) < 1e-4
+    same = "a " * OPENING
+    swapped = kernels_of([([same + "b c d e"] * 30, [same + "e d c b"] * 30)])
+    assert p_value(swapped["beginnings"], rng) == p_value(swapped["lengths"], rng) == 1
+    assert p_value(swapped["words"], rng) < 1e-4, "the same words in another order are other answers"
     kernels = kernels_of([(sampled(60, 0), sampled(60, 0))])["beginnings"]
     exceeded = (permuted(kernels, 20_000, rng) > critical(kernels, [np.ones(len(k)) for k in kernels], 0.01)).mean()
     assert 0.003 < exceeded < 0.02

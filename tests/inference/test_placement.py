@@ -53,6 +53,7 @@ def same(found: dict[str, float], share: float) -> bool:
     return alike and max(found["hidden"], found["last"]) < NEAR and 0 < found["share"] < share
 
 
+@pytest.mark.slow
 def test_two_processes_hold_a_target_together(folder: str, tmp_path: Path) -> None:
     for found in together(folder, tmp_path, 2, "tensor_parallel:0", "fsdp:0"):
         assert same(found["tensor_parallel:0"], 0.55), found

@@ -238,6 +238,7 @@ def test_a_process_is_slow(toy: Toy) -> None:
     assert f"s for rank 1 ({os.uname().nodename}, process {pair[1].process.pid})" in line
 
 
+@pytest.mark.slow
 def test_a_process_fails_on_its_own(toy: Toy) -> None:
     """The others say which, and why."""
     place = toy.new()
@@ -266,6 +267,7 @@ def test_two_runs_on_one_folder(toy: Toy) -> None:
     toy.same(place)
 
 
+@pytest.mark.slow
 def test_two_runs_that_start_together(toy: Toy) -> None:
     place = toy.new()
     both = [toy.start(place)[0] for _ in range(2)]
@@ -273,6 +275,7 @@ def test_two_runs_that_start_together(toy: Toy) -> None:
     toy.same(place)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_two_processes_hold_about_as_much(toy: Toy) -> None:
     place = toy.new()
     pair = toy.start(place, "trainer.steps=4", "trainer.eval_prompts=0", world=2)

@@ -120,6 +120,7 @@ def decisions(folder: Path) -> list[tuple[str, str]]:
     return [(one["stage"], one["decision"]) for one in read_checked(folder / "loop" / FILE)["decisions"]]
 
 
+@pytest.mark.slow
 def test_a_fall_is_seen_and_a_better_head_takes_over_and_can_be_taken_back(folder: Path) -> None:
     served = folder / "served" / "head"
     shutil.copytree(served, folder / "before")

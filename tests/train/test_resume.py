@@ -41,6 +41,7 @@ def test_ended_at_any_micro_batch(toy: Toy, point: int, kind: signal.Signals) ->
     toy.same(place)
 
 
+@pytest.mark.slow
 def test_told_to_stop_amid_a_measurement(toy: Toy) -> None:
     place = toy.new()
     job = toy.start(place, hooks=("measured",))[0]
@@ -53,6 +54,7 @@ def test_told_to_stop_amid_a_measurement(toy: Toy) -> None:
     toy.same(place)
 
 
+@pytest.mark.slow
 def test_a_second_sigterm_kills(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     place = toy.new()
     job = toy.start(place, "trainer.save_every=100", hooks=("stuck",))[0]
