@@ -23,12 +23,14 @@ def default_layers(count: int, num_layers: int) -> list[int]:
 def chosen_layers(named: list[int] | None, count: int, num_layers: int) -> tuple[int, ...]:
     """Return the feature layers of a head: those named, or `count` default ones; refuse unknown and repeated ones.
 
-    On a target that is too shallow for these they are spaced from its first layer to its last.
+    On a target that is too shallow for these they are spaced from its first layer to the last but one, or to the last
+    where there are no others: engines read the inputs of layers, which the last one's output is none of.
     """
     if named is None:
         layers = default_layers(count, num_layers)
         if layers[0] < 0 or sorted(set(layers)) != layers or layers[-1] >= num_layers:
-            layers = sorted({i * (num_layers - 1) // (count - 1) for i in range(count)})
+            last = num_layers - (2 if num_layers > count else 1)
+            layers = sorted({i * last // (count - 1) for i in range(count)})
         return tuple(layers)
     if not named or sorted(set(named)) != sorted(named) or min(named) < 0 or max(named) >= num_layers:
         raise ValueError(
