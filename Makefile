@@ -62,10 +62,10 @@ test: setup ## every test that needs no accelerator and no patience
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile
 
 test-slow: setup ## the tests that take minutes
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile -m "slow and not gpu"
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile -m "slow and not gpu and not serving"
 
 test-serving: setup $(SERVED) $(LLAMA) ## heads of ours in the engines that serve them, on the CPU; an environment of its own
-	$(RUN) -m pytest -m serving tests/serving
+	$(RUN) -m pytest -m "serving and not slow" tests/serving
 
 fuzz: setup ## readers of files from outside, fed 100,000 broken ones
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist load -m "slow and not gpu" tests/test_fuzz.py

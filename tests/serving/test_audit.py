@@ -2,6 +2,7 @@
 
 vLLM 0.32's build for CPUs divides the logits of sampled passes by memory that nobody wrote (docs/audit.md), and the
 audit says so. With that one function patched, by a plugin of vLLM's, nothing else is found in servers with drafts.
+An audit takes minutes here: all but one are slow, `pytest -m "serving and slow" tests/serving/test_audit.py`.
 """
 
 import json
@@ -101,6 +102,7 @@ def speculative(run_of: Callable[[str], Path], tmp_path: Path) -> Callable[[str]
     return words
 
 
+@pytest.mark.slow
 def test_vllm_samples_from_memory_that_nobody_wrote(
     plain: str, speculative: Callable[[str], list[str]], tmp_path: Path
 ) -> None:
@@ -109,6 +111,7 @@ def test_vllm_samples_from_memory_that_nobody_wrote(
     assert failed(record) == SAMPLED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ngram", *TOKENS])
 def test_nothing_else_is_wrong_with_vllm(
     method: str, plain: str, patched: Path, speculative: Callable[[str], list[str]], tmp_path: Path,
@@ -131,6 +134,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]
         yield fast, url
 
 
+@pytest.mark.slow
 def test_llama_cpp_gives_logprobs_of_0_and_ends_early_at_the_end_of_its_context(
     llama: tuple[str, str], tmp_path: Path
 ) -> None:
@@ -139,7 +143,7 @@ def test_llama_cpp_gives_logprobs_of_0_and_ends_early_at_the_end_of_its_context(
     assert record["verdict"]["fault"] == "limit"  # the answers behind a prefix reach the end, of 512 tokens
 
 
-@pytest.mark.parametrize("fault", PLANTED)
+@pytest.mark.parametrize("fault", [PLANTED[0], *(pytest.param(each, marks=pytest.mark.slow) for each in PLANTED[1:])])
 def test_a_fault_planted_before_a_real_engine_is_named(
     fault: str, plain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
