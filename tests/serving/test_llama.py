@@ -35,7 +35,7 @@ PLAIN = ["head.feature_norm=false", "head.norm_output=false", "head.draft_vocab=
 HEADS = {
     "draft-eagle3": ("eagle3", PLAIN, 3),
     "draft-dspark": ("block", [], 5),
-    "draft-dflash": ("block", SAID["dflash"], 5),
+    "draft-dflash": ("block", SAID["dflash"], 6),  # its whole block, whose slots see each other
 }
 
 

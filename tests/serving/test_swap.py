@@ -16,6 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from eval.inputs.workloads import load_workload
+from inference.target.target import Target
 from tests.serving.conftest import command
 from tests.serving.engines import ENVIRONMENT, TARGET
 from tests.serving.test_endpoint import PATIENCE, SAID, free_port
@@ -23,21 +25,20 @@ from train.release.config import ServeConfig
 from train.release.serve import Server, replace_head
 
 pytestmark = pytest.mark.serving
-PROMPTS = [[1 + i, 2 + 3 * i, 40 + i] for i in range(8)]
 
 
 class Traffic(threading.Thread):
     """Asks for the same answers again and again, whoever serves; a request that a restart cut off is sent again."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, prompts: list[list[int]]) -> None:
         super().__init__(daemon=True)
-        self.url, self.over = url, threading.Event()
-        self.texts: list[set[str]] = [set() for _ in PROMPTS]
+        self.url, self.prompts, self.over = url, prompts, threading.Event()
+        self.texts: list[set[str]] = [set() for _ in prompts]
         self.count = 0
 
     def run(self) -> None:
         while not self.over.is_set():
-            for prompt, texts in zip(PROMPTS, self.texts, strict=True):
+            for prompt, texts in zip(self.prompts, self.texts, strict=True):
                 while not self.over.is_set():
                     try:
                         texts.add(self.ask(prompt))
@@ -92,7 +93,9 @@ def test_vllm_serves_another_head_after_a_restart_and_the_old_one_where_that_is_
     (tmp_path / "head").symlink_to(old)
     server = Server(config)
     server.restart()
-    traffic, lines = Traffic(config.url), list[Any]()
+    # A head of a minute's training accepts something in its own domain alone.
+    prompts = load_workload(str(TARGET / "prompts.jsonl"), Target.load(str(TARGET), "float32", "cpu"), 8)
+    traffic, lines = Traffic(config.url, [prompt.token for prompt in prompts]), list[Any]()
     traffic.start()
     try:
         worse = replace_head(spoiled(old, tmp_path / "worse"), config, lines.append)
@@ -109,5 +112,5 @@ def test_vllm_serves_another_head_after_a_restart_and_the_old_one_where_that_is_
     assert same.stays
     assert (tmp_path / "head").resolve() == same.head
     assert 20 < count < traffic.count
-    assert [len(texts) for texts in traffic.texts] == [1] * len(PROMPTS)
+    assert [len(texts) for texts in traffic.texts] == [1] * len(prompts)
     assert len({text for texts in traffic.texts for text in texts}) > 4

@@ -115,17 +115,38 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_no_folder(
     assert not (made / "publish").exists()
 
 
+def write_gguf(file: Path, tokens: list[str]) -> Path:
+    writer = GGUFWriter(file, "llama")
+    writer.add_token_list(tokens)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return file
+
+
+def tokens_of(target: EmbeddingsOnly) -> list[str]:
+    return sorted(target.tokenizer.get_vocab(), key=target.tokenizer.get_vocab().__getitem__)
+
+
+@pytest.mark.parametrize("from_anchor", [True, False])
+def test_llama_cpp_is_told_to_draft_a_whole_block(from_anchor: bool, tmp_path: Path, target: EmbeddingsOnly) -> None:
+    """The slots of a DFlash head see each other: with fewer it drafts otherwise than it was trained."""
+    kind = {"from_anchor": from_anchor, "causal": from_anchor, "markov_rank": 8 if from_anchor else None}
+    options = {**toys.HEAD_CONFIGS["block"], **LAYER, **kind, "depths": 6, "feature_layers": None, "mask_token": 2047}
+    made = run(tmp_path, target, "block", options)
+    file = write_gguf(tmp_path / "own", tokens_of(target))
+    card = (publish(config(made, "gguf", gguf=str(file)), HfApi()) / "README.md").read_text()
+    named = "draft-dspark" if from_anchor else "draft-dflash"
+    assert f"--spec-type {named} --spec-draft-n-max 6\n" in card
+
+
 def test_another_targets_gguf_is_refused_before_the_head_is_written(
     tmp_path: Path, target: EmbeddingsOnly, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = run(tmp_path, target, "eagle3", EAGLE3 | {"feature_norm": False, "norm_output": False})
-    tokens = sorted(target.tokenizer.get_vocab(), key=target.tokenizer.get_vocab().__getitem__)
+    tokens = tokens_of(target)
     for name, listed in (("own", tokens), ("other", tokens[::-1])):
-        writer = GGUFWriter(tmp_path / name, "llama")
-        writer.add_token_list(listed)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.close()
+        write_gguf(tmp_path / name, listed)
     out = publish(config(made, "gguf", gguf=str(tmp_path / "own")), HfApi())
     assert (out / "head.gguf").is_file()
     monkeypatch.setattr(folder, "export", lambda *_: pytest.fail("the head was written"))

@@ -125,10 +125,15 @@ def _medusa(facts: Facts) -> Iterator[Serving]:
     )
 
 
+def _whole_block(facts: Facts) -> int:
+    """Return the tokens of a whole block: with fewer masks than it was trained with, a slot sees others than then."""
+    idle = 0 if facts.served["dflash_config"]["sample_from_anchor"] else 1  # the anchor's slot
+    return int(facts.served["block_size"]) - idle
+
+
 def _dflash(facts: Facts) -> Iterator[Serving]:
     method = "dspark" if "DSpark" in facts.served["architectures"][0] else "dflash"
-    idle = 0 if facts.served["dflash_config"]["sample_from_anchor"] else 1  # the anchor's slot
-    yield VLLM, _vllm(facts, method, facts.served["block_size"] - idle)
+    yield VLLM, _vllm(facts, method, _whole_block(facts))
     if "draft_vocab_size" in facts.served:
         yield "Not served by", f"{SGLANG}, which reads no pruned vocabulary of these heads."
     else:
@@ -143,14 +148,19 @@ def _mimo(facts: Facts) -> Iterator[Serving]:
     yield "Not served by", f"{TRTLLM}, which reads MTP modules of the target's own checkpoint."
 
 
-def _gguf(method: str, others: Callable[[Facts], Iterator[Serving]], facts: Facts) -> Iterator[Serving]:
+def _llama(method: str, tokens: int) -> str:
     words = ["llama-server", "-m", "TARGET.gguf", "-md", gguf.FILE, "--spec-type", method]
-    yield LLAMA, block(shlex.join([*words, "--spec-draft-n-max", str(facts.publish.draft_tokens)]))
-    yield from others(facts)
+    return block(shlex.join([*words, "--spec-draft-n-max", str(tokens)]))
+
+
+def _gguf_eagle3(facts: Facts) -> Iterator[Serving]:
+    yield LLAMA, _llama("draft-eagle3", facts.publish.draft_tokens)
+    yield from _eagle3(facts)
 
 
 def _gguf_block(facts: Facts) -> Iterator[Serving]:
-    yield from _gguf("draft-dspark" if "markov_rank" in facts.served else "draft-dflash", _dflash, facts)
+    yield LLAMA, _llama("draft-dspark" if "markov_rank" in facts.served else "draft-dflash", _whole_block(facts))
+    yield from _dflash(facts)
 
 
 def _authors(reader: str, facts: Facts) -> Iterator[Serving]:
@@ -166,7 +176,7 @@ SERVED: dict[Callable[..., Any], Callable[[Facts], Iterator[Serving]]] = {
     medusa.engines: _medusa,
     dflash.engines: _dflash,
     mimo.engines: _mimo,
-    gguf.of_eagle3: partial(_gguf, "draft-eagle3", _eagle3),
+    gguf.of_eagle3: _gguf_eagle3,
     gguf.of_block: _gguf_block,
     eagle3.authors: partial(_authors, "SafeAILab/EAGLE"),
     eagle.authors: partial(_authors, "SafeAILab/EAGLE"),
