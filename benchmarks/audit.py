@@ -23,7 +23,7 @@ from tests.eval.audit_decoding import FAULTS
 from tests.eval.audit_server import AuditServer
 
 NAMED = {"temperature": "distribution"}  # by the audit, where the name there is another
-PASS_S = 0.002  # seconds a pass, for the fault that is one of speed
+PASS_S = 0.01  # seconds a pass, for the fault that is one of speed: more than the server itself takes on a busy machine
 
 
 def run(fault: str, noise: float, seed: int) -> tuple[Verdict, dict[str, object]]:

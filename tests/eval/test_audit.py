@@ -105,7 +105,7 @@ def test_a_fault_that_a_proxy_plants_is_named(
 
 @pytest.mark.slow
 def test_a_server_that_loses_under_load_is_lossless_and_said_to_lose(tmp_path: Path) -> None:
-    slow = {"pass_s": 0.002}
+    slow = {"pass_s": 0.01}
     with (
         AuditServer(speculates=True, fault="slow_concurrency", **slow) as server,
         AuditServer(speculates=False, **slow) as plain,
