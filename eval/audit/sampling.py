@@ -157,7 +157,7 @@ def beginnings(pieces: Sequence[Sequence[str]]) -> Array:
 def phrases(pieces: Sequence[Sequence[str]]) -> Array:
     """Return how many words, pairs and triples of words every two answers have in common; rare ones count more."""
     numbers: dict[tuple[str, ...], int] = {}
-    found = [
+    numbered = [
         [
             numbers.setdefault(tuple(words[i : i + size]), len(numbers))
             for size in range(1, PHRASE + 1)
@@ -166,7 +166,7 @@ def phrases(pieces: Sequence[Sequence[str]]) -> Array:
         for words in pieces
     ]
     counts = np.zeros((len(pieces), max(1, len(numbers))))
-    for row, ids in enumerate(found):
+    for row, ids in enumerate(numbered):
         np.add.at(counts[row], ids, 1)
     scaled = counts / np.sqrt(np.maximum(counts.sum(0), 1.0))
     kernel: Array = scaled @ scaled.T

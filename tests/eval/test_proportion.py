@@ -30,7 +30,7 @@ def test_what_does_not_fit_is_left_out(
     monkeypatch.setattr(proportion, "_answer_seconds", lambda *_: 1.0)
     workload, target = SimpleNamespace(prompts=[None]), SimpleNamespace()
     loose: Any = in_proportion
-    reduced = loose.__wrapped__(eval_config(run="outputs/x", minutes=minutes, prompts=prompts), target, [workload])
+    reduced = loose(eval_config(run="outputs/x", minutes=minutes, prompts=prompts), target, [workload])
     config = reduced.config
     assert (config.prompts, config.repeats, config.tiers()) == kept
     assert reduced.seconds <= 60 * minutes or config.prompts == min(FLOOR, prompts)
