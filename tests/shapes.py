@@ -16,8 +16,8 @@ def has_shapes(function: Any) -> bool:
     return any("jaxtyping." in repr(annotation) for annotation in inspect.get_annotations(inner).values())
 
 
-def where_there_are_shapes(*, typechecker: Any) -> Callable[[Any], Any]:
-    """Take the place of `jaxtyping.jaxtyped`, which takes as long as a test where it wraps functions without shapes."""
+def jaxtyped(*, typechecker: Any) -> Callable[[Any], Any]:
+    """Decorate what has shapes: `jaxtyping.jaxtyped` wraps all functions, which doubles the time of the tests."""
 
     def decorated(function: Any) -> Any:
         return CHECKED(function, typechecker=typechecker) if has_shapes(function) else function
@@ -28,5 +28,5 @@ def where_there_are_shapes(*, typechecker: Any) -> Callable[[Any], Any]:
 def check() -> None:
     """Check the shapes of modules that are imported from now on."""
     patched: Any = jaxtyping
-    patched.jaxtyped = where_there_are_shapes  # which is what the import hook writes before a function
+    patched.jaxtyped = jaxtyped  # which is what the import hook writes before a function
     jaxtyping.install_import_hook(PACKAGES, "beartype.beartype")

@@ -22,7 +22,7 @@ Array = NDArray[Any]
 
 PROMPTS = 4
 OPENING = 8  # words of an answer whose beginnings are compared
-PHRASE = 3  # words that are counted together, and all fewer
+NGRAM = 3  # words of the longest n-grams that are counted
 IN_FLIGHT = 8
 FEW, MANY = 2_000, 200_000  # permutations: the first look, and what decides where it is extreme
 CHUNK = 10_000
@@ -138,7 +138,7 @@ def kernels_of(answers: Sequence[tuple[list[str], list[str]]]) -> dict[str, list
         kernels["beginnings"].append(beginnings(pieces))
         lengths = np.array([float(len(p)) for p in pieces])
         kernels["lengths"].append(-np.abs(lengths[:, None] - lengths[None]))
-        kernels["words"].append(phrases(pieces))
+        kernels["words"].append(ngrams(pieces))
     return kernels
 
 
@@ -154,13 +154,13 @@ def beginnings(pieces: Sequence[Sequence[str]]) -> Array:
     return kernel
 
 
-def phrases(pieces: Sequence[Sequence[str]]) -> Array:
-    """Return how many words, pairs and triples of words every two answers have in common; rare ones count more."""
+def ngrams(pieces: Sequence[Sequence[str]]) -> Array:
+    """Return the product of every two answers' counts of n-grams of 1 to NGRAM words; frequent n-grams weigh less."""
     numbers: dict[tuple[str, ...], int] = {}
     numbered = [
         [
             numbers.setdefault(tuple(words[i : i + size]), len(numbers))
-            for size in range(1, PHRASE + 1)
+            for size in range(1, NGRAM + 1)
             for i in range(len(words) - size + 1)
         ]
         for words in pieces

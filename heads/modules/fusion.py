@@ -24,7 +24,7 @@ def chosen_layers(named: list[int] | None, count: int, num_layers: int) -> tuple
     """Return the feature layers of a head: those named, or `count` default ones; refuse unknown and repeated ones.
 
     On a target that is too shallow for these they are spaced from its first layer to the last but one, or to the last
-    where there are no others: engines read the inputs of layers, which the last one's output is none of.
+    where there are no others: engines take a layer's output as the next layer's input, and the last has no next one.
     """
     if named is None:
         layers = default_layers(count, num_layers)

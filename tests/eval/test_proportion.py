@@ -1,7 +1,6 @@
 """An evaluation in proportion to its minutes: what it leaves out, in which order, and what it keeps."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -29,8 +28,7 @@ def test_what_does_not_fit_is_left_out(
     """With answers of a second: of 16 prompts and 3 repeats 195 s, of 1 repeat 99, and other trees 156 s more."""
     monkeypatch.setattr(proportion, "_answer_seconds", lambda *_: 1.0)
     workload, target = SimpleNamespace(prompts=[None]), SimpleNamespace()
-    loose: Any = in_proportion
-    reduced = loose(eval_config(run="outputs/x", minutes=minutes, prompts=prompts), target, [workload])
+    reduced = in_proportion(eval_config(run="outputs/x", minutes=minutes, prompts=prompts), target, [workload])
     config = reduced.config
     assert (config.prompts, config.repeats, config.tiers()) == kept
     assert reduced.seconds <= 60 * minutes or config.prompts == min(FLOOR, prompts)

@@ -355,7 +355,8 @@ def test_a_read_would_be_seen(counts: dict[str, Any]) -> None:
                          "chain:sampled:recorded", "dynamic:sampled:compiled", "sampled:recursive:compiled",
                          "dynamic:coupled:captured", "chain:sampled:captured", "sampled:recursive:captured",
                          "dynamic:greedy:layers", "chain:sampled:drafts")]
-            + ["eagle3:sampled:sampled:compiled", "mtp:best_first:coupled:drafts", "eagle:chain:greedy:split"],
+            + ["eagle3:sampled:sampled:compiled", "mtp:best_first:coupled:drafts", "plain:chain:coupled:layers",
+               "eagle:chain:greedy:split"],
             marks=pytest.mark.slow,
         ),
     ],
