@@ -5,6 +5,7 @@ processes, where `ps` shows them. None of them sees a secret: it moves into the 
 variable.
 """
 
+import atexit
 import gc
 import itertools
 import os
@@ -49,6 +50,7 @@ def command(config: str) -> Callable[[Callable[[DictConfig], object]], Callable[
         def main() -> None:
             gc.freeze()  # modules stay
             gc.enable()
+            atexit.register(gc.freeze)  # else the interpreter looks for garbage among all modules before it ends
             if {"-h", "--help"}.intersection(sys.argv):
                 sys.stdout.write(f"{help_text(config)}\n")
                 return

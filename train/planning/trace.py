@@ -16,7 +16,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from heads import HEADS
@@ -80,8 +79,8 @@ class Embeddings:
         return self.weight
 
 
-class Shadow(TorchDispatchMode):
-    """Record allocations on fake tensors while entered."""
+class Shadow(Flops):
+    """Record allocations on fake tensors and count operations while entered."""
 
     def __init__(self) -> None:
         init: Any = super().__init__
@@ -102,6 +101,7 @@ class Shadow(TorchDispatchMode):
             out = kwargs["out"]
         else:
             out = func(*args, **(kwargs or {}))
+        self.add(func, args, kwargs, out)
         for result in out if isinstance(out, tuple | list) else (out,):
             if isinstance(result, Tensor):
                 self.count(result.untyped_storage(), blocks(result.untyped_storage().nbytes()))
@@ -223,13 +223,11 @@ def _run_trace(job: Job) -> Trace:
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter)
         some = chunks[:CHUNKS]
-        counting: Any = Flops  # a dispatch mode is a context of an untyped kind
-        shadow = Shadow()
-        with shadow, counting() as counter, torch.autocast("cpu", torch.bfloat16, enabled=job.autocast):
+        with Shadow() as shadow, torch.autocast("cpu", torch.bfloat16, enabled=job.autocast):
             drafts = head.unroll(features, config.depths, anchors)
-            activations, before = shadow.live, counter.total
+            activations, before = shadow.live, shadow.total
             loss, sums = objective(head, drafts, features, weight, config, some)
-            loss_flops = counter.total - before
+            loss_flops = shadow.total - before
             del drafts, sums
             with torch.autocast("cpu", enabled=False):
                 loss.backward()
@@ -244,7 +242,7 @@ def _run_trace(job: Job) -> Trace:
         sum(map(blocks, sizes), NONE),
         sum(p.numel() for p in trained if p.ndim != 2 or p.shape[0] in vocabulary),
         activations, shadow.peak, shadow.most, _updates[of],
-        round(counter.total + loss_flops * (share - 1)),
+        round(shadow.total + loss_flops * (share - 1)),
     )  # fmt: skip
 
 

@@ -19,11 +19,15 @@ class Flops(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and add its count."""
         out = func(*args, **(kwargs or {}))
+        self.add(func, args, kwargs, out)
+        return out
+
+    def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Add the count of an operation that has run."""
         cost = flop_registry.get(func.overloadpacket)
         if cost is not None:
             shapes = [x for x in args if not isinstance(x, torch.dtype)]  # addmm's formula takes a dtype for a shape
             self.total += cost(*shapes, **(kwargs or {}), out_val=out)
-        return out
 
 
 def peak_flops(device: torch.device, given: float | None) -> float | None:
