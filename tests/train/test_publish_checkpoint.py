@@ -24,6 +24,7 @@ from heads.base import Features
 from heads.formats.store import save_head
 from heads.mtp import Mtp
 from inference.drafters.mtp import load_mtp
+from inference.target.checkpoint import INDEX
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
 from tests import families, toys
@@ -297,7 +298,19 @@ def test_a_target_that_has_no_place_for_it_is_refused(tmp_path: Path, change: di
     target = target_of(tmp_path / "target", "qwen2")
     run, file = run_of(tmp_path / "run", target, head_of(target)), tmp_path / "target" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    assert said in refusal(run, tmp_path / "out")
+    with mock.patch("train.release.folder._target_of", side_effect=AssertionError("its weights were asked for")):
+        assert said in refusal(run, tmp_path / "out")
+
+
+def test_a_last_layer_of_another_type_is_refused(tmp_path: Path) -> None:
+    target_of(tmp_path / "target", "qwen2")
+    for shard in (tmp_path / "target").glob("model-*.safetensors"):
+        tensors = load_file(shard)
+        stored = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in tensors.items() if "q_proj.w" in name}
+        save_file(tensors | stored, shard, {"format": "pt"})
+    target = Target.load(str(tmp_path / "target"), "float32", "cpu")
+    run = run_of(tmp_path / "run", target, head_of(target))
+    assert "its last layer is stored as F8_E4M3" in refusal(run, tmp_path / "out")
 
 
 def test_half_a_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -308,6 +321,14 @@ def test_half_a_checkpoint_is_refused(tmp_path: Path) -> None:
     assert str(tmp_path / "target") in refusal(run, tmp_path / "out")
     shard.unlink()
     assert str(tmp_path / "target") in refusal(run, tmp_path / "out")
+    shard.write_bytes(content)
+    index = tmp_path / "target" / INDEX
+    places = json.loads(index.read_text())
+    other = next(name for name in places["weight_map"].values() if name != shard.name)
+    moved = next(name for name, file in places["weight_map"].items() if file == shard.name)
+    places["weight_map"][moved] = other
+    index.write_text(json.dumps(places))
+    assert f"its index names {moved}, which its file does not hold" in refusal(run, tmp_path / "out")
 
 
 def test_it_is_never_uploaded(tmp_path: Path) -> None:

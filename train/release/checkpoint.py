@@ -89,16 +89,17 @@ def _planned(head: Mtp, checkpoint: str) -> Stitching:
     try:
         files = tensor_files(checkpoint)
         shards = [_shard(path) for path in sorted({*files.values()})]
-        lost = sorted(files.keys() - {name for shard in shards for name in shard.entries})
+        held = {shard.path: shard.entries for shard in shards}
+        lost = sorted(name for name, path in files.items() if name not in held[path])
         if lost:
-            raise ValueError(f"its index names {lost[0]}, which no file of it holds")
+            raise ValueError(f"its index names {lost[0]}, which its file does not hold")
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ValueError(
             f"{checkpoint}: not a whole checkpoint ({one_line(error)}); download it again, or give another target"
         ) from error
     folder, layers = shards[0].path.parent, head.embeddings.num_layers
     config: dict[str, Any] = parsed_file((folder / CONFIG).resolve(), "download it again")
-    layout = _layout(config, checkpoint)
+    layout = layout_of(config, checkpoint)
     _check_head(head, layout)
     entries = {name: entry for shard in shards for name, entry in shard.entries.items()}
     last = f"model.layers.{layers - 1}."
@@ -111,14 +112,17 @@ def _planned(head: Mtp, checkpoint: str) -> Stitching:
     if odd:
         raise ValueError(f"{checkpoint}: the head's layer is not built like its last one ({min(odd)}); train it again")
     usual = entries[f"{last}input_layernorm.weight"]
-    dtypes = {name: DTYPES[entries.get(one, usual)["dtype"]] for name, one in like.items()}
+    stored = {name: entries.get(one, usual)["dtype"] for name, one in like.items()}
+    if unknown := {*stored.values()} - DTYPES.keys():
+        raise ValueError(f"{checkpoint}: its last layer is stored as {min(unknown)}; give its unquantised checkpoint")
+    dtypes = {name: DTYPES[dtype] for name, dtype in stored.items()}
     return Stitching(
         folder, shards, {name: tensor.to(dtypes[name]).contiguous() for name, tensor in tensors.items()},
         {**config, COUNT: 1},
     )  # fmt: skip
 
 
-def _layout(config: dict[str, Any], checkpoint: str) -> Layout:
+def layout_of(config: dict[str, Any], checkpoint: str) -> Layout:
     """Return how a target's family holds its module; refuse a family without one, and what is not written."""
     name = (config.get("architectures") or ["?"])[0]
     if name not in FAMILIES:

@@ -25,6 +25,7 @@ from eval.report.reading import read_report
 from heads.common.errors import one_line
 from heads.common.files import last_good, replacing
 from heads.common.resolvers import ROOT
+from heads.common.target_config import read_target_values
 from heads.common.untrusted import parse_json, parse_yaml, parsed_file
 from heads.formats import lora
 from heads.formats.custom_generate import bundle
@@ -38,7 +39,7 @@ from inference.target.embeddings import TargetEmbeddings
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
 from train.release.card import Facts, card
-from train.release.checkpoint import stitch
+from train.release.checkpoint import layout_of, stitch
 from train.release.config import PublishConfig
 from train.release.doctor import TEMPLATE
 from train.release.hub import files_of
@@ -220,7 +221,11 @@ def stitched(run: Path, out: Path, config: PublishConfig) -> Facts:
     folder, report = last_good(run / "head"), run / "report.json"
     _refuse_links([folder, folder / CONFIG, folder / WEIGHTS, report])
     content = read_config(folder)
-    spec = content["target"]
+    spec, kind = content["target"], content["head"]["name"]
+    if kind != "mtp":
+        raise ValueError(f"format=checkpoint: not one of a head of kind {kind}; give a run of head=mtp")
+    path = config.target or target_path(spec["name"])
+    layout_of(read_target_values(path, False, cached_alone=False), path)  # before its weights are downloaded
     path, target = _target_of(folder, config)
     trained, given = tokenizer_sha256(spec["name"]), tokenizer_sha256(path)
     if trained is not None and given not in (None, trained):
@@ -231,9 +236,7 @@ def stitched(run: Path, out: Path, config: PublishConfig) -> Facts:
             "a checkpoint and train on that"
         )
     head = load_head(folder, target.embeddings, target.spec)
-    if not isinstance(head, Mtp):
-        kind = content["head"]["name"]
-        raise ValueError(f"format=checkpoint: not one of a head of kind {kind}; give a run of head=mtp")
+    assert isinstance(head, Mtp)
     measured = read_report(report) if report.is_file() else {}
     stitch(head, path, out)
     return Facts(config, content, {}, given, measured, provenance={}, settings={}, base_id=None)
