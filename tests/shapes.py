@@ -1,13 +1,18 @@
 """Shapes are checked in every test, where a signature has some; types alone are left to mypy."""
 
 import inspect
+from collections import Counter
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import jaxtyping
+import torch
 
 CHECKED = jaxtyping.jaxtyped
 PACKAGES = ["heads", "inference", "data", "eval", "train"]
+FIRST, EVERY = 16, 16  # a test's calls of a function that are checked: the first ones, then every so-manieth
+calls: Counter[Any] = Counter()  # in this test, of each function
 
 
 def has_shapes(function: Any) -> bool:
@@ -20,9 +25,26 @@ def jaxtyped(*, typechecker: Any) -> Callable[[Any], Any]:
     """Decorate what has shapes: `jaxtyping.jaxtyped` wraps all functions, which doubles the time of the tests."""
 
     def decorated(function: Any) -> Any:
-        return CHECKED(function, typechecker=typechecker) if has_shapes(function) else function
+        if not has_shapes(function):
+            return function
+        checked = CHECKED(function, typechecker=typechecker)
+        return sampled(function, checked) if inspect.isfunction(function) else checked
 
     return decorated
+
+
+def sampled(function: Callable[..., Any], checked: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that checks FIRST calls of a test and some others: all would take a fifth of its time."""
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # which would compile once more for every count
+            return function(*args, **kwargs)
+        calls[function] += 1
+        is_checked = calls[function] <= FIRST or calls[function] % EVERY == 0
+        return (checked if is_checked else function)(*args, **kwargs)
+
+    return called
 
 
 def check() -> None:

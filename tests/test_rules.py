@@ -145,6 +145,14 @@ def test_shapes_are_found_wherever_a_signature_has_them() -> None:
     assert not any(map(shapes.has_shapes, [none, classmethod(none), property(none)]))
 
 
+def test_the_first_calls_of_a_test_are_checked_and_some_of_the_others() -> None:
+    checked: list[int] = []
+    called = shapes.sampled(lambda _: None, checked.append)
+    for call in range(1, 65):
+        called(call)
+    assert checked == [*range(1, 17), 32, 48, 64]
+
+
 def test_shapes_are_executable() -> None:
     with pytest.raises(jaxtyping.TypeCheckError):
         rows.positions(torch.zeros(3, dtype=torch.long))
