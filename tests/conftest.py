@@ -17,12 +17,13 @@ shapes.check()  # before the first import of a module under test: it acts on imp
 parse, parsed = yaml.load, {}
 
 
-def load_once(text: Any, Loader: Any) -> Any:  # noqa: N803
+def load_once(text: Any, *unnamed: Any, **named: Any) -> Any:
     """Parse YAML, the same text once: a third of the time of composing a configuration goes into that."""
     content = text if isinstance(text, str | bytes) else text.read()
-    key = content, Loader.__name__  # OmegaConf makes a class of the same name for every file
+    (loader,) = (*unnamed, *named.values())
+    key = content, loader.__name__  # OmegaConf makes a class of the same name for every file
     if key not in parsed:
-        parsed[key] = parse(content, Loader)
+        parsed[key] = parse(content, loader)
     return copy.deepcopy(parsed[key])
 
 
