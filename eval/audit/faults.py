@@ -70,4 +70,6 @@ def diagnosed(findings: Sequence[Finding]) -> str:
         return "streaming"
     if first.check == "tool_calls" and "schemas" in failed:
         return "schema"
+    if first.fault == "seed" and "sampling" in failed:
+        return "distribution"
     return first.fault or ("wrong_token" if first.check == BASE else first.check)

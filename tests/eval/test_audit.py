@@ -15,7 +15,7 @@ import pytest
 from markupsafe import escape
 
 from data.answers.client import EndpointError
-from eval.audit.compare import FAILED, NOT_RUN, PASSED, UNDECIDED, Finding, gap_at, penalized
+from eval.audit.compare import FAILED, FAULT, NOT_RUN, PASSED, UNDECIDED, Difference, Finding, gap_at, penalized
 from eval.audit.faults import FAULTS, diagnosed
 from eval.audit.properties import schema_breach, stop_in
 from eval.audit.replies import Reply, Token, read_replies, read_tokens
@@ -465,6 +465,11 @@ def test_the_diagnosis_is_of_the_first_failure_but_for_telling_ones() -> None:
     assert diagnosed([finding("identity"), finding("streaming")]) == "wrong_token"
     assert diagnosed([finding("identity"), finding("streaming", PASSED)]) == "streaming"
     assert diagnosed([finding("tool_calls"), finding("schemas")]) == "schema"
+    nothing: Any = None
+    unseeded = Difference(nothing, "", "", 0, None, FAULT, "seed")
+    seeded = Finding("choices", FAILED, "", [unseeded])
+    assert diagnosed([seeded, finding("sampling", PASSED)]) == "seed"
+    assert diagnosed([seeded, finding("sampling")]) == "distribution"
 
 
 def test_schemas_stop_strings_and_shown_texts() -> None:

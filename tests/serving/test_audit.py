@@ -108,7 +108,8 @@ def test_vllm_samples_from_memory_that_nobody_wrote(
 ) -> None:
     with server(tmp_path / "ngram.log", *speculative("ngram")) as url:
         record = audit(tmp_path, url, plain)
-    assert failed(record) == SAMPLED
+    assert failed(record) - {"choices"} == SAMPLED  # a seed gives another answer where that memory holds other values
+    assert record["verdict"]["fault"] == "distribution"
 
 
 @pytest.mark.slow
