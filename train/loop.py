@@ -94,6 +94,8 @@ class Loop:
             self.out, active=self.accelerator.is_main_process, steps=self.trainer.steps, start=self.start,
             trackers=self.trainer.trackers, config=config,
         )  # fmt: skip
+        if self.start:
+            self.tracker.say(f"going on from the checkpoint of step {self.start}")
 
     def load(self) -> None:
         """Continue from the newest checkpoint that is good, if there is one."""

@@ -419,7 +419,8 @@ def main(cfg: DictConfig) -> float | None:
             run = chosen(run)
             report_best_head()
             Console().print(table(run, plan(run)), highlight=False)
-            if command := launch.by_hand(run.launcher, sys.argv[0], launch.overrides()):
+            on_cpu = resolved(run.device, run.model.device).type == "cpu"
+            if command := launch.by_hand(run.launcher, sys.argv[0], launch.overrides(), on_cpu=on_cpu):
                 Console().print(command, highlight=False, soft_wrap=True, markup=False)
             return None
         run = with_processes(run)

@@ -167,6 +167,14 @@ def test_the_page_begins_with_a_sentence_for_everybody(folder: Path) -> None:
     timed = [{**row, "speedup_hf": 2.46} for row in told["rows"]]
     assert ", 2.46 times HF generate; " in sentence({**told, "rows": timed})
     assert ", 2.46 times HF generate" in str([tile["unit"] for tile in headlines({**told, "rows": timed})])
+    unsure = [{**row, "speedup_ci": [0.98, 1.68]} for row in told["rows"]]
+    assert "drafts (not shown to be faster: the interval is 0.98 to 1.68;" in sentence({**told, "rows": unsure})
+    rounded = {"dtype": "bfloat16", "checked": 2, "identical": 1}
+    there = {**told, "settings": told["settings"] | {"gate_dtype": "float32"}}
+    timed = [{**row, "agreement": rounded} for row in told["rows"]]
+    assert sentence({**there, "rows": timed}).endswith(
+        "2 of 2 answers identical (in float32; 1 in bfloat16, as timed)."
+    )
     for row in told["rows"]:
         row["lossless"] = {}
     assert sentence(told).endswith("whether the text is the same was not checked.")

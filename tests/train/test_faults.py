@@ -119,6 +119,7 @@ def test_a_flipped_bit(toy: Toy) -> None:
     assert "step-00000016/state.json: damaged" in line
     assert "step-00000012/rank-00000-of-00001.safetensors: damaged" in line
     assert line.endswith("going on from step-00000008")
+    assert warned(job, "going on from the checkpoint of step 8")
     toy.same(place)
 
 

@@ -13,7 +13,7 @@ from benchmarks import planner
 from heads.common.resolvers import ROOT, register_resolvers
 from train.config import RunConfig, run_config
 from train.planning import shapes
-from train.planning.choice import chosen
+from train.planning.choice import chosen, in_words
 from train.planning.memory import total
 from train.planning.plan import GIB, SAFE, plan, preset, sized
 from train.planning.table import advice, table
@@ -383,6 +383,19 @@ def test_what_does_not_fit_at_any_size_makes_no_micro_batch_smaller() -> None:
 
 def test_on_a_cpu_the_configuration_gives_the_size() -> None:
     assert run().trainer.micro_tokens == 4096
+
+
+def test_a_plan_says_its_data_and_that_a_step_has_no_row_for_each_process() -> None:
+    words = ["trainer=debug", "model=tiny", "head=mlp", "model.device=cpu", "launcher.num_processes=4"]
+    few, enough = (chosen(run(*words, f"trainer.batch_tokens={rows * 64}", "data.length=64")) for rows in (2, 4))
+    assert "=128 is 2 rows for 4 processes, so some have nothing to do: give 256 or more" in in_words(few)
+    assert "trainer.batch_tokens" not in in_words(enough)
+    console = Console(record=True, width=200)
+    with console.capture() as shown:
+        console.print(table(few, plan(few)))
+    assert few.data.path in shown.get()
+    assert "128 tokens in rows of 64" in shown.get()
+    assert "without plan=true the same command runs it" in shown.get()
 
 
 def test_a_cpus_time_is_estimated_and_nothing_empty_is_listed() -> None:

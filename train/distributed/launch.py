@@ -130,15 +130,17 @@ def command(launcher: LauncherConfig, script: str, overrides: list[str]) -> list
     return [*words, "--multi_gpu", script, *overrides]
 
 
-def by_hand(launcher: LauncherConfig, script: str, overrides: list[str]) -> str | None:
+def by_hand(launcher: LauncherConfig, script: str, overrides: list[str], *, on_cpu: bool) -> str | None:
     """Return lines with what to start on each of several nodes; None where one command starts all processes."""
     if launcher.num_nodes == 1 or launcher.slurm is not None or launched() or srun.among_tasks():
         return None
     words = shlex.join(["python", script, *(word for word in overrides if word != "plan=true")])
     nodes = launcher.num_nodes
+    devices = "" if on_cpu else f"--gpus-per-node={launcher.local} "
     return (
         f"on each node, with NODE_RANK=N, from 0 to {nodes - 1}, and the address of node 0: MASTER_ADDR=ADDRESS "
-        f"NODE_RANK=N {words}\nor once, under SLURM: srun --nodes={nodes} --ntasks-per-node={launcher.local} {words}"
+        f"NODE_RANK=N {words}\nor once, under SLURM: srun --nodes={nodes} --ntasks-per-node={launcher.local} "
+        f"{devices}{words}"
     )
 
 

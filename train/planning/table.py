@@ -19,6 +19,7 @@ from train.planning.memory import MemoryUse, total
 from train.planning.plan import GIB, SHARE, DeviceMemory, plan, sized
 
 SHOWN = 2**20 / 20  # bytes: what is less would read as nothing
+FITS = "it fits; without plan=true the same command runs it"
 PRUNED = 32000  # EAGLE-3's draft vocabulary
 # The values of features=stored; where the store lies is of no matter to a plan.
 STORED = "features.mode=stored features.on_missing=fail features.path=store"
@@ -36,6 +37,8 @@ def table(run: RunConfig, planned: dict[str, Any]) -> Group:
     """Return the plan as tables for the terminal, with `advice` if it does not fit."""
     run = sized(run)
     totals = _table(f"plan: {run.name} -> {run.out}")
+    paths = [run.data.path] if isinstance(run.data.path, str) else run.data.path
+    totals.add_row("data", ", ".join(paths))
     for name in (
         "target_parameters",
         "active_parameters",
@@ -46,6 +49,7 @@ def table(run: RunConfig, planned: dict[str, Any]) -> Group:
         "micro_tokens",
     ):
         totals.add_row(name.replace("_", " "), f"{planned[name]:,}")
+    totals.add_row("a step", f"{run.trainer.batch_tokens:,} tokens in rows of {run.data.length:,}")
     sizes = {f"disk: {name}": size for name, size in planned["disk"].items()}
     for name, size in {"loaded of the target by each process": planned["loaded_bytes"], **sizes}.items():
         if size >= SHOWN:
@@ -60,7 +64,7 @@ def table(run: RunConfig, planned: dict[str, Any]) -> Group:
         parts.append(_memory_table(title, memory.held, memory.peak))
     if planned["host"] is not None:
         parts.append(_memory_table("host memory of each node", planned["host"], planned["host"].asked()))
-    return Group(*parts, *(["it fits"] if planned["fits"] else _remedies(advice(run, planned))))
+    return Group(*parts, *([FITS] if planned["fits"] else _remedies(advice(run, planned))))
 
 
 def _table(title: str) -> Table:
