@@ -36,6 +36,7 @@ def in_proportion(config: EvalConfig, target: Target, workloads: list[Workload[P
     """
     assert config.minutes is not None
     answer, most = _answer_seconds(config, target, workloads[0].prompts[0]), 60 * config.minutes
+    config = replace(config, prompts=min(config.prompts, max(len(workload.prompts) for workload in workloads)))
     reduced = config
     for smaller in (config, replace(config, tier=[LIVE]), replace(config, tier=[LIVE], repeats=1)):
         reduced = smaller
@@ -74,6 +75,8 @@ def _left_out(full: EvalConfig, reduced: EvalConfig) -> str:
     ]
     if reduced.tiers() != full.tiers():
         counts.append("no other trees")
-    compared = f" compare=[{','.join(full.compare)}]" if full.compare else ""
-    whole = f"python eval/run.py run={','.join(full.runs())}{compared}"
+    several = {"compare": full.compare, "drafter": [] if [*full.drafter] == ["head"] else full.drafter}
+    words = [f"{key}=[{','.join(values)}]" for key, values in several.items() if values]
+    words += [f"workload={full.workload}"] if isinstance(full.workload, str) else []
+    whole = " ".join([f"python eval/run.py run={','.join(full.runs())}", *words])
     return f"{', '.join(counts)}, to take {full.minutes:.2g} min at most; all of it: {whole}" if counts else ""

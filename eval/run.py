@@ -160,7 +160,7 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
     if live and config.minutes is not None and not config.from_log:
         reduced = in_proportion(config, target, workloads)
         if is_first():
-            Console().print(visible(str(reduced)), soft_wrap=True, highlight=False)
+            Console().print(visible(str(reduced)), soft_wrap=True, markup=False, highlight=False)
         config, remarks = reduced.config, [*remarks, reduced.left_out] if reduced.left_out else remarks
         workloads = read(config, target, names)
     # A log without answers is refused before anything is measured.

@@ -125,8 +125,8 @@ def compared(report: Record) -> list[str]:
 
 def _change(change: Record, digits: int) -> str:
     value, low, high = (f"{change[key]:+.{digits}f}" for key in ("difference", "low", "high"))
-    clear = "" if change["low"] > 0 or change["high"] < 0 else ", not clear of zero"
-    return f"{value} [{low}, {high}]{clear}"
+    clear = "" if change["low"] > 0 or change["high"] < 0 else "not "
+    return f"{value} [{low}, {high}], {clear}clear of zero"
 
 
 def why(report: Record, table: Table, plots_shown: Sequence[Plot] = ()) -> Section:

@@ -27,10 +27,20 @@ def test_what_does_not_fit_is_left_out(
 ) -> None:
     """With answers of a second: of 16 prompts and 3 repeats 195 s, of 1 repeat 99, and other trees 156 s more."""
     monkeypatch.setattr(proportion, "_answer_seconds", lambda *_: 1.0)
-    workload, target = SimpleNamespace(prompts=[None]), SimpleNamespace()
-    reduced = in_proportion(eval_config(run="outputs/x", minutes=minutes, prompts=prompts), target, [workload])
+    workload, target = SimpleNamespace(prompts=[None] * prompts), SimpleNamespace()
+    reduced = in_proportion(eval_config(run="outputs/x", minutes=minutes, prompts=64), target, [workload])
     config = reduced.config
     assert (config.prompts, config.repeats, config.tiers()) == kept
     assert reduced.seconds <= 60 * minutes or config.prompts == min(FLOOR, prompts)
     assert (f"{kept[0]} of 16 prompts" in str(reduced)) == (kept[0] < prompts)
     assert ("python eval/run.py run=outputs/x" in str(reduced)) == (kept != FULL)
+
+
+def test_the_command_that_measures_all_of_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proportion, "_answer_seconds", lambda *_: 1.0)
+    words = {"run": "outputs/x", "compare": ["outputs/y"], "workload": "my.jsonl", "minutes": 0.1}
+    workload = SimpleNamespace(prompts=[None] * 16)
+    config = eval_config(**words, drafter={"head": {}, "suffix": {}})
+    reduced = in_proportion(config, SimpleNamespace(), [workload])
+    command = "python eval/run.py run=outputs/x compare=[outputs/y] drafter=[head,suffix] workload=my.jsonl"
+    assert str(reduced).endswith(f"all of it: {command}")
