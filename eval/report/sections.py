@@ -96,15 +96,15 @@ def sentence(report: Record) -> str:
     name, counts = report["target"].get("name") or "the target", row.get("lossless") or {}
     text = f"With {row['drafter']}, {name} writes the same text {row['speedup']:.2f} times as fast as {OVER}"
     text += over_hf(row)
-    if row.get("speedup_ci") and row["speedup_ci"][0] <= 1 < row["speedup"]:
-        low, high = row["speedup_ci"]
+    low, high = row.get("speedup_ci") or (None, None)
+    if low is not None and low <= 1 < row["speedup"]:
         text += f" (not shown to be faster: the interval is {low:.2f} to {high:.2f}; more prompts narrow it)"
     if not counts.get("checked"):
         return f"{text.replace(' the same text', '')}; whether the text is the same was not checked."
     ties = f", {counts['near_tie']} the same but for rounding" if counts.get("near_tie") else ""
-    timed_in = row.get("agreement") or {}
-    if timed_in.get("identical", counts["checked"]) < timed_in.get("checked", 0):
-        ties += f" (in {report['settings']['gate_dtype']}; {timed_in['identical']} in {timed_in['dtype']}, as timed)"
+    there, dtype = row.get("agreement") or {}, report["settings"].get("gate_dtype")
+    if dtype and there.get("identical", counts["checked"]) < there.get("checked", 0):
+        ties += f" (in {dtype}; {there['identical']} in {there['dtype']}, as timed)"
     return f"{text}; {counts['identical']} of {counts['checked']} answers identical{ties}."
 
 
