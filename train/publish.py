@@ -53,6 +53,7 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
         return out
     facts = write_folder(run, out, config)
     say(f"{out}: {', '.join(files_of(out))}")
+    say(f"how to serve it: {out / 'README.md'}")
     if remark := misleading(config.repo, read_config(last_good(run / "head"))["head"]["name"]):
         say(remark)
     _warn(config.repo, facts)

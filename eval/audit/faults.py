@@ -45,9 +45,9 @@ FAULTS = {
     "choices": Fault("several choices of one request are not what they are alone", ("TensorRT-LLM#19487",)),
     "tool_call": Fault("tool calls are cut off or malformed", ("vllm#35800", "vllm#41967")),
     "schema": Fault("the schema or grammar is not applied to all tokens of a pass", ("vllm#9423", "vllm#44006")),
-    "seed": Fault("a request's seed is ignored", ("vllm#6038", "TensorRT-LLM#17599")),
+    "seed": Fault("a request's seed is ignored", ("vllm#6038", "vllm#55005", "TensorRT-LLM#17599")),
     "top_p": Fault("top_p is applied to draft and target in different ways", ("transformers#47932",)),
-    "distribution": Fault("sampled text is not the target's", ("transformers#47932", "mistral.rs#2424")),
+    "distribution": Fault("sampled text is not the target's", ("vllm#55005", "transformers#47932", "mistral.rs#2424")),
     "crash": Fault("the server goes away under requests in flight that the baseline answers", ("sglang#4188",)),
     "error": Fault("the server fails where the baseline answers", ("vllm#20531",)),
 }

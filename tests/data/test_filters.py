@@ -139,3 +139,8 @@ def test_nothing_left_is_one_line_with_the_counts(write: Write, config: Config, 
 def test_much_that_is_held_out_is_said(held_out: int, said: str, config: Config) -> None:
     counts = Counts(Counter({"f": 75}), Counter({"f": 75}), held_out)
     assert said in counts.line(config("f.jsonl"))
+
+
+def test_prompts_of_ones_own_are_named(config: Config) -> None:
+    counts = Counts(Counter({"f": 75}), Counter({"f": 75}), 0)
+    assert "records; measured on my.jsonl; dropped: " in counts.line(config("f.jsonl", prompts="my.jsonl"))

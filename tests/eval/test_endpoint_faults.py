@@ -105,6 +105,14 @@ def test_a_request_that_fails_in_mid_run(size: int, served: Served, log: Path) -
     assert served.counts["finished"] <= PROMPTS  # none is sent again
 
 
+def test_a_server_without_a_chat_template_has_its_option_named(served: Served, log: Path) -> None:
+    def fail(body: dict[str, Any]) -> None:
+        raise RuntimeError("default chat template is no longer allowed")
+
+    served.before = fail
+    refuse(log, r"http_500 \(client\.chat=false asks a model without a chat template; default chat", served)
+
+
 PIECE = {"model": MODEL, "choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}]}
 
 

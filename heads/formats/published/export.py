@@ -43,8 +43,12 @@ def export(head: nn.Module, form: str, served: Served, folder: Path) -> None:
     name = next(name for name, kind in HEADS.items() if type(head) is kind)
     if name not in FORMATS[form]:
         others = ", ".join(other for other, heads in FORMATS.items() if name in heads)
-        formats = f"of {others}" if others else "its own: leave format out"
-        raise ValueError(f"format={form}: not one of a head of kind {name}, which can take the form {formats}")
+        if not others:
+            raise ValueError(
+                f"format={form}: no engine loads a head of kind {name}; train head=eagle3, which all load, or leave "
+                "format out for our own engine"
+            )
+        raise ValueError(f"format={form}: not one of a head of kind {name}, which can take the form of {others}")
     put(folder, FORMATS[form][name](Export(form, head, served)), served.dtype)
 
 
