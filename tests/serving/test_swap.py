@@ -84,6 +84,7 @@ def spoiled(head: Path, out: Path) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_vllm_serves_another_head_after_a_restart_and_the_old_one_where_that_is_worse(
     run_of: Callable[[str], Path], tmp_path: Path, config: ServeConfig
 ) -> None:
