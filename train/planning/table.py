@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 from rich.console import Group
+from rich.markup import escape
 from rich.table import Table
 
+from heads.common.untrusted import visible
 from inference.target.placement import TOGETHER
 from train.config import RunConfig, checked
 from train.planning.choice import in_words
@@ -38,7 +40,7 @@ def table(run: RunConfig, planned: dict[str, Any]) -> Group:
     run = sized(run)
     totals = _table(f"plan: {run.name} -> {run.out}")
     paths = [run.data.path] if isinstance(run.data.path, str) else run.data.path
-    totals.add_row("data", ", ".join(paths))
+    totals.add_row("data", escape(visible(", ".join(paths))))
     for name in (
         "target_parameters",
         "active_parameters",
