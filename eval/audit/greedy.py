@@ -3,6 +3,7 @@
 Each asks both servers the same questions in the same order and company; the baseline's answers are the control.
 """
 
+import random
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -46,9 +47,12 @@ def identity(audit: Audit) -> Finding:
 def _twice(audit: Audit) -> Iterator[tuple[str, Reply]]:
     for side in SIDES:  # what a server does for its first request alone is not timed
         audit.asker.one(side, ask_text("warm-up", "Hello", audit.chat, max_tokens=8))
-    for order in (SIDES, SIDES[::-1]):  # so that neither always comes first, while the other's memory is cold
-        for question in audit.questions:
-            for side in order:
+    # In random order, and then in the other: a server on the same machine that has just answered still takes its cores.
+    draw = random.Random(audit.seed)
+    orders = [draw.sample(SIDES, len(SIDES)) for _ in audit.questions]
+    for turn in (1, -1):
+        for question, order in zip(audit.questions, orders, strict=True):
+            for side in order[::turn]:
                 yield side, audit.asker.one(side, question)
 
 
