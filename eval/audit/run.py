@@ -36,7 +36,7 @@ from eval.audit.compare import (
 from eval.audit.faults import diagnosed
 from eval.audit.reproduction import cleaned, reproduction
 from eval.audit.sampling import SETTINGS, sampling
-from eval.audit.speed import drafts_between, speed
+from eval.audit.speed import drafts_between, share_machine, speed
 from eval.audit.view import page, terminal
 from eval.config import AuditConfig, AuditorConfig, DecodingConfig, EndpointConfig, Selection
 from eval.inputs.workloads import Workload, gathered
@@ -143,7 +143,8 @@ def run(audit: Audit) -> list[Finding]:
         findings.append(Finding(check, NOT_RUN, "the audit ended before") if ended else finding_of(audit, check))
         if len(findings) == 1:
             readings.append(server.counters())
-    findings.append(speed(audit.timings, (readings[0], readings[1]), audit.seed))
+    shared = share_machine(server.url, audit.asker.sides[BASELINE].url)
+    findings.append(speed(audit.timings, (readings[0], readings[1]), audit.seed, shared=shared))
     findings[-1].figures["drafts"] = drafts_between(readings[0], server.counters())
     return findings
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -11,11 +12,24 @@ from eval.audit.replies import Reply
 from eval.endpoint.counters import Counters, between, restarted
 
 DRAWS = 2_000
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 LEVEL = 95  # percent of the interval
 
 
-def speed(timings: Sequence[Timed], counters: tuple[Counters | None, Counters | None], seed: int) -> Finding:
-    """Return speedups at each number of requests in flight, and acceptance where the server counts it."""
+def share_machine(one: str, other: str) -> bool:
+    """Whether two servers are processes of one machine, by their URLs."""
+    first, second = urlsplit(one), urlsplit(other)
+    hosts = {"localhost" if host in LOOPBACK else host for host in (first.hostname, second.hostname)}
+    return len(hosts) == 1 and first.port != second.port
+
+
+def speed(
+    timings: Sequence[Timed], counters: tuple[Counters | None, Counters | None], seed: int, *, shared: bool = False
+) -> Finding:
+    """Return speedups at each number of requests in flight, and acceptance where the server counts it.
+
+    Servers that are `shared` by one machine slow each other, and the finding says so.
+    """
     loads = [load for size in sorted({t.in_flight for t in timings}) if (load := _load(timings, size, seed))]
     figures: dict[str, Any] = {"loads": loads, **acceptance(timings, counters)}
     if not loads:
@@ -28,6 +42,8 @@ def speed(timings: Sequence[Timed], counters: tuple[Counters | None, Counters | 
     figures["loses_from"] = losing
     if losing is not None:
         texts.append(f"speculation loses from {losing} in flight on")
+    if shared:
+        texts.append("both are on one machine and slow each other: on machines of their own it may be another")
     if figures.get("tau"):
         texts.append(f"{figures['tau']:.2f} tokens a pass")
     return Finding("speed", PASSED, "; ".join(texts), [], figures)

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,18 @@ import pytest
 from markupsafe import escape
 
 from data.answers.client import EndpointError
-from eval.audit.compare import FAILED, FAULT, NOT_RUN, PASSED, UNDECIDED, Difference, Finding, gap_at, penalized
+from eval.audit.compare import (
+    FAILED,
+    FAULT,
+    NOT_RUN,
+    PASSED,
+    UNDECIDED,
+    Difference,
+    Finding,
+    gap_at,
+    penalized,
+)
 from eval.audit.faults import FAULTS, diagnosed
-from eval.audit.greedy import _twice
 from eval.audit.properties import schema_breach, stop_in
 from eval.audit.replies import Reply, Token, read_replies, read_tokens
 from eval.audit.run import JSON, PAGE, REPRODUCTION, Verdict, audited
@@ -457,17 +465,6 @@ def test_samples_of_one_distribution_pass_and_others_do_not() -> None:
     shares = smallest_shares(pairs, 1e-4, rng)
     assert shares["beginnings"] is not None
     assert shares["beginnings"] <= 0.2
-
-
-def test_both_servers_come_first_as_often_and_in_no_fixed_order() -> None:
-    questions = [SimpleNamespace(id=str(number)) for number in range(16)]
-    asker = SimpleNamespace(one=lambda side, question: (side, question.id))
-    audit: Any = SimpleNamespace(seed=0, chat=False, questions=questions, asker=asker)
-    asked = [side for side, _ in _twice(audit)]
-    firsts = asked[::2]
-    assert firsts.count("audited") == 16
-    assert firsts[16:] == asked[1::2][:16]
-    assert 4 <= firsts[:16].count("audited") <= 12
 
 
 def test_the_diagnosis_is_of_the_first_failure_but_for_telling_ones() -> None:

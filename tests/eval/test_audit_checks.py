@@ -5,18 +5,21 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from eval.audit.ask import Question
+from eval.audit.ask import SIDES, Question
 from eval.audit.calls import difference_of, nearest_tie, parsed, token_gap
-from eval.audit.compare import FAILED, FAULT, NEAR_TIE, NOT_OFFERED, NOT_RUN, PASSED, UNDECIDED, UNEXPLAINED
+from eval.audit.compare import FAILED, FAULT, NEAR_TIE, NOT_OFFERED, NOT_RUN, PASSED, UNDECIDED, UNEXPLAINED, Timed
+from eval.audit.greedy import _twice
 from eval.audit.replies import Reply, Token
 from eval.audit.run import CHECKS, PAGE, REPRODUCTION, Verdict
 from eval.audit.sampling import kernels_of, permuted, smallest_shares
 from eval.audit.seeds import fewer
+from eval.audit.speed import share_machine, speed
 from eval.audit.view import plot
 from tests.eval.audit_server import AuditServer
 from tests.eval.test_audit import AUDITOR, ask, refusing, statuses
@@ -330,3 +333,28 @@ def test_the_page_fits_a_phone_and_a_desk(fault: str, scheme: str, tmp_path: Pat
             assert view.evaluate("document.documentElement.scrollWidth") == width
             heights = "[...document.querySelectorAll('svg text')].map(text => text.getBoundingClientRect().height)"
             assert min(view.evaluate(heights)) > 10
+
+
+@pytest.mark.parametrize(
+    ("baseline", "shared"),
+    [
+        ("http://127.0.0.1:8001", True),
+        ("http://localhost:8000", False),  # the same server, by a field of its requests
+        ("http://elsewhere:8000", False),
+    ],
+)
+def test_servers_of_one_machine_are_known(baseline: str, shared: bool) -> None:
+    assert share_machine("http://localhost:8000", baseline) == shared
+    timings = [Timed(side, 1, [Reply(text="a b", completion_tokens=2, latency_s=1.0)], 1.0) for side in SIDES]
+    assert ("slow each other" in speed(timings, (None, None), 0, shared=shared).summary) == shared
+
+
+def test_both_servers_come_first_as_often_and_in_no_fixed_order() -> None:
+    questions = [SimpleNamespace(id=str(number)) for number in range(16)]
+    asker = SimpleNamespace(one=lambda side, question: (side, question.id))
+    audit: Any = SimpleNamespace(seed=0, chat=False, questions=questions, asker=asker)
+    asked = [side for side, _ in _twice(audit)]
+    firsts = asked[::2]
+    assert firsts.count("audited") == 16
+    assert firsts[16:] == asked[1::2][:16]
+    assert 4 <= firsts[:16].count("audited") <= 12
