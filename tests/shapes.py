@@ -11,7 +11,7 @@ import torch
 
 CHECKED = jaxtyping.jaxtyped
 PACKAGES = ["heads", "inference", "data", "eval", "train"]
-FIRST, EVERY = 16, 16  # a test's calls of a function that are checked: the first ones, then every so-manieth
+FIRST, EVERY = 16, 16  # a test's calls of a function that are checked: the first 16, then every 16th
 calls: Counter[Any] = Counter()  # in this test, of each function
 
 

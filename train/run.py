@@ -112,7 +112,7 @@ def prepare_out(
     write_whole(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)).encode())
     save_prompts(data.held_out, out / "prompts.jsonl")
     write_whole(out / "provenance.json", (json.dumps(redacted_values(origin), indent=2) + "\n").encode())
-    Console().print(data.counts.line(run.data), highlight=False)
+    Console().print(data.counts.line(run.data), markup=False, highlight=False)
 
 
 def provenance(world: int, strategy: str, data: TrainingData, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

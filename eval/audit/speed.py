@@ -28,7 +28,7 @@ def speed(
 ) -> Finding:
     """Return speedups at each number of requests in flight, and acceptance where the server counts it.
 
-    Servers that are `shared` by one machine slow each other, and the finding says so.
+    With `shared`, both servers are on one machine, and the finding says what that may do to the speedup.
     """
     loads = [load for size in sorted({t.in_flight for t in timings}) if (load := _load(timings, size, seed))]
     figures: dict[str, Any] = {"loads": loads, **acceptance(timings, counters)}
@@ -43,7 +43,7 @@ def speed(
     if losing is not None:
         texts.append(f"speculation loses from {losing} in flight on")
     if shared:
-        texts.append("both are on one machine and slow each other: on machines of their own it may be another")
+        texts.append("both servers are on one machine: where they share cores or a device, they slow each other")
     if figures.get("tau"):
         texts.append(f"{figures['tau']:.2f} tokens a pass")
     return Finding("speed", PASSED, "; ".join(texts), [], figures)

@@ -137,48 +137,48 @@ def test_the_page_holds_report_json(folder: Path, read: Reader) -> None:
 
 
 def test_the_tables_hold_its_numbers(folder: Path, read: Reader) -> None:
-    told = json.loads((folder / "report.json").read_text(encoding="utf-8"))["rows"]
-    assert len(told) == 12
-    for row, line in zip(told, lines(read, "results"), strict=True):
+    content = json.loads((folder / "report.json").read_text(encoding="utf-8"))["rows"]
+    assert len(content) == 12
+    for row, line in zip(content, lines(read, "results"), strict=True):
         assert [line[key] for key in ("tau", "tau low", "tau high")] == [row["tau"], *row["tau_ci"]]
         assert [line[key] for key in ("speedup", "speedup low", "speedup high")] == [row["speedup"], *row["speedup_ci"]]
         assert line["tokens_per_second"] == row["tokens_per_second"]
-    for row, line in zip(told, lines(read, "everything"), strict=True):
+    for row, line in zip(content, lines(read, "everything"), strict=True):
         assert {key: line[key] for key, _ in flattened(row)} == dict(flattened(row))
-    for row, line in zip([row for row in told if row["ladder"]], lines(read, "why"), strict=True):
+    for row, line in zip([row for row in content if row["ladder"]], lines(read, "why"), strict=True):
         assert [line[f"ladder.rungs.{stage}"] for stage in STAGES] == list(row["ladder"]["rungs"].values())
 
 
 def test_markdown_has_the_ladder(folder: Path) -> None:
-    told = json.loads((folder / "report.json").read_text(encoding="utf-8"))["rows"]
+    content = json.loads((folder / "report.json").read_text(encoding="utf-8"))["rows"]
     text = markdown(report())
-    for row in told:
+    for row in content:
         if row["ladder"]:
             assert " | ".join(f"{value:.2f}" for value in row["ladder"]["rungs"].values()) in text
 
 
 def test_the_page_begins_with_a_sentence_for_everybody(folder: Path) -> None:
-    told = report(temperatures=(0.0,), sizes=(1,)).as_dict()
-    best = max(row["speedup"] for row in told["rows"])
-    text = sentence(told)
+    content = report(temperatures=(0.0,), sizes=(1,)).as_dict()
+    best = max(row["speedup"] for row in content["rows"])
+    text = sentence(content)
     assert f"writes the same text {best:.2f} times as fast as the same engine without drafts" in text
     assert text.endswith("; 2 of 2 answers identical.")
     assert "HF" not in text
-    timed = [{**row, "speedup_hf": 2.46} for row in told["rows"]]
-    assert ", 2.46 times HF generate; " in sentence({**told, "rows": timed})
-    assert ", 2.46 times HF generate" in str([tile["unit"] for tile in headlines({**told, "rows": timed})])
-    unsure = [{**row, "speedup_ci": [0.98, 1.68]} for row in told["rows"]]
-    assert "drafts (not shown to be faster: the interval is 0.98 to 1.68;" in sentence({**told, "rows": unsure})
+    timed = [{**row, "speedup_hf": 2.46} for row in content["rows"]]
+    assert ", 2.46 times HF generate; " in sentence({**content, "rows": timed})
+    assert ", 2.46 times HF generate" in str([tile["unit"] for tile in headlines({**content, "rows": timed})])
+    unsure = [{**row, "speedup_ci": [0.98, 1.68]} for row in content["rows"]]
+    assert "drafts (not shown to be faster: the interval is 0.98 to 1.68;" in sentence({**content, "rows": unsure})
     rounded = {"dtype": "bfloat16", "checked": 2, "identical": 1}
-    there = {**told, "settings": told["settings"] | {"gate_dtype": "float32"}}
-    timed = [{**row, "agreement": rounded} for row in told["rows"]]
+    there = {**content, "settings": content["settings"] | {"gate_dtype": "float32"}}
+    timed = [{**row, "agreement": rounded} for row in content["rows"]]
     assert sentence({**there, "rows": timed}).endswith(
         "2 of 2 answers identical (in float32; 1 in bfloat16, as timed)."
     )
-    for row in told["rows"]:
+    for row in content["rows"]:
         row["lossless"] = {}
-    assert sentence(told).endswith("whether the text is the same was not checked.")
-    assert sentence({**told, "settings": {"gate": {name: RED.as_dict() for name in TREES}}}) == ""
+    assert sentence(content).endswith("whether the text is the same was not checked.")
+    assert sentence({**content, "settings": {"gate": {name: RED.as_dict() for name in TREES}}}) == ""
 
 
 def test_names_on_the_page_are_in_words(folder: Path) -> None:
@@ -225,8 +225,8 @@ def test_a_law_that_was_rejected_greys_its_temperature_alone(tmp_path: Path) -> 
     red = [replace(row, **hot) if (row.drafter, row.temperature) == ("eagle", 1.0) else row for row in made.rows]
     replace(made, rows=red, sampled=[SampledGate("eagle", 1.0, GREEN, wrong, "")]).write(tmp_path)
     read = Reader((tmp_path / "report.html").read_text(encoding="utf-8"))
-    told = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
-    failed = {(each.row["drafter"], each.row["temperature"]) for each in results_of(told) if each.failed}
+    content = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    failed = {(each.row["drafter"], each.row["temperature"]) for each in results_of(content) if each.failed}
     assert failed == {("eagle", 1.0)}
     found = {line["name"]: line["speedup"] for line in lines(read, "results")}
     assert found["eagle, T=1"] is None
@@ -239,8 +239,8 @@ def test_rows_without_a_clock_are_no_other_batch_size() -> None:
     whole = report(sizes=(4,), temperatures=(0.0,))
     none = {"speedup": None, "speedup_ci": None, "whole_speedup": None, "whole_speedup_ci": None}
     along = [replace(row, tier="teacher_forced", batch_size=1, **none) for row in whole.rows[1:]]
-    told = replace(whole, rows=[*whole.rows, *along]).as_dict()
-    assert plots.against(told, "batch_size", "batch size") == []
+    content = replace(whole, rows=[*whole.rows, *along]).as_dict()
+    assert plots.against(content, "batch_size", "batch size") == []
     assert plots.against(report(temperatures=(0.0,)).as_dict(), "batch_size", "batch size")
 
 
@@ -260,23 +260,23 @@ def test_specs_are_drawn_where_there_is_something_to_draw(read: Reader) -> None:
 
 
 def test_a_tree_is_drawn_with_the_acceptance_of_each_node(folder: Path, read: Reader) -> None:
-    told = json.loads((folder / "report.json").read_text(encoding="utf-8"))["trees"]["eagle"]
-    assert told["accepted"] == [0.8, 0.0, 0.6, 0.0]
+    content = json.loads((folder / "report.json").read_text(encoding="utf-8"))["trees"]["eagle"]
+    assert content["accepted"] == [0.8, 0.0, 0.6, 0.0]
     nodes = json.loads(read.scripts["specs"])["tree-0"]["data"]["values"]
     assert [node["depth"] for node in nodes] == [0, 1, 1, 2, 2]
-    assert [node["share"] for node in nodes] == [1.0, *told["accepted"]]
+    assert [node["share"] for node in nodes] == [1.0, *content["accepted"]]
     assert [node["after"] for node in nodes] == pytest.approx([1.0, 0.8, 0.0, 0.75, 0.0])
     assert [node["side"] != "" for node in nodes] == [False, True, False, True, False]
     assert len({(node["depth"], node["y"]) for node in nodes}) == 5
     listed = [line for line in lines(read, "nodes") if line["drafter"] == "eagle"]
-    assert [line["accepted"] for line in listed] == told["accepted"]
+    assert [line["accepted"] for line in listed] == content["accepted"]
     assert [line["ranks from the root"] for line in listed] == ["1", "2", "1 1", "1 2"]
 
 
 def test_a_tree_of_which_nothing_was_accepted_is_left_out() -> None:
     whole = report(sizes=(1,), temperatures=(0.0,))
-    told = whole.as_dict()
-    told["trees"][EVIL] |= {"paths": [], "accepted": []}
-    assert [section.plots for section in sections(told, PAGE) if section.id == "tree"] == [
-        tree_plot.tree("eagle", told["trees"]["eagle"])
+    content = whole.as_dict()
+    content["trees"][EVIL] |= {"paths": [], "accepted": []}
+    assert [section.plots for section in sections(content, PAGE) if section.id == "tree"] == [
+        tree_plot.tree("eagle", content["trees"]["eagle"])
     ]

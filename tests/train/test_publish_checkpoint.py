@@ -259,6 +259,7 @@ def test_bad_input_gets_one_line_and_nothing_is_written(tmp_path: Path) -> None:
     for key, value in (("raw_state", False), ("layer", "llama")):
         other = run_of(tmp_path / key, target, head_of(target, **{key: value}))
         assert f"train with head.{key}=" in refusal(other, out)
+    assert f"target={tmp_path / 'lost'}: " in refusal(run, out, target=str(tmp_path / "lost"))
     medusa = run_of(tmp_path / "medusa", target, toys.head("medusa", target))
     assert "not one of a head of kind medusa" in refusal(medusa, out)
     with mock.patch("shutil.disk_usage", return_value=SimpleNamespace(free=5)):
@@ -298,7 +299,7 @@ def test_a_target_that_has_no_place_for_it_is_refused(tmp_path: Path, change: di
     target = target_of(tmp_path / "target", "qwen2")
     run, file = run_of(tmp_path / "run", target, head_of(target)), tmp_path / "target" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with mock.patch("train.release.folder._target_of", side_effect=AssertionError("its weights were asked for")):
+    with mock.patch("train.release.folder._target_at", side_effect=AssertionError("its weights were asked for")):
         assert said in refusal(run, tmp_path / "out")
 
 

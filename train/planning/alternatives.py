@@ -89,8 +89,8 @@ def _other_heads(run: RunConfig, mine: Outcome) -> str:
         return f"{mine}; {best} of the same target: head={best.head}"
     favoured, _ = best_head(run.model.path, run.model.shape, run.model.trust_remote_code)
     measured = {mine.head, *(outcome.head for outcome in others)}
-    loadable = [head for head in (favoured, SERVED) if is_served(head) or not is_served(mine.head)]
-    if untried := [head for head in loadable if head not in measured]:
+    candidates = [head for head in (favoured, SERVED) if is_served(head) or not is_served(mine.head)]
+    if untried := [head for head in candidates if head not in measured]:
         all_steps = mine.seconds / mine.steps * run.trainer.steps
         seconds = all_steps * _operations(_with_head(run, untried[0])) / _operations(run)
         why = "docs/heads.md favours" if untried[0] == favoured else "all engines serve"

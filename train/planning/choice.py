@@ -61,15 +61,15 @@ def in_words(run: RunConfig) -> str:
     nodes = f"{launcher.num_nodes} x " if launcher.num_nodes > 1 else ""
     processes = "1 process" if launcher.local == 1 else f"{launcher.local} processes"
     last = f" eval.gate_dtype={gate}" if run.eval.prompts else ""
-    rows = max(1, run.trainer.batch_tokens // run.data.length)
+    rows, idle = max(1, run.trainer.batch_tokens // run.data.length), ""
     if rows < launcher.world:
-        last += (
+        idle = (
             f"; a step of trainer.batch_tokens={run.trainer.batch_tokens} is {rows} row{'s' * (rows > 1)} for "
             f"{launcher.world} processes, so some have nothing to do: give {launcher.world * run.data.length} or more"
         )
     return (
         f"{nodes}{processes}, placed by the plan: model.placement={run.model.placement} "
-        f"launcher.strategy={launcher.strategy} trainer.micro_tokens={run.trainer.micro_tokens}{last}"
+        f"launcher.strategy={launcher.strategy} trainer.micro_tokens={run.trainer.micro_tokens}{last}{idle}"
     )
 
 

@@ -39,8 +39,7 @@ def table(run: RunConfig, planned: dict[str, Any]) -> Group:
     """Return the plan as tables for the terminal, with `advice` if it does not fit."""
     run = sized(run)
     totals = _table(f"plan: {run.name} -> {run.out}")
-    paths = [run.data.path] if isinstance(run.data.path, str) else run.data.path
-    totals.add_row("data", escape(visible(", ".join(paths))))
+    totals.add_row("data", escape(visible(run.data.named)))
     for name in (
         "target_parameters",
         "active_parameters",

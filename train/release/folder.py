@@ -183,7 +183,8 @@ def exported(head: Path, config: PublishConfig) -> Iterator[Path]:
 
 def _write_export(head: Path, config: PublishConfig, form: str, folder: Path) -> None:
     spec = read_config(head)["target"]
-    path, target = _target_of(head, config)
+    path = _path_of(spec, config)
+    target = _target_at(path, spec.get("adapter"))
     name = spec["name"] if on_hub(spec["name"]) else path
     served = Served(
         name=name if on_hub(name) else Path(name).name,
@@ -224,17 +225,21 @@ def stitched(run: Path, out: Path, config: PublishConfig) -> Facts:
     spec, kind = content["target"], content["head"]["name"]
     if kind != "mtp":
         raise ValueError(f"format=checkpoint: not one of a head of kind {kind}; give a run of head=mtp")
-    path = config.target or target_path(spec["name"])
-    layout_of(read_target_values(path, False, cached_alone=False), path)  # before its weights are downloaded
-    path, target = _target_of(folder, config)
-    trained, given = tokenizer_sha256(spec["name"]), tokenizer_sha256(path)
-    if trained is not None and given not in (None, trained):
-        raise ValueError(f"target={path}: its tokenizer.json is not that of {spec['name']}, which the head is for")
     if spec.get("adapter"):
         raise ValueError(
             f"format=checkpoint: the head is for {spec['name']} with adapter {spec['adapter']}; merge the adapter into "
             "a checkpoint and train on that"
         )
+    path = _path_of(spec, config)
+    try:
+        values = read_target_values(path, False, cached_alone=False)
+    except ValueError as error:
+        raise ValueError(f"target={path}: {error}") from error
+    layout_of(values, path)  # before its weights are downloaded
+    target = _target_at(path, None)
+    trained, given = tokenizer_sha256(spec["name"]), tokenizer_sha256(path)
+    if trained is not None and given not in (None, trained):
+        raise ValueError(f"target={path}: its tokenizer.json is not that of {spec['name']}, which the head is for")
     head = load_head(folder, target.embeddings, target.spec)
     assert isinstance(head, Mtp)
     measured = read_report(report) if report.is_file() else {}
@@ -242,13 +247,16 @@ def stitched(run: Path, out: Path, config: PublishConfig) -> Facts:
     return Facts(config, content, {}, given, measured, provenance={}, settings={}, base_id=None)
 
 
-def _target_of(head: Path, config: PublishConfig) -> tuple[str, Target | EmbeddingsOnly]:
-    """Return the path of a head's target, and the target; refuse one whose tables are scaled."""
-    spec = read_config(head)["target"]
-    path = config.target or target_path(spec["name"])
-    target = _load(path, spec.get("adapter"))
+def _path_of(spec: dict[str, Any], config: PublishConfig) -> str:
+    """Return the path of a head's target."""
+    return config.target or target_path(spec["name"])
+
+
+def _target_at(path: str, adapter: str | None) -> Target | EmbeddingsOnly:
+    """Return a target; refuse one whose tables are scaled."""
+    target = _load(path, adapter)
     _assert_plain(target.embeddings, path)
-    return path, target
+    return target
 
 
 def _load(path: str, adapter: str | None) -> Target | EmbeddingsOnly:
