@@ -75,8 +75,9 @@ def _left_out(full: EvalConfig, reduced: EvalConfig) -> str:
     ]
     if reduced.tiers() != full.tiers():
         counts.append("no other trees")
-    several = {"compare": full.compare, "drafter": [] if [*full.drafter] == ["head"] else full.drafter}
-    words = [f"{key}=[{','.join(values)}]" for key, values in several.items() if values]
-    words += [f"workload={full.workload}"] if isinstance(full.workload, str) else []
+    drafters, workloads = [] if [*full.drafter] == ["head"] else full.drafter, full.workload
+    several = {"compare": full.compare, "drafter": drafters, "workload": workloads or []}
+    shown = {key: it if isinstance(it, str) else f"[{','.join(it)}]" for key, it in several.items() if it}
+    words = [f"{key}={value}" for key, value in shown.items()]
     whole = " ".join([f"python eval/run.py run={','.join(full.runs())}", *words])
     return f"{', '.join(counts)}, to take {full.minutes:.2g} min at most; all of it: {whole}" if counts else ""

@@ -262,6 +262,11 @@ class RunConfig:
     tree: TreeConfig
     eval: EvalSettings
 
+    @property
+    def rows(self) -> int:
+        """Rows of a step, over all processes."""
+        return self.trainer.batch_tokens // self.data.length
+
 
 def run_config(cfg: DictConfig) -> RunConfig:
     """Return the composed configuration as typed objects; refuse unknown keys, wrong types and broken invariants."""

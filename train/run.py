@@ -70,6 +70,7 @@ from train.planning.check import (
 )
 from train.planning.choice import accelerators, alone_on_cpu, chosen, in_words, with_processes
 from train.planning.plan import SHARE, plan, plan_inputs, rated, resolved, sized, work
+from train.planning.shapes import begin_shape
 from train.planning.table import table
 from train.rollouts import Rollouts
 from train.start import STARTS, first_head, resolve_init
@@ -144,9 +145,8 @@ def with_micro_tokens(run: RunConfig) -> RunConfig:
 
 def batches_for(run: Any, packed: Any, accelerator: Accelerator) -> Batches:
     """Return the run's batches, the trainer's token budgets converted to rows."""
-    rows = max(1, run.trainer.batch_tokens // run.data.length)
-    micro = max(1, run.trainer.micro_tokens // run.data.length)
-    return Batches(packed, rows, micro, run.trainer.seed, accelerator.process_index, accelerator.num_processes)
+    micro = run.trainer.micro_tokens // run.data.length
+    return Batches(packed, run.rows, micro, run.trainer.seed, accelerator.process_index, accelerator.num_processes)
 
 
 def identity(run: RunConfig, target: Target | EmbeddingsOnly, batches: Batches, world: int) -> resume.Identity:
@@ -416,6 +416,7 @@ def main(cfg: DictConfig) -> float | None:
                 return None
             gc.disable()  # it is over before there is garbage, and to look for it takes an eighth of it
             check_first_records(run)
+            begin_shape(run.model)
             run = chosen(run)
             report_best_head()
             Console().print(table(run, plan(run)), highlight=False)

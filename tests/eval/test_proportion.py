@@ -36,11 +36,15 @@ def test_what_does_not_fit_is_left_out(
     assert ("python eval/run.py run=outputs/x" in str(reduced)) == (kept != FULL)
 
 
-def test_the_command_that_measures_all_of_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("workload", "word"), [("my.jsonl", "my.jsonl"), (["my.jsonl", "gsm8k"], "[my.jsonl,gsm8k]")], ids=["one", "two"]
+)
+def test_the_command_that_measures_all_of_it_is_whole(
+    workload: str | list[str], word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(proportion, "_answer_seconds", lambda *_: 1.0)
-    words = {"run": "outputs/x", "compare": ["outputs/y"], "workload": "my.jsonl", "minutes": 0.1}
-    workload = SimpleNamespace(prompts=[None] * 16)
+    words = {"run": "outputs/x", "compare": ["outputs/y"], "workload": workload, "minutes": 0.1}
     config = eval_config(**words, drafter={"head": {}, "suffix": {}})
-    reduced = in_proportion(config, SimpleNamespace(), [workload])
-    command = "python eval/run.py run=outputs/x compare=[outputs/y] drafter=[head,suffix] workload=my.jsonl"
+    reduced = in_proportion(config, SimpleNamespace(), [SimpleNamespace(prompts=[None] * 16)])
+    command = f"python eval/run.py run=outputs/x compare=[outputs/y] drafter=[head,suffix] workload={word}"
     assert str(reduced).endswith(f"all of it: {command}")

@@ -93,13 +93,8 @@ def test_large_and_small_blocks_have_moments_of_their_own() -> None:
 
 
 def job(target: Target, name: str, **changes: Any) -> Job:
-    embeddings = target.embeddings
-    shape = replace(
-        SHAPE, layer=embeddings.layer, layers=embeddings.num_layers, width=embeddings.hidden_size,
-        vocab=embeddings.vocab_size,
-    )  # fmt: skip
     made = Job(
-        toys.head(name, target).config, WholeConfig("none"), OBJECTIVE, TRAINER, shape, embeddings.config,
+        toys.head(name, target).config, WholeConfig("none"), OBJECTIVE, TRAINER, target.embeddings.config,
         torch.float32, False, "cpu", 2, 64, True,
     )  # fmt: skip
     return made._replace(**changes)

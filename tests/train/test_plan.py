@@ -64,6 +64,7 @@ def test_published_counts(
     target: str, overrides: tuple[str, ...], billions: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shapes, "read_target_config", lambda *_, **__: TARGETS[target])
+    monkeypatch.setattr(shapes, "_configurations", {})
     found = plan(run("model=llama70b", *SMALL, *overrides))
     assert found["head_parameters"] / 1e9 == pytest.approx(billions, rel=0.005)
 

@@ -13,7 +13,6 @@ from eval.config import eval_config
 from eval.inputs.runs import find_heads
 from eval.measures.results import LIVE
 from heads import HEADS
-from heads.base import shape_of
 from heads.common.files import check_writable
 from heads.common.target_config import check_rows, context_of
 from heads.common.untrusted import regular
@@ -23,7 +22,7 @@ from inference.target import adapter
 from inference.target.loading import AS_IT_IS, check_method, configuration, load_tokenizer
 from train.config import RunConfig
 from train.distributed import processes
-from train.planning.trace import Embeddings
+from train.planning.trace import embeddings_of
 from train.start import AUTO, CHECKPOINT, LAST_LAYER, STARTS, check_start
 
 
@@ -110,8 +109,5 @@ def check_target(run: RunConfig) -> None:
         return
     text: Any = config.get_text_config()
     with torch.device("meta"):
-        embeddings = Embeddings(
-            text.hidden_size, text.vocab_size, text.num_hidden_layers, shape_of(text), torch.float32, text
-        )
         kind: Any = HEADS[run.head.name]
-        kind(run.head, embeddings)
+        kind(run.head, embeddings_of(text, torch.float32))

@@ -61,10 +61,10 @@ def in_words(run: RunConfig) -> str:
     nodes = f"{launcher.num_nodes} x " if launcher.num_nodes > 1 else ""
     processes = "1 process" if launcher.local == 1 else f"{launcher.local} processes"
     last = f" eval.gate_dtype={gate}" if run.eval.prompts else ""
-    rows, idle = max(1, run.trainer.batch_tokens // run.data.length), ""
-    if rows < launcher.world:
+    idle = ""
+    if run.rows < launcher.world:
         idle = (
-            f"; a step of trainer.batch_tokens={run.trainer.batch_tokens} is {rows} row{'s' * (rows > 1)} for "
+            f"; a step of trainer.batch_tokens={run.trainer.batch_tokens} is {run.rows} row{'s' * (run.rows > 1)} for "
             f"{launcher.world} processes, so some have nothing to do: give {launcher.world * run.data.length} or more"
         )
     return (

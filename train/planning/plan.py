@@ -136,8 +136,7 @@ def sized(run: RunConfig) -> RunConfig:
 
 def most_rows(run: RunConfig) -> int:
     """Return the largest power of two of rows within those that a process has in a step, at least one."""
-    mine = run.trainer.batch_tokens // run.data.length // run.launcher.world
-    return 1 << max(0, mine.bit_length() - 1)
+    return 1 << max(0, (run.rows // run.launcher.world).bit_length() - 1)
 
 
 def plan_inputs(run: RunConfig) -> PlanInputs:
@@ -150,7 +149,7 @@ def plan_inputs(run: RunConfig) -> PlanInputs:
     fast = fast_dtype(torch.device(str(device.type)))
     dtype = fast if run.model.dtype == "auto" else DTYPES[run.model.dtype]
     bf16 = run.trainer.precision == "bf16" or (run.trainer.precision == "auto" and fast == torch.bfloat16)
-    shape, launcher = target_shape(run.model), run.launcher
+    launcher = run.launcher
     accelerators = launcher.local if device.count is None else device.count
     layout = Layout(
         launcher.strategy, run.model.where, launcher.local, launcher.num_nodes,
@@ -158,17 +157,20 @@ def plan_inputs(run: RunConfig) -> PlanInputs:
     )  # fmt: skip
     _check_placed(run, layout, str(device.type))
     length = run.data.length
-    mine = -(-max(1, run.trainer.batch_tokens // length) // layout.world)
-    rows = min(mine, max(1, run.trainer.micro_tokens // length))
+    mine = -(-run.rows // layout.world)
+    rows = min(mine, run.trainer.micro_tokens // length)
     micro = -(-mine // rows)
     config = configuration(run.model).get_text_config()
     job = Job(
-        run.head, run.peft, run.objective, run.trainer, shape, config, dtype, bf16, str(device.type), rows, length,
-        micro > 1,
+        run.head, run.peft, run.objective, run.trainer, config, dtype, bf16, str(device.type), rows, length, micro > 1,
     )  # fmt: skip
+    try:
+        traced = trace(job)
+    finally:  # the error of a target that is none comes before those of its head
+        shape = target_shape(run.model)
     weight_bytes = QUANTIZED.get(run.model.quantize or "", dtype.itemsize)
     layers = int(weight_bytes * shape.inner) if reads_target(run) else 0
-    return PlanInputs(run, device, shape, job, trace(job), layout, dtype.itemsize, rows, micro, layers)
+    return PlanInputs(run, device, shape, job, traced, layout, dtype.itemsize, rows, micro, layers)
 
 
 def _check_placed(run: RunConfig, layout: Layout, device: str) -> None:
@@ -308,7 +310,7 @@ def work(inputs: PlanInputs) -> dict[str, Any]:
     """
     run, device, shape = inputs.run, inputs.device, inputs.shape
     tokens = inputs.rows * run.data.length
-    steps = run.trainer.steps * max(1, run.trainer.batch_tokens // run.data.length) / inputs.rows
+    steps = run.trainer.steps * run.rows / inputs.rows
     target = round(shape.flops(tokens, run.data.length) * steps)
     head = round(inputs.traced.flops * steps)
     cost: dict[str, Any] = {"target_flops": target, "head_flops": head}

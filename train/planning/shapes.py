@@ -1,6 +1,9 @@
 """A target's shape from its configuration alone: parameters, operations and memory of a forward pass."""
 
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,8 +70,19 @@ class TargetShape:
         return entries + 2 * self.states * item // 2
 
 
+_configurations: dict[tuple[str, float], PretrainedConfig] = {}
+
+
 def configuration(model: ModelConfig) -> PretrainedConfig:
     """Return a target's configuration, from its folder, the cache, `shape` or the Hub; refuse one that none has."""
+    file = Path(model.path, "config.json")
+    key = repr(model), file.stat().st_mtime if file.is_file() else 0.0
+    if key not in _configurations:  # a choice of placements asks many times
+        _configurations[key] = _configuration(model)
+    return _configurations[key]
+
+
+def _configuration(model: ModelConfig) -> PretrainedConfig:
     try:
         return read_target_config(model.path, model.trust_remote_code, cached_alone=True)
     except ValueError:
@@ -90,19 +104,32 @@ def configuration(model: ModelConfig) -> PretrainedConfig:
         ) from None
 
 
-_shapes: dict[tuple[type, str], TargetShape] = {}
+_shapes: dict[str, Future[TargetShape]] = {}
+
+
+def begin_shape(model: ModelConfig) -> None:
+    """Have another process find a target's shape: importing the target's code takes as long as tracing a head."""
+    pool = ProcessPoolExecutor(1, get_context("fork"))
+    _shapes[_key(model)] = pool.submit(_shape, model)
+    pool.shutdown(wait=False)
 
 
 def target_shape(model: ModelConfig) -> TargetShape:
     """Return a target's shape, its parameters counted on the meta device; refuse one of which no model can be made."""
-    config = configuration(model)
-    key = type(config), config.to_json_string(use_diff=False)  # a choice of placements asks many times
+    key = _key(model)  # a choice of placements asks many times
     if key not in _shapes:
-        _shapes[key] = _shape(config, model)
-    return _shapes[key]
+        found: Future[TargetShape] = Future()
+        found.set_result(_shape(model))
+        _shapes[key] = found
+    return _shapes[key].result()
 
 
-def _shape(config: PretrainedConfig, model: ModelConfig) -> TargetShape:
+def _key(model: ModelConfig) -> str:
+    return f"{model.path} {configuration(model).to_json_string(use_diff=False)}"
+
+
+def _shape(model: ModelConfig) -> TargetShape:
+    config = configuration(model)
     try:
         with torch.device("meta"):
             built = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)

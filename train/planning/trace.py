@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from heads import HEADS
-from heads.base import Features, LayerShape
+from heads.base import Features, LayerShape, shape_of
 from heads.modules.layers import Recomputing
 from heads.modules.rope import Rotary
 from heads.mtp import TARGET
@@ -29,7 +29,6 @@ from train.config import TrainerConfig
 from train.distributed.processes import LARGE
 from train.objective import Chunk, Pick, chunk_rows, objective
 from train.planning.path import path_of
-from train.planning.shapes import TargetShape
 from train.tracking.flops import Flops
 
 CHUNKS = 2  # chunks of the loss that are traced: the others cost the same
@@ -77,6 +76,12 @@ class Embeddings:
     def head_weight(self) -> Float[Tensor, "V D"]:
         """Return the lm_head's weight."""
         return self.weight
+
+
+def embeddings_of(config: Any, dtype: torch.dtype) -> Embeddings:
+    """Return the embeddings of a target by its (text) configuration."""
+    sizes = config.hidden_size, config.vocab_size, config.num_hidden_layers
+    return Embeddings(*sizes, shape_of(config), dtype, config)
 
 
 class Shadow(Flops):
@@ -129,7 +134,6 @@ class Job(NamedTuple):
     peft: Any
     objective: Any
     trainer: TrainerConfig
-    shape: TargetShape
     config: Any  # the target's (text) configuration
     dtype: torch.dtype
     autocast: bool
@@ -187,10 +191,8 @@ class Inputs(NamedTuple):
 
 def head_of(job: Job) -> tuple[Any, int]:
     """Return a head on the meta device, and its number of parameters without adapters."""
-    shape = job.shape
     with torch.device("meta"):
-        embeddings = Embeddings(shape.width, shape.vocab, shape.layers, shape.layer, job.dtype, job.config)
-        head: Any = HEADS[job.head.name](job.head, embeddings)
+        head: Any = HEADS[job.head.name](job.head, embeddings_of(job.config, job.dtype))
         whole = sum(p.numel() for p in head.parameters())
         adapt(head, job.peft)
     return head, whole
@@ -214,7 +216,7 @@ def inputs_of(job: Job, head: Any) -> Inputs:
 
 
 def _run_trace(job: Job) -> Trace:
-    config, shape = job.objective, job.shape
+    config = job.objective
     head, whole = head_of(job)
     with FakeTensorMode(allow_non_fake_inputs=True):
         features, weight, anchors, chunks = inputs_of(job, head)
@@ -235,7 +237,7 @@ def _run_trace(job: Job) -> Trace:
         if of not in _updates:  # whatever the micro-batch
             _updates[of] = _updated(head, job.trainer)
     sizes = [4 * p.numel() for p in trained]
-    vocabulary = {shape.vocab} if head.vocab is None else {shape.vocab, len(head.vocab.ids)}
+    vocabulary = {job.config.vocab_size, *([] if head.vocab is None else [len(head.vocab.ids)])}
     share = sum(len(chunk.teacher) for chunk in chunks) / sum(len(chunk.teacher) for chunk in some)
     return Trace(
         whole, sum(sizes) // 4, sum(p.numel() for p in head.parameters()) - sum(sizes) // 4, len(head.feature_layers),
@@ -278,8 +280,8 @@ def _batch(job: Job, layers: int, anchored: float) -> tuple[Features, Tensor, Te
     token = torch.zeros(size, dtype=torch.long)
     features = Features(
         token,
-        torch.empty(*size, layers, job.shape.width, dtype=dtype),
-        torch.empty(*size, job.shape.width, dtype=dtype),
+        torch.empty(*size, layers, job.config.hidden_size, dtype=dtype),
+        torch.empty(*size, job.config.hidden_size, dtype=dtype),
         torch.zeros(size, dtype=torch.long),
     )
     anchors = None if anchored == 1 else torch.zeros(job.rows, round(anchored * job.length), dtype=torch.long)
