@@ -109,9 +109,10 @@ _shapes: dict[str, Future[TargetShape]] = {}
 
 def begin_shape(model: ModelConfig) -> None:
     """Have another process find a target's shape: importing the target's code takes as long as tracing a head."""
-    pool = ProcessPoolExecutor(1, get_context("fork"))
-    _shapes[_key(model)] = pool.submit(_shape, model)
-    pool.shutdown(wait=False)
+    if (key := _key(model)) not in _shapes:
+        pool = ProcessPoolExecutor(1, get_context("fork"))
+        _shapes[key] = pool.submit(_shape, model)
+        pool.shutdown(wait=False)
 
 
 def target_shape(model: ModelConfig) -> TargetShape:
