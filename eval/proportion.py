@@ -74,10 +74,11 @@ def _left_out(full: EvalConfig, reduced: EvalConfig) -> str:
         if getattr(reduced, key) < getattr(full, key)
     ]
     if reduced.tiers() != full.tiers():
-        counts.append("no other trees")
+        counts.append("other trees left out")
     drafters, workloads = [] if [*full.drafter] == ["head"] else full.drafter, full.workload
     several = {"compare": full.compare, "drafter": drafters, "workload": workloads or []}
     shown = {key: it if isinstance(it, str) else f"[{','.join(it)}]" for key, it in several.items() if it}
     words = [f"{key}={value}" for key, value in shown.items()]
     whole = " ".join([f"python eval/run.py run={','.join(full.runs())}", *words])
-    return f"{', '.join(counts)}, to take {full.minutes:.2g} min at most; all of it: {whole}" if counts else ""
+    assert full.minutes is not None
+    return f"{', '.join(counts)}, to take {60 * full.minutes:.0f} s at most; all of it: {whole}" if counts else ""

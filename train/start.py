@@ -39,7 +39,7 @@ def resolve_init(init: str | None, config: HeadConfig, target: Target | Embeddin
         odd = str(error)
     if odd is None:
         return LAST_LAYER
-    log.warning("the module starts from nothing: %s", odd)
+    log.warning("a note: the head starts with random weights, not as the target's last layer, since %s", odd)
     return None
 
 
@@ -107,7 +107,7 @@ def mtp_from_target(config: HeadConfig, init: str, target: Target) -> nn.Module:
     head = module_like(config, target)
     odd = mismatch(head, start, target)
     if odd is not None:
-        raise ValueError(f"init={init}: {odd}")
+        raise ValueError(f"init={init}: {odd}, or give init=null for a new one")
     weights = head.state_dict()
     if init == LAST_LAYER:
         width = target.embeddings.hidden_size
@@ -140,7 +140,7 @@ def _block(config: Mtp.Config) -> str:
 
 
 def mismatch(head: Mtp, start: dict[str, Tensor], target: Target) -> str | None:
-    """Return how a layer's parameters differ from the module's and the remedy, or None."""
+    """Return how a layer's parameters differ from the module's and what would make them alike, or None."""
     weights = head.state_dict()
     blocks = {name for name in weights if name.startswith("block.")}
     odd = sorted(blocks ^ {name for name in start if name.startswith("block.")})
@@ -148,6 +148,6 @@ def mismatch(head: Mtp, start: dict[str, Tensor], target: Target) -> str | None:
     if not odd:
         return None
     return (
-        f"a layer of {target.name} is not built like the module's ({odd[0]}); give init=null for a new one, or "
-        "head.qk_norm=true where its queries and keys are normed, or head.layer=target"
+        f"a layer of {target.name} is not built like the head's ({odd[0].removeprefix('block.')}); head.layer=target "
+        "makes one that is, and head.qk_norm=true where only its normed queries and keys differ"
     )

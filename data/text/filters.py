@@ -68,7 +68,9 @@ class Counts:
         chats = f"; of the chats, {counts_line(self.chats)}" if +self.chats else ""
         share = self.held_out / max(1, self.held_out + sum(self.records.values()))
         much = f" ({share:.0%} of all: a smaller data.held_out trains on more)" if share > MUCH else ""
-        measured = f"measured on {config.prompts}" if config.prompts else f"held out: {self.held_out:,}{much}"
+        measured = (
+            f"measured on {config.prompts}" if config.prompts else f"held out beside them: {self.held_out:,}{much}"
+        )
         return (
             f"data: {read}; {measured}; dropped: {', '.join(dropped) or 'nothing'}; "
             f"kept: {self.samples:,} samples, {self.tokens:,} tokens, "

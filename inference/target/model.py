@@ -416,12 +416,17 @@ class TargetModel:
         return torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, shut)[:, None]
 
 
+_noted: set[str] = set()  # targets of which `note_unknown` has said so
+
+
 def note_unknown(tokenizer: PreTrainedTokenizerBase, vocab_size: int, name: str) -> None:
     """Say where a tokenizer has tokens, added ones mostly, that the model has no embedding for."""
     beyond = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= vocab_size)
-    if beyond:
+    if beyond and name not in _noted:  # a run loads its target more than once
+        _noted.add(name)
         log.warning(
-            "%s: knows %d tokens, and its tokenizer has %d more, from %r on: text that holds one is refused",
+            "a note: %s knows %d tokens, and its tokenizer has %d more, from %r on; a text that held one would be "
+            "refused",
             name, vocab_size, len(beyond), beyond[0][1],
         )  # fmt: skip
 

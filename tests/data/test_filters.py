@@ -135,7 +135,9 @@ def test_nothing_left_is_one_line_with_the_counts(write: Write, config: Config, 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("held_out", "said"), [(25, "held out: 25;"), (64, "held out: 64 (46% of all: a smaller")])
+@pytest.mark.parametrize(
+    ("held_out", "said"), [(25, "held out beside them: 25;"), (64, "held out beside them: 64 (46% of all: a smaller")]
+)
 def test_much_that_is_held_out_is_said(held_out: int, said: str, config: Config) -> None:
     counts = Counts(Counter({"f": 75}), Counter({"f": 75}), held_out)
     assert said in counts.line(config("f.jsonl"))

@@ -422,7 +422,7 @@ def test_a_tuning_for_its_minutes_leaves_out_repeats_then_prompts_then_trees(
     drafter = HeadDrafter(toys.head("eagle", target), OWN_TREE, "head")
     smaller, line = fitted(full, minutes, [1], drafter, True, answer)
     seconds = int(line.removeprefix("tuning: about ").split()[0])
-    assert line == f"tuning: about {seconds} s" + (f"; {words}, to take {minutes:.2g} min at most" if words else "")
+    assert line == f"tuning: about {seconds} s" + (f"; {words}, to take {60 * minutes:.0f} s at most" if words else "")
     if minutes is not None and minutes > 1e-3:
         assert seconds <= 60 * minutes
     everything, _ = fitted(full, None, [1], drafter, True, answer)
@@ -434,7 +434,7 @@ def test_a_tuning_says_first_how_long_it_takes_and_its_file_what_it_left_out(
 ) -> None:
     tuned(configured(run, tuner=SMALL, prompts=1, repeats=2, minutes=1e-9))
     settings = json.loads((run / "tune.json").read_text(encoding="utf-8"))["settings"]
-    assert (settings["repeats"], settings["left_out"]) == (1, "1 of 2 repeats, to take 1e-09 min at most")
+    assert (settings["repeats"], settings["left_out"]) == (1, "1 of 2 repeats, to take 0 s at most")
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith("tuning: about ")
-    assert first.endswith(" s; 1 of 2 repeats, to take 1e-09 min at most")
+    assert first.endswith(" s; 1 of 2 repeats, to take 0 s at most")

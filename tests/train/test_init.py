@@ -151,7 +151,7 @@ def test_a_module_starts_as_the_checkpoints_own(tmp_path: Path) -> None:
     [
         ("llama", ("head=eagle", "init=last_layer"), "starts head=mtp alone"),
         ("qwen3", ("head=mtp", "init=last_layer"), r"self_attn\.k_norm\.weight.*head\.qk_norm=true"),
-        ("gpt2", ("head=mtp", "init=last_layer"), "is not built like the module's"),
+        ("gpt2", ("head=mtp", "init=last_layer"), "is not built like the head's"),
         ("gpt2", ("head=mtp", "head.layer=target", "init=null"), "cannot run by itself .it has no rotary positions"),
         (
             "mistral",
@@ -180,12 +180,12 @@ def test_a_start_that_does_not_fit_is_refused(name: str, overrides: tuple[str, .
 def test_what_a_head_starts_from_by_itself(
     name: str, overrides: tuple[str, ...], start: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And a module that starts from nothing, for the target's last layer is another, says so."""
+    """And one that starts with random weights, for the target's last layer is another, says so."""
     target = toys.target(name)
     asked = run(*overrides)
     found = replace(asked, init=resolve_init(asked.init, asked.head, target))
     assert found.init == start
-    assert ("starts from nothing" in caplog.text) == (
+    assert ("starts with random weights" in caplog.text) == (
         start is None and "head=mtp" in overrides and "init=null" not in overrides
     )
     started(found, target)
