@@ -69,12 +69,12 @@ def _estimate(config: EvalConfig, workloads: int, answer: float) -> float:
 def _left_out(full: EvalConfig, reduced: EvalConfig) -> str:
     """Return what is left out and how to measure it all; nothing where nothing is."""
     counts = [
-        f"{getattr(reduced, key)} of {getattr(full, key)} {key}"
+        f"only {getattr(reduced, key)} of {getattr(full, key)} {key}"
         for key in ("prompts", "repeats")
         if getattr(reduced, key) < getattr(full, key)
     ]
     if reduced.tiers() != full.tiers():
-        counts.append("other trees left out")
+        counts.append("no prediction for other trees")
     drafters, workloads = [] if [*full.drafter] == ["head"] else full.drafter, full.workload
     several = {"compare": full.compare, "drafter": drafters, "workload": workloads or []}
     shown = {key: it if isinstance(it, str) else f"[{','.join(it)}]" for key, it in several.items() if it}

@@ -94,11 +94,12 @@ def sentence(report: Record) -> str:
         return ""
     row = max(timed, key=lambda result: result.row["speedup"]).row
     name, counts = report["target"].get("name") or "the target", row.get("lossless") or {}
-    text = f"With {row['drafter']}, {name} writes the same text {row['speedup']:.2f} times as fast as {OVER}"
-    text += over_hf(row)
     low, high = row.get("speedup_ci") or (None, None)
+    between = "" if low is None else f" ({low:.2f} to {high:.2f})"
+    text = f"With {row['drafter']}, {name} writes the same text {row['speedup']:.2f} times as fast{between} as {OVER}"
     if low is not None and low <= 1 < row["speedup"]:
-        text += f" (not shown to be faster: the interval is {low:.2f} to {high:.2f}; more prompts narrow it)"
+        text += " (not shown to be faster; more prompts narrow the interval)"
+    text += over_hf(row)
     if not counts.get("checked"):
         return f"{text.replace(' the same text', '')}; whether the text is the same was not checked."
     ties = f", {counts['near_tie']} the same but for rounding" if counts.get("near_tie") else ""

@@ -53,8 +53,10 @@ def config(run: Path, form: str | None, **changes: Any) -> PublishConfig:
 
 def test_the_published_folder_is_the_exported_one(tmp_path: Path, target: EmbeddingsOnly) -> None:
     made = run(tmp_path, target, "eagle3", EAGLE3)
-    out = publish(config(made, "vllm"), HfApi())
+    lines: list[str] = []
+    out = publish(config(made, "vllm"), HfApi(), lines.append)
     assert out == made / "publish"
+    assert lines[-1].endswith(f"give {out} for me/tiny-eagle3, and the target's folder for path/to/tiny")
     assert {path.name for path in out.iterdir()} == {
         "config.json", "model.safetensors", "README.md", "tokenizer_reference.json", "custom_generate",
     }  # fmt: skip

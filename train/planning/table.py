@@ -81,8 +81,9 @@ def _hours(planned: dict[str, Any]) -> list[tuple[str, str]]:
     if "gpu_hours" not in planned:
         return [("hours", f"not known: device={device['name']} has no peak; give device.tflops")]
     what = f"at an assumed {device['mfu']:.0%} of {device['tflops']:.3g} TFLOP/s ({device['name']})"
-    bound = ", at least" if device["type"] == "cpu" else ""  # small products and a shared machine are slower
-    lines = [(f"time{bound}, {what}", _time(planned["hours"]))]
+    # The peak of a CPU is measured, on products that may be larger than the run's, beside whatever else it does.
+    kind = "rough time" if device["type"] == "cpu" else "time"
+    lines = [(f"{kind}, {what}", _time(planned["hours"]))]
     if device["type"] != "cpu":
         lines.insert(0, ("GPU hours", f"{planned['gpu_hours']:,.1f}"))
     if planned["evaluation_minutes"] != 0:

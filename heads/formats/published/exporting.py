@@ -134,7 +134,7 @@ class Export(NamedTuple):
         context = self.served.config.get("max_position_embeddings")
         if config.length is not None and (context is None or config.length < context):
             log.warning(
-                "format=%s: the head looks back at %d tokens, as it was trained, and engines let it look at all: in "
+                "format=%s: the head was trained to look back %d tokens, which we keep to and engines do not: in "
                 "longer texts it may draft worse there than here", self.form, config.length,
             )  # fmt: skip
         return {

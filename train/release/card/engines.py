@@ -22,6 +22,7 @@ from train.release.card.facts import Facts
 from train.release.card.text import block, code
 
 VLLM, VLLM_OLD, SGLANG, TRTLLM = "vLLM 0.33.0", "vLLM 0.32.0", "SGLang 0.5.23", "TensorRT-LLM 1.4.0rc"
+BOTH_VLLM = "vLLM 0.32.0 and 0.33.0"
 LLAMA = "llama.cpp of llama-cpp-python 0.3.36"
 Serving = tuple[str, str]  # an engine, and how it serves the head
 
@@ -95,7 +96,7 @@ def misleading(repo: str, head: str) -> str | None:
 def _eagle3(facts: Facts) -> Iterator[Serving]:
     short = block(f"vllm serve {facts.publish.repo}")  # which takes the target from the head, and so from the Hub
     alone = f"\n\nor, with the same target and number of tokens:\n\n{short}" if facts.hub else ""
-    yield VLLM, _vllm(facts, "eagle3", facts.publish.draft_tokens) + alone
+    yield BOTH_VLLM, _vllm(facts, "eagle3", facts.publish.draft_tokens) + alone
     if facts.served["norm_before_residual"]:
         yield "Not served by", f"{SGLANG} and {TRTLLM}, which know no norm_before_residual=true."
         return
@@ -106,12 +107,12 @@ def _eagle3(facts: Facts) -> Iterator[Serving]:
 def _peagle(facts: Facts) -> Iterator[Serving]:
     (method,) = facts.served["speculators_config"]["proposal_methods"]
     # Which vLLM finds in the head's own config.json only where it is given no other.
-    yield VLLM, _vllm(facts, "eagle3", method["speculative_tokens"], parallel_drafting=True)
+    yield BOTH_VLLM, _vllm(facts, "eagle3", method["speculative_tokens"], parallel_drafting=True)
     yield "Not served by", f"{SGLANG} and {TRTLLM}, which draft one token after another."
 
 
 def _eagle(facts: Facts) -> Iterator[Serving]:
-    yield VLLM, _vllm(facts, "eagle", facts.publish.draft_tokens)
+    yield BOTH_VLLM, _vllm(facts, "eagle", facts.publish.draft_tokens)
     yield SGLANG, _sglang(facts, "EAGLE")
     yield "Not served by", f"{TRTLLM}, which reads EAGLE-3 alone."
 
@@ -133,7 +134,7 @@ def _whole_block(facts: Facts) -> int:
 
 def _dflash(facts: Facts) -> Iterator[Serving]:
     method = "dspark" if "DSpark" in facts.served["architectures"][0] else "dflash"
-    yield VLLM, _vllm(facts, method, _whole_block(facts))
+    yield (VLLM if method == "dspark" else BOTH_VLLM), _vllm(facts, method, _whole_block(facts))
     if "draft_vocab_size" in facts.served:
         yield "Not served by", f"{SGLANG}, which reads no pruned vocabulary of these heads."
     else:
@@ -143,7 +144,7 @@ def _dflash(facts: Facts) -> Iterator[Serving]:
 
 def _mimo(facts: Facts) -> Iterator[Serving]:
     tokens, overrides = facts.publish.draft_tokens, json.dumps(mimo.overrides(facts.served))
-    yield VLLM, _vllm(facts, "mtp", tokens, "--hf-overrides", overrides)
+    yield BOTH_VLLM, _vllm(facts, "mtp", tokens, "--hf-overrides", overrides)
     yield SGLANG, _sglang(facts, "NEXTN")
     yield "Not served by", f"{TRTLLM}, which reads MTP modules of the target's own checkpoint."
 
