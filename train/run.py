@@ -7,6 +7,7 @@ This is the composition root: every component is constructed here, by hand, from
 
 import gc
 import json
+import logging
 import os
 import platform
 import shutil
@@ -184,6 +185,8 @@ def loop_of(
 
 def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     """Run the whole job on this process, alone in its output folder."""
+    if not launch.is_main():
+        logging.disable(logging.WARNING)  # the first process warns for all
     run = with_processes(run)
     check_settings(run)
     report_best_head()

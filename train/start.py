@@ -39,7 +39,7 @@ def resolve_init(init: str | None, config: HeadConfig, target: Target | Embeddin
         odd = str(error)
     if odd is None:
         return LAST_LAYER
-    log.warning("a note: the head starts with random weights, not as the target's last layer, since %s", odd)
+    log.warning("a note: the head starts with random weights, as others do, not as the target's last layer: %s", odd)
     return None
 
 

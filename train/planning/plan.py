@@ -320,7 +320,8 @@ def work(inputs: PlanInputs) -> dict[str, Any]:
     if run.features.mode == "stored":
         cost["gpu_hours_of_extraction"] = target / rate
     hours = (target + head if run.features.runs_target else head) / rate
-    return cost | {"gpu_hours": hours, "hours": hours / inputs.layout.world}
+    # The processes of a machine share its CPU, whose rate is that of all its cores.
+    return cost | {"gpu_hours": hours, "hours": hours / (inputs.layout.nodes if inputs.heap else inputs.layout.world)}
 
 
 def rated(inputs: PlanInputs) -> PlanInputs:
