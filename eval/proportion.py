@@ -69,7 +69,7 @@ def _estimate(config: EvalConfig, workloads: int, answer: float) -> float:
 def _left_out(full: EvalConfig, reduced: EvalConfig) -> str:
     """Return what is left out and how to measure it all; nothing where nothing is."""
     counts = [
-        f"only {getattr(reduced, key)} of {getattr(full, key)} {key}"
+        f"{getattr(reduced, key)} of {getattr(full, key)} {key}"
         for key in ("prompts", "repeats")
         if getattr(reduced, key) < getattr(full, key)
     ]
@@ -81,4 +81,5 @@ def _left_out(full: EvalConfig, reduced: EvalConfig) -> str:
     words = [f"{key}={value}" for key, value in shown.items()]
     whole = " ".join([f"python eval/run.py run={','.join(full.runs())}", *words])
     assert full.minutes is not None
-    return f"{', '.join(counts)}, to take {60 * full.minutes:.0f} s at most; all of it: {whole}" if counts else ""
+    seconds = 60 * full.minutes
+    return f"shortened to end within {seconds:.0f} s: {', '.join(counts)}; all of it: {whole}" if counts else ""

@@ -96,7 +96,8 @@ def sentence(report: Record) -> str:
     name, counts = report["target"].get("name") or "the target", row.get("lossless") or {}
     low, high = row.get("speedup_ci") or (None, None)
     between = "" if low is None else f" ({low:.2f} to {high:.2f})"
-    text = f"With {row['drafter']}, {name} writes the same text {row['speedup']:.2f} times as fast{between} as {OVER}"
+    source = "speculation" if row["drafter"] == "endpoint" else row["drafter"]  # whatever a server drafts with
+    text = f"With {source}, {name} writes the same text {row['speedup']:.2f} times as fast{between} as {OVER}"
     if low is not None and low <= 1 < row["speedup"]:
         text += " (not shown to be faster; more prompts narrow the interval)"
     text += over_hf(row)

@@ -425,8 +425,8 @@ def note_unknown(tokenizer: PreTrainedTokenizerBase, vocab_size: int, name: str)
     if beyond and name not in _noted:  # a run loads its target more than once
         _noted.add(name)
         log.warning(
-            "a note: %s knows %d tokens, and its tokenizer has %d more, from %r on; a text that held one would be "
-            "refused",
+            "a note: %s knows %d tokens, and its tokenizer has %d more, from %r on: only a text that holds one of them "
+            "is refused",
             name, vocab_size, len(beyond), beyond[0][1],
         )  # fmt: skip
 

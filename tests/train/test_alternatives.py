@@ -24,9 +24,13 @@ BETTER, OTHER = Outcome("mlp", "f00d", 1.6, 1.7, 60.0, 100), Outcome("medusa", "
             "mtp",
             "eagle reached 1.20x in 90 s of training; mlp (which no serving engine loads) reached 1.60x in 60 s of",
         ),
-        ([OTHER], "mtp", "eagle reached 1.20x in 90 s of training; docs/heads.md favours mtp, about "),
-        ([OTHER], "mlp", "eagle reached 1.20x in 90 s of training; all engines serve eagle3, about "),
-        ([BETTER._replace(head="mtp", speedup=1.25)], "mtp", "all engines serve eagle3, about "),
+        (
+            [OTHER],
+            "mtp",
+            "eagle reached 1.20x in 90 s of training\nworth trying: head=mtp, which docs/heads.md favours, about ",
+        ),
+        ([OTHER], "mlp", "90 s of training\nworth trying: head=eagle3, which all engines serve, about "),
+        ([BETTER._replace(head="mtp", speedup=1.25)], "mtp", "head=eagle3, which all engines serve, about "),
         ([BETTER._replace(head=head, speedup=1.25) for head in ("mtp", "eagle3")], "mtp", "none of the 3 heads"),
     ],
 )
@@ -44,7 +48,7 @@ def test_a_run_says_what_is_worth_trying(
         run = run_config(compose("train", ["head=eagle", "data.length=64", f"out={tmp_path / 'own'}"]))
         line = str(worth_trying(chosen(run)))
         assert said in line
-        assert line.endswith(f"suffix needs no training: python eval/run.py run={run.out} drafter=[head,suffix]")
+        assert line.endswith(f"suffix, which needs no training: python eval/run.py run={run.out} drafter=[head,suffix]")
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def outcomes(out: Path) -> Iterator[Outcome]:
 
 
 def worth_trying(run: RunConfig) -> str | None:
-    """Return a line on what else to try for a run's target; None where its report has no speedup.
+    """Return two lines on what else to try for a run's target; None where its report has no speedup.
 
     It compares the head with others, and names the draft source that costs no training but an evaluation.
     """
@@ -66,7 +66,8 @@ def worth_trying(run: RunConfig) -> str | None:
     if mine is None:
         return None
     return (
-        f"{_other_heads(run, mine)}; {FREE} needs no training: python eval/run.py run={run.out} drafter=[head,{FREE}]"
+        f"{_other_heads(run, mine)}\nworth trying too: {FREE}, which needs no training: "
+        f"python eval/run.py run={run.out} drafter=[head,{FREE}]"
     )
 
 
@@ -94,7 +95,7 @@ def _other_heads(run: RunConfig, mine: Outcome) -> str:
         all_steps = mine.seconds / mine.steps * run.trainer.steps
         seconds = all_steps * _operations(_with_head(run, untried[0])) / _operations(run)
         why = "docs/heads.md favours" if untried[0] == favoured else "all engines serve"
-        return f"{mine}; {why} {_named(untried[0])}, about {seconds:,.0f} s by the plan: head={untried[0]}"
+        return f"{mine}\nworth trying: head={_named(untried[0])}, which {why}, about {seconds:,.0f} s by the plan"
     return f"{mine}; none of the {len(measured)} heads that are measured here is clearly faster"
 
 
