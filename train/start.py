@@ -148,6 +148,6 @@ def mismatch(head: Mtp, start: dict[str, Tensor], target: Target) -> str | None:
     if not odd:
         return None
     return (
-        f"a layer of {target.name} is not built like the head's ({odd[0].removeprefix('block.')}); head.layer=target "
-        "makes one that is, and head.qk_norm=true where only its normed queries and keys differ"
+        f"a layer of {target.name} is not built like the head's ({odd[0].removeprefix('block.')}), which "
+        f"{'head.qk_norm=true' if '_norm' in odd[0] else 'head.layer=target'} would make so"
     )

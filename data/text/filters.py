@@ -59,7 +59,8 @@ class Counts:
     def line(self, config: DataConfig) -> str:
         """Return one line for the terminal."""
         read = ", ".join(f"{name} {self.kept[name]:,} of {n:,} records" for name, n in self.records.items())
-        words, beside = config.contamination, f" ({self.unchecked} of them too short)" if self.unchecked else ""
+        words = config.contamination
+        beside = f" ({self.unchecked} of them too short to look for)" if self.unchecked else ""
         dropped = [f"{self.duplicates:,} duplicates"] if config.dedup else []
         if words is not None:
             prompts = self.checked + self.unchecked
@@ -68,11 +69,11 @@ class Counts:
         chats = f"; of the chats, {counts_line(self.chats)}" if +self.chats else ""
         share = self.held_out / max(1, self.held_out + sum(self.records.values()))
         much = f" ({share:.0%} of all: a smaller data.held_out trains on more)" if share > MUCH else ""
-        measured = (
-            f"measured on {config.prompts}" if config.prompts else f"held out beside them: {self.held_out:,}{much}"
+        begin = (
+            f"measured on {config.prompts};" if config.prompts else f"{self.held_out:,} held out{much}; of the others"
         )
         return (
-            f"data: {read}; {measured}; dropped: {', '.join(dropped) or 'nothing'}; "
+            f"data: {begin} {read}; dropped: {', '.join(dropped) or 'nothing'}; "
             f"kept: {self.samples:,} samples, {self.tokens:,} tokens, "
             f"{self.trained / max(1, self.tokens):.0%} trained on{chats}"
         )

@@ -48,7 +48,7 @@ class Extent:
         }
         lines = [line for line, differs in numbers.items() if differs]
         lines += ["every other depth, width and size of tree"] * (self.grid.depths != full.grid.depths)
-        return f"{', '.join(lines)}, to take {60 * minutes:.0f} s at most" if lines else ""
+        return "" if not lines or minutes is None else f"{', '.join(lines)}, to take {60 * minutes:.0f} s at most"
 
 
 def fitted(

@@ -136,7 +136,8 @@ def test_nothing_left_is_one_line_with_the_counts(write: Write, config: Config, 
 
 
 @pytest.mark.parametrize(
-    ("held_out", "said"), [(25, "held out beside them: 25;"), (64, "held out beside them: 64 (46% of all: a smaller")]
+    ("held_out", "said"),
+    [(25, "data: 25 held out; of the others f 75 of 75"), (64, "64 held out (46% of all: a smaller")],
 )
 def test_much_that_is_held_out_is_said(held_out: int, said: str, config: Config) -> None:
     counts = Counts(Counter({"f": 75}), Counter({"f": 75}), held_out)
@@ -145,4 +146,6 @@ def test_much_that_is_held_out_is_said(held_out: int, said: str, config: Config)
 
 def test_prompts_of_ones_own_are_named(config: Config) -> None:
     counts = Counts(Counter({"f": 75}), Counter({"f": 75}), 0)
-    assert "records; measured on my.jsonl; dropped: " in counts.line(config("f.jsonl", prompts="my.jsonl"))
+    assert "data: measured on my.jsonl; f 75 of 75 records; dropped: " in counts.line(
+        config("f.jsonl", prompts="my.jsonl")
+    )

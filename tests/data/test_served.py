@@ -122,7 +122,7 @@ def test_no_more_results_lie_unread_than_requests_may_be_under_way(
     packed: Packed, target: Target, server: StatesServer, concurrency: int
 ) -> None:
     source = served(packed, target, server, concurrency=concurrency)
-    server.always_writes = late(0.02)
+    server.always_writes = late(0.1)
     source(0)
     time.sleep(0.3)  # training takes its time
     steps(source, 3)

@@ -277,7 +277,7 @@ def test_a_head_that_looks_back_less_far_is_said(tmp_path: Path, caplog: pytest.
         exported(made("eagle3", length=160, feature_layers=None), "vllm", tmp_path)
         assert caplog.text == ""
         exported(made("eagle3", length=12, feature_layers=None), "vllm", tmp_path)
-    assert "the head looks back at 12 tokens" in caplog.text
+    assert "the head was trained to look back 12 tokens" in caplog.text
 
 
 def test_the_hybrid_says_what_each_engine_asks_for(tmp_path: Path) -> None:

@@ -119,9 +119,9 @@ def target_shape(model: ModelConfig) -> TargetShape:
     """Return a target's shape, its parameters counted on the meta device; refuse one of which no model can be made."""
     key = _key(model)  # a choice of placements asks many times
     if key not in _shapes:
-        found: Future[TargetShape] = Future()
-        found.set_result(_shape(model))
-        _shapes[key] = found
+        future: Future[TargetShape] = Future()
+        future.set_result(_shape(model))
+        _shapes[key] = future
     return _shapes[key].result()
 
 
