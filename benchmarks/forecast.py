@@ -78,7 +78,7 @@ def curve(run: RunConfig, target: Any, samples: Any, texts: Any, lengths: list[i
     for steps in lengths:
         this = at(run, steps)
         set_seed(run.trainer.seed)
-        head: Any = first_head(this.head, resolve_init(this.init, this.head, target.target), target.target)
+        head: Any = first_head(*resolve_init(this.init, this.head, target.target), target.target)
         prune(head, token_counts(samples, target.embeddings.vocab_size))
         accelerator = Accelerator(cpu=True)
         batches = batches_for(this, pack(samples, this.data.length), accelerator)

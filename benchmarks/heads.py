@@ -79,8 +79,8 @@ class Extracted:
 def train(run: RunConfig, target: Any, samples: Sequence[Sample], held_out: list[list[int]]) -> dict[str, Any]:
     """Train one head and measure it."""
     set_seed(run.trainer.seed)
-    init = resolve_init(run.init, run.head, target.target)
-    head: Any = first_head(run.head, init, target.target)
+    config, init = resolve_init(run.init, run.head, target.target)
+    head: Any = first_head(config, init, target.target)
     run = replace(run, init=init)
     prune(head, token_counts(samples, target.embeddings.vocab_size))
     accelerator = Accelerator(cpu=True)

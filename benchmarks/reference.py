@@ -99,8 +99,8 @@ class Job:
     def head(self, run: RunConfig, target: Any) -> tuple[Any, RunConfig]:
         """Return a new head of ours, and its run with the head's numbers."""
         set_seed(run.trainer.seed)
-        init = resolve_init(run.init, run.head, target)
-        head: Any = first_head(run.head, init, target)
+        config, init = resolve_init(run.init, run.head, target)
+        head: Any = first_head(config, init, target)
         prune(head, token_counts(self.samples, target.embeddings.vocab_size))
         return head, replace(run, head=head.config, init=init)
 

@@ -224,8 +224,8 @@ def train_head(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerato
     target = load_target(run.model, str(accelerator.device), whole=reads_target(run))
     if isinstance(target, Target):
         run = replace(run, tree=verifiable(target, run.tree))
-    init = resolve_init(run.init, run.head, target)
-    head: Any = first_head(run.head, init, target).to(accelerator.device)
+    config, init = resolve_init(run.init, run.head, target)
+    head: Any = first_head(config, init, target).to(accelerator.device)
     run = with_micro_tokens(replace(run, head=head.config, init=init))
     resolved = with_values(resolved, run)
     for module in head.modules():

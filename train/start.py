@@ -26,21 +26,26 @@ AUTO, LAST_LAYER, CHECKPOINT = "auto", "last_layer", "checkpoint"  # values of `
 STARTS = (None, AUTO, LAST_LAYER, CHECKPOINT)
 
 
-def resolve_init(init: str | None, config: HeadConfig, target: Target | EmbeddingsOnly) -> str | None:
-    """Resolve `init=auto`: the target's last layer for head=mtp if its shapes match, else None, a new head."""
-    if init != AUTO:
-        return init
-    if not isinstance(config, Mtp.Config):
-        return None
+def resolve_init(
+    init: str | None, config: HeadConfig, target: Target | EmbeddingsOnly
+) -> tuple[HeadConfig, str | None]:
+    """Return a head's configuration and what it starts from, for `init=auto` the target's last layer or None, anew.
+
+    It is the last layer for head=mtp if its shapes match. In either case an MTP module then has the target's rotary
+    positions and norm, by which engines make it.
+    """
+    if init != AUTO or not isinstance(config, Mtp.Config):
+        return config, None if init == AUTO else init
     assert isinstance(target, Target)
     try:
-        odd = mismatch(module_like(config, target), last_layer(config, target), target)
+        module = module_like(config, target)
+        odd, config = mismatch(module, last_layer(config, target), target), module.config
     except ValueError as error:  # rotary positions of a kind that heads do not have
         odd = str(error)
     if odd is None:
-        return LAST_LAYER
+        return config, LAST_LAYER
     log.warning("a note: the head starts with random weights, as others do, not as the target's last layer: %s", odd)
-    return None
+    return config, None
 
 
 def check_start(config: AdaptConfig, init: str | None, placement: str) -> None:

@@ -50,7 +50,7 @@ def stepper(bench: Bench, optimizer: str, rows: int = ROWS) -> Stepper:
     vars(bench).pop("head", None)  # of decoding
     accelerator = accelerator_for(run.launcher, run.trainer, run.model)
     torch.manual_seed(0)
-    head: Any = first_head(run.head, resolve_init(run.init, run.head, target), target).to(target.device)
+    head: Any = first_head(*resolve_init(run.init, run.head, target), target).to(target.device)
     samples = documents(8 * rows * run.data.length, min(USED, target.embeddings.vocab_size), bench.toy)
     prune(head, token_counts(samples, target.embeddings.vocab_size))
     batches = batches_for(run, pack(samples, run.data.length), accelerator)

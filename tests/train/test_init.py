@@ -183,11 +183,14 @@ def test_what_a_head_starts_from_by_itself(
     """And one that starts with random weights, for the target's last layer is another, says so."""
     target = toys.target(name)
     asked = run(*overrides)
-    found = replace(asked, init=resolve_init(asked.init, asked.head, target))
+    config, init = resolve_init(asked.init, asked.head, target)
+    found = replace(asked, head=config, init=init)
     assert found.init == start
     assert ("starts with random weights" in caplog.text) == (
         start is None and "head=mtp" in overrides and "init=null" not in overrides
     )
+    if asked.init == "auto" and "head=mtp" in overrides:  # by the target's numbers engines make it
+        assert config.norm_eps == getattr(target.config, "rms_norm_eps", asked.head.norm_eps)
     started(found, target)
 
 
