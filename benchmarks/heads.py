@@ -134,8 +134,8 @@ def main() -> None:
     todo = [(row, seed) for seed in asked.seeds for row in rows if row and (row[0], row[1:], seed) not in there]
     if todo:
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            words = [["launcher=inline", *row[1:], f"trainer.seed={seed}"] for row, seed in todo]
-            runs = [(*each, run_config(compose("train", its))) for each, its in zip(todo, words, strict=True)]
+            overrides = [["launcher=inline", *row[1:], f"trainer.seed={seed}"] for row, seed in todo]
+            runs = [(*each, run_config(compose("train", its))) for each, its in zip(todo, overrides, strict=True)]
             first = runs[0][2]
             target = Target.load(first.model.path, "float32", "cpu")
             layers = sorted(

@@ -82,4 +82,4 @@ def _left_out(full: EvalConfig, reduced: EvalConfig) -> str:
     whole = " ".join([f"python eval/run.py run={','.join(full.runs())}", *words])
     assert full.minutes is not None
     seconds = 60 * full.minutes
-    return f"shortened to end within {seconds:.0f} s: {', '.join(counts)}; all of it: {whole}" if counts else ""
+    return f"shortened for {seconds:.0f} s: {', '.join(counts)}; all of it: {whole}" if counts else ""

@@ -58,9 +58,8 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
         say(remark)
     _warn(config.repo, facts)
     if config.dry_run:
-        target = "" if facts.hub else f", and the target's folder for {facts.path}"
-        there = f"; in the lines of that card give {out} for {config.repo}{target}" if config.format else ""
-        say(f"dry_run: nothing was uploaded{there}")
+        target = "" if facts.hub else f", and the target's folder where it says {facts.path}"
+        say(f"dry_run: nothing was uploaded; where that card says {config.repo} give {out}{target}")
         return out
     check_connected(config.repo)
     trial = _tried(run, out, config) if config.reverify else "reverify=false"

@@ -146,8 +146,8 @@ def with_micro_tokens(run: RunConfig) -> RunConfig:
 
 def batches_for(run: Any, packed: Any, accelerator: Accelerator) -> Batches:
     """Return the run's batches, the trainer's token budgets converted to rows."""
-    micro = run.trainer.micro_tokens // run.data.length
-    return Batches(packed, run.rows, micro, run.trainer.seed, accelerator.process_index, accelerator.num_processes)
+    rows, micro = (tokens // run.data.length for tokens in (run.trainer.batch_tokens, run.trainer.micro_tokens))
+    return Batches(packed, rows, micro, run.trainer.seed, accelerator.process_index, accelerator.num_processes)
 
 
 def identity(run: RunConfig, target: Target | EmbeddingsOnly, batches: Batches, world: int) -> resume.Identity:
@@ -185,8 +185,6 @@ def loop_of(
 
 def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     """Run the whole job on this process, alone in its output folder."""
-    if not launch.is_main():
-        logging.disable(logging.WARNING)  # the first process warns for all
     run = with_processes(run)
     check_settings(run)
     report_best_head()
@@ -220,6 +218,8 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
 
 def train_head(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock: RunLock) -> dict[str, Any]:
     """Load and train; return the configuration with the values that the run was started with."""
+    if not accelerator.is_main_process:
+        logging.disable(logging.WARNING)  # of what all of them load the first one warns
     set_seed(run.trainer.seed)
     target = load_target(run.model, str(accelerator.device), whole=reads_target(run))
     if isinstance(target, Target):
@@ -262,6 +262,7 @@ def train_head(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerato
             Console().print(in_words(run), highlight=False, soft_wrap=True)
 
     on_main(accelerator, begin)
+    logging.disable(logging.NOTSET)
     held_out = [prompt.token for prompt in data.held_out]
     loop_of(run, accelerator, target, head, source, held_out, resolved).train()
     return resolved
@@ -391,7 +392,7 @@ def ordinary(words: list[str]) -> None:
         train(run, resolved_values(cfg))
 
 
-def last_line(run: RunConfig) -> str | None:
+def closing_lines(run: RunConfig) -> str | None:
     """Return what to say after a run: what else is worth trying, or of a trial that its numbers are none."""
     if HydraConfig.get().runtime.choices.get("trainer") == DEBUG:
         return f"trainer={DEBUG}: {run.trainer.steps} steps show that it runs; no number of them means anything"
@@ -432,8 +433,8 @@ def main(cfg: DictConfig) -> float | None:
             launch_all(run, launch.overrides())
         else:
             train(run, resolved_values(cfg))
-            if launch.is_main() and (line := last_line(run)):
-                Console().print(line, highlight=False, soft_wrap=True, markup=False)
+            if launch.is_main() and (lines := closing_lines(run)):
+                Console().print(lines, highlight=False, soft_wrap=True, markup=False)
         return None if launch.leaves(run.launcher) else sweep.best_tau(Path(run.out))
 
 

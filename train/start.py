@@ -1,6 +1,7 @@
 """Initialising the head to train: random weights, an existing head's, or a layer of the target."""
 
 import logging
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -152,7 +153,8 @@ def mismatch(head: Mtp, start: dict[str, Tensor], target: Target) -> str | None:
     odd += [name for name in blocks & start.keys() if start[name].shape != weights[name].shape]
     if not odd:
         return None
-    return (
-        f"a layer of {target.name} is not built like the head's ({odd[0].removeprefix('block.')}), which "
-        f"{'head.qk_norm=true' if '_norm' in odd[0] else 'head.layer=target'} would make so"
-    )
+    alike = "perhaps head.layer=target"
+    if re.search(r"self_attn\.[qk]_norm\.", odd[0]):
+        alike = f"head.qk_norm={'true' if odd[0] in start else 'false'}"
+    name = odd[0].removeprefix("block.")
+    return f"a layer of {target.name} is not built like the head's ({name}); {alike} makes them alike"

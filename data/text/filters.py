@@ -69,11 +69,10 @@ class Counts:
         chats = f"; of the chats, {counts_line(self.chats)}" if +self.chats else ""
         share = self.held_out / max(1, self.held_out + sum(self.records.values()))
         much = f" ({share:.0%} of all: a smaller data.held_out trains on more)" if share > MUCH else ""
-        begin = (
-            f"measured on {config.prompts};" if config.prompts else f"{self.held_out:,} held out{much}; of the others"
-        )
+        begin = f"{self.held_out:,} held out{much}; of the others " if self.held_out else ""
+        begin = f"measured on {config.prompts}; " if config.prompts else begin
         return (
-            f"data: {begin} {read}; dropped: {', '.join(dropped) or 'nothing'}; "
+            f"data: {begin}{read}; dropped: {', '.join(dropped) or 'nothing'}; "
             f"kept: {self.samples:,} samples, {self.tokens:,} tokens, "
             f"{self.trained / max(1, self.tokens):.0%} trained on{chats}"
         )

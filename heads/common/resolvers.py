@@ -20,17 +20,15 @@ def register_resolvers() -> None:
     after its model: the last part of a folder's or a Hub model's path. `if_same` gives its third value where the first
     two agree, else nothing: a preset's prompts belong to the preset's data, not to data of the user's own. `by_device`
     gives its first value for a CPU, else its second: for the type of device that is named third, where that is null for
-    this machine's. `per_process` gives a number times the processes of a run: those that a launcher has started, else
-    those of the configuration. `cache_folder` names a folder under HEADSTART_CACHE, which is ~/.cache/headstart unless
-    the environment says otherwise. `digest` names a run after all of its values. `row_length` gives the target's
-    context where that is known to be less than a length. `made` creates a folder, for a library that does not, and
-    gives its path.
+    this machine's. `cache_folder` names a folder under HEADSTART_CACHE, which is ~/.cache/headstart unless the
+    environment says otherwise. `digest` names a run after all of its values. `row_length` gives the target's context
+    where that is known to be less than a length. `made` creates a folder, for a library that does not, and gives its
+    path.
     """
     OmegaConf.register_new_resolver("root", lambda path: str(ROOT / path), replace=True)
     OmegaConf.register_new_resolver("if_same", lambda a, b, value: value if a == b else "", replace=True)
     OmegaConf.register_new_resolver("stem", lambda path: os.path.basename(os.path.abspath(path)), replace=True)
     OmegaConf.register_new_resolver("by_device", _by_device, replace=True)
-    OmegaConf.register_new_resolver("per_process", _per_process, replace=True)
     OmegaConf.register_new_resolver("cache_folder", _cache_folder, replace=True)
     OmegaConf.register_new_resolver("digest", _digest, replace=True)
     OmegaConf.register_new_resolver("made", _created, replace=True)
@@ -39,10 +37,6 @@ def register_resolvers() -> None:
 
 def _by_device(cpu: object, gpu: object, kind: str | None = None) -> object:
     return cpu if kind == "cpu" or (kind is None and not cuda.is_available()) else gpu
-
-
-def _per_process(value: int, processes: int | None, nodes: int) -> int:
-    return value * int(os.environ.get("WORLD_SIZE") or (processes or 1) * nodes)
 
 
 def _cache_folder(name: str) -> str:

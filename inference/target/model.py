@@ -416,14 +416,14 @@ class TargetModel:
         return torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, shut)[:, None]
 
 
-_noted: set[str] = set()  # targets of which `note_unknown` has said so
+_said: set[tuple[str, int]] = set()  # by `note_unknown`: targets and how many tokens
 
 
 def note_unknown(tokenizer: PreTrainedTokenizerBase, vocab_size: int, name: str) -> None:
     """Say where a tokenizer has tokens, added ones mostly, that the model has no embedding for."""
     beyond = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= vocab_size)
-    if beyond and name not in _noted:  # a run loads its target more than once
-        _noted.add(name)
+    if beyond and (name, len(beyond)) not in _said:  # a run loads its target more than once
+        _said.add((name, len(beyond)))
         log.warning(
             "a note: %s knows %d tokens, and its tokenizer has %d more, from %r on: only a text that holds one of them "
             "is refused",

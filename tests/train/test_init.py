@@ -151,7 +151,8 @@ def test_a_module_starts_as_the_checkpoints_own(tmp_path: Path) -> None:
     [
         ("llama", ("head=eagle", "init=last_layer"), "starts head=mtp alone"),
         ("qwen3", ("head=mtp", "init=last_layer"), r"self_attn\.k_norm\.weight.*head\.qk_norm=true"),
-        ("gpt2", ("head=mtp", "init=last_layer"), "is not built like the head's"),
+        ("llama", ("head=mtp", "head.qk_norm=true", "init=last_layer"), r"k_norm\.weight.*head\.qk_norm=false"),
+        ("gpt2", ("head=mtp", "init=last_layer"), "is not built like the head's .*perhaps head.layer=target"),
         ("gpt2", ("head=mtp", "head.layer=target", "init=null"), "cannot run by itself .it has no rotary positions"),
         (
             "mistral",

@@ -56,7 +56,7 @@ def test_the_published_folder_is_the_exported_one(tmp_path: Path, target: Embedd
     lines: list[str] = []
     out = publish(config(made, "vllm"), HfApi(), lines.append)
     assert out == made / "publish"
-    assert lines[-1].endswith(f"give {out} for me/tiny-eagle3, and the target's folder for path/to/tiny")
+    assert lines[-1].endswith(f"says me/tiny-eagle3 give {out}, and the target's folder where it says path/to/tiny")
     assert {path.name for path in out.iterdir()} == {
         "config.json", "model.safetensors", "README.md", "tokenizer_reference.json", "custom_generate",
     }  # fmt: skip

@@ -58,7 +58,7 @@ def outcomes(out: Path) -> Iterator[Outcome]:
 
 
 def worth_trying(run: RunConfig) -> str | None:
-    """Return two lines on what else to try for a run's target; None where its report has no speedup.
+    """Return lines on what else to try for a run's target; None where its report has no speedup.
 
     It compares the head with others, and names the draft source that costs no training but an evaluation.
     """
@@ -66,7 +66,7 @@ def worth_trying(run: RunConfig) -> str | None:
     if mine is None:
         return None
     return (
-        f"{_other_heads(run, mine)}\nworth trying too: {FREE}, which needs no training: "
+        f"{_other_heads(run, mine)}\nworth trying: {FREE}, which needs no training: "
         f"python eval/run.py run={run.out} drafter=[head,{FREE}]"
     )
 

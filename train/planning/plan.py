@@ -166,8 +166,10 @@ def plan_inputs(run: RunConfig) -> PlanInputs:
     )  # fmt: skip
     try:
         traced = trace(job)
-    finally:  # the error of a target that is none comes before those of its head
-        shape = target_shape(run.model)
+    except Exception:
+        target_shape(run.model)  # whose error comes before those of a head on it
+        raise
+    shape = target_shape(run.model)
     weight_bytes = QUANTIZED.get(run.model.quantize or "", dtype.itemsize)
     layers = int(weight_bytes * shape.inner) if reads_target(run) else 0
     return PlanInputs(run, device, shape, job, traced, layout, dtype.itemsize, rows, micro, layers)

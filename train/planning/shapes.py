@@ -1,6 +1,6 @@
 """A target's shape from its configuration alone: parameters, operations and memory of a forward pass."""
 
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -70,13 +70,14 @@ class TargetShape:
         return entries + 2 * self.states * item // 2
 
 
-_configurations: dict[tuple[str, float], PretrainedConfig] = {}
+_configurations: dict[tuple[str, bool, str, float], PretrainedConfig] = {}
 
 
 def configuration(model: ModelConfig) -> PretrainedConfig:
     """Return a target's configuration, from its folder, the cache, `shape` or the Hub; refuse one that none has."""
     file = Path(model.path, "config.json")
-    key = repr(model), file.stat().st_mtime if file.is_file() else 0.0
+    changed = file.stat().st_mtime if file.is_file() else 0.0
+    key = model.path, model.trust_remote_code, repr(model.shape), changed
     if key not in _configurations:  # a choice of placements asks many times
         _configurations[key] = _configuration(model)
     return _configurations[key]
@@ -108,8 +109,11 @@ _shapes: dict[str, Future[TargetShape]] = {}
 
 
 def begin_shape(model: ModelConfig) -> None:
-    """Have another process find a target's shape: importing the target's code takes as long as tracing a head."""
-    if (key := _key(model)) not in _shapes:
+    """Have another process find a target's shape: importing the target's code takes as long as tracing a head.
+
+    Not where there is CUDA, which a forked process cannot use.
+    """
+    if (key := _key(model)) not in _shapes and not torch.cuda.is_available():
         pool = ProcessPoolExecutor(1, get_context("fork"))
         _shapes[key] = pool.submit(_shape, model)
         pool.shutdown(wait=False)
@@ -122,7 +126,10 @@ def target_shape(model: ModelConfig) -> TargetShape:
         future: Future[TargetShape] = Future()
         future.set_result(_shape(model))
         _shapes[key] = future
-    return _shapes[key].result()
+    try:
+        return _shapes[key].result()
+    except BrokenExecutor:  # the other process was killed
+        return _shape(model)
 
 
 def _key(model: ModelConfig) -> str:
