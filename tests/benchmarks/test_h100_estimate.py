@@ -1,6 +1,7 @@
 """The estimate of a training step: its arithmetic by hand, and what it counts of a toy."""
 
 import re
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -99,7 +100,9 @@ def test_the_products_are_those_of_the_trace(kernels: dict[str, list[Kernel]]) -
 
 def test_launches_do_not_depend_on_the_vocabulary(kernels: dict[str, list[Kernel]]) -> None:
     one: Any = job(toys.target(), "eagle3", device="cuda", autocast=True, dtype=torch.bfloat16, accumulates=False)
-    wide = one._replace(head=replace(one.head, head_dim=16), shape=replace(one.shape, vocab=50_000))
+    config = deepcopy(one.config)
+    config.vocab_size = 50_000
+    wide = one._replace(head=replace(one.head, head_dim=16), config=config)
     assert len(counted.head_kernels(wide)[0]) == len(kernels["step"])
 
 
