@@ -169,7 +169,7 @@ def best_head(path: str, shape: Mapping[str, Any] | None, trust_remote_code: boo
         raise ValueError(f"model.path={path}: {error}") from error
     if layers < DEEP:
         why = f"since a pass of this target, {layers} layers, costs little more than a layer of a head"
-        return "mlp", f"{why}; no engine serves it, and all eagle3"
+        return "mlp", f"{why}; no engine serves it; all engines serve eagle3"
     return "mtp", f"since it drafts best for a target of {layers} layers; vLLM serves it; all engines serve eagle3"
 
 

@@ -15,17 +15,7 @@ import pytest
 from markupsafe import escape
 
 from data.answers.client import EndpointError
-from eval.audit.compare import (
-    FAILED,
-    FAULT,
-    NOT_RUN,
-    PASSED,
-    UNDECIDED,
-    Difference,
-    Finding,
-    gap_at,
-    penalized,
-)
+from eval.audit.compare import FAILED, FAULT, NOT_RUN, PASSED, UNDECIDED, Difference, Finding, gap_at, penalized
 from eval.audit.faults import FAULTS, diagnosed
 from eval.audit.properties import schema_breach, stop_in
 from eval.audit.replies import Reply, Token, read_replies, read_tokens

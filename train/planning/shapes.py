@@ -122,14 +122,11 @@ def begin_shape(model: ModelConfig) -> None:
 def target_shape(model: ModelConfig) -> TargetShape:
     """Return a target's shape, its parameters counted on the meta device; refuse one of which no model can be made."""
     key = _key(model)  # a choice of placements asks many times
-    if key not in _shapes:
+    if key not in _shapes or isinstance(_shapes[key].exception(), BrokenExecutor):  # the other process was killed
         future: Future[TargetShape] = Future()
         future.set_result(_shape(model))
         _shapes[key] = future
-    try:
-        return _shapes[key].result()
-    except BrokenExecutor:  # the other process was killed
-        return _shape(model)
+    return _shapes[key].result()
 
 
 def _key(model: ModelConfig) -> str:
