@@ -116,6 +116,27 @@ class Draft(NamedTuple):
     base: Float[Tensor, "B T Y"] | None = None
 
 
+class NewRows(NamedTuple):
+    """T verified rows of B sequences, each sequence's of one document, following the committed ones without a gap."""
+
+    features: Features
+    token: Int[Tensor, "B T"]  # row t's chosen next token, t+1; the last one is the root of the next tree
+    counts: Int[Tensor, "B"] | None = None  # how many each sequence has, at least one; None for T, as in a first call
+
+
+class Nodes(NamedTuple):
+    """The N new nodes of one depth of B trees; `mask` says which of a tree's M drafted nodes so far each sees.
+
+    These stand in order of expansion, the new ones last. A node sees its drafted ancestors and itself; the root is a
+    committed row and always seen.
+    """
+
+    token: Int[Tensor, "B N"]
+    parent: Int[Tensor, "B N"]  # the index of each one's parent in the level before
+    mask: Bool[Tensor, "B N M"]
+    depth: int
+
+
 class LayerShape(NamedTuple):
     """The shape of the target's decoder layer, the default for what a head's configuration leaves null."""
 
@@ -179,41 +200,20 @@ class DraftHead(Protocol):
         """Return the logits of a depth's states, over the head's own vocabulary."""
         ...
 
-    def extend(
-        self, state: Any, features: Features, token: Int[Tensor, "B T"], count: Int[Tensor, "B"] | None = None
-    ) -> tuple[Any, Level]:
+    def extend(self, state: Any, new: NewRows) -> tuple[Any, Level]:
         """Decoding: commit verified rows of B sequences and score under their roots.
 
-        Args:
-            state: the state from an earlier call, which this one changes; None or an empty cache for new sequences.
-            features: the new rows, each sequence's of one document, following the committed ones without a gap.
-            token: row t's chosen next token, t+1; the last one is the root of the next tree.
-            count: how many of the T rows each sequence has, at least one; None for all, as in a first call.
+        `state` is that of an earlier call, which this one changes; None or an empty cache for new sequences.
 
         Returns:
             The state, and the level of the roots: N = 1, the logits of depth 1.
         """
         ...
 
-    def expand(
-        self,
-        state: Any,
-        level: Level,
-        token: Int[Tensor, "B N"],
-        parent: Int[Tensor, "B N"],
-        mask: Bool[Tensor, "B N M"],
-        depth: int,
-    ) -> Level:
+    def expand(self, state: Any, level: Level, nodes: Nodes) -> Level:
         """Decoding: score one more tree level of B sequences, all its nodes at once.
 
-        Args:
-            state: the committed rows, unchanged by this call.
-            level: the previous level (the root's at first).
-            token: the N new nodes' tokens.
-            parent: for each the index of its parent in `level`.
-            mask: which of the tree's M drafted nodes so far, in order of expansion and these N last, each sees:
-                its drafted ancestors and itself. The root is a committed row and always seen.
-            depth: that of the new nodes.
+        The state, of the committed rows, stays as it is; `level` is the previous one, the root's at first.
         """
         ...
 
@@ -238,6 +238,8 @@ class LayerConfig:
 class HeadModule(nn.Module):
     """A head's module, with its configuration and the target's embeddings."""
 
+    max_depth: int
+
     def __init__(self, config: Any, embeddings: Embeddings) -> None:
         super().__init__()
         self.config = config
@@ -247,6 +249,13 @@ class HeadModule(nn.Module):
     def embeddings(self) -> Embeddings:
         """The target's embedding and lm_head."""
         return self._embeddings[0]
+
+    def check_depths(self, depths: int) -> None:
+        """Refuse to unroll a head with one module a depth to another depth: a module without a gradient stops a run."""
+        if depths != self.max_depth:
+            raise ValueError(
+                f"objective.depths is {depths} but the head drafts {self.max_depth} depths: make them equal"
+            )
 
 
 def shape_of(config: Any) -> LayerShape:
@@ -276,12 +285,6 @@ def layer_shape(config: Any, embeddings: Embeddings) -> LayerShape:
     if shape.head_dim % 2:
         raise ValueError(f"head.head_dim is {shape.head_dim}: give an even number, since rotary positions turn pairs")
     return shape
-
-
-def check_depths(depths: int, heads: int) -> None:
-    """Refuse to unroll a head with one module a depth to another depth: a module without a gradient stops a run."""
-    if depths != heads:
-        raise ValueError(f"objective.depths is {depths} but the head drafts {heads} depths: make them equal")
 
 
 def parameter_count(head: nn.Module) -> int:

@@ -19,11 +19,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from heads import rows
-from heads.base import Draft, Embeddings, Features, HeadModule, LayerConfig, Level, check_depths, layer_shape
+from heads.base import Draft, Embeddings, Features, HeadModule, LayerConfig, Level, NewRows, Nodes, layer_shape
 from heads.common.ranges import Count, Parts, Width
 from heads.modules.attention import KeyValue, attend_rows
 from heads.modules.dflash2 import ConvBlock, Selector
@@ -162,7 +162,7 @@ class Block(HeadModule):
 
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Draft a block from every anchor; all of them go through the layers side by side."""
-        check_depths(depths, self.max_depth)
+        self.check_depths(depths)
         slots = behind(features.document, anchors, self.size, self.config.length, causal=self.config.causal)
         position, last = rows.positions(features.document), features.token.shape[1] + self.size
         context = self.context(features.hidden, position, last)
@@ -192,21 +192,16 @@ class Block(HeadModule):
             confidence = self.confidence(state[..., : self.confidence.in_features])[..., 0]
         return Draft(state, None, confidence, None if state.shape[-1] == width else state[..., :width])
 
-    def extend(
-        self,
-        state: KVCache | None,
-        features: Features,
-        token: Int[Tensor, "B T"],
-        count: Int[Tensor, "B"] | None = None,
-    ) -> tuple[KVCache, Level]:
+    def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, Level]:
         """Commit verified rows, and draft the blocks behind the last ones."""
+        token = new.token
         cache = KVCache(len(token), self.config.length, token.device) if state is None else state
-        new = cache.begin(token.shape[1], len(token))
-        for i, pair in enumerate(self.context(features.hidden, new, cache.longest)):
-            cache.append(i, *pair, new)
-        cache.length[: len(token)] += token.shape[1] if count is None else count
+        committed = cache.begin(token.shape[1], len(token))
+        for i, pair in enumerate(self.context(new.features.hidden, committed, cache.longest)):
+            cache.append(i, *pair, committed)
+        cache.length[: len(token)] += token.shape[1] if new.counts is None else new.counts
         position, attend = behind_roots(cache, len(token), self.size, causal=self.config.causal)
-        root = last_valid(token, count)
+        root = last_valid(token, new.counts)
         x = self.slots(root).flatten(1, 2)
         for i, layer in enumerate(self.layers):
             x = layer(x, position, cache.longest + self.size, partial(attend, i))
@@ -215,20 +210,12 @@ class Block(HeadModule):
             states = self.domino.begin(states, self.embeddings.embed(root))
         return cache, self._level(states, root, 1)
 
-    def expand(
-        self,
-        state: KVCache,
-        level: Level,
-        token: Int[Tensor, "B N"],
-        parent: Int[Tensor, "B N"],
-        mask: Bool[Tensor, "B N M"],
-        depth: int,
-    ) -> Level:
+    def expand(self, state: KVCache, level: Level, nodes: Nodes) -> Level:
         """Score the next depth from its slot; of the path the last token matters, or all of them to `domino`."""
         hidden = level.hidden
         if self.domino is not None:
-            hidden = self.domino.grow(rows.of_parents(hidden, parent), self.embeddings.embed(token))
-        return self._level(hidden, token, depth + 1)
+            hidden = self.domino.grow(rows.of_parents(hidden, nodes.parent), self.embeddings.embed(nodes.token))
+        return self._level(hidden, nodes.token, nodes.depth + 1)
 
     def _level(self, slots: Float[Tensor, "B K D"], token: Int[Tensor, "B N"], depth: int) -> Level:
         if self.domino is not None:

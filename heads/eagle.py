@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from heads.base import Embeddings, LayerConfig, layer_shape
 from heads.common.ranges import Parts
 from heads.modules.autoregressive import RecurrentHead
-from heads.modules.layers import Attend, Block
+from heads.modules.layers import Block, LayerInputs
 from heads.modules.rope import Rope
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
 
@@ -45,15 +45,10 @@ class Eagle(RecurrentHead):
         self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)
 
     def advance(
-        self,
-        token: Int[Tensor, "B T"],
-        state: Float[Tensor, "B T D"],
-        position: Int[Tensor, "B T"],
-        last: int,
-        attend: list[Attend],
+        self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: LayerInputs
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
         """Return the predicted features, once to be fed back and once for the lm_head."""
         x = self.fc(torch.cat([self.embeddings.embed(token).to(state.dtype), state], -1))
-        for layer, pattern in zip(self.layers, attend, strict=True):
-            x = layer(x, position, last, pattern)
+        for layer, attend in zip(self.layers, inputs.attend, strict=True):
+            x = layer(x, inputs.position, inputs.last, attend)
         return x, x

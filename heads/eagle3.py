@@ -23,7 +23,7 @@ from heads.common.ranges import Parts
 from heads.modules.attention import KeyValue
 from heads.modules.autoregressive import RecurrentHead
 from heads.modules.fusion import EAGLE3_LAYERS, Fusion, chosen_layers
-from heads.modules.layers import Attend, Attention, Block, RMSNorm, SwiGLU
+from heads.modules.layers import Attend, Attention, Block, LayerInputs, RMSNorm, SwiGLU
 from heads.modules.rope import Rope
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
 
@@ -125,16 +125,12 @@ class Eagle3(RecurrentHead):
         return tuple(layer.self_attn.key_value(fused, position, last, inject=True) for layer in layers)
 
     def advance(
-        self,
-        token: Int[Tensor, "B T"],
-        state: Float[Tensor, "B T D"],
-        position: Int[Tensor, "B T"],
-        last: int,
-        attend: list[Attend],
+        self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: LayerInputs
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
         """Return the states to be fed back, and the normed ones for the lm_head."""
-        x = self.first(self.embed(token).to(state.dtype), state, position, last, attend[0])
-        for layer, pattern in zip(self.layers, attend[1:], strict=True):
-            x = layer(x, position, last, pattern)
+        position, last, (first, *deeper) = inputs
+        x = self.first(self.embed(token).to(state.dtype), state, position, last, first)
+        for layer, attend in zip(self.layers, deeper, strict=True):
+            x = layer(x, position, last, attend)
         read = self.norm(x)
         return (read if self.config.norm_output else x), read

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.base import Draft, Embeddings, Features, HeadModule, LayerConfig, Level, check_depths, layer_shape
+from heads.base import Draft, Embeddings, Features, HeadModule, LayerConfig, Level, NewRows, Nodes, layer_shape
 from heads.common.ranges import Count, Parts
 from heads.medusa import ResidualBlock
 from heads.modules.autoregressive import Recurrent
 from heads.modules.kv_cache import KVCache
-from heads.modules.layers import Attend, Block, RMSNorm
+from heads.modules.layers import Block, LayerInputs, RMSNorm
 from heads.modules.rope import Rope
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
 from heads.rows import drafted_token, last_valid, of_parents
@@ -68,10 +68,10 @@ class Prefix(Recurrent):
         self.norm = RMSNorm(width, config.norm_eps)
 
     def advance(
-        self, token: Tensor, state: Float[Tensor, "B T D"], position: Tensor, last: int, attend: list[Attend]
+        self, token: Tensor, state: Float[Tensor, "B T D"], inputs: LayerInputs
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
         """Return the summaries."""
-        summary = self.norm(self.layer(state, position, last, attend[0]))
+        summary = self.norm(self.layer(state, inputs.position, inputs.last, inputs.attend[0]))
         return summary, summary
 
 
@@ -115,7 +115,7 @@ class Hydra(HeadModule):
 
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Draft from all rows at every depth."""
-        check_depths(depths, self.max_depth)
+        self.check_depths(depths)
         x = features.last
         if self.prefix is not None:
             x = self.prefix.unroll(features, 1)[0].state
@@ -125,32 +125,18 @@ class Hydra(HeadModule):
             drafts.append(Draft(branch(x)))
         return drafts
 
-    def extend(
-        self,
-        state: KVCache | None,
-        features: Features,
-        token: Int[Tensor, "B T"],
-        count: Int[Tensor, "B"] | None = None,
-    ) -> tuple[KVCache | None, Level]:
+    def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache | None, Level]:
         """Commit verified rows and score depth 1 from the last one."""
-        summary = features.last
+        summary, token = new.features.last, new.token
         if self.prefix is not None:
             state = KVCache(len(token), self.config.length, token.device) if state is None else state
             position = state.begin(token.shape[1], len(token))
-            summary, _ = self.prefix.commit(state, summary, token, position, count)
-        return state, self._level(self.joined(last_valid(summary, count), last_valid(token, count)), 1)
+            summary, _ = self.prefix.commit(state, summary, token, position, new.counts)
+        return state, self._level(self.joined(last_valid(summary, new.counts), last_valid(token, new.counts)), 1)
 
-    def expand(
-        self,
-        state: KVCache | None,
-        level: Level,
-        token: Int[Tensor, "B N"],
-        parent: Int[Tensor, "B N"],
-        mask: Bool[Tensor, "B N M"],
-        depth: int,
-    ) -> Level:
+    def expand(self, state: KVCache | None, level: Level, nodes: Nodes) -> Level:
         """Score the next depth from the inputs of the parents' head and the nodes' tokens."""
-        return self._level(self.joined(of_parents(level.hidden, parent), token), depth + 1)
+        return self._level(self.joined(of_parents(level.hidden, nodes.parent), nodes.token), nodes.depth + 1)
 
     def _level(self, x: Float[Tensor, "B N X"], depth: int) -> Level:
         return Level(self.score(self.branches[depth - 1](x), depth), x)

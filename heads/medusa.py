@@ -6,11 +6,11 @@ distribution. Its lm_head is the target's, shared and frozen, or one of its own 
 
 from dataclasses import dataclass
 
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.base import Draft, Embeddings, Features, HeadModule, Level, check_depths
+from heads.base import Draft, Embeddings, Features, HeadModule, Level, NewRows, Nodes
 from heads.common.ranges import Count, Parts
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
 from heads.rows import last_valid
@@ -64,30 +64,16 @@ class Medusa(HeadModule):
 
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Draft from all rows at every depth."""
-        check_depths(depths, self.max_depth)
+        self.check_depths(depths)
         return [Draft(block(features.last)) for block in self.blocks]
 
-    def extend(
-        self,
-        state: None,
-        features: Features,
-        token: Int[Tensor, "B T"],
-        count: Int[Tensor, "B"] | None = None,
-    ) -> tuple[None, Level]:
+    def extend(self, state: None, new: NewRows) -> tuple[None, Level]:
         """Score depth 1 from the last row; Medusa keeps no state."""
-        root = last_valid(features.last, count)
+        root = last_valid(new.features.last, new.counts)
         return None, Level(self.score(self.blocks[0](root), 1), root)
 
-    def expand(
-        self,
-        state: None,
-        level: Level,
-        token: Int[Tensor, "B N"],
-        parent: Int[Tensor, "B N"],
-        mask: Bool[Tensor, "B N M"],
-        depth: int,
-    ) -> Level:
+    def expand(self, state: None, level: Level, nodes: Nodes) -> Level:
         """Score the next depth from the root's feature: the nodes' own tokens are not read."""
         root = level.hidden[:, :1]
-        logits = self.score(self.blocks[depth](root), depth + 1)
-        return Level(logits.expand(-1, token.shape[1], -1), root)
+        logits = self.score(self.blocks[nodes.depth](root), nodes.depth + 1)
+        return Level(logits.expand(-1, nodes.token.shape[1], -1), root)

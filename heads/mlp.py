@@ -10,11 +10,11 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.base import Draft, Embeddings, Features, HeadModule, Level, check_depths
+from heads.base import Draft, Embeddings, Features, HeadModule, Level, NewRows, Nodes
 from heads.common.ranges import Count, Parts, Width
 from heads.modules.vocab import VocabularyLinear, draft_vocabulary
 from heads.rows import drafted_token, last_valid, of_parents
@@ -91,34 +91,21 @@ class Mlp(HeadModule):
 
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Draft from all rows at every depth."""
-        check_depths(depths, self.max_depth)
+        self.check_depths(depths)
         state, drafts = self.begin(features.last), []
         for depth in range(1, depths + 1):
             state = self.step(state, drafted_token(features.token, depth, features.path), depth)
             drafts.append(Draft(state))
         return drafts
 
-    def extend(
-        self,
-        state: None,
-        features: Features,
-        token: Int[Tensor, "B T"],
-        count: Int[Tensor, "B"] | None = None,
-    ) -> tuple[None, Level]:
+    def extend(self, state: None, new: NewRows) -> tuple[None, Level]:
         """Score depth 1 from the last row; the speculator keeps nothing of a sequence."""
-        return None, self._level(self.begin(last_valid(features.last, count)), last_valid(token, count), 1)
+        last, root = (last_valid(x, new.counts) for x in (new.features.last, new.token))
+        return None, self._level(self.begin(last), root, 1)
 
-    def expand(
-        self,
-        state: None,
-        level: Level,
-        token: Int[Tensor, "B N"],
-        parent: Int[Tensor, "B N"],
-        mask: Bool[Tensor, "B N M"],
-        depth: int,
-    ) -> Level:
+    def expand(self, state: None, level: Level, nodes: Nodes) -> Level:
         """Score the next depth: every node's token is mixed into its parent's state."""
-        return self._level(of_parents(level.hidden, parent), token, depth + 1)
+        return self._level(of_parents(level.hidden, nodes.parent), nodes.token, nodes.depth + 1)
 
     def _level(self, before: Tensor, token: Tensor, depth: int) -> Level:
         hidden = self.step(before, token, depth)

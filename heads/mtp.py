@@ -22,7 +22,7 @@ from heads.base import Embeddings, Features, LayerConfig, layer_shape
 from heads.common.ranges import OneOf
 from heads.modules.autoregressive import RecurrentHead
 from heads.modules.fusion import Fusion, chosen_layers
-from heads.modules.layers import Attend, Block, RMSNorm
+from heads.modules.layers import Block, LayerInputs, RMSNorm
 from heads.modules.own_layer import OwnLayer
 from heads.modules.rope import Rope
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
@@ -78,15 +78,10 @@ class Mtp(RecurrentHead):
         return features.last if self.fusion is None else features.last + self.fusion(features.hidden)
 
     def advance(
-        self,
-        token: Int[Tensor, "B T"],
-        state: Float[Tensor, "B T D"],
-        position: Int[Tensor, "B T"],
-        last: int,
-        attend: list[Attend],
+        self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: LayerInputs
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
         """Return the normed states, once to be fed back and once for the lm_head."""
         embedding = self.embeddings.embed(token).to(state.dtype)
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(state)], -1))
-        x = self.norm(self.block(x, position, last, attend[0]))
+        x = self.norm(self.block(x, inputs.position, inputs.last, inputs.attend[0]))
         return x, x

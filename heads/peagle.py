@@ -9,19 +9,19 @@ Training computes all slots behind every row, or behind a step's `anchors`. The 
 the deeper slots (its COD sampling), which saves memory and trains deep slots less.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from heads import rows
-from heads.base import Draft, Embeddings, Features, Level, check_depths
+from heads.base import Draft, Embeddings, Features, Level, NewRows, Nodes
 from heads.common.ranges import Parts
 from heads.eagle3 import Eagle3
 from heads.modules.attention import KeyValue, attend_rows, pattern
 from heads.modules.kv_cache import KVCache
+from heads.modules.layers import LayerInputs
 from heads.modules.slots import at_rows, behind, behind_roots
 
 
@@ -65,17 +65,15 @@ class PEagle(Eagle3):
         """Return the embeddings of tokens."""
         return self.embeddings.embed(token) if self.embedding is None else self.embedding(token)
 
-    def slots(
-        self, position: Int[Tensor, "B N"], last: int, attend: list[Callable[..., Tensor]]
-    ) -> Float[Tensor, "B N D"]:
-        """Return the inputs of `score` of mask slots at these positions."""
-        token = torch.full_like(position, self.mask_token)
-        state = self.fusion(self.mask_hidden[None, None]).expand(*position.shape, -1)
-        return self.advance(token, state, position, last, attend)[1]
+    def slots(self, inputs: LayerInputs) -> Float[Tensor, "B N D"]:
+        """Return the inputs of `score` of mask slots."""
+        token = torch.full_like(inputs.position, self.mask_token)
+        state = self.fusion(self.mask_hidden[None, None]).expand(*token.shape, -1)
+        return self.advance(token, state, inputs)[1]
 
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Draft depth 1 from all rows, and the depths behind it from the slots of every anchor."""
-        check_depths(depths, self.max_depth)
+        self.check_depths(depths)
         position, length = rows.positions(features.document), self.config.length
         last, context = position.shape[1] + depths, list[KeyValue]()
         seen = pattern(position, length)
@@ -85,7 +83,8 @@ class PEagle(Eagle3):
             return attend_rows(query, (key, value), [], seen)
 
         token, start = rows.next_token(features.token), self.begin(features)
-        drafts = [Draft(self.advance(token, start, position, last, [attend_true] * self.attentions)[1])]
+        inputs = LayerInputs(position, last, [attend_true] * self.attentions)
+        drafts = [Draft(self.advance(token, start, inputs)[1])]
         if depths == 1:
             return drafts
         slots = behind(features.document, anchors, depths - 1, length, causal=True)
@@ -93,39 +92,26 @@ class PEagle(Eagle3):
         def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return attend_rows(query, context[i], [(key, value)], slots.seen)
 
-        read = self.slots(slots.position.flatten(1), last, self.by_layer(attend))
+        read = self.slots(LayerInputs(slots.position.flatten(1), last, self.by_layer(attend)))
         states = read.unflatten(1, (-1, depths - 1)).unbind(2)
         return drafts + [Draft(at_rows(state, slots.anchor, position.shape[1])) for state in states]
 
-    def extend(
-        self,
-        state: KVCache | None,
-        features: Features,
-        token: Int[Tensor, "B T"],
-        count: Int[Tensor, "B"] | None = None,
-    ) -> tuple[KVCache, Level]:
+    def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, Level]:
         """Commit verified rows with their true features, and draft all depths behind the last ones."""
+        token = new.token
         cache = KVCache(len(token), self.config.length, token.device) if state is None else state
-        new, start = cache.begin(token.shape[1], len(token)), self.begin(features)
-        _, read = self.commit(cache, start, token, new, count)
-        slots, states = self.max_depth - 1, rows.last_valid(read, count)
+        committed, start = cache.begin(token.shape[1], len(token)), self.begin(new.features)
+        _, read = self.commit(cache, start, token, committed, new.counts)
+        slots, states = self.max_depth - 1, rows.last_valid(read, new.counts)
         if slots:
             position, attend = behind_roots(cache, len(token), slots, causal=True)
-            drafted = self.slots(position, cache.longest + slots, self.by_layer(attend))
+            drafted = self.slots(LayerInputs(position, cache.longest + slots, self.by_layer(attend)))
             states = torch.cat([states, drafted], 1)
         return cache, self._level(states, 1, 1)
 
-    def expand(
-        self,
-        state: KVCache,
-        level: Level,
-        token: Int[Tensor, "B N"],
-        parent: Int[Tensor, "B N"],
-        mask: Bool[Tensor, "B N M"],
-        depth: int,
-    ) -> Level:
+    def expand(self, state: KVCache, level: Level, nodes: Nodes) -> Level:
         """Score the next depth from its slot, whatever was drafted before it."""
-        return self._level(level.hidden, token.shape[1], depth + 1)
+        return self._level(level.hidden, nodes.token.shape[1], nodes.depth + 1)
 
     def _level(self, states: Float[Tensor, "B K D"], nodes: int, depth: int) -> Level:
         return Level(self.score(states[:, depth - 1 : depth], depth).expand(-1, nodes, -1), states)

@@ -4,19 +4,19 @@ from typing import Any
 
 from torch import Tensor
 
-from heads.base import Features, Level
+from heads.base import Features, Level, NewRows, Nodes
 from heads.modules.vocab import scatter_logits
 
 
 def extend(head: Any, state: Any, features: Features, token: Tensor) -> tuple[Any, Level]:
     """Commit rows, whose next tokens are (T,)."""
-    state, level = head.extend(state, features, token[None])
+    state, level = head.extend(state, NewRows(features, token[None]))
     return state, level
 
 
 def expand(head: Any, state: Any, level: Level, token: Tensor, parent: Tensor, mask: Tensor) -> Level:
     """Expand nodes (N,) of one depth, which is that of the path that the first of them sees."""
-    made: Level = head.expand(state, level, token[None], parent[None], mask[None], int(mask[0].sum()))
+    made: Level = head.expand(state, level, Nodes(token[None], parent[None], mask[None], int(mask[0].sum())))
     return made
 
 

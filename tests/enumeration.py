@@ -19,7 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from heads.base import Level
+from heads.base import Level, Nodes
 from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Context, Proposal
 from inference.verification.rng import Rng
@@ -179,9 +179,9 @@ class Tables:
         index = torch.arange(start, len(self.known), dtype=torch.float64)[:, None]
         return Level(torch.stack([self.logits(path)[1] for path in paths])[None], index[None])
 
-    def expand(self, state: None, level: Level, token: Tensor, parent: Tensor, mask: Tensor, depth: int) -> Level:
-        above = [self.known[int(i)] for i in level.hidden[0, parent[0], 0]]
-        return self.level([(*path, t) for path, t in zip(above, token[0].tolist(), strict=True)])
+    def expand(self, state: None, level: Level, nodes: Nodes) -> Level:
+        above = [self.known[int(i)] for i in level.hidden[0, nodes.parent[0], 0]]
+        return self.level([(*path, t) for path, t in zip(above, nodes.token[0].tolist(), strict=True)])
 
     def scores(self, tree: DraftTree, sampling: Sampling) -> Tensor:
         """Return the target's logits at the nodes, penalised as the engine does it."""

@@ -10,14 +10,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from heads import rows
-from heads.base import Draft, Features, HeadModule, Level
+from heads.base import Draft, Features, HeadModule, Level, NewRows, Nodes
 from heads.modules.attention import KeyValue, attend_rows, pattern
 from heads.modules.kv_cache import SPARE, KVCache
-from heads.modules.layers import Attend, grouped_attention
+from heads.modules.layers import Attend, LayerInputs, grouped_attention
 
 
 class Recurrent(nn.Module):
@@ -45,17 +45,9 @@ class Recurrent(nn.Module):
         return ()
 
     def advance(
-        self,
-        token: Int[Tensor, "B T"],
-        state: Float[Tensor, "B T D"],
-        position: Int[Tensor, "B T"],
-        last: int,
-        attend: list[Attend],
+        self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: LayerInputs
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
-        """Return the states that follow `state` once `token` is chosen, and the inputs of `score`.
-
-        `last` is an upper bound of the rows' positions, and `attend` each layer's attention.
-        """
+        """Return the states that follow `state` once `token` is chosen, and the inputs of `score`."""
         raise NotImplementedError
 
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
@@ -80,7 +72,7 @@ class Recurrent(nn.Module):
 
             token = rows.drafted_token(features.token, depth, features.path)
             entering = state.detach() if self.detach and depth > 1 else state
-            state, read = self.advance(token, entering, position + depth - 1, last, self.by_layer(attend))
+            state, read = self.advance(token, entering, LayerInputs(position + depth - 1, last, self.by_layer(attend)))
             drafts.append(Draft(read, state if self.predicts else None))
         return drafts
 
@@ -109,7 +101,7 @@ class Recurrent(nn.Module):
                 return attend_rows(query, (key, value), [], pattern(position, self.config.length))
             return grouped_attention(query, *both, sees)
 
-        hidden, read = self.advance(token, start, position, cache.longest, self.by_layer(attend))
+        hidden, read = self.advance(token, start, LayerInputs(position, cache.longest, self.by_layer(attend)))
         cache.length[: len(token)] += token.shape[1] if count is None else count
         return hidden, read
 
@@ -128,15 +120,9 @@ class RecurrentHead(HeadModule, Recurrent):
         """Return the logits of states that `advance` gives for them."""
         return self.lm_head(state)
 
-    def extend(
-        self,
-        state: KVCache | None,
-        features: Features,
-        token: Int[Tensor, "B T"],
-        count: Int[Tensor, "B"] | None = None,
-    ) -> tuple[KVCache, Level]:
+    def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, Level]:
         """Commit verified rows with their true states and score under the roots."""
-        start = self.begin(features)
+        start, token, count = self.begin(new.features), new.token, new.counts
         cache = KVCache(len(token), self.config.length, token.device) if state is None else state
         position = cache.begin(token.shape[1], len(token))
         context = self.inject(start, position, cache.longest)
@@ -148,36 +134,32 @@ class RecurrentHead(HeadModule, Recurrent):
         cache.length[: len(token)] += token.shape[1] if count is None else count
         above, root = rows.last_valid(start, count), rows.last_valid(token, count)
         alone = torch.ones(len(token), 1, 1, dtype=torch.bool, device=token.device)
-        level = self._draft(cache, root, alone, above, 0)  # the root's row is drafted, like any other
+        # The root's row is drafted, like any other.
+        level = self._draft(cache, Nodes(root, torch.zeros_like(root), alone, 0), above)
         return cache, level._replace(
             root=tuple(row for layer in range(len(context)) for row in cache.drafted(layer, len(token), 1))
         )
 
-    def expand(
-        self,
-        state: KVCache,
-        level: Level,
-        token: Int[Tensor, "B N"],
-        parent: Int[Tensor, "B N"],
-        mask: Bool[Tensor, "B N M"],
-        depth: int,
-    ) -> Level:
+    def expand(self, state: KVCache, level: Level, nodes: Nodes) -> Level:
         """Score the next tree level: every node enters with its parent's state."""
         if self.injected:  # the root's row is drafted too, and seen by all
-            mask = torch.cat([mask.new_ones(*mask.shape[:2], 1), mask], -1)
+            seen = nodes.mask.new_ones(*nodes.mask.shape[:2], 1)
+            nodes = nodes._replace(mask=torch.cat([seen, nodes.mask], -1))
         for layer in range(len(level.root) // 2):
             state.draft(layer, level.root[2 * layer], level.root[2 * layer + 1], 0)
-        return self._draft(state, token, mask, rows.of_parents(level.hidden, parent), depth)
+        return self._draft(state, nodes, rows.of_parents(level.hidden, nodes.parent))
 
-    def _draft(self, cache: KVCache, token: Tensor, mask: Bool[Tensor, "B N M"], above: Tensor, depth: int) -> Level:
-        """Score drafted rows at a depth; `mask` says which of the M drafted so far, these last, each sees."""
+    def _draft(self, cache: KVCache, nodes: Nodes, above: Float[Tensor, "B N D"]) -> Level:
+        """Score drafted rows, which enter with the states `above`."""
+        token, mask = nodes.token, nodes.mask
         last = cache.length[: len(token)] - 1
-        position = (last + depth)[:, None].expand(-1, token.shape[1])
+        position = (last + nodes.depth)[:, None].expand(-1, token.shape[1])
         sees = torch.cat([cache.sees(position, last), mask], -1)[:, None]
         earlier = mask.shape[2] - token.shape[1]
 
         def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return grouped_attention(query, *cache.draft(i, key, value, earlier), sees)
 
-        hidden, read = self.advance(token, above, position, cache.longest + mask.shape[2], self.by_layer(attend))
+        inputs = LayerInputs(position, cache.longest + mask.shape[2], self.by_layer(attend))
+        hidden, read = self.advance(token, above, inputs)
         return Level(self.score(read, 1), hidden)

@@ -8,7 +8,7 @@ differs), X input width, D model width.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -21,6 +21,14 @@ from heads.modules.rope import Rope, Rotary
 from heads.modules.split_keys import count_pieces, split_attention
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class LayerInputs(NamedTuple):
+    """What decoder layers read beside the states of T rows."""
+
+    position: Int[Tensor, "B T"]
+    last: int  # an upper bound of the positions
+    attend: list[Attend]  # the attention of each layer
 
 
 class Recomputing(nn.Module):

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from heads.base import Level
+from heads.base import Level, Nodes
 from heads.common.ranges import Fraction, OneOf
 from inference.drafters import runner
 from inference.drafters.policy import ContextRoots, Growth, TreeConfig, grow
@@ -155,17 +155,9 @@ class AssistantState(DrafterState):
             growth.descend(token, above, nodes)
         return Proposal(growth.trees(contexts)[0], torch.cat([*q, torch.zeros_like(q[-1])]))
 
-    def expand(
-        self,
-        state: Any,
-        level: Level,
-        token: Int[Tensor, "1 N"],
-        parent: Int[Tensor, "1 N"],
-        mask: Bool[Tensor, "1 N M"],
-        depth: int,
-    ) -> Level:
+    def expand(self, state: Any, level: Level, nodes: Nodes) -> Level:
         """Score one more tree level, as `DraftHead.expand` says; the keys and values live in the runner's cache."""
-        return self.answer(self.runner.expand(self.vocabulary.to_assistant(token[0]), parent[0]))
+        return self.answer(self.runner.expand(self.vocabulary.to_assistant(nodes.token[0]), nodes.parent[0]))
 
     def answer(self, logits: Tensor) -> Level:
         """Return the assistant's logits "N A" as a level in the target's vocabulary and on its device."""

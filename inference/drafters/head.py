@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from heads.base import DraftHead, Features, Level
+from heads.base import DraftHead, Features, Level, NewRows
 from heads.common.typed import typed
 from heads.formats.hub import load_found, schedule_of, sibling_spec, tree_of
 from heads.modules.kv_cache import SPARE, KVCache
@@ -81,7 +81,7 @@ class HeadState(DrafterState):
         """Commit rows: the features are those of the verification pass, never the drafted ones."""
         token = commit.token[None]
         features = Features(token, commit.features.hidden, commit.features.last, torch.zeros_like(token))
-        self.state, self.level = self.head.extend(self.state, features, token)
+        self.state, self.level = self.head.extend(self.state, NewRows(features, token))
 
     def propose(self, context: Context) -> Proposal:
         """Grow the policy's tree."""
@@ -186,7 +186,7 @@ class HeadBatch:
             self.deferred = DeferredRows(self.size, token, commit.features, self.capacity)
         features = Features(token, *commit.features[:2], torch.zeros_like(token))
         cache = None if self.cache is None else self.cache.alone(slot)
-        _, level = self.head.extend(cache, features, token)
+        _, level = self.head.extend(cache, NewRows(features, token))
         if self.buffers is None:
             with torch.inference_mode(False):  # compiled stages write to no inference tensor
                 self.buffers = level.each(lambda row: row.new_zeros(self.size, *row.shape[1:]))
@@ -281,7 +281,7 @@ class HeadBatch:
 
     def extend(self, features: Features, token: Int[Tensor, "B T"], count: Int[Tensor, "B"]) -> None:
         """Commit rows of all sequences; the level of one that has none stays."""
-        _, level = self.head.extend(self.cache, features, token, count)
+        _, level = self.head.extend(self.cache, NewRows(features, token, count))
 
         def write(buffer: Tensor, new: Tensor) -> Tensor:
             old = buffer[: len(new)]

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from heads.base import DraftVocabulary, Level
+from heads.base import DraftVocabulary, Level, Nodes
 from heads.modules.vocab import scatter_logits
 from heads.rows import of_parents
 from inference.limits import check_size
@@ -55,15 +55,7 @@ class Expander(Protocol):
             """The tokens that logits are of, None for all."""
             ...
 
-    def expand(
-        self,
-        state: Any,
-        level: Level,
-        token: Int[Tensor, "B N"],
-        parent: Int[Tensor, "B N"],
-        mask: Bool[Tensor, "B N M"],
-        depth: int,
-    ) -> Level:
+    def expand(self, state: Any, level: Level, nodes: Nodes) -> Level:
         """Score one more tree level; see `DraftHead.expand`."""
         ...
 
@@ -162,7 +154,7 @@ class Growth:
         itself = torch.eye(token.shape[1], dtype=torch.bool, device=token.device).expand(len(token), -1, -1)
         self.ancestors = torch.cat([of_parents(self.ancestors, parent), itself], -1)
         self.depth += 1
-        self.level = self.head.expand(self.state, self.level, token, parent, self.ancestors, self.depth)
+        self.level = self.head.expand(self.state, self.level, Nodes(token, parent, self.ancestors, self.depth))
         self.nodes = nodes
         self.expanded.append(nodes[0])
         if self.seen is not None:

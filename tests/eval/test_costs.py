@@ -12,6 +12,7 @@ from eval.inputs.texts import write
 from eval.measures.cost_model import draft_key
 from eval.tuning import costs as costing
 from eval.tuning.costs import PlaybackBatch, measure, planted, typical, verification
+from heads.base import NewRows, Nodes
 from inference.batch import Batch
 from inference.decode import Settings
 from inference.drafters.head import HeadDrafter
@@ -133,14 +134,14 @@ def test_the_head_drafts_for_all_sequences_at_once(monkeypatch: pytest.MonkeyPat
     own: Any = toys.head("eagle", target)
     extend, expand = type(own).extend, type(own).expand
 
-    def extended(self: Any, state: Any, features: Any, token: Any, count: Any = None) -> Any:
-        now[0] += 10 if count is not None else 0  # a prompt has none
-        return extend(self, state, features, token, count)
+    def extended(self: Any, state: Any, new: NewRows) -> Any:
+        now[0] += 10 if new.counts is not None else 0  # a prompt has none
+        return extend(self, state, new)
 
-    def expanded(self: Any, state: Any, level: Any, token: Any, *args: Any) -> Any:
+    def expanded(self: Any, state: Any, level: Any, nodes: Nodes) -> Any:
         now[0] += 1
-        batches.add(len(token))
-        return expand(self, state, level, token, *args)
+        batches.add(len(nodes.token))
+        return expand(self, state, level, nodes)
 
     monkeypatch.setattr(type(own), "extend", extended)
     monkeypatch.setattr(type(own), "expand", expanded)

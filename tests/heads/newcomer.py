@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from heads.base import Draft, Embeddings, Features, Level
+from heads.base import Draft, Embeddings, Features, Level, NewRows, Nodes
 from heads.common.ranges import Parts
 from heads.rows import drafted_token, last_valid, of_parents
 
@@ -53,29 +53,15 @@ class Newcomer(nn.Module):
             drafts.append(Draft(state))
         return drafts
 
-    def extend(
-        self,
-        state: None,
-        features: Features,
-        token: Int[Tensor, "B T"],
-        count: Int[Tensor, "B"] | None = None,
-    ) -> tuple[None, Level]:
+    def extend(self, state: None, new: NewRows) -> tuple[None, Level]:
         """Score depth 1 from the last row."""
         del state
-        return None, self._level(last_valid(features.last, count), last_valid(token, count))
+        return None, self._level(last_valid(new.features.last, new.counts), last_valid(new.token, new.counts))
 
-    def expand(
-        self,
-        state: None,
-        level: Level,
-        token: Int[Tensor, "B N"],
-        parent: Int[Tensor, "B N"],
-        mask: Bool[Tensor, "B N M"],
-        depth: int,
-    ) -> Level:
+    def expand(self, state: None, level: Level, nodes: Nodes) -> Level:
         """Score the next depth."""
-        del state, mask, depth
-        return self._level(of_parents(level.hidden, parent), token)
+        del state
+        return self._level(of_parents(level.hidden, nodes.parent), nodes.token)
 
     def _level(self, before: Tensor, token: Tensor) -> Level:
         hidden = self.step(before, token)

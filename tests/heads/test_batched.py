@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from heads import HEADS
-from heads.base import DraftHead, Features, Level
+from heads.base import DraftHead, Features, Level, NewRows, Nodes
 from heads.modules.kv_cache import SPARE, KVCache
 from tests import toys
 
@@ -44,11 +44,10 @@ def tree(head: DraftHead, state: Any, level: Level) -> torch.Tensor:
     count = len(level.logits)
     token = torch.tensor([[3, 5]]).expand(count, -1)
     above, eye = torch.zeros(count, 2, dtype=torch.long), torch.eye(2, dtype=torch.bool).expand(count, -1, -1)
-    first = head.expand(state, level, token, above, eye, 1)
+    first = head.expand(state, level, Nodes(token, above, eye, 1))
     parent, ones = torch.tensor([[1, 0, 1]]).expand(count, -1), torch.eye(3, dtype=torch.bool).expand(count, -1, -1)
-    second = head.expand(
-        state, first, (token[:, :1] + torch.arange(3)) % toys.VOCAB, parent, torch.cat([eye[:, parent[0]], ones], 2), 2
-    )
+    mask = torch.cat([eye[:, parent[0]], ones], 2)
+    second = head.expand(state, first, Nodes((token[:, :1] + torch.arange(3)) % toys.VOCAB, parent, mask, 2))
     return torch.cat([first.logits, second.logits], 1)
 
 
@@ -59,11 +58,10 @@ def test_ragged_commits_and_trees_are_those_of_each_sequence_alone(name: str) ->
     own, shared = [Rows(head, seed) for seed in range(3)], [Rows(head, seed) for seed in range(3)]
     alone: list[Any] = []
     for rows, length in zip(own, prompts, strict=True):
-        features, token = rows.take(length, length)
-        alone.append(head.extend(None, features, token))
+        alone.append(head.extend(None, NewRows(*rows.take(length, length))))
     cache: Any = None if alone[0][0] is None else KVCache(3, alone[0][0].window, alone[0][0].length.device)
     for slot, (rows, length) in enumerate(zip(shared, prompts, strict=True)):
-        head.extend(cache and cache.alone(slot), *rows.take(length, length))
+        head.extend(cache and cache.alone(slot), NewRows(*rows.take(length, length)))
     if cache is not None:
         cache.longest = max(prompts)
     chance = torch.Generator().manual_seed(1)
@@ -71,11 +69,11 @@ def test_ragged_commits_and_trees_are_those_of_each_sequence_alone(name: str) ->
         counts = torch.randint(1, 5, (3,), generator=chance)
         widest = int(counts.max())
         alone = [
-            head.extend(state, *rows.take(int(count), int(count)))
+            head.extend(state, NewRows(*rows.take(int(count), int(count))))
             for (state, _), rows, count in zip(alone, own, counts, strict=True)
         ]
         both = joined([rows.take(int(count), widest) for rows, count in zip(shared, counts, strict=True)])
-        cache, level = head.extend(cache, *both, counts)
+        cache, level = head.extend(cache, NewRows(*both, counts))
         if step % 8:
             continue
         expected = torch.cat([each.logits for _, each in alone])
@@ -91,11 +89,11 @@ def test_ragged_commits_and_trees_are_those_of_each_sequence_alone(name: str) ->
 def test_a_moved_sequence_drafts_on(name: str) -> None:
     head: Any = toys.head(name, toys.target("llama", DOUBLE))
     rows = Rows(head, 0)
-    state, level = head.extend(None, *rows.take(9, 9))
+    state, level = head.extend(None, NewRows(*rows.take(9, 9)))
     cache = KVCache(3, state.window, state.length.device)
     for slot in range(3):
-        head.extend(cache.alone(slot), *Rows(head, slot + 5).take(20, 20))
-    head.extend(cache.alone(2), *Rows(head, 0).take(9, 9))
+        head.extend(cache.alone(slot), NewRows(*Rows(head, slot + 5).take(20, 20)))
+    head.extend(cache.alone(2), NewRows(*Rows(head, 0).take(9, 9)))
     cache.longest = 20
     cache.move(2, 0)
     expected = tree(head, state, level)
@@ -105,7 +103,7 @@ def test_a_moved_sequence_drafts_on(name: str) -> None:
 def test_a_commit_of_more_rows_than_a_ring_spares_is_cut_up() -> None:
     head: Any = toys.head("eagle", toys.target("llama", DOUBLE))
     rows, whole = Rows(head, 3), Rows(head, 3)
-    state, _ = head.extend(None, *rows.take(7, 7))
-    _, level = head.extend(state, *rows.take(3 * SPARE + 5, 3 * SPARE + 5))
-    _, expected = head.extend(None, *whole.take(3 * SPARE + 12, 3 * SPARE + 12))
+    state, _ = head.extend(None, NewRows(*rows.take(7, 7)))
+    _, level = head.extend(state, NewRows(*rows.take(3 * SPARE + 5, 3 * SPARE + 5)))
+    _, expected = head.extend(None, NewRows(*whole.take(3 * SPARE + 12, 3 * SPARE + 12)))
     torch.testing.assert_close(level.logits, expected.logits, **EXACT)

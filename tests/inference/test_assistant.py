@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.base import Level
+from heads.base import Level, Nodes
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.assistant import Length
 from inference.drafters.policy import grow
@@ -89,8 +89,10 @@ class Afresh:
         rows = [self.model(input_ids=torch.tensor([path]), use_cache=False).logits[0, -1] for path in self.paths]
         return Level(torch.stack(rows)[None], torch.zeros(1, len(rows), 0))
 
-    def expand(self, state: Any, level: Level, token: Tensor, parent: Tensor, mask: Tensor, depth: int) -> Level:
-        self.paths = [[*self.paths[p], t] for p, t in zip(parent[0].tolist(), token[0].tolist(), strict=True)]
+    def expand(self, state: Any, level: Level, nodes: Nodes) -> Level:
+        self.paths = [
+            [*self.paths[p], t] for p, t in zip(nodes.parent[0].tolist(), nodes.token[0].tolist(), strict=True)
+        ]
         return self.logits()
 
 

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from heads.base import Level
+from heads.base import Level, Nodes
 from inference.drafters.policy import TreeConfig, candidates, grow
 from inference.protocol import Context
 from inference.verification import tree as trees
@@ -33,9 +32,9 @@ class TableHead:
     def root(self, token: int) -> Level:
         return Level(self.table[0, token][None, None], torch.zeros(1, 1, 1))
 
-    def expand(self, state: Any, level: Level, token: Tensor, parent: Tensor, mask: Tensor, depth: int) -> Level:
-        self.calls.append(token.shape[1])
-        return Level(self.table[depth, token], torch.zeros(*token.shape, 1))
+    def expand(self, state: Any, level: Level, nodes: Nodes) -> Level:
+        self.calls.append(nodes.token.shape[1])
+        return Level(self.table[nodes.depth, nodes.token], torch.zeros(*nodes.token.shape, 1))
 
     def law(self, path: tuple[int, ...]) -> list[float]:
         return self.table[len(path) - 1, path[-1]].log_softmax(-1).tolist()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from heads.base import NewRows
 from heads.formats.store import save_head, save_tree
 from heads.modules.kv_cache import SPARE
 from inference.batch import batch_of
@@ -111,9 +112,9 @@ def test_rows_that_waited_are_taken_in_as_many_as_a_ring_takes_at_once(
     requests = [(toys.prompt(i, 5 + i), Settings(count, GREEDY)) for i, count in enumerate((SPARE + 20, SPARE + 40))]
     extend = type(source.head).extend
 
-    def counted(self: Any, state: Any, features: Any, token: Any, count: Any = None) -> Any:
-        calls.append(token.shape[1])
-        return extend(self, state, features, token, count)
+    def counted(self: Any, state: Any, new: NewRows) -> Any:
+        calls.append(new.token.shape[1])
+        return extend(self, state, new)
 
     monkeypatch.setattr(type(source.head), "extend", counted)
     made, taken = decoded(target, source, requests, 2, static)

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from torch import Tensor
 
-from heads.base import Level
+from heads.base import Level, Nodes
 from heads.common.resolvers import ROOT
 from heads.common.typed import typed
 from inference.drafters.policy import TreeConfig, grow
@@ -130,12 +129,12 @@ class Watching:
         logits = torch.randn(len(self.level), toys.VOCAB, generator=self.generator)
         return Level(logits[None], logits[None, :, :0])
 
-    def expand(self, state: Any, level: Level, token: Tensor, parent: Tensor, mask: Tensor, depth: int) -> Level:
-        drafted = zip(token[0].tolist(), parent[0].tolist(), strict=True)
+    def expand(self, state: Any, level: Level, nodes: Nodes) -> Level:
+        drafted = zip(nodes.token[0].tolist(), nodes.parent[0].tolist(), strict=True)
         self.level = [(*self.level[above], each) for each, above in drafted]
         self.rows += self.level
-        assert {len(path) for path in self.level} == {depth}
-        assert mask[0].tolist() == [[row == path[: len(row)] for row in self.rows] for path in self.level]
+        assert {len(path) for path in self.level} == {nodes.depth}
+        assert nodes.mask[0].tolist() == [[row == path[: len(row)] for row in self.rows] for path in self.level]
         return self.answer()
 
 

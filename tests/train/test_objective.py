@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from heads import HEADS, rows
-from heads.base import Draft, Features
+from heads.base import Draft, Features, NewRows
 from heads.modules.top_k import top_log_probs
 from tests import toys
 from train.losses import LOSSES, ObjectiveConfig, OnPolicyConfig
@@ -146,7 +146,7 @@ def test_a_head_that_has_drafted_can_be_trained(name: str) -> None:
     target.embeddings._some = None
     features, mask = batch(made.feature_layers, torch.float64)
     with torch.inference_mode():
-        made.extend(None, Features(*(part[:1] for part in features[:4])), features.token[:1])
+        made.extend(None, NewRows(Features(*(part[:1] for part in features[:4])), features.token[:1]))
     loss, _ = loss_of(made, made.unroll(features, 4), features, mask, replace(CONFIG, depths=4))
     loss.backward()
     assert all(p.grad is not None for key, p in made.named_parameters() if not key.startswith("confidence"))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from heads.base import Features
+from heads.base import Features, NewRows
 from heads.formats.store import save_head
 from heads.mtp import Mtp
 from inference.drafters.mtp import load_mtp
@@ -187,7 +187,7 @@ def test_transformers_drafts_with_it(tmp_path: Path, name: str) -> None:
         made = model.generate(token, max_new_tokens=24, do_sample=False, use_mtp=True)
     assert made[0, 9:].tolist() == text
     rows = features(target, head)
-    _, level = head.extend(None, rows, torch.tensor([[*prompt[1:], text[0]]]))
+    _, level = head.extend(None, NewRows(rows, torch.tensor([[*prompt[1:], text[0]]])))
     assert drafted[0] == [int(level.logits[0, 0].argmax())]
 
 

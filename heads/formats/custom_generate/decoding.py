@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from heads.base import Features, Level
+from heads.base import Features, Level, NewRows, Nodes
 from heads.formats.custom_generate.target import Embeddings, Seen, Target
 from heads.modules.vocab import scatter_logits
 
@@ -68,7 +68,7 @@ class Drafts:
 
         Returns the logits (V,) of the token behind the last row, minus infinity for tokens that a head never drafts.
         """
-        self.state, self.level = self.head.extend(self.state, features, token[None])
+        self.state, self.level = self.head.extend(self.state, NewRows(features, token[None]))
         self.drafted = 0
         return self.logits()
 
@@ -77,7 +77,7 @@ class Drafts:
         self.drafted += 1
         path = torch.ones(1, 1, self.drafted, dtype=torch.bool, device=token.device)
         above = torch.zeros_like(token)[None]
-        self.level = self.head.expand(self.state, self.level, token[None], above, path, self.drafted)
+        self.level = self.head.expand(self.state, self.level, Nodes(token[None], above, path, self.drafted))
         return self.logits()
 
     def logits(self) -> Tensor:

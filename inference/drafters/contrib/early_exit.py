@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from heads.base import Level
+from heads.base import Level, Nodes
 from heads.common.ranges import Count
 from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Context, Drafter, DrafterState, Proposal
@@ -92,19 +92,12 @@ class Drafting:
         seen = torch.ones(1, 1, dtype=torch.bool, device=self.device)
         return self.run(token, [-1], token.new_tensor([self.prefix]), seen)
 
-    def expand(
-        self,
-        state: None,
-        level: Level,
-        token: Int[Tensor, "1 N"],
-        parent: Int[Tensor, "1 N"],
-        mask: Bool[Tensor, "1 N M"],
-        depth: int,
-    ) -> Level:
-        """Run the next tree level; every node sees the root besides what `mask` says."""
-        above = [self.level[index] for index in parent[0].tolist()]
-        position = torch.full_like(token[0], self.prefix + depth)
-        return self.run(token[0], above, position, torch.cat([mask.new_ones(mask.shape[1], 1), mask[0]], 1))
+    def expand(self, state: None, level: Level, nodes: Nodes) -> Level:
+        """Run the next tree level of one sequence; every node sees the root besides what its mask says."""
+        (token,), mask = nodes.token, nodes.mask[0]
+        above = [self.level[index] for index in nodes.parent[0].tolist()]
+        position = torch.full_like(token, self.prefix + nodes.depth)
+        return self.run(token, above, position, torch.cat([mask.new_ones(len(mask), 1), mask], 1))
 
     def finish(self, tree: DraftTree) -> Entered:
         """Run the tree's nodes that were not expanded, and leave the rows of its nodes alone, in their order."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from heads import rows
-from heads.base import Level
+from heads.base import Level, Nodes
 from heads.common.files import last_good
 from heads.common.ranges import Count
 from heads.common.typed import typed
@@ -334,14 +334,6 @@ class Drafted:
         logits = self.logits[depth - 1].expand(1, nodes, -1)
         return Level(logits, logits[..., :0])
 
-    def expand(
-        self,
-        state: None,
-        level: Level,
-        token: Int[Tensor, "1 N"],
-        parent: Int[Tensor, "1 N"],
-        mask: Bool[Tensor, "1 N M"],
-        depth: int,
-    ) -> Level:
+    def expand(self, state: None, level: Level, nodes: Nodes) -> Level:
         """Score the next depth: streams know nothing of the tokens that are drafted before."""
-        return self.level(depth + 1, token.shape[1])
+        return self.level(nodes.depth + 1, nodes.token.shape[1])
