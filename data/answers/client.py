@@ -130,13 +130,15 @@ class BoundedHandler(HTTPHandler, HTTPSHandler):
 class Client:
     """Client of one endpoint; its methods may be called from several threads.
 
-    `by` and `options` are the options that hold the URL and the configuration; error messages name them.
+    Error messages name `by` and `options`, the options that hold the URL and the configuration, and say
+    `without_template`, the remedy of one who can do without a chat template.
     """
 
     def __init__(
-        self, url: str, config: EndpointConfig, key: str | None, by: str = "by", options: str = "endpoint"
-    ) -> None:
-        self.by, self.options = by, options
+        self, url: str, config: EndpointConfig, key: str | None, by: str = "by", options: str = "endpoint",
+        without_template: str = "",
+    ) -> None:  # fmt: skip
+        self.by, self.options, self.without_template = by, options, without_template
         if key is not None and not (key.isascii() and key.isprintable()):
             raise ValueError(f"${config.api_key_env} holds what is no key: give printable ASCII only")
         self.url, self.config, self.key = url.rstrip("/"), config, key or HIDDEN
@@ -249,8 +251,8 @@ class Client:
         if response.status != 200:
             after = retry_after(response.headers.get("Retry-After", ""))
             temporary = response.status in TEMPORARY or response.status >= 500
-            if "chat template" in text and self.options == "client":  # an evaluation's, which can do without
-                text = f"client.chat=false asks a model without a chat template; {text}"
+            if self.without_template and "chat template" in text:
+                text = f"{self.without_template}; {text}"
             raise EndpointError(f"http_{response.status}", text, temporary, after)
         return read_object(content)
 

@@ -16,7 +16,7 @@ from data.text.prompts import Prompt
 from data.text.records import Record
 from eval.audit.replies import Reply, read_replies
 from eval.config import API, ClientConfig, base_url
-from eval.endpoint.client import requests_of
+from eval.endpoint.client import WITHOUT_TEMPLATE, requests_of
 from eval.endpoint.counters import Counters, read_counters
 from heads.common.progress import Bar
 from heads.common.untrusted import visible
@@ -125,7 +125,7 @@ class Side:
         key = "audit" if name == AUDITED else name
         secret = os.environ.get(config.api_key_env)
         self.name, self.url, self.extra = name, base_url(url), {**config.extra, **extra}
-        self.client = Client(self.url + API, once, secret, key, "client")
+        self.client = Client(self.url + API, once, secret, key, "client", WITHOUT_TEMPLATE)
         self.root = within(Client(self.url, once, secret, key, "client"), PAGE_S)
         self.model, _ = within(self.client, PAGE_S).served()
 

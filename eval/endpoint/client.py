@@ -16,6 +16,7 @@ from eval.endpoint.counters import EXACT, SGLANG, Counters, between, of_reply, r
 from eval.measures.metrics import Passes, together
 
 POLL_S = 0.02  # between two readings of counters that lag behind
+WITHOUT_TEMPLATE = "client.chat=false asks a model without a chat template"
 
 
 class Request(NamedTuple):
@@ -113,7 +114,7 @@ class Server:
         )  # fmt: skip
         secret = os.environ.get(config.api_key_env)
         self.root = Client(self.url, once, secret, key, "client")
-        self.client = Client(self.url + API, once, secret, key, "client")
+        self.client = Client(self.url + API, once, secret, key, "client", WITHOUT_TEMPLATE)
         self.model, _ = self.client.served()
         counters = self.counters()
         self.engine = counters.engine if counters is not None else ""
