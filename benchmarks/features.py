@@ -40,9 +40,10 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from data.batches import Packed, pack
-from data.features.coding import Copying, FeatureRequest, arrived, decode_rows, join, start
+from data.features.coding import Copying, decode_rows, join, start
 from data.features.extraction import Layers, Make, extract, spec_of
 from data.features.quantize import DTYPES
+from data.features.source import FeatureRequest
 from data.features.store import FeatureStore, Row, StoreSpec
 from data.text.prompts import load_samples
 from eval.measures.machine import device_facts
@@ -125,7 +126,7 @@ def extracted(folder: Path, spec: StoreSpec, make: Make, repeats: int) -> tuple[
 
     def alone() -> None:
         for begin in range(0, spec.rows, MICRO):
-            arrived(make(list(range(begin, min(begin + MICRO, spec.rows)))))
+            make(list(range(begin, min(begin + MICRO, spec.rows)))).result()
 
     computing, extraction = fastest(alone, lambda: written(folder, spec, make), repeats=repeats, before=cleared(folder))
     return computing / extraction, FeatureStore(folder)

@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 from data.batches import Batches
-from data.features.coding import FeatureRequest, compute
+from data.features.coding import compute
 from data.features.extraction import GB, spec_of
 from data.features.served import Served
-from data.features.source import FeaturesConfig, FeatureSource, Live
+from data.features.source import FeatureRequest, FeaturesConfig, FeatureSource, Live
 from data.features.store import META, FeatureStore
 from data.features.stored import Fallback, Stored, StoreWriter
 from data.features.vllm_features import LayerIds, pieces

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from data.features.quantize import Coded, decode, encode
-from data.features.source import TrainingInput, forward
+from data.features.source import FeatureRequest, TrainingInput, forward
 from data.features.store import Row, StoreSpec
 from heads.base import Embeddings, Features
 from heads.modules.top_k import TopLogProbs, top_log_probs
@@ -23,13 +23,6 @@ class States(NamedTuple):
 
     hidden: Float[Tensor, "B T L D"]
     last: Float[Tensor, "B T D"]
-
-
-class FeatureRequest(NamedTuple):
-    """A head's request: feature layers, and the dtype of the floats."""
-
-    layers: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class Copying(NamedTuple):
@@ -91,11 +84,6 @@ def _encoded(states: States, embeddings: Embeddings, spec: StoreSpec) -> Row:
         if scale is not None:
             row[name + SCALE] = scale
     return row
-
-
-def arrived(rows: Row | Copying) -> Row:
-    """Return rows that are on the host, or wait for those that are being copied there."""
-    return rows.result() if isinstance(rows, Copying) else rows
 
 
 def join(rows: Iterable[Row]) -> Row:

@@ -20,9 +20,9 @@ from accelerate import PartialState
 
 from data.batches import Packed, check_known, pack
 from data.config import DataConfig
-from data.features.coding import Copying, arrived, copying, join, start
+from data.features.coding import Copying, States, copying, start
 from data.features.source import FeaturesConfig
-from data.features.store import META, FeatureStore, Row, StoreSpec, WriteQueue, packed_fingerprint
+from data.features.store import META, FeatureStore, StoreSpec, WriteQueue, packed_fingerprint
 from data.features.vllm_features import LayerIds, VllmFiles, write_prompts
 from data.text.prompts import load_training
 from heads import HEADS
@@ -37,7 +37,7 @@ from inference.target.placement import check_alone
 from inference.target.target import Target
 
 GB, MB = 10**9, 10**6
-Make = Callable[[list[int]], Row | Copying]
+Make = Callable[[list[int]], Copying]
 
 
 class Layers(NamedTuple):
@@ -124,9 +124,9 @@ def estimate(folder: Path, spec: StoreSpec, budget_gb: float | None) -> Estimate
 def timed(make: Make, spec: StoreSpec, micro: int) -> float:
     """Measure the seconds that a row takes, by a second forward pass: the first one warms up."""
     rows = list(range(min(micro, spec.rows)))
-    arrived(make(rows))
+    make(rows).result()
     begin = time.perf_counter()
-    arrived(make(rows))
+    make(rows).result()
     return (time.perf_counter() - begin) / len(rows)
 
 
@@ -160,10 +160,10 @@ def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) 
     return written
 
 
-def _write(store: FeatureStore, name: str, rows: list[int], groups: list[Row | Copying], held: ExitStack) -> None:
+def _write(store: FeatureStore, name: str, rows: list[int], groups: list[Copying], held: ExitStack) -> None:
     """Write a shard, and give up the claim that is held for it."""
     with held:
-        store.write(name, rows, *map(arrived, groups))
+        store.write(name, rows, *(group.result() for group in groups))
 
 
 def extract_features(
@@ -218,8 +218,8 @@ def _maker(target: Target | EmbeddingsOnly, packed: Packed, spec: StoreSpec, con
     count, embeddings, norm = target.spec.num_layers, target.embeddings, norm_of(target)
     files = VllmFiles(Path(str(config.vllm)), LayerIds.of(config.vllm_layers, spec.layers, count))
 
-    def read(rows: list[int]) -> Row:
+    def read(rows: list[int]) -> Copying:
         states = (files.row(packed, row, norm, spec.width) for row in rows)
-        return join(copying(of_row, embeddings, spec).result() for of_row in states)
+        return copying(States(*map(torch.cat, zip(*states, strict=True))), embeddings, spec)
 
     return read

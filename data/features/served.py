@@ -4,7 +4,6 @@ The documents of the micro-batches to come are asked for in their order, which f
 time as `features.endpoint.concurrency` says. Answers may arrive in any order: each is written to its place in its row.
 """
 
-import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -15,14 +14,12 @@ from torch import nn
 
 from data.answers.client import EndpointError
 from data.batches import Batch, Batches
-from data.features.coding import FeatureRequest, States, decode_rows
-from data.features.source import MicroBatch, ReadAhead, TrainingInput
+from data.features.coding import States, decode_rows
+from data.features.source import FeatureRequest, ReadAhead, TrainingInput
 from data.features.store import FeatureStore
 from data.features.vllm_features import Piece, normed, pieces
 from data.features.vllm_server import VllmServers
 from heads.base import Features, to_device
-
-log = logging.getLogger(__name__)
 
 
 class ArrivingRow(NamedTuple):
@@ -33,36 +30,26 @@ class ArrivingRow(NamedTuple):
     documents: list[Future[None]]
 
 
-class Served:
+class Served(ReadAhead[list[ArrivingRow]]):
     """Features of the rows of a run, from servers that have been checked."""
 
     def __init__(
         self, servers: VllmServers, batches: Batches, form: FeatureRequest, norm: nn.Module, device: torch.device,
         ahead: int, store: FeatureStore | None,
     ) -> None:  # fmt: skip
-        """Ask for nothing yet, and later for `ahead` micro-batches ahead."""
-        self.servers, self.batches, self.form, self.norm, self.device = servers, batches, form, norm, device
-        self.store = store
-        self.stall = 0.0  # seconds that the caller has waited for rows
+        """Ask for nothing yet. A row that is neither served nor in the store is an error."""
+        super().__init__(batches, form, device, ahead)
+        self.servers, self.norm, self.store = servers, norm, store
         self.served = self.stored = 0  # rows, by the servers and from the store
         self._pool = ThreadPoolExecutor(servers.endpoint.concurrency)
-        self._ahead = ReadAhead(batches, ahead, self._begin)
-        self._warned: set[str] = set()
 
-    def __call__(self, step: int) -> list[MicroBatch]:
-        """Return the micro-batches of a step; they and those of the next steps are asked for from here on.
+    def begin(self, batch: Batch) -> list[ArrivingRow]:
+        """Ask for a micro-batch's documents."""
+        return [self._row(row) for row in batch.index.clamp_min(0).tolist()]  # a filler has the first row's tokens
 
-        `read` raises a ValueError that names the server and the remedy where a row is neither served nor stored.
-        """
-        self._ahead.seek(step)
-        return [MicroBatch(batch, self.next) for batch in self.batches(step)]
-
-    def next(self) -> TrainingInput:
-        """Return the features of the next micro-batch, which may have to be waited for."""
-        batch, rows = self._ahead.next()
-        states = [self._whole(row) for row in rows]
-        self._ahead.fill()
-        hidden, last = (torch.cat(parts) for parts in zip(*states, strict=True))
+    def finish(self, batch: Batch, job: list[ArrivingRow]) -> TrainingInput:
+        """Return the features of a micro-batch, once all its states have arrived."""
+        hidden, last = (torch.cat(parts) for parts in zip(*map(self._whole, job), strict=True))
         token, document = to_device(batch.token, self.device), to_device(batch.document, self.device)
         return TrainingInput(Features(token, hidden, last, document), None)
 
@@ -72,9 +59,6 @@ class Served:
         self._pool.shutdown(cancel_futures=True)
         self.servers.sweep()
         return f"features: {self.served} rows served, {self.stored} from the store"
-
-    def _begin(self, batch: Batch) -> list[ArrivingRow]:
-        return [self._row(row) for row in batch.index.clamp_min(0).tolist()]  # a filler has the first row's tokens
 
     def _row(self, row: int) -> ArrivingRow:
         length, width, pin = self.batches.packed.token.shape[1], self.servers.width, self.device.type == "cuda"
@@ -111,9 +95,7 @@ class Served:
                 f"{why}; start the server again, and resume=true goes on; or give features.path, a store that has the "
                 f"rows that a server fails to give, of which row {row} is one"
             ) from failure
-        if why not in self._warned:
-            self._warned.add(why)
-            log.warning("%s; rows are taken from %s", why, self.store.folder)
+        self.warn(why, f"rows are taken from {self.store.folder}")
         self.stored += 1
         tensors = {name: to_device(tensor, self.device) for name, tensor in self.store.read(row).items()}
         token, document, _ = (to_device(field[row : row + 1].long(), self.device) for field in self.batches.packed)

@@ -1,5 +1,6 @@
 """Sources of features: their configuration and protocol, and the live one, a forward pass of the target a batch."""
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from heads.common.ranges import Amount, Count, OneOf
 from heads.modules.top_k import TopLogProbs
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,13 @@ class FeaturesConfig:
         return Path(self.path)
 
 
+class FeatureRequest(NamedTuple):
+    """A head's request: feature layers, and the dtype of the floats."""
+
+    layers: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class TrainingInput(NamedTuple):
     """The input of a training step: features, and the teacher's top-k where `last` was not stored (then of width 0)."""
 
@@ -112,30 +121,50 @@ class FeatureSource(Protocol):
 
 
 class ReadAhead(Generic[T]):
-    """The micro-batches to come, of which `ahead` are being read at any time; `begin` starts to read one."""
+    """A source that reads `ahead` micro-batches ahead of training: `begin` starts one, `finish` waits for it."""
 
-    def __init__(self, batches: Batches, ahead: int, begin: Callable[[Batch], T]) -> None:
-        self.batches, self.ahead, self.begin = batches, ahead, begin
+    def __init__(self, batches: Batches, form: FeatureRequest, device: torch.device, ahead: int) -> None:
+        """Read nothing yet."""
+        self.batches, self.form, self.device, self.ahead = batches, form, device, ahead
+        self.stall = 0.0  # seconds that the caller has waited for rows
         self._jobs: deque[tuple[int, Batch, T]] = deque()
         self._coming: Iterator[tuple[int, Batch]] = iter(())
+        self._warned: set[str] = set()
 
-    def seek(self, step: int) -> None:
-        """Begin with the micro-batches of a step, unless they are next."""
+    def begin(self, batch: Batch) -> T:
+        """Start to read a micro-batch's rows."""
+        raise NotImplementedError
+
+    def finish(self, batch: Batch, job: T) -> TrainingInput:
+        """Return the features of a micro-batch by what `begin` has started."""
+        raise NotImplementedError
+
+    def __call__(self, step: int) -> list[MicroBatch]:
+        """Return the micro-batches of a step; they and those of the next steps are read ahead from here on.
+
+        `read` raises a ValueError that names the remedy where a row cannot be had.
+        """
         if not self._jobs or self._jobs[0][0] != step:
             self._coming = ((number, batch) for number in count(step) for batch in self.batches(number))
             self._jobs.clear()
-            self.fill()
+            self._fill()
+        return [MicroBatch(batch, self._next) for batch in self.batches(step)]
 
-    def next(self) -> tuple[Batch, T]:
-        """Return the next micro-batch, and what `begin` has returned for it."""
+    def _next(self) -> TrainingInput:
         _, batch, job = self._jobs.popleft()
-        return batch, job
+        self._fill()
+        return self.finish(batch, job)
 
-    def fill(self) -> None:
-        """Begin to read further micro-batches, up to `ahead` of them."""
+    def _fill(self) -> None:
         while len(self._jobs) < self.ahead:
             step, batch = next(self._coming)
             self._jobs.append((step, batch, self.begin(batch)))
+
+    def warn(self, why: str, what: str) -> None:
+        """Say once why rows come from elsewhere, and from where."""
+        if why not in self._warned:
+            self._warned.add(why)
+            log.warning("%s; %s", why, what)
 
 
 class Live:

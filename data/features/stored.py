@@ -7,7 +7,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from typing import NamedTuple
@@ -17,8 +17,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from data.batches import Batch, Batches
-from data.features.coding import FeatureRequest, decode_rows, join
-from data.features.source import MicroBatch, ReadAhead, TrainingInput
+from data.features.coding import decode_rows, join
+from data.features.source import FeatureRequest, ReadAhead, TrainingInput
 from data.features.store import DamagedError, FeatureStore, Row, WriteQueue, split
 from heads.base import to_device
 from heads.common.files import claim
@@ -100,39 +100,24 @@ class Fallback(NamedTuple):
     writer: StoreWriter | None
 
 
-class Stored:
+class Stored(ReadAhead[Future[list[Row | None]]]):
     """Features of a store's rows; computed ones are encoded and decoded too, so that training is the same for both."""
 
     def __init__(
         self, store: FeatureStore, batches: Batches, form: FeatureRequest, device: torch.device, ahead: int,
         fallback: Fallback | None,
     ) -> None:  # fmt: skip
-        """Read nothing yet, and later `ahead` micro-batches ahead. Without `fallback` a missing row is an error."""
-        self.store, self.batches, self.form, self.device = store, batches, form, device
+        """Read nothing yet. Without `fallback` a row that is missing or damaged is an error."""
+        super().__init__(batches, form, device, ahead)
+        self.store = store
         self.compute = fallback.compute if fallback else None
         self.writer = fallback.writer if fallback else None
-        self.stall = 0.0  # seconds that the caller has waited for rows
         self.computed = self.read = 0  # rows, by the target and from the store
         self._reader = ThreadPoolExecutor(READERS)
-        self._ahead = ReadAhead(batches, ahead, lambda batch: self._reader.submit(self._read, batch.index))
-        self._warned: set[str] = set()
 
-    def __call__(self, step: int) -> list[MicroBatch]:
-        """Return the micro-batches of a step; they and those of the next steps are read ahead from here on.
-
-        `read` raises a ValueError that names a row that is missing or damaged and is not to be computed.
-        """
-        self._ahead.seek(step)
-        return [MicroBatch(batch, self.next) for batch in self.batches(step)]
-
-    def next(self) -> TrainingInput:
-        """Return the features of the next micro-batch, which may have to be waited for."""
-        batch, job = self._ahead.next()
-        begin = time.perf_counter()
-        rows = job.result()
-        self.stall += time.perf_counter() - begin
-        self._ahead.fill()
-        return self._decoded(batch, rows)
+    def begin(self, batch: Batch) -> Future[list[Row | None]]:
+        """Start to read a micro-batch's rows, those that are there."""
+        return self._reader.submit(self._read, batch.index)
 
     def close(self) -> str:
         """Stop reading, write what is kept, and return how many rows were read and computed."""
@@ -164,12 +149,14 @@ class Stored:
         except DamagedError as error:
             if self.compute is None:
                 raise
-            if str(error) not in self._warned:
-                self._warned.add(str(error))
-                log.warning("%s; it is computed", error)
+            self.warn(str(error), "it is computed")
             return None
 
-    def _decoded(self, batch: Batch, rows: list[Row | None]) -> TrainingInput:
+    def finish(self, batch: Batch, job: Future[list[Row | None]]) -> TrainingInput:
+        """Return the features of a micro-batch, whose missing rows are computed."""
+        begin = time.perf_counter()
+        rows = job.result()
+        self.stall += time.perf_counter() - begin
         lacking = [i for i, row in enumerate(rows) if row is None]
         if lacking:
             assert self.compute is not None

@@ -32,6 +32,7 @@ from heads.formats.layer_ids import as_states
 
 TOKENS, STATES = "token_ids", "hidden_states"
 FLOATS = torch.bfloat16, torch.float16, torch.float32  # hs-connectors also has a connector that writes fp8 and scales
+LOCK = ".lock"  # behind the name of the file that it is for
 PAUSE = 0.002  # seconds between looks at a lock
 LOCKED = 600.0  # seconds for which a file may be locked while vLLM writes it
 
@@ -181,4 +182,4 @@ def _is_written(file: Path) -> bool:
 
 def lock_of(file: Path) -> Path:
     """Return the file that vLLM holds a lock on while it writes another."""
-    return file.with_name(f"{file.name}.lock")
+    return file.with_name(file.name + LOCK)

@@ -1,6 +1,7 @@
 """Hidden states from vLLM servers that run its `extract_hidden_states` method: a request a document."""
 
 import os
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from data.answers.client import Client, EndpointError
 from data.features.source import FeaturesConfig
-from data.features.vllm_features import LayerIds, Piece, normed
+from data.features.vllm_features import LOCKED, LayerIds, Piece, normed
 from data.features.vllm_transfer import REQUEST, SETUP, Mooncake, Reader, SharedFolder
 from heads.base import Embeddings
 
@@ -29,7 +30,7 @@ class VllmServers:
         self.reader: Reader = Mooncake(config.mooncake) if config.mooncake else SharedFolder(Path(str(config.vllm)))
         self.models: list[str] = []  # the names by which the servers serve the target
         self.failures = 0  # documents that have failed one after another
-        self._abandoned: set[str] = set()  # requests without an answer, whose results may come later
+        self._abandoned: dict[str, float] = {}  # when requests were given up whose results may still come
 
     def check(self, longest: Piece, norm: nn.Module, embeddings: Embeddings) -> None:
         """Ask every server for the longest document.
@@ -76,8 +77,11 @@ class VllmServers:
         self.clients[0].stop.set()
 
     def sweep(self) -> None:
-        """Remove the results of requests that were given up, as far as they have come."""
-        self.reader.sweep(self._abandoned)
+        """Remove the results of requests that were given up, as far as they have come; of old ones none will."""
+        swept, now = self.reader.sweep(self._abandoned), time.monotonic()
+        for request, given_up in list(self._abandoned.items()):
+            if request in swept or now - given_up > LOCKED:
+                self._abandoned.pop(request, None)
 
     def _sample(self, number: int, piece: Piece) -> tuple[Float[Tensor, "T L D"], Any]:
         """Return a document's states and the token that a server puts behind it."""
@@ -100,7 +104,7 @@ class VllmServers:
             answer = reply.get("kv_transfer_params")
             token, states = self.reader.read(answer if isinstance(answer, dict) else {}, self.endpoint.timeout)
         except EndpointError:
-            self._abandoned.add(request)
+            self._abandoned[request] = time.monotonic()
             raise
         where = f"{self.urls[turn]}: row {piece.row} from position {piece.start} on"
         if token.tolist() != list(piece.token):

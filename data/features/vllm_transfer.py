@@ -6,6 +6,7 @@ Both readers remove what they have read, so that no more results are held than r
 import os
 import re
 import socket
+from collections.abc import Collection
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from data.answers.client import EndpointError
-from data.features.vllm_features import STATES, TOKENS, lock_of, read_tensors
+from data.features.vllm_features import LOCK, STATES, TOKENS, lock_of, read_tensors
 from heads.common.untrusted import inside
 
 REQUEST = "headstart-"  # a request's name, which the name of its result holds, is this and a random number
@@ -33,8 +34,8 @@ class Reader(Protocol):
         """
         ...
 
-    def sweep(self, requests: set[str]) -> None:
-        """Remove what has arrived of requests that were given up."""
+    def sweep(self, requests: Collection[str]) -> set[str]:
+        """Remove what has arrived of requests that were given up; return those whose results had."""
         ...
 
 
@@ -63,11 +64,15 @@ class SharedFolder:
             _remove(file)
             _remove(lock_of(file))
 
-    def sweep(self, requests: set[str]) -> None:
-        """Remove the files of requests that were given up, as far as they are there."""
+    def sweep(self, requests: Collection[str]) -> set[str]:
+        """Remove the files of requests that were given up, as far as they are there, and return these requests."""
+        swept = set()
         for file in self.folder.glob(f"*{REQUEST}*") if requests else ():
             if (name := re.search(f"{REQUEST}[0-9a-f]{{32}}", file.name)) and name[0] in requests:
                 _remove(file)
+                if file.suffix != LOCK:  # behind which the result may still come
+                    swept.add(name[0])
+        return swept
 
 
 class Mooncake:
@@ -101,8 +106,9 @@ class Mooncake:
         except (OSError, RuntimeError, LookupError, TypeError, AttributeError) as error:
             raise EndpointError("mooncake", f"{type(error).__name__}: {error}", retry=True) from error
 
-    def sweep(self, requests: set[str]) -> None:
+    def sweep(self, requests: Collection[str]) -> set[str]:
         """Leave them to Mooncake, which evicts what is not read."""
+        return {*requests}
 
 
 def _remove(file: Path) -> None:

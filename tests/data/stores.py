@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from data.batches import Packed, pack
+from data.features.coding import Copying
 from data.features.store import Row, StoreSpec
 from data.text.masks import Sample
 from tests import toys
@@ -28,6 +29,11 @@ def made(rows: list[int]) -> Row:
         found.append(torch.randn(3, 6, 8, generator=generator).bfloat16())
     stacked = torch.stack(found)
     return {"hidden": stacked[:, :2].transpose(1, 2).contiguous(), "last": stacked[:, 2].contiguous()}
+
+
+def ready(rows: list[int]) -> Copying:
+    """Return the same, as rows that are on the host."""
+    return Copying(made(rows), torch.tensor(True), None, "toy")
 
 
 def packed(count: int = 24, length: int = 16, seed: int = 0) -> Packed:

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.features import coding
-from data.features.coding import FeatureRequest, States, copying
+from data.features.coding import Copying, States, copying
 from data.features.extraction import extract
-from data.features.source import Live, TrainingInput
+from data.features.source import FeatureRequest, Live, TrainingInput
 from data.features.store import INDEX, META, SAVED, SHARDS, WAITING, DamagedError, FeatureStore, Row, serialized
 from data.features.stored import Stored
 from heads.common.files import claim, read_checked, write_checked
@@ -69,9 +69,9 @@ def test_the_next_shards_are_computed_while_one_is_written(tmp_path: Path, monke
     filled(tmp_path / "whole", SPEC)
     disk, store, computed = Disk(monkeypatch), FeatureStore.create(tmp_path / "store", SPEC), list[int]()
 
-    def made(rows: list[int]) -> Row:
+    def made(rows: list[int]) -> Copying:
         computed.extend(rows)
-        return stores.made(rows)
+        return stores.ready(rows)
 
     thread = threading.Thread(target=lambda: extract(store, made, 2, 1, 2))
     thread.start()
@@ -94,10 +94,10 @@ def test_a_write_that_fails_ends_the_extraction(tmp_path: Path, monkeypatch: pyt
     disk, store = Disk(monkeypatch, refuses="000001"), FeatureStore.create(tmp_path, SPEC)
     computed = list[int]()
 
-    def made(rows: list[int]) -> Row:
+    def made(rows: list[int]) -> Copying:
         computed.extend(rows)
         disk.opened.set()
-        return stores.made(rows)
+        return stores.ready(rows)
 
     with pytest.raises(ValueError, match="shard 000001 could not be written"):
         extract(store, made, 2, 0, 1)
@@ -112,10 +112,10 @@ def test_a_write_that_fails_ends_the_extraction(tmp_path: Path, monkeypatch: pyt
 def test_rows_that_cannot_be_computed_end_the_extraction_and_leave_whole_shards(tmp_path: Path) -> None:
     store = FeatureStore.create(tmp_path, SPEC)
 
-    def made(rows: list[int]) -> Row:
+    def made(rows: list[int]) -> Copying:
         if 8 in rows:
             raise ValueError("not finite")
-        return stores.made(rows)
+        return stores.ready(rows)
 
     with pytest.raises(ValueError, match="not finite"):
         extract(store, made, 2, 0, 1)

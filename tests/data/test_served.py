@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from data.batches import Batches, Packed
-from data.features.coding import FeatureRequest
 from data.features.served import Served
-from data.features.source import Live
+from data.features.source import FeatureRequest, Live
 from data.features.store import INDEX, FeatureStore
 from data.features.vllm_features import LayerIds, pieces
 from data.features.vllm_server import VllmServers
@@ -158,6 +157,7 @@ def test_the_file_of_a_request_that_was_given_up_is_removed(
     steps(source, 2)
     source.close()
     assert server.leftovers() == []
+    assert not source.servers._abandoned, "what has come is not looked for again"
 
 
 def test_a_server_that_is_gone_stops_the_run_in_one_line(packed: Packed, target: Target, server: StatesServer) -> None:

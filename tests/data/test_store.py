@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def filled(folder: Path, spec: StoreSpec = stores.SPEC) -> FeatureStore:
     store = FeatureStore.create(folder, spec)
-    extract(store, stores.made, 2, 0, 1)
+    extract(store, stores.ready, 2, 0, 1)
     return FeatureStore(folder)
 
 
@@ -188,7 +188,7 @@ def test_a_full_disk_costs_the_unfinished_shard_alone(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(ValueError, match=r"shard 000002 could not be written \(No space left on device\).*goes on"):
-        extract(store, stores.made, 2, 0, 1)
+        extract(store, stores.ready, 2, 0, 1)
     monkeypatch.undo()
     assert not list(folder.rglob(".partial-*"))
     assert FeatureStore(folder).missing() == list(range(4, 11))
@@ -206,7 +206,7 @@ from tests.data import stores
 spec = stores.spec(rows=400, shard_rows=50)
 store = FeatureStore.create(Path({folder!r}), spec)
 try:
-    extract(store, stores.made, 50, 0, 1)
+    extract(store, stores.ready, 50, 0, 1)
 except ValueError as error:
     print("said:", error)
 print("whole:", sum(len(FeatureStore(store.folder).read(row)) == 2 for row in range(400) if store.has(row)))

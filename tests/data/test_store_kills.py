@@ -10,17 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from data.features.coding import Copying
 from data.features.extraction import extract
-from data.features.store import FeatureStore, Row
+from data.features.store import FeatureStore
 from tests.data import stores
 from tests.data.test_store import contents, filled
 
 SPEC = stores.spec(rows=24)
 
 
-def slowly(rows: list[int]) -> Row:
+def slowly(rows: list[int]) -> Copying:
     time.sleep(0.002)
-    return stores.made(rows)
+    return stores.ready(rows)
 
 
 def forked(work: Callable[[], None]) -> int:
@@ -74,10 +75,10 @@ def test_writers_share_a_store_and_leave_what_one_leaves(tmp_path: Path) -> None
 def test_what_a_dead_writer_left_half_done_is_written_by_the_others(tmp_path: Path) -> None:
     write(tmp_path / "whole")
 
-    def stuck(rows: list[int]) -> Row:
+    def stuck(rows: list[int]) -> Copying:
         if 6 in rows:
             time.sleep(60)
-        return stores.made(rows)
+        return stores.ready(rows)
 
     folder = tmp_path / "store"
     child = forked(lambda: extract(FeatureStore.create(folder, SPEC), stuck, 2, 0, 1) and None)

@@ -11,9 +11,9 @@ import torch
 from omegaconf import OmegaConf
 
 from data.batches import Batches, Packed
-from data.features.coding import FeatureRequest, States, compute, copying, join
+from data.features.coding import Copying, States, compute, copying, join, start
 from data.features.extraction import extract, spec_of
-from data.features.source import FeaturesConfig, Live, TrainingInput
+from data.features.source import FeatureRequest, FeaturesConfig, Live, TrainingInput
 from data.features.store import INDEX, SHARDS, DamagedError, FeatureStore, Row, split
 from data.features.stored import Fallback, Stored, StoreWriter
 from heads.common.typed import typed
@@ -52,12 +52,12 @@ def batches(packed: Packed, rank: int = 0, world: int = 1) -> Batches:
 def extracted(folder: Path, target: Target, packed: Packed, **changed: Any) -> FeatureStore:
     spec = replace(spec_of(target, packed, LAYERS, config(**changed)), shard_rows=3)
     store = FeatureStore.create(folder, spec)
-    extract(store, lambda rows: made(target, packed, store, rows), 2, 0, 1)
+    extract(store, lambda rows: under_way(target, packed, store, rows), 2, 0, 1)
     return store
 
 
-def made(target: Target, packed: Packed, store: FeatureStore, rows: list[int]) -> Row:
-    return compute(target, packed.token[rows].long(), packed.document[rows].long(), store.spec)
+def under_way(target: Target, packed: Packed, store: FeatureStore, rows: list[int]) -> Copying:
+    return start(target, packed.token[rows].long(), packed.document[rows].long(), store.spec)
 
 
 def stored(
@@ -210,7 +210,7 @@ def test_a_hybrid_run_keeps_what_it_computes(tmp_path: Path, target: Target, pac
     again.close()
     assert again.computed == 0
     for row in range(rows):
-        wanted = split(made(target, packed, store, [row]))[0]
+        wanted = split(under_way(target, packed, store, [row]).result())[0]
         assert all(torch.allclose(store.read(row)[name], wanted[name], atol=1e-5) for name in wanted)
 
 
