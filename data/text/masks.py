@@ -97,7 +97,7 @@ def samples_of(
         else:
             samples = _chat(record, tokenizer, config, seen)
     except (BadSampleError, RenderError, UnicodeEncodeError) as error:
-        bad = _bad_sample(error)
+        bad = bad_sample(error)
         if config.on_bad == "fail":
             raise ValueError(f"{path}: sample {record.id}: {bad}") from error
         seen[f"dropped, {bad.cause}"] += 1
@@ -107,12 +107,13 @@ def samples_of(
     return samples
 
 
-def _bad_sample(error: ValueError) -> BadSampleError:
+def bad_sample(error: ValueError) -> BadSampleError:
+    """Return an error of a template or of an encoding as that of a record."""
     if isinstance(error, UnicodeEncodeError):
         half = ascii(error.object[error.start])
         return BadSampleError("no text", f"it holds half a surrogate pair, {half}, which is no text; fix or remove it")
     if isinstance(error, RenderError):
-        return BadSampleError("refused by the chat template", f"{error}; fix or remove the sample")
+        return BadSampleError("refused by the chat template", f"{error}; fix or remove the record")
     assert isinstance(error, BadSampleError)
     return error
 

@@ -17,7 +17,7 @@ from data.config import DataConfig
 from data.text.cache import PROMPTS, SAMPLES, CachedSamples, cache_key, cached, write_samples
 from data.text.files import Raw
 from data.text.filters import Counts, Filters
-from data.text.masks import BadSampleError, Sample, check_vocabulary, counts_line, is_plain, samples_of
+from data.text.masks import BadSampleError, Sample, bad_sample, check_vocabulary, counts_line, is_plain, samples_of
 from data.text.records import Record, content_text, label, parse, readable
 from data.text.sources import Source, divide, held_out_records, open_source, open_sources, read_all, training_records
 from data.text.template import check_media, encode, encode_plain, last_token, render
@@ -249,12 +249,8 @@ def prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
             (token,) = encode([render(messages, tokenizer, True, record.tools)], tokenizer)
             return Prompt(record.id, token, record.category, text, system)
         return Prompt(record.id, encode_plain(text, tokenizer), record.category, text, system)
-    except BadSampleError as error:
-        raise ValueError(f"prompt {record.id}: {error.message}") from error
-    except RenderError as error:
-        raise ValueError(f"prompt {record.id}: {error}; fix or remove the record") from error
-    except UnicodeEncodeError as error:
-        raise ValueError(f"prompt {record.id}: holds half a surrogate pair, which is no text; remove it") from error
+    except (BadSampleError, RenderError, UnicodeEncodeError) as error:
+        raise ValueError(f"prompt {record.id}: {bad_sample(error).message}") from error
 
 
 def before_answers(record: Record, turns: str) -> Iterator[Prompt]:

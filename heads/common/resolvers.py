@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -14,32 +15,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def register_resolvers() -> None:
-    """Register the functions below with OmegaConf, as in `${root:PATH}`; idempotent.
-
-    `root` makes a path of the checkout absolute, so that every command works from any directory. `stem` names a run
-    after its model: the last part of a folder's or a Hub model's path. `if_same` gives its third value where the first
-    two agree, else nothing: a preset's prompts belong to the preset's data, not to data of the user's own. `by_device`
-    gives its first value for a CPU, else its second: for the type of device that is named third, where that is null for
-    this machine's. `cache_folder` names a folder under HEADSTART_CACHE, which is ~/.cache/headstart unless the
-    environment says otherwise. `digest` names a run after all of its values. `row_length` gives the target's context
-    where that is known to be less than a length. `made` creates a folder, for a library that does not, and gives its
-    path.
-    """
-    OmegaConf.register_new_resolver("root", lambda path: str(ROOT / path), replace=True)
-    OmegaConf.register_new_resolver("if_same", lambda a, b, value: value if a == b else "", replace=True)
-    OmegaConf.register_new_resolver("stem", lambda path: os.path.basename(os.path.abspath(path)), replace=True)
-    OmegaConf.register_new_resolver("by_device", _by_device, replace=True)
-    OmegaConf.register_new_resolver("cache_folder", _cache_folder, replace=True)
-    OmegaConf.register_new_resolver("digest", _digest, replace=True)
-    OmegaConf.register_new_resolver("made", _created, replace=True)
-    OmegaConf.register_new_resolver("row_length", row_length, replace=True)
+    """Register RESOLVERS with OmegaConf, as in `${root:PATH}`; idempotent."""
+    for name, resolver in RESOLVERS.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
 
 
 def _by_device(cpu: object, gpu: object, kind: str | None = None) -> object:
+    """Return the first value for a CPU, else the second: for a named type of device, or this machine's."""
     return cpu if kind == "cpu" or (kind is None and not cuda.is_available()) else gpu
 
 
 def _cache_folder(name: str) -> str:
+    """Return a folder under HEADSTART_CACHE, which is ~/.cache/headstart unless the environment says otherwise."""
     users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return str(Path(os.environ.get("HEADSTART_CACHE") or Path(users, "headstart"), name))
 
@@ -52,3 +39,16 @@ def _digest(*values: object) -> str:
 def _created(folder: str) -> str:
     Path(folder).mkdir(parents=True, exist_ok=True)
     return folder
+
+
+RESOLVERS: dict[str, Callable[..., object]] = {
+    "root": lambda path: str(ROOT / path),  # of the checkout, so that every command works from any directory
+    "stem": lambda path: os.path.basename(os.path.abspath(path)),  # names a run after its model
+    # A preset's prompts belong to the preset's data, not to data of the user's own.
+    "if_same": lambda a, b, value: value if a == b else "",
+    "by_device": _by_device,
+    "cache_folder": _cache_folder,
+    "digest": _digest,  # names a run after all of its values
+    "made": _created,  # for a library that does not create its folder
+    "row_length": row_length,
+}
