@@ -57,7 +57,7 @@ class Layout(NamedTuple):
     def _turned(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if not self.state_first or PROJECTION not in tensors:
             return tensors
-        return tensors | {PROJECTION: torch.cat(tensors[PROJECTION].chunk(2, -1)[::-1], -1)}
+        return tensors | {PROJECTION: swapped(tensors[PROJECTION])}
 
 
 def _names(enorm: str, hnorm: str, norm: str, projection: str) -> dict[str, str]:
@@ -89,6 +89,11 @@ FAMILIES = {  # where the models of an architecture have theirs
     "MiMoForCausalLM": LAYOUTS["mimo"],
     "Qwen3NextForCausalLM": LAYOUTS["apart"],
 }
+
+
+def swapped(projection: Tensor) -> Tensor:
+    """Return a projection of two states joined for the same states joined in the other order."""
+    return torch.cat(projection.chunk(2, -1)[::-1], -1)
 
 
 def layout_of(names: Iterable[str], layers: int) -> Layout | None:

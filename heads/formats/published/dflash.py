@@ -148,13 +148,8 @@ def engines(source: Export) -> Foreign:
             "from_anchor=true", "and DFlash drafts from its mask slots alone; train with head.from_anchor=false"
         )
     outputs, order = source.outputs()
-    config = {
-        "architectures": [DSPARK] if markov else [DFLASH2] if options.selector_rank else CLASS.architectures,
-        "model_type": CLASS.model_type,
-        "torch_dtype": source.dtype,
-        "num_hidden_layers": options.layers,
-        **source.decoder(),
-        "tie_word_embeddings": False,
+    architectures = [DSPARK] if markov else [DFLASH2] if options.selector_rank else CLASS.architectures
+    config = source.engine_config(CLASS._replace(architectures=architectures), options.layers) | {
         "layer_types": ["full_attention"] * options.layers,
         "is_causal": options.causal,  # of a slot's sight; SGLang reads it here alone
         "block_size": source.head.size,

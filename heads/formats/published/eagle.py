@@ -41,14 +41,7 @@ def engines(source: Export) -> Foreign:
     if source.form == "vllm" and bias is not None and bool(bias.any()):
         raise source.refusal("a bias of fc, bias=true", "which vLLM drops; train with head.bias=false")
     tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0]) if bias is None else bias
-    config = {
-        "architectures": CLASS.architectures,
-        "model_type": CLASS.model_type,
-        "torch_dtype": source.dtype,
-        "num_hidden_layers": source.config.layers,
-        **source.decoder(),
-        "tie_word_embeddings": False,
-    }
+    config = source.engine_config(CLASS, source.config.layers)
     return Foreign(config, tensors, shapes(config) | {"fc.bias": (config["hidden_size"],)})
 
 

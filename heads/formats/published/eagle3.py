@@ -203,16 +203,7 @@ def authors(source: Export) -> Foreign:
     outputs, order = source.outputs()
     if outputs != (fixed := default_layers(EAGLE3_LAYERS, source.embeddings.num_layers)):
         raise source.refusal(f"feature_layers={outputs}", f"and the authors' code reads {fixed}, whatever is said")
-    config = {
-        "architectures": CLASS.architectures,
-        "model_type": CLASS.model_type,
-        "torch_dtype": source.dtype,
-        "num_hidden_layers": 1,
-        "bias": False,
-        **source.decoder(),
-        "draft_vocab_size": source.draft_vocab(),
-        "tie_word_embeddings": False,
-    }
+    config = source.engine_config(CLASS, 1) | {"bias": False, "draft_vocab_size": source.draft_vocab()}
     return Foreign(config, _tensors(source, "midlayer.", order), shapes(config, "midlayer."))
 
 

@@ -127,6 +127,17 @@ class Export(NamedTuple):
         """Return fc, or the norm of what it reads, with its columns for layers in another order."""
         return torch.cat([fc.chunk(len(order), -1)[i] for i in order], -1)
 
+    def engine_config(self, kind: EngineClass, layers: int) -> dict[str, Any]:
+        """Return the keys of config.json by which engines make a class with these decoder layers."""
+        return {
+            "architectures": kind.architectures,
+            "model_type": kind.model_type,
+            "torch_dtype": self.dtype,
+            "num_hidden_layers": layers,
+            **self.decoder(),
+            "tie_word_embeddings": False,
+        }
+
     def decoder(self) -> dict[str, Any]:
         """Return the decoder layers' keys of config.json, as in a Llama's."""
         config, embeddings = self.config, self.embeddings

@@ -11,23 +11,22 @@ import re
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from heads.base import Embeddings, layer_shape
+from heads.formats.mtp_layouts import COUNT, LAYOUTS, swapped
 from heads.formats.published.exporting import EngineClass, Export, Foreign, Shapes, layer_shapes
 from heads.formats.published.plan import Plan, Source, check_width, decoder, positions_of
 
 LAYER = "mtp_layers.0."
 SIGNATURE = (r"mtp_layers\.0\.input_proj\.weight",)
-RENAMED = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "norm": "final_layernorm", "eh_proj": "input_proj"}
+RENAMED = LAYOUTS["mimo"].renamed
 BIASED = re.compile(r"self_attn\.[qkv]_proj\.bias$")
 CLASS = EngineClass(["MiMoForCausalLM"], "qwen2", {"vllm": "MiMoForCausalLM", "sglang": "MiMoForCausalLM"})
 
 
 def their_name(name: str) -> str:
     """Return the name in the file of a tensor of ours, without `model.`."""
-    module, _, rest = name.partition(".")
-    return f"{LAYER}{RENAMED[module]}.{rest}" if module in RENAMED else f"{LAYER}{rest}"
+    return LAYER + (RENAMED.get(name) or name.removeprefix("block."))
 
 
 def read(source: Source, embeddings: Embeddings) -> Plan:
@@ -54,16 +53,7 @@ def engines(source: Export) -> Foreign:
     source.refuse(layer="llama", raw_state=False, feature_layers=None, lm_head="shared", draft_vocab=None)
     if source.form == "sglang":
         source.refuse(qk_norm=False)
-    config = {
-        "architectures": CLASS.architectures,
-        "model_type": CLASS.model_type,
-        "torch_dtype": source.dtype,
-        "num_hidden_layers": 1,
-        "num_nextn_predict_layers": 1,
-        "qk_norm": source.config.qk_norm,
-        **source.decoder(),
-        "tie_word_embeddings": False,
-    }
+    config = source.engine_config(CLASS, 1) | {COUNT: 1, "qk_norm": source.config.qk_norm}
     _check_sizes(source, config)
     tensors = {f"model.{their_name(name)}": tensor for name, tensor in source.tensors.items()}
     projection = f"model.{LAYER}input_proj.weight"
@@ -78,8 +68,8 @@ def shapes(config: dict[str, Any]) -> Shapes:
     """Return the shapes by config.json, of names without `model.`."""
     width, head_dim = config["hidden_size"], config["head_dim"]
     expected = layer_shapes(config, LAYER, width) | {f"{LAYER}input_proj.weight": (width, 2 * width)}
-    for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
-        expected[f"{LAYER}{norm}.weight"] = (width,)
+    for norm in ("enorm.weight", "hnorm.weight", "norm.weight"):
+        expected[LAYER + RENAMED[norm]] = (width,)
     for letter in "qkv":
         name = f"{LAYER}self_attn.{letter}_proj"
         expected[f"{name}.bias"] = expected[f"{name}.weight"][:1]
@@ -90,7 +80,7 @@ def shapes(config: dict[str, Any]) -> Shapes:
 
 def overrides(config: dict[str, Any]) -> dict[str, Any]:
     """Return the keys that vLLM needs in the target's config.json to make this module (`--hf-overrides`)."""
-    return {"num_nextn_predict_layers": 1} | ({"qk_norm": True} if config.get("qk_norm") else {})
+    return {COUNT: 1} | ({"qk_norm": True} if config.get("qk_norm") else {})
 
 
 def _check_sizes(source: Export, config: dict[str, Any]) -> None:
@@ -111,9 +101,3 @@ def _check_sizes(source: Export, config: dict[str, Any]) -> None:
             raise source.refusal(
                 f"{name} {ours}", f"and vLLM takes the target's, {theirs}; train with init=auto and sizes of null"
             )
-
-
-def swapped(projection: Tensor) -> Tensor:
-    """Return a projection of two states joined for the same states joined in the other order."""
-    first, second = projection.chunk(2, -1)
-    return torch.cat([second, first], -1)
