@@ -58,36 +58,43 @@ class WideBlock(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+@dataclass(frozen=True)
+class FusedConfig(LayerConfig):
+    """Numbers of a head on fused features; null for `feature_layers` takes three of them."""
+
+    layers: Parts
+    feature_layers: list[int] | None
+    feature_norm: bool
+    joint_norm: bool
+    norm_before_residual: bool
+    qk_norm: bool
+
+    def __post_init__(self) -> None:
+        """Refuse two norms before fc, which no engine runs."""
+        if self.feature_norm and self.joint_norm:
+            raise ValueError("head.feature_norm and head.joint_norm are both true: give one norm before fc")
+
+
 class Eagle3(RecurrentHead):
     """The EAGLE-3 head; the embedding stays the target's and frozen."""
 
     @dataclass(frozen=True)
-    class Config(LayerConfig):
-        """Numbers of the head; null for `feature_layers` takes three of them."""
+    class Config(FusedConfig):
+        """Numbers of the head."""
 
-        layers: Parts
-        feature_layers: list[int] | None
-        feature_norm: bool
-        joint_norm: bool
         norm_output: bool
-        norm_before_residual: bool
-        qk_norm: bool
         kv_injection: bool
-
-        def __post_init__(self) -> None:
-            """Refuse two norms before fc, which no engine runs."""
-            if self.feature_norm and self.joint_norm:
-                raise ValueError("head.feature_norm and head.joint_norm are both true: give one norm before fc")
 
     predicts = False
 
-    def __init__(self, config: Config, embeddings: Embeddings) -> None:
+    def __init__(self, config: FusedConfig, embeddings: Embeddings) -> None:
         super().__init__(config, embeddings)
-        self.attentions, self.injected = config.layers, config.kv_injection
+        self.attentions, self.injected = config.layers, getattr(config, "kv_injection", False)
+        self.feeds_normed: bool = getattr(config, "norm_output", False)  # back into itself, as not every head does
         width, shape, eps = embeddings.hidden_size, layer_shape(config, embeddings), config.norm_eps
         self.feature_layers = chosen_layers(config.feature_layers, EAGLE3_LAYERS, embeddings.num_layers)
         self.fusion = Fusion(width, len(self.feature_layers), eps, normed=config.feature_norm, joint=config.joint_norm)
-        inject = width if config.kv_injection else None
+        inject = width if self.injected else None
         wide = Attention(
             2 * width,
             width,
@@ -103,7 +110,7 @@ class Eagle3(RecurrentHead):
             Block(width, shape, rope=Rope.of(config), eps=eps, qk_norm=config.qk_norm, inject_width=inject)
             for _ in range(config.layers - 1)
         )
-        self.inject_norm = RMSNorm(width, eps) if config.kv_injection else None
+        self.inject_norm = RMSNorm(width, eps) if self.injected else None
         self.norm = RMSNorm(width, eps)
         self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
         self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)
@@ -133,4 +140,4 @@ class Eagle3(RecurrentHead):
         for layer, attend in zip(self.layers, deeper, strict=True):
             x = layer(x, position, last, attend)
         read = self.norm(x)
-        return (read if self.config.norm_output else x), read
+        return (read if self.feeds_normed else x), read

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from heads import rows
 from heads.base import Draft, Embeddings, Features, Level, NewRows, Nodes
 from heads.common.ranges import Parts
-from heads.eagle3 import Eagle3
+from heads.eagle3 import Eagle3, FusedConfig
 from heads.modules.attention import KeyValue, attend_rows, pattern
 from heads.modules.kv_cache import KVCache
 from heads.modules.layers import LayerInputs
@@ -32,18 +32,16 @@ class PEagle(Eagle3):
     """
 
     @dataclass(frozen=True)
-    class Config(Eagle3.Config):
-        """Numbers of the head: those of EAGLE-3, of which `kv_injection` is not one, and of the mask slots."""
+    class Config(FusedConfig):
+        """Numbers of the head and of its mask slots. It feeds no state back, and injects nothing."""
 
         depths: Parts
         mask_token: int
         embedding: str
 
         def __post_init__(self) -> None:
-            """Refuse what an EAGLE-3 head could, and this one cannot."""
+            """Refuse two norms before fc, and an unknown kind of embedding."""
             super().__post_init__()
-            if self.kv_injection:
-                raise ValueError("head.kv_injection is true: of a P-EAGLE head it must be false")
             if self.embedding not in ("shared", "own"):
                 raise ValueError(f"head.embedding is {self.embedding!r}: choose shared or own")
 

@@ -79,8 +79,8 @@ HEAD_CONFIGS: dict[str, dict[str, Any]] = {
         "conv_group": 8, "confidence": False, "qk_norm": True, "lm_head": "shared", "draft_vocab": None, **LAYER,
     },
     "peagle": {
-        "layers": 2, "feature_layers": [0, 1, 2], "feature_norm": True, "joint_norm": False, "norm_output": False,
-        "norm_before_residual": False, "qk_norm": False, "kv_injection": False, "lm_head": "own", "draft_vocab": 30,
+        "layers": 2, "feature_layers": [0, 1, 2], "feature_norm": True, "joint_norm": False,
+        "norm_before_residual": False, "qk_norm": False, "lm_head": "own", "draft_vocab": 30,
         "depths": 4, "mask_token": 7, "embedding": "shared", **LAYER,
     },
 }  # fmt: skip

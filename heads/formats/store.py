@@ -37,6 +37,9 @@ EARLIER = {
     "feature_layers": None, "layer": "llama", "raw_state": False,
 }  # fmt: skip
 
+# Keys that heads were saved with which meant nothing to them.
+RETIRED = {"peagle": ("norm_output", "kv_injection")}
+
 
 @dataclass(frozen=True)
 class TargetSpec:
@@ -217,7 +220,9 @@ def head_config(folder: Path, content: dict[str, Any]) -> Any:
     names = {field.name for field in fields(schema)}
     try:
         earlier = {key: value for key, value in EARLIER.items() if key in names}
-        return typed(schema, earlier | {k: v for k, v in content["head"].items() if k != "name" or k in names})
+        retired = RETIRED.get(content["head"]["name"], ())
+        values = {k: v for k, v in content["head"].items() if (k != "name" or k in names) and k not in retired}
+        return typed(schema, earlier | values)
     except ValueError as error:
         raise ValueError(f"{folder}/{CONFIG}: head.{error}") from None
 

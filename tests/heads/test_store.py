@@ -88,6 +88,16 @@ def test_a_head_saved_before_there_was_a_key_loads(tmp_path: Path, name: str) ->
     assert set(vars(original.config)) <= FIRST_KEYS | store.EARLIER.keys()
 
 
+def test_a_head_saved_with_a_key_that_meant_nothing_loads(tmp_path: Path) -> None:
+    original: Any = toys.head("peagle", toys.target())
+    save_head(tmp_path / "h", original, SPEC, TREE)
+
+    def remember(content: dict[str, Any]) -> None:
+        content["head"] |= dict.fromkeys(store.RETIRED["peagle"], False)
+
+    assert same(original, load_head(edited(tmp_path / "h", remember), toys.target().embeddings, SPEC))
+
+
 def test_config_is_exactly_this(saved: Path) -> None:
     assert read_config(saved) == {
         "format": 1,

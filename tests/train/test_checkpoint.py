@@ -295,6 +295,11 @@ def test_a_setting_that_the_run_did_not_know_had_its_default() -> None:
     assert resume.differences(then | {"head.length": 64}, now) == "head.length (64, now 512)"
 
 
+def test_a_setting_that_a_head_has_lost_is_no_change() -> None:
+    now = {"head.name": "peagle", "head.depths": 6}
+    assert resume.differences(now | {"head.kv_injection": False, "head.norm_output": True}, now) == ""
+
+
 def test_a_schedule_that_the_run_did_not_know_is_no_change() -> None:
     then: dict[str, Any] = {"trainer.lr": 0.01, "processes": 1}
     assert resume.differences(then, then | {"trainer.cooldown": 1.0}) == ""

@@ -15,7 +15,7 @@ from heads import HEADS
 from heads.common.resolvers import ROOT
 from heads.common.typed import typed
 from heads.formats.hub import kind_of, load_found, resolve_head
-from heads.formats.store import TargetSpec, save_head
+from heads.formats.store import RETIRED, TargetSpec, save_head
 from inference.target.embeddings import TargetEmbeddings
 from inference.target.embeddings_only import EmbeddingsOnly
 from tests import toys
@@ -78,7 +78,8 @@ def test_the_published_folder_is_the_exported_one(tmp_path: Path, target: Embedd
 
 def test_vllm_is_told_that_a_head_drafts_in_parallel(tmp_path: Path, target: EmbeddingsOnly) -> None:
     """It reads that of the head's config.json only where no --speculative-config is given."""
-    options = {**EAGLE3, "norm_output": False, "depths": 3, "mask_token": -1, "embedding": "shared"}
+    of_eagle3 = {key: value for key, value in EAGLE3.items() if key not in RETIRED["peagle"]}
+    options = {**of_eagle3, "depths": 3, "mask_token": -1, "embedding": "shared"}
     out = publish(config(run(tmp_path, target, "peagle", options), "vllm"), HfApi())
     line = next(line for line in (out / "README.md").read_text().splitlines() if "--speculative-config" in line)
     said = json.loads(shlex.split(line)[-1])

@@ -13,6 +13,7 @@ from data.batches import Batches
 from data.features.store import packed_fingerprint
 from heads.base import HeadConfig
 from heads.common.resolvers import ROOT
+from heads.formats.store import RETIRED
 from train.adapt import AdaptConfig
 from train.checkpoints import format
 from train.checkpoints.state import TrainState, split
@@ -77,9 +78,13 @@ def check(out: Path, now: dict[str, Any]) -> None:
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return the settings that differ, as text with both values; one that the run did not know had its default."""
+    """Return the settings that differ, as text with both values; one that the run did not know had its default.
+
+    One that its head has lost since did nothing.
+    """
+    lost = {f"head.{key}" for key in RETIRED.get(str(now.get("head.name")), ())}
     then = {**(defaults(now) if now.keys() - then.keys() else {}), **then}
-    keys = [key for key in {**then, **now} if then.get(key) != now.get(key)]
+    keys = [key for key in {**then, **now} if then.get(key) != now.get(key) and key not in lost]
     return ", ".join(f"{key} ({short(then.get(key))}, now {short(now.get(key))})" for key in keys)
 
 

@@ -174,7 +174,7 @@ def engines(source: Export) -> Foreign:
         "norm_before_residual": options.norm_before_residual,
         **joint,
         **({"fc_norm": True} if options.feature_norm else {}),
-        **({"norm_output": True} if options.norm_output else {}),
+        **({"norm_output": True} if source.head.feeds_normed else {}),
         "num_aux_hidden_states": len(outputs),
         STATES: as_states(outputs),
         "eagle_config": {"use_aux_hidden_state": True, STATES: outputs, **joint},

@@ -75,9 +75,9 @@ class Export(NamedTuple):
         return ValueError(f"format={self.form}: the head has {what}, {why}")
 
     def refuse(self, **expected: Any) -> None:
-        """Refuse values of the head's configuration that have no other form in the format."""
+        """Refuse values of the head's configuration, if it has them, that have no other form in the format."""
         for key, value in expected.items():
-            if (actual := getattr(self.config, key)) != value:
+            if (actual := getattr(self.config, key, value)) != value:
                 remedy = f"which the format cannot say; train with head.{key}={written(value)}"
                 raise self.refusal(f"{key}={written(actual)}", remedy)
 

@@ -12,6 +12,7 @@ from heads.base import Embeddings
 from heads.formats.published import eagle3
 from heads.formats.published.exporting import Export, Foreign
 from heads.formats.published.plan import EMBEDDING, Plan, Source
+from heads.formats.store import RETIRED
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +32,9 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
     if embedding is not None:
         filled[OWN] = embedding
     kind = "shared" if embedding is None else "own"
-    options = {"depths": _depths(source), "mask_token": token, "embedding": kind}
-    return plan._replace(head="peagle", config=plan.config | options, filled=filled, unread=plan.unread | {MASK})
+    of_eagle3 = {key: value for key, value in plan.config.items() if key not in RETIRED["peagle"]}
+    config = {**of_eagle3, "depths": _depths(source), "mask_token": token, "embedding": kind}
+    return plan._replace(head="peagle", config=config, filled=filled, unread=plan.unread | {MASK})
 
 
 def _embedding(source: Source, embeddings: Embeddings) -> Tensor | None:
