@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from heads import rows
-from heads.base import Draft, Embeddings, Features, HeadModule, LayerConfig, Level, NewRows, Nodes, layer_shape
+from heads.base import Draft, Embeddings, Features, HeadModule, LayerConfig, Level, NewRows, Nodes
 from heads.common.ranges import Count, Parts, Width
 from heads.modules.attention import KeyValue, attend_rows
 from heads.modules.dflash2 import ConvBlock, Selector
@@ -31,8 +31,7 @@ from heads.modules.domino import Domino
 from heads.modules.fusion import DFLASH_LAYERS, Fusion, chosen_layers
 from heads.modules.kv_cache import KVCache
 from heads.modules.layers import Block as Layer
-from heads.modules.layers import RMSNorm
-from heads.modules.rope import Rope
+from heads.modules.layers import LayerSpec, RMSNorm
 from heads.modules.slots import at_rows, behind, behind_roots
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
 from heads.rows import last_valid
@@ -93,7 +92,8 @@ class Block(HeadModule):
         self.max_depth = config.depths
         self.idle = 0 if config.from_anchor else 1  # how many slots of a block draft nothing: the anchor's or none
         self.size = config.depths + self.idle
-        width, shape, eps = embeddings.hidden_size, layer_shape(config, embeddings), config.norm_eps
+        spec = LayerSpec.of(config, embeddings)
+        width, eps = spec.width, spec.eps
         self.feature_layers = chosen_layers(config.feature_layers, DFLASH_LAYERS, embeddings.num_layers)
         self.fusion = Fusion(width, len(self.feature_layers), eps, normed=False)
         self.hidden_norm = RMSNorm(width, eps)
@@ -105,9 +105,7 @@ class Block(HeadModule):
                     f"head.conv_group is {config.conv_group}: give a divisor of the target's width, {width}"
                 )
             kind = partial(ConvBlock, size=self.size, taps=config.conv, group=config.conv_group)
-        self.layers = nn.ModuleList(
-            kind(width, shape, rope=Rope.of(config), eps=eps, qk_norm=config.qk_norm) for _ in range(config.layers)
-        )
+        self.layers = nn.ModuleList(kind(spec) for _ in range(config.layers))
         self.norm = RMSNorm(width, eps)
         self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
         self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)

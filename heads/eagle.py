@@ -12,11 +12,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from heads.base import Embeddings, LayerConfig, layer_shape
+from heads.base import Embeddings, LayerConfig
 from heads.common.ranges import Parts
 from heads.modules.autoregressive import RecurrentHead
-from heads.modules.layers import Block, LayerInputs
-from heads.modules.rope import Rope
+from heads.modules.layers import Block, LayerInputs, LayerSpec
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
 
 
@@ -35,12 +34,9 @@ class Eagle(RecurrentHead):
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__(config, embeddings)
         self.attentions = config.layers
-        width, shape = embeddings.hidden_size, layer_shape(config, embeddings)
+        width, spec = embeddings.hidden_size, LayerSpec.of(config, embeddings)
         self.fc = nn.Linear(2 * width, width, bias=config.bias)
-        self.layers = nn.ModuleList(
-            Block(width, shape, rope=Rope.of(config), eps=config.norm_eps, input_norm=i > 0)
-            for i in range(config.layers)
-        )
+        self.layers = nn.ModuleList(Block(spec, input_norm=i > 0) for i in range(config.layers))
         self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
         self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)
 

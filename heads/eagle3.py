@@ -18,13 +18,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from heads.base import Embeddings, Features, LayerConfig, layer_shape
+from heads.base import Embeddings, Features, LayerConfig
 from heads.common.ranges import Parts
 from heads.modules.attention import KeyValue
 from heads.modules.autoregressive import RecurrentHead
 from heads.modules.fusion import EAGLE3_LAYERS, Fusion, chosen_layers
-from heads.modules.layers import Attend, Attention, Block, LayerInputs, RMSNorm, SwiGLU
-from heads.modules.rope import Rope
+from heads.modules.layers import Attend, Attention, Block, LayerInputs, LayerSpec, RMSNorm, SwiGLU
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
 
 
@@ -34,14 +33,14 @@ class WideBlock(nn.Module):
     Its residual is the state as it comes, or as it is normed (`norm_before_residual`): trainers differ in this.
     """
 
-    def __init__(self, width: int, attention: Attention, inner: int, eps: float, *, norm_before_residual: bool) -> None:
+    def __init__(self, spec: LayerSpec, *, norm_before_residual: bool) -> None:
         super().__init__()
         self.norm_before_residual = norm_before_residual
-        self.input_layernorm = RMSNorm(width, eps)
-        self.hidden_norm = RMSNorm(width, eps)
-        self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(width, eps)
-        self.mlp = SwiGLU(width, inner)
+        self.input_layernorm = RMSNorm(spec.width, spec.eps)
+        self.hidden_norm = RMSNorm(spec.width, spec.eps)
+        self.self_attn = Attention(spec, 2 * spec.width)
+        self.post_attention_layernorm = RMSNorm(spec.width, spec.eps)
+        self.mlp = SwiGLU(spec.width, spec.shape.intermediate_size)
 
     def forward(
         self,
@@ -89,28 +88,15 @@ class Eagle3(RecurrentHead):
 
     def __init__(self, config: FusedConfig, embeddings: Embeddings) -> None:
         super().__init__(config, embeddings)
-        self.attentions, self.injected = config.layers, getattr(config, "kv_injection", False)
+        spec = LayerSpec.of(config, embeddings)
+        self.attentions, self.injected = config.layers, spec.injects
         self.feeds_normed: bool = getattr(config, "norm_output", False)  # back into itself, as not every head does
-        width, shape, eps = embeddings.hidden_size, layer_shape(config, embeddings), config.norm_eps
+        width, eps = spec.width, spec.eps
         self.feature_layers = chosen_layers(config.feature_layers, EAGLE3_LAYERS, embeddings.num_layers)
         self.fusion = Fusion(width, len(self.feature_layers), eps, normed=config.feature_norm, joint=config.joint_norm)
-        inject = width if self.injected else None
-        wide = Attention(
-            2 * width,
-            width,
-            shape,
-            Rope.of(config),
-            norm_eps=eps if config.qk_norm else None,
-            inject_width=inject,
-        )
-        self.first = WideBlock(
-            width, wide, shape.intermediate_size, eps, norm_before_residual=config.norm_before_residual
-        )
-        self.layers = nn.ModuleList(
-            Block(width, shape, rope=Rope.of(config), eps=eps, qk_norm=config.qk_norm, inject_width=inject)
-            for _ in range(config.layers - 1)
-        )
-        self.inject_norm = RMSNorm(width, eps) if self.injected else None
+        self.first = WideBlock(spec, norm_before_residual=config.norm_before_residual)
+        self.layers = nn.ModuleList(Block(spec) for _ in range(config.layers - 1))
+        self.inject_norm = RMSNorm(width, eps) if spec.injects else None
         self.norm = RMSNorm(width, eps)
         self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
         self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)

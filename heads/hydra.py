@@ -14,13 +14,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.base import Draft, Embeddings, Features, HeadModule, LayerConfig, Level, NewRows, Nodes, layer_shape
+from heads.base import Draft, Embeddings, Features, HeadModule, LayerConfig, Level, NewRows, Nodes
 from heads.common.ranges import Count, Parts
 from heads.medusa import ResidualBlock
 from heads.modules.autoregressive import Recurrent
 from heads.modules.kv_cache import KVCache
-from heads.modules.layers import Block, LayerInputs, RMSNorm
-from heads.modules.rope import Rope
+from heads.modules.layers import Block, LayerInputs, LayerSpec, RMSNorm
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
 from heads.rows import drafted_token, last_valid, of_parents
 
@@ -63,9 +62,9 @@ class Prefix(Recurrent):
 
     def __init__(self, config: Any, embeddings: Embeddings) -> None:
         super().__init__()
-        self.config, width = config, embeddings.hidden_size
-        self.layer = Block(width, layer_shape(config, embeddings), rope=Rope.of(config), eps=config.norm_eps)
-        self.norm = RMSNorm(width, config.norm_eps)
+        self.config = config
+        self.layer = Block(LayerSpec.of(config, embeddings))
+        self.norm = RMSNorm(embeddings.hidden_size, config.norm_eps)
 
     def advance(
         self, token: Tensor, state: Float[Tensor, "B T D"], inputs: LayerInputs
@@ -131,7 +130,7 @@ class Hydra(HeadModule):
         if self.prefix is not None:
             state = KVCache(len(token), self.config.length, token.device) if state is None else state
             position = state.begin(token.shape[1], len(token))
-            summary, _ = self.prefix.commit(state, summary, token, position, new.counts)
+            summary, _ = self.prefix.commit(state, summary, new, position)
         return state, self._level(self.joined(last_valid(summary, new.counts), last_valid(token, new.counts)), 1)
 
     def expand(self, state: KVCache | None, level: Level, nodes: Nodes) -> Level:

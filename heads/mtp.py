@@ -18,13 +18,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from heads.base import Embeddings, Features, LayerConfig, layer_shape
+from heads.base import Embeddings, Features, LayerConfig
 from heads.common.ranges import OneOf
 from heads.modules.autoregressive import RecurrentHead
 from heads.modules.fusion import Fusion, chosen_layers
-from heads.modules.layers import Block, LayerInputs, RMSNorm
+from heads.modules.layers import Block, LayerInputs, LayerSpec, RMSNorm
 from heads.modules.own_layer import OwnLayer
-from heads.modules.rope import Rope
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
 
 LLAMA, TARGET = "llama", "target"  # kinds of decoder layer
@@ -44,7 +43,8 @@ class Mtp(RecurrentHead):
 
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__(config, embeddings)
-        width, shape, eps = embeddings.hidden_size, layer_shape(config, embeddings), config.norm_eps
+        spec = LayerSpec.of(config, embeddings)
+        width, eps = spec.width, spec.eps
         layers = config.feature_layers
         self.feature_layers = () if layers is None else chosen_layers(layers, len(layers), embeddings.num_layers)
         if config.raw_state and layers:
@@ -58,10 +58,7 @@ class Mtp(RecurrentHead):
         norm = partial(RMSNorm, width, eps) if like_targets is None else like_targets.norm
         self.enorm, self.hnorm = norm(), norm()
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
-        rope = Rope.of(config)
-        self.block = (
-            Block(width, shape, rope=rope, eps=eps, qk_norm=config.qk_norm) if like_targets is None else like_targets
-        )
+        self.block = Block(spec) if like_targets is None else like_targets
         self.norm = norm()
         self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
         self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)

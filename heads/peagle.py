@@ -99,7 +99,7 @@ class PEagle(Eagle3):
         token = new.token
         cache = KVCache(len(token), self.config.length, token.device) if state is None else state
         committed, start = cache.begin(token.shape[1], len(token)), self.begin(new.features)
-        _, read = self.commit(cache, start, token, committed, new.counts)
+        _, read = self.commit(cache, start, new, committed)
         slots, states = self.max_depth - 1, rows.last_valid(read, new.counts)
         if slots:
             position, attend = behind_roots(cache, len(token), slots, causal=True)

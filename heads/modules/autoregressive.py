@@ -77,20 +77,17 @@ class Recurrent(nn.Module):
         return drafts
 
     def commit(
-        self,
-        cache: KVCache,
-        start: Float[Tensor, "B T D"],
-        token: Int[Tensor, "B T"],
-        position: Int[Tensor, "B T"],
-        count: Int[Tensor, "B"] | None,
+        self, cache: KVCache, start: Float[Tensor, "B T D"], new: NewRows, position: Int[Tensor, "B T"]
     ) -> tuple[Tensor, Tensor]:
         """Append verified rows, which enter with the states `start` at `position`; return the result of `advance`."""
+        token, count = new.token, new.counts
         if not cache.fresh and cache.window is not None and token.shape[1] > SPARE:
             pieces = []
             for first in range(0, token.shape[1], SPARE):
                 piece = slice(first, first + SPARE)
                 some = None if count is None else (count - first).clamp(0, SPARE)
-                pieces.append(self.commit(cache, start[:, piece], token[:, piece], position[:, piece], some))
+                rows_of_piece = new._replace(token=token[:, piece], counts=some)
+                pieces.append(self.commit(cache, start[:, piece], rows_of_piece, position[:, piece]))
             return torch.cat([hidden for hidden, _ in pieces], 1), torch.cat([read for _, read in pieces], 1)
         # A whole prompt takes no mask of its length squared.
         sees = None if cache.fresh else cache.sees(position, position[:, -1])[:, None]
@@ -127,7 +124,7 @@ class RecurrentHead(HeadModule, Recurrent):
         position = cache.begin(token.shape[1], len(token))
         context = self.inject(start, position, cache.longest)
         if not context:
-            hidden, read = self.commit(cache, start, token, position, count)
+            hidden, read = self.commit(cache, start, new, position)
             return cache, Level(self.score(rows.last_valid(read, count), 1), rows.last_valid(hidden, count))
         for layer, pair in enumerate(context):
             cache.append(layer, *pair, position)

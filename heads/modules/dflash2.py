@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.modules.layers import Attend, Block
+from heads.modules.layers import Attend, Block, LayerSpec
 
 
 class GroupedConv(nn.Module):
@@ -45,10 +45,10 @@ def convolve(x: Float[Tensor, "*n S D"], kernel: Float[Tensor, "*n S k g c"]) ->
 class ConvBlock(Block):
     """A decoder layer over blocks of `size` slots, with convolutions around attention and around the MLP."""
 
-    def __init__(self, width: int, *args: Any, size: int, taps: int, group: int, **options: Any) -> None:
-        super().__init__(width, *args, **options)
+    def __init__(self, spec: LayerSpec, *, size: int, taps: int, group: int) -> None:
+        super().__init__(spec)
         self.size = size
-        self.attention_conv, self.mlp_conv = (GroupedConv(width, taps, group) for _ in range(2))
+        self.attention_conv, self.mlp_conv = (GroupedConv(spec.width, taps, group) for _ in range(2))
 
     def forward(
         self, x: Float[Tensor, "B T D"], position: Int[Tensor, "B T"], last: int, attend: Attend

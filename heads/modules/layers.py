@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from heads.base import LayerShape
+from heads.base import Embeddings, LayerShape, layer_shape
 from heads.modules.rope import Rope, Rotary
 from heads.modules.split_keys import count_pieces, split_attention
 
@@ -29,6 +29,27 @@ class LayerInputs(NamedTuple):
     position: Int[Tensor, "B T"]
     last: int  # an upper bound of the positions
     attend: list[Attend]  # the attention of each layer
+
+
+class LayerSpec(NamedTuple):
+    """The numbers of a decoder layer.
+
+    `qk_norm` adds Qwen3's norms of queries and keys, `injects` projections of keys and values for other states than the
+    input.
+    """
+
+    width: int
+    shape: LayerShape
+    rope: Rope
+    eps: float
+    qk_norm: bool = False
+    injects: bool = False
+
+    @classmethod
+    def of(cls, config: Any, embeddings: Embeddings) -> "LayerSpec":
+        """Return those in a head's configuration; refuse odd and uneven ones."""
+        options = (getattr(config, name, False) for name in ("qk_norm", "kv_injection"))
+        return cls(embeddings.hidden_size, layer_shape(config, embeddings), Rope.of(config), config.norm_eps, *options)
 
 
 class Recomputing(nn.Module):
@@ -89,33 +110,21 @@ def grouped_attention(
 
 
 class Attention(Recomputing):
-    """Grouped-query self-attention whose input may be wider than the model (EAGLE-3 feeds two states).
+    """Grouped-query self-attention whose input may be wider than the model (EAGLE-3 feeds two states)."""
 
-    `norm_eps` adds Qwen3's norms of queries and keys. `inject_width` adds projections of keys and values for other
-    states than the input.
-    """
-
-    def __init__(
-        self,
-        input_width: int,
-        width: int,
-        shape: LayerShape,
-        rope: Rope,
-        *,
-        norm_eps: float | None = None,
-        inject_width: int | None = None,
-    ) -> None:
+    def __init__(self, spec: LayerSpec, input_width: int) -> None:
         super().__init__()
-        self.shape, self.rotary = shape, Rotary(shape.head_dim, rope)
+        self.shape = shape = spec.shape
+        self.rotary = Rotary(shape.head_dim, spec.rope)
         self.q_proj = nn.Linear(input_width, shape.num_heads * shape.head_dim, bias=False)
         self.k_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_dim, bias=False)
         self.v_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_dim, bias=False)
-        self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, width, bias=False)
-        self.q_norm = nn.Identity() if norm_eps is None else RMSNorm(shape.head_dim, norm_eps)
-        self.k_norm = nn.Identity() if norm_eps is None else RMSNorm(shape.head_dim, norm_eps)
-        if inject_width is not None:
-            self.k_inject = nn.Linear(inject_width, shape.num_kv_heads * shape.head_dim, bias=False)
-            self.v_inject = nn.Linear(inject_width, shape.num_kv_heads * shape.head_dim, bias=False)
+        self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, spec.width, bias=False)
+        self.q_norm = RMSNorm(shape.head_dim, spec.eps) if spec.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(shape.head_dim, spec.eps) if spec.qk_norm else nn.Identity()
+        if spec.injects:
+            self.k_inject = nn.Linear(spec.width, shape.num_kv_heads * shape.head_dim, bias=False)
+            self.v_inject = nn.Linear(spec.width, shape.num_kv_heads * shape.head_dim, bias=False)
 
     def forward(
         self, x: Float[Tensor, "B T X"], position: Int[Tensor, "B T"], last: int, attend: Attend
@@ -169,24 +178,12 @@ class SwiGLU(Recomputing):
 class Block(nn.Module):
     """A Llama decoder layer; `input_norm=False` leaves out the norm before attention, as EAGLE's first layer does."""
 
-    def __init__(
-        self,
-        width: int,
-        shape: LayerShape,
-        *,
-        rope: Rope,
-        eps: float,
-        input_norm: bool = True,
-        qk_norm: bool = False,
-        inject_width: int | None = None,
-    ) -> None:
+    def __init__(self, spec: LayerSpec, *, input_norm: bool = True) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(width, eps) if input_norm else nn.Identity()
-        self.self_attn = Attention(
-            width, width, shape, rope, norm_eps=eps if qk_norm else None, inject_width=inject_width
-        )
-        self.post_attention_layernorm = RMSNorm(width, eps)
-        self.mlp = SwiGLU(width, shape.intermediate_size)
+        self.input_layernorm = RMSNorm(spec.width, spec.eps) if input_norm else nn.Identity()
+        self.self_attn = Attention(spec, spec.width)
+        self.post_attention_layernorm = RMSNorm(spec.width, spec.eps)
+        self.mlp = SwiGLU(spec.width, spec.shape.intermediate_size)
 
     def forward(
         self, x: Float[Tensor, "B T D"], position: Int[Tensor, "B T"], last: int, attend: Attend

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from heads import HEADS, rows
 from heads.base import DraftHead, Features, LayerShape
 from heads.mlp import EPS, ShiftedNorm
-from heads.modules.layers import Block, grouped_attention
+from heads.modules.layers import Block, LayerSpec, grouped_attention
 from heads.modules.rope import Rope, Rotary, scaling_of
 from inference.drafters.policy import Expander
 from tests import drafting, toys
@@ -117,7 +117,7 @@ def test_block_is_the_llama_layer(scaling: dict[str, Any] | None) -> None:
     torch.manual_seed(0)
     theirs = LlamaDecoderLayer(config, 0).double()
     rope = Rope(500.0, scaling_of(config.rope_parameters))
-    ours = Block(32, LayerShape(4, 2, 8, 48), rope=rope, eps=config.rms_norm_eps, input_norm=True).double()
+    ours = Block(LayerSpec(32, LayerShape(4, 2, 8, 48), rope, config.rms_norm_eps)).double()
     ours.load_state_dict(theirs.state_dict())
     x, position = torch.randn(2, 9, 32, dtype=torch.float64), 20 * torch.arange(9).expand(2, 9)
     seen = torch.ones(2, 9, 9, dtype=torch.bool).tril()
