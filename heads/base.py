@@ -297,6 +297,12 @@ def frozen_count(head: nn.Module) -> int:
     return sum(p.numel() for p in head.parameters() if not p.requires_grad)
 
 
+def embedding_of(embeddings: Embeddings, token: Int[Tensor, "*n"] | None = None) -> Float[Tensor, "*n D"]:
+    """Return the target's embedding of these tokens, without them the whole table, to copy or to compare with."""
+    chosen = torch.arange(embeddings.vocab_size) if token is None else token
+    return embeddings.embed(chosen.to(embeddings.head_weight().device)).detach()
+
+
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device. The host does not wait: a copy to a GPU queues behind the work that is under way."""
     if device.type == "cpu" or x.device.type != "cpu":

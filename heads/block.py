@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from heads import rows
-from heads.base import Draft, Embeddings, Features, HeadModule, LayerConfig, Level, NewRows, Nodes
+from heads.base import Draft, Embeddings, Features, HeadModule, LayerConfig, Level, NewRows, Nodes, embedding_of
 from heads.common.ranges import Count, Parts, Width
 from heads.modules.attention import KeyValue, attend_rows
 from heads.modules.dflash2 import ConvBlock, Selector
@@ -45,8 +45,7 @@ def _mask(token: int | None, embeddings: Embeddings) -> nn.Parameter:
         raise ValueError(f"head.mask_token is {token}: the target has {embeddings.vocab_size} tokens; give one of them")
     slot = nn.Parameter(torch.empty(embeddings.hidden_size), requires_grad=False)
     if not slot.is_meta:  # a meta tensor has no values
-        device = embeddings.head_weight().device
-        slot.data.copy_(embeddings.embed(torch.tensor(token % embeddings.vocab_size, device=device)).detach())
+        slot.data.copy_(embedding_of(embeddings, torch.tensor(token % embeddings.vocab_size)))
     return slot
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from heads import rows
-from heads.base import Draft, Embeddings, Features, Level, NewRows, Nodes
+from heads.base import Draft, Embeddings, Features, Level, NewRows, Nodes, embedding_of
 from heads.common.ranges import Parts
 from heads.eagle3 import Eagle3, FusedConfig
 from heads.modules.attention import KeyValue, attend_rows, pattern
@@ -56,8 +56,7 @@ class PEagle(Eagle3):
         if config.embedding == "own":
             self.embedding = nn.Embedding(vocab, width)
             if not self.embedding.weight.is_meta:  # a meta tensor has no values to start from
-                device = embeddings.head_weight().device
-                self.embedding.weight.data.copy_(embeddings.embed(torch.arange(vocab, device=device)).detach())
+                self.embedding.weight.data.copy_(embedding_of(embeddings))
 
     def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
         """Return the embeddings of tokens."""

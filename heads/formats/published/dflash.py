@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.base import Embeddings
+from heads.base import Embeddings, embedding_of
 from heads.formats.layer_ids import BLOCK_OUTPUTS, BLOCK_STATES, as_outputs
 from heads.formats.published.exporting import EngineClass, Export, Foreign, Shapes, layer_shapes
 from heads.formats.published.plan import KNOWN, OFFSETS, Plan, Source, check_width, decoder, drafted_by_offsets
@@ -118,8 +118,7 @@ def _mask(source: Source, options: dict[str, Any], embeddings: Embeddings) -> Te
     token = options.get("mask_token_id")
     if not isinstance(token, int) or not 0 <= token < embeddings.vocab_size:
         raise source.error(f"mask_token_id is {token}, not one of the target's {embeddings.vocab_size} tokens")
-    device = embeddings.head_weight().device
-    return embeddings.embed(torch.tensor(token, device=device)).detach().to("cpu", source.tensors["fc.weight"].dtype)
+    return embedding_of(embeddings, torch.tensor(token)).to("cpu", source.tensors["fc.weight"].dtype)
 
 
 def _confidence(source: Source, markov: Tensor | None) -> dict[str, Tensor]:
@@ -246,7 +245,7 @@ def _dflash2_shapes(record: dict[str, Any], layers: int, width: int, full: int) 
 def _mask_token(source: Export) -> int:
     """Return the token whose embedding the mask slots hold."""
     mask: Tensor = source.tensors["mask"]
-    rows = (source.embedding().to(mask.device, mask.dtype) == mask).all(1).nonzero()
+    rows = (embedding_of(source.embeddings).to(mask.device, mask.dtype) == mask).all(1).nonzero()
     if not len(rows):
         raise source.refusal(
             "a mask slot that was trained", "and the format has the target's embedding of a token there"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from heads.base import Embeddings
+from heads.base import Embeddings, embedding_of
 from heads.formats.published.exporting import NORMS, EngineClass, Export, Foreign, Shapes, layer_shapes
 from heads.formats.published.plan import EMBEDDING, Plan, Source, check_width, decoder
 
@@ -58,7 +58,7 @@ def authors(source: Export) -> Foreign:
         "bias": source.config.bias,
         **source.decoder(),
     }
-    tensors = {**source.tensors, EMBEDDING: source.embedding()}
+    tensors = {**source.tensors, EMBEDDING: embedding_of(source.embeddings)}
     width = config["hidden_size"]
     bias: Shapes = {"fc.bias": (width,)} if config["bias"] else {}
     return Foreign(config, tensors, {**shapes(config), **bias, EMBEDDING: (config["vocab_size"], width)})

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 SIGNATURE = (r"(midlayer|layers\.0)\.hidden_norm\.weight",)
 JOINT = "input_norm"  # of all features, before fc
-FIRST = ("midlayer.", "layers.0.")
+MIDDLE, FIRST = "midlayer.", "layers.0."  # the first layer's tensors: the authors' names, and all others'
 NORMED_RESIDUAL = ("vllm", "speculators", "gguf")  # the formats of engines that know it
 # Targets for which SGLang takes ids for outputs, as otherwise, only if the first is 1, and else for inputs.
 COUNTED_BY_FIRST = {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"}
@@ -47,7 +47,7 @@ def their_name(name: str, first: str) -> str:
 
 def read(source: Source, embeddings: Embeddings) -> Plan:
     """Return the plan that maps the tensors."""
-    first = next(first for first in FIRST if f"{first}hidden_norm.weight" in source.tensors)
+    first = next(first for first in (MIDDLE, FIRST) if f"{first}hidden_norm.weight" in source.tensors)
     _check_options(source)
     check_width(source, "fc.weight", embeddings)
     joined = source.tensors["fc.weight"].shape[1] // embeddings.hidden_size
@@ -183,7 +183,7 @@ def engines(source: Export) -> Foreign:
         "transformer_layer_config": {"model_type": "llama", **decoder},
         "speculators_config": _proposal(source),
     }
-    return Foreign(config, _tensors(source, "layers.0.", order), shapes(config, "layers.0."))
+    return Foreign(config, _tensors(source, FIRST, order), shapes(config))
 
 
 def authors(source: Export) -> Foreign:
@@ -204,10 +204,10 @@ def authors(source: Export) -> Foreign:
     if outputs != (fixed := default_layers(EAGLE3_LAYERS, source.embeddings.num_layers)):
         raise source.refusal(f"feature_layers={outputs}", f"and the authors' code reads {fixed}, whatever is said")
     config = source.engine_config(CLASS, 1) | {"bias": False, "draft_vocab_size": source.draft_vocab()}
-    return Foreign(config, _tensors(source, "midlayer.", order), shapes(config, "midlayer."))
+    return Foreign(config, _tensors(source, MIDDLE, order), shapes(config, MIDDLE))
 
 
-def shapes(config: dict[str, Any], first: str) -> Shapes:
+def shapes(config: dict[str, Any], first: str = FIRST) -> Shapes:
     """Return the shapes; where config.json does not count the features there are three."""
     width, full, drafted = (config[key] for key in ("hidden_size", "vocab_size", "draft_vocab_size"))
     count = config.get("num_aux_hidden_states", EAGLE3_LAYERS)

@@ -81,11 +81,6 @@ class Export(NamedTuple):
                 remedy = f"which the format cannot say; train with head.{key}={written(value)}"
                 raise self.refusal(f"{key}={written(actual)}", remedy)
 
-    def embedding(self) -> Tensor:
-        """Return the target's embedding."""
-        device = self.embeddings.head_weight().device
-        return self.embeddings.embed(torch.arange(self.embeddings.vocab_size, device=device)).detach()
-
     def read_out(self, name: str) -> Tensor:
         """Return one of the head's lm_heads as one matrix, that of the target's where the head has none."""
         tensors = self.tensors

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.base import Embeddings, LayerShape, layer_shape
+from heads.base import Embeddings, LayerShape, embedding_of, layer_shape
 from heads.formats.published.exporting import Export, Foreign, Shapes, layer_shapes
 from heads.formats.published.plan import EMBEDDING, EPS, THETA, Plan, Source, check_width, decoder, positions_of
 from heads.modules.rope import Rope
@@ -133,7 +133,7 @@ def _tensors(source: Export) -> dict[str, Tensor]:
         renamed[lm_head.format(i) + "weight"] = weight
         bias = source.tensors.get(f"lm_heads.{i}.bias")
         renamed[lm_head.format(i) + "bias"] = torch.zeros_like(weight[:, 0]) if bias is None else bias
-    return renamed | ({PREFIX + EMBEDDING: source.embedding()} if options.prefix else {})
+    return renamed | ({PREFIX + EMBEDDING: embedding_of(source.embeddings)} if options.prefix else {})
 
 
 def _shapes(source: Export, config: dict[str, Any]) -> Shapes:

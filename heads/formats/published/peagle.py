@@ -8,7 +8,7 @@ import logging
 import torch
 from torch import Tensor
 
-from heads.base import Embeddings
+from heads.base import Embeddings, embedding_of
 from heads.formats.published import eagle3
 from heads.formats.published.exporting import Export, Foreign
 from heads.formats.published.plan import EMBEDDING, Plan, Source
@@ -42,9 +42,7 @@ def _embedding(source: Source, embeddings: Embeddings) -> Tensor | None:
     stored = next((tensor for name, tensor in source.tensors.items() if name.endswith(EMBEDDING)), None)
     if stored is None or stored.shape != (embeddings.vocab_size, embeddings.hidden_size):  # which is refused later
         return None
-    device = embeddings.head_weight().device
-    target = embeddings.embed(torch.arange(embeddings.vocab_size, device=device)).detach()
-    return None if torch.equal(target.to(stored.device, stored.dtype), stored) else stored
+    return None if torch.equal(embedding_of(embeddings).to(stored.device, stored.dtype), stored) else stored
 
 
 def _depths(source: Source) -> int:

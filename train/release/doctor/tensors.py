@@ -1,13 +1,16 @@
 """Checks of the tensors: readable, those of the format, finite; the draft's vocabulary, its lm_head, the embedding."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from heads import HEADS
+from heads.base import embedding_of
 from heads.common.errors import one_line
 from heads.formats.published import dflash, eagle, eagle3, mimo
+from heads.formats.published.exporting import Shapes
 from heads.formats.published.plan import EMBEDDING, KNOWN, OFFSETS, are_increasing, are_masked
 from heads.formats.store import CONFIG, WEIGHTS, read_config
 from heads.formats.store import head_config as own_config
@@ -24,6 +27,9 @@ LOST = "train again from an earlier checkpoint, or export again from a good one"
 ELSEWHERE = (OFFSETS, KNOWN, LM_HEAD, EMBEDDING, "fc.bias", "mask_hidden")
 SKIPPED = ("rotary_emb.inv_freq", ".q_norm.weight", ".k_norm.weight")  # by every loader, or of a Qwen3 draft
 FEW = 3  # names that are shown
+SHAPES: dict[str, Callable[[dict[str, Any]], Shapes]] = {  # by a config.json that is complete
+    "eagle": eagle.shapes, "eagle3": eagle3.shapes, "dflash": dflash.shapes, "mimo": mimo.shapes,
+}  # fmt: skip
 CHAINED = ("eagle", "eagle3", "dflash")  # the forms that engines read by names without a prefix
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 DTYPES = {"float32", "bfloat16", "float16"}
@@ -75,13 +81,12 @@ def expected(head: Examined, against: Against) -> dict[str, tuple[int, ...]] | N
         config = own_config(head.folder, read_config(head.folder))
         tensors = outline(HEADS[config.name], config, against.embeddings, f"{head.folder}/{CONFIG}: ")
         return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if head.form not in (*CHAINED, "mimo"):
+    if head.form not in SHAPES:
         return None
-    config = completed(head)
-    if head.form == "eagle3":
-        first = "midlayer." if any(name.startswith("midlayer.") for name in head.stripped) else "layers.0."
-        return eagle3.shapes(config, first)
-    return {"eagle": eagle, "dflash": dflash, "mimo": mimo}[head.form].shapes(config)
+    shapes = SHAPES[head.form](completed(head))
+    if head.form == "eagle3" and any(name.startswith(eagle3.MIDDLE) for name in head.stripped):
+        return {name.replace(eagle3.FIRST, eagle3.MIDDLE): shape for name, shape in shapes.items()}
+    return shapes
 
 
 def completed(head: Examined) -> dict[str, Any]:
@@ -338,9 +343,7 @@ def embedding(head: Examined, against: Against) -> Findings:
     if against.embeddings is None:
         yield unknown(f"the target's weights do not load here ({against.why})")
         return
-    table = against.embeddings.head_weight()
-    every = torch.arange(against.embeddings.vocab_size, device=table.device)
-    target = against.embeddings.embed(every).detach().float().cpu()
+    target = embedding_of(against.embeddings).float().cpu()
     for name, tensor in shipped.items():
         if tensor.shape != target.shape:
             yield wrong(
