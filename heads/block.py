@@ -31,7 +31,7 @@ from heads.modules.domino import Domino
 from heads.modules.fusion import DFLASH_LAYERS, Fusion, chosen_layers
 from heads.modules.kv_cache import KVCache
 from heads.modules.layers import Block as Layer
-from heads.modules.layers import LayerSpec, RMSNorm
+from heads.modules.layers import LayerInputs, LayerSpec, RMSNorm
 from heads.modules.slots import at_rows, behind, behind_roots
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
 from heads.rows import last_valid
@@ -169,7 +169,7 @@ class Block(HeadModule):
             return attend_rows(query, pair, [(key, value)], slots.seen)
 
         for layer, pair in zip(self.layers, context, strict=True):
-            x = layer(x, slots.position.flatten(1), last, lambda *qkv, pair=pair: attend(pair, *qkv))
+            x = layer(x, LayerInputs(slots.position.flatten(1), last, partial(attend, pair)))
         states, drafts = self.norm(x).unflatten(1, (-1, self.size))[:, :, self.idle :], list[Draft]()
         memory: Tensor | None = None
         for depth, state in enumerate(states.unbind(2), 1):
@@ -201,7 +201,7 @@ class Block(HeadModule):
         root = last_valid(token, new.counts)
         x = self.slots(root).flatten(1, 2)
         for i, layer in enumerate(self.layers):
-            x = layer(x, position, cache.longest + self.size, partial(attend, i))
+            x = layer(x, LayerInputs(position, cache.longest + self.size, partial(attend, i)))
         states = self.norm(x)[:, self.idle :]
         if self.domino is not None:
             states = self.domino.begin(states, self.embeddings.embed(root))

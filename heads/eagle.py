@@ -41,10 +41,10 @@ class Eagle(RecurrentHead):
         self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)
 
     def advance(
-        self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: LayerInputs
+        self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: list[LayerInputs]
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
         """Return the predicted features, once to be fed back and once for the lm_head."""
         x = self.fc(torch.cat([self.embeddings.embed(token).to(state.dtype), state], -1))
-        for layer, attend in zip(self.layers, inputs.attend, strict=True):
-            x = layer(x, inputs.position, inputs.last, attend)
+        for layer, given in zip(self.layers, inputs, strict=True):
+            x = layer(x, given)
         return x, x

@@ -23,7 +23,7 @@ from heads.common.ranges import Parts
 from heads.modules.attention import KeyValue
 from heads.modules.autoregressive import RecurrentHead
 from heads.modules.fusion import EAGLE3_LAYERS, Fusion, chosen_layers
-from heads.modules.layers import Attend, Attention, Block, LayerInputs, LayerSpec, RMSNorm, SwiGLU
+from heads.modules.layers import Attention, Block, LayerInputs, LayerSpec, RMSNorm, SwiGLU
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
 
 
@@ -43,17 +43,12 @@ class WideBlock(nn.Module):
         self.mlp = SwiGLU(spec.width, spec.shape.intermediate_size)
 
     def forward(
-        self,
-        embedding: Float[Tensor, "B T D"],
-        state: Float[Tensor, "B T D"],
-        position: Int[Tensor, "B T"],
-        last: int,
-        attend: Attend,
+        self, embedding: Float[Tensor, "B T D"], state: Float[Tensor, "B T D"], inputs: LayerInputs
     ) -> Float[Tensor, "B T D"]:
         """Apply the layer with the caller's attention pattern."""
         normed = self.hidden_norm(state)
         both = torch.cat([self.input_layernorm(embedding), normed], -1)
-        x = (normed if self.norm_before_residual else state) + self.self_attn(both, position, last, attend)
+        x = (normed if self.norm_before_residual else state) + self.self_attn(both, inputs)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -118,12 +113,11 @@ class Eagle3(RecurrentHead):
         return tuple(layer.self_attn.key_value(fused, position, last, inject=True) for layer in layers)
 
     def advance(
-        self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: LayerInputs
+        self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: list[LayerInputs]
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
         """Return the states to be fed back, and the normed ones for the lm_head."""
-        position, last, (first, *deeper) = inputs
-        x = self.first(self.embed(token).to(state.dtype), state, position, last, first)
-        for layer, attend in zip(self.layers, deeper, strict=True):
-            x = layer(x, position, last, attend)
+        x = self.first(self.embed(token).to(state.dtype), state, inputs[0])
+        for layer, given in zip(self.layers, inputs[1:], strict=True):
+            x = layer(x, given)
         read = self.norm(x)
         return (read if self.feeds_normed else x), read

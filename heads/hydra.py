@@ -67,10 +67,10 @@ class Prefix(Recurrent):
         self.norm = RMSNorm(embeddings.hidden_size, config.norm_eps)
 
     def advance(
-        self, token: Tensor, state: Float[Tensor, "B T D"], inputs: LayerInputs
+        self, token: Tensor, state: Float[Tensor, "B T D"], inputs: list[LayerInputs]
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
         """Return the summaries."""
-        summary = self.norm(self.layer(state, inputs.position, inputs.last, inputs.attend[0]))
+        summary = self.norm(self.layer(state, inputs[0]))
         return summary, summary
 
 

@@ -75,10 +75,10 @@ class Mtp(RecurrentHead):
         return features.last if self.fusion is None else features.last + self.fusion(features.hidden)
 
     def advance(
-        self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: LayerInputs
+        self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: list[LayerInputs]
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
         """Return the normed states, once to be fed back and once for the lm_head."""
         embedding = self.embeddings.embed(token).to(state.dtype)
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(state)], -1))
-        x = self.norm(self.block(x, inputs.position, inputs.last, inputs.attend[0]))
+        x = self.norm(self.block(x, inputs[0]))
         return x, x

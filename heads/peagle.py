@@ -62,9 +62,9 @@ class PEagle(Eagle3):
         """Return the embeddings of tokens."""
         return self.embeddings.embed(token) if self.embedding is None else self.embedding(token)
 
-    def slots(self, inputs: LayerInputs) -> Float[Tensor, "B N D"]:
+    def slots(self, inputs: list[LayerInputs]) -> Float[Tensor, "B N D"]:
         """Return the inputs of `score` of mask slots."""
-        token = torch.full_like(inputs.position, self.mask_token)
+        token = torch.full_like(inputs[0].position, self.mask_token)
         state = self.fusion(self.mask_hidden[None, None]).expand(*token.shape, -1)
         return self.advance(token, state, inputs)[1]
 
@@ -80,7 +80,7 @@ class PEagle(Eagle3):
             return attend_rows(query, (key, value), [], seen)
 
         token, start = rows.next_token(features.token), self.begin(features)
-        inputs = LayerInputs(position, last, [attend_true] * self.attentions)
+        inputs = [LayerInputs(position, last, attend_true)] * self.attentions
         drafts = [Draft(self.advance(token, start, inputs)[1])]
         if depths == 1:
             return drafts
@@ -89,7 +89,7 @@ class PEagle(Eagle3):
         def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return attend_rows(query, context[i], [(key, value)], slots.seen)
 
-        read = self.slots(LayerInputs(slots.position.flatten(1), last, self.by_layer(attend)))
+        read = self.slots(self.by_layer(slots.position.flatten(1), last, attend))
         states = read.unflatten(1, (-1, depths - 1)).unbind(2)
         return drafts + [Draft(at_rows(state, slots.anchor, position.shape[1])) for state in states]
 
@@ -102,7 +102,7 @@ class PEagle(Eagle3):
         slots, states = self.max_depth - 1, rows.last_valid(read, new.counts)
         if slots:
             position, attend = behind_roots(cache, len(token), slots, causal=True)
-            drafted = self.slots(LayerInputs(position, cache.longest + slots, self.by_layer(attend)))
+            drafted = self.slots(self.by_layer(position, cache.longest + slots, attend))
             states = torch.cat([states, drafted], 1)
         return cache, self._level(states, 1, 1)
 

@@ -17,7 +17,7 @@ from heads import rows
 from heads.base import Draft, Features, HeadModule, Level, NewRows, Nodes
 from heads.modules.attention import KeyValue, attend_rows, pattern
 from heads.modules.kv_cache import SPARE, KVCache
-from heads.modules.layers import Attend, LayerInputs, grouped_attention
+from heads.modules.layers import LayerInputs, grouped_attention
 
 
 class Recurrent(nn.Module):
@@ -45,7 +45,7 @@ class Recurrent(nn.Module):
         return ()
 
     def advance(
-        self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: LayerInputs
+        self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: list[LayerInputs]
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
         """Return the states that follow `state` once `token` is chosen, and the inputs of `score`."""
         raise NotImplementedError
@@ -72,7 +72,7 @@ class Recurrent(nn.Module):
 
             token = rows.drafted_token(features.token, depth, features.path)
             entering = state.detach() if self.detach and depth > 1 else state
-            state, read = self.advance(token, entering, LayerInputs(position + depth - 1, last, self.by_layer(attend)))
+            state, read = self.advance(token, entering, self.by_layer(position + depth - 1, last, attend))
             drafts.append(Draft(read, state if self.predicts else None))
         return drafts
 
@@ -98,13 +98,13 @@ class Recurrent(nn.Module):
                 return attend_rows(query, (key, value), [], pattern(position, self.config.length))
             return grouped_attention(query, *both, sees)
 
-        hidden, read = self.advance(token, start, LayerInputs(position, cache.longest, self.by_layer(attend)))
+        hidden, read = self.advance(token, start, self.by_layer(position, cache.longest, attend))
         cache.length[: len(token)] += token.shape[1] if count is None else count
         return hidden, read
 
-    def by_layer(self, attend: Callable[..., Tensor]) -> list[Attend]:
-        """Return each layer's attention by a function of its number."""
-        return [partial(attend, i) for i in range(self.attentions)]
+    def by_layer(self, position: Int[Tensor, "B T"], last: int, attend: Callable[..., Tensor]) -> list[LayerInputs]:
+        """Return each layer's inputs, its attention by a function of its number."""
+        return [LayerInputs(position, last, partial(attend, i)) for i in range(self.attentions)]
 
 
 class RecurrentHead(HeadModule, Recurrent):
@@ -157,6 +157,6 @@ class RecurrentHead(HeadModule, Recurrent):
         def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return grouped_attention(query, *cache.draft(i, key, value, earlier), sees)
 
-        inputs = LayerInputs(position, cache.longest + mask.shape[2], self.by_layer(attend))
+        inputs = self.by_layer(position, cache.longest + mask.shape[2], attend)
         hidden, read = self.advance(token, above, inputs)
         return Level(self.score(read, 1), hidden)

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.modules.layers import Attend, Block, LayerSpec
+from heads.modules.layers import Block, LayerInputs, LayerSpec
 
 
 class GroupedConv(nn.Module):
@@ -50,11 +50,9 @@ class ConvBlock(Block):
         self.size = size
         self.attention_conv, self.mlp_conv = (GroupedConv(spec.width, taps, group) for _ in range(2))
 
-    def forward(
-        self, x: Float[Tensor, "B T D"], position: Int[Tensor, "B T"], last: int, attend: Attend
-    ) -> Float[Tensor, "B T D"]:
+    def forward(self, x: Float[Tensor, "B T D"], inputs: LayerInputs) -> Float[Tensor, "B T D"]:
         """Apply the layer with the caller's attention pattern."""
-        x = x + self.between(self.attention_conv, self.input_layernorm(x), self.self_attn, position, last, attend)
+        x = x + self.between(self.attention_conv, self.input_layernorm(x), self.self_attn, inputs)
         return x + self.between(self.mlp_conv, self.post_attention_layernorm(x), self.mlp)
 
     def between(self, conv: GroupedConv, x: Float[Tensor, "B T D"], layer: Any, *args: Any) -> Float[Tensor, "B T D"]:

@@ -24,11 +24,11 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class LayerInputs(NamedTuple):
-    """What decoder layers read beside the states of T rows."""
+    """What a decoder layer reads beside the states of T rows."""
 
     position: Int[Tensor, "B T"]
     last: int  # an upper bound of the positions
-    attend: list[Attend]  # the attention of each layer
+    attend: Attend
 
 
 class LayerSpec(NamedTuple):
@@ -126,11 +126,9 @@ class Attention(Recomputing):
             self.k_inject = nn.Linear(spec.width, shape.num_kv_heads * shape.head_dim, bias=False)
             self.v_inject = nn.Linear(spec.width, shape.num_kv_heads * shape.head_dim, bias=False)
 
-    def forward(
-        self, x: Float[Tensor, "B T X"], position: Int[Tensor, "B T"], last: int, attend: Attend
-    ) -> Float[Tensor, "B T D"]:
+    def forward(self, x: Float[Tensor, "B T X"], inputs: LayerInputs) -> Float[Tensor, "B T D"]:
         """Project, rotate, attend by `attend(query, key, value)` and project back."""
-        out = self.apart(attend, *self.checkpointed(self.project, x, position, last))
+        out = self.apart(inputs.attend, *self.checkpointed(self.project, x, inputs.position, inputs.last))
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     @staticmethod
@@ -185,11 +183,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.width, spec.eps)
         self.mlp = SwiGLU(spec.width, spec.shape.intermediate_size)
 
-    def forward(
-        self, x: Float[Tensor, "B T D"], position: Int[Tensor, "B T"], last: int, attend: Attend
-    ) -> Float[Tensor, "B T D"]:
+    def forward(self, x: Float[Tensor, "B T D"], inputs: LayerInputs) -> Float[Tensor, "B T D"]:
         """Apply the layer with the caller's attention pattern."""
-        x = x + self.self_attn(self.input_layernorm(x), position, last, attend)
+        x = x + self.self_attn(self.input_layernorm(x), inputs)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

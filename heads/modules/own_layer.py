@@ -8,11 +8,11 @@ import copy
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from heads.common.errors import one_line
-from heads.modules.layers import Attend, grouped_attention
+from heads.modules.layers import LayerInputs, grouped_attention
 
 ATTENTION = "headstart"
 
@@ -55,10 +55,9 @@ class OwnLayer(nn.Module):
             raise _unfit("it has no norm of one weight")
         return copy.deepcopy(norms[0])
 
-    def forward(
-        self, x: Float[Tensor, "B T D"], position: Int[Tensor, "B T"], last: int, attend: Attend
-    ) -> Float[Tensor, "B T D"]:
+    def forward(self, x: Float[Tensor, "B T D"], inputs: LayerInputs) -> Float[Tensor, "B T D"]:
         """Apply the layer with the caller's attention pattern."""
+        position, _, attend = inputs
         rotary = self._rotary[0].to(x.device)(x, position)
         out = self.layer(x, attention_mask=None, position_ids=position, position_embeddings=rotary, attend=attend)
         return out[0] if isinstance(out, tuple) else out
@@ -70,7 +69,7 @@ class OwnLayer(nn.Module):
         x = weight.new_zeros(1, 2, self.width)
         position = torch.arange(2, device=x.device)[None]
         try:
-            self(x, position, 2, lambda q, k, v: grouped_attention(q, k, v, None))
+            self(x, LayerInputs(position, 2, lambda q, k, v: grouped_attention(q, k, v, None)))
         except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
             raise _unfit(one_line(error)) from error
 

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from heads import HEADS, rows
 from heads.base import DraftHead, Features, LayerShape
 from heads.mlp import EPS, ShiftedNorm
-from heads.modules.layers import Block, LayerSpec, grouped_attention
+from heads.modules.layers import Block, LayerInputs, LayerSpec, grouped_attention
 from heads.modules.rope import Rope, Rotary, scaling_of
 from inference.drafters.policy import Expander
 from tests import drafting, toys
@@ -121,7 +121,7 @@ def test_block_is_the_llama_layer(scaling: dict[str, Any] | None) -> None:
     ours.load_state_dict(theirs.state_dict())
     x, position = torch.randn(2, 9, 32, dtype=torch.float64), 20 * torch.arange(9).expand(2, 9)
     seen = torch.ones(2, 9, 9, dtype=torch.bool).tril()
-    found = ours(x, position, 180, lambda q, k, v: grouped_attention(q, k, v, seen[:, None]))
+    found = ours(x, LayerInputs(position, 180, lambda q, k, v: grouped_attention(q, k, v, seen[:, None])))
     additive = torch.zeros(2, 1, 9, 9, dtype=torch.float64).masked_fill(~seen[:, None], -1e300)
     rotary = LlamaRotaryEmbedding(config)(x, position)
     expected = theirs(x, attention_mask=additive, position_ids=position, position_embeddings=rotary)
