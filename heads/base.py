@@ -236,8 +236,13 @@ class LayerConfig:
 
 
 class HeadModule(nn.Module):
-    """A head's module, with its configuration and the target's embeddings."""
+    """A head's module, with its configuration and the target's embeddings.
 
+    Unless it says otherwise it reads the target's last states alone, and keeps no rows.
+    """
+
+    feature_layers: tuple[int, ...] = ()
+    keeps_rows = False
     max_depth: int
 
     def __init__(self, config: Any, embeddings: Embeddings) -> None:

@@ -29,8 +29,6 @@ class Eagle(RecurrentHead):
         layers: Parts
         bias: bool
 
-    feature_layers: tuple[int, ...] = ()
-
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__(config, embeddings)
         self.attentions = config.layers

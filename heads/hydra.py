@@ -88,8 +88,6 @@ class Hydra(HeadModule):
         lm_head_bias: bool
         lm_head_rank: Count | None
 
-    feature_layers: tuple[int, ...] = ()
-
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__(config, embeddings)
         self.max_depth, self.keeps_rows = config.heads, config.prefix

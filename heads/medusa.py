@@ -43,9 +43,6 @@ class Medusa(HeadModule):
         lm_head_rank: Count | None
         draft_vocab: Count | None
 
-    feature_layers: tuple[int, ...] = ()
-    keeps_rows = False
-
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__(config, embeddings)
         self.max_depth = config.heads

@@ -49,9 +49,6 @@ class Mlp(HeadModule):
         scale_input: bool
         draft_vocab: Count | None
 
-    feature_layers: tuple[int, ...] = ()
-    keeps_rows = False
-
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__(config, embeddings)
         self.max_depth = config.heads
