@@ -8,7 +8,7 @@ process answers its share of the chats; a job that was stopped resumes, and its 
 import glob
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,16 +68,16 @@ def write_answers(work: Work, answerer: Answerer, out: Path, worker: Worker = AL
     settings = redacted_values({**answerer.describe(), "data": work.source, **asdict(work.settings)})
     if worker.rank:
         worker.wait()
-        _answer(work, answerer, answers, worker)
+        _answer(work, answerer, answers, worker, answers.finished())
         worker.wait()
         return None
     with answers.locked():
         answers.begin(settings)
         worker.wait()
-        before = len(answers.finished())
-        _answer(work, answerer, answers, worker)
+        finished = answers.finished()
+        _answer(work, answerer, answers, worker, finished)
         worker.wait()
-        notes = {**redacted_values(work.notes), "world_size": worker.world, "settled_before": before}
+        notes = {**redacted_values(work.notes), "world_size": worker.world, "settled_before": len(finished)}
         meta = answers.merge([record.id for record in work.records], settings, notes)
     for kind in ("shortened", "left_out", "failed"):
         if meta["counts"][kind]:
@@ -85,9 +85,8 @@ def write_answers(work: Work, answerer: Answerer, out: Path, worker: Worker = AL
     return meta
 
 
-def _answer(work: Work, answerer: Answerer, answers: Answers, worker: Worker) -> None:
+def _answer(work: Work, answerer: Answerer, answers: Answers, worker: Worker, finished: Collection[str]) -> None:
     """Answer this process's chats that are not finished yet."""
-    finished = answers.finished()
     records = [record for record in work.records[worker.rank :: worker.world] if record.id not in finished]
     talks = (talk_of(record, answerer.tokenizer, work.settings, answerer.context) for record in records)
     console = Console(stderr=True)

@@ -209,33 +209,26 @@ def turns_of(record: Record, tokenizer: PreTrainedTokenizerBase, config: DataCon
     if config.turns == "last":
         question = max((i for i, role in enumerate(roles[: answers[-1]]) if role == "user"), default=-1)
         answers = [i for i in answers if i > question]
-    change = without if config.reasoning == "cut" else under_all_names
-    messages = [change(message) for message in record.messages]
-    turns = [_turn(messages, i, tokenizer, record.tools, config.reasoning == "cut", seen) for i in answers]
+    cut = config.reasoning == "cut"
+    messages = [(without if cut else under_all_names)(message) for message in record.messages]
+    turns = [_turn(record._replace(messages=messages[: i + 1]), tokenizer, cut, seen) for i in answers]
     lost = [i for i, turn in zip(answers, turns, strict=True) if reasoning_of(messages[i]).strip() not in turn.text]
     seen["whose reasoning the chat template leaves out"] += bool(lost)
     return turns
 
 
-def _turn(
-    messages: list[Message],
-    answer: int,
-    tokenizer: PreTrainedTokenizerBase,
-    tools: Sequence[Message],
-    cut: bool,
-    seen: Counter[str],
-) -> Turn:
-    """Find one answer in the chat that ends with it: behind the target's prompt, up to the chat's end.
+def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool, seen: Counter[str]) -> Turn:
+    """Find the answer that a chat ends with: behind the target's prompt, up to the chat's end.
 
     A template's own blocks stand as they are, but the target also writes the blanks before them, and the token that
     ends the turn.
     """
-    before = messages[:answer]
+    tools, before = record.tools, record.messages[:-1]
     prompt = render(before, tokenizer, True, tools)
     if is_tagged(tokenizer, tools):
-        text, blocks = render_tagged(messages[: answer + 1], tokenizer, tools)
+        text, blocks = render_tagged(record.messages, tokenizer, tools)
     else:
-        text, blocks = render(messages[: answer + 1], tokenizer, False, tools), None
+        text, blocks = render(record.messages, tokenizer, False, tools), None
     text = _ended(text, before, tokenizer, tools)
     start = len(prompt) if text.startswith(prompt) else None
     if start is None:
