@@ -1,6 +1,8 @@
 """The ways by which hidden states come from a vLLM server: files in shared memory, or Mooncake over TCP.
 
-Both readers remove what they have read, so that no more results are held than requests are under way.
+Both readers are called from several threads, with what a server's reply says of a result. They remove what they have
+read, so that no more results are held than requests are under way. A result that does not arrive whole in time is an
+EndpointError, one that the server sends in another way a ValueError.
 """
 
 import os
@@ -9,7 +11,7 @@ import socket
 from collections.abc import Collection
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -20,23 +22,6 @@ from heads.common.untrusted import inside
 REQUEST = "headstart-"  # a request's name, which the name of its result holds, is this and a random number
 SETUP = "start vLLM as docs/data_features.md has it"
 Result = list[Tensor]  # tokens, and their states
-
-
-class Reader(Protocol):
-    """A reader of results, given what a server's reply says of one; its methods are called from several threads."""
-
-    def read(self, answer: dict[str, Any], seconds: float) -> Result:
-        """Return and remove a result, which may take so many seconds to arrive.
-
-        Raises:
-            EndpointError: it does not arrive whole.
-            ValueError: the server sends its results in another way.
-        """
-        ...
-
-    def sweep(self, requests: Collection[str]) -> set[str]:
-        """Remove what has arrived of requests that were given up; return those whose results had."""
-        ...
 
 
 class SharedFolder:
@@ -109,6 +94,9 @@ class Mooncake:
     def sweep(self, requests: Collection[str]) -> set[str]:
         """Leave them to Mooncake, which evicts what is not read."""
         return {*requests}
+
+
+Reader = SharedFolder | Mooncake
 
 
 def _remove(file: Path) -> None:
