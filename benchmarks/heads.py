@@ -86,7 +86,7 @@ def train(run: RunConfig, target: Any, samples: Sequence[Sample], held_out: list
     accelerator = Accelerator(cpu=True)
     batches = batches_for(run, pack(samples, run.data.length), accelerator)
     source = Live(target, batches, head.feature_layers)
-    loop = loop_of(run, accelerator, target.target, head, source, [], {})
+    loop = loop_of(run, accelerator, target.target, head, source, [])
     begin = time.process_time()
     for step in range(run.trainer.steps):
         loop.step(step, halted=lambda: False)

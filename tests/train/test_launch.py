@@ -149,7 +149,7 @@ def test_a_trial_says_at_its_end_what_its_numbers_are(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv(BEST, "")  # which the command sets, for processes that it starts
-    monkeypatch.setattr(runs, "train", lambda *_: None)
+    monkeypatch.setattr(runs, "train", lambda run: run)
     monkeypatch.setattr(runs, "worth_trying", lambda _: "something else")
     monkeypatch.setattr(runs.sweep, "best_tau", lambda _: 1.0)
     trial = "trainer=debug: 4 steps show that it runs; no number of them means anything"
