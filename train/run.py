@@ -54,7 +54,7 @@ from train import adapt
 from train.acceptance import AcceptanceEvaluator
 from train.checkpoints import format, resume
 from train.config import RunConfig, run_config
-from train.distributed import launch, processes, srun
+from train.distributed import launch, processes, started
 from train.distributed.control import RANKS, STOPPED, on_main
 from train.distributed.processes import RunLock
 from train.features import origin_of, source_for
@@ -139,8 +139,7 @@ def provenance(world: int, strategy: str, data: TrainingData, tokenizer: PreTrai
 
 def with_micro_tokens(run: RunConfig) -> RunConfig:
     """Return a run with its `trainer.micro_tokens`, where they are null those that fit on every process's device."""
-    planned = sized(run if run.init in STARTS else replace(run, init=None))
-    least = min(gather_object([planned.trainer.micro_tokens]))
+    least = min(gather_object([sized(run).trainer.micro_tokens]))
     return replace(run, trainer=replace(run.trainer, micro_tokens=least))
 
 
@@ -182,7 +181,7 @@ def train(run: RunConfig) -> RunConfig:
     run = with_processes(run)
     check_settings(run)
     report_best_head()
-    if launch.is_main():
+    if started.is_main():
         Console().print(f"{run.name}: head={run.head.name} for {run.model.path}", soft_wrap=True, markup=False)
     check_target(run)
     return alone(chosen(run), job)
@@ -244,11 +243,11 @@ def train_head(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> RunCo
             **origin_of(source),
         }
         prepare_out(run, lock, identity(run, target, batches, 1).settings, data, origin)
-        started = f"starts from {run.init}, whose numbers replace those of head={run.head.name}; " if run.init else ""
+        begun = f"starts from {run.init}, whose numbers replace those of head={run.head.name}; " if run.init else ""
         beside = f" beside {frozen:,} frozen ones" if (frozen := frozen_count(head)) else ""
         filled = float((packed.document >= 0).float().mean())
         Console().print(
-            f"{run.name}: {started}{parameter_count(head):,} trained parameters{beside}, {len(data.samples):,} "
+            f"{run.name}: {begun}{parameter_count(head):,} trained parameters{beside}, {len(data.samples):,} "
             f"samples, {len(packed.token):,} rows of {run.data.length} tokens ({filled:.0%} filled)",
             highlight=False,
         )
@@ -315,7 +314,7 @@ def within_budget(run: RunConfig) -> float | None:
 
     os.environ.pop(BEST, None)  # which the candidates take the place of
     words = shared_words(launch.overrides(), run.log)
-    if sweep.sweeping() or launch.launched() or launch.leaves(run.launcher):
+    if sweep.sweeping() or started.launched() or launch.leaves(run.launcher):
         raise ValueError("a budget is of one run, which starts its own processes: leave -m and other launchers out")
     planned, given = run.plan, {word.partition("=")[0] for word in launch.overrides()}
     named = [f"{key}={getattr(run, key)}" for key in ("resume", "overwrite")]
@@ -356,7 +355,7 @@ def budget_plan(run: RunConfig, candidates: dict[str, RunConfig]) -> Group:
 
     device, operations = resolved(run.device, run.model.device), {}
     for words, candidate in candidates.items():
-        inputs = rated(plan_inputs(sized(chosen(replace(candidate, init=None)))))
+        inputs = rated(plan_inputs(sized(chosen(candidate))))
         costs, device = work(inputs), inputs.device
         tokens = candidate.trainer.steps * candidate.trainer.batch_tokens
         operations[words] = (costs["head_flops"] + costs["target_flops"]) / tokens
@@ -384,8 +383,7 @@ def closing_lines(run: RunConfig) -> str | None:
 def main(cfg: DictConfig) -> float | None:
     """Compose, check, and plan, launch or train; return the best τ, which a sweep may maximise."""
     with user_errors(), launch.main_first():
-        srun.take_over(cfg.launcher, accelerators(cfg.model.device))
-        launch.meet(cfg.launcher)
+        started.take_over(cfg.launcher, accelerators(cfg.model.device))
         launch.check_mode()
     with sweep.alone(), user_errors(), launch.main_first():
         run = run_config(cfg)
@@ -397,7 +395,7 @@ def main(cfg: DictConfig) -> float | None:
             return within_budget(run)
         sweep.check(run.trainer.eval_prompts, waits=not launch.leaves(run.launcher))
         if run.plan:
-            if not launch.is_main():
+            if not started.is_main():
                 return None
             gc.disable()  # it is over before there is garbage, and to look for it takes an eighth of it
             check_first_records(run)
@@ -414,7 +412,7 @@ def main(cfg: DictConfig) -> float | None:
             launch_all(run, launch.overrides())
         else:
             run = train(run)
-            if launch.is_main() and (lines := closing_lines(run)):
+            if started.is_main() and (lines := closing_lines(run)):
                 Console().print(lines, highlight=False, soft_wrap=True, markup=False)
         return None if launch.leaves(run.launcher) else sweep.best_tau(Path(run.out))
 

@@ -25,6 +25,7 @@ from heads.base import Features, frozen_count, parameter_count, to_device
 from heads.common.files import write_whole
 from heads.modules.layers import compile_layers
 from heads.modules.top_k import TopLogProbs
+from inference.laps import Laps
 from train.checkpoints.state import TrainState
 from train.config import LauncherConfig, TrainerConfig
 from train.distributed import strategy
@@ -33,10 +34,10 @@ from train.objective import Chunk, Weights, chunk_rows, chunked, objective, trai
 from train.optim import Average, learning_rate, optimizer
 from train.rollouts import Rollouts
 from train.sampling import noisy, row_keys, sample_anchors
-from train.tracking.clock import Clock
 from train.tracking.flops import Flops, peak_flops
 
 BAD = "bad"
+PARTS = ("data", "rollout", "target", "head", "optimiser", "wait", "other")  # of a step's time
 WINDOW = 50  # good steps whose median is the reference for a spike; with fewer no spike is detected
 
 
@@ -160,7 +161,7 @@ class Stepper:
         self.head = head = loss.head
         self.sizes = parameter_count(head), frozen_count(head)  # of a head that is cut up there would be less to count
         self.guard = Guard(trainer, {})
-        self.clock = Clock(accelerator.device)
+        self.laps = Laps(accelerator.device)
         self.flops: int | None = None
         self.peak = peak_flops(accelerator.device, trainer.peak_tflops)
         self.steps, self.rows, self.stall = 0, 0, 0.0  # since the last record
@@ -178,7 +179,7 @@ class Stepper:
 
     def __call__(self, step: int, *, halted: Callable[[], bool]) -> Step:
         """Take step `step`, counted from 0, unless `halted` says before a micro-batch, on all processes, to stop."""
-        self.clock.begin()
+        self.laps.mark(None)  # the time before belongs to no part
         trainer, device, stall = self.trainer, self.accelerator.device, self.source.stall
         self.loss.progress = step / trainer.steps
         micro_batches, drafted = self.micro_batches(step)
@@ -187,33 +188,33 @@ class Stepper:
         sampled = [self.loss.sampled(*inputs) for inputs in zip(batches, keys, strict=True)]
         mine: Any = sum(torch.stack([weight.amount, weight.trained.sum((1, 2))]) for _, weight in sampled)
         mine = torch.cat([mine, torch.full_like(mine[:1], drafted)])
-        self.clock.lap("data")
+        self.laps.mark("data")
         shared: Any = self.accelerator.reduce(to_device(mine, device), "sum")
         amount, trained = shared[:2].clamp_min(1)
-        self.clock.lap("wait")
+        self.laps.mark("wait")
         totals: dict[str, Tensor] = {}
         for i, (micro, (anchors, weight)) in enumerate(zip(micro_batches, sampled, strict=True)):
             read = micro.read()
-            self.clock.lap("target")
+            self.laps.mark("target")
             if halted():
                 return Step(stopped=True, record=None, bad=None)
-            self.clock.lap("wait")
+            self.laps.mark("wait")
             scaled = to_device(weight.row, device) / amount[:, None, None]
             chunks = self.loss.chunks(weight.trained, device, micro.batch.path)
             loss, sums = self.backward(read, keys[i], anchors, scaled, chunks, last=i + 1 == len(micro_batches))
             for name, value in {"loss": loss.detach().expand(len(trained)), **sums}.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value
-            self.clock.lap("head")
+            self.laps.mark("head")
         norm = self.strategy.clip(trainer.clip)
-        self.clock.lap("optimiser")
+        self.laps.mark("optimiser")
         numbers = self.read(totals, torch.as_tensor(norm, device=device), trained)
         if self.rollouts is not None:
             numbers["rollout_tokens"] = int(shared[2, 0])
             self.rollout_tokens += numbers["rollout_tokens"]
-        self.clock.lap("wait")
+        self.laps.mark("wait")
         bad = self.guard.check(numbers["loss"], numbers["grad_norm"])
         self.update(step, good=bad is None)
-        self.clock.lap("optimiser")
+        self.laps.mark("optimiser")
         self.steps, self.rows = self.steps + 1, self.rows + numbers["rows"]
         self.stall += self.source.stall - stall
         logged = bad is not None or (step + 1) % trainer.log_every == 0
@@ -223,11 +224,11 @@ class Stepper:
     def micro_batches(self, step: int) -> tuple[list[MicroBatch], int]:
         """Return a step's micro-batches, with its rollout, and how many tokens the target has read for this one."""
         given = self.source(step)
-        self.clock.lap("data")
+        self.laps.mark("data")
         if self.rollouts is None or not self.rollouts.due(step):
             return given, 0
         rollout, read = self.rollouts(step, [micro.batch for micro in given], self.state.weights())
-        self.clock.lap("rollout")
+        self.laps.mark("rollout")
         return [*given, *rollout], read
 
     def read(self, totals: dict[str, Tensor], norm: Tensor, trained: Tensor) -> dict[str, Any]:
@@ -256,7 +257,7 @@ class Stepper:
         """Return the cost per step since the last record: rates of all processes, the rest of this one."""
         steps, rows, stall = self.steps, self.rows, self.stall
         self.steps, self.rows, self.stall = 0, 0, 0.0
-        phases = {phase: seconds / steps for phase, seconds in self.clock.read(stall).items()}
+        phases = {phase: seconds / steps for phase, seconds in seconds_of(self.laps, stall).items()}
         seconds = max(sum(phases.values()), 1e-9)  # an accelerator may have passed no event yet
         device, peak = self.accelerator.device, self.peak
         rate = None if self.flops is None else self.flops / seconds
@@ -306,6 +307,13 @@ class Stepper:
         loss, sums = self.strategy.forward(features, weight, anchors, read.top, chunks, last=last)
         self.strategy.backward(loss * self.accelerator.num_processes)
         return loss, sums
+
+
+def seconds_of(laps: Laps, stall: float) -> dict[str, float]:
+    """Return the seconds of every part of a step since the last call; `stall` of the target's count as the data's."""
+    spent = dict.fromkeys(PARTS, 0.0) | laps.seconds()
+    moved = min(stall, spent["target"])
+    return spent | {"data": spent["data"] + moved, "target": spent["target"] - moved}
 
 
 def keep_batch(folder: Path, batches: Batches, step: int, why: str) -> str:

@@ -140,10 +140,11 @@ def most_rows(run: RunConfig) -> int:
 
 
 def plan_inputs(run: RunConfig) -> PlanInputs:
-    """Return the inputs of a plan, with its errors; `chosen` has filled in its processes, `sized` its micro-batches."""
+    """Return the inputs of a plan, with its errors; `chosen` has filled in its processes, `sized` its micro-batches.
+
+    The head is the one configured: another one that `init` names is about as large.
+    """
     assert run.trainer.micro_tokens is not None
-    if run.init not in STARTS:
-        raise ValueError(f"init={run.init} brings the head's numbers, and plan=true loads nothing: leave init out")
     check_copied(run.init, run.model.where.placement)
     device = resolved(run.device, run.model.device)
     fast = fast_dtype(torch.device(str(device.type)))
@@ -350,6 +351,8 @@ def plan(run: RunConfig) -> dict[str, Any]:
     Raises:
         ValueError: the target's configuration cannot be read, the head does not fit it, or would have to be loaded.
     """
+    if run.init not in STARTS:
+        raise ValueError(f"init={run.init} brings the head's numbers, and plan=true loads nothing: leave init out")
     run = sized(run)
     inputs = rated(plan_inputs(run))
     traced, shape, devices = inputs.traced, inputs.shape, device_memories(inputs)

@@ -8,7 +8,6 @@ device, so do they (`path.py`). Sizes that depend on values are taken at their l
 
 import weakref
 from collections import Counter
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -233,8 +232,8 @@ def _run_trace(job: Job) -> Trace:
             del drafts, sums
             with torch.autocast("cpu", enabled=False):
                 loss.backward()
-        of = repr(job._replace(rows=0, accumulates=False, trainer=replace(job.trainer, micro_tokens=None)))
-        if of not in _updates:  # whatever the micro-batch
+        of = repr((job.head, job.peft, job.config, job.dtype, job.device, job.trainer.optimizer))
+        if of not in _updates:  # the same whatever the micro-batch
             _updates[of] = _updated(head, job.trainer)
     sizes = [4 * p.numel() for p in trained]
     vocabulary = {job.config.vocab_size, *([] if head.vocab is None else [len(head.vocab.ids)])}

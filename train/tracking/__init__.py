@@ -3,5 +3,4 @@
 flops.py     counting of floating-point operations, and devices' peaks
 sweep.py     the runs of a multirun: one table, and the τ that is searched
 trackers.py  metrics.jsonl, wandb, TensorBoard and the progress bar, and the dispatch of records to them
-clock.py     breakdown of a step's time
 """
