@@ -316,7 +316,7 @@ def within_budget(run: RunConfig) -> float | None:
     words = shared_words(launch.overrides(), run.log)
     if sweep.sweeping() or started.launched() or launch.leaves(run.launcher):
         raise ValueError("a budget is of one run, which starts its own processes: leave -m and other launchers out")
-    planned, given = run.plan, {word.partition("=")[0] for word in launch.overrides()}
+    planned, given = run.plan, {launch.key_of(word) for word in launch.overrides()}
     named = [f"{key}={getattr(run, key)}" for key in ("resume", "overwrite")]
     named += [] if "name" in given else ["name=${model.name}-forecast"]
     run = replace(run_config(compose("train", [*words, *named])), budget=run.budget, forecast=run.forecast)
@@ -335,7 +335,7 @@ def within_budget(run: RunConfig) -> float | None:
 
 def shared_words(words: list[str], log: str | None) -> list[str]:
     """Return the overrides that all trainings within a budget have in common; refuse those of a single head."""
-    keys = [word.lstrip("+~").partition("=")[0] for word in words]
+    keys = [launch.key_of(word) for word in words]
     if odd := [key for key in keys if key.startswith("head.")]:
         raise ValueError(
             f"{odd[0]} is of one head, and a budget compares several: give it with its head in "

@@ -32,9 +32,10 @@ from train.distributed import strategy
 from train.losses import ObjectiveConfig
 from train.objective import Chunk, Weights, chunk_rows, chunked, objective, trainable, weights
 from train.optim import Average, learning_rate, optimizer
+from train.planning.plan import peak_flops
 from train.rollouts import Rollouts
 from train.sampling import noisy, row_keys, sample_anchors
-from train.tracking.flops import Flops, peak_flops
+from train.tracking.flops import Flops
 
 BAD = "bad"
 PARTS = ("data", "rollout", "target", "head", "optimiser", "wait", "other")  # of a step's time
@@ -160,12 +161,10 @@ class Stepper:
         self.source, self.width = source, width
         self.head = head = loss.head
         self.sizes = parameter_count(head), frozen_count(head)  # of a head that is cut up there would be less to count
-        self.guard = Guard(trainer, {})
         self.laps = Laps(accelerator.device)
-        self.flops: int | None = None
         self.peak = peak_flops(accelerator.device, trainer.peak_tflops)
         self.steps, self.rows, self.stall = 0, 0, 0.0  # since the last record
-        self.rollout_tokens = 0  # that the target has read in rollouts, of all processes
+        self.restore({"flops": None, "rollout_tokens": 0})
         make = partial(optimizer, config=trainer)
         self.strategy = strategy.prepare(launcher, accelerator, loss, make, trainer.clip)
         self.optimizer = self.strategy.optimizer
@@ -173,9 +172,8 @@ class Stepper:
         self.state = TrainState(head, self.optimizer, self.average)
 
     def restore(self, progress: dict[str, Any]) -> None:
-        """Restore a run's progress: the operations of a step, the cost of rollouts, and the guard's history."""
-        self.flops, self.guard = progress["flops"], Guard(self.trainer, progress)
-        self.rollout_tokens = progress["rollout_tokens"]
+        """Go on with a run's progress, in place: a step's operations, all rollouts' tokens, the guard's history."""
+        self.progress, self.guard = progress, Guard(self.trainer, progress)
 
     def __call__(self, step: int, *, halted: Callable[[], bool]) -> Step:
         """Take step `step`, counted from 0, unless `halted` says before a micro-batch, on all processes, to stop."""
@@ -210,7 +208,7 @@ class Stepper:
         numbers = self.read(totals, torch.as_tensor(norm, device=device), trained)
         if self.rollouts is not None:
             numbers["rollout_tokens"] = int(shared[2, 0])
-            self.rollout_tokens += numbers["rollout_tokens"]
+            self.progress["rollout_tokens"] += numbers["rollout_tokens"]
         self.laps.mark("wait")
         bad = self.guard.check(numbers["loss"], numbers["grad_norm"])
         self.update(step, good=bad is None)
@@ -260,7 +258,7 @@ class Stepper:
         phases = {phase: seconds / steps for phase, seconds in seconds_of(self.laps, stall).items()}
         seconds = max(sum(phases.values()), 1e-9)  # an accelerator may have passed no event yet
         device, peak = self.accelerator.device, self.peak
-        rate = None if self.flops is None else self.flops / seconds
+        rate = None if self.progress["flops"] is None else self.progress["flops"] / seconds
         return {
             "tokens_per_second": self.trainer.batch_tokens / seconds,
             "rows_per_second": rows / steps / seconds,
@@ -282,7 +280,7 @@ class Stepper:
         counter: Any = Flops
         with counter() as count:
             taken = self(step, halted=halted)
-        self.flops = None if taken.stopped else count.total * self.accelerator.num_processes
+        self.progress["flops"] = None if taken.stopped else count.total * self.accelerator.num_processes
         return taken
 
     def rate(self, step: int) -> float:

@@ -16,10 +16,10 @@ from heads.common.command import without_secrets
 from inference.laps import Laps
 from tests.train import jobs
 from tests.train.test_features import configured
+from train.planning.plan import peak_flops
 from train.run import train
 from train.step import PARTS, seconds_of
 from train.tracking import trackers as tracking
-from train.tracking.flops import peak_flops
 from train.tracking.trackers import Tracker, numbers
 
 

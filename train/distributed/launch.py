@@ -77,6 +77,11 @@ def overrides() -> list[str]:
     return [str(word) for word in given]
 
 
+def key_of(override: str) -> str:
+    """Return the key of an override."""
+    return override.lstrip("+~").partition("=")[0]
+
+
 @contextmanager
 def main_first() -> Iterator[None]:
     """Delay errors on other processes, so that the main one prints its error first and the launcher stops all."""
@@ -213,5 +218,5 @@ class Task:
         if self.job is not None:
             self.job.terminate()
             self.job.wait()
-        others = [word for word in self.overrides if word.split("=")[0] not in ("resume", "overwrite")]
+        others = [word for word in self.overrides if key_of(word) not in ("resume", "overwrite")]
         return submitit.helpers.DelayedSubmission(Task(self.script, [*others, "resume=true"]))
