@@ -48,7 +48,7 @@ def prepared(run: RunConfig) -> Loop:
     prune(head, token_counts(samples, target.embeddings.vocab_size))
     batches = batches_for(run, pack(samples, run.data.length), accelerator)
     source = source_for(run.features, run.objective, target, head, batches)
-    return loop_of(run, accelerator, target, head, source, [], {})
+    return loop_of(run, accelerator, target, head, source, [])
 
 
 def main() -> None:

@@ -37,7 +37,6 @@ sys.path[0] = str(ROOT)
 
 import torch
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from data.batches import Packed, pack
 from data.features.coding import Copying, decode_rows, join, start
@@ -65,12 +64,10 @@ class Case(NamedTuple):
     layers: tuple[int, ...]
 
 
-def composed(*overrides: str) -> tuple[RunConfig, dict[str, Any]]:
-    """Return a training configuration, and the same as plain values."""
+def composed(*overrides: str) -> RunConfig:
+    """Return a training configuration."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("train", list(overrides))
-    resolved: Any = OmegaConf.to_container(cfg, resolve=True)
-    return run_config(cfg), resolved
+        return run_config(compose("train", list(overrides)))
 
 
 def fastest(*runs: Callable[[], Any], repeats: int = 5, before: Callable[[], Any] = lambda: None) -> list[float]:
@@ -104,7 +101,7 @@ def stored(case: Case, folder: Path) -> None:
     print("dtype  KB/token  of bf16   extraction over forward passes   read   compute   read is faster by")
     bf16 = 0
     for dtype in ("bf16", *(name for name in DTYPES if name != "bf16")):
-        run, _ = composed(f"features.dtype={dtype}", "features=stored", f"features.path={folder / dtype}")
+        run = composed(f"features.dtype={dtype}", "features=stored", f"features.path={folder / dtype}")
         spec = replace(spec_of(case.target, case.packed, case.layers, run.features), shard_rows=MICRO)
         share, store = extracted(folder / dtype, spec, partial(passed, case, spec), 3)
         reading, computing = reads(case, store)
@@ -183,7 +180,7 @@ def reads(case: Case, store: FeatureStore) -> tuple[float, float]:
 
 def trained(overrides: list[str], folder: Path) -> None:
     """Print how much of a short training's time went into waiting for reads."""
-    train(*composed(*overrides, f"out={folder}", "trainer.eval_prompts=0", "eval.prompts=0"))
+    train(composed(*overrides, f"out={folder}", "trainer.eval_prompts=0", "eval.prompts=0"))
     cost = json.loads((folder / "training.json").read_text())
     share = cost["stall_seconds"] / cost["seconds"]
     print(f"training waited {cost['stall_seconds']:.3f} of {cost['seconds']:.1f} s for reads: {share:.2%}")
@@ -201,8 +198,7 @@ def rate(overrides: list[str], folder: Path) -> Rate:
     """Return what a short training takes."""
     begin = time.process_time()
     words = ["trainer.eval_prompts=0", "eval.prompts=0", "trainer.log_every=1", "overwrite=true", f"out={folder}"]
-    run, resolved = composed(*overrides, *words)
-    train(run, resolved)
+    train(composed(*overrides, *words))
     cpu = time.process_time() - begin
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     tokens = run.trainer.batch_tokens * len(steps[1:])
@@ -248,7 +244,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             compared(words, asked.server.split(), Path(folder))
         return
-    run, _ = composed(f"head={asked.head}", *named)
+    run = composed(f"head={asked.head}", *named)
     target = Target.load(run.model.path, run.model.dtype, run.model.device)
     print(device_facts(target.device, target.dtype))
     samples = load_samples(run.data, target.tokenizer, limit)

@@ -82,7 +82,7 @@ def curve(run: RunConfig, target: Any, samples: Any, texts: Any, lengths: list[i
         prune(head, token_counts(samples, target.embeddings.vocab_size))
         accelerator = Accelerator(cpu=True)
         batches = batches_for(this, pack(samples, this.data.length), accelerator)
-        loop = loop_of(this, accelerator, target.target, head, Live(target, batches, head.feature_layers), [], {})
+        loop = loop_of(this, accelerator, target.target, head, Live(target, batches, head.feature_layers), [])
         for name, value in snapshot.items():
             loop.step.state.write(name, value)
         begin, stable = time.process_time(), cooldown_begin(this.trainer)

@@ -21,10 +21,9 @@ from benchmarks.step_counts import TREES, batch_of_size, counted, embedded, head
 from benchmarks.training_kernels import Kernel
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
-from train.planning.plan import plan_inputs
+from train.planning.plan import plan_inputs, preset
 from train.planning.shapes import configuration
 from train.planning.trace import head_of as traced_head
-from train.tracking.flops import PEAKS
 
 BANDWIDTH, PRODUCTS = 2.85e12, 620e12  # bytes/s and bf16 operations/s that an H100 achieves
 LAUNCH, KERNEL, READ = 5.5e-6, 2.0e-6, 12e-6  # seconds of a launch by the host, of a small kernel, of a read
@@ -107,7 +106,7 @@ def training_table(kernels: list[Kernel], tokens: int) -> list[str]:
     step, busy = step_seconds(kernels), sum(map(device_seconds, kernels))
     lines.append(f"| device idle |  |  |  | {1e3 * (step - busy):,.1f} | 30-60 | 5 |")
     flops = sum(kernel.flops for kernel in kernels)
-    used = f"{tokens / step:,.0f} tokens/s, MFU {flops / step / (1e12 * PEAKS['H100']):.0%}"
+    used = f"{tokens / step:,.0f} tokens/s, MFU {flops / step / (1e12 * (preset('h100').tflops or 1)):.0%}"
     moved = sum(kernel.moved for kernel in kernels) / 1e9
     lines.append(
         f"| **step** | {len(kernels):,} | {moved:,.0f} | {flops / 1e12:,.1f} | **{1e3 * step:,.0f}: {used}** | "

@@ -86,7 +86,7 @@ def train(run: RunConfig, target: Any, samples: Sequence[Sample], held_out: list
     accelerator = Accelerator(cpu=True)
     batches = batches_for(run, pack(samples, run.data.length), accelerator)
     source = Live(target, batches, head.feature_layers)
-    loop = loop_of(run, accelerator, target.target, head, source, [], {})
+    loop = loop_of(run, accelerator, target.target, head, source, [])
     begin = time.process_time()
     for step in range(run.trainer.steps):
         loop.step(step, halted=lambda: False)
@@ -95,7 +95,7 @@ def train(run: RunConfig, target: Any, samples: Sequence[Sample], held_out: list
     weights = loop.step.state.weights()
     save_head(Path(run.out, "head"), decoding_copy(head, weights, None), target.target.spec, vars(run.tree))
     made = decoding_copy(head, weights, target.target)
-    tokens = run.trainer.steps * run.trainer.batch_tokens + loop.step.rollout_tokens
+    tokens = run.trainer.steps * run.trainer.batch_tokens + loop.progress["rollout_tokens"]
     found: dict[str, Any] = {
         "tokens": tokens,
         "parameters": parameter_count(head),

@@ -24,7 +24,7 @@ import torch
 from benchmarks.engine import random_target
 from benchmarks.steps import QUIET, records
 from eval.measures.machine import device_facts
-from train.tracking.clock import PARTS
+from train.step import PARTS
 
 TOKENS = 2048
 SAME = [f"trainer.batch_tokens={TOKENS}", "model.device=cpu", "model.dtype=float32", "trainer.precision=fp32", *QUIET]

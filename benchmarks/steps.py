@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.engine import random_target
 from eval.measures.machine import device_facts
-from train.tracking.clock import PARTS
+from train.step import PARTS
 
 STEP = ("data", "target", "head", "optimiser")
 PAGE = 4096

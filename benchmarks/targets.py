@@ -48,7 +48,7 @@ from tests.families import Erring, generated, in_double, own_module
 from tests.inference.test_decode import Oracle
 from tests.train import jobs
 from train.config import run_config
-from train.run import resolved_values, train
+from train.run import train
 from train.tracking import sweep
 
 MARKS = "<!-- benchmarks/targets.py -->", "<!-- end -->"
@@ -178,8 +178,7 @@ def job(overrides: list[str]) -> None:
     configured = initialize_config_dir(str(ROOT / "conf"), version_base="1.3")
     # A sweep's note, which no command asks for here, needs one.
     with contextlib.redirect_stdout(io.StringIO()), mock.patch.object(sweep, "note"), configured:
-        cfg = compose("train", overrides)
-        train(run_config(cfg), resolved_values(cfg))
+        train(run_config(compose("train", overrides)))
 
 
 def counted(made: Sequence[list[int]], expected: Sequence[list[int]]) -> str:

@@ -77,7 +77,7 @@ def test_a_run_says_what_it_is_before_its_target_is_read(
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = run_config(compose("train", ["head=mtp", f"out={tmp_path / 'out'}", "name=mine"]))
     with pytest.raises(ValueError, match=r"^mine: head=mtp for "):
-        run.train(config, {})
+        run.train(config)
 
 
 @pytest.mark.parametrize("words", [["--help"], ["-sc", "query=bash"]])

@@ -221,23 +221,19 @@ class Loop:
     def take(self, step: int) -> bool:
         """Take one step and record its cost and outcome; return whether it was completed."""
         begin, stall = time.perf_counter(), self.source.stall
-        if step == self.start and self.step.flops is None:
-            taken = self.step.counted(step, halted=self.control.halted)
-            self.progress["flops"] = self.step.flops
-        else:
-            taken = self.step(step, halted=self.control.halted)
+        counts = step == self.start and self.progress["flops"] is None
+        taken = (self.step.counted if counts else self.step)(step, halted=self.control.halted)
         if taken.stopped:
             return False
         self.progress["seconds"] += time.perf_counter() - begin
         self.progress["stall"] += self.source.stall - stall
-        self.progress["rollout_tokens"] = self.step.rollout_tokens
         if taken.record is not None:
             self.tracker.log({"step": step + 1, **taken.record})
         if taken.bad is not None:
             self.refuse(step, taken.bad)
         if self.accelerator.device.type == "cpu" and (step + 1) % RELEASE_EVERY == 0:
             release_freed()
-        self.step.clock.lap("other")
+        self.step.laps.mark("other")
         return True
 
     def refuse(self, step: int, why: str) -> None:
@@ -261,7 +257,7 @@ class Loop:
             "steps": steps,
             "tokens": steps * self.trainer.batch_tokens + self.progress["rollout_tokens"],
             "rollout_tokens": self.progress["rollout_tokens"],
-            "flops": None if self.step.flops is None else self.step.flops * steps,
+            "flops": None if self.progress["flops"] is None else self.progress["flops"] * steps,
             "skipped": self.progress["skipped"],
             "best_tau": self.progress["best_tau"],
             "seconds": self.progress["seconds"],

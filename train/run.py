@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -54,7 +54,7 @@ from train import adapt
 from train.acceptance import AcceptanceEvaluator
 from train.checkpoints import format, resume
 from train.config import RunConfig, run_config
-from train.distributed import launch, processes, srun
+from train.distributed import launch, processes, started
 from train.distributed.control import RANKS, STOPPED, on_main
 from train.distributed.processes import RunLock
 from train.features import origin_of, source_for
@@ -83,6 +83,7 @@ BY_BUDGET = (  # overrides that a training within a budget has in its place
     "head", "budget", "log", "plan", "resume", "overwrite", "trainer.steps", "trainer.cooldown", "trainer.warmup",
 )  # fmt: skip
 DEBUG = "debug"  # of conf/trainer/
+T = TypeVar("T", bound=Any)  # a run's configuration
 WRITTEN = (  # by a run, beside its weights
     "checkpoints", "bad", "tensorboard", "wandb", "metrics.jsonl", "report.json", "report.md", "report.html",
     "training.json", "prompts.jsonl", "wandb-id.txt",
@@ -90,9 +91,8 @@ WRITTEN = (  # by a run, beside its weights
 
 
 def prepare_out(
-    run: Any, resolved: dict[str, Any], lock: RunLock, settings: dict[str, Any], data: TrainingData,
-    origin: dict[str, Any], weights: str = "head",
-) -> None:  # fmt: skip
+    run: Any, lock: RunLock, settings: dict[str, Any], data: TrainingData, origin: dict[str, Any], weights: str = "head"
+) -> None:
     """Create the output folder, once everything that a run needs has loaded: a mistake costs no earlier run.
 
     Then say what became of the data.
@@ -111,7 +111,7 @@ def prepare_out(
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
-    write_whole(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)).encode())
+    write_whole(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(values_of(run))).encode())
     save_prompts(data.held_out, out / "prompts.jsonl")
     write_whole(out / "provenance.json", (json.dumps(redacted_values(origin), indent=2) + "\n").encode())
     Console().print(data.counts.line(run.data), markup=False, highlight=False)
@@ -139,8 +139,7 @@ def provenance(world: int, strategy: str, data: TrainingData, tokenizer: PreTrai
 
 def with_micro_tokens(run: RunConfig) -> RunConfig:
     """Return a run with its `trainer.micro_tokens`, where they are null those that fit on every process's device."""
-    planned = sized(run if run.init in STARTS else replace(run, init=None))
-    least = min(gather_object([planned.trainer.micro_tokens]))
+    least = min(gather_object([sized(run).trainer.micro_tokens]))
     return replace(run, trainer=replace(run.trainer, micro_tokens=least))
 
 
@@ -158,66 +157,61 @@ def identity(run: RunConfig, target: Target | EmbeddingsOnly, batches: Batches, 
     )
 
 
-def rollouts_of(run: RunConfig, target: Any, head: KeptHead, batches: Batches) -> Rollouts | None:
-    """Return the rollouts of a process, None where the objective has none."""
-    config = run.objective.on_policy
-    if not config.prompts:
-        return None
-    return Rollouts(target, head.decoding, run.tree, config, run.objective.depths, batches)
-
-
 def loop_of(
     run: RunConfig, accelerator: Accelerator, target: Target | EmbeddingsOnly, head: Any, source: FeatureSource,
-    prompts: list[list[int]], resolved: dict[str, Any],
+    prompts: list[list[int]],
 ) -> Loop:  # fmt: skip
     """Return the run's training loop, ready for its first step or for the one that it was stopped at."""
-    evaluator = None
+    evaluator = rollouts = None
     if isinstance(target, Target) and run.trainer.eval_prompts:
         evaluator = AcceptanceEvaluator(target, prompts, run.trainer, run.tree, run.name)
     loss = Loss(head, run.objective, compiled=run.trainer.compile, quick=accelerator.mixed_precision == "bf16")
     kept_head = KeptHead(Path(run.out, "head"), head, target, run.tree)
-    rollouts = rollouts_of(run, target, kept_head, source.batches)
+    drafted = run.objective.on_policy
+    if isinstance(target, Target) and drafted.prompts:
+        rollouts = Rollouts(target, kept_head.decoding, run.tree, drafted, run.objective.depths, source.batches)
     width = target.embeddings.hidden_size
     stepper = Stepper(run.trainer, run.launcher, accelerator, loss, source, width, rollouts)
     this_run = identity(run, target, source.batches, accelerator.num_processes)
-    return Loop(Path(run.out), stepper, kept_head, evaluator, this_run, resumes=run.resume, config=resolved)
+    return Loop(Path(run.out), stepper, kept_head, evaluator, this_run, resumes=run.resume, config=values_of(run))
 
 
-def train(run: RunConfig, resolved: dict[str, Any]) -> None:
-    """Run the whole job on this process, alone in its output folder."""
+def train(run: RunConfig) -> RunConfig:
+    """Run the whole job on this process, alone in its output folder; return the run as it was started."""
     run = with_processes(run)
     check_settings(run)
     report_best_head()
-    if launch.is_main():
+    if started.is_main():
         Console().print(f"{run.name}: head={run.head.name} for {run.model.path}", soft_wrap=True, markup=False)
     check_target(run)
-    run = chosen(run)
-    alone(run, lambda accelerator, lock: job(run, resolved, accelerator, lock))
+    return alone(chosen(run), job)
 
 
-def alone(run: Any, job: Callable[[Accelerator, RunLock], None]) -> None:
-    """Run a job among its processes, holding the lock of its output folder."""
+def alone(run: T, job: Callable[[T, Accelerator, RunLock], T]) -> T:
+    """Run a job among its processes, holding the lock of its output folder; return what it returns."""
     accelerator = processes.accelerator_for(run.launcher, run.trainer, run.model)
     accelerator.wait_for_everyone()  # no process may see what another one starts to write
     with RunLock(Path(run.out)) as lock:
         on_main(accelerator, lock.take)
-        job(accelerator, lock)
+        run = job(run, accelerator, lock)
     accelerator.end_training()
+    return run
 
 
-def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock: RunLock) -> None:
-    """Load, train, evaluate."""
+def job(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> RunConfig:
+    """Load, train, evaluate; return the run as it was started."""
     (run,) = broadcast_object_list([run])  # as the first process sees its device
-    resolved = train_head(run, resolved, accelerator, lock)
+    run = train_head(run, accelerator, lock)
     accelerator.free_memory()  # the evaluation loads the target anew
     processes.release_freed()
     accelerator.wait_for_everyone()
     if run.eval.prompts and (accelerator.is_main_process or run.model.where.together):
-        report(run, accelerator, resolved)
+        report(run, accelerator)
+    return run
 
 
-def train_head(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock: RunLock) -> dict[str, Any]:
-    """Load and train; return the configuration with the values that the run was started with."""
+def train_head(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> RunConfig:
+    """Load and train; return the run with the values that it was started with."""
     if not accelerator.is_main_process:
         logging.disable(logging.WARNING)  # of what all of them load the first one warns
     set_seed(run.trainer.seed)
@@ -227,7 +221,6 @@ def train_head(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerato
     config, init = resolve_init(run.init, run.head, target)
     head: Any = first_head(config, init, target).to(accelerator.device)
     run = with_micro_tokens(replace(run, head=head.config, init=init))
-    resolved = with_values(resolved, run)
     for module in head.modules():
         if isinstance(module, Recomputing):
             module.recompute = run.trainer.recompute
@@ -249,12 +242,12 @@ def train_head(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerato
             **({} if run.init is None else {"init": run.init, "peft": asdict(run.peft)}),
             **origin_of(source),
         }
-        prepare_out(run, resolved, lock, identity(run, target, batches, 1).settings, data, origin)
-        started = f"starts from {run.init}, whose numbers replace those of head={run.head.name}; " if run.init else ""
+        prepare_out(run, lock, identity(run, target, batches, 1).settings, data, origin)
+        begun = f"starts from {run.init}, whose numbers replace those of head={run.head.name}; " if run.init else ""
         beside = f" beside {frozen:,} frozen ones" if (frozen := frozen_count(head)) else ""
         filled = float((packed.document >= 0).float().mean())
         Console().print(
-            f"{run.name}: {started}{parameter_count(head):,} trained parameters{beside}, {len(data.samples):,} "
+            f"{run.name}: {begun}{parameter_count(head):,} trained parameters{beside}, {len(data.samples):,} "
             f"samples, {len(packed.token):,} rows of {run.data.length} tokens ({filled:.0%} filled)",
             highlight=False,
         )
@@ -264,11 +257,11 @@ def train_head(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerato
     on_main(accelerator, begin)
     logging.disable(logging.NOTSET)
     held_out = [prompt.token for prompt in data.held_out]
-    loop_of(run, accelerator, target, head, source, held_out, resolved).train()
-    return resolved
+    loop_of(run, accelerator, target, head, source, held_out).train()
+    return run
 
 
-def report(run: RunConfig, accelerator: Accelerator, resolved: dict[str, Any]) -> None:
+def report(run: RunConfig, accelerator: Accelerator) -> None:
     """Evaluate the kept head beside those of `compare`; exit with status 1 if it is not lossless."""
     values = evaluation(run)
     if run.eval.minutes is None:
@@ -280,22 +273,16 @@ def report(run: RunConfig, accelerator: Accelerator, resolved: dict[str, Any]) -
     config = eval_config(**values)
     result = evaluate(config, writes=accelerator.is_main_process)
     if accelerator.is_main_process:
-        conclude(Path(run.out), run.trainer.trackers, resolved, final(run, result))
+        conclude(Path(run.out), run.trainer.trackers, values_of(run), final(run, result))
         sweep.note(run.name, run.head.name, Path(run.out))
     if not result.passed:
         raise SystemExit(1)
 
 
-def with_values(resolved: dict[str, Any], run: RunConfig) -> dict[str, Any]:
-    """Return the configuration for trackers and config.yaml with the values that a run was started with."""
-    launcher = {key: getattr(run.launcher, key) for key in ("num_processes", "num_nodes", "strategy")}
-    return {
-        **resolved,
-        **{"head": asdict(run.head), "init": run.init, "trainer": asdict(run.trainer), "tree": asdict(run.tree)},
-        "model": {**resolved["model"], "placement": run.model.placement},
-        "launcher": {**resolved["launcher"], **launcher},
-        "eval": {**resolved["eval"], "gate_dtype": run.eval.gate_dtype},
-    }
+def values_of(run: Any) -> dict[str, Any]:
+    """Return a run's configuration as trackers and config.yaml show it: without secrets."""
+    values: dict[str, Any] = redacted_values(asdict(run))
+    return values
 
 
 def final(run: RunConfig, result: Any) -> dict[str, Any]:
@@ -303,12 +290,6 @@ def final(run: RunConfig, result: Any) -> dict[str, Any]:
     row: dict[str, Any] = next((vars(row) for row in result.rows if row.drafter != PLAIN), {})
     numbers = {f"final_{key}": row.get(key) for key in ("tau", "speedup", "tokens_per_second", "lossless")}
     return {"step": run.trainer.steps, **numbers, "lossless": float(result.passed)}
-
-
-def resolved_values(cfg: DictConfig) -> dict[str, Any]:
-    """Return the composed configuration as trackers and config.yaml show it: resolved, and without secrets."""
-    resolved: dict[str, Any] = redacted_values(OmegaConf.to_container(cfg, resolve=True))
-    return resolved
 
 
 def launch_all(run: RunConfig, words: list[str]) -> None:
@@ -333,9 +314,9 @@ def within_budget(run: RunConfig) -> float | None:
 
     os.environ.pop(BEST, None)  # which the candidates take the place of
     words = shared_words(launch.overrides(), run.log)
-    if sweep.sweeping() or launch.launched() or launch.leaves(run.launcher):
+    if sweep.sweeping() or started.launched() or launch.leaves(run.launcher):
         raise ValueError("a budget is of one run, which starts its own processes: leave -m and other launchers out")
-    planned, given = run.plan, {word.partition("=")[0] for word in launch.overrides()}
+    planned, given = run.plan, {launch.key_of(word) for word in launch.overrides()}
     named = [f"{key}={getattr(run, key)}" for key in ("resume", "overwrite")]
     named += [] if "name" in given else ["name=${model.name}-forecast"]
     run = replace(run_config(compose("train", [*words, *named])), budget=run.budget, forecast=run.forecast)
@@ -354,7 +335,7 @@ def within_budget(run: RunConfig) -> float | None:
 
 def shared_words(words: list[str], log: str | None) -> list[str]:
     """Return the overrides that all trainings within a budget have in common; refuse those of a single head."""
-    keys = [word.lstrip("+~").partition("=")[0] for word in words]
+    keys = [launch.key_of(word) for word in words]
     if odd := [key for key in keys if key.startswith("head.")]:
         raise ValueError(
             f"{odd[0]} is of one head, and a budget compares several: give it with its head in "
@@ -374,7 +355,7 @@ def budget_plan(run: RunConfig, candidates: dict[str, RunConfig]) -> Group:
 
     device, operations = resolved(run.device, run.model.device), {}
     for words, candidate in candidates.items():
-        inputs = rated(plan_inputs(sized(chosen(replace(candidate, init=None)))))
+        inputs = rated(plan_inputs(sized(chosen(candidate))))
         costs, device = work(inputs), inputs.device
         tokens = candidate.trainer.steps * candidate.trainer.batch_tokens
         operations[words] = (costs["head_flops"] + costs["target_flops"]) / tokens
@@ -384,27 +365,25 @@ def budget_plan(run: RunConfig, candidates: dict[str, RunConfig]) -> Group:
 
 def ordinary(words: list[str]) -> None:
     """Run an ordinary training with these overrides, to its end."""
-    cfg = compose("train", words)
-    run = with_processes(run_config(cfg))
+    run = with_processes(run_config(compose("train", words)))
     if launch.missing(run.launcher):
         launch_all(run, words)
     else:
-        train(run, resolved_values(cfg))
+        train(run)
 
 
 def closing_lines(run: RunConfig) -> str | None:
     """Return what to say after a run: what else is worth trying, or of a trial that its numbers are none."""
     if HydraConfig.get().runtime.choices.get("trainer") == DEBUG:
         return f"trainer={DEBUG}: {run.trainer.steps} steps show that it runs; no number of them means anything"
-    return worth_trying(chosen(run)) if run.eval.prompts else None
+    return worth_trying(run) if run.eval.prompts else None
 
 
 @command("train")
 def main(cfg: DictConfig) -> float | None:
     """Compose, check, and plan, launch or train; return the best τ, which a sweep may maximise."""
     with user_errors(), launch.main_first():
-        srun.take_over(cfg.launcher, accelerators(cfg.model.device))
-        launch.meet(cfg.launcher)
+        started.take_over(cfg.launcher, accelerators(cfg.model.device))
         launch.check_mode()
     with sweep.alone(), user_errors(), launch.main_first():
         run = run_config(cfg)
@@ -416,7 +395,7 @@ def main(cfg: DictConfig) -> float | None:
             return within_budget(run)
         sweep.check(run.trainer.eval_prompts, waits=not launch.leaves(run.launcher))
         if run.plan:
-            if not launch.is_main():
+            if not started.is_main():
                 return None
             gc.disable()  # it is over before there is garbage, and to look for it takes an eighth of it
             check_first_records(run)
@@ -432,8 +411,8 @@ def main(cfg: DictConfig) -> float | None:
         if launch.missing(run.launcher):
             launch_all(run, launch.overrides())
         else:
-            train(run, resolved_values(cfg))
-            if launch.is_main() and (lines := closing_lines(run)):
+            run = train(run)
+            if started.is_main() and (lines := closing_lines(run)):
                 Console().print(lines, highlight=False, soft_wrap=True, markup=False)
         return None if launch.leaves(run.launcher) else sweep.best_tau(Path(run.out))
 

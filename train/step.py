@@ -25,18 +25,20 @@ from heads.base import Features, frozen_count, parameter_count, to_device
 from heads.common.files import write_whole
 from heads.modules.layers import compile_layers
 from heads.modules.top_k import TopLogProbs
+from inference.laps import Laps
 from train.checkpoints.state import TrainState
 from train.config import LauncherConfig, TrainerConfig
 from train.distributed import strategy
 from train.losses import ObjectiveConfig
 from train.objective import Chunk, Weights, chunk_rows, chunked, objective, trainable, weights
 from train.optim import Average, learning_rate, optimizer
+from train.planning.plan import peak_flops
 from train.rollouts import Rollouts
 from train.sampling import noisy, row_keys, sample_anchors
-from train.tracking.clock import Clock
-from train.tracking.flops import Flops, peak_flops
+from train.tracking.flops import Flops
 
 BAD = "bad"
+PARTS = ("data", "rollout", "target", "head", "optimiser", "wait", "other")  # of a step's time
 WINDOW = 50  # good steps whose median is the reference for a spike; with fewer no spike is detected
 
 
@@ -159,12 +161,10 @@ class Stepper:
         self.source, self.width = source, width
         self.head = head = loss.head
         self.sizes = parameter_count(head), frozen_count(head)  # of a head that is cut up there would be less to count
-        self.guard = Guard(trainer, {})
-        self.clock = Clock(accelerator.device)
-        self.flops: int | None = None
+        self.laps = Laps(accelerator.device)
         self.peak = peak_flops(accelerator.device, trainer.peak_tflops)
         self.steps, self.rows, self.stall = 0, 0, 0.0  # since the last record
-        self.rollout_tokens = 0  # that the target has read in rollouts, of all processes
+        self.restore({"flops": None, "rollout_tokens": 0})
         make = partial(optimizer, config=trainer)
         self.strategy = strategy.prepare(launcher, accelerator, loss, make, trainer.clip)
         self.optimizer = self.strategy.optimizer
@@ -172,13 +172,12 @@ class Stepper:
         self.state = TrainState(head, self.optimizer, self.average)
 
     def restore(self, progress: dict[str, Any]) -> None:
-        """Restore a run's progress: the operations of a step, the cost of rollouts, and the guard's history."""
-        self.flops, self.guard = progress["flops"], Guard(self.trainer, progress)
-        self.rollout_tokens = progress["rollout_tokens"]
+        """Go on with a run's progress, in place: a step's operations, all rollouts' tokens, the guard's history."""
+        self.progress, self.guard = progress, Guard(self.trainer, progress)
 
     def __call__(self, step: int, *, halted: Callable[[], bool]) -> Step:
         """Take step `step`, counted from 0, unless `halted` says before a micro-batch, on all processes, to stop."""
-        self.clock.begin()
+        self.laps.mark(None)  # the time before belongs to no part
         trainer, device, stall = self.trainer, self.accelerator.device, self.source.stall
         self.loss.progress = step / trainer.steps
         micro_batches, drafted = self.micro_batches(step)
@@ -187,33 +186,33 @@ class Stepper:
         sampled = [self.loss.sampled(*inputs) for inputs in zip(batches, keys, strict=True)]
         mine: Any = sum(torch.stack([weight.amount, weight.trained.sum((1, 2))]) for _, weight in sampled)
         mine = torch.cat([mine, torch.full_like(mine[:1], drafted)])
-        self.clock.lap("data")
+        self.laps.mark("data")
         shared: Any = self.accelerator.reduce(to_device(mine, device), "sum")
         amount, trained = shared[:2].clamp_min(1)
-        self.clock.lap("wait")
+        self.laps.mark("wait")
         totals: dict[str, Tensor] = {}
         for i, (micro, (anchors, weight)) in enumerate(zip(micro_batches, sampled, strict=True)):
             read = micro.read()
-            self.clock.lap("target")
+            self.laps.mark("target")
             if halted():
                 return Step(stopped=True, record=None, bad=None)
-            self.clock.lap("wait")
+            self.laps.mark("wait")
             scaled = to_device(weight.row, device) / amount[:, None, None]
             chunks = self.loss.chunks(weight.trained, device, micro.batch.path)
             loss, sums = self.backward(read, keys[i], anchors, scaled, chunks, last=i + 1 == len(micro_batches))
             for name, value in {"loss": loss.detach().expand(len(trained)), **sums}.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value
-            self.clock.lap("head")
+            self.laps.mark("head")
         norm = self.strategy.clip(trainer.clip)
-        self.clock.lap("optimiser")
+        self.laps.mark("optimiser")
         numbers = self.read(totals, torch.as_tensor(norm, device=device), trained)
         if self.rollouts is not None:
             numbers["rollout_tokens"] = int(shared[2, 0])
-            self.rollout_tokens += numbers["rollout_tokens"]
-        self.clock.lap("wait")
+            self.progress["rollout_tokens"] += numbers["rollout_tokens"]
+        self.laps.mark("wait")
         bad = self.guard.check(numbers["loss"], numbers["grad_norm"])
         self.update(step, good=bad is None)
-        self.clock.lap("optimiser")
+        self.laps.mark("optimiser")
         self.steps, self.rows = self.steps + 1, self.rows + numbers["rows"]
         self.stall += self.source.stall - stall
         logged = bad is not None or (step + 1) % trainer.log_every == 0
@@ -223,11 +222,11 @@ class Stepper:
     def micro_batches(self, step: int) -> tuple[list[MicroBatch], int]:
         """Return a step's micro-batches, with its rollout, and how many tokens the target has read for this one."""
         given = self.source(step)
-        self.clock.lap("data")
+        self.laps.mark("data")
         if self.rollouts is None or not self.rollouts.due(step):
             return given, 0
         rollout, read = self.rollouts(step, [micro.batch for micro in given], self.state.weights())
-        self.clock.lap("rollout")
+        self.laps.mark("rollout")
         return [*given, *rollout], read
 
     def read(self, totals: dict[str, Tensor], norm: Tensor, trained: Tensor) -> dict[str, Any]:
@@ -256,10 +255,10 @@ class Stepper:
         """Return the cost per step since the last record: rates of all processes, the rest of this one."""
         steps, rows, stall = self.steps, self.rows, self.stall
         self.steps, self.rows, self.stall = 0, 0, 0.0
-        phases = {phase: seconds / steps for phase, seconds in self.clock.read(stall).items()}
+        phases = {phase: seconds / steps for phase, seconds in seconds_of(self.laps, stall).items()}
         seconds = max(sum(phases.values()), 1e-9)  # an accelerator may have passed no event yet
         device, peak = self.accelerator.device, self.peak
-        rate = None if self.flops is None else self.flops / seconds
+        rate = None if self.progress["flops"] is None else self.progress["flops"] / seconds
         return {
             "tokens_per_second": self.trainer.batch_tokens / seconds,
             "rows_per_second": rows / steps / seconds,
@@ -281,7 +280,7 @@ class Stepper:
         counter: Any = Flops
         with counter() as count:
             taken = self(step, halted=halted)
-        self.flops = None if taken.stopped else count.total * self.accelerator.num_processes
+        self.progress["flops"] = None if taken.stopped else count.total * self.accelerator.num_processes
         return taken
 
     def rate(self, step: int) -> float:
@@ -306,6 +305,13 @@ class Stepper:
         loss, sums = self.strategy.forward(features, weight, anchors, read.top, chunks, last=last)
         self.strategy.backward(loss * self.accelerator.num_processes)
         return loss, sums
+
+
+def seconds_of(laps: Laps, stall: float) -> dict[str, float]:
+    """Return the seconds of every part of a step since the last call; `stall` of the target's count as the data's."""
+    spent = dict.fromkeys(PARTS, 0.0) | laps.seconds()
+    moved = min(stall, spent["target"])
+    return spent | {"data": spent["data"] + moved, "target": spent["target"] - moved}
 
 
 def keep_batch(folder: Path, batches: Batches, step: int, why: str) -> str:

@@ -14,7 +14,7 @@ import os
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 
@@ -55,7 +55,7 @@ from train.distributed.processes import RunLock
 from train.loop import Loop
 from train.objective import Weights, trainable
 from train.planning.check import check_out
-from train.run import alone, batches_for, prepare_out, provenance, resolved_values
+from train.run import alone, batches_for, prepare_out, provenance, values_of
 from train.sampling import ANCHORS
 from train.step import Stepper
 
@@ -197,7 +197,7 @@ def identity(run: StreamsRunConfig, batches: Batches) -> resume.Identity:
 
 def loop_of(
     run: StreamsRunConfig, accelerator: Accelerator, target: Target, streams: Streams, batches: Batches,
-    prompts: list[list[int]], resolved: dict[str, Any],
+    prompts: list[list[int]],
 ) -> Loop:  # fmt: skip
     """Return the run's training loop, ready for its first step or for the one that it was stopped at."""
 
@@ -211,17 +211,17 @@ def loop_of(
     stepper = Stepper(trainer, run.launcher, accelerator, loss, source, target.embeddings.hidden_size)
     evaluator = AcceptanceEvaluator(target, prompts, trainer, run.tree, run.name, drafter)
     kept_streams, this_run = KeptStreams(Path(run.out, KIND), streams, target), identity(run, batches)
-    return Loop(Path(run.out), stepper, kept_streams, evaluator, this_run, resumes=run.resume, config=resolved)
+    return Loop(Path(run.out), stepper, kept_streams, evaluator, this_run, resumes=run.resume, config=values_of(run))
 
 
-def train(run: StreamsRunConfig, resolved: dict[str, Any]) -> None:
+def train(run: StreamsRunConfig) -> None:
     """Run the whole job on this process, alone in its output folder."""
     check_out(Path(run.out), replaces=run.resume or run.overwrite)
-    alone(run, lambda accelerator, lock: job(run, resolved, accelerator, lock))
+    alone(run, job)
 
 
-def job(run: StreamsRunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock: RunLock) -> None:
-    """Load and train."""
+def job(run: StreamsRunConfig, accelerator: Accelerator, lock: RunLock) -> StreamsRunConfig:
+    """Load and train; return the run."""
     set_seed(run.trainer.seed)
     model = run.model
     if model.where.placement != REPLICATE:
@@ -236,7 +236,7 @@ def job(run: StreamsRunConfig, resolved: dict[str, Any], accelerator: Accelerato
 
     def begin() -> None:
         origin = provenance(accelerator.num_processes, run.launcher.strategy, data, target.tokenizer)
-        prepare_out(run, resolved, lock, identity(run, batches).settings, data, origin, KIND)
+        prepare_out(run, lock, identity(run, batches).settings, data, origin, KIND)
         Console().print(
             f"{run.name}: {parameter_count(streams):,} trained parameters, {len(data.samples):,} samples, "
             f"{len(packed.token):,} rows of {run.data.length} tokens",
@@ -245,8 +245,9 @@ def job(run: StreamsRunConfig, resolved: dict[str, Any], accelerator: Accelerato
 
     on_main(accelerator, begin)
     held_out = [prompt.token for prompt in data.held_out]
-    loop_of(run, accelerator, target, streams, batches, held_out, resolved).train()
+    loop_of(run, accelerator, target, streams, batches, held_out).train()
     accelerator.wait_for_everyone()
+    return run
 
 
 def streams_config(cfg: DictConfig) -> StreamsRunConfig:
@@ -264,7 +265,7 @@ def main(cfg: DictConfig) -> None:
         run = streams_config(cfg)
         if launch.missing(run.launcher):
             raise SystemExit(launch.start(run.launcher, os.path.abspath(__file__), launch.overrides()))
-        train(run, resolved_values(cfg))
+        train(run)
 
 
 if __name__ == "__main__":

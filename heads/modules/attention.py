@@ -147,15 +147,15 @@ def attend_rows(
 
 def attend_fused(query: Float[Tensor, "B H N E"], pairs: list[KeyValue], seen: Pattern) -> Float[Tensor, "B H N F"]:
     """Attend to the context, the first of `pairs`, and to drafted rows, the others, by one kernel."""
-    key, value, mask = joined(pairs, seen)
+    mask = seen.mask(pairs[0][0].shape[2], len(pairs) - 1)
+    key, value = joined(pairs)
     return kernel()(query, key, value, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
 
 
-def joined(pairs: list[KeyValue], seen: Pattern) -> tuple[Tensor, Tensor, Any]:
-    """Return the keys and the values of all pairs side by side, and the fused kernel's mask over them."""
-    mask = seen.mask(pairs[0][0].shape[2], len(pairs) - 1)
+def joined(pairs: list[KeyValue]) -> KeyValue:
+    """Return the keys and the values of all pairs side by side."""
     key, value = (torch.cat(halves, 2) for halves in zip(*pairs, strict=True))
-    return key, value, mask
+    return key, value
 
 
 def attend_blocks(query: Float[Tensor, "B H N E"], pairs: list[KeyValue], seen: Pattern) -> Float[Tensor, "B H N F"]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from heads.common.errors import user_errors
@@ -109,9 +108,7 @@ def child(folder: Path, overrides: list[str], hooks: tuple[str, ...], log: Path,
             HOOKS[name](folder, rank)
     register_resolvers()
     with user_errors(), initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("train", overrides)
-        resolved: Any = OmegaConf.to_container(cfg, resolve=True)
-        train(run_config(cfg), resolved)
+        train(run_config(compose("train", overrides)))
 
 
 def keys_with_places(seed: int, step: int, index: Tensor) -> Tensor:

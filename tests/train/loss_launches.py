@@ -18,16 +18,18 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from transformers import LlamaConfig
 
-from heads.base import Draft, DraftVocabulary, Features, LayerShape
+from heads.base import Draft, DraftVocabulary, Features
 from heads.modules.top_k import TopLogProbs, top_log_probs
 from heads.modules.vocab import DraftLmHead
+from inference.target.embeddings import TargetEmbeddings
 from tests import toys
 from tests.inference.accelerator import NAME, Watch, on_dummy
 from tests.train.test_objective import CONFIG, batch
 from train.losses import LOSSES, ObjectiveConfig
 from train.objective import Chunk, Work, chunk_rows, chunked, labels, objective, weights
-from train.planning.trace import Embeddings, Shadow
+from train.planning.trace import Shadow, embeddings_of
 
 HOST, WIDTH = torch.device("cpu"), 8
 
@@ -37,12 +39,13 @@ class Plain(nn.Module):
 
     def __init__(self, full: int, drafted: int) -> None:
         super().__init__()
-        self._embeddings = (Embeddings(WIDTH, full, 1, LayerShape(1, 1, WIDTH, WIDTH), torch.float32),)
+        config = LlamaConfig(hidden_size=WIDTH, vocab_size=full, num_hidden_layers=1, num_attention_heads=1)
+        self._embeddings = (embeddings_of(config, torch.float32),)
         self.vocab = None if drafted == full else DraftVocabulary(drafted, full)
         self.lm_head = DraftLmHead(self.embeddings, "own", self.vocab)
 
     @property
-    def embeddings(self) -> Embeddings:
+    def embeddings(self) -> TargetEmbeddings:
         return self._embeddings[0]
 
     def score(self, state: Tensor, _depth: int) -> Tensor:
@@ -65,10 +68,7 @@ def launches(
     given = (drafts, features, weight, top, chunks)
     with FakeTensorMode(allow_non_fake_inputs=True):
         on_dummy(head)
-        if isinstance(head, Plain):
-            head.embeddings.weight = on_device(head.embeddings.weight)
-        else:
-            on_dummy(head.embeddings)
+        on_dummy(head.embeddings)
         for name, parameter in head.named_parameters():
             parameter.requires_grad_(name in trained)
         drafts, features, weight, top, chunks = tree_map(on_device, given)

@@ -15,9 +15,10 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoConfig
 
 from heads import HEADS
-from heads.base import Features, LayerShape, frozen_count, parameter_count
+from heads.base import Features, frozen_count, parameter_count
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.formats.store import save_head
 from inference.target.placement import REPLICATE
@@ -29,7 +30,7 @@ from train.config import RunConfig, run_config
 from train.objective import chunked, objective, weights
 from train.optim import Average, optimizer
 from train.planning.plan import plan
-from train.planning.trace import Embeddings
+from train.planning.trace import embeddings_of
 from train.start import check_start
 
 FACTORS = LoraAdapterConfig("lora", 4, 8, 0.0, False, None)
@@ -141,17 +142,13 @@ def test_bad_values_are_one_line() -> None:
 
 def test_a_plan_counts_the_factors() -> None:
     whole, adapted = (plan(run("launcher=inline", "head=eagle", f"peft={method}")) for method in ("none", "lora"))
-    embeddings = Embeddings(128, 2048, 24, LayerShape(4, 2, 32, adapted_inner()), torch.float32)
+    embeddings = embeddings_of(AutoConfig.from_pretrained(ROOT / "examples/tiny"), torch.float32)
     head = HEADS["eagle"](run("head=eagle").head, embeddings)
     adapt(head, peft_config(DictConfig(asdict(run("peft=lora").peft))))
     assert adapted["head_parameters"] == whole["head_parameters"] == whole["trained_parameters"] == frozen_count(head)
     assert adapted["trained_parameters"] == parameter_count(head) < whole["head_parameters"]
     small, large = (found["devices"][0].held.resident["head: optimiser"].total() for found in (adapted, whole))
     assert small < large
-
-
-def adapted_inner() -> int:
-    return int(json.loads((ROOT / "examples/tiny/config.json").read_text())["intermediate_size"])
 
 
 @pytest.fixture(scope="module")

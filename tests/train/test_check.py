@@ -20,7 +20,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def test_a_run_that_can_start_is_not_refused(toy: list[str]) -> None:
-    check_run(configured(toy)[0])
+    check_run(configured(toy))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_mistake_is_named_before_anything_is_loaded(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("lists.jsonl").write_text("[1, 2]\n")
-    run = configured([*toy, *overrides])[0]
+    run = configured([*toy, *overrides])
     with pytest.raises(ValueError, match=re.escape(told)) as error:
         check_run(run)
     assert "\n" not in str(error.value)
@@ -82,7 +82,7 @@ def test_a_pipe_in_the_runs_folder_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_the_first_records_are_looked_at(toy: list[str], tmp_path: Path) -> None:
-    check_first_records(configured(toy)[0])
+    check_first_records(configured(toy))
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "w1"}]}\n')
     with pytest.raises(ValueError, match=r"chats\.jsonl: holds chats, but the tokenizer .* has no chat template"):
-        check_first_records(configured([*toy, f"data.path={tmp_path / 'chats.jsonl'}"])[0])
+        check_first_records(configured([*toy, f"data.path={tmp_path / 'chats.jsonl'}"]))

@@ -158,18 +158,18 @@ def test_a_finished_run_gets_the_head_of_its_best_step_back(
     shutil.copytree(toy.folder / "whole", place / "out")
     again = configured([*toy.overrides, f"out={place / 'out'}", "resume=true"])
     damage(place / "out" / "head")
-    runs.train(*again)
+    runs.train(again)
     toy.same(place)
     assert caplog.text.count("is not the head of its best step, and is written again from step-00000008") == 1
     caplog.clear()
     shutil.rmtree(place / "out" / "checkpoints" / "step-00000008")
-    runs.train(*again)
+    runs.train(again)
     toy.same(place)
     assert not caplog.text, "a head that is whole needs no checkpoint"
     damage(place / "out" / "head")
     if damage is not other_weights:  # which no one can tell without the checkpoint
         with pytest.raises(ValueError, match=r"its head is lost \(.*its best step \(.*overwrite=true") as caught:
-            runs.train(*again)
+            runs.train(again)
         assert "\n" not in str(caught.value)
 
 

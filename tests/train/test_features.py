@@ -38,12 +38,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*jobs.make(tmp_path_factory.mktemp("job")), "trainer.steps=3", "trainer.save_every=3", *OFF]
 
 
-def configured(overrides: list[str]) -> tuple[RunConfig, dict[str, Any]]:
+def configured(overrides: list[str]) -> RunConfig:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("train", overrides)
-    resolved: Any = OmegaConf.to_container(cfg, resolve=True)
-    return run_config(cfg), resolved
+        return run_config(compose("train", overrides))
 
 
 @pytest.fixture
@@ -51,7 +49,7 @@ def trained(base: list[str], tmp_path: Path) -> Train:
     """Return a function that trains with overrides, and returns the losses of every step."""
 
     def run(name: str, *overrides: str) -> dict[int, float]:
-        train(*configured([*base, f"out={tmp_path / name}", *overrides]))
+        train(configured([*base, f"out={tmp_path / name}", *overrides]))
         return jobs.losses(tmp_path / name)
 
     return run
@@ -60,7 +58,7 @@ def trained(base: list[str], tmp_path: Path) -> Train:
 def extracted(base: list[str], folder: Path, head: str, *overrides: str) -> list[str]:
     """Extract the features that a head reads, and return the overrides to train from them."""
     words = ["features=stored", f"features.path={folder}"]
-    run, _ = configured([*base, *HEADS[head], *words, *overrides])
+    run = configured([*base, *HEADS[head], *words, *overrides])
     config: FeaturesConfig = run.features
     extract_features(run.model, run.data, config, Layers(run.head, None), None, run.workload, lambda _: None)
     return words

@@ -46,7 +46,7 @@ class Job:
 
     def train(self, name: str, *overrides: str) -> Path:
         out = self.folder / name
-        runs.train(*configured([*self.overrides, f"out={out}", *overrides]))
+        runs.train(configured([*self.overrides, f"out={out}", *overrides]))
         return out
 
 
@@ -188,7 +188,7 @@ def test_all_processes_skip_alike(job: Job, skipped: Path) -> None:
 
 
 def guard(spike: float | None = None) -> Guard:
-    run, _ = configured(["data.length=32", f"trainer.spike={'null' if spike is None else spike}"])
+    run = configured(["data.length=32", f"trainer.spike={'null' if spike is None else spike}"])
     return Guard(run.trainer, {})
 
 

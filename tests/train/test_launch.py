@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from heads.common.command import BEST
 from heads.common.resolvers import ROOT, register_resolvers
@@ -38,18 +37,6 @@ def test_the_command_has_the_processes_and_a_free_port() -> None:
     assert words[words.index("--main_process_port") + 1] == "0"
     assert words[-2:] == ["run.py", "name=x"]
     assert "--use_deepspeed" not in launch.command(run("launcher=zero3").launcher, "run.py", [])
-
-
-def test_a_node_is_told_where_to_meet_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    monkeypatch.setenv("MASTER_ADDR", "node0")
-    monkeypatch.setenv("NODE_RANK", "1")
-    launcher = OmegaConf.create({"num_nodes": 2, "machine_rank": 0, "main_process_ip": None})
-    launch.meet(launcher)
-    assert (launcher.machine_rank, launcher.main_process_ip) == (1, "node0")
-    monkeypatch.setenv("NODE_RANK", "N")
-    with pytest.raises(ValueError, match="NODE_RANK is 'N': give the number"):
-        launch.meet(OmegaConf.create({"num_nodes": 2, "machine_rank": 0, "main_process_ip": None}))
 
 
 def test_nodes_that_do_not_know_where_to_meet_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +136,7 @@ def test_a_trial_says_at_its_end_what_its_numbers_are(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv(BEST, "")  # which the command sets, for processes that it starts
-    monkeypatch.setattr(runs, "train", lambda *_: None)
+    monkeypatch.setattr(runs, "train", lambda run: run)
     monkeypatch.setattr(runs, "worth_trying", lambda _: "something else")
     monkeypatch.setattr(runs.sweep, "best_tau", lambda _: 1.0)
     trial = "trainer=debug: 4 steps show that it runs; no number of them means anything"

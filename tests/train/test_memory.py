@@ -279,7 +279,14 @@ def test_a_pass_over_a_target_counts_products_and_attention() -> None:
 
 @pytest.mark.parametrize(
     ("driver", "name"),
-    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-40GB", "a100_40"), ("NVIDIA A100-SXM4-80GB", "a100")],
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-40GB", "a100_40"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GH200 480GB", "h200"),
+    ],
 )
 def test_a_device_is_known_by_the_name_of_its_driver(driver: str, name: str) -> None:
     found = by_driver_name(driver)
@@ -289,6 +296,7 @@ def test_a_device_is_known_by_the_name_of_its_driver(driver: str, name: str) -> 
 
 def test_an_unknown_device_is_none() -> None:
     assert by_driver_name("Riva TNT2") is None
+    assert by_driver_name("NVIDIA A10G") is None, "no A10"
 
 
 @pytest.mark.slow

@@ -116,7 +116,7 @@ def test_a_resumed_run_drafts_the_same() -> None:
     for name, value in strategy_job.snapshot(one).items():
         two.state.write(name, value)
     first, second = (step(4, halted=lambda: False).record or {} for step in (one, two))
-    assert first["rollout_tokens"] == second["rollout_tokens"] == two.rollout_tokens > 0
+    assert first["rollout_tokens"] == second["rollout_tokens"] == two.progress["rollout_tokens"] > 0
     assert first["loss"] == second["loss"]
     assert first["grad_norm"] == second["grad_norm"]
     assert first["seconds"]["rollout"] > 0

@@ -5,13 +5,11 @@ import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from data.batches import Batch, Batches, pack
 from data.text.masks import Sample
@@ -31,12 +29,10 @@ SMALL = [
 ]  # fmt: skip
 
 
-def configured(*overrides: str) -> tuple[StreamsRunConfig, dict[str, Any]]:
+def configured(*overrides: str) -> StreamsRunConfig:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("streams", list(overrides))
-        resolved: Any = OmegaConf.to_container(cfg, resolve=True)
-        return streams_config(cfg), resolved
+        return streams_config(compose("streams", list(overrides)))
 
 
 def batch(seed: int = 0, rows: int = 3, width: int = 24) -> Batch:
@@ -49,7 +45,7 @@ def batch(seed: int = 0, rows: int = 3, width: int = 24) -> Batch:
 
 
 def test_streams_take_the_debug_preset() -> None:
-    assert configured("trainer=debug")[0].trainer.steps == 4
+    assert configured("trainer=debug").trainer.steps == 4
 
 
 @pytest.mark.parametrize("every", [1, 2, 5, 9])
@@ -109,7 +105,7 @@ def test_training_raises_acceptance(tmp_path: Path) -> None:
         toys.prompt(seed) + autoregress(target, toys.prompt(seed), Settings(count, GREEDY)).tokens for seed in range(4)
     ]
     samples = [Sample(str(i), text, [0] * 7 + [1] * count) for i, text in enumerate(texts)]
-    run, resolved = configured(
+    run = configured(
         f"out={tmp_path}", *SMALL, "trainer.steps=60", "trainer.batch_tokens=128", "trainer.micro_tokens=128",
         "trainer.eval_every=60", "trainer.save_every=60", "trainer.lr_width=64", "trainer.clip=5.0", "every=1",
     )  # fmt: skip
@@ -117,9 +113,7 @@ def test_training_raises_acceptance(tmp_path: Path) -> None:
     streams = Streams(run.streams, target)
     prompts = [text[:7] for text in texts]
     run = replace(run, trainer=replace(run.trainer, eval_prompts=4, eval_tokens=count))
-    loop = loop_of(
-        run, Accelerator(cpu=True), target, streams, Batches(pack(samples, 32), 4, 4, 0, 0, 1), prompts, resolved
-    )
+    loop = loop_of(run, Accelerator(cpu=True), target, streams, Batches(pack(samples, 32), 4, 4, 0, 0, 1), prompts)
     assert loop.evaluator is not None
     untrained = loop.evaluator.tau(loop.kept_head.decoding(loop.step.state.weights()))
     assert untrained is not None
@@ -145,7 +139,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     lines = [" ".join(f"w{draw.randrange(toys.VOCAB)}" for _ in range(draw.randrange(12, 40))) for _ in range(40)]
     (folder / "text.txt").write_text("\n".join(lines) + "\n")
     overrides = [f"model.path={folder / 'target'}", f"data.path={folder / 'text.txt'}", *SMALL]
-    train(*configured(*overrides, f"out={folder / 'whole'}"))
+    train(configured(*overrides, f"out={folder / 'whole'}"))
     return folder, overrides
 
 
@@ -171,13 +165,13 @@ def test_a_run_goes_on_bit_for_bit(job: tuple[Path, list[str]]) -> None:
     whole, out = folder / "whole", folder / "resumed"
     shutil.copytree(whole, out)
     shutil.rmtree(out / "checkpoints" / "step-00000004")
-    train(*configured(*overrides, f"out={out}", "resume=true"))
+    train(configured(*overrides, f"out={out}", "resume=true"))
     assert losses(out) == losses(whole)
 
 
 def test_accumulation_changes_nothing(job: tuple[Path, list[str]]) -> None:
     folder, overrides = job
-    train(*configured(*overrides, f"out={folder / 'one'}", "trainer.micro_tokens=128"))
+    train(configured(*overrides, f"out={folder / 'one'}", "trainer.micro_tokens=128"))
     one, two = losses(folder / "one"), losses(folder / "whole")
     assert all(abs(one[step] - two[step]) < 1e-4 * two[step] for step in two)
 
@@ -185,7 +179,7 @@ def test_accumulation_changes_nothing(job: tuple[Path, list[str]]) -> None:
 def test_a_folder_with_a_run_is_refused(job: tuple[Path, list[str]]) -> None:
     folder, overrides = job
     with pytest.raises(ValueError, match="holds a run already"):
-        train(*configured(*overrides, f"out={folder / 'whole'}"))
+        train(configured(*overrides, f"out={folder / 'whole'}"))
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,13 @@ import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from heads.common.command import without_secrets
+from inference.laps import Laps
 from tests.train import jobs
 from tests.train.test_features import configured
+from train.planning.plan import peak_flops
 from train.run import train
+from train.step import PARTS, seconds_of
 from train.tracking import trackers as tracking
-from train.tracking.clock import PARTS, Clock
-from train.tracking.flops import peak_flops
 from train.tracking.trackers import Tracker, numbers
 
 
@@ -80,11 +81,11 @@ def test_a_tracker_that_fails_is_named_once_and_left_out(
 def test_training_goes_on_without_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     monkeypatch.setitem(tracking.TRACKERS, "wandb", lambda *_: Stub("log 2", called))
-    run, resolved = configured(
+    run = configured(
         [*jobs.make(tmp_path), "trainer.steps=3", "trainer.eval_prompts=0", "eval.prompts=0", f"out={tmp_path / 'run'}",
          "trainer.trackers=[wandb]", "trainer.peak_tflops=0.001"]
     )  # fmt: skip
-    train(run, resolved)
+    train(run)
     assert called == ["start", "log 1", "log 2"]
     found = lines(tmp_path / "run")
     assert [line["step"] for line in found] == [1, 2, 3]
@@ -103,11 +104,11 @@ def test_training_goes_on_without_a_tracker(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_what_is_logged_seldom_is_of_all_steps_since(tmp_path: Path) -> None:
-    run, resolved = configured(
+    run = configured(
         [*jobs.make(tmp_path), "trainer.steps=5", "trainer.eval_prompts=0", "eval.prompts=0", f"out={tmp_path / 'run'}",
          "trainer.log_every=2"]
     )  # fmt: skip
-    train(run, resolved)
+    train(run)
     found = lines(tmp_path / "run")
     assert [line["step"] for line in found] == [2, 4]
     spent = json.loads((tmp_path / "run" / "training.json").read_text())["seconds"]
@@ -266,18 +267,16 @@ def test_wandb_without_its_server_goes_on_offline_and_soon(
     assert record.getMessage().startswith("wandb: connection refused; the run is written to ")
 
 
-def test_a_clocks_parts_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parts_of_a_steps_time_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 1.0, 3.0, 6.0, 100.0, 104.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
-    clock = Clock(torch.device("cpu"))
-    clock.begin()
-    clock.lap("data")
-    clock.lap("target")
-    clock.lap("head")
-    assert clock.read(0.5) == dict.fromkeys(PARTS, 0) | {"data": 1.5, "target": 1.5, "head": 3}
-    clock.begin()  # what lies between is of no part
-    clock.lap("other")
-    assert clock.read(0.0) == dict.fromkeys(PARTS, 0) | {"other": 4}
+    laps = Laps(torch.device("cpu"))
+    for part in (None, "data", "target", "head"):
+        laps.mark(part)
+    assert seconds_of(laps, 0.5) == dict.fromkeys(PARTS, 0) | {"data": 1.5, "target": 1.5, "head": 3}
+    laps.mark(None)  # what lies between is of no part
+    laps.mark("other")
+    assert seconds_of(laps, 0.0) == dict.fromkeys(PARTS, 0) | {"other": 4}
 
 
 def test_a_peak_is_given_or_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:

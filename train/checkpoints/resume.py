@@ -93,10 +93,9 @@ def defaults(now: dict[str, Any]) -> dict[str, Any]:
     chosen = {"head": now.get("head.name"), "data.length": now.get("data.length")}
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         composed = compose("train", [f"{key}={value}" for key, value in chosen.items() if value is not None])
-    values = {key: OmegaConf.select(composed, key) for key in now if "." in key}
-    containers = {key: value for key, value in values.items() if OmegaConf.is_config(value)}
-    plain_values = {key: OmegaConf.to_container(value) for key, value in containers.items()}
-    return plain({key: value for key, value in (values | plain_values).items() if value is not None})
+    in_conf = {key: OmegaConf.select(composed, key) for key in now if "." in key}
+    values: Any = OmegaConf.to_container(OmegaConf.create(in_conf))
+    return plain({key: value for key, value in values.items() if value is not None})
 
 
 def short(value: Any) -> str:

@@ -74,7 +74,7 @@ class Saver:
     def newest(self) -> Path | None:
         """Return the newest good checkpoint, None without any; warn of newer damaged ones, and refuse if all are."""
         control = self.control
-        paths = [Path(path) for path in control.share([str(path) for path in format.checkpoints(self.folder)])]
+        paths: list[Path] = control.share(format.checkpoints(self.folder))
         wrong: list[str] = []
         for path in reversed(paths):
             complaints = self.complaints(path)

@@ -3,6 +3,6 @@
 strategy.py   strategies: DDP, FSDP2, ZeRO-2 and ZeRO-3; gathering and scattering a sharded tensor
 control.py    control messages between processes: stop requests, failures; heartbeats, by which errors name a lost one
 launch.py     launching the processes of launcher=…, here or as a SLURM job
-srun.py       the tasks of srun as processes
+started.py    who started this process, by the environment: torchrun, srun, or a user on each node
 processes.py  the Accelerator, checked against the launcher's settings; a lock on the output folder: one run at a time
 """

@@ -20,10 +20,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from heads.common.untrusted import shown
 from train.config import LauncherConfig, SlurmConfig
-from train.distributed import srun
-from train.distributed.srun import PARENT
+from train.distributed.started import PARENT, among_tasks, is_main, launched
 
 IMPORTS = Path(__file__).resolve().parents[__name__.count(".")]  # the folder that our packages are imported from
 REPORTED = 2  # the exit status of a process that has printed its error (heads/common/errors.py)
@@ -31,29 +29,6 @@ AFTER = 5  # seconds that the other processes wait for the main one to print its
 GRACE = 90  # seconds before the end of a job's time at which SLURM signals it
 PR_SET_PDEATHSIG = 1  # prctl(2)
 HANDLED = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT  # by torch's launcher, which forwards them
-
-
-def launched() -> bool:
-    """Whether a launcher has started this process already."""
-    return "LOCAL_RANK" in os.environ
-
-
-def is_main() -> bool:
-    """Whether this process is the first, by its launcher, or the first task of srun."""
-    return os.environ.get("RANK", srun.rank()) == "0"
-
-
-def meet(launcher: Any) -> None:
-    """Write into a launcher's values which of several nodes this is and where they meet, by NODE_RANK and MASTER_ADDR.
-
-    Values that are given stay. Refuse a NODE_RANK that is no number.
-    """
-    if launcher.num_nodes == 1 or launcher.main_process_ip is not None or "MASTER_ADDR" not in os.environ or launched():
-        return
-    rank = os.environ.get("NODE_RANK", str(launcher.machine_rank))
-    if not rank.isdigit():
-        raise ValueError(f"NODE_RANK is {shown(rank)}: give the number of this node, from 0")
-    launcher.machine_rank, launcher.main_process_ip = int(rank), os.environ["MASTER_ADDR"]
 
 
 def check_mode() -> None:
@@ -102,6 +77,11 @@ def overrides() -> list[str]:
     return [str(word) for word in given]
 
 
+def key_of(override: str) -> str:
+    """Return the key of an override."""
+    return override.lstrip("+~").partition("=")[0]
+
+
 @contextmanager
 def main_first() -> Iterator[None]:
     """Delay errors on other processes, so that the main one prints its error first and the launcher stops all."""
@@ -132,7 +112,7 @@ def command(launcher: LauncherConfig, script: str, overrides: list[str]) -> list
 
 def by_hand(launcher: LauncherConfig, script: str, overrides: list[str], *, on_cpu: bool) -> str | None:
     """Return lines with what to start on each of several nodes; None where one command starts all processes."""
-    if launcher.num_nodes == 1 or launcher.slurm is not None or launched() or srun.among_tasks():
+    if launcher.num_nodes == 1 or launcher.slurm is not None or launched() or among_tasks():
         return None
     words = shlex.join(["python", script, *(word for word in overrides if word != "plan=true")])
     nodes = launcher.num_nodes
@@ -238,5 +218,5 @@ class Task:
         if self.job is not None:
             self.job.terminate()
             self.job.wait()
-        others = [word for word in self.overrides if word.split("=")[0] not in ("resume", "overwrite")]
+        others = [word for word in self.overrides if key_of(word) not in ("resume", "overwrite")]
         return submitit.helpers.DelayedSubmission(Task(self.script, [*others, "resume=true"]))

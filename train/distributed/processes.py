@@ -19,6 +19,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from heads.common.files import claim, write_whole
 from inference.target.config import ModelConfig, device_named, fast_dtype
 from train.config import LauncherConfig, TrainerConfig
+from train.distributed.started import world
 
 LARGE = 2**25  # bytes; larger blocks glibc maps one by one, and returns to the system when they are freed
 ELSEWHERE = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FSDP"}  # set by accelerate's own options
@@ -83,9 +84,9 @@ def accelerator_for(launcher: LauncherConfig, trainer: TrainerConfig, model: Mod
     group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout))
     mixed = "bf16" if precision == "bf16" else "no"
     # The runs of a multirun share this process, and accelerate keeps the first one's precision and device for all.
-    AcceleratorState._reset_state(reset_partial_state=os.environ.get("WORLD_SIZE", "1") == "1")
+    AcceleratorState._reset_state(reset_partial_state=world() == 1)
     accelerator = Accelerator(mixed_precision=mixed, cpu=device.type == "cpu", kwargs_handlers=[group])
-    check_world(launcher, accelerator.num_processes, int(os.environ.get("WORLD_SIZE", "1")))
+    check_world(launcher, accelerator.num_processes, world())
     return accelerator
 
 

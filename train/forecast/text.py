@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 from rich.console import Group
 from rich.table import Table
 
@@ -52,7 +51,7 @@ def decision(pilots: Pilots, choice: Choice) -> str:
 
 def outcome(choice: Choice, tau: float, speedup: float, prompts: int) -> str:
     """Return a line with the forecast beside what came out."""
-    low, high = np.quantile(choice.tau, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    _, low, high = interval(choice.tau)
     where = "within" if low <= tau <= high else "outside"
     return (
         f"forecast: τ {ranged(choice.tau)}, {ranged(choice.speedup, 'x')}; came out: τ {tau:.2f}, {where} the "

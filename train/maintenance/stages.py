@@ -24,6 +24,7 @@ from heads.formats.published import is_published
 from heads.formats.store import SCHEDULE, read_config, save_tree
 from inference.target.target import Target
 from train.distributed import processes
+from train.distributed.launch import key_of
 from train.maintenance import prove
 from train.maintenance.state import ADAPT, PROVE, SWAP, WATCH, State
 from train.maintenance.traffic import Hygiene, split
@@ -59,7 +60,9 @@ class Maintenance:
     def __init__(self, run: Any, words: list[str], train: Train, state: State) -> None:
         self.run, self.words, self.train, self.state = run, words, train, state
         self.out, self.log = Path(run.out), Path(run.log).expanduser()
-        given = {key: getattr(run.model, key) for key in _given(words)}
+        keys = {"model.path" if key == "model" else key for key in map(key_of, words)}
+        named = sorted(key.removeprefix("model.") for key in keys if key.startswith("model."))
+        given = {key: getattr(run.model, key) for key in named}
         self.model = model_of(run.serve, given)
         self.given: dict[str, Any] = {"path": self.model.path, "sibling": True, **given}
         # A published head brings no tree: both heads draft the training's then, and else the served one's.
@@ -136,7 +139,7 @@ class Maintenance:
 
     def overrides(self, traffic: Path, adapted: Path) -> list[str]:
         """Return the overrides of the training: the user's own, behind the experiment's, and what the loop decides."""
-        given = [word for word in self.words if not {_key(word), _key(word).split(".")[0]} & {*OWN}]
+        given = [word for word in self.words if not {key_of(word), key_of(word).split(".")[0]} & {*OWN}]
         old = (traffic / OLD).stat().st_size > 0
         share = self.run.loop.old
         paths = ",".join(quoted(traffic / name) for name in (NEW, OLD)[: 1 + (old and share > 0)])
@@ -231,15 +234,3 @@ def _copy_run(serve: str, former: Path) -> None:
 def _lines(log: Path) -> int:
     with log.open("rb") as file:
         return sum(1 for _ in file)
-
-
-def _key(word: str) -> str:
-    """Return the key of an override."""
-    return word.lstrip("+~").split("=")[0]
-
-
-def _given(words: list[str]) -> list[str]:
-    """Return the keys of the model that the user gave."""
-    keys = {"path" if _key(word) == "model" else _key(word).removeprefix("model.") for word in words
-            if _key(word) == "model" or _key(word).startswith("model.")}  # fmt: skip
-    return sorted(keys)

@@ -113,5 +113,5 @@ def _with_head(run: RunConfig, head: str) -> RunConfig:
 
 def _operations(run: RunConfig) -> float:
     """Return the operations of a run, those of the target included where its features are computed in it."""
-    costs = work(plan_inputs(sized(replace(run, init=None))))
+    costs = work(plan_inputs(sized(run)))
     return float(costs["head_flops"] + (costs["target_flops"] if run.features.runs_target else 0))

@@ -5,7 +5,6 @@ of a micro-batch, the fastest first; `train.planning.plan.sized` then chooses th
 """
 
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -16,10 +15,9 @@ import torch
 from inference.target.config import DTYPES, default_device, fast_dtype
 from inference.target.placement import AUTO, DEVICE_MAP, OFFLOAD, PLACEMENTS, REPLICATE, TENSOR_PARALLEL, TOGETHER
 from train.config import RunConfig, checked
-from train.distributed.launch import launched
+from train.distributed.started import launched, on_node, world
 from train.planning.plan import SAFE, DeviceMemory, device_memories, most_rows, plan_inputs, resolved, sized
 from train.planning.shapes import configuration
-from train.start import STARTS
 
 GATE = "float32"  # the losslessness check's dtype where the target fits in it: coarse numbers blur the comparison
 
@@ -31,9 +29,8 @@ def with_processes(run: RunConfig) -> RunConfig:
     nodes, there = run.launcher.num_nodes, run.device.count  # of a plan for other devices
     processes = there or (accelerators(run.model.device) if run.device.type != "cpu" else 1)
     if launched():
-        world = os.environ.get("WORLD_SIZE", "1")
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        nodes = int(world) // processes
+        processes = on_node()
+        nodes = world() // processes
     return replace(run, launcher=replace(run.launcher, num_processes=processes, num_nodes=nodes))
 
 
@@ -125,12 +122,12 @@ def _fits(run: RunConfig) -> bool:
 
 
 def _possible(run: RunConfig) -> RunConfig:
-    """Return a run to plan, its head without init: one that is given is about as large as the one configured."""
+    """Return a run that may be planned; refuse what loading would refuse."""
     if run.model.placement == TENSOR_PARALLEL:
         text: Any = configuration(run.model).get_text_config()
         if not getattr(text, "base_model_tp_plan", None):
             raise ValueError(f"model.placement={TENSOR_PARALLEL}: transformers has no plan to cut {run.model.path} up")
-    return checked(replace(run, init=run.init if run.init in STARTS else None))
+    return checked(run)
 
 
 def _memories(run: RunConfig, rows: int) -> list[DeviceMemory]:

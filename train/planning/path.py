@@ -29,7 +29,6 @@ def path_of(device: str) -> Iterator[None]:
             for module, name, there in (
                 (attention, "runs_fused", runs_fused),
                 (attention, "attend_fused", attend_fused),
-                (attention, "block_mask", block_mask),
                 (vocab, "SUMS_WIDE", ("cpu",)),
                 (optim, "FUSED", ("cpu",)),
                 (functional, "rms_norm", rms_norm),
@@ -44,8 +43,11 @@ def runs_fused(query: Tensor, value: Tensor) -> bool:
 
 
 def attend_fused(query: Tensor, pairs: list[tuple[Tensor, Tensor]], seen: attention.Pattern) -> Tensor:
-    """Attend as `heads.modules.attention.attend_fused` does, by the operator that stands for its kernel."""
-    key, value, _ = attention.joined(pairs, seen)
+    """Attend as `heads.modules.attention.attend_fused` does, by the operator that stands for its kernel.
+
+    Without its mask of tiles, which is thousands of times smaller than the rows, and would be a third of a trace.
+    """
+    key, value = attention.joined(pairs)
     length, steps = pairs[0][0].shape[2], len(pairs) - 1
     reach = length if seen.reach is None else min(length, seen.reach + 1)
     # Of one document: a query sees half of what it could reach, and of each step the tile that its row is in.
@@ -53,10 +55,6 @@ def attend_fused(query: Tensor, pairs: list[tuple[Tensor, Tensor]], seen: attent
         query, key, value, reach - reach * reach // (2 * length) + flex.TILE * steps
     )[0]
     return out
-
-
-def block_mask(_bounds: Tensor, _column: Tensor) -> None:
-    """Return nothing for a mask of tiles: it is thousands of times smaller than the rows, and a third of a trace."""
 
 
 def rms_norm(x: Tensor, _shape: torch.Size, weight: Tensor | None = None, eps: float = 0.0) -> Tensor:

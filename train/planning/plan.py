@@ -5,6 +5,7 @@ Each assumption is a key of conf/device or stands in docs/training_plan.md.
 """
 
 import os
+import re
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -84,10 +85,18 @@ def preset(name: str) -> DeviceConfig:
 
 
 def by_driver_name(driver: str) -> DeviceConfig | None:
-    """Return the device with the longest `match` within the name that a driver reports; None if there is none."""
-    names = sorted(file.stem for file in DEVICES.glob("*.yaml") if file.stem != "here")
-    matching = [device for device in map(preset, names) if device.match and device.match in driver]
+    """Return the device with the longest `match`, to a word's end, in the name that a driver reports; None without."""
+    presets = map(preset, sorted(file.stem for file in DEVICES.glob("*.yaml")))
+    matching = [device for device in presets if device.match and re.search(rf"{re.escape(device.match)}(?!\w)", driver)]
     return max(matching, key=lambda device: len(device.match or ""), default=None)
+
+
+def peak_flops(device: torch.device, given: float | None) -> float | None:
+    """Return a device's peak in floating-point operations a second: the `given` 10^12, else its preset's, if known."""
+    if given is None and device.type == "cuda":
+        named = by_driver_name(torch.cuda.get_device_name(device))
+        given = None if named is None else named.tflops
+    return None if given is None else given * 1e12
 
 
 def resolved(device: DeviceConfig, requested: str | None) -> DeviceConfig:
@@ -140,10 +149,11 @@ def most_rows(run: RunConfig) -> int:
 
 
 def plan_inputs(run: RunConfig) -> PlanInputs:
-    """Return the inputs of a plan, with its errors; `chosen` has filled in its processes, `sized` its micro-batches."""
+    """Return the inputs of a plan, with its errors; `chosen` has filled in its processes, `sized` its micro-batches.
+
+    The head is the one configured: another one that `init` names is about as large.
+    """
     assert run.trainer.micro_tokens is not None
-    if run.init not in STARTS:
-        raise ValueError(f"init={run.init} brings the head's numbers, and plan=true loads nothing: leave init out")
     check_copied(run.init, run.model.where.placement)
     device = resolved(run.device, run.model.device)
     fast = fast_dtype(torch.device(str(device.type)))
@@ -350,6 +360,8 @@ def plan(run: RunConfig) -> dict[str, Any]:
     Raises:
         ValueError: the target's configuration cannot be read, the head does not fit it, or would have to be loaded.
     """
+    if run.init not in STARTS:
+        raise ValueError(f"init={run.init} brings the head's numbers, and plan=true loads nothing: leave init out")
     run = sized(run)
     inputs = rated(plan_inputs(run))
     traced, shape, devices = inputs.traced, inputs.shape, device_memories(inputs)

@@ -8,21 +8,20 @@ device, so do they (`path.py`). Sizes that depend on values are taken at their l
 
 import weakref
 from collections import Counter
-from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
-from torch.nn import functional
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from heads import HEADS
-from heads.base import Features, LayerShape, shape_of
+from heads.base import Features
 from heads.modules.layers import Recomputing
 from heads.modules.rope import Rotary
 from heads.mtp import TARGET
+from inference.target.embeddings import TargetEmbeddings
 from train import optim
 from train.adapt import adapt
 from train.config import TrainerConfig
@@ -50,46 +49,22 @@ def times(size: Size, factor: int | float) -> Size:
     return Counter({kind: round(count * factor) for kind, count in size.items()})
 
 
-class Embeddings:
-    """Embedding and lm_head of a target that is not loaded: its shapes, and weights without values."""
-
-    def __init__(
-        self, width: int, vocab: int, layers: int, layer: LayerShape, dtype: torch.dtype, config: Any = None
-    ) -> None:
-        self.config = config
-        self.hidden_size, self.vocab_size, self.num_layers, self.layer = width, vocab, layers, layer
-        self.weight = torch.empty(vocab, width, dtype=dtype)
-        self.some: Tensor | None = None
-
-    def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
-        """Return embeddings."""
-        return functional.embedding(token, self.weight)
-
-    def logits(self, hidden: Float[Tensor, "*n D"], ids: Int[Tensor, "W"] | None = None) -> Float[Tensor, "*n W"]:
-        """Return logits; the weights of a pruned vocabulary are cached, as `TargetEmbeddings` caches them."""
-        if ids is not None and self.some is None:
-            self.some = self.weight[ids]
-        weight = self.weight if ids is None else self.some
-        assert weight is not None
-        return functional.linear(hidden.to(weight.dtype), weight)
-
-    def head_weight(self) -> Float[Tensor, "V D"]:
-        """Return the lm_head's weight."""
-        return self.weight
-
-
-def embeddings_of(config: Any, dtype: torch.dtype) -> Embeddings:
-    """Return the embeddings of a target by its (text) configuration."""
-    sizes = config.hidden_size, config.vocab_size, config.num_hidden_layers
-    return Embeddings(*sizes, shape_of(config), dtype, config)
+def embeddings_of(config: Any, dtype: torch.dtype) -> TargetEmbeddings:
+    """Return the embeddings of a target that is not loaded, by its (text) configuration."""
+    table = nn.Embedding(config.vocab_size, config.hidden_size)
+    lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    parts = {"get_input_embeddings": lambda: table, "get_output_embeddings": lambda: lm_head}
+    model: Any = SimpleNamespace(config=config, **parts)
+    return TargetEmbeddings(model).to(dtype).requires_grad_(False)
 
 
 class Shadow(Flops):
-    """Record allocations on fake tensors and count operations while entered."""
+    """Record allocations on fake tensors while entered; with `counts` count operations too."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts: bool = False) -> None:
         init: Any = super().__init__
         init()
+        self.counts = counts
         self.live, self.peak, self.most = NONE, NONE, 0  # peak: of each kind of block by itself; most: of both together
         self.counted: set[int] = set()
 
@@ -106,9 +81,10 @@ class Shadow(Flops):
             out = kwargs["out"]
         else:
             out = func(*args, **(kwargs or {}))
-        self.add(func, args, kwargs, out)
+        if self.counts:
+            self.add(func, args, kwargs, out)
         for result in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(result, Tensor):
+            if isinstance(result, FakeTensor) and result.fake_device.type != "meta":  # which takes nothing
                 self.count(result.untyped_storage(), blocks(result.untyped_storage().nbytes()))
         return out
 
@@ -205,7 +181,7 @@ def inputs_of(job: Job, head: Any) -> Inputs:
     anchored = 1.0 if config.anchors is None else min(1.0, config.anchors / job.length)
     used = min(tokens, round(tokens * anchored * config.depths)) if anchored < 1 else tokens
     size = min(used, chunk_rows(head, job.device, config.depths * tokens))
-    head.embeddings.weight = torch.empty(head.embeddings.weight.shape, dtype=job.dtype)
+    head.embeddings.to_empty(device="cpu")
     _materialise(head)
     for module in head.modules():
         if isinstance(module, Recomputing):
@@ -225,7 +201,7 @@ def _run_trace(job: Job) -> Trace:
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter)
         some = chunks[:CHUNKS]
-        with Shadow() as shadow, torch.autocast("cpu", torch.bfloat16, enabled=job.autocast):
+        with Shadow(counts=True) as shadow, torch.autocast("cpu", torch.bfloat16, enabled=job.autocast):
             drafts = head.unroll(features, config.depths, anchors)
             activations, before = shadow.live, shadow.total
             loss, sums = objective(head, drafts, features, weight, config, some)
@@ -233,8 +209,8 @@ def _run_trace(job: Job) -> Trace:
             del drafts, sums
             with torch.autocast("cpu", enabled=False):
                 loss.backward()
-        of = repr(job._replace(rows=0, accumulates=False, trainer=replace(job.trainer, micro_tokens=None)))
-        if of not in _updates:  # whatever the micro-batch
+        of = repr((job.head, job.peft, job.config, job.dtype, job.device, job.trainer.optimizer))
+        if of not in _updates:  # the same whatever the micro-batch
             _updates[of] = _updated(head, job.trainer)
     sizes = [4 * p.numel() for p in trained]
     vocabulary = {job.config.vocab_size, *([] if head.vocab is None else [len(head.vocab.ids)])}

@@ -67,15 +67,15 @@ class Stitching(NamedTuple):
     config: dict[str, Any]
 
 
-def stitch(head: Mtp, checkpoint: str, out: Path) -> None:
-    """Write the copy of a checkpoint, a folder or Hub name, with this head; whole or not at all.
+def stitch(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
+    """Write the copy of a checkpoint, a folder or Hub name, with this head in its layout; whole or not at all.
 
     Raises:
-        ValueError: the head is of another kind, the checkpoint is not whole or of no known family, or there is no
-            space: one line, before anything is written.
+        ValueError: the head is of another kind, the checkpoint is not whole, or there is no space: one line, before
+            anything is written.
         OSError: the disk refused.
     """
-    plan = _planned(head, checkpoint)
+    plan = _planned(head, checkpoint, layout)
     out = out.resolve()
     _check_out(plan, out)
     try:
@@ -85,7 +85,7 @@ def stitch(head: Mtp, checkpoint: str, out: Path) -> None:
         raise OSError(f"{out}: could not be written ({one_line(error)}); free space, or give another out") from error
 
 
-def _planned(head: Mtp, checkpoint: str) -> Stitching:
+def _planned(head: Mtp, checkpoint: str, layout: Layout) -> Stitching:
     try:
         files = tensor_files(checkpoint)
         shards = [_shard(path) for path in sorted({*files.values()})]
@@ -99,7 +99,6 @@ def _planned(head: Mtp, checkpoint: str) -> Stitching:
         ) from error
     folder, layers = shards[0].path.parent, head.embeddings.num_layers
     config: dict[str, Any] = parsed_file((folder / CONFIG).resolve(), "download it again")
-    layout = layout_of(config, checkpoint)
     _check_head(head, layout)
     entries = {name: entry for shard in shards for name, entry in shard.entries.items()}
     last = f"model.layers.{layers - 1}."

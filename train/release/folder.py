@@ -235,7 +235,7 @@ def stitched(run: Path, out: Path, config: PublishConfig) -> Facts:
         values = read_target_values(path, False, cached_alone=False)
     except ValueError as error:
         raise ValueError(f"target={path}: {error}") from error
-    layout_of(values, path)  # before its weights are downloaded
+    layout = layout_of(values, path)  # before its weights are downloaded
     target = _target_at(path, None)
     trained, given = tokenizer_sha256(spec["name"]), tokenizer_sha256(path)
     if trained is not None and given not in (None, trained):
@@ -243,7 +243,7 @@ def stitched(run: Path, out: Path, config: PublishConfig) -> Facts:
     head = load_head(folder, target.embeddings, target.spec)
     assert isinstance(head, Mtp)
     measured = read_report(report) if report.is_file() else {}
-    stitch(head, path, out)
+    stitch(head, path, layout, out)
     return Facts(config, content, {}, given, measured, provenance={}, settings={}, base_id=None)
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 from data.text.files import content_hash
+from eval.inputs.runs import own_prompts
 from eval.report.reading import read_report
 from heads.base import Embeddings
 from heads.common.errors import one_line
@@ -32,7 +33,6 @@ from inference.target.target import Target
 log = logging.getLogger(__name__)
 
 OWN = "headstart"  # the form of our own heads; other forms are keys of heads.formats.published.FORMATS
-PROMPTS = "prompts.jsonl"
 BY_ARCHITECTURE = {"Eagle3": "eagle3", "EAGLE3": "eagle3", "Eagle": "eagle", "Medusa": "medusa", "DFlash": "dflash",
                    "DSpark": "dflash"}  # fmt: skip
 
@@ -146,8 +146,7 @@ def read(run_or_repo: str) -> Examined:
     weights, parent = (read_weights, last_good(folder) / WEIGHTS) if is_own else (stored_tensors, folder)
     tensors = taken(WEIGHTS, weights, parent)
     report, reference, origin, run = (beside(name, parse) for name, parse in SIDES.items())
-    in_run = [parent for parent in (folder, folder.parent) if local and (parent / "head").is_dir()]
-    prompts = next((str(parent / PROMPTS) for parent in in_run if (parent / PROMPTS).is_file()), None)
+    prompts = own_prompts(str(folder.parent)) if local and (folder.parent / "head").is_dir() else None
     return Examined(run_or_repo, folder, config, tensors, report, reference, origin, run, prompts, trouble)
 
 

@@ -1,11 +1,36 @@
-"""Tasks that `srun` has started: SLURM's environment in the variables that torch reads, or in the launcher's values."""
+"""Who started this process: torchrun or the like, `srun`, or a user on each of several nodes, by the environment.
+
+What SLURM says goes into the variables that torch reads, or into the launcher's values.
+"""
 
 import os
 import re
 from typing import Any
 
+from heads.common.untrusted import shown
+
 PORTS, WINDOW = 15_000, 10_000  # below those that Linux gives away; a job's number picks one, two jobs may share a node
 PARENT = "HEADSTART_LAUNCHER"  # environment variable: the process id of our launcher (train/distributed/launch.py)
+
+
+def launched() -> bool:
+    """Whether a launcher has started this process already."""
+    return "LOCAL_RANK" in os.environ
+
+
+def is_main() -> bool:
+    """Whether this process is the first, by its launcher, or the first task of srun."""
+    return os.environ.get("RANK", os.environ["SLURM_PROCID"] if among_tasks() else "0") == "0"
+
+
+def world() -> int:
+    """Return how many processes were started together with this one, and itself."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def on_node() -> int:
+    """Return how many of them are on this node; all, where the launcher does not say."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world()))
 
 
 def among_tasks() -> bool:
@@ -18,21 +43,26 @@ def among_tasks() -> bool:
     return _tasks() > 1 and "SLURM_PROCID" in os.environ and not in_script
 
 
-def rank() -> str:
-    """Return this task's number among those of its step, "0" where it is the only one or none."""
-    return os.environ["SLURM_PROCID"] if among_tasks() else "0"
-
-
 def take_over(launcher: Any, accelerators: int) -> None:
-    """Make a task of srun a process, or the launcher of its node where it is alone on a node for several processes.
+    """Write who started this process into a launcher's values or into torch's variables; what is given there stays.
 
-    A process has torch's variables set, where neither torchrun nor the like has, nor MASTER_ADDR the user. A node's
-    launcher has the nodes and their meeting place written into `launcher`, its values, and so have the processes that
-    it starts; without a number of processes it is that of the `accelerators`. Refuse a first task on a node without an
-    address.
+    A task of srun becomes a process, or the launcher of its node where it is alone on a node for several processes:
+    without a number of them for each of the `accelerators`. Of several nodes that a user has started one by one,
+    NODE_RANK says which this is and MASTER_ADDR where they meet. Refuse a first task on a node without an address, and
+    a NODE_RANK that is no number.
     """
-    if not among_tasks() or ("LOCAL_RANK" in os.environ and PARENT not in os.environ):
+    if among_tasks() and (not launched() or PARENT in os.environ):
+        _take_over_task(launcher, accelerators)
+    if launcher.num_nodes == 1 or launcher.main_process_ip is not None or "MASTER_ADDR" not in os.environ or launched():
         return
+    rank = os.environ.get("NODE_RANK", str(launcher.machine_rank))
+    if not rank.isdigit():
+        raise ValueError(f"NODE_RANK is {shown(rank)}: give the number of this node, from 0")
+    launcher.machine_rank, launcher.main_process_ip = int(rank), os.environ["MASTER_ADDR"]
+
+
+def _take_over_task(launcher: Any, accelerators: int) -> None:
+    """Set torch's variables, or in a node's launcher, and the processes that it starts, the nodes and their meeting."""
     tasks = _tasks()
     counts, number = _tasks_of_nodes(tasks), int(os.environ.get("SLURM_NODEID", "0"))
     port = int(os.environ.get("MASTER_PORT") or launcher.main_process_port or 0)
@@ -44,7 +74,7 @@ def take_over(launcher: Any, accelerators: int) -> None:
         launcher.machine_rank, launcher.main_process_ip = int(os.environ["SLURM_PROCID"]), address or _first_node()
         launcher.main_process_port = port
         return
-    if "LOCAL_RANK" in os.environ:
+    if launched():
         return
     os.environ["RANK"], os.environ["WORLD_SIZE"] = os.environ["SLURM_PROCID"], str(tasks)
     os.environ["LOCAL_RANK"] = os.environ.get("SLURM_LOCALID", "0")
