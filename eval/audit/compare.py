@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from eval.audit.ask import AUDITED, BASELINE, LOGPROBS, Asker, Question
-from eval.audit.replies import Reply, Token
+from eval.audit.ask import AUDITED, BASELINE, LOGPROBS, Asker
 from eval.config import AuditorConfig
+from eval.endpoint.questions import Question
+from eval.endpoint.replies import Reply, Token
 
 FAULT, NEAR_TIE, UNEXPLAINED = KINDS = ("fault", "near_tie", "unexplained")
 PASSED, FAILED, UNDECIDED, NOT_OFFERED, NOT_RUN = STATUSES = ("passed", "failed", "undecided", "not_offered", "not_run")
@@ -23,6 +24,7 @@ EXPLAINED = 2  # answers of the baseline with logprobs, at most, for a question 
 COPIED = 24  # characters that another request's answer shares with a leaked one
 RESUMED = 12  # characters after which a text that lost a token goes on as before
 LONGEST_TOKEN = 24  # characters
+SHOWN = 400  # characters of a note
 
 
 class Difference(NamedTuple):
@@ -107,7 +109,7 @@ class Comparer:
         if ours.content in {reply.content for reply in theirs}:
             return None
         if ours.error:
-            return Difference(question, ours.content, theirs[0].content, 0, None, FAULT, "error")
+            return breach(question, ours.content, theirs[0].content, "error", "")
         explained = self._explained(question)
         if ours.content in {reply.content for reply in explained}:
             return None
@@ -117,7 +119,7 @@ class Comparer:
             default=(0, None),
             key=lambda seen: (seen[0], seen[1] is not None),
         )
-        kind = UNEXPLAINED if gap is None else FAULT if gap > self.near_tie else NEAR_TIE
+        kind = kind_of(gap, self.near_tie)
         if kind == FAULT and first_difference(ours.text, nearest.text) > at:
             kind = UNEXPLAINED  # the baseline itself left its own answer here
         at = first_difference(ours.text, nearest.text) if gap is None else at
@@ -232,6 +234,16 @@ def judged(
 def status_of(counts: Mapping[str, int]) -> str:
     """Return a check's status, given how many differences there are of each kind."""
     return FAILED if counts.get(FAULT) else UNDECIDED if counts.get(UNEXPLAINED) else PASSED
+
+
+def breach(question: Question, ours: str, theirs: str, fault: str, note: str) -> Difference:
+    """Return a fault that a note says, in an answer of the audited server."""
+    return Difference(question, ours, theirs, first_difference(ours, theirs), None, FAULT, fault, note=note[:SHOWN])
+
+
+def kind_of(gap: float | None, near_tie: float) -> str:
+    """Return what a difference is, given by how many nats the baseline's choice was likelier."""
+    return UNEXPLAINED if gap is None else FAULT if gap > near_tie else NEAR_TIE
 
 
 def logprobs(question: Question) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from eval.audit.ask import AUDITED, BASELINE, SIDES, Question, ask_text
+from eval.audit.ask import AUDITED, BASELINE, SIDES, ask_text
 from eval.audit.compare import NOT_OFFERED, Audit, Finding, Timed, judged
-from eval.audit.replies import Reply
+from eval.endpoint.questions import Question
+from eval.endpoint.replies import Reply
 
 Pairs = list[tuple[Question, Reply]]
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from eval.audit.ask import AUDITED, BASELINE, Question, ask_text
+from eval.audit.ask import AUDITED, BASELINE, ask_text
 from eval.audit.compare import (
     FAULT,
     NEAR_TIE,
@@ -17,19 +17,19 @@ from eval.audit.compare import (
     Audit,
     Difference,
     Finding,
-    first_difference,
+    breach,
     key_of,
     logprobs,
     status_of,
 )  # fmt: skip
 from eval.audit.greedy import MANY
-from eval.audit.replies import Reply
 from eval.endpoint.counters import LLAMA, SGLANG, VLLM
+from eval.endpoint.questions import Question
+from eval.endpoint.replies import Reply
 
 Holds = Callable[[Question, Reply, Reply], str | None]  # of the audited server's reply and the baseline's: the breach
 
 LIMITS = (1, 2, 3, 5, 8)
-SHOWN = 400  # characters of a note
 DATE = "[0-9]{4}-[0-9]{2}-[0-9]{2}"
 GBNF = 'root ::= [0-9] [0-9] [0-9] [0-9] "-" [0-9] [0-9] "-" [0-9] [0-9]'
 SCHEMA = {
@@ -152,7 +152,7 @@ def schemas(audit: Audit) -> Finding:
         ask_text(f"schema {i}", text, audit.chat, response_format=form, max_tokens=4 * audit.tokens)
         for i, text in enumerate(texts)
     ]
-    counters = audit.asker.sides[AUDITED].counters()
+    counters = audit.asker.counters(AUDITED)
     grammars: dict[str, dict[str, Any]] = {
         VLLM: {"structured_outputs": {"regex": DATE}}, SGLANG: {"regex": DATE}, LLAMA: {"grammar": GBNF},
     }  # fmt: skip
@@ -208,8 +208,3 @@ def checked(audit: Audit, check: str, fault: str, questions: Sequence[Question],
         summary += f"; {counts['of the baseline too']} breaches are the baseline's too"
     differences = [difference for _, _, difference in outcomes if difference is not None]
     return Finding(check, status_of({FAULT: len(differences), NEAR_TIE: 0}), summary, differences)
-
-
-def breach(question: Question, ours: str, theirs: str, fault: str, note: str) -> Difference:
-    """Return a fault that a note says, in an answer of the audited server."""
-    return Difference(question, ours, theirs, first_difference(ours, theirs), None, FAULT, fault, note=note[:SHOWN])

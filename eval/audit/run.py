@@ -2,8 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,7 @@ from eval.audit.ask import (
     BASELINE,
     QUESTIONS,
     Asker,
-    Budget,
-    Question,
-    Side,
     ask_text,
-    questions_of,
 )  # fmt: skip
 from eval.audit.compare import (
     FAILED,
@@ -32,6 +28,7 @@ from eval.audit.compare import (
     Comparer,
     Difference,
     Finding,
+    breach,
 )  # fmt: skip
 from eval.audit.faults import diagnosed
 from eval.audit.reproduction import cleaned, reproduction
@@ -39,7 +36,8 @@ from eval.audit.sampling import SETTINGS, sampling
 from eval.audit.speed import drafts_between, share_machine, speed
 from eval.audit.view import page, terminal
 from eval.config import AuditConfig, AuditorConfig, DecodingConfig, EndpointConfig, Selection
-from eval.inputs.workloads import Workload, gathered
+from eval.endpoint.client import Server
+from eval.endpoint.questions import read_questions
 from heads.common.files import write_whole
 from heads.common.progress import Bar
 from heads.common.untrusted import visible
@@ -89,25 +87,19 @@ def audited(
     """
     assert config.audit is not None
     auditor, client = config.auditor, served.client
-    sides = [
-        Side(AUDITED, config.audit, client, {}),
-        Side(BASELINE, served.baseline or config.audit, client, auditor.plain),
-    ]
-    if sides[0].model != sides[1].model:
-        raise ValueError(
-            f"{sides[1].url} serves {sides[1].model} and {sides[0].url} {sides[0].model}: the baseline is the same "
-            "model, served under the same name (--served-model-name)"
-        )
-    if sides[0].url != sides[1].url and (counters := sides[1].counters()) is not None and counters.drafts is not None:
-        raise ValueError(f"{sides[1].url} speculates: baseline is for the same model served without a draft source")
-    questions = [question for name in workloads for question in _questions(name, selection, client.chat).prompts]
+    plain = replace(client, extra={**client.extra, **auditor.plain})
+    sides = {
+        AUDITED: Server(config.audit, client, "audit"),
+        BASELINE: Server(served.baseline or config.audit, plain, "baseline"),
+    }
+    sides[BASELINE].check_baseline_of(sides[AUDITED])
+    questions = [question for name in workloads for question in read_questions(name, selection, client.chat).prompts]
     questions = questions or [
         ask_text(f"built-in {i}", text, client.chat) for i, text in enumerate(QUESTIONS[: selection.prompts])
     ]
     settings = {"temperature": 0.0, "max_tokens": decoding.max_new_tokens, "top_p": 1.0, "seed": decoding.seed}
-    budget = Budget(auditor.requests, auditor.minutes)
-    with Bar(min(budget.requests, expected(auditor, len(questions))), "audit") as bar:
-        asker = Asker(sides, budget, settings, bar)
+    with Bar(min(auditor.requests, expected(auditor, len(questions))), "audit") as bar:
+        asker = Asker(sides, auditor, settings, bar)
         comparer = Comparer(asker, auditor.near_tie)
         audit = Audit(asker, comparer, questions, client.chat, decoding.max_new_tokens, decoding.seed, auditor)
         findings = run(audit)
@@ -122,7 +114,7 @@ def audited(
         print(visible(line))
     print(visible(f"audit: {out / JSON} and {out / PAGE}"))
     if script:
-        print(visible(f"reproduction: python {out / REPRODUCTION} {sides[0].url} {sides[1].url}"))
+        print(visible(f"reproduction: python {out / REPRODUCTION} {sides[AUDITED].url} {sides[BASELINE].url}"))
     return Verdict(**record["verdict"])
 
 
@@ -136,16 +128,15 @@ def expected(auditor: AuditorConfig, questions: int) -> int:
 def run(audit: Audit) -> list[Finding]:
     """Run all checks and return their findings; `audit.asker.ended` says why it ended before, if it did."""
     findings: list[Finding] = []
-    server = audit.asker.sides[AUDITED]
-    readings = [server.counters()]
+    readings = [audit.asker.counters(AUDITED)]
     for check in CHECKS:
         ended = bool(audit.asker.ended)
         findings.append(Finding(check, NOT_RUN, "the audit ended before") if ended else finding_of(audit, check))
         if len(findings) == 1:
-            readings.append(server.counters())
-    shared = share_machine(server.url, audit.asker.sides[BASELINE].url)
+            readings.append(audit.asker.counters(AUDITED))
+    shared = share_machine(*(server.url for server in audit.asker.sides.values()))
     findings.append(speed(audit.timings, (readings[0], readings[1]), audit.seed, shared=shared))
-    findings[-1].figures["drafts"] = drafts_between(readings[0], server.counters())
+    findings[-1].figures["drafts"] = drafts_between(readings[0], audit.asker.counters(AUDITED))
     return findings
 
 
@@ -167,7 +158,7 @@ def cut_short(finding: Finding, asker: Asker) -> Finding:
     if asker.crash is not None:
         question, in_flight, detail = asker.crash
         note = f"{detail}, while the baseline answers"
-        crash = Difference(question, "", "", 0, None, FAULT, "crash", in_flight=in_flight, note=note)
+        crash = breach(question, "", "", "crash", note)._replace(in_flight=in_flight)
         finding.status, finding.differences = FAILED, [crash, *finding.differences]
     return finding
 
@@ -201,16 +192,6 @@ def clearest(findings: list[Finding]) -> Difference | None:
     failed = [finding for finding in findings if finding.status == FAILED]
     differences = [d for finding in failed for d in finding.differences if d.kind == FAULT]
     return max(differences, key=lambda d: (d.fault == fault, d.gap or 0.0), default=None)
-
-
-def _questions(name: str, selection: Selection, chat: bool) -> Workload[Question]:
-    def read(record: Any, turns: str) -> Iterator[Question]:
-        yield from questions_of(record, turns, chat)
-
-    def content(question: Question) -> tuple[str, str]:
-        return question.path, json.dumps(question.body, sort_keys=True)
-
-    return gathered(name, selection, read, content, lambda question: question)
 
 
 def record_of(audit: Audit, findings: list[Finding]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from eval.audit.ask import AUDITED, BASELINE
+from eval.audit.ask import SIDES
 from eval.audit.compare import FAILED, FAULT, NEAR_TIE, NOT_OFFERED, NOT_RUN, PASSED, UNDECIDED, UNEXPLAINED
 from eval.audit.faults import FAULTS
 
@@ -52,10 +52,15 @@ def headline(record: dict[str, Any]) -> str:
         FAILED: f"NOT LOSSLESS: {fault or verdict['sentence']}",
         UNDECIDED: f"Undecided: {verdict['sentence']}",
     }[verdict["status"]]
-    loads = next((f["figures"].get("loads") for f in record["findings"] if f["check"] == "speed"), None)
+    loads = loads_of(record)
     if not loads or verdict["status"] == FAILED:
         return f"{text}."
     return f"{text}; {loads[0]['speedup']:.2f} times as fast, one request at a time."
+
+
+def loads_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the speeds of an audit at each number of requests in flight."""
+    return next((f["figures"]["loads"] for f in record["findings"] if f["check"] == "speed"), [])
 
 
 def terminal(record: dict[str, Any]) -> Iterator[str]:
@@ -80,9 +85,6 @@ def one_line(difference: dict[str, Any]) -> str:
     ours, theirs = (difference[side].encode()[at : at + SHOWN].decode(errors="replace") for side in SIDES)
     gap = "" if difference["gap"] is None else f", {difference['gap']:.2f} nats less likely to the baseline"
     return f"prompt {difference['id']}, byte {at}: {ours!r} instead of {theirs!r}{gap}"
-
-
-SIDES = (AUDITED, BASELINE)
 
 
 def page(record: dict[str, Any]) -> str:
@@ -115,7 +117,7 @@ def cut(text: str, at: int) -> tuple[str, str, str]:
 
 def plot(record: dict[str, Any]) -> dict[str, Any] | None:
     """Return the curves of throughput against the speed of one user, in the plot's units; None without two loads."""
-    loads = next((f["figures"].get("loads") for f in record["findings"] if f["check"] == "speed"), None) or []
+    loads = loads_of(record)
     if len(loads) < 2:
         return None
     most = [max(load[key][side] for load in loads for side in SIDES) for key in ("user", "throughput")]

@@ -5,16 +5,16 @@ are compared, and a speedup is reported. The batch size is the number of request
 """
 
 import itertools
-import json
 import platform
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from eval.config import DecodingConfig, EndpointConfig, Selection
-from eval.endpoint.client import Answer, Request, Server, requests_of
+from eval.endpoint.client import Answer, Server
+from eval.endpoint.questions import Question, read_questions
 from eval.endpoint.rows import Runs, rows, text_gate
-from eval.inputs.workloads import Readable, Workload, gathered, prompt_counts
+from eval.inputs.workloads import Workload, prompt_counts
 from eval.live.interleaved import PLAIN, in_turns
 from eval.live.request_rate import arrivals
 from eval.measures.losslessness import Gate, labelled
@@ -44,12 +44,13 @@ def measure(
             meanwhile; a request failed; or a workload cannot be read. Nothing is written then.
     """
     assert served.endpoint is not None
-    jobs = [_read(name, prompts, served.client.chat) for name in workloads]
+    jobs = [read_questions(name, prompts, served.client.chat) for name in workloads]
     server = Server(served.endpoint, served.client, "endpoint")
     info = server.describe()
     servers = {info.get("speculative_algorithm", "endpoint").lower(): server}
     if served.baseline is not None:
-        servers = {PLAIN: _baseline(served, server), **servers}
+        servers = {PLAIN: Server(served.baseline, served.client, "baseline"), **servers}
+        servers[PLAIN].check_baseline_of(server)
     measured: list[Measured] = []
     start = 0
     for job in jobs:
@@ -77,31 +78,6 @@ def measure(
     )
 
 
-def _read(name: str, config: Selection, chat: bool) -> Workload[Request]:
-    """Read a workload's requests; one without further prompts for the warm-up repeats its last ones."""
-
-    def read(record: Readable, turns: str) -> Iterator[Request]:
-        return requests_of(record, turns, chat)
-
-    def content(request: Request) -> tuple[str, str]:
-        return request.path, json.dumps(request.body, sort_keys=True)
-
-    return gathered(name, config, read, content, lambda request: request)
-
-
-def _baseline(config: EndpointConfig, server: Server) -> Server:
-    """Connect to the baseline; raise a ValueError where it serves another model, or speculates."""
-    assert config.baseline is not None
-    base = Server(config.baseline, config.client, "baseline")
-    if base.model != server.model:
-        raise ValueError(
-            f"{base.url} serves {base.model} and {server.url} {server.model}: the baseline is the same model, served "
-            "under the same name (--served-model-name)"
-        )
-    base.refuse_drafts()
-    return base
-
-
 def _settings(config: DecodingConfig, temperature: float) -> dict[str, Any]:
     """Return the sampling fields of every request, all of them, so that no server's default applies."""
     sampling = {"temperature": temperature, "top_p": config.top_p, "top_k": config.top_k or -1, "min_p": config.min_p}
@@ -112,7 +88,7 @@ def _settings(config: DecodingConfig, temperature: float) -> dict[str, Any]:
 
 
 def _runs(
-    servers: Servers, job: Workload[Request], settings: Mapping[str, Any], measurement: Measurement, repeats: int
+    servers: Servers, job: Workload[Question], settings: Mapping[str, Any], measurement: Measurement, repeats: int
 ) -> dict[str, Runs]:
     """Send all requests to all servers, `repeats` times, in turns: after each request, or after all in full batches.
 
@@ -151,7 +127,7 @@ def _gates(measured: Sequence[Measured]) -> dict[str, Gate]:
 
 
 def _report_settings(
-    served: EndpointConfig, prompts: Selection, config: DecodingConfig, repeats: int, jobs: Sequence[Workload[Request]]
+    served: EndpointConfig, prompts: Selection, config: DecodingConfig, repeats: int, jobs: Sequence[Workload[Question]]
 ) -> dict[str, Any]:
     """Return the settings that the report shows: those of requests and workloads."""
     sampling = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")

@@ -18,11 +18,11 @@ from data.answers.client import EndpointError
 from eval.audit.compare import FAILED, FAULT, NOT_RUN, PASSED, UNDECIDED, Difference, Finding, gap_at, penalized
 from eval.audit.faults import FAULTS, diagnosed
 from eval.audit.properties import schema_breach, stop_in
-from eval.audit.replies import Reply, Token, read_replies, read_tokens
 from eval.audit.run import JSON, PAGE, REPRODUCTION, Verdict, audited
 from eval.audit.sampling import OPENING, critical, kernels_of, p_value, permuted, smallest_shares
 from eval.audit.view import cut
 from eval.config import eval_config
+from eval.endpoint.replies import Reply, Token, read_replies, read_tokens
 from tests.eval.audit_decoding import FAULTS as PLANTED
 from tests.eval.audit_proxy import FAULTS as PROXIED
 from tests.eval.audit_proxy import AuditProxy
