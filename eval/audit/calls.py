@@ -28,6 +28,7 @@ from eval.audit.compare import (
 from eval.audit.properties import CITIES, SCHEMA, schema_breach
 from eval.endpoint.questions import Question
 from eval.endpoint.replies import Reply, Token
+from eval.measures.losslessness import shared_length
 
 NAME = "report_weather"
 AUTO = "auto"
@@ -153,8 +154,7 @@ def texts_of(tokens: Sequence[Token]) -> list[bytes]:
 
 def token_gap(theirs: Sequence[Token], ours: Sequence[Token]) -> tuple[int, float | None]:
     """Return which token of two answers differs first, and by how many nats the first answer's is likelier there."""
-    pairs = zip(texts_of(theirs), texts_of(ours), strict=False)
-    at = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(theirs), len(ours)))
+    at = shared_length(texts_of(theirs), texts_of(ours))
     if at == len(theirs):
         return at, None
     rest = b"".join(texts_of(ours)[at:])

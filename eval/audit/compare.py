@@ -5,7 +5,6 @@ difference is a fault only where the baseline's own logprobs put the audited ser
 than `near_tie`; every answer that the baseline itself gave to the question, in any order or company, is right.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from eval.audit.ask import AUDITED, BASELINE, LOGPROBS, Asker
 from eval.config import AuditorConfig
 from eval.endpoint.questions import Question
 from eval.endpoint.replies import Reply, Token
+from eval.measures.losslessness import shared_length
 
 FAULT, NEAR_TIE, UNEXPLAINED = KINDS = ("fault", "near_tie", "unexplained")
 PASSED, FAILED, UNDECIDED, NOT_OFFERED, NOT_RUN = STATUSES = ("passed", "failed", "undecided", "not_offered", "not_run")
@@ -72,19 +72,19 @@ class Comparer:
 
     def __init__(self, asker: Asker, near_tie: float) -> None:
         self.asker, self.near_tie = asker, near_tie
-        self.answers: dict[str, list[Reply]] = {}  # of the baseline, by question
-        self.explained: dict[str, list[Reply]] = {}
+        self.answers: dict[tuple[str, str], list[Reply]] = {}  # of the baseline, by question
+        self.explained: dict[tuple[str, str], list[Reply]] = {}
         self.texts: dict[str, str] = {}  # the baseline's first answers by prompt
 
     def learn(self, question: Question, reply: Reply) -> None:
         """Take an answer of the baseline as a right one."""
         if not reply.error:
             self.texts.setdefault(question.prompt, reply.text)
-        self.answers.setdefault(key_of(question), []).append(reply)
+        self.answers.setdefault(question.content, []).append(reply)
 
     def varied(self, questions: Iterable[Question]) -> int:
         """Return to how many questions the baseline gave different answers."""
-        keys = {key_of(question) for question in questions}
+        keys = {question.content for question in questions}
         return sum(len({reply.content for reply in self.answers.get(key, [])}) > 1 for key in keys)
 
     def calibrate(self, questions: Iterable[Question]) -> None:
@@ -94,18 +94,18 @@ class Comparer:
             for question in questions
             if self.varied([question])
             for listed in self._explained(question)
-            for reply in self.answers[key_of(question)]
+            for reply in self.answers[question.content]
             if reply.text != listed.text and not reply.error
         ]
         self.near_tie = max([self.near_tie, *(2 * gap for gap in gaps)])
 
     def fails(self, question: Question) -> bool:
         """Whether the baseline answered a question with an error."""
-        return any(reply.error for reply in self.answers[key_of(question)])
+        return any(reply.error for reply in self.answers[question.content])
 
     def difference(self, question: Question, ours: Reply) -> Difference | None:
         """Return the difference of an answer from all of the baseline's to this question, None where it is one."""
-        theirs = self.answers[key_of(question)]
+        theirs = self.answers[question.content]
         if ours.content in {reply.content for reply in theirs}:
             return None
         if ours.error:
@@ -128,7 +128,7 @@ class Comparer:
 
     def _explained(self, question: Question) -> list[Reply]:
         """Return answers of the baseline with logprobs; none from a server without them, or after the audit's end."""
-        key = key_of(question)
+        key = question.content
         if key not in self.explained:
             listed = question.having("with logprobs", **logprobs(question))
             replies = self.asker.taken(self.asker.one(BASELINE, listed) for _ in range(EXPLAINED))
@@ -208,7 +208,7 @@ def judged(
     pairs = audit.asker.taken(answers)
     answered = [pair for pair in pairs if not audit.comparer.fails(pair[0])]
     if not answered:
-        error = audit.comparer.answers[key_of(pairs[0][0])][0].error if pairs else "no such questions"
+        error = audit.comparer.answers[pairs[0][0].content][0].error if pairs else "no such questions"
         return Finding(check, NOT_OFFERED, f"the baseline does not answer: {error}")
     differences = []
     for question, reply in answered:
@@ -253,8 +253,7 @@ def logprobs(question: Question) -> dict[str, Any]:
 
 def first_difference(one: str, other: str) -> int:
     """Return the first byte in which two texts differ; the length of the shorter where it begins the other."""
-    a, b = one.encode(), other.encode()
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return shared_length(one.encode(), other.encode())
 
 
 def gap_at(theirs: Reply, ours: str, body: Mapping[str, Any]) -> tuple[int, float | None]:
@@ -304,8 +303,3 @@ def penalized(tokens: Sequence[Token], body: Mapping[str, Any]) -> list[tuple[fl
         adjusted.append((token.logprob - less[token.text], top))
         counts[token.text] += 1
     return adjusted
-
-
-def key_of(question: Question) -> str:
-    """Return the key of a question's answers."""
-    return json.dumps([question.path, question.body], sort_keys=True)

@@ -18,7 +18,6 @@ from eval.audit.compare import (
     Difference,
     Finding,
     breach,
-    key_of,
     logprobs,
     status_of,
 )  # fmt: skip
@@ -66,7 +65,7 @@ def stop_strings(audit: Audit) -> Finding:
     """Ask to stop at a string in the middle of an answer, once with a limit just behind it."""
     questions = []
     for question in audit.questions[:MANY]:
-        reply = audit.comparer.answers[key_of(question)][0]
+        reply = audit.comparer.answers[question.content][0]
         if (stop := stop_in(reply.text)) is not None:
             at = question.having("with a stop string", stop=[stop])
             questions.append(at)

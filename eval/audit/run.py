@@ -38,6 +38,7 @@ from eval.audit.view import page, terminal
 from eval.config import AuditConfig, AuditorConfig, DecodingConfig, EndpointConfig, Selection
 from eval.endpoint.client import Server
 from eval.endpoint.questions import read_questions
+from eval.measures.cost_model import cycled
 from heads.common.files import write_whole
 from heads.common.progress import Bar
 from heads.common.untrusted import visible
@@ -46,25 +47,27 @@ SCHEMA = 1  # of audit.json
 PROMPT = 400  # characters of a prompt
 WAVERING = 4.0  # nats: a bar for near ties that no rounding explains
 JSON, PAGE, REPRODUCTION = "audit.json", "audit.html", "reproduce.py"
-CHECKS: dict[str, Callable[[Audit], Finding]] = {
-    "identity": greedy.identity,
-    "prefix_cache": greedy.prefix_cache,
-    "conversations": greedy.conversations,
-    "borders": greedy.borders,
-    "concurrency": greedy.side_by_side,
-    "cancelled": greedy.cancelled,
-    "streaming": greedy.unstreamed,
-    "penalties": greedy.penalties,
-    "limits": properties.limits,
-    "stop_strings": properties.stop_strings,
-    "usage": properties.usage,
-    "logprobs": properties.logprobs_hold,
-    "choices": seeds.choices,
-    "tool_calls": calls.tool_calls,
-    "schemas": properties.schemas,
-    "seeds": seeds.seeds,
-    **{check: partial(sampling, check=check) for check in SETTINGS},
+CHECKS: dict[str, tuple[str, Callable[[Audit], Finding]]] = {  # each under its title
+    "identity": ("Greedy answers alone, cold and warm", greedy.identity),
+    "prefix_cache": ("x, y, x again behind a shared prefix", greedy.prefix_cache),
+    "conversations": ("Follow-up questions", greedy.conversations),
+    "borders": ("Prompts at chunk borders", greedy.borders),
+    "concurrency": ("Requests side by side", greedy.side_by_side),
+    "cancelled": ("Beside cancelled requests", greedy.cancelled),
+    "streaming": ("Whole replies like streamed ones", greedy.unstreamed),
+    "penalties": ("Presence and frequency penalties", greedy.penalties),
+    "limits": ("max_tokens", properties.limits),
+    "stop_strings": ("Stop strings", properties.stop_strings),
+    "usage": ("Counts of tokens", properties.usage),
+    "logprobs": ("Logprobs", properties.logprobs_hold),
+    "choices": ("Several choices (n)", seeds.choices),
+    "tool_calls": ("Tool calls", calls.tool_calls),
+    "schemas": ("JSON schema and grammar", properties.schemas),
+    "seeds": ("Seeds", seeds.seeds),
+    "sampling": ("Sampled text at temperature 1", partial(sampling, check="sampling")),
+    "sampling_top_p": ("Sampled text with top_p", partial(sampling, check="sampling_top_p")),
 }
+TITLES = {check: title for check, (title, _) in CHECKS.items()} | {"speed": "Speed"}
 
 
 class Verdict(NamedTuple):
@@ -107,7 +110,7 @@ def audited(
     record = cleaned(record_of(audit, findings), key)
     script = ""
     if (difference := clearest(findings)) is not None:
-        company = greedy.repeated(questions, difference.in_flight)[1 : difference.in_flight]
+        company = cycled(questions, difference.in_flight)[1 : difference.in_flight]
         script = reproduction(audit, difference, client.api_key_env, company, key)
     write(out, record, script)
     for line in terminal(record):
@@ -142,7 +145,8 @@ def run(audit: Audit) -> list[Finding]:
 
 def finding_of(audit: Audit, check: str) -> Finding:
     """Run a check and return its finding, though the audit ends in it."""
-    finding = next(iter(audit.asker.taken(CHECKS[check](audit) for _ in range(1))), Finding(check, NOT_RUN, ""))
+    _, ask = CHECKS[check]
+    finding = next(iter(audit.asker.taken(ask(audit) for _ in range(1))), Finding(check, NOT_RUN, ""))
     return cut_short(finding, audit.asker) if audit.asker.ended else finding
 
 
@@ -222,6 +226,7 @@ def finding_record(finding: Finding) -> dict[str, Any]:
     shown = sorted(finding.differences, key=lambda d: (d.kind != "fault", -(d.gap or 0)))[:3]
     return {
         "check": finding.check,
+        "title": TITLES[finding.check],
         "status": finding.status,
         "summary": finding.summary,
         "fault": finding.fault,

@@ -17,27 +17,6 @@ SHOWN = 60  # bytes of a text around a difference in the terminal, and before it
 LONG = 400
 WIDTH, HEIGHT, EDGE = 640, 260, 56  # of the plot, in its own units
 
-TITLES = {
-    "identity": "Greedy answers alone, cold and warm",
-    "prefix_cache": "x, y, x again behind a shared prefix",
-    "conversations": "Follow-up questions",
-    "borders": "Prompts at chunk borders",
-    "concurrency": "Requests side by side",
-    "cancelled": "Beside cancelled requests",
-    "streaming": "Whole replies like streamed ones",
-    "penalties": "Presence and frequency penalties",
-    "limits": "max_tokens",
-    "stop_strings": "Stop strings",
-    "usage": "Counts of tokens",
-    "logprobs": "Logprobs",
-    "choices": "Several choices (n)",
-    "tool_calls": "Tool calls",
-    "schemas": "JSON schema and grammar",
-    "seeds": "Seeds",
-    "sampling": "Sampled text at temperature 1",
-    "sampling_top_p": "Sampled text with top_p",
-    "speed": "Speed",
-}
 STATUSES = {PASSED: "passed", FAILED: "FAILED", UNDECIDED: "undecided", NOT_OFFERED: "not offered",
             NOT_RUN: "not run"}  # fmt: skip
 KINDS = {FAULT: "a fault", NEAR_TIE: "a near tie", UNEXPLAINED: "not explained: no logprobs of the baseline's"}
@@ -69,7 +48,7 @@ def terminal(record: dict[str, Any]) -> Iterator[str]:
     for finding in record["findings"]:
         measured = finding["check"] == "speed" and finding["status"] == PASSED
         status = "measured" if measured else STATUSES[finding["status"]]
-        yield f"  {status:11} {TITLES[finding['check']]}: {finding['summary']}"
+        yield f"  {status:11} {finding['title']}: {finding['summary']}"
         for difference in finding["differences"] if finding["status"] == FAILED else ():
             yield f"{'':14}{one_line(difference)}"
             break
@@ -96,7 +75,6 @@ def page(record: dict[str, Any]) -> str:
         record=record,
         headline=headline(record),
         fault=FAULTS.get(record["verdict"]["fault"]),
-        titles=TITLES,
         statuses=STATUSES,
         kinds=KINDS,
         failed=FAILED,

@@ -20,7 +20,7 @@ from eval.live.request_rate import arrivals
 from eval.measures.losslessness import Gate, labelled
 from eval.measures.machine import cpu_name, provenance
 from eval.measures.metrics import Passes
-from eval.measures.results import Measurement
+from eval.measures.results import ENDPOINT, Measurement
 from eval.report.write import Report
 
 Servers = Mapping[str, Server]  # by drafter name, the baseline's is PLAIN
@@ -47,7 +47,7 @@ def measure(
     jobs = [read_questions(name, prompts, served.client.chat) for name in workloads]
     server = Server(served.endpoint, served.client, "endpoint")
     info = server.describe()
-    servers = {info.get("speculative_algorithm", "endpoint").lower(): server}
+    servers = {info.get("speculative_algorithm", ENDPOINT).lower(): server}
     if served.baseline is not None:
         servers = {PLAIN: Server(served.baseline, served.client, "baseline"), **servers}
         servers[PLAIN].check_baseline_of(server)
@@ -66,8 +66,8 @@ def measure(
     return Report(
         target={"name": server.model, "path": server.model},
         device={
-            "name": " ".join(filter(None, (server.engine or "endpoint", info.get("version"), "at", server.url))),
-            "type": "endpoint",
+            "name": " ".join(filter(None, (server.engine or ENDPOINT, info.get("version"), "at", server.url))),
+            "type": ENDPOINT,
             "dtype": None,
             "client": cpu_name(),
             "python": platform.python_version(),

@@ -6,13 +6,12 @@ requests count with a share of the elapsed time each, and the shares add up to i
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from typing import NamedTuple
 
 from eval.endpoint.client import Answer
 from eval.live.interleaved import PLAIN, judged
 from eval.live.request_rate import Served, waited
-from eval.measures.losslessness import Divergence, Gate, gate_of
+from eval.measures.losslessness import Divergence, Gate, gate_of, shared_length
 from eval.measures.metrics import Passes, together
 from eval.measures.results import UNTIMED, Measurement, Request, Row, Source, Subset, result
 from inference.decode import Generation
@@ -29,10 +28,6 @@ class Runs(NamedTuple):
     def texts(self) -> list[list[str]]:
         """Return the texts of every request's repeats."""
         return [[run.text for run in repeats] for repeats in self.answers]
-
-    def requests(self) -> list[Request]:
-        """Return each request as it was measured."""
-        return [_measured(repeats) for repeats in self.answers]
 
 
 def _measured(repeats: Sequence[Answer]) -> Request:
@@ -70,12 +65,12 @@ def text_gate(plain: Sequence[Sequence[str]], drafted: Sequence[Sequence[str]], 
 
 def differs(one: str, other: str) -> int | None:
     """Return the index of the first character at which two texts differ, or one ends; None if they are equal."""
-    return next((i for i, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
+    return None if one == other else shared_length(one, other)
 
 
 def rows(by_server: Mapping[str, Runs], gates: Mapping[str, Gate], measurement: Measurement) -> list[Row]:
     """Return the servers' rows of a measurement, given their answers by drafter name; the baseline's may be missing."""
-    requests = {name: runs.requests() for name, runs in by_server.items()}
+    requests = {name: [_measured(repeats) for repeats in runs.answers] for name, runs in by_server.items()}
     timed = [
         judged(_row(name, runs, subset.of(requests[name]), measurement, subset), requests, gates, measurement, subset)
         for subset in measurement.parts(len(next(iter(requests.values()))))
