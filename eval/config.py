@@ -1,8 +1,9 @@
 """The types of conf/eval.yaml, and the checks of its values; what each key means stands there beside its value."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Annotated, Any
 
 from omegaconf import OmegaConf
@@ -154,6 +155,10 @@ class DecodingConfig:
         remedy = "give requests a second, a number above 0, or null, or a list"
         rates = items_of("request_rate", self.request_rate, is_rate, remedy)
         return [None if rate is None else float(rate) for rate in rates]
+
+    def conditions(self) -> Iterator[tuple[float, int, float | None]]:
+        """Yield every temperature with every batch size and request rate."""
+        return product(self.temperatures(), self.batch_sizes(), self.request_rates())
 
     def sampling(self, temperature: float) -> Sampling:
         """Return the sampling settings at a temperature."""

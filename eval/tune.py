@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from data.text.prompts import Prompt
 from eval.inputs.texts import Text, write
-from eval.live.interleaved import PLAIN, decoded_once, measure, rows
+from eval.live.interleaved import PLAIN, Setup, decoded_once, measure, rows
 from eval.measures.cost_model import Costs, at_context, cycled, rising
 from eval.measures.losslessness import gate, labelled
 from eval.measures.machine import device_facts, provenance
@@ -55,9 +55,8 @@ def tune(
             verify.
     """
     plan = replace(plan, grid=plan.grid.within(target.context))
-    Batch(
-        target, [Plain(target.device)] * plan.batch_sizes[-1]
-    )  # fails now, not after minutes, if the target takes none
+    # Fails now, not after minutes, if the target takes no batch.
+    Batch(target, [Plain(target.device)] * plan.batch_sizes[-1])
     folder = resolve_head(plan.run)
     if is_published(folder):
         raise ValueError(
@@ -80,10 +79,10 @@ def tune(
         raise ValueError("the target answers every prompt with one token, so nothing is drafted: set another workload")
     texts = [text for _, text in answered]
     trees, table = simulate(grid, target, drafter, texts)
-    bench = Bench(plan, target, drafter, texts, halves([prompt for prompt, _ in answered])[1])
     most = target.context - max(plan.sizes) - 1
     here = min(most, round(fmean(text.start + text.generated / 2 for text in texts)))  # the workload's context
     contexts = costing.verification(target, plan.sizes, [here, *grid.contexts], 2 * grid.samples, plan.decoding.seed)
+    bench = Bench(plan, target, drafter, texts, halves([prompt for prompt, _ in answered])[1], contexts, here)
     costs: dict[int, Costs] = {}
     results: list[AtBatch] = []
     for batch in sorted({1, *plan.batch_sizes}):
@@ -93,7 +92,7 @@ def tune(
             group: Group = (lambda one: one.kind) if results else (lambda one: one.family)
             finalists = [one for members in ranked(trees, costs, batch, group) for one in members[:FINALISTS]]
             costs[batch] = bench.costs(finalists, AGAIN * grid.samples, batch, costs[batch])
-            candidates = bench.measured(ranked(finalists, costs, batch, group), costs, batch, contexts, here)
+            candidates = bench.measured(ranked(finalists, costs, batch, group), costs, batch)
             results.append(AtBatch(batch, costs[batch], candidates, fastest(candidates), ""))
     settings = {**settings_of(plan, target, texts, engine), "left_out": plan.left_out(whole)}
     return Tuning(settings, table.tolist(), contexts, concluded(results, plan.run, folder))
@@ -110,13 +109,18 @@ def ranked(trees: Sequence[Tried], costs: Mapping[int, Costs], batch: int, group
 
 @dataclass(frozen=True)
 class Bench:
-    """The setup of measurements: target, head, all texts, and the prompts held back from the choice."""
+    """The setup of measurements: target, head, all texts, and the prompts held back from the choice.
+
+    `contexts` are a sequence's verification seconds by tokens of context, then nodes; `here` is the workload's context.
+    """
 
     plan: TunePlan
     target: Target
     head: HeadDrafter
     texts: list[Text]
     held: list[Prompt]
+    contexts: Mapping[int, Mapping[int, float]]
+    here: int
 
     def costs(self, trees: Sequence[Tried], samples: int, batch: int, first: Costs | None = None) -> Costs:
         """Measure the trees' costs at a batch size; those measured `first` fill the gaps."""
@@ -126,17 +130,11 @@ class Bench:
         )
         return costs if first is None else merged(first, costs)
 
-    def measured(
-        self,
-        groups: Sequence[Sequence[Tried]],
-        costs: Mapping[int, Costs],
-        batch: int,
-        contexts: Mapping[int, Mapping[int, float]],
-        here: int,
-    ) -> list[Candidate]:
+    def measured(self, groups: Sequence[Sequence[Tried]], costs: Mapping[int, Costs], batch: int) -> list[Candidate]:
         """Return the candidates; the first of each group and the one predicted best of all are decoded with."""
-        others = {context: there for context, there in contexts.items() if context != here and here in contexts}
-        elsewhere = {context: at_context(costs, contexts[here], there) for context, there in others.items()}
+        others = {**self.contexts}
+        here = others.pop(self.here, None)
+        elsewhere = {context: at_context(costs, here, there) for context, there in others.items() if here is not None}
 
         def candidate(one: Tried) -> Candidate:
             far = {context: one.predicted(moved, batch).speedup for context, moved in elsewhere.items()}
@@ -157,12 +155,12 @@ class Bench:
         drafters: dict[str, Drafter] = {
             str(i): HeadDrafter(self.head.head, one.tree, str(i)) for i, one in enumerate(candidates)
         }
-        plan, target, prompts = self.plan, self.target, cycled(self.held, batch)
-        once = decoded_once(target, drafters, prompts, replace(plan.settings, gaps=True), batch)
-        ids = [prompt.id for prompt in prompts]
-        gates = {labelled(name, batch): gate(once[PLAIN], once[name], ids, target.dtype) for name in drafters}
+        plan, setup = self.plan, Setup(self.target, drafters, cycled(self.held, batch), self.plan.settings)
+        once = decoded_once(setup._replace(settings=replace(plan.settings, gaps=True)), batch)
+        ids, dtype = [prompt.id for prompt in setup.prompts], self.target.dtype
+        gates = {labelled(name, batch): gate(once[PLAIN], once[name], ids, dtype) for name in drafters}
         # All have run once already: no warm-up.
-        runs = measure(target, drafters, prompts, plan.settings, plan.repeats, (), hf=False, batch_size=batch)
+        runs = measure(setup, plan.repeats, (), hf=False, batch_size=batch)
         plain, *measured = rows(runs, drafters, gates, Measurement("", 0.0, batch, 0, plan.decoding.seed))
         return [
             replace(

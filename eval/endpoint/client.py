@@ -18,6 +18,7 @@ from eval.endpoint.replies import read_replies
 from eval.measures.metrics import Passes, together
 
 POLL_S = 0.02  # between two readings of counters that lag behind
+BASELINE = "baseline"  # the option of a server without a draft source
 PAGE_S = 30.0  # seconds for a page of a server's own, at most
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
@@ -59,7 +60,8 @@ class Server:
     """A served model, at its URL without the API's path; `key` is the option that holds it."""
 
     def __init__(self, url: str, config: ClientConfig, key: str) -> None:
-        self.url, self.config, self.key = base_url(url), config, key
+        self.url, self.config = base_url(url), config
+        self.is_baseline = key == BASELINE
         # No retries: a repeated request would be timed and counted twice.
         once = EndpointConfig(
             model=config.model, concurrency=1, timeout=config.timeout, retries=0, backoff=0.0, max_wait=0.0,
@@ -119,23 +121,18 @@ class Server:
             ) from failure
 
     def send_all(
-        self,
-        requests: Sequence[Question],
-        settings: Mapping[str, Any],
-        in_flight: int,
-        drafts: bool,
-        when: Sequence[float] | None = None,
+        self, requests: Sequence[Question], settings: Mapping[str, Any], in_flight: int, when: Sequence[float] | None
     ) -> tuple[list[Answer], Passes]:
         """Send requests, `in_flight` at a time, with the fields that their bodies share; return answers and all passes.
 
         They arrive `when` seconds from now, ascending, and wait while as many are in flight; None: all are there.
-        Without `drafts` the server does not speculate, and a forward pass commits one token.
+        The baseline does not speculate, and a forward pass of it commits one token.
 
         Raises:
             ValueError: a request failed; or the counters show that the server restarted, that it served other clients
                 too, that another server answered, or that it does not speculate.
         """
-        before = self.counters() if drafts else None
+        before = None if self.is_baseline else self.counters()
         begin = time.perf_counter()
 
         def send(request: Question, arrived: float | None) -> Answer:
@@ -154,7 +151,7 @@ class Server:
         wall = time.perf_counter() - begin
         weight = wall / sum(answer.latency_s for answer in answers) if in_flight > 1 else 1.0
         answers = [answer._replace(weight=weight) for answer in answers]
-        if not drafts:
+        if self.is_baseline:
             if any(answer.passes is not None for answer in answers):
                 raise ValueError(self._speculates())
             answers = [answer._replace(passes=verified(answer.decoded, 0, 0, ())) for answer in answers]
@@ -187,7 +184,7 @@ class Server:
             raise ValueError(self._speculates())
 
     def _speculates(self) -> str:
-        return f"{self.url} speculates: {self.key} is for the same model served without a draft source"
+        return f"{self.url} speculates: {BASELINE} is for the same model served without a draft source"
 
     def _counters_after(self, before: Counters, count: int, decoded: int) -> Counters:
         """Wait until the counters include `count` further requests, and return them if they have no others."""

@@ -4,14 +4,13 @@ With the same model served without speculation as the baseline, both answer the 
 are compared, and a speedup is reported. The batch size is the number of requests in flight.
 """
 
-import itertools
 import platform
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from eval.config import DecodingConfig, EndpointConfig, Selection
-from eval.endpoint.client import Answer, Server
+from eval.endpoint.client import BASELINE, Answer, Server
 from eval.endpoint.questions import Question, read_questions
 from eval.endpoint.rows import Runs, rows, text_gate
 from eval.inputs.workloads import Workload, prompt_counts
@@ -49,15 +48,13 @@ def measure(
     info = server.describe()
     servers = {info.get("speculative_algorithm", ENDPOINT).lower(): server}
     if served.baseline is not None:
-        servers = {PLAIN: Server(served.baseline, served.client, "baseline"), **servers}
+        servers = {PLAIN: Server(served.baseline, served.client, BASELINE), **servers}
         servers[PLAIN].check_baseline_of(server)
     measured: list[Measured] = []
     start = 0
     for job in jobs:
         ids = [request.id for request in job.prompts]
-        for temperature, size, rate in itertools.product(
-            config.temperatures(), config.batch_sizes(), config.request_rates()
-        ):
+        for temperature, size, rate in config.conditions():
             measurement = job.measurement(temperature, size, config.seed, start=start, request_rate=rate)
             runs = _runs(servers, job, _settings(config, temperature), measurement, repeats)
             measured.append(Measured(measurement, ids, runs))
@@ -97,13 +94,13 @@ def _runs(
     in_flight, rate, gaps = measurement.batch_size, measurement.request_rate, random.Random(measurement.seed)
     count = len(job.prompts)
     when = [None if rate is None else arrivals(count, rate, gaps) for _ in range(repeats)]
-    for name, server in servers.items() if job.warmup else ():
-        server.send_all(job.warmup, settings, in_flight, name != PLAIN)
+    for server in servers.values() if job.warmup else ():
+        server.send_all(job.warmup, settings, in_flight, None)
     passes: dict[str, list[Passes]] = {name: [] for name in servers}
 
     def answer(name: str, batch: Sequence[int], number: int) -> list[Answer]:
         requests = [job.prompts[i] for i in batch]
-        answers, counts = servers[name].send_all(requests, settings, in_flight, name != PLAIN, when[number])
+        answers, counts = servers[name].send_all(requests, settings, in_flight, when[number])
         passes[name].append(counts)
         return answers
 

@@ -72,7 +72,7 @@ def rows(by_server: Mapping[str, Runs], gates: Mapping[str, Gate], measurement: 
     """Return the servers' rows of a measurement, given their answers by drafter name; the baseline's may be missing."""
     requests = {name: [_measured(repeats) for repeats in runs.answers] for name, runs in by_server.items()}
     timed = [
-        judged(_row(name, runs, subset.of(requests[name]), measurement, subset), requests, gates, measurement, subset)
+        judged(_row(name, runs, subset, subset.of(requests[name])), subset, requests, gates)
         for subset in measurement.parts(len(next(iter(requests.values()))))
         for name, runs in by_server.items()
     ]
@@ -88,10 +88,10 @@ def _served(answer: Answer) -> Served:
     return Served(generation, answer.arrived, answer.queue_s, answer.ttft_s)
 
 
-def _row(name: str, runs: Runs, requests: Sequence[Request], measurement: Measurement, subset: Subset) -> Row:
+def _row(name: str, runs: Runs, subset: Subset, requests: Sequence[Request]) -> Row:
     counts = [request.passes for request in requests if request.passes is not None]
     total = together((counts if len(counts) == len(requests) else []) if subset.category else runs.passes)
-    rule = "none" if name == PLAIN else "greedy" if measurement.temperature == 0 else "the server's"
+    rule = "none" if name == PLAIN else "greedy" if subset.measurement.temperature == 0 else "the server's"
     depths = f"served, depth {len(total.by_depth)}" if total.by_depth else "served"
-    row = result(Source(name, rule, "none" if name == PLAIN else depths), measurement, subset, requests, total)
+    row = result(Source(name, rule, "none" if name == PLAIN else depths), subset, requests, total)
     return replace(row, tokens=sum(run.decoded for repeats in subset.of(runs.answers) for run in repeats))

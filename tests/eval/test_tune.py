@@ -324,7 +324,7 @@ def test_the_tree_that_is_predicted_best_of_all_is_decoded_with(
     target = toys.target()
     config = configured(tmp_path)
     plan = TunePlan("run", {}, config.tuner, config, config.repeats, 1)
-    bench = Bench(plan, target, HeadDrafter(toys.head("eagle", target), chain, "head"), [], [])
+    bench = Bench(plan, target, HeadDrafter(toys.head("eagle", target), chain, "head"), [], [], {}, 0)
     asked: list[TreeConfig] = []
 
     def timed(_: Bench, candidates: list[Candidate], batch: int) -> list[Candidate]:
@@ -332,7 +332,7 @@ def test_the_tree_that_is_predicted_best_of_all_is_decoded_with(
         return [candidate(one.family, "chain", 1.0, 1.0) for one in candidates]
 
     monkeypatch.setattr(Bench, "timed", timed)
-    found = bench.measured([[first, second, third], [other]], {1: known}, 1, {}, 0)
+    found = bench.measured([[first, second, third], [other]], {1: known}, 1)
     assert asked == [first.tree, second.tree, other.tree]
     assert [one.measured is not None for one in found] == [True, True, False, True]
 
