@@ -22,8 +22,8 @@ from eval.audit.compare import (
     gap_at,
     kind_of,
     lead,
-    logprobs,
     status_of,
+    with_logprobs,
 )  # fmt: skip
 from eval.audit.properties import CITIES, SCHEMA, schema_breach
 from eval.endpoint.questions import Question
@@ -80,7 +80,7 @@ def called(audit: Audit, question: Question) -> Outcome:
         return Outcome(NOT_CALLED, theirs.error)
     if parsed(ours) == parsed(theirs):
         return Outcome(SAME)
-    listed = question.having("with logprobs", **logprobs(question))
+    listed = with_logprobs(question)
     whole = audit.asker.taken(audit.asker.one(BASELINE, listed, stream=False) for _ in range(EXPLAINED))
     right = [theirs, *(reply for reply in whole if not reply.error)]
     if parsed(ours) in map(parsed, right) and not ours.error:

@@ -130,7 +130,7 @@ class Comparer:
         """Return answers of the baseline with logprobs; none from a server without them, or after the audit's end."""
         key = question.content
         if key not in self.explained:
-            listed = question.having("with logprobs", **logprobs(question))
+            listed = with_logprobs(question)
             replies = self.asker.taken(self.asker.one(BASELINE, listed) for _ in range(EXPLAINED))
             self.explained[key] = [reply for reply in replies if reply.tokens]
         return self.explained[key]
@@ -152,7 +152,7 @@ class Comparer:
 
     def _step(self, question: Question, ours: Reply, at: int) -> str:
         """Return which token of a pass is wrong, from a stream with logprobs whose events are passes."""
-        listed = question.having("with logprobs", **logprobs(question))
+        listed = with_logprobs(question)
         reply = next(iter(self.asker.taken(self.asker.one(AUDITED, listed) for _ in range(1))), Reply())
         if len(reply.steps) < 2 or first_difference(reply.text, ours.text) <= at:
             return ""
@@ -246,9 +246,10 @@ def kind_of(gap: float | None, near_tie: float) -> str:
     return UNEXPLAINED if gap is None else FAULT if gap > near_tie else NEAR_TIE
 
 
-def logprobs(question: Question) -> dict[str, Any]:
-    """Return the fields that ask for logprobs."""
-    return {"logprobs": True, "top_logprobs": LOGPROBS} if question.chat else {"logprobs": LOGPROBS}
+def with_logprobs(question: Question) -> Question:
+    """Return the same question, asked with logprobs."""
+    fields = {"logprobs": True, "top_logprobs": LOGPROBS} if question.chat else {"logprobs": LOGPROBS}
+    return question.having("with logprobs", **fields)
 
 
 def first_difference(one: str, other: str) -> int:

@@ -10,17 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from eval.audit.ask import AUDITED, BASELINE, ask_text
-from eval.audit.compare import (
-    FAULT,
-    NEAR_TIE,
-    NOT_OFFERED,
-    Audit,
-    Difference,
-    Finding,
-    breach,
-    logprobs,
-    status_of,
-)  # fmt: skip
+from eval.audit.compare import FAULT, NOT_OFFERED, Audit, Difference, Finding, breach, status_of, with_logprobs
 from eval.audit.greedy import MANY
 from eval.endpoint.counters import LLAMA, SGLANG, VLLM
 from eval.endpoint.questions import Question
@@ -111,7 +101,7 @@ def usage(audit: Audit) -> Finding:
 
 def logprobs_hold(audit: Audit) -> Finding:
     """Compare the logprobs with the text, and with the baseline's of the same tokens."""
-    questions = [question.having("with logprobs", **logprobs(question)) for question in audit.questions[:MANY]]
+    questions = [with_logprobs(question) for question in audit.questions[:MANY]]
     if not audit.asker.one(BASELINE, questions[0]).tokens:
         return Finding("logprobs", NOT_OFFERED, "the baseline gives no logprobs")
     tolerance = audit.comparer.near_tie
@@ -206,4 +196,4 @@ def checked(audit: Audit, check: str, fault: str, questions: Sequence[Question],
     if counts["of the baseline too"]:
         summary += f"; {counts['of the baseline too']} breaches are the baseline's too"
     differences = [difference for _, _, difference in outcomes if difference is not None]
-    return Finding(check, status_of({FAULT: len(differences), NEAR_TIE: 0}), summary, differences)
+    return Finding(check, status_of({FAULT: len(differences)}), summary, differences)

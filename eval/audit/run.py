@@ -10,13 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval.audit import calls, greedy, properties, seeds
-from eval.audit.ask import (
-    AUDITED,
-    BASELINE,
-    QUESTIONS,
-    Asker,
-    ask_text,
-)  # fmt: skip
+from eval.audit.ask import AUDITED, BASELINE, QUESTIONS, Asker, ask_text
 from eval.audit.compare import (
     FAILED,
     FAULT,
