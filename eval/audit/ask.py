@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 from data.answers.client import EndpointError
 from eval.config import AuditorConfig
 from eval.endpoint.client import STREAMED, Server, within
-from eval.endpoint.counters import Counters
 from eval.endpoint.questions import Question
 from eval.endpoint.replies import Reply, read_replies
 from heads.common.progress import Bar
@@ -94,13 +93,6 @@ class Asker:
     def minutes(self) -> float:
         """Minutes since the first request."""
         return (time.monotonic() - self.begun) / 60
-
-    def counters(self, side: str) -> Counters | None:
-        """Return a server's counters, None without metrics of a known engine."""
-        try:
-            return self.sides[side].counters()
-        except ValueError:
-            return None
 
     def ask(self, side: str, question: Question, cancel: bool = False, stream: bool = True) -> list[Reply]:
         """Return the choices of a server's reply, one but for `n`; a reply to `cancel` is broken off."""

@@ -141,7 +141,7 @@ def schemas(audit: Audit) -> Finding:
         ask_text(f"schema {i}", text, audit.chat, response_format=form, max_tokens=4 * audit.tokens)
         for i, text in enumerate(texts)
     ]
-    counters = audit.asker.counters(AUDITED)
+    counters = audit.asker.sides[AUDITED].reading()
     grammars: dict[str, dict[str, Any]] = {
         VLLM: {"structured_outputs": {"regex": DATE}}, SGLANG: {"regex": DATE}, LLAMA: {"grammar": GBNF},
     }  # fmt: skip

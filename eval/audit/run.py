@@ -125,15 +125,16 @@ def expected(auditor: AuditorConfig, questions: int) -> int:
 def run(audit: Audit) -> list[Finding]:
     """Run all checks and return their findings; `audit.asker.ended` says why it ended before, if it did."""
     findings: list[Finding] = []
-    readings = [audit.asker.counters(AUDITED)]
+    server = audit.asker.sides[AUDITED]
+    readings = [server.reading()]
     for check in CHECKS:
         ended = bool(audit.asker.ended)
         findings.append(Finding(check, NOT_RUN, "the audit ended before") if ended else finding_of(audit, check))
         if len(findings) == 1:
-            readings.append(audit.asker.counters(AUDITED))
+            readings.append(server.reading())
     shared = share_machine(*(server.url for server in audit.asker.sides.values()))
     findings.append(speed(audit.timings, (readings[0], readings[1]), audit.seed, shared=shared))
-    findings[-1].figures["drafts"] = drafts_between(readings[0], audit.asker.counters(AUDITED))
+    findings[-1].figures["drafts"] = drafts_between(readings[0], server.reading())
     return findings
 
 

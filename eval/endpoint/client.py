@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from data.answers.client import FINISH_REASONS, Client, EndpointConfig, EndpointError
@@ -57,7 +56,10 @@ class Answer(NamedTuple):
 
 
 class Server:
-    """A served model, at its URL without the API's path; `key` is the option that holds it."""
+    """A served model, at its URL without the API's path; `key` is the option that holds it.
+
+    `engine` names the engine of its metrics, and is empty without metrics.
+    """
 
     def __init__(self, url: str, config: ClientConfig, key: str) -> None:
         self.url, self.config = base_url(url), config
@@ -71,12 +73,8 @@ class Server:
         self.root = within(Client(self.url, once, secret, key, "client"), PAGE_S)
         self.client = Client(self.url + API, once, secret, key, "client")
         self.model, _ = within(self.client, PAGE_S).served()
-
-    @cached_property
-    def engine(self) -> str:
-        """The engine of its metrics; empty without metrics."""
-        counters = self.counters()
-        return counters.engine if counters is not None else ""
+        reading = self.reading()
+        self.engine = reading.engine if reading is not None else ""
 
     def alive(self) -> bool:
         """Whether the server still answers."""
@@ -92,6 +90,13 @@ class Server:
         except EndpointError as failure:
             raise ValueError(f"{self.url}/metrics: {failure}; start the endpoint again") from failure
         return read_counters(page) if status == 200 else None
+
+    def reading(self) -> Counters | None:
+        """Read the counters of a server that need not answer: None then too."""
+        try:
+            return self.counters()
+        except ValueError:
+            return None
 
     def describe(self) -> dict[str, str]:
         """Return the server's version and SGLang's algorithm, as far as it reports them.

@@ -142,12 +142,8 @@ def windows(server: Server, config: WatcherConfig, patience: float) -> Iterator[
         raise ValueError(f"{server.url}/metrics has no counters of {', '.join(ENGINES)}: turn its metrics on")
     while True:
         time.sleep(config.poll)
-        try:
-            after = server.counters()
-        except ValueError:
-            after = None
-            if time.monotonic() - last > patience:
-                raise
+        overdue = time.monotonic() - last > patience
+        after = server.counters() if overdue else server.reading()
         if after is None:
             continue
         last = time.monotonic()
