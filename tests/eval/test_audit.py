@@ -145,7 +145,7 @@ def test_the_reproduction_of_a_seed_asks_twice(tmp_path: Path) -> None:
 
 
 def test_without_logprobs_a_difference_is_undecided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eval.audit.compare.logprobs", lambda _: {})
+    monkeypatch.setattr("eval.audit.compare.with_logprobs", lambda question: question)
     with (
         AuditServer(speculates=True, fault="rejected_draft") as server,
         AuditServer(speculates=False) as plain,
@@ -325,7 +325,7 @@ def test_a_baseline_that_speculates_is_refused_and_an_audited_one_that_does_not_
 def test_without_logprobs_of_the_baseline_they_are_not_offered(
     tmp_path: Path, baseline: AuditServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eval.audit.properties.logprobs", lambda _: {})
+    monkeypatch.setattr("eval.audit.properties.with_logprobs", lambda question: question)
     with AuditServer(speculates=True, noise=NOISE) as server:
         _, record = ask(tmp_path, server.url, baseline.url, auditor={**AUDITOR, "requests": 300})
     assert statuses(record)["logprobs"] == "not_offered"
