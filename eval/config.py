@@ -1,8 +1,9 @@
 """The types of conf/eval.yaml, and the checks of its values; what each key means stands there beside its value."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Annotated, Any
 
 from omegaconf import OmegaConf
@@ -15,7 +16,7 @@ from heads.common.typed import typed
 from inference.decode import Settings
 from inference.target.config import DTYPES
 from inference.verification.sample import Sampling
-from inference.verification.verify import check_rule, is_lossy
+from inference.verification.verify import is_lossy
 
 AUTO, OWN, RECORDED = TEXTS = ("auto", "own", "recorded")
 API = "/v1"  # the path of an endpoint's API
@@ -155,6 +156,10 @@ class DecodingConfig:
         rates = items_of("request_rate", self.request_rate, is_rate, remedy)
         return [None if rate is None else float(rate) for rate in rates]
 
+    def conditions(self) -> Iterator[tuple[float, int, float | None]]:
+        """Yield every temperature with every batch size and request rate."""
+        return product(self.temperatures(), self.batch_sizes(), self.request_rates())
+
     def sampling(self, temperature: float) -> Sampling:
         """Return the sampling settings at a temperature."""
         return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
@@ -257,13 +262,8 @@ class EvalConfig(SourcesConfig, Selection, DecodingConfig, EndpointConfig, Audit
         for key, kind in (("run", "a run's folder"), ("workload", "a name, a file or a Hub data set")):
             if not all(isinstance(name, str) for name in listed(getattr(self, key))):
                 raise ValueError(f"{key} is {getattr(self, key)!r}: give {kind}, or a list of them")
-        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
-            raise ValueError(
-                f"min_new_tokens is {self.min_new_tokens}: give 0 to max_new_tokens, which is {self.max_new_tokens}"
-            )
-        check_rule(self.rule, self.lossy)
         for temperature in self.temperatures():
-            self.sampling(temperature)
+            self.settings(temperature)
         self.batch_sizes()
         self.request_rates()
         self._check_compare()
@@ -354,12 +354,10 @@ def check_endpoint(config: EvalConfig) -> None:
         if config.baseline is not None and config.audit is None:
             raise ValueError(f"baseline is {config.baseline}, but there is no endpoint: give endpoint= as well")
         return
-    for key in ("endpoint", "baseline"):
-        if (url := getattr(config, key)) is not None:
-            check_url(key, url)
+    _check_urls(config, "endpoint", "baseline")
     if config.baseline is not None and base_url(config.baseline) == base_url(config.endpoint):
         raise ValueError("baseline is the endpoint itself: serve the model without speculation at another port")
-    given = [key for key, neutral in NEUTRAL.items() if getattr(config, key) != neutral]
+    given = _given(config, NEUTRAL)
     given += ["model"] * any(value is not None for value in config.model.values())
     given += [] if list(config.drafter) == ["head"] else ["drafter"]
     if given:
@@ -376,15 +374,8 @@ def check_endpoint(config: EvalConfig) -> None:
 def check_audit(config: EvalConfig) -> None:
     """Refuse an audit without a baseline, and settings that it does not take."""
     assert config.audit is not None
-    for key in ("audit", "baseline"):
-        if (url := getattr(config, key)) is not None:
-            check_url(key, url)
-    given = [
-        key
-        for key, neutral in {**NEUTRAL, "endpoint": None, "request_rate": None}.items()
-        if getattr(config, key) != neutral
-    ]
-    if given:
+    _check_urls(config, "audit", "baseline")
+    if given := _given(config, {**NEUTRAL, "endpoint": None, "request_rate": None}):
         raise ValueError(f"{', '.join(given)}: an audit asks a server as it is; leave that out")
     same = config.baseline is None or base_url(config.baseline) == base_url(config.audit)
     if same and not config.auditor.plain:
@@ -400,9 +391,19 @@ def check_watch(config: EvalConfig) -> None:
         raise ValueError("watcher.follow=false reads a log to its end, and a server's counters have none: leave it out")
     if len(config.runs()) > 1 or config.compare:
         raise ValueError("watch follows the head in service: give one run, and no compare")
-    for key in ("endpoint", "audit", "baseline"):
-        if getattr(config, key) is not None:
-            raise ValueError(f"{key}: a watch only reads; leave that out")
+    if given := _given(config, dict.fromkeys(("endpoint", "audit", "baseline"))):
+        raise ValueError(f"{', '.join(given)}: a watch only reads; leave that out")
+
+
+def _check_urls(config: EvalConfig, *keys: str) -> None:
+    for key in keys:
+        if (url := getattr(config, key)) is not None:
+            check_url(key, url)
+
+
+def _given(config: EvalConfig, neutral: Mapping[str, Any]) -> list[str]:
+    """Return the keys whose values are other than the only ones that are allowed here."""
+    return [key for key, allowed in neutral.items() if getattr(config, key) != allowed]
 
 
 def base_url(url: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from eval.config import DecodingConfig, TunerConfig
 from eval.inputs.texts import Text
-from eval.measures.cost_model import Costs, cycled, predict, stops_paying
+from eval.measures.cost_model import Costs, stops_paying
 from eval.tuning import costs as costing
 from eval.tuning.grid import OWN, SIZES, Tried, distinct, sizes_for
 from inference.decode import Settings
@@ -33,12 +33,11 @@ def price(
     settings = Settings(min(TIMED, decoding.max_new_tokens), decoding.sampling(0.0), seed=decoding.seed)
     short = [replace(text, token=text.token[: text.start + TIMED], limit=settings.max_new_tokens) for text in texts]
     sizes = sizes_for(trees, sorted({*SIZES, *tuner.nodes}))
-    source = HeadDrafter(drafter.head, drafter.policy, "head")
-    costs = {1: costing.measure(target, source, short, distinct(trees), sizes, samples, settings)}
-    best = {one.family: one for one in sorted(trees, key=lambda one: _speedup(one, costs, 1))}
+    costs = {1: costing.measure(target, drafter, short, distinct(trees), sizes, samples, settings)}
+    best = {one.family: one for one in sorted(trees, key=lambda one: one.predicted(costs, 1).speedup)}
     for batch in sorted({*tuner.batch_sizes} - {1}) if target.takes_trees else ():
         some = distinct(list(best.values()))
-        batched = costing.measure(target, source, short, some, sizes, samples, settings, batch)
+        batched = costing.measure(target, drafter, short, some, sizes, samples, settings, batch)
         costs[batch] = replace(batched, draft=scaled(costs[1].draft, batched.draft))
     return costs
 
@@ -67,8 +66,8 @@ def explained(trees: Sequence[Tried], costs: Mapping[int, Costs]) -> dict[str, A
     loads = []
     for batch in (size for size in SWEPT if size <= max(costs)):
         best = _best(trees, costs, batch)
-        mine = None if current is None else _speedup(current, costs, batch)
-        top = _speedup(best, costs, batch)
+        mine = None if current is None else current.predicted(costs, batch).speedup
+        top = best.predicted(costs, batch).speedup
         loads.append({"batch_size": batch, "own": mine, "best": top, "tree": best.tree.label})
     gains_of = {key: {load["batch_size"]: load[key] for load in loads} for key in ("own", "best")}
     return {
@@ -89,13 +88,7 @@ def explained(trees: Sequence[Tried], costs: Mapping[int, Costs]) -> dict[str, A
 
 
 def _best(trees: Sequence[Tried], costs: Mapping[int, Costs], batch: int) -> Tried:
-    """Return the tree with the highest predicted speedup on the texts to choose by."""
-    return max(trees, key=lambda one: predict(cycled(one.chosen, batch), one.tree, costs, batch).speedup)
-
-
-def _speedup(one: Tried, costs: Mapping[int, Costs], batch: int) -> float:
-    """Return a tree's predicted speedup on the texts held back."""
-    return predict(cycled(one.held, batch), one.tree, costs, batch).speedup
+    return max(trees, key=lambda one: one.promised(costs, batch).speedup)
 
 
 def _summary(one: Tried, costs: Mapping[int, Costs]) -> dict[str, Any]:
@@ -105,5 +98,5 @@ def _summary(one: Tried, costs: Mapping[int, Costs]) -> dict[str, Any]:
         "tree": one.tree.label,
         "tau": sum(text.tokens for text in one.held) / len(steps),
         "nodes": sum(step.nodes for step in steps) / len(steps),
-        "speedup": _speedup(one, costs, 1) if costs else None,
+        "speedup": one.predicted(costs, 1).speedup if costs else None,
     }

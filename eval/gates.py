@@ -8,11 +8,11 @@ from typing import Any
 from data.text.prompts import Prompt
 from eval.config import DecodingConfig
 from eval.inputs.drafters import Drafters
-from eval.live.interleaved import HF, PLAIN, Runs, decoded_once, medians
+from eval.live.interleaved import HF, PLAIN, Runs, Setup, decoded_once, medians
 from eval.live.sampled import sampled_gates
 from eval.measures.losslessness import EPSILON, Gate, SampledGate, divergence, gate, labelled
 from heads.common.progress import progress
-from inference.decode import Settings, autoregress, reference
+from inference.decode import autoregress, reference
 from inference.drafters.plain import Plain
 from inference.target.target import Target
 from inference.verification.verify import is_lossy
@@ -30,29 +30,29 @@ def check(
     sizes = config.batch_sizes()
     if not drafters and sizes == [1]:
         return {}, []
-    settings, ids = config.settings(0.0, gaps=True), [prompt.id for prompt in prompts]
+    setup, ids = Setup(target, drafters, prompts, config.settings(0.0, gaps=True)), [prompt.id for prompt in prompts]
     plain = Plain(target.device)
-    alone = [reference(target, plain, prompt.token, settings) for prompt in progress(prompts, "the baseline alone")]
+    alone = [
+        reference(target, plain, prompt.token, setup.settings) for prompt in progress(prompts, "the baseline alone")
+    ]
     gates = {}
     for size in sorted(sizes):
-        for name, runs_of in decoded_once(target, drafters, prompts, settings, size).items():
+        for name, runs_of in decoded_once(setup, size).items():
             verdict = gate(alone, runs_of, ids, target.dtype)
             gates[labelled(name, size)] = replace(verdict, lossy=name != PLAIN and is_lossy(config.rule))
     hot = [temperature for temperature in config.temperatures() if temperature > 0] if drafters else []
     tests, sampled = len(hot) * len(drafters), []
     for temperature in hot:
-        how = config.settings(temperature)
-        sampled += sampled_gates(target, drafters, prompts, how, total_variation, tests, sizes)
+        sampled += sampled_gates(setup._replace(settings=config.settings(temperature)), total_variation, tests, sizes)
     return gates, sampled
 
 
-def agreement(
-    target: Target, prompts: Sequence[Prompt], runs: Runs, settings: Settings
-) -> Mapping[str, dict[str, Any]]:
+def agreement(setup: Setup, runs: Runs) -> Mapping[str, dict[str, Any]]:
     """Return how many of each drafter's timed greedy texts equal the baseline's, and the logit gaps where they part.
 
     Only where they part is the prompt decoded once more, autoregressively and up to there, for the gap.
     """
+    target, _, prompts, settings = setup
     middle = medians({name: runs_of for name, runs_of in runs.items() if name != HF})
     plain, epsilon = middle.pop(PLAIN), EPSILON.get(target.dtype, 0.0)
 

@@ -30,7 +30,7 @@ from eval.inputs.siblings import notes, saved_rows
 from eval.inputs.workloads import Workload, load_workload, prompt_counts, read_workload
 from eval.measures.losslessness import FailedChecks, Gate, SampledGate
 from eval.measures.machine import device_facts, provenance
-from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED
+from eval.measures.results import ENDPOINT, LIVE, REPLAY, TEACHER_FORCED
 from eval.measures.serving import CONFIG as SERVING
 from eval.proportion import in_proportion
 from eval.report.sections import compared, sentence
@@ -39,7 +39,8 @@ from eval.report.text import terminal
 from eval.report.write import READ, Report
 from eval.sessions import Timed, along_texts, check_sources, timed_rows
 from eval.tiers import recorded, replayed
-from eval.tune import TunePlan, tune
+from eval.tune import tune
+from eval.tuning.estimate import TunePlan
 from eval.tuning.results import TUNED, is_tuned
 from eval.watch.run import Player, follow
 from heads.common.command import command
@@ -113,7 +114,7 @@ def is_first() -> bool:
 
 def served(config: EvalConfig) -> Report:
     """Measure a served endpoint, print the table, and write the report, to outputs/endpoint unless the user says."""
-    names, out = workloads_of(config, None), folder_for(config.out, [], ["endpoint"])
+    names, out = workloads_of(config, None), folder_for(config.out, [], [ENDPOINT])
     check_writable(out, "out")
     report = measure.measure(config, config, config, config.repeats, names)
     publish(report, out)
@@ -244,7 +245,7 @@ def tuned(config: EvalConfig) -> bool:
     target = load_target(model, dtype_for(config, model), config.engine)
     prompts = load_workload(names[0], target, config.prompts, config.truncate)
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
-    plan = TunePlan(config.runs()[0], config.tree, config.tuner, config, config.repeats, config.minutes)
+    plan = TunePlan(config.runs()[0], config.tree, config.tuner, config, config.repeats, len(prompts), config.minutes)
     with target.uncaptured():  # as the costs are measured that it predicts from
         tuning = tune(plan, target, prompts, config.engine.label, lambda line: console.print(line, soft_wrap=True))
     tuning.write(out)

@@ -1,6 +1,5 @@
 """The rows of all tiers: timed sessions of every workload and setting, and statistics along given texts."""
 
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from eval.inputs.workloads import Workload
 from eval.live import request_rate
 from eval.live.answers import answers
 from eval.live.extras import paired, training, trees
-from eval.live.interleaved import PLAIN, measure, rows
+from eval.live.interleaved import PLAIN, Setup, measure, rows
 from eval.measures.losslessness import Gate, SampledGate
 from eval.measures.machine import peak_memory
 from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED, Row
@@ -51,16 +50,14 @@ def timed_rows(
     measured = Timed([], [], {} if curves is None else {"training": curves})
     start = 0
     for workload in workloads:
-        for temperature, size, rate in itertools.product(
-            config.temperatures(), config.batch_sizes(), config.request_rates()
-        ):
-            settings = config.settings(temperature)
+        for temperature, size, rate in config.conditions():
+            setup = Setup(target, drafters, workload.prompts, config.settings(temperature))
             hf = config.hf and temperature == 0  # HF's own is timed greedily, so only greedy rows compare with it
-            how = target, drafters, workload.prompts, settings, config.repeats, workload.warmup
+            how = setup, config.repeats, workload.warmup
             rounds = None if rate is None else request_rate.measure(*how, size, rate)
             runs = measure(*how, hf, size) if rounds is None else request_rate.generations(rounds)
             if (size, rate) == (config.batch_sizes()[0], config.request_rates()[0]):
-                measured.materials.append(answered(workload, target, settings, runs[PLAIN]))
+                measured.materials.append(answered(workload, target, setup.settings, runs[PLAIN]))
             checks = [check for check in sampled if check.temperature == temperature]
             measurement = workload.measurement(
                 temperature,
@@ -70,7 +67,7 @@ def timed_rows(
                 start=start,
                 coupled={check.drafter: check.coupled for check in checks},
                 not_lossless=frozenset(check.drafter for check in checks if not check.passed),
-                agreement=agreement(target, workload.prompts, runs, settings) if temperature == 0 and size == 1 else {},
+                agreement=agreement(setup, runs) if temperature == 0 and size == 1 else {},
                 request_rate=rate,
             )
             if not measured.rows:

@@ -14,22 +14,21 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from data.text.prompts import Prompt
-from eval.config import DecodingConfig, TunerConfig
 from eval.inputs.texts import Text, write
-from eval.live.interleaved import PLAIN, decoded_once, measure, rows
-from eval.measures.cost_model import Costs, at_context, cycled, predict, rising
+from eval.live.interleaved import PLAIN, Setup, decoded_once, measure, rows
+from eval.measures.cost_model import Costs, at_context, cycled, rising
 from eval.measures.losslessness import gate, labelled
 from eval.measures.machine import device_facts, provenance
 from eval.measures.results import Measurement, Row
 from eval.tuning import costs as costing
-from eval.tuning.estimate import Extent, fitted
-from eval.tuning.grid import AGAIN, FINALISTS, SIZES, Tried, distinct, halves, hopeful, simulate, sizes_for
+from eval.tuning.estimate import TunePlan, fitted
+from eval.tuning.grid import AGAIN, FINALISTS, Tried, distinct, halves, hopeful, simulate, sizes_for
 from eval.tuning.results import AtBatch, Candidate, Measured, Tuning, conclude, fastest
 from heads.formats.hub import kind_of, resolve_head
 from heads.formats.published import is_published
 from heads.formats.store import SCHEDULE, read_config, save_tree
 from inference.batch import Batch
-from inference.decode import Settings, autoregress
+from inference.decode import autoregress
 from inference.drafters.head import HeadDrafter, load_for, saved_tree
 from inference.drafters.plain import Plain
 from inference.drafters.policy import TreeConfig
@@ -39,28 +38,6 @@ from inference.tree_config import Schedule, scheduled
 
 Group = Callable[[Tried], str]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class TunePlan:
-    """Settings of a tuning of the tree of one run's head."""
-
-    run: str  # a folder or Hub id
-    tree: dict[str, Any]  # overrides of that tree, where the search begins
-    grid: TunerConfig  # the values to try
-    decoding: DecodingConfig  # greedy decoding settings, and the batch sizes
-    repeats: int  # timed passes over the prompts
-    minutes: float | None = None  # that it is to take, at most about; None: as many as it takes
-
-    @property
-    def settings(self) -> Settings:
-        """The request settings of the recorded texts."""
-        return Settings(self.decoding.max_new_tokens, self.decoding.sampling(0.0), seed=self.decoding.seed)
-
-    @property
-    def sizes(self) -> list[int]:
-        """The numbers of drafted nodes whose verification pass is timed."""
-        return sorted({*SIZES, *self.grid.nodes})
 
 
 def tune(
@@ -78,9 +55,9 @@ def tune(
             verify.
     """
     plan = replace(plan, grid=plan.grid.within(target.context))
-    run, batch_sizes = plan.run, sorted(set(plan.decoding.batch_sizes()))
-    Batch(target, [Plain(target.device)] * batch_sizes[-1])  # fails now, not after minutes, if the target takes none
-    folder = resolve_head(run)
+    # Fails now, not after minutes, if the target takes no batch.
+    Batch(target, [Plain(target.device)] * plan.batch_sizes[-1])
+    folder = resolve_head(plan.run)
     if is_published(folder):
         raise ValueError(
             f"{folder}: tune=true writes the tree into the head, and this one is of another project's format"
@@ -91,38 +68,39 @@ def tune(
     def answer() -> int:
         return len(autoregress(target, prompts[0].token, plan.settings).tokens)
 
-    whole = Extent(len(prompts), plan.repeats, plan.grid)
-    extent, line = fitted(whole, plan.minutes, batch_sizes, drafter, target.takes_trees, answer)
+    whole = plan
+    plan, line = fitted(whole, drafter, target.takes_trees, answer)
     say(line)
-    grid, prompts = extent.grid, prompts[: extent.prompts]
-    plan = replace(plan, grid=grid, repeats=extent.repeats)
-    answered = [(prompt, text) for prompt in prompts for text in write(target, [prompt.token], plan.settings)]
+    grid = plan.grid
+    answered = [
+        (prompt, text) for prompt in prompts[: plan.prompts] for text in write(target, [prompt.token], plan.settings)
+    ]
     if not answered:
         raise ValueError("the target answers every prompt with one token, so nothing is drafted: set another workload")
     texts = [text for _, text in answered]
     trees, table = simulate(grid, target, drafter, texts)
-    bench = Bench(plan, target, drafter, texts, halves([prompt for prompt, _ in answered])[1])
     most = target.context - max(plan.sizes) - 1
     here = min(most, round(fmean(text.start + text.generated / 2 for text in texts)))  # the workload's context
     contexts = costing.verification(target, plan.sizes, [here, *grid.contexts], 2 * grid.samples, plan.decoding.seed)
+    bench = Bench(plan, target, drafter, texts, halves([prompt for prompt, _ in answered])[1], contexts, here)
     costs: dict[int, Costs] = {}
     results: list[AtBatch] = []
-    for batch in sorted({1, *batch_sizes}):
+    for batch in sorted({1, *plan.batch_sizes}):
         trees = hopeful(trees, costs)
         costs[batch] = bench.costs(trees, grid.samples, batch)
-        if batch in batch_sizes:
+        if batch in plan.batch_sizes:
             group: Group = (lambda one: one.kind) if results else (lambda one: one.family)
             finalists = [one for members in ranked(trees, costs, batch, group) for one in members[:FINALISTS]]
             costs[batch] = bench.costs(finalists, AGAIN * grid.samples, batch, costs[batch])
-            candidates = bench.measured(ranked(finalists, costs, batch, group), costs, batch, contexts, here)
+            candidates = bench.measured(ranked(finalists, costs, batch, group), costs, batch)
             results.append(AtBatch(batch, costs[batch], candidates, fastest(candidates), ""))
-    settings = {**settings_of(plan, target, texts, engine), "left_out": extent.left_out(whole, plan.minutes)}
-    return Tuning(settings, table.tolist(), contexts, concluded(results, run, folder))
+    settings = {**settings_of(plan, target, texts, engine), "left_out": plan.left_out(whole)}
+    return Tuning(settings, table.tolist(), contexts, concluded(results, plan.run, folder))
 
 
 def ranked(trees: Sequence[Tried], costs: Mapping[int, Costs], batch: int, group: Group) -> list[list[Tried]]:
     """Return the trees by group, in the order of their predicted speedup on the texts to choose by."""
-    gain = {id(one): predict(cycled(one.chosen, batch), one.tree, costs, batch).speedup for one in trees}
+    gain = {id(one): one.promised(costs, batch).speedup for one in trees}
     groups: dict[str, list[Tried]] = {}
     for one in sorted(trees, key=lambda one: gain[id(one)], reverse=True):
         groups.setdefault(group(one), []).append(one)
@@ -131,13 +109,18 @@ def ranked(trees: Sequence[Tried], costs: Mapping[int, Costs], batch: int, group
 
 @dataclass(frozen=True)
 class Bench:
-    """The setup of measurements: target, head, all texts, and the prompts held back from the choice."""
+    """The setup of measurements: target, head, all texts, and the prompts held back from the choice.
+
+    `contexts` are a sequence's verification seconds by tokens of context, then nodes; `here` is the workload's context.
+    """
 
     plan: TunePlan
     target: Target
     head: HeadDrafter
     texts: list[Text]
     held: list[Prompt]
+    contexts: Mapping[int, Mapping[int, float]]
+    here: int
 
     def costs(self, trees: Sequence[Tried], samples: int, batch: int, first: Costs | None = None) -> Costs:
         """Measure the trees' costs at a batch size; those measured `first` fill the gaps."""
@@ -147,22 +130,15 @@ class Bench:
         )
         return costs if first is None else merged(first, costs)
 
-    def measured(
-        self,
-        groups: Sequence[Sequence[Tried]],
-        costs: Mapping[int, Costs],
-        batch: int,
-        contexts: Mapping[int, Mapping[int, float]],
-        here: int,
-    ) -> list[Candidate]:
+    def measured(self, groups: Sequence[Sequence[Tried]], costs: Mapping[int, Costs], batch: int) -> list[Candidate]:
         """Return the candidates; the first of each group and the one predicted best of all are decoded with."""
-        others = {context: there for context, there in contexts.items() if context != here and here in contexts}
-        elsewhere = {context: at_context(costs, contexts[here], there) for context, there in others.items()}
+        others = {**self.contexts}
+        here = others.pop(self.here, None)
+        elsewhere = {context: at_context(costs, here, there) for context, there in others.items() if here is not None}
 
         def candidate(one: Tried) -> Candidate:
-            texts = cycled(one.held, batch)
-            far = {context: predict(texts, one.tree, moved, batch).speedup for context, moved in elsewhere.items()}
-            return Candidate(one.family, one.tree, predict(texts, one.tree, costs, batch), far)
+            far = {context: one.predicted(moved, batch).speedup for context, moved in elsewhere.items()}
+            return Candidate(one.family, one.tree, one.predicted(costs, batch), far)
 
         priced = [[candidate(one) for one in group] for group in groups]
         every = [one for members in priced for one in members]
@@ -179,12 +155,12 @@ class Bench:
         drafters: dict[str, Drafter] = {
             str(i): HeadDrafter(self.head.head, one.tree, str(i)) for i, one in enumerate(candidates)
         }
-        plan, target, prompts = self.plan, self.target, cycled(self.held, batch)
-        once = decoded_once(target, drafters, prompts, replace(plan.settings, gaps=True), batch)
-        ids = [prompt.id for prompt in prompts]
-        gates = {labelled(name, batch): gate(once[PLAIN], once[name], ids, target.dtype) for name in drafters}
+        plan, setup = self.plan, Setup(self.target, drafters, cycled(self.held, batch), self.plan.settings)
+        once = decoded_once(setup._replace(settings=replace(plan.settings, gaps=True)), batch)
+        ids, dtype = [prompt.id for prompt in setup.prompts], self.target.dtype
+        gates = {labelled(name, batch): gate(once[PLAIN], once[name], ids, dtype) for name in drafters}
         # All have run once already: no warm-up.
-        runs = measure(target, drafters, prompts, plan.settings, plan.repeats, (), hf=False, batch_size=batch)
+        runs = measure(setup, plan.repeats, (), hf=False, batch_size=batch)
         plain, *measured = rows(runs, drafters, gates, Measurement("", 0.0, batch, 0, plan.decoding.seed))
         return [
             replace(

@@ -2,7 +2,6 @@
 
 run.py          an audit from the first request to page, JSON and verdict
 ask.py          requests to both servers within a budget, and the questions that they hold
-replies.py      replies of OpenAI-compatible servers: texts, tool calls, logprobs, counts
 compare.py      greedy answers compared with the baseline's, near ties separated from faults
 greedy.py       checks of greedy answers: alone, after other prompts, in conversations, at chunk borders, side by side
 properties.py   checks of what a reply must hold by itself: limits, stop strings, counts, logprobs, schemas

@@ -1,23 +1,18 @@
 """Requests to both servers within a budget, and the questions that they hold."""
 
-import copy
-import os
 import threading
 import time
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar, cast
 
-from data.answers.client import Client, EndpointConfig, EndpointError
-from data.text.prompts import Prompt
-from data.text.records import Record
-from eval.audit.replies import Reply, read_replies
-from eval.config import API, ClientConfig, base_url
-from eval.endpoint.client import WITHOUT_TEMPLATE, requests_of
-from eval.endpoint.counters import Counters, read_counters
+from data.answers.client import EndpointError
+from eval.config import AuditorConfig
+from eval.endpoint.client import STREAMED, Server, within
+from eval.endpoint.questions import Question
+from eval.endpoint.replies import Reply, read_replies
 from heads.common.progress import Bar
 from heads.common.untrusted import visible
 
@@ -27,8 +22,6 @@ AUDITED, BASELINE = SIDES = ("audited", "baseline")
 LOGPROBS = 5  # most probable tokens asked for
 CANCEL_AFTER = 2  # events of a stream that is broken off
 GONE = ("unreachable", "timeout")
-PAGE_S = 30.0  # seconds for a page of a server's own, at most
-STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 QUESTIONS = (  # where no workload is given
     "Explain in a few sentences why the sky is blue.",
     "Write a Python function that returns the n-th Fibonacci number.",
@@ -57,30 +50,6 @@ class GoneError(Exception):
     """A server does not answer any more."""
 
 
-class Question(NamedTuple):
-    """A greedy request: its id, its path, and its fields besides those that all share."""
-
-    id: str
-    path: str
-    body: Mapping[str, Any]
-    category: str = ""
-
-    @property
-    def chat(self) -> bool:
-        """Whether it is a chat."""
-        return "messages" in self.body
-
-    @property
-    def prompt(self) -> str:
-        """Its prompt as a text."""
-        messages = self.body.get("messages")
-        return "\n".join(str(m.get("content")) for m in messages) if messages else str(self.body.get("prompt"))
-
-    def having(self, suffix: str, **fields: Any) -> "Question":
-        """Return the same question with further fields, under an id of its own."""
-        return self._replace(id=f"{self.id} {suffix}", body={**self.body, **fields})
-
-
 def ask_text(id_: str, text: str, chat: bool, *before: str, **fields: Any) -> Question:
     """Return a question of a user's text; `before` are the messages of a conversation until then, the user's first."""
     if not chat:
@@ -90,66 +59,12 @@ def ask_text(id_: str, text: str, chat: bool, *before: str, **fields: Any) -> Qu
     return Question(id_, "/chat/completions", {"messages": messages, **fields})
 
 
-def questions_of(record: Record | Prompt, turns: str, chat: bool) -> list[Question]:
-    """Return a record's questions."""
-    return [
-        Question(request.id, request.path, request.body, request.category)
-        for request in requests_of(record, turns, chat)
-    ]
-
-
 class Crash(NamedTuple):
     """The end of the audited server beside other requests, where the baseline goes on: on which question, and how."""
 
     question: Question
     in_flight: int
     detail: str
-
-
-@dataclass(frozen=True)
-class Budget:
-    """The most requests and minutes of an audit."""
-
-    requests: int
-    minutes: float
-
-
-class Side:
-    """One of both servers: its name here, its URL without the API's path, its model, and further fields of requests."""
-
-    def __init__(self, name: str, url: str, config: ClientConfig, extra: Mapping[str, Any]) -> None:
-        once = EndpointConfig(
-            model=config.model, concurrency=1, timeout=config.timeout, retries=0, backoff=0.0, max_wait=0.0,
-            max_failures=1, api_key_env=config.api_key_env, extra=config.extra,
-        )  # fmt: skip
-        key = "audit" if name == AUDITED else name
-        secret = os.environ.get(config.api_key_env)
-        self.name, self.url, self.extra = name, base_url(url), {**config.extra, **extra}
-        self.client = Client(self.url + API, once, secret, key, "client", WITHOUT_TEMPLATE)
-        self.root = within(Client(self.url, once, secret, key, "client"), PAGE_S)
-        self.model, _ = within(self.client, PAGE_S).served()
-
-    def counters(self) -> Counters | None:
-        """Return the server's counters, None without metrics of a known engine."""
-        try:
-            status, page = self.root.page("/metrics")
-        except EndpointError:
-            return None
-        return read_counters(page) if status == 200 else None
-
-    def alive(self) -> bool:
-        """Whether the server still answers."""
-        try:
-            return self.root.page(f"{API}/models")[0] == 200
-        except EndpointError:
-            return False
-
-
-def within(client: Client, seconds: float) -> Client:
-    """Return the same client with no more than so many seconds for a reply."""
-    bounded = copy.copy(client)
-    bounded.config = replace(client.config, timeout=min(client.config.timeout, seconds))
-    return bounded
 
 
 class Asker:
@@ -164,9 +79,10 @@ class Asker:
         GoneError: a server does not answer any more. An error that a server answers with is a reply.
     """
 
-    def __init__(self, sides: Sequence[Side], budget: Budget, settings: Mapping[str, Any], bar: Bar) -> None:
-        self.sides = {side.name: side for side in sides}
-        self.budget, self.settings, self.bar = budget, settings, bar
+    def __init__(
+        self, sides: Mapping[str, Server], budget: AuditorConfig, settings: Mapping[str, Any], bar: Bar
+    ) -> None:
+        self.sides, self.budget, self.settings, self.bar = sides, budget, settings, bar
         self.requests, self.in_flight = 0, 1
         self.ended = ""
         self.crash: Crash | None = None
@@ -183,7 +99,7 @@ class Asker:
         seconds = self._count()
         server = self.sides[side]
         streamed = STREAMED if stream else {}
-        body = {"model": server.model, **self.settings, **question.body, **streamed, **server.extra}
+        body = {"model": server.model, **self.settings, **question.body, **streamed, **server.config.extra}
         begin = time.perf_counter()
         try:
             events = within(server.client, seconds).events(question.path, body)
@@ -196,7 +112,7 @@ class Asker:
             if failure.cause == "timeout":
                 self._left()
             if failure.cause in GONE and not server.alive():
-                raise self._gone(server, question, failure) from failure
+                raise self._gone(side, question, failure) from failure
             return [Reply(error=visible(f"{failure.cause}: {failure.detail}"))]
         except ValueError as refusal:  # of the key, or of a path that a server without this feature lacks
             return [Reply(error=visible(" ".join(str(refusal).split())))]
@@ -236,10 +152,10 @@ class Asker:
             self.ended = self.ended or "interrupted"
         return taken
 
-    def _gone(self, server: Side, question: Question, failure: EndpointError) -> GoneError:
+    def _gone(self, side: str, question: Question, failure: EndpointError) -> GoneError:
         """Return the error of a server that does not answer any more, and remember how it ended."""
-        detail = f"a server went away: {server.url}: {failure.cause} ({failure.detail})"
-        crashed = server.name == AUDITED and self.in_flight > 1 and self.sides[BASELINE].alive()
+        detail = f"a server went away: {self.sides[side].url}: {failure.cause} ({failure.detail})"
+        crashed = side == AUDITED and self.in_flight > 1 and self.sides[BASELINE].alive()
         with self.lock:
             if crashed and self.crash is None:
                 self.crash = Crash(question, self.in_flight, detail)

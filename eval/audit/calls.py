@@ -9,24 +9,26 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from eval.audit.ask import AUDITED, BASELINE, Question, ask_text
+from eval.audit.ask import AUDITED, BASELINE, ask_text
 from eval.audit.compare import (
     EXPLAINED,
     FAULT,
     NEAR_TIE,
     NOT_OFFERED,
-    UNEXPLAINED,
     Audit,
     Difference,
     Finding,
-    first_difference,
+    breach,
     gap_at,
+    kind_of,
     lead,
-    logprobs,
     status_of,
+    with_logprobs,
 )  # fmt: skip
-from eval.audit.properties import CITIES, SCHEMA, SHOWN, schema_breach
-from eval.audit.replies import Reply, Token
+from eval.audit.properties import CITIES, SCHEMA, schema_breach
+from eval.endpoint.questions import Question
+from eval.endpoint.replies import Reply, Token
+from eval.measures.losslessness import shared_length
 
 NAME = "report_weather"
 AUTO = "auto"
@@ -78,7 +80,7 @@ def called(audit: Audit, question: Question) -> Outcome:
         return Outcome(NOT_CALLED, theirs.error)
     if parsed(ours) == parsed(theirs):
         return Outcome(SAME)
-    listed = question.having("with logprobs", **logprobs(question))
+    listed = with_logprobs(question)
     whole = audit.asker.taken(audit.asker.one(BASELINE, listed, stream=False) for _ in range(EXPLAINED))
     right = [theirs, *(reply for reply in whole if not reply.error)]
     if parsed(ours) in map(parsed, right) and not ours.error:
@@ -94,9 +96,8 @@ def difference_of(
 ) -> Difference:
     """Return the difference of a reply from all right ones; `again` are the audited server's, whole and with tokens."""
     theirs = right[0]
-    at = first_difference(ours.content, theirs.content)
     if ours.error:
-        return Difference(question, ours.content, theirs.content, 0, None, FAULT, "error", note=_short(ours.error))
+        return breach(question, ours.content, theirs.content, "error", ours.error)
     listed = [reply.tokens for reply in right if reply.tokens]
     mine = [reply.tokens for reply in again if reply.tokens and not reply.error and parsed(reply) == parsed(ours)]
     note = breach_of(question, ours) or "another call than the baseline's"
@@ -112,12 +113,7 @@ def difference_of(
         ties = [tie for tokens in listed if (tie := nearest_tie(tokens)) is not None]
         kind = kind_of(min(ties, default=None) if gap is None else gap, near_tie)
     fault, note = ("tool_call", note) if kind == FAULT else ("", "")
-    return Difference(question, ours.content, theirs.content, at, gap, kind, fault, note=_short(note))
-
-
-def kind_of(gap: float | None, near_tie: float) -> str:
-    """Return what a difference is, given by how many nats the baseline's choice was likelier."""
-    return UNEXPLAINED if gap is None else FAULT if gap > near_tie else NEAR_TIE
+    return breach(question, ours.content, theirs.content, fault, note)._replace(gap=gap, kind=kind)
 
 
 def written_gap(theirs: Reply, ours: Reply) -> float | None:
@@ -158,8 +154,7 @@ def texts_of(tokens: Sequence[Token]) -> list[bytes]:
 
 def token_gap(theirs: Sequence[Token], ours: Sequence[Token]) -> tuple[int, float | None]:
     """Return which token of two answers differs first, and by how many nats the first answer's is likelier there."""
-    pairs = zip(texts_of(theirs), texts_of(ours), strict=False)
-    at = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(theirs), len(ours)))
+    at = shared_length(texts_of(theirs), texts_of(ours))
     if at == len(theirs):
         return at, None
     rest = b"".join(texts_of(ours)[at:])
@@ -171,7 +166,3 @@ def nearest_tie(tokens: Sequence[Token]) -> float | None:
     leads = [lead(token.logprob, token.top, token.text, b"") for token in tokens]
     numbers = [value for value in leads if value is not None]
     return min(numbers) if tokens and len(numbers) == len(leads) else None
-
-
-def _short(note: str) -> str:
-    return note[:SHOWN]

@@ -5,15 +5,16 @@ difference is a fault only where the baseline's own logprobs put the audited ser
 than `near_tie`; every answer that the baseline itself gave to the question, in any order or company, is right.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from eval.audit.ask import AUDITED, BASELINE, LOGPROBS, Asker, Question
-from eval.audit.replies import Reply, Token
+from eval.audit.ask import AUDITED, BASELINE, LOGPROBS, Asker
 from eval.config import AuditorConfig
+from eval.endpoint.questions import Question
+from eval.endpoint.replies import Reply, Token
+from eval.measures.losslessness import shared_length
 
 FAULT, NEAR_TIE, UNEXPLAINED = KINDS = ("fault", "near_tie", "unexplained")
 PASSED, FAILED, UNDECIDED, NOT_OFFERED, NOT_RUN = STATUSES = ("passed", "failed", "undecided", "not_offered", "not_run")
@@ -23,6 +24,7 @@ EXPLAINED = 2  # answers of the baseline with logprobs, at most, for a question 
 COPIED = 24  # characters that another request's answer shares with a leaked one
 RESUMED = 12  # characters after which a text that lost a token goes on as before
 LONGEST_TOKEN = 24  # characters
+SHOWN = 400  # characters of a note
 
 
 class Difference(NamedTuple):
@@ -70,19 +72,19 @@ class Comparer:
 
     def __init__(self, asker: Asker, near_tie: float) -> None:
         self.asker, self.near_tie = asker, near_tie
-        self.answers: dict[str, list[Reply]] = {}  # of the baseline, by question
-        self.explained: dict[str, list[Reply]] = {}
+        self.answers: dict[tuple[str, str], list[Reply]] = {}  # of the baseline, by question
+        self.explained: dict[tuple[str, str], list[Reply]] = {}
         self.texts: dict[str, str] = {}  # the baseline's first answers by prompt
 
     def learn(self, question: Question, reply: Reply) -> None:
         """Take an answer of the baseline as a right one."""
         if not reply.error:
             self.texts.setdefault(question.prompt, reply.text)
-        self.answers.setdefault(key_of(question), []).append(reply)
+        self.answers.setdefault(question.content, []).append(reply)
 
     def varied(self, questions: Iterable[Question]) -> int:
         """Return to how many questions the baseline gave different answers."""
-        keys = {key_of(question) for question in questions}
+        keys = {question.content for question in questions}
         return sum(len({reply.content for reply in self.answers.get(key, [])}) > 1 for key in keys)
 
     def calibrate(self, questions: Iterable[Question]) -> None:
@@ -92,22 +94,22 @@ class Comparer:
             for question in questions
             if self.varied([question])
             for listed in self._explained(question)
-            for reply in self.answers[key_of(question)]
+            for reply in self.answers[question.content]
             if reply.text != listed.text and not reply.error
         ]
         self.near_tie = max([self.near_tie, *(2 * gap for gap in gaps)])
 
     def fails(self, question: Question) -> bool:
         """Whether the baseline answered a question with an error."""
-        return any(reply.error for reply in self.answers[key_of(question)])
+        return any(reply.error for reply in self.answers[question.content])
 
     def difference(self, question: Question, ours: Reply) -> Difference | None:
         """Return the difference of an answer from all of the baseline's to this question, None where it is one."""
-        theirs = self.answers[key_of(question)]
+        theirs = self.answers[question.content]
         if ours.content in {reply.content for reply in theirs}:
             return None
         if ours.error:
-            return Difference(question, ours.content, theirs[0].content, 0, None, FAULT, "error")
+            return breach(question, ours.content, theirs[0].content, "error", "")
         explained = self._explained(question)
         if ours.content in {reply.content for reply in explained}:
             return None
@@ -117,7 +119,7 @@ class Comparer:
             default=(0, None),
             key=lambda seen: (seen[0], seen[1] is not None),
         )
-        kind = UNEXPLAINED if gap is None else FAULT if gap > self.near_tie else NEAR_TIE
+        kind = kind_of(gap, self.near_tie)
         if kind == FAULT and first_difference(ours.text, nearest.text) > at:
             kind = UNEXPLAINED  # the baseline itself left its own answer here
         at = first_difference(ours.text, nearest.text) if gap is None else at
@@ -126,9 +128,9 @@ class Comparer:
 
     def _explained(self, question: Question) -> list[Reply]:
         """Return answers of the baseline with logprobs; none from a server without them, or after the audit's end."""
-        key = key_of(question)
+        key = question.content
         if key not in self.explained:
-            listed = question.having("with logprobs", **logprobs(question))
+            listed = with_logprobs(question)
             replies = self.asker.taken(self.asker.one(BASELINE, listed) for _ in range(EXPLAINED))
             self.explained[key] = [reply for reply in replies if reply.tokens]
         return self.explained[key]
@@ -150,7 +152,7 @@ class Comparer:
 
     def _step(self, question: Question, ours: Reply, at: int) -> str:
         """Return which token of a pass is wrong, from a stream with logprobs whose events are passes."""
-        listed = question.having("with logprobs", **logprobs(question))
+        listed = with_logprobs(question)
         reply = next(iter(self.asker.taken(self.asker.one(AUDITED, listed) for _ in range(1))), Reply())
         if len(reply.steps) < 2 or first_difference(reply.text, ours.text) <= at:
             return ""
@@ -206,7 +208,7 @@ def judged(
     pairs = audit.asker.taken(answers)
     answered = [pair for pair in pairs if not audit.comparer.fails(pair[0])]
     if not answered:
-        error = audit.comparer.answers[key_of(pairs[0][0])][0].error if pairs else "no such questions"
+        error = audit.comparer.answers[pairs[0][0].content][0].error if pairs else "no such questions"
         return Finding(check, NOT_OFFERED, f"the baseline does not answer: {error}")
     differences = []
     for question, reply in answered:
@@ -234,15 +236,25 @@ def status_of(counts: Mapping[str, int]) -> str:
     return FAILED if counts.get(FAULT) else UNDECIDED if counts.get(UNEXPLAINED) else PASSED
 
 
-def logprobs(question: Question) -> dict[str, Any]:
-    """Return the fields that ask for logprobs."""
-    return {"logprobs": True, "top_logprobs": LOGPROBS} if question.chat else {"logprobs": LOGPROBS}
+def breach(question: Question, ours: str, theirs: str, fault: str, note: str) -> Difference:
+    """Return a fault that a note says, in an answer of the audited server."""
+    return Difference(question, ours, theirs, first_difference(ours, theirs), None, FAULT, fault, note=note[:SHOWN])
+
+
+def kind_of(gap: float | None, near_tie: float) -> str:
+    """Return what a difference is, given by how many nats the baseline's choice was likelier."""
+    return UNEXPLAINED if gap is None else FAULT if gap > near_tie else NEAR_TIE
+
+
+def with_logprobs(question: Question) -> Question:
+    """Return the same question, asked with logprobs."""
+    fields = {"logprobs": True, "top_logprobs": LOGPROBS} if question.chat else {"logprobs": LOGPROBS}
+    return question.having("with logprobs", **fields)
 
 
 def first_difference(one: str, other: str) -> int:
     """Return the first byte in which two texts differ; the length of the shorter where it begins the other."""
-    a, b = one.encode(), other.encode()
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return shared_length(one.encode(), other.encode())
 
 
 def gap_at(theirs: Reply, ours: str, body: Mapping[str, Any]) -> tuple[int, float | None]:
@@ -292,8 +304,3 @@ def penalized(tokens: Sequence[Token], body: Mapping[str, Any]) -> list[tuple[fl
         adjusted.append((token.logprob - less[token.text], top))
         counts[token.text] += 1
     return adjusted
-
-
-def key_of(question: Question) -> str:
-    """Return the key of a question's answers."""
-    return json.dumps([question.path, question.body], sort_keys=True)

@@ -51,8 +51,12 @@ FAULTS = {
     "crash": Fault("the server goes away under requests in flight that the baseline answers", ("sglang#4188",)),
     "error": Fault("the server fails where the baseline answers", ("vllm#20531",)),
 }
-BASE = "identity"  # what fails there fails in the other checks of greedy answers as well
-WHOLE = "streaming"  # the same answers, not streamed
+# What the first failure looks like, or its check; another check with its status, which tells it apart; the fault then.
+DISTINCTIONS = (
+    ("identity", "streaming", PASSED, "streaming"),  # the same answers, not streamed
+    ("tool_calls", "schemas", FAILED, "schema"),
+    ("seed", "sampling", FAILED, "distribution"),
+)
 
 
 def diagnosed(findings: Sequence[Finding]) -> str:
@@ -61,15 +65,11 @@ def diagnosed(findings: Sequence[Finding]) -> str:
     Checks come in the order in which a fault that one shows makes later ones fail too, so the first failure says it,
     but for those that another check tells from it.
     """
-    failed = {finding.check: finding for finding in findings if finding.status == FAILED}
-    passed = {finding.check for finding in findings if finding.status == PASSED}
-    if not failed:
+    statuses = {finding.check: finding.status for finding in findings}
+    first = next((finding for finding in findings if finding.status == FAILED), None)
+    if first is None:
         return ""
-    first = next(iter(failed.values()))
-    if first.check == BASE and WHOLE in passed:
-        return "streaming"
-    if first.check == "tool_calls" and "schemas" in failed:
-        return "schema"
-    if first.fault == "seed" and "sampling" in failed:
-        return "distribution"
-    return first.fault or ("wrong_token" if first.check == BASE else first.check)
+    for look, other, status, fault in DISTINCTIONS:
+        if look in (first.fault, first.check) and statuses.get(other) == status:
+            return fault
+    return first.fault or ("wrong_token" if first.check == "identity" else first.check)

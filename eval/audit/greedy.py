@@ -9,9 +9,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from eval.audit.ask import AUDITED, BASELINE, SIDES, Question, ask_text
+from eval.audit.ask import AUDITED, BASELINE, SIDES, ask_text
 from eval.audit.compare import NOT_OFFERED, Audit, Finding, Timed, judged
-from eval.audit.replies import Reply
+from eval.endpoint.questions import Question
+from eval.endpoint.replies import Reply
+from eval.measures.cost_model import cycled
 
 Pairs = list[tuple[Question, Reply]]
 
@@ -124,7 +126,7 @@ def around(audit: Audit, border: int) -> list[Question]:
 def side_by_side(audit: Audit) -> Finding:
     """Ask the questions several at a time."""
     sizes = [size for size in audit.auditor.concurrency if size > 1]
-    pairs = [pair for size in sizes for pair in together(audit, repeated(audit.questions, size), size)]
+    pairs = [pair for size in sizes for pair in together(audit, cycled(audit.questions, size), size)]
     if not sizes:
         return Finding("concurrency", NOT_OFFERED, "only one request at a time was to be sent")
     return judged(audit, "concurrency", pairs, "batch", in_flight=max(audit.auditor.concurrency))
@@ -135,7 +137,7 @@ def cancelled(audit: Audit) -> Finding:
     size = min(8, max(audit.auditor.concurrency))
     if size < 2:
         return Finding("cancelled", NOT_OFFERED, "only one request at a time was to be sent")
-    several = repeated(audit.questions, 2 * size)
+    several = cycled(audit.questions, 2 * size)
     pairs = together(audit, several, size, range(1, len(several), 2))
     return judged(audit, "cancelled", pairs, "cancelled", in_flight=size)
 
@@ -189,11 +191,6 @@ def together(audit: Audit, questions: Sequence[Question], in_flight: int, cancel
             audit.comparer.learn(question, theirs)
             pairs += [] if ours is None else [(question, ours)]
     return pairs
-
-
-def repeated(questions: Sequence[Question], count: int) -> list[Question]:
-    """Return at least so many questions: all, again and again from the first on."""
-    return [questions[i % len(questions)] for i in range(max(count, len(questions)))]
 
 
 def filler(words: int, start: int) -> str:

@@ -9,27 +9,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from eval.audit.ask import AUDITED, BASELINE, Question, ask_text
-from eval.audit.compare import (
-    FAULT,
-    NEAR_TIE,
-    NOT_OFFERED,
-    Audit,
-    Difference,
-    Finding,
-    first_difference,
-    key_of,
-    logprobs,
-    status_of,
-)  # fmt: skip
+from eval.audit.ask import AUDITED, BASELINE, ask_text
+from eval.audit.compare import FAULT, NOT_OFFERED, Audit, Difference, Finding, breach, status_of, with_logprobs
 from eval.audit.greedy import MANY
-from eval.audit.replies import Reply
 from eval.endpoint.counters import LLAMA, SGLANG, VLLM
+from eval.endpoint.questions import Question
+from eval.endpoint.replies import Reply
 
 Holds = Callable[[Question, Reply, Reply], str | None]  # of the audited server's reply and the baseline's: the breach
 
 LIMITS = (1, 2, 3, 5, 8)
-SHOWN = 400  # characters of a note
 DATE = "[0-9]{4}-[0-9]{2}-[0-9]{2}"
 GBNF = 'root ::= [0-9] [0-9] [0-9] [0-9] "-" [0-9] [0-9] "-" [0-9] [0-9]'
 SCHEMA = {
@@ -66,7 +55,7 @@ def stop_strings(audit: Audit) -> Finding:
     """Ask to stop at a string in the middle of an answer, once with a limit just behind it."""
     questions = []
     for question in audit.questions[:MANY]:
-        reply = audit.comparer.answers[key_of(question)][0]
+        reply = audit.comparer.answers[question.content][0]
         if (stop := stop_in(reply.text)) is not None:
             at = question.having("with a stop string", stop=[stop])
             questions.append(at)
@@ -112,7 +101,7 @@ def usage(audit: Audit) -> Finding:
 
 def logprobs_hold(audit: Audit) -> Finding:
     """Compare the logprobs with the text, and with the baseline's of the same tokens."""
-    questions = [question.having("with logprobs", **logprobs(question)) for question in audit.questions[:MANY]]
+    questions = [with_logprobs(question) for question in audit.questions[:MANY]]
     if not audit.asker.one(BASELINE, questions[0]).tokens:
         return Finding("logprobs", NOT_OFFERED, "the baseline gives no logprobs")
     tolerance = audit.comparer.near_tie
@@ -152,7 +141,7 @@ def schemas(audit: Audit) -> Finding:
         ask_text(f"schema {i}", text, audit.chat, response_format=form, max_tokens=4 * audit.tokens)
         for i, text in enumerate(texts)
     ]
-    counters = audit.asker.sides[AUDITED].counters()
+    counters = audit.asker.sides[AUDITED].reading()
     grammars: dict[str, dict[str, Any]] = {
         VLLM: {"structured_outputs": {"regex": DATE}}, SGLANG: {"regex": DATE}, LLAMA: {"grammar": GBNF},
     }  # fmt: skip
@@ -207,9 +196,4 @@ def checked(audit: Audit, check: str, fault: str, questions: Sequence[Question],
     if counts["of the baseline too"]:
         summary += f"; {counts['of the baseline too']} breaches are the baseline's too"
     differences = [difference for _, _, difference in outcomes if difference is not None]
-    return Finding(check, status_of({FAULT: len(differences), NEAR_TIE: 0}), summary, differences)
-
-
-def breach(question: Question, ours: str, theirs: str, fault: str, note: str) -> Difference:
-    """Return a fault that a note says, in an answer of the audited server."""
-    return Difference(question, ours, theirs, first_difference(ours, theirs), None, FAULT, fault, note=note[:SHOWN])
+    return Finding(check, status_of({FAULT: len(differences)}), summary, differences)

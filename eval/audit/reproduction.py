@@ -7,9 +7,11 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from eval.audit.ask import AUDITED, BASELINE, SIDES, STREAMED, Asker, Question
+from eval.audit.ask import AUDITED, BASELINE, SIDES, Asker
 from eval.audit.compare import Audit, Difference
 from eval.audit.faults import FAULTS
+from eval.endpoint.client import STREAMED
+from eval.endpoint.questions import Question
 from heads.common.redact import HIDDEN, SHORTEST, redacted_values
 
 TEMPLATE = Path(__file__).parent / "reproduce.py.j2"
@@ -35,7 +37,7 @@ def reproduction(audit: Audit, difference: Difference, variable: str, company: S
         baseline=asker.sides[BASELINE].url,
         key=variable,
         requests=_literal(requests, key),
-        extra=_literal([dict(asker.sides[side].extra) for side in SIDES], key),
+        extra=_literal([asker.sides[side].config.extra for side in SIDES], key),
         in_flight=difference.in_flight,
         rounds=ROUNDS if difference.in_flight > 1 else 1,
         cancel=difference.fault == "cancelled",

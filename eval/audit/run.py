@@ -2,25 +2,15 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval.audit import calls, greedy, properties, seeds
-from eval.audit.ask import (
-    AUDITED,
-    BASELINE,
-    QUESTIONS,
-    Asker,
-    Budget,
-    Question,
-    Side,
-    ask_text,
-    questions_of,
-)  # fmt: skip
+from eval.audit.ask import AUDITED, BASELINE, QUESTIONS, Asker, ask_text
 from eval.audit.compare import (
     FAILED,
     FAULT,
@@ -32,6 +22,7 @@ from eval.audit.compare import (
     Comparer,
     Difference,
     Finding,
+    breach,
 )  # fmt: skip
 from eval.audit.faults import diagnosed
 from eval.audit.reproduction import cleaned, reproduction
@@ -39,7 +30,9 @@ from eval.audit.sampling import SETTINGS, sampling
 from eval.audit.speed import drafts_between, share_machine, speed
 from eval.audit.view import page, terminal
 from eval.config import AuditConfig, AuditorConfig, DecodingConfig, EndpointConfig, Selection
-from eval.inputs.workloads import Workload, gathered
+from eval.endpoint.client import Server
+from eval.endpoint.questions import read_questions
+from eval.measures.cost_model import cycled
 from heads.common.files import write_whole
 from heads.common.progress import Bar
 from heads.common.untrusted import visible
@@ -48,25 +41,27 @@ SCHEMA = 1  # of audit.json
 PROMPT = 400  # characters of a prompt
 WAVERING = 4.0  # nats: a bar for near ties that no rounding explains
 JSON, PAGE, REPRODUCTION = "audit.json", "audit.html", "reproduce.py"
-CHECKS: dict[str, Callable[[Audit], Finding]] = {
-    "identity": greedy.identity,
-    "prefix_cache": greedy.prefix_cache,
-    "conversations": greedy.conversations,
-    "borders": greedy.borders,
-    "concurrency": greedy.side_by_side,
-    "cancelled": greedy.cancelled,
-    "streaming": greedy.unstreamed,
-    "penalties": greedy.penalties,
-    "limits": properties.limits,
-    "stop_strings": properties.stop_strings,
-    "usage": properties.usage,
-    "logprobs": properties.logprobs_hold,
-    "choices": seeds.choices,
-    "tool_calls": calls.tool_calls,
-    "schemas": properties.schemas,
-    "seeds": seeds.seeds,
-    **{check: partial(sampling, check=check) for check in SETTINGS},
+CHECKS: dict[str, tuple[str, Callable[[Audit], Finding]]] = {  # each under its title
+    "identity": ("Greedy answers alone, cold and warm", greedy.identity),
+    "prefix_cache": ("x, y, x again behind a shared prefix", greedy.prefix_cache),
+    "conversations": ("Follow-up questions", greedy.conversations),
+    "borders": ("Prompts at chunk borders", greedy.borders),
+    "concurrency": ("Requests side by side", greedy.side_by_side),
+    "cancelled": ("Beside cancelled requests", greedy.cancelled),
+    "streaming": ("Whole replies like streamed ones", greedy.unstreamed),
+    "penalties": ("Presence and frequency penalties", greedy.penalties),
+    "limits": ("max_tokens", properties.limits),
+    "stop_strings": ("Stop strings", properties.stop_strings),
+    "usage": ("Counts of tokens", properties.usage),
+    "logprobs": ("Logprobs", properties.logprobs_hold),
+    "choices": ("Several choices (n)", seeds.choices),
+    "tool_calls": ("Tool calls", calls.tool_calls),
+    "schemas": ("JSON schema and grammar", properties.schemas),
+    "seeds": ("Seeds", seeds.seeds),
+    "sampling": ("Sampled text at temperature 1", partial(sampling, check="sampling")),
+    "sampling_top_p": ("Sampled text with top_p", partial(sampling, check="sampling_top_p")),
 }
+TITLES = {check: title for check, (title, _) in CHECKS.items()} | {"speed": "Speed"}
 
 
 class Verdict(NamedTuple):
@@ -89,25 +84,19 @@ def audited(
     """
     assert config.audit is not None
     auditor, client = config.auditor, served.client
-    sides = [
-        Side(AUDITED, config.audit, client, {}),
-        Side(BASELINE, served.baseline or config.audit, client, auditor.plain),
-    ]
-    if sides[0].model != sides[1].model:
-        raise ValueError(
-            f"{sides[1].url} serves {sides[1].model} and {sides[0].url} {sides[0].model}: the baseline is the same "
-            "model, served under the same name (--served-model-name)"
-        )
-    if sides[0].url != sides[1].url and (counters := sides[1].counters()) is not None and counters.drafts is not None:
-        raise ValueError(f"{sides[1].url} speculates: baseline is for the same model served without a draft source")
-    questions = [question for name in workloads for question in _questions(name, selection, client.chat).prompts]
+    plain = replace(client, extra={**client.extra, **auditor.plain})
+    sides = {
+        AUDITED: Server(config.audit, client, "audit"),
+        BASELINE: Server(served.baseline or config.audit, plain, "baseline"),
+    }
+    sides[BASELINE].check_baseline_of(sides[AUDITED])
+    questions = [question for name in workloads for question in read_questions(name, selection, client.chat).prompts]
     questions = questions or [
         ask_text(f"built-in {i}", text, client.chat) for i, text in enumerate(QUESTIONS[: selection.prompts])
     ]
     settings = {"temperature": 0.0, "max_tokens": decoding.max_new_tokens, "top_p": 1.0, "seed": decoding.seed}
-    budget = Budget(auditor.requests, auditor.minutes)
-    with Bar(min(budget.requests, expected(auditor, len(questions))), "audit") as bar:
-        asker = Asker(sides, budget, settings, bar)
+    with Bar(min(auditor.requests, expected(auditor, len(questions))), "audit") as bar:
+        asker = Asker(sides, auditor, settings, bar)
         comparer = Comparer(asker, auditor.near_tie)
         audit = Audit(asker, comparer, questions, client.chat, decoding.max_new_tokens, decoding.seed, auditor)
         findings = run(audit)
@@ -115,14 +104,14 @@ def audited(
     record = cleaned(record_of(audit, findings), key)
     script = ""
     if (difference := clearest(findings)) is not None:
-        company = greedy.repeated(questions, difference.in_flight)[1 : difference.in_flight]
+        company = cycled(questions, difference.in_flight)[1 : difference.in_flight]
         script = reproduction(audit, difference, client.api_key_env, company, key)
     write(out, record, script)
     for line in terminal(record):
         print(visible(line))
     print(visible(f"audit: {out / JSON} and {out / PAGE}"))
     if script:
-        print(visible(f"reproduction: python {out / REPRODUCTION} {sides[0].url} {sides[1].url}"))
+        print(visible(f"reproduction: python {out / REPRODUCTION} {sides[AUDITED].url} {sides[BASELINE].url}"))
     return Verdict(**record["verdict"])
 
 
@@ -137,21 +126,22 @@ def run(audit: Audit) -> list[Finding]:
     """Run all checks and return their findings; `audit.asker.ended` says why it ended before, if it did."""
     findings: list[Finding] = []
     server = audit.asker.sides[AUDITED]
-    readings = [server.counters()]
+    readings = [server.reading()]
     for check in CHECKS:
         ended = bool(audit.asker.ended)
         findings.append(Finding(check, NOT_RUN, "the audit ended before") if ended else finding_of(audit, check))
         if len(findings) == 1:
-            readings.append(server.counters())
-    shared = share_machine(server.url, audit.asker.sides[BASELINE].url)
+            readings.append(server.reading())
+    shared = share_machine(*(server.url for server in audit.asker.sides.values()))
     findings.append(speed(audit.timings, (readings[0], readings[1]), audit.seed, shared=shared))
-    findings[-1].figures["drafts"] = drafts_between(readings[0], server.counters())
+    findings[-1].figures["drafts"] = drafts_between(readings[0], server.reading())
     return findings
 
 
 def finding_of(audit: Audit, check: str) -> Finding:
     """Run a check and return its finding, though the audit ends in it."""
-    finding = next(iter(audit.asker.taken(CHECKS[check](audit) for _ in range(1))), Finding(check, NOT_RUN, ""))
+    _, ask = CHECKS[check]
+    finding = next(iter(audit.asker.taken(ask(audit) for _ in range(1))), Finding(check, NOT_RUN, ""))
     return cut_short(finding, audit.asker) if audit.asker.ended else finding
 
 
@@ -167,7 +157,7 @@ def cut_short(finding: Finding, asker: Asker) -> Finding:
     if asker.crash is not None:
         question, in_flight, detail = asker.crash
         note = f"{detail}, while the baseline answers"
-        crash = Difference(question, "", "", 0, None, FAULT, "crash", in_flight=in_flight, note=note)
+        crash = breach(question, "", "", "crash", note)._replace(in_flight=in_flight)
         finding.status, finding.differences = FAILED, [crash, *finding.differences]
     return finding
 
@@ -203,16 +193,6 @@ def clearest(findings: list[Finding]) -> Difference | None:
     return max(differences, key=lambda d: (d.fault == fault, d.gap or 0.0), default=None)
 
 
-def _questions(name: str, selection: Selection, chat: bool) -> Workload[Question]:
-    def read(record: Any, turns: str) -> Iterator[Question]:
-        yield from questions_of(record, turns, chat)
-
-    def content(question: Question) -> tuple[str, str]:
-        return question.path, json.dumps(question.body, sort_keys=True)
-
-    return gathered(name, selection, read, content, lambda question: question)
-
-
 def record_of(audit: Audit, findings: list[Finding]) -> dict[str, Any]:
     """Return audit.json."""
     sides = audit.asker.sides
@@ -241,6 +221,7 @@ def finding_record(finding: Finding) -> dict[str, Any]:
     shown = sorted(finding.differences, key=lambda d: (d.kind != "fault", -(d.gap or 0)))[:3]
     return {
         "check": finding.check,
+        "title": TITLES[finding.check],
         "status": finding.status,
         "summary": finding.summary,
         "fault": finding.fault,

@@ -8,15 +8,16 @@ Rizzo 2013). Labels are exchanged within a prompt, so p-values are exact whateve
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.audit.ask import AUDITED, BASELINE, Question, SpentError
-from eval.audit.compare import FAILED, FAULT, NOT_OFFERED, NOT_RUN, PASSED, Audit, Difference, Finding
+from eval.audit.ask import AUDITED, BASELINE, SpentError
+from eval.audit.compare import FAILED, FAULT, NOT_OFFERED, NOT_RUN, PASSED, Audit, Difference, Finding, breach
+from eval.endpoint.questions import Question
 
 Array = NDArray[Any]
 
@@ -79,7 +80,7 @@ def _failing(check: str, questions: Sequence[Question], answers: Sequence[tuple[
     for question, (ours, theirs) in zip(questions, answers, strict=False):
         if theirs and not ours:
             note = "the server fails where the baseline answers"
-            return Finding(check, FAILED, note, [Difference(question, "", "", 0, None, FAULT, "error", note=note)])
+            return Finding(check, FAILED, note, [breach(question, "", "", "error", note)])
     return Finding(check, NOT_OFFERED, "the baseline does not sample with these settings")
 
 
@@ -179,12 +180,19 @@ def p_value(kernels: Sequence[Array], rng: np.random.Generator, most: int = MANY
     Where FEW permutations show it to be extreme, `most` are tried, a multiple of CHUNK.
     """
     observed = sum(_form(kernel) for kernel in kernels)
-    bound = observed - 1e-9 * abs(observed)
-    few = int((permuted(kernels, FEW, rng) >= bound).sum())
-    if few > 1 or not most:
-        return (1 + few) / (1 + FEW)
-    many = sum(int((permuted(kernels, CHUNK, rng) >= bound).sum()) for _ in range(most // CHUNK))
-    return (1 + many) / (1 + most)
+
+    def exchanged(count: int) -> Array:
+        return permuted(kernels, count, rng)
+
+    p = p_among(exchanged, observed, FEW)
+    return p if p > 2 / (1 + FEW) or not most else p_among(exchanged, observed, most)
+
+
+def p_among(exchanged: Callable[[int], Array], observed: float, count: int) -> float:
+    """Return the p-value of a statistic, given what returns so many of it, each under exchanged labels, at a time."""
+    bound = observed - NOTHING * abs(observed)
+    chunks = [CHUNK] * (count // CHUNK) or [count]
+    return (1 + sum(int((exchanged(size) >= bound).sum()) for size in chunks)) / (1 + count)
 
 
 def permuted(kernels: Sequence[Array], count: int, rng: np.random.Generator) -> Array:

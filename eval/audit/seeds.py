@@ -1,17 +1,18 @@
 """Seeds, and several choices of one request: asked again with its seed, an answer comes again."""
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, pairwise, takewhile
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from eval.audit.ask import AUDITED, BASELINE, Question
-from eval.audit.compare import FAILED, NOT_OFFERED, PASSED, Audit, Difference, Finding, judged
+from eval.audit.ask import AUDITED, BASELINE
+from eval.audit.compare import FAILED, NOT_OFFERED, PASSED, Audit, Difference, Finding, breach, judged
 from eval.audit.greedy import asked_with
-from eval.audit.properties import breach
-from eval.audit.replies import Reply
-from eval.audit.sampling import AGAIN, CHUNK, MANY, SUSPECT, kernels_of, p_value, words_of
+from eval.audit.sampling import AGAIN, MANY, SUSPECT, Array, kernels_of, p_among, p_value, words_of
+from eval.endpoint.questions import Question
+from eval.endpoint.replies import Reply
+from eval.measures.losslessness import shared_length
 
 FEW = 6  # questions that are asked for two choices at temperature 0
 ENOUGH = 4  # words in which two answers of one seed agree
@@ -126,9 +127,8 @@ def agreeing(one: Sequence[Reply], other: Sequence[Reply]) -> int:
     """Return in how many first words, at most ENOUGH, all choices of two answers agree: rounding parts longer ones."""
     if len(one) != len(other) or any(reply.error for reply in (*one, *other)):
         return 0
-    alike = [zip(words_of(a.text), words_of(b.text), strict=False) for a, b in zip(one, other, strict=True)]
-    counts = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) for pairs in alike]
-    return min(ENOUGH, *counts)
+    texts = zip(one, other, strict=True)
+    return min(ENOUGH, *(shared_length(words_of(first.text), words_of(second.text)) for first, second in texts))
 
 
 def agreements(trials: Sequence[Trial], side: str) -> list[int]:
@@ -214,11 +214,10 @@ def second_p(trials: Sequence[Trial], rng: np.random.Generator) -> float:
 
 def fewer(ones: Sequence[int], others: Sequence[int], rng: np.random.Generator) -> float:
     """Return the p-value that the first numbers are no smaller than the others, by exchanging them."""
-    values = np.array([*ones, *others])
     if sum(ones) * len(others) >= sum(others) * len(ones):
         return 1.0
-    sums = sum(
-        int((rng.permuted(np.tile(values, (CHUNK, 1)), axis=1)[:, : len(ones)].sum(1) <= sum(ones)).sum())
-        for _ in range(MANY // CHUNK)
-    )
-    return (1 + sums) / (1 + MANY)
+
+    def exchanged(count: int) -> Array:
+        return -rng.permuted(np.tile([*ones, *others], (count, 1)), axis=1)[:, : len(ones)].sum(1)
+
+    return p_among(exchanged, -sum(ones), MANY)

@@ -4,16 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
-
 from eval.audit.ask import AUDITED, BASELINE
 from eval.audit.compare import NOT_RUN, PASSED, Finding, Timed
-from eval.audit.replies import Reply
 from eval.endpoint.counters import Counters, between, restarted
+from eval.endpoint.replies import Reply
+from eval.measures import metrics
 
-DRAWS = 2_000
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-LEVEL = 95  # percent of the interval
 
 
 def share_machine(one: str, other: str) -> bool:
@@ -67,20 +64,17 @@ def _load(timings: Sequence[Timed], in_flight: int, seed: int) -> dict[str, Any]
     ]
     if not pairs:
         return None
-    counts = np.array([[reply.completion_tokens for reply in pair] for pair in pairs], dtype=float)
-    seconds = np.array([[max(reply.latency_s, 1e-9) for reply in pair] for pair in pairs])
-    picks = np.random.default_rng(seed).integers(len(pairs), size=(DRAWS, len(pairs)))
-    rates = counts[picks].sum(1) / seconds[picks].sum(1)
-    low, high = np.percentile(rates[:, 0] / rates[:, 1], [50 - LEVEL / 2, 50 + LEVEL / 2])
-    users = counts.sum(0) / seconds.sum(0)
+    ours, theirs = ([(reply.completion_tokens, reply.latency_s) for reply in side] for side in zip(*pairs, strict=True))
+    speedup = metrics.over(ours, theirs)
+    low, high = metrics.paired_interval(ours, theirs, seed) or (speedup, speedup)
     totals = {side: sum(r.completion_tokens or 0 for r in sides[side]) / max(walls[side], 1e-9) for side in sides}
     return {
         "in_flight": in_flight,
         "requests": len(pairs),
-        "speedup": float(users[0] / users[1]),
-        "low": float(low),
-        "high": float(high),
-        "user": {AUDITED: float(users[0]), BASELINE: float(users[1])},
+        "speedup": speedup,
+        "low": low,
+        "high": high,
+        "user": {AUDITED: metrics.speed(ours), BASELINE: metrics.speed(theirs)},
         "throughput": totals,
     }
 

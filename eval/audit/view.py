@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from eval.audit.ask import AUDITED, BASELINE
+from eval.audit.ask import SIDES
 from eval.audit.compare import FAILED, FAULT, NEAR_TIE, NOT_OFFERED, NOT_RUN, PASSED, UNDECIDED, UNEXPLAINED
 from eval.audit.faults import FAULTS
 
@@ -17,27 +17,6 @@ SHOWN = 60  # bytes of a text around a difference in the terminal, and before it
 LONG = 400
 WIDTH, HEIGHT, EDGE = 640, 260, 56  # of the plot, in its own units
 
-TITLES = {
-    "identity": "Greedy answers alone, cold and warm",
-    "prefix_cache": "x, y, x again behind a shared prefix",
-    "conversations": "Follow-up questions",
-    "borders": "Prompts at chunk borders",
-    "concurrency": "Requests side by side",
-    "cancelled": "Beside cancelled requests",
-    "streaming": "Whole replies like streamed ones",
-    "penalties": "Presence and frequency penalties",
-    "limits": "max_tokens",
-    "stop_strings": "Stop strings",
-    "usage": "Counts of tokens",
-    "logprobs": "Logprobs",
-    "choices": "Several choices (n)",
-    "tool_calls": "Tool calls",
-    "schemas": "JSON schema and grammar",
-    "seeds": "Seeds",
-    "sampling": "Sampled text at temperature 1",
-    "sampling_top_p": "Sampled text with top_p",
-    "speed": "Speed",
-}
 STATUSES = {PASSED: "passed", FAILED: "FAILED", UNDECIDED: "undecided", NOT_OFFERED: "not offered",
             NOT_RUN: "not run"}  # fmt: skip
 KINDS = {FAULT: "a fault", NEAR_TIE: "a near tie", UNEXPLAINED: "not explained: no logprobs of the baseline's"}
@@ -52,10 +31,15 @@ def headline(record: dict[str, Any]) -> str:
         FAILED: f"NOT LOSSLESS: {fault or verdict['sentence']}",
         UNDECIDED: f"Undecided: {verdict['sentence']}",
     }[verdict["status"]]
-    loads = next((f["figures"].get("loads") for f in record["findings"] if f["check"] == "speed"), None)
+    loads = loads_of(record)
     if not loads or verdict["status"] == FAILED:
         return f"{text}."
     return f"{text}; {loads[0]['speedup']:.2f} times as fast, one request at a time."
+
+
+def loads_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the speeds of an audit at each number of requests in flight."""
+    return next((f["figures"]["loads"] for f in record["findings"] if f["check"] == "speed"), [])
 
 
 def terminal(record: dict[str, Any]) -> Iterator[str]:
@@ -64,7 +48,7 @@ def terminal(record: dict[str, Any]) -> Iterator[str]:
     for finding in record["findings"]:
         measured = finding["check"] == "speed" and finding["status"] == PASSED
         status = "measured" if measured else STATUSES[finding["status"]]
-        yield f"  {status:11} {TITLES[finding['check']]}: {finding['summary']}"
+        yield f"  {status:11} {finding['title']}: {finding['summary']}"
         for difference in finding["differences"] if finding["status"] == FAILED else ():
             yield f"{'':14}{one_line(difference)}"
             break
@@ -82,9 +66,6 @@ def one_line(difference: dict[str, Any]) -> str:
     return f"prompt {difference['id']}, byte {at}: {ours!r} instead of {theirs!r}{gap}"
 
 
-SIDES = (AUDITED, BASELINE)
-
-
 def page(record: dict[str, Any]) -> str:
     """Return the page, which loads nothing from anywhere; texts of servers are escaped by the template."""
     environment = Environment(
@@ -94,7 +75,6 @@ def page(record: dict[str, Any]) -> str:
         record=record,
         headline=headline(record),
         fault=FAULTS.get(record["verdict"]["fault"]),
-        titles=TITLES,
         statuses=STATUSES,
         kinds=KINDS,
         failed=FAILED,
@@ -115,7 +95,7 @@ def cut(text: str, at: int) -> tuple[str, str, str]:
 
 def plot(record: dict[str, Any]) -> dict[str, Any] | None:
     """Return the curves of throughput against the speed of one user, in the plot's units; None without two loads."""
-    loads = next((f["figures"].get("loads") for f in record["findings"] if f["check"] == "speed"), None) or []
+    loads = loads_of(record)
     if len(loads) < 2:
         return None
     most = [max(load[key][side] for load in loads for side in SIDES) for key in ("user", "throughput")]

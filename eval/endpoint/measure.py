@@ -4,23 +4,22 @@ With the same model served without speculation as the baseline, both answer the 
 are compared, and a speedup is reported. The batch size is the number of requests in flight.
 """
 
-import itertools
-import json
 import platform
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from eval.config import DecodingConfig, EndpointConfig, Selection
-from eval.endpoint.client import Answer, Request, Server, requests_of
+from eval.endpoint.client import BASELINE, Answer, Server
+from eval.endpoint.questions import Question, read_questions
 from eval.endpoint.rows import Runs, rows, text_gate
-from eval.inputs.workloads import Readable, Workload, gathered, prompt_counts
+from eval.inputs.workloads import Workload, prompt_counts
 from eval.live.interleaved import PLAIN, in_turns
 from eval.live.request_rate import arrivals
 from eval.measures.losslessness import Gate, labelled
 from eval.measures.machine import cpu_name, provenance
 from eval.measures.metrics import Passes
-from eval.measures.results import Measurement
+from eval.measures.results import ENDPOINT, Measurement
 from eval.report.write import Report
 
 Servers = Mapping[str, Server]  # by drafter name, the baseline's is PLAIN
@@ -44,19 +43,18 @@ def measure(
             meanwhile; a request failed; or a workload cannot be read. Nothing is written then.
     """
     assert served.endpoint is not None
-    jobs = [_read(name, prompts, served.client.chat) for name in workloads]
+    jobs = [read_questions(name, prompts, served.client.chat) for name in workloads]
     server = Server(served.endpoint, served.client, "endpoint")
     info = server.describe()
-    servers = {info.get("speculative_algorithm", "endpoint").lower(): server}
+    servers = {info.get("speculative_algorithm", ENDPOINT).lower(): server}
     if served.baseline is not None:
-        servers = {PLAIN: _baseline(served, server), **servers}
+        servers = {PLAIN: Server(served.baseline, served.client, BASELINE), **servers}
+        servers[PLAIN].check_baseline_of(server)
     measured: list[Measured] = []
     start = 0
     for job in jobs:
         ids = [request.id for request in job.prompts]
-        for temperature, size, rate in itertools.product(
-            config.temperatures(), config.batch_sizes(), config.request_rates()
-        ):
+        for temperature, size, rate in config.conditions():
             measurement = job.measurement(temperature, size, config.seed, start=start, request_rate=rate)
             runs = _runs(servers, job, _settings(config, temperature), measurement, repeats)
             measured.append(Measured(measurement, ids, runs))
@@ -65,8 +63,8 @@ def measure(
     return Report(
         target={"name": server.model, "path": server.model},
         device={
-            "name": " ".join(filter(None, (server.engine or "endpoint", info.get("version"), "at", server.url))),
-            "type": "endpoint",
+            "name": " ".join(filter(None, (server.engine or ENDPOINT, info.get("version"), "at", server.url))),
+            "type": ENDPOINT,
             "dtype": None,
             "client": cpu_name(),
             "python": platform.python_version(),
@@ -75,31 +73,6 @@ def measure(
         gates=gates,
         rows=[row for one in measured for row in rows(one.runs, gates, one.measurement)],
     )
-
-
-def _read(name: str, config: Selection, chat: bool) -> Workload[Request]:
-    """Read a workload's requests; one without further prompts for the warm-up repeats its last ones."""
-
-    def read(record: Readable, turns: str) -> Iterator[Request]:
-        return requests_of(record, turns, chat)
-
-    def content(request: Request) -> tuple[str, str]:
-        return request.path, json.dumps(request.body, sort_keys=True)
-
-    return gathered(name, config, read, content, lambda request: request)
-
-
-def _baseline(config: EndpointConfig, server: Server) -> Server:
-    """Connect to the baseline; raise a ValueError where it serves another model, or speculates."""
-    assert config.baseline is not None
-    base = Server(config.baseline, config.client, "baseline")
-    if base.model != server.model:
-        raise ValueError(
-            f"{base.url} serves {base.model} and {server.url} {server.model}: the baseline is the same model, served "
-            "under the same name (--served-model-name)"
-        )
-    base.refuse_drafts()
-    return base
 
 
 def _settings(config: DecodingConfig, temperature: float) -> dict[str, Any]:
@@ -112,7 +85,7 @@ def _settings(config: DecodingConfig, temperature: float) -> dict[str, Any]:
 
 
 def _runs(
-    servers: Servers, job: Workload[Request], settings: Mapping[str, Any], measurement: Measurement, repeats: int
+    servers: Servers, job: Workload[Question], settings: Mapping[str, Any], measurement: Measurement, repeats: int
 ) -> dict[str, Runs]:
     """Send all requests to all servers, `repeats` times, in turns: after each request, or after all in full batches.
 
@@ -121,13 +94,13 @@ def _runs(
     in_flight, rate, gaps = measurement.batch_size, measurement.request_rate, random.Random(measurement.seed)
     count = len(job.prompts)
     when = [None if rate is None else arrivals(count, rate, gaps) for _ in range(repeats)]
-    for name, server in servers.items() if job.warmup else ():
-        server.send_all(job.warmup, settings, in_flight, name != PLAIN)
+    for server in servers.values() if job.warmup else ():
+        server.send_all(job.warmup, settings, in_flight, None)
     passes: dict[str, list[Passes]] = {name: [] for name in servers}
 
     def answer(name: str, batch: Sequence[int], number: int) -> list[Answer]:
         requests = [job.prompts[i] for i in batch]
-        answers, counts = servers[name].send_all(requests, settings, in_flight, name != PLAIN, when[number])
+        answers, counts = servers[name].send_all(requests, settings, in_flight, when[number])
         passes[name].append(counts)
         return answers
 
@@ -151,7 +124,7 @@ def _gates(measured: Sequence[Measured]) -> dict[str, Gate]:
 
 
 def _report_settings(
-    served: EndpointConfig, prompts: Selection, config: DecodingConfig, repeats: int, jobs: Sequence[Workload[Request]]
+    served: EndpointConfig, prompts: Selection, config: DecodingConfig, repeats: int, jobs: Sequence[Workload[Question]]
 ) -> dict[str, Any]:
     """Return the settings that the report shows: those of requests and workloads."""
     sampling = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")

@@ -6,13 +6,12 @@ requests count with a share of the elapsed time each, and the shares add up to i
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from typing import NamedTuple
 
 from eval.endpoint.client import Answer
 from eval.live.interleaved import PLAIN, judged
 from eval.live.request_rate import Served, waited
-from eval.measures.losslessness import Divergence, Gate, gate_of
+from eval.measures.losslessness import Divergence, Gate, gate_of, shared_length
 from eval.measures.metrics import Passes, together
 from eval.measures.results import UNTIMED, Measurement, Request, Row, Source, Subset, result
 from inference.decode import Generation
@@ -29,10 +28,6 @@ class Runs(NamedTuple):
     def texts(self) -> list[list[str]]:
         """Return the texts of every request's repeats."""
         return [[run.text for run in repeats] for repeats in self.answers]
-
-    def requests(self) -> list[Request]:
-        """Return each request as it was measured."""
-        return [_measured(repeats) for repeats in self.answers]
 
 
 def _measured(repeats: Sequence[Answer]) -> Request:
@@ -70,14 +65,14 @@ def text_gate(plain: Sequence[Sequence[str]], drafted: Sequence[Sequence[str]], 
 
 def differs(one: str, other: str) -> int | None:
     """Return the index of the first character at which two texts differ, or one ends; None if they are equal."""
-    return next((i for i, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
+    return None if one == other else shared_length(one, other)
 
 
 def rows(by_server: Mapping[str, Runs], gates: Mapping[str, Gate], measurement: Measurement) -> list[Row]:
     """Return the servers' rows of a measurement, given their answers by drafter name; the baseline's may be missing."""
-    requests = {name: runs.requests() for name, runs in by_server.items()}
+    requests = {name: [_measured(repeats) for repeats in runs.answers] for name, runs in by_server.items()}
     timed = [
-        judged(_row(name, runs, subset.of(requests[name]), measurement, subset), requests, gates, measurement, subset)
+        judged(_row(name, runs, subset, subset.of(requests[name])), subset, requests, gates)
         for subset in measurement.parts(len(next(iter(requests.values()))))
         for name, runs in by_server.items()
     ]
@@ -93,10 +88,10 @@ def _served(answer: Answer) -> Served:
     return Served(generation, answer.arrived, answer.queue_s, answer.ttft_s)
 
 
-def _row(name: str, runs: Runs, requests: Sequence[Request], measurement: Measurement, subset: Subset) -> Row:
+def _row(name: str, runs: Runs, subset: Subset, requests: Sequence[Request]) -> Row:
     counts = [request.passes for request in requests if request.passes is not None]
     total = together((counts if len(counts) == len(requests) else []) if subset.category else runs.passes)
-    rule = "none" if name == PLAIN else "greedy" if measurement.temperature == 0 else "the server's"
+    rule = "none" if name == PLAIN else "greedy" if subset.measurement.temperature == 0 else "the server's"
     depths = f"served, depth {len(total.by_depth)}" if total.by_depth else "served"
-    row = result(Source(name, rule, "none" if name == PLAIN else depths), measurement, subset, requests, total)
+    row = result(Source(name, rule, "none" if name == PLAIN else depths), subset, requests, total)
     return replace(row, tokens=sum(run.decoded for repeats in subset.of(runs.answers) for run in repeats))

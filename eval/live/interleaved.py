@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from transformers import GenerationConfig
@@ -28,16 +28,24 @@ Runner = Callable[[list[int]], Generation]
 Runs = dict[str, list[list[Generation]]]  # by name, by prompt, the repeats
 
 
-def measure(
-    target: Target,
-    drafters: Mapping[str, Drafter],
-    prompts: Sequence[Prompt],
-    settings: Settings,
-    repeats: int,
-    warmup: Sequence[Prompt],
-    hf: bool,
-    batch_size: int = 1,
-) -> Runs:
+class Setup(NamedTuple):
+    """What is decoded: the target and its draft sources, the prompts, and the settings of every request."""
+
+    target: Target
+    drafters: Mapping[str, Drafter]
+    prompts: Sequence[Prompt]
+    settings: Settings
+
+    def sources(self) -> dict[str, Drafter]:
+        """Return the baseline and the draft sources."""
+        return {PLAIN: Plain(self.target.device), **self.drafters}
+
+    def resets(self) -> list[Callable[[], None]]:
+        """Return what lets every draft source begin with nothing."""
+        return [drafter.reset for drafter in self.drafters.values()]
+
+
+def measure(setup: Setup, repeats: int, warmup: Sequence[Prompt], hf: bool, batch_size: int = 1) -> Runs:
     """Run autoregressive decoding, every drafter and (if `hf`) HF generate `repeats` times on each prompt.
 
     In batches, a round is all prompts together, and HF generate is left out. The `warmup` prompts, which are none of
@@ -46,32 +54,30 @@ def measure(
     A drafter with memory starts every round over the prompts with nothing and learns from prompt to prompt, in the
     prompts' order: it never meets a prompt that it has answered before.
     """
+    target, drafters, prompts, settings = setup
     assert not {PLAIN, HF} & set(drafters), "a drafter has a baseline's name"
-    resets = [drafter.reset for drafter in drafters.values()]
     if batch_size > 1:
-        sources = {PLAIN: Plain(target.device), **drafters}
-        tokens = [prompt.token for prompt in prompts]
-        warm_up(target, sources, warmup, settings, batch_size)
+        sources, tokens = setup.sources(), [prompt.token for prompt in prompts]
+        warm_up(setup, warmup, batch_size)
 
         def answers(name: str, *_: Any) -> Sequence[Generation]:
             return speculate(target, sources[name], tokens, settings, batch_size=batch_size)
 
-        return in_turns(list(sources), answers, [range(len(prompts))], repeats, settings.seed, resets)
+        return in_turns(list(sources), answers, [range(len(prompts))], repeats, settings.seed, setup.resets())
     runners: dict[str, Runner] = {PLAIN: partial(autoregress, target, settings=settings)}
     for name, drafter in drafters.items():
         runners[name] = partial(speculate, target, drafter, settings=settings)
     if hf:
         runners[HF] = partial(hf_generate, target, settings=settings)
-    return interleave(runners, prompts, repeats, warmup, settings.seed, resets)
+    return interleave(runners, prompts, repeats, warmup, settings.seed, setup.resets())
 
 
-def warm_up(
-    target: Target, drafters: Mapping[str, Drafter], prompts: Sequence[Prompt], settings: Settings, batch_size: int
-) -> None:
-    """Let every drafter decode prompts, if there are any, in a full batch before anything counts."""
+def warm_up(setup: Setup, prompts: Sequence[Prompt], batch_size: int) -> None:
+    """Let every source decode further prompts, if there are any, in a full batch before anything counts."""
     tokens = [prompt.token for prompt in prompts] * batch_size
-    for drafter in drafters.values() if tokens else ():
-        speculate(target, drafter, tokens[: max(batch_size, len(prompts))], settings, batch_size=batch_size)
+    for source in setup.sources().values() if tokens else ():
+        some = tokens[: max(batch_size, len(prompts))]
+        speculate(setup.target, source, some, setup.settings, batch_size=batch_size)
 
 
 def interleave(
@@ -119,11 +125,9 @@ def in_turns(
     return runs
 
 
-def decoded_once(
-    target: Target, drafters: Mapping[str, Drafter], prompts: Sequence[Prompt], settings: Settings, batch_size: int = 1
-) -> dict[str, list[Generation]]:
+def decoded_once(setup: Setup, batch_size: int) -> dict[str, list[Generation]]:
     """Return one run of each prompt by autoregressive decoding and by every drafter: to compare tokens, not to time."""
-    runs = measure(target, drafters, prompts, settings, 1, (), hf=False, batch_size=batch_size)
+    runs = measure(setup, 1, (), hf=False, batch_size=batch_size)
     return {name: [repeats[0] for repeats in by_prompt] for name, by_prompt in runs.items()}
 
 
@@ -145,20 +149,14 @@ def rows(runs: Runs, drafters: Mapping[str, Drafter], gates: Mapping[str, Gate],
         for name in (name for name in requests if name != HF):
             rule = metrics.rules_used([middle[name][index] for index in subset.indices])
             source = Source(name, rule, sources[name].tree, sources[name].memory)
-            row = result(source, measurement, subset, subset.of(requests[name]))
-            measured.append(judged(row, requests, gates, measurement, subset))
+            row = result(source, subset, subset.of(requests[name]))
+            measured.append(judged(row, subset, requests, gates))
     return measured
 
 
-def judged(
-    row: Row,
-    requests: Mapping[str, Sequence[Request]],
-    gates: Mapping[str, Gate],
-    measurement: Measurement,
-    subset: Subset,
-) -> Row:
+def judged(row: Row, subset: Subset, requests: Mapping[str, Sequence[Request]], gates: Mapping[str, Gate]) -> Row:
     """Return a row with its losslessness check, and with its speedups over the baselines where that did not fail."""
-    gate = gates.get(labelled(row.drafter, measurement.batch_size), UNCHECKED)
+    measurement, gate = subset.measurement, gates.get(labelled(row.drafter, row.batch_size), UNCHECKED)
     shown = gate if measurement.temperature == 0 else measurement.coupled.get(row.drafter, UNCHECKED)
     row = replace(row, lossless=shown.among([measurement.start + index for index in subset.indices]).counts())
     trusted = gate.passed or (row.drafter == PLAIN and not gate.checked)  # alone, it is the reference of the gate
@@ -166,7 +164,7 @@ def judged(
         return row
     mine, plain = subset.of(requests[row.drafter]), subset.of(requests[PLAIN])
     hf = subset.of(requests[HF]) if HF in requests else None
-    return with_speedups(row, mine, plain, subset, measurement.seed, hf)
+    return with_speedups(row, subset, mine, plain, hf)
 
 
 def timed(run: Generation) -> Request:

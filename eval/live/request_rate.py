@@ -9,7 +9,7 @@ import random
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -17,14 +17,11 @@ from typing import NamedTuple
 import torch
 
 from data.text.prompts import Prompt
-from eval.live.interleaved import PLAIN, Runs, in_turns, timed, warm_up
+from eval.live.interleaved import PLAIN, Runs, Setup, in_turns, timed, warm_up
 from eval.measures import metrics
 from eval.measures.results import Measurement, Request, Row, Subset, by_request
 from inference.batch import Batch, batch_of
 from inference.decode import Generation, Settings
-from inference.drafters.plain import Plain
-from inference.protocol import Drafter
-from inference.target.target import Target
 
 
 class Served(NamedTuple):
@@ -90,31 +87,22 @@ def serve(
 
 
 @torch.inference_mode()
-def measure(
-    target: Target,
-    drafters: Mapping[str, Drafter],
-    prompts: Sequence[Prompt],
-    settings: Settings,
-    repeats: int,
-    warmup: Sequence[Prompt],
-    batch_size: int,
-    request_rate: float,
-) -> Rounds:
+def measure(setup: Setup, repeats: int, warmup: Sequence[Prompt], batch_size: int, request_rate: float) -> Rounds:
     """Let the baseline and every drafter answer all prompts as they arrive, in turns, in a new random order each round.
 
     A round has arrivals of its own, the same for all; another rate has the same ones, stretched. A drafter with memory
     begins every round with nothing. The `warmup` prompts run before, without waiting.
     """
-    sources: dict[str, Drafter] = {PLAIN: Plain(target.device), **drafters}
-    warm_up(target, sources, warmup, settings, batch_size)
-    tokens, gaps = [prompt.token for prompt in prompts], random.Random(settings.seed)
-    when = [arrivals(len(prompts), request_rate, gaps) for _ in range(repeats)]
+    sources, settings = setup.sources(), setup.settings
+    warm_up(setup, warmup, batch_size)
+    tokens, gaps = [prompt.token for prompt in setup.prompts], random.Random(settings.seed)
+    when = [arrivals(len(tokens), request_rate, gaps) for _ in range(repeats)]
 
     def answers(name: str, _: Sequence[int], number: int) -> list[Served]:
-        return serve(batch_of(target, sources[name], min(batch_size, len(tokens))), tokens, when[number], settings)
+        batch = batch_of(setup.target, sources[name], min(batch_size, len(tokens)))
+        return serve(batch, tokens, when[number], settings)
 
-    resets = [drafter.reset for drafter in drafters.values()]
-    return in_turns(list(sources), answers, [range(len(tokens))], repeats, settings.seed, resets)
+    return in_turns(list(sources), answers, [range(len(tokens))], repeats, settings.seed, setup.resets())
 
 
 def generations(rounds: Rounds) -> Runs:
@@ -129,10 +117,10 @@ def waited(rows: Sequence[Row], rounds: Rounds, measurement: Measurement) -> lis
     has one of latencies.
     """
     subsets = {subset.category: subset for subset in measurement.parts(len(rounds[PLAIN]))}
-    return [_waited(row, rounds, subsets[row.category], measurement.seed) for row in rows]
+    return [_waited(row, rounds, subsets[row.category]) for row in rows]
 
 
-def _waited(row: Row, rounds: Rounds, subset: Subset, seed: int) -> Row:
+def _waited(row: Row, rounds: Rounds, subset: Subset) -> Row:
     mine, plain = (subset.of(rounds[name]) for name in (row.drafter, PLAIN))
     fast, slow = latencies(mine), latencies(plain)
     requests = [one.request() for one in chain.from_iterable(mine)]
@@ -144,7 +132,7 @@ def _waited(row: Row, rounds: Rounds, subset: Subset, seed: int) -> Row:
         tokens_per_second=throughput(mine),
         latency_s=statistics.median(one.generation.latency_s for one in chain.from_iterable(mine)),
         speedup=metrics.over(fast, slow) if trusted else None,
-        speedup_ci=metrics.paired_interval(fast, slow, seed, subset.groups) if trusted else None,
+        speedup_ci=metrics.paired_interval(fast, slow, subset.measurement.seed, subset.groups) if trusted else None,
         speedup_hf=None,
         whole_tokens_per_second=None,
         whole_speedup=None,

@@ -6,7 +6,7 @@ covered by sampling: many verifications after fixed prefixes, whose first tokens
 As many samples of a rule that is known to be broken, which samples from p again after a rejection, must fail that test.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from data.text.prompts import Prompt
-from eval.live.interleaved import decoded_once
+from eval.live.interleaved import Setup, decoded_once
 from eval.measures import chi_square
 from eval.measures.chi_square import Cells, ChiSquareTest
 from eval.measures.losslessness import EPSILON, Divergence, Gate, SampledGate, divergence, gate_of, worst
@@ -56,15 +56,7 @@ class Prefix(NamedTuple):
         return float(self.probs[tree.token[children(tree)[0]].unique()].sum())
 
 
-def sampled_gates(
-    target: Target,
-    drafters: Mapping[str, Drafter],
-    prompts: Sequence[Prompt],
-    settings: Settings,
-    tv: float,
-    tests: int,
-    sizes: Sequence[int] = (1,),
-) -> list[SampledGate]:
+def sampled_gates(setup: Setup, tv: float, tests: int, sizes: Sequence[int] = (1,)) -> list[SampledGate]:
     """Return the verdict on every drafter at the settings' temperature, which is above 0.
 
     Coupled tokens are compared with autoregressive decoding of each prompt alone by the reference engine, at batch size
@@ -72,9 +64,10 @@ def sampled_gates(
     test samples one sequence, and must detect a total variation of `tv`; the `tests` of a report share the error
     probability.
     """
+    target, drafters, prompts, settings = setup
     coupled = replace(settings, rule=COUPLED, lossy=False, gaps=True)
     all_sizes = tuple(sorted({1, *sizes}))
-    runs = {size: decoded_once(target, drafters, prompts, coupled, size) for size in all_sizes}
+    runs = {size: decoded_once(setup._replace(settings=coupled), size) for size in all_sizes}
     plain = [
         reference(target, Plain(target.device), prompt.token, coupled)
         for prompt in progress(prompts, "the baseline, sampled")

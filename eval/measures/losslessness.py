@@ -220,13 +220,18 @@ class FailedChecks:
         return greedy or any(drafter == name for drafter, _ in self.sampled)
 
 
+def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return with how many of the same items two sequences begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (first, second) in pairs if first != second), min(len(one), len(other)))
+
+
 def divergence(plain: Generation, drafted: Generation, prompt: str) -> Divergence | None:
     """Return where two runs first differ, the end of the shorter one included; None where they are the same."""
     ours, theirs = plain.tokens, drafted.tokens
-    shorter = min(len(ours), len(theirs))
-    position = next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
-    if position == len(ours) == len(theirs):
+    if ours == theirs:
         return None
+    position = shared_length(ours, theirs)
     return Divergence(
         prompt=prompt,
         position=position,

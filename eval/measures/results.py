@@ -15,6 +15,7 @@ from eval.measures.metrics import PARTS, Groups, Interval, Pair, Passes
 
 T = TypeVar("T")
 LIVE, TEACHER_FORCED, REPLAY = TIERS = ("live", "teacher_forced", "replay")  # the first alone has a clock
+ENDPOINT = "endpoint"  # the drafter and the type of device of a server that is measured as it is
 UNTIMED = dict.fromkeys(PARTS, 0.0)  # seconds
 
 
@@ -76,18 +77,6 @@ class Row:
         return speedups != {None}
 
 
-class Subset(NamedTuple):
-    """Some requests of a measurement: a category (empty: all), their indices, and the groups resampled together."""
-
-    category: str
-    indices: Sequence[int]
-    groups: Groups
-
-    def of(self, items: Sequence[T]) -> list[T]:
-        """Return these requests' items among those of all."""
-        return [items[index] for index in self.indices]
-
-
 @dataclass(frozen=True)
 class Measurement:
     """The settings and checks that all results of one measurement share."""
@@ -106,11 +95,24 @@ class Measurement:
     request_rate: float | None = None
     tier: str = LIVE
 
-    def parts(self, count: int) -> Iterator[Subset]:
+    def parts(self, count: int) -> "Iterator[Subset]":
         """Yield all of so many requests, then those of each category."""
         for category, indices in {"": range(count), **self.categories}.items():
             groups = [self.conversations[index] for index in indices] if self.conversations else None
-            yield Subset(category, indices, groups)
+            yield Subset(self, category, indices, groups)
+
+
+class Subset(NamedTuple):
+    """Some requests of a measurement: a category (empty: all), their indices, and the groups resampled together."""
+
+    measurement: Measurement
+    category: str
+    indices: Sequence[int]
+    groups: Groups
+
+    def of(self, items: Sequence[T]) -> list[T]:
+        """Return these requests' items among those of all."""
+        return [items[index] for index in self.indices]
 
 
 class Source(NamedTuple):
@@ -145,14 +147,12 @@ class Request:
         return metrics.ratio(self.decoding[0], latency - first)
 
 
-def result(
-    source: Source, measurement: Measurement, subset: Subset, requests: Sequence[Request], whole: Passes | None = None
-) -> Row:
+def result(source: Source, subset: Subset, requests: Sequence[Request], whole: Passes | None = None) -> Row:
     """Return the result of a source on a subset of a measurement, without a speedup, which `with_speedups` adds.
 
     `whole` is the sum of the counts of `requests`, where that is known without those of each request, or better.
     """
-    counts = _known(requests, "passes")
+    measurement, counts = subset.measurement, _known(requests, "passes")
     acceptance = metrics.pooled(counts, whole)
     deepest = len(acceptance.accepted_by_depth)
     seconds = {key: sum(request.seconds[key] for request in requests) for key in UNTIMED}
@@ -189,20 +189,15 @@ def result(
 
 
 def with_speedups(
-    row: Row,
-    requests: Sequence[Request],
-    base: Sequence[Request],
-    subset: Subset,
-    seed: int,
-    hf: Sequence[Request] | None = None,
+    row: Row, subset: Subset, requests: Sequence[Request], base: Sequence[Request], hf: Sequence[Request] | None
 ) -> Row:
-    """Return a result with the columns that only a lossless drafter has; `seed` is that of the intervals.
+    """Return a result with the columns that only a lossless drafter has.
 
     `requests` are those that it was built from, `base` and `hf` the same ones by the baseline and by HF generate.
     """
     ours, theirs = _known(requests, "end_to_end"), _known(base, "end_to_end")
     fast, slow = _known(requests, "decoding"), _known(base, "decoding")
-    streamed = bool(fast and slow)  # else the prefill cannot be separated
+    seed, streamed = subset.measurement.seed, bool(fast and slow)  # else the prefill cannot be separated
     return replace(
         row,
         by_request=by_request(requests, base),
@@ -217,7 +212,7 @@ def with_speedups(
 def text_results(source: Source, measurement: Measurement, texts: Sequence[Request]) -> list[Row]:
     """Return the results of a source along given texts, where no clock ran: all texts together, then each category."""
     subsets = measurement.parts(len(texts))
-    return [result(source, measurement, subset, [texts[index] for index in subset.indices]) for subset in subsets]
+    return [result(source, subset, subset.of(texts)) for subset in subsets]
 
 
 def _known(requests: Sequence[Request], key: str) -> list[Any]:

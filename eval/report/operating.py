@@ -7,6 +7,7 @@ import math
 from typing import NamedTuple
 
 from eval.measures.cost_model import stops_paying
+from eval.measures.results import ENDPOINT
 from eval.report.breakdown import PLAIN, SESSION
 from eval.report.columns import Table, plain_table
 from eval.report.plots import LINE, Plot, axis, by_name, clocked, curve, layer, lines, plot
@@ -57,7 +58,7 @@ def _point(name: str, key: str, row: Record) -> Point | None:
 
 def _devices(report: Record) -> tuple[int, str]:
     """Return the number of devices by which the tokens of all users are divided, and what they then are of."""
-    served = report["device"].get("type") == "endpoint"
+    served = report["device"].get("type") == ENDPOINT
     return int(report["device"].get("count", 1)), "of the server" if served else "of a device"
 
 

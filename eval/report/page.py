@@ -18,10 +18,10 @@ from eval.measures.losslessness import WITHHELD
 from eval.measures.results import LIVE
 from eval.report import prose
 from eval.report.breakdown import PLAIN
-from eval.report.columns import drafter_of, flattened
+from eval.report.columns import flattened
 from eval.report.sections import OVER, firsts, notes_of, over_hf, sections, sentence
 from eval.report.text import title
-from eval.report.view import PAGE, Record, Result, results_of, shown, words
+from eval.report.view import PAGE, Record, Result, shown, words
 
 HERE = Path(__file__).parent
 BUNDLE = "import sys, vl_convert; sys.stdout.buffer.write(vl_convert.javascript_bundle().encode())"
@@ -68,12 +68,14 @@ def page_title(report: Record) -> str:
 
 def headlines(report: Record) -> list[dict[str, Any]]:
     """Return the first numbers of every drafter; failed if it failed in any session."""
-    failed = {drafter_of(result) for result in results_of(report) if result.failed}
-    return [_headline(result, drafter_of(result) in failed) for result in firsts(report)]
+    return [_headline(result) for result in firsts(report)]
 
 
-def _headline(result: Result, failed: bool) -> dict[str, Any]:
-    row = result.row  # under a rate of requests its speedup is no ratio of speeds; without a clock it has no speed
+def _headline(result: Result) -> dict[str, Any]:
+    row, failed = (
+        result.row,
+        result.failed,
+    )  # under a rate of requests its speedup is no ratio of speeds; without a clock it has no speed
     unit = f"times {OVER}" if row.get("request_rate") is None else "the baseline's mean latency over its own"
     speed = "" if row["tokens_per_second"] is None else f"{shown(row['tokens_per_second'], 1)} tok/s "
     return {

@@ -15,10 +15,7 @@ from heads.common.typed import fits, typed
 from heads.common.untrusted import entries, names_code, parse_json, regular, shown
 
 REPORT_KEYS = ("schema", "target", "device", "settings", "rows")  # all other keys are extras
-EXTRAS = {  # by eval/live/extras.py, the tiers and side_by_side.py
-    "training": dict, "trees": dict, "teacher_forced": dict, "other_trees": dict, "answers": list, "reports": list,
-    "warnings": list, "paired": list,
-}  # fmt: skip
+NAMED = {"answers": "drafter", "paired": "drafter", "reports": "name"}  # extras that are lists, of records with a name
 TEXTS = [column.name for column in fields(Row) if column.type is str]  # `typed` would accept numbers in them
 # A report beyond these limits was not written by this project, and its page would take gigabytes.
 MOST_BYTES, MOST_ROWS = 32 << 20, 2_000
@@ -59,6 +56,8 @@ RECORDS: dict[str, dict[str, Any]] = {
         "tau": DIFFERENCE, "tokens_per_second": DIFFERENCE,
     },
 }  # fmt: skip
+# By eval/live/extras.py, the tiers and side_by_side.py.
+EXTRAS = dict.fromkeys(RECORDS, dict) | dict.fromkeys((*NAMED, "warnings"), list)
 
 
 def read_report(file: Path) -> dict[str, Any]:
@@ -140,8 +139,7 @@ def _check_extras(content: dict[str, Any], file: Path) -> None:
         if key not in EXTRAS or not isinstance(content[key], EXTRAS[key]):
             valid = ", ".join((*REPORT_KEYS, *EXTRAS))
             raise ValueError(f"report {file}: {shown(key)} is not a known key, or not of its kind; valid keys: {valid}")
-    names = {key: [{name: str}] for key, name in (("answers", "drafter"), ("paired", "drafter"), ("reports", "name"))}
-    wrong = [key for key, form in names.items() if not _like(form, content.get(key, []))]
+    wrong = [key for key, name in NAMED.items() if not _like([{name: str}], content.get(key, []))]
     settings = content["settings"]
     wrong += [what for key, (what, form) in SETTINGS.items() if key in settings and not _like(form, settings[key])]
     if wrong:

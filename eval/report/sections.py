@@ -1,10 +1,12 @@
 """The sections of a report in their order, each with its text, tables and plots; renderers only format them."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from eval.measures.losslessness import Gate, SampledGate
 from eval.measures.metrics import DEFINITIONS
+from eval.measures.results import ENDPOINT
 from eval.report import breakdown, columns, operating, plots, prose
 from eval.report.breakdown import PLAIN
 from eval.report.columns import Table, topic
@@ -87,8 +89,7 @@ def on_page(report: Record, measured: Sequence[Result]) -> Iterator[Section]:
 
 def sentence(report: Record) -> str:
     """Return the result in a sentence for everybody: that of the fastest lossless draft source; none without one."""
-    failed = {columns.drafter_of(result) for result in results_of(report) if result.failed}
-    timed = [result for result in firsts(report) if columns.drafter_of(result) not in failed and result.row["speedup"]]
+    timed = [result for result in firsts(report) if result.row["speedup"] and not result.failed]
     timed = [result for result in timed if result.row["drafter"] != PLAIN and result.row.get("request_rate") is None]
     if not timed:
         return ""
@@ -96,7 +97,7 @@ def sentence(report: Record) -> str:
     name, counts = report["target"].get("name") or "the target", row.get("lossless") or {}
     low, high = row.get("speedup_ci") or (None, None)
     between = "" if low is None else f" ({low:.2f} to {high:.2f})"
-    source = "speculation" if row["drafter"] == "endpoint" else row["drafter"]  # whatever a server drafts with
+    source = "speculation" if row["drafter"] == ENDPOINT else row["drafter"]  # whatever a server drafts with
     text = f"With {source}, {name} writes the same text {row['speedup']:.2f} times as fast{between} as {OVER}"
     if low is not None and low <= 1 < row["speedup"]:
         text += " (not shown to be faster; more prompts narrow the interval)"
@@ -141,10 +142,14 @@ def why(report: Record, table: Table, plots_shown: Sequence[Plot] = ()) -> Secti
 
 
 def firsts(report: Record) -> list[Result]:
-    """Return each drafter's first result: of the first session asked for, not of the most flattering one."""
+    """Return each drafter's first result: of the first session asked for, not of the most flattering one.
+
+    It has failed if any of the drafter's has.
+    """
     first: dict[str, Result] = {}
     for result in results_of(report):
-        first.setdefault(columns.drafter_of(result), result)
+        one = first.setdefault(columns.drafter_of(result), result)
+        first[columns.drafter_of(result)] = replace(one, failed=one.failed or result.failed)
     return [result for result in first.values() if result.row["drafter"] != PLAIN] or list(first.values())
 
 
@@ -232,7 +237,7 @@ def _timed(result: Result) -> str:
 def notes_of(report: Record) -> tuple[str, ...]:
     """Return the notes that a report.json needs."""
     rows = report["rows"]
-    if report["device"].get("type") == "endpoint":
+    if report["device"].get("type") == ENDPOINT:
         return (prose.NOTES[0], prose.NOTES[2], prose.SERVED)
     loaded = any(row["request_rate"] is not None for row in rows)
     return prose.NOTES + (prose.ABOVE_0,) * any(row["temperature"] > 0 for row in rows) + (prose.AT_A_RATE,) * loaded

@@ -43,6 +43,7 @@ def side_by_side(files: Sequence[str]) -> Report:
         reports[name] = report_of(read_report(Path(file).expanduser()), file)
         if any(row.report for row in reports[name].rows):
             raise ValueError(f"report {file} has several side by side already: name the reports it was made of")
+    warnings = [f"{name}: {warning}" for name, report in reports.items() for warning in report.extras.get(WARNINGS, [])]
     return Report(
         target=shared([report.target for report in reports.values()]),
         device=shared([report.device for report in reports.values()]),
@@ -60,7 +61,7 @@ def side_by_side(files: Sequence[str]) -> Report:
                 | {key: getattr(report, key) for key in ("target", "device", "settings")}
                 for file, (name, report) in zip(files, reports.items(), strict=True)
             ],
-            WARNINGS: [NEVER_BESIDE, *differences(reports), *left_out(reports), *_own_warnings(reports)],
+            WARNINGS: [NEVER_BESIDE, *differences(reports), *left_out(reports), *warnings],
             **_extras(reports),
         },
     )
@@ -129,17 +130,12 @@ def _listed(values: Iterable[Any]) -> str:
 
 
 def _brief(key: str, value: Any) -> str:
-    return "unknown" if value is None else str(value)[:HASH_CHARS] if key in HASHES else str(value)
+    return "unknown" if value is None else str(value)[: HASH_CHARS if key in HASHES else None]
 
 
 def _labelled(by_drafter: Mapping[str, T], report: str) -> dict[str, T]:
     """Return values by the names by which rows with a report look for them."""
     return {labelled(drafter, 1, report): value for drafter, value in by_drafter.items()}
-
-
-def _own_warnings(reports: Mapping[str, Report]) -> Iterator[str]:
-    for name, report in reports.items():
-        yield from (f"{name}: {warning}" for warning in report.extras.get(WARNINGS, []))
 
 
 def left_out(reports: Mapping[str, Report]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eval.config import TunerConfig
 from eval.inputs.texts import Text
-from eval.measures.cost_model import Costs, Replayed, draft_key, drafted, predict
+from eval.measures.cost_model import Costs, Prediction, Replayed, cycled, draft_key, drafted, predict
 from eval.offline.teacher_forced import Record, record, replay
 from eval.tuning.static_tree import acceptance, best_static, levelled
 from heads.common.progress import progress
@@ -52,6 +52,14 @@ class Tried:
     def kind(self) -> str:
         """Chain or tree."""
         return CHAIN if self.tree.kind == CHAIN else TREE
+
+    def promised(self, costs: Mapping[int, Costs], batch: int) -> Prediction:
+        """Return the prediction at a batch size on the texts to choose by."""
+        return predict(cycled(self.chosen, batch), self.tree, costs, batch)
+
+    def predicted(self, costs: Mapping[int, Costs], batch: int) -> Prediction:
+        """Return the prediction at a batch size on the texts held back."""
+        return predict(cycled(self.held, batch), self.tree, costs, batch)
 
 
 def unlimited(grid: TunerConfig, current: TreeConfig, depth: int) -> list[TreeConfig]:

@@ -15,6 +15,7 @@ from eval.measures.metrics import Interval
 from eval.measures.serving import CONFIG, config_of, is_served, ranges
 from eval.report.text import rich_table
 from eval.tuning.grid import CHAIN, TREE
+from heads.common.files import write_whole
 from heads.formats.hub import schedule_of
 from inference.drafters.policy import TreeConfig
 
@@ -114,13 +115,11 @@ class Tuning:
         for record, at in zip(content["batches"], self.batches, strict=True):
             for written, one in zip(record["candidates"], at.candidates, strict=True):
                 written["error"] = one.error
-        out.mkdir(parents=True, exist_ok=True)
-        (out / TUNED).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_whole(out / TUNED, (json.dumps(content, indent=2) + "\n").encode())
         (out / CONFIG).unlink(missing_ok=True)
-        if not is_served(self.settings["head"]):
-            return
-        schedule = config_of(ranges({at.batch: at.chain_tokens() for at in self.batches}))
-        (out / CONFIG).write_text(json.dumps(schedule, indent=2) + "\n", encoding="utf-8")
+        if is_served(self.settings["head"]):
+            schedule = config_of(ranges({at.batch: at.chain_tokens() for at in self.batches}))
+            write_whole(out / CONFIG, (json.dumps(schedule, indent=2) + "\n").encode())
 
     def show(self, console: Console) -> None:
         """Print the costs, the candidates and the verdicts."""

@@ -100,13 +100,11 @@ class Log:
         if not isinstance(raw, dict):
             raise ValueError("it is no JSON object")
         passes = counts_in(raw)
-        if passes is None and self.replay is None:
-            raise ValueError("it counts no accepted tokens: give run=, whose head is then played along it")
-        return Observation(passes or self._replayed(raw), label(raw.get("category") or ""))
-
-    def _replayed(self, raw: dict[str, Any]) -> Passes:
-        assert self.replay is not None
-        return self.replay(raw, self.lines)
+        if passes is None:
+            if self.replay is None:
+                raise ValueError("it counts no accepted tokens: give run=, whose head is then played along it")
+            passes = self.replay(raw, self.lines)
+        return Observation(passes, label(raw.get("category") or ""))
 
     def _skip(self, error: ValueError) -> None:
         self.skipped += 1
@@ -144,12 +142,8 @@ def windows(server: Server, config: WatcherConfig, patience: float) -> Iterator[
         raise ValueError(f"{server.url}/metrics has no counters of {', '.join(ENGINES)}: turn its metrics on")
     while True:
         time.sleep(config.poll)
-        try:
-            after = server.counters()
-        except ValueError:
-            after = None
-            if time.monotonic() - last > patience:
-                raise
+        overdue = time.monotonic() - last > patience
+        after = server.counters() if overdue else server.reading()
         if after is None:
             continue
         last = time.monotonic()

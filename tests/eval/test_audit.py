@@ -18,11 +18,11 @@ from data.answers.client import EndpointError
 from eval.audit.compare import FAILED, FAULT, NOT_RUN, PASSED, UNDECIDED, Difference, Finding, gap_at, penalized
 from eval.audit.faults import FAULTS, diagnosed
 from eval.audit.properties import schema_breach, stop_in
-from eval.audit.replies import Reply, Token, read_replies, read_tokens
 from eval.audit.run import JSON, PAGE, REPRODUCTION, Verdict, audited
 from eval.audit.sampling import OPENING, critical, kernels_of, p_value, permuted, smallest_shares
 from eval.audit.view import cut
 from eval.config import eval_config
+from eval.endpoint.replies import Reply, Token, read_replies, read_tokens
 from tests.eval.audit_decoding import FAULTS as PLANTED
 from tests.eval.audit_proxy import FAULTS as PROXIED
 from tests.eval.audit_proxy import AuditProxy
@@ -145,7 +145,7 @@ def test_the_reproduction_of_a_seed_asks_twice(tmp_path: Path) -> None:
 
 
 def test_without_logprobs_a_difference_is_undecided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eval.audit.compare.logprobs", lambda _: {})
+    monkeypatch.setattr("eval.audit.compare.with_logprobs", lambda question: question)
     with (
         AuditServer(speculates=True, fault="rejected_draft") as server,
         AuditServer(speculates=False) as plain,
@@ -325,7 +325,7 @@ def test_a_baseline_that_speculates_is_refused_and_an_audited_one_that_does_not_
 def test_without_logprobs_of_the_baseline_they_are_not_offered(
     tmp_path: Path, baseline: AuditServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eval.audit.properties.logprobs", lambda _: {})
+    monkeypatch.setattr("eval.audit.properties.with_logprobs", lambda question: question)
     with AuditServer(speculates=True, noise=NOISE) as server:
         _, record = ask(tmp_path, server.url, baseline.url, auditor={**AUDITOR, "requests": 300})
     assert statuses(record)["logprobs"] == "not_offered"

@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval.audit.ask import SIDES, Question
+from eval.audit.ask import SIDES
 from eval.audit.calls import difference_of, nearest_tie, parsed, token_gap
 from eval.audit.compare import FAILED, FAULT, NEAR_TIE, NOT_OFFERED, NOT_RUN, PASSED, UNDECIDED, UNEXPLAINED, Timed
 from eval.audit.greedy import _twice
-from eval.audit.replies import Reply, Token
 from eval.audit.run import CHECKS, PAGE, REPRODUCTION, Verdict
 from eval.audit.sampling import kernels_of, permuted, smallest_shares
 from eval.audit.seeds import fewer
 from eval.audit.speed import share_machine, speed
 from eval.audit.view import plot
+from eval.endpoint.questions import Question
+from eval.endpoint.replies import Reply, Token
 from tests.eval.audit_server import AuditServer
 from tests.eval.test_audit import AUDITOR, ask, refusing, statuses
 

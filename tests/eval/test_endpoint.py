@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from data.text.records import parse
-from eval.endpoint.client import Answer, Request, requests_of
+from eval.endpoint.client import Answer
 from eval.endpoint.counters import verified
+from eval.endpoint.questions import Question, questions_of
 from eval.endpoint.rows import Runs, differs, rows, text_gate
 from eval.inputs.workloads import Workload
 from eval.measures.losslessness import Gate
@@ -213,14 +214,14 @@ def test_texts_and_tokens_are_completions(served: Served, tmp_path: Path) -> Non
 def test_every_question_after_its_recorded_answers() -> None:
     said = [{"role": role, "content": role[0] + str(i)} for i, role in enumerate(["user", "assistant", "user"])]
     record = parse({"id": "d", "messages": [{"role": "system", "content": "s"}, *said]}, 0, "x")
-    first, second = requests_of(record, "all", chat=True)
+    first, second = questions_of(record, "all", chat=True)
     assert [first.id, second.id] == ["d.1", "d.2"]
     assert [message["content"] for message in second.body["messages"]] == ["s", "u0", "a1", "u2"]
-    (alone,) = requests_of(record, "first", chat=False)
+    (alone,) = questions_of(record, "first", chat=False)
     assert (alone.path, alone.body["prompt"]) == ("/completions", "u0")
     unanswered = parse({"id": "d", "messages": [said[0], said[2]]}, 0, "x")
     with pytest.raises(ValueError, match="nobody recorded the answer before question 2; give a log with answers, or"):
-        list(requests_of(unanswered, "all", chat=True))
+        list(questions_of(unanswered, "all", chat=True))
 
 
 def test_the_command(served: Served, plain: Served, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,7 +255,7 @@ def test_speedups_and_their_intervals_are_the_servers_over_the_baselines() -> No
 
 def test_requests_without_a_category_join_those_of_the_category_other() -> None:
     def categories(*names: str) -> dict[str, list[int]]:
-        return Workload("", [Request("", name, "", {}) for name in names], [], False, [], 0).categories()
+        return Workload("", [Question("", "", {}, name) for name in names], [], False, [], 0).categories()
 
     assert categories("", "a", "other") == {"other": [0, 2], "a": [1]}
     assert categories("", "other") == {}

@@ -9,7 +9,7 @@ import torch
 
 from data.text.prompts import Prompt
 from eval.live import interleaved
-from eval.live.interleaved import interleave, measure, rows
+from eval.live.interleaved import Setup, interleave, measure, rows
 from eval.measures.losslessness import Divergence, Gate
 from eval.measures.results import Measurement
 from inference.decode import Generation, Settings, autoregress
@@ -104,11 +104,14 @@ def test_measure_runs_plain_decoding_each_drafter_and_hf(monkeypatch: pytest.Mon
     for stub in (autoregress, speculate, hf_generate):
         monkeypatch.setattr(interleaved, stub.__name__, stub)
     target, drafters = StubTarget(), {"eagle": Ranked(torch.device("cpu"))}
-    runs = measure(target, drafters, PROMPTS, SETTINGS, repeats=2, warmup=WARM[:1], hf=True)
+    runs = measure(Setup(target, drafters, PROMPTS, SETTINGS), repeats=2, warmup=WARM[:1], hf=True)
     assert {name: len(each[0][0].tokens) for name, each in runs.items()} == {"plain": 2, "eagle": 3, "hf": 4}
     assert all(len(repeats) == 2 for each in runs.values() for repeats in each)
     assert set(seen) == {("plain", SETTINGS), ("ranked", SETTINGS), ("hf", SETTINGS)}
-    assert set(measure(target, drafters, PROMPTS, SETTINGS, repeats=1, warmup=(), hf=False)) == {"plain", "eagle"}
+    assert set(measure(Setup(target, drafters, PROMPTS, SETTINGS), repeats=1, warmup=(), hf=False)) == {
+        "plain",
+        "eagle",
+    }
 
 
 def test_hf_generate_emits_plain_decodings_tokens() -> None:

@@ -12,6 +12,7 @@ import torch
 from data.text.prompts import Prompt
 from eval.config import eval_config
 from eval.live import interleaved, request_rate
+from eval.live.interleaved import Setup
 from eval.live.request_rate import Served, arrivals, latencies, measure, serve, throughput, waited
 from eval.measures import metrics
 from eval.measures.losslessness import Divergence, Gate
@@ -126,13 +127,13 @@ def test_all_drafters_meet_the_same_arrivals_and_each_round_has_its_own(monkeypa
     monkeypatch.setattr(request_rate, "serve", noted)
     prompts = [Prompt(f"p{i}", toys.prompt(i, 6), "") for i in range(3)]
     drafters = {name: Noted(target.device) for name in ("one", "two")}
-    rounds = measure(target, drafters, prompts, replace(SETTINGS, max_new_tokens=2), 2, prompts[:1], 1, 5.0)
+    rounds = measure(Setup(target, drafters, prompts, replace(SETTINGS, max_new_tokens=2)), 2, prompts[:1], 1, 5.0)
     assert len(seen) == 6
     assert seen[0] == seen[1] == seen[2] != seen[3] == seen[4] == seen[5]
     assert {drafter.forgot for drafter in drafters.values()} == {2}
     assert list(rounds) == ["plain", "one", "two"]
     assert all([len(each) for each in found] == [2, 2, 2] for found in rounds.values())
-    measure(target, {"one": drafters["one"]}, prompts, replace(SETTINGS, max_new_tokens=2), 2, [], 1, 5.0)
+    measure(Setup(target, {"one": drafters["one"]}, prompts, replace(SETTINGS, max_new_tokens=2)), 2, [], 1, 5.0)
     assert (seen[6], seen[9]) == (seen[0], seen[3])  # whoever else is measured
 
 
@@ -141,7 +142,7 @@ def test_the_tokens_are_those_of_a_full_batch(size: int) -> None:
     target = toys.target()
     drafter = HeadDrafter(toys.head("eagle", target), toys.TREES["dynamic"], "eagle")
     prompts = [Prompt(f"p{i}", toys.prompt(i, 8), "") for i in range(4)]
-    rounds = measure(target, {"eagle": drafter}, prompts, SETTINGS, 1, [], size, 300.0)
+    rounds = measure(Setup(target, {"eagle": drafter}, prompts, SETTINGS), 1, [], size, 300.0)
     plain = speculate(target, Plain(target.device), [prompt.token for prompt in prompts], SETTINGS, batch_size=size)
     assert any(toys.lively(run.tokens) for run in plain)
     for name in ("plain", "eagle"):

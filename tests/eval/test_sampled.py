@@ -8,6 +8,7 @@ import torch
 
 from data.text.prompts import Prompt
 from eval.live import interleaved, sampled
+from eval.live.interleaved import Setup
 from eval.live.sampled import coupled_check, race_gap, sampled_gates
 from eval.measures.chi_square import ChiSquareTest
 from eval.measures.losslessness import Divergence, Gate, SampledGate, verdict_of, worst
@@ -33,7 +34,7 @@ def heads(*trees: str) -> dict[str, Drafter]:
 
 
 def verdicts(*trees: str, tv: float = TV, **changes: Any) -> list[SampledGate]:
-    return sampled_gates(toys.target(), heads(*trees), PROMPTS, replace(HOT, **changes), tv, 2)
+    return sampled_gates(Setup(toys.target(), heads(*trees), PROMPTS, replace(HOT, **changes)), tv, 2)
 
 
 def test_right_rules_pass_and_the_control_is_caught() -> None:
@@ -50,7 +51,7 @@ def test_right_rules_pass_and_the_control_is_caught() -> None:
 def test_a_wrong_step_fails_though_the_baseline_takes_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise of another key, for the baseline as for all: the reference engine knows better."""
     monkeypatch.setattr(step, "key_of", lambda seed: key_of(seed + 1))
-    (found,) = sampled_gates(toys.target(), heads("dynamic"), PROMPTS, HOT, TV, 1)
+    (found,) = sampled_gates(Setup(toys.target(), heads("dynamic"), PROMPTS, HOT), TV, 1)
     assert found.coupled.failed == 3
 
 
@@ -84,7 +85,7 @@ def test_tokens_that_differ_under_coupled_noise_are_a_failure_with_their_gap() -
 
 @pytest.mark.parametrize("tree", ["chain", "dynamic"])
 def test_coupled_tokens_are_the_same_in_every_batch(tree: str) -> None:
-    (found,) = sampled_gates(toys.target(), heads(tree), PROMPTS, HOT, TV, 1, [4, 2])
+    (found,) = sampled_gates(Setup(toys.target(), heads(tree), PROMPTS, HOT), TV, 1, [4, 2])
     assert found.passed
     assert (found.batch_sizes, found.failed_at) == ((1, 2, 4), None)
     assert (found.coupled.checked, found.coupled.identical) == (3, 3)
@@ -103,7 +104,7 @@ def test_what_is_broken_only_in_batches_is_red_and_the_first_batch_size_named(mo
 
     monkeypatch.setattr(interleaved, "speculate", mixed_up)
     target = toys.target()
-    (found,) = sampled_gates(target, heads("dynamic"), PROMPTS, HOT, TV, 1, [1, 2, 3, 4])
+    (found,) = sampled_gates(Setup(target, heads("dynamic"), PROMPTS, HOT), TV, 1, [1, 2, 3, 4])
     assert not found.passed
     assert found.distribution is not None
     assert found.distribution.passed
@@ -112,7 +113,7 @@ def test_what_is_broken_only_in_batches_is_red_and_the_first_batch_size_named(mo
     assert found.coupled.verdicts == ("identical", "failed", "failed")
     assert "; batch size 3, prompt p1, position 3: token" in str(found)
     assert found.as_dict()["coupled"]["failed_at"] == 3
-    (alone,) = sampled_gates(target, heads("dynamic"), PROMPTS, HOT, TV, 1)
+    (alone,) = sampled_gates(Setup(target, heads("dynamic"), PROMPTS, HOT), TV, 1)
     assert alone.passed
 
 
@@ -147,7 +148,7 @@ def test_the_race_has_the_winner_that_decoding_chose(monkeypatch: pytest.MonkeyP
 
 def test_a_source_that_drafts_nothing_is_not_drawn() -> None:
     target = toys.target()
-    (found,) = sampled_gates(target, {"nothing": Plain(target.device)}, PROMPTS, HOT, TV, 1)
+    (found,) = sampled_gates(Setup(target, {"nothing": Plain(target.device)}, PROMPTS, HOT), TV, 1)
     assert found.distribution is None
     assert found.passed
     assert str(found).startswith("nothing at T=1: 3 of 3 prompts equal under coupled noise; no draws: ")

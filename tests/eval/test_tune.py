@@ -18,9 +18,9 @@ from eval.live.interleaved import PLAIN
 from eval.measures.cost_model import Costs, Prediction, Replayed, ReplayedStep, draft_key
 from eval.measures.serving import CONFIG
 from eval.run import main, tuned
-from eval.tune import Bench, TunePlan, concluded, halves, keep, merged, ranked
+from eval.tune import Bench, concluded, halves, keep, merged, ranked
 from eval.tuning import costs, estimate, grid
-from eval.tuning.estimate import Extent, fitted
+from eval.tuning.estimate import TunePlan, fitted
 from eval.tuning.grid import OWN, Tried, hopeful, proposed, sizes_for
 from eval.tuning.results import OFF, TUNED, AtBatch, Candidate, Measured, Tuning, conclude, fastest
 from heads.common.resolvers import ROOT, register_resolvers
@@ -73,12 +73,12 @@ def config_of(run: Path) -> dict[str, Any]:
 
 def faster(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> None:
     """Let every speculative decoding that is timed, and its prediction, take so many of the baseline's seconds."""
-    foreseen = tune.predict
+    foreseen = grid.predict
 
     def predicted(texts: Any, tree: TreeConfig, costs: Any, batch: int) -> Prediction:
         return replace(foreseen(texts, tree, costs, batch), speedup=1 / seconds(batch))
 
-    monkeypatch.setattr(tune, "predict", predicted)
+    monkeypatch.setattr(grid, "predict", predicted)
     for name in ("speculate", "autoregress"):
         decode = getattr(interleaved, name)
 
@@ -323,8 +323,8 @@ def test_the_tree_that_is_predicted_best_of_all_is_decoded_with(
     known = replace(costs_of(chain, {0: 1.0}), draft={draft_key(one.tree): 0.0 for one in (first, second, other)})
     target = toys.target()
     config = configured(tmp_path)
-    plan = TunePlan("run", {}, config.tuner, config, config.repeats)
-    bench = Bench(plan, target, HeadDrafter(toys.head("eagle", target), chain, "head"), [], [])
+    plan = TunePlan("run", {}, config.tuner, config, config.repeats, 1)
+    bench = Bench(plan, target, HeadDrafter(toys.head("eagle", target), chain, "head"), [], [], {}, 0)
     asked: list[TreeConfig] = []
 
     def timed(_: Bench, candidates: list[Candidate], batch: int) -> list[Candidate]:
@@ -332,7 +332,7 @@ def test_the_tree_that_is_predicted_best_of_all_is_decoded_with(
         return [candidate(one.family, "chain", 1.0, 1.0) for one in candidates]
 
     monkeypatch.setattr(Bench, "timed", timed)
-    found = bench.measured([[first, second, third], [other]], {1: known}, 1, {}, 0)
+    found = bench.measured([[first, second, third], [other]], {1: known}, 1)
     assert asked == [first.tree, second.tree, other.tree]
     assert [one.measured is not None for one in found] == [True, True, False, True]
 
@@ -392,10 +392,6 @@ def test_a_head_that_no_engine_serves_has_no_schedule_for_one(tmp_path: Path) ->
     assert [file.name for file in tmp_path.iterdir()] == [TUNED]
 
 
-def extent(**values: Any) -> Extent:
-    return Extent(**{"prompts": 16, "repeats": 3, "grid": eval_config(run="outputs/x").tuner, **values})
-
-
 @pytest.mark.parametrize(
     ("minutes", "words"),
     [
@@ -418,15 +414,17 @@ def test_a_tuning_for_its_minutes_leaves_out_repeats_then_prompts_then_trees(
         now[0] += 1.0
         return 100
 
-    target, full = toys.target(), extent()
+    target, config = toys.target(), eval_config(run="outputs/x")
+    full = TunePlan("outputs/x", {}, config.tuner, config, 3, 16, minutes)
     drafter = HeadDrafter(toys.head("eagle", target), OWN_TREE, "head")
-    smaller, line = fitted(full, minutes, [1], drafter, True, answer)
+    smaller, line = fitted(full, drafter, True, answer)
     seconds = int(line.removeprefix("tuning: about ").split()[0])
     assert line == f"tuning: about {seconds} s" + (f"; {words}, to take {60 * minutes:.0f} s at most" if words else "")
     if minutes is not None and minutes > 1e-3:
         assert seconds <= 60 * minutes
-    everything, _ = fitted(full, None, [1], drafter, True, answer)
-    assert (smaller == full == everything) is (not words)
+    assert (smaller == full) is (not words)
+    unbounded = replace(full, minutes=None)
+    assert fitted(unbounded, drafter, True, answer)[0] == unbounded
 
 
 def test_a_tuning_says_first_how_long_it_takes_and_its_file_what_it_left_out(

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from eval.config import ClientConfig, WatcherConfig
-from eval.endpoint.client import Request, Server
+from eval.endpoint.client import Server
 from eval.endpoint.counters import Counters
+from eval.endpoint.questions import Question
 from eval.inputs.drafters import load_drafters
 from eval.measures.metrics import counted
 from eval.run import load_target
@@ -251,7 +252,7 @@ def test_a_servers_counters_are_read_in_windows(engine: str) -> None:
         for index in range(200):
             if not thread.is_alive():
                 break
-            watch.send(Request(str(index), "", "/completions", {"prompt": f"p{index}"}), {"max_tokens": 12})
+            watch.send(Question(str(index), "/completions", {"prompt": f"p{index}"}), {"max_tokens": 12})
             time.sleep(0.01)
         thread.join(5)
     assert len(found) == 2

@@ -309,7 +309,7 @@ def report_of(**changes: Any) -> Report:
     for name, key in itertools.product(names, tau):
         measurement = Measurement(f"proof_{key}.jsonl", 0.0, 1, 0, 0)
         requests = [Request(counted([1, 1], 2, 4))] * 9
-        rows.append(result(Source(name, "greedy", "chain"), measurement, next(measurement.parts(9)), requests))
+        rows.append(result(Source(name, "greedy", "chain"), next(measurement.parts(9)), requests))
     gates = changes.get("gates", {"mtp /a": Gate(9, 9 - failed, 0, failed)})
     return Report({}, {}, {}, gates, rows, extras={"paired": changes.get("paired", paired)})
 

@@ -107,8 +107,8 @@ def read_replies(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) 
         if event.get("model") != model:
             raise EndpointError("wrong_model", f"the reply is {event.get('model')!r}'s")
         usage = event["usage"] if isinstance(event.get("usage"), dict) else usage
-        for choice in event["choices"] if isinstance(event.get("choices"), list) else []:
-            index = choice.get("index", 0) if isinstance(choice, dict) else None
+        for position, choice in enumerate(event["choices"] if isinstance(event.get("choices"), list) else []):
+            index = choice.get("index", position) if isinstance(choice, dict) else None
             if not isinstance(index, int) or not 0 <= index < LARGEST_CHOICES:
                 raise EndpointError("choices", str(choice))
             length += choices.setdefault(index, _Choice()).add(end, choice)
