@@ -51,7 +51,7 @@ from train.forecast.curve import Curve, forecast, interval
 from train.loop import decoding_copy
 from train.optim import cooldown_begin
 from train.run import batches_for, loop_of
-from train.start import first_head, resolve_init
+from train.start import first_head, fit_start, resolve_init
 
 HEADS_TRIED = ["medusa", "mlp", "eagle", "mtp", "eagle3"]
 LEAST = 3  # points that a forecast is made from
@@ -78,10 +78,12 @@ def curve(run: RunConfig, target: Any, samples: Any, texts: Any, lengths: list[i
     for steps in lengths:
         this = at(run, steps)
         set_seed(run.trainer.seed)
-        head: Any = first_head(*resolve_init(this.init, this.head, target.target), target.target)
+        config, init = resolve_init(this.init, this.head, target.target)
+        head: Any = first_head(config, init, target.target)
         prune(head, token_counts(samples, target.embeddings.vocab_size))
         accelerator = Accelerator(cpu=True)
         batches = batches_for(this, pack(samples, this.data.length), accelerator)
+        fit_start(head, init, target.target, batches)
         loop = loop_of(this, accelerator, target.target, head, Live(target, batches, head.feature_layers), [])
         for name, value in snapshot.items():
             loop.step.state.write(name, value)

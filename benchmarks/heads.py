@@ -48,7 +48,7 @@ from inference.verification.sample import GREEDY, Sampling
 from train.config import RunConfig, run_config
 from train.loop import decoding_copy
 from train.run import batches_for, loop_of
-from train.start import first_head, resolve_init
+from train.start import first_head, fit_start, resolve_init
 
 register_resolvers()
 
@@ -85,6 +85,7 @@ def train(run: RunConfig, target: Any, samples: Sequence[Sample], held_out: list
     prune(head, token_counts(samples, target.embeddings.vocab_size))
     accelerator = Accelerator(cpu=True)
     batches = batches_for(run, pack(samples, run.data.length), accelerator)
+    fit_start(head, init, target.target, batches)
     source = Live(target, batches, head.feature_layers)
     loop = loop_of(run, accelerator, target.target, head, source, [])
     begin = time.process_time()

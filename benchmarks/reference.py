@@ -59,7 +59,7 @@ from inference.verification.sample import GREEDY
 from train.config import RunConfig, run_config
 from train.distributed.processes import accelerator_for
 from train.run import batches_for, loop_of
-from train.start import first_head, resolve_init
+from train.start import first_head, fit_start, resolve_init
 from train.step import Loss, Stepper
 
 OURS = {
@@ -102,6 +102,7 @@ class Job:
         config, init = resolve_init(run.init, run.head, target)
         head: Any = first_head(config, init, target)
         prune(head, token_counts(self.samples, target.embeddings.vocab_size))
+        fit_start(head, init, self.target, Batches(self.packed, 1, 1, run.trainer.seed, 0, 1))
         return head, replace(run, head=head.config, init=init)
 
     def row(self, seed: int, number: int) -> Batch:

@@ -74,7 +74,7 @@ from train.planning.plan import SHARE, plan, plan_inputs, rated, resolved, sized
 from train.planning.shapes import begin_shape
 from train.planning.table import table
 from train.rollouts import Rollouts
-from train.start import STARTS, first_head, resolve_init
+from train.start import STARTS, first_head, fit_start, resolve_init
 from train.step import Loss, Stepper
 from train.tracking import sweep
 from train.tracking.trackers import conclude
@@ -230,8 +230,9 @@ def train_head(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> RunCo
     check_known(packed, target.tokenizer, target.embeddings.vocab_size)
     if run.init in STARTS:  # else the vocabulary is chosen already
         prune(head, token_counts(data.samples, target.embeddings.vocab_size))
-    adapt.adapt(head, run.peft)
     batches = batches_for(run, packed, accelerator)
+    fit_start(head, run.init, target, batches)
+    adapt.adapt(head, run.peft)
     source = source_for(run.features, run.objective, target, head, batches)
 
     def begin() -> None:

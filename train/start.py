@@ -1,15 +1,22 @@
 """Initialising the head to train: random weights, an existing head's, or a layer of the target."""
 
 import logging
+import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional
 
+from data.batches import Batches
 from heads import HEADS
 from heads.base import HeadConfig
+from heads.eagle3 import Eagle3
 from heads.formats.hub import load_found, resolve_head, sibling_spec
 from heads.formats.mtp_layouts import BLOCK
 from heads.modules.rope import scaling_of
@@ -25,6 +32,11 @@ log = logging.getLogger(__name__)
 
 AUTO, LAST_LAYER, CHECKPOINT = "auto", "last_layer", "checkpoint"  # values of `init` besides a head
 STARTS = (None, AUTO, LAST_LAYER, CHECKPOINT)
+OF_LAST_LAYER = (Mtp.Config, Eagle3.Config)  # of heads that may start as the target's last layer
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+# What of that layer reads states that EAGLE-3 does not have.
+REFITTED = ("block.input_layernorm.weight", *(f"block.self_attn.{name}.weight" for name in PROJECTIONS))
+TOKENS_AN_INPUT, RIDGE = 16, 1e-3  # of `solved`; the ridge as a share of the inputs' mean square
 
 
 def resolve_init(
@@ -32,15 +44,20 @@ def resolve_init(
 ) -> tuple[HeadConfig, str | None]:
     """Return a head's configuration and what it starts from, for `init=auto` the target's last layer or None, anew.
 
-    It is the last layer for head=mtp if its shapes match. In either case an MTP module then has the target's rotary
-    positions and norm, by which engines make it.
+    It is the last layer for head=mtp and head=eagle3 if its shapes match, for eagle3 if the target is loaded anyway. A
+    head that starts so has the target's rotary positions and norm; an MTP module in either case, by which engines make
+    it.
     """
-    if init != AUTO or not isinstance(config, Mtp.Config):
+    if init != AUTO or not isinstance(config, OF_LAST_LAYER):
         return config, None if init == AUTO else init
-    assert isinstance(target, Target)
+    if isinstance(target, EmbeddingsOnly):
+        assert not isinstance(config, Mtp.Config)
+        return config, None
     try:
-        module = module_like(config, target)
-        odd, config = mismatch(module, last_layer(config, target), target), module.config
+        head = like_target(config, target)
+        odd = mismatch(_layer(head), last_layer(config, target), target)
+        if odd is None or isinstance(config, Mtp.Config):
+            config = head.config
     except ValueError as error:  # rotary positions of a kind that heads do not have
         odd = str(error)
     if odd is None:
@@ -78,7 +95,7 @@ def first_head(config: HeadConfig, init: str | None, target: Target | Embeddings
     kind: Any = HEADS[config.name]
     if init in (LAST_LAYER, CHECKPOINT):
         assert isinstance(target, Target)
-        return mtp_from_target(config, init, target)
+        return from_target(config, init, target)
     if init is None:
         new: nn.Module = kind(config, target.embeddings)
         return new
@@ -94,44 +111,124 @@ def first_head(config: HeadConfig, init: str | None, target: Target | Embeddings
     return head
 
 
-def mtp_from_target(config: HeadConfig, init: str, target: Target) -> nn.Module:
-    """Return an MTP module initialised from the target's last layer, or from the MTP module of its checkpoint.
+def from_target(config: HeadConfig, init: str, target: Target) -> nn.Module:
+    """Return a head initialised from the target's last layer, or an MTP module from that of the target's checkpoint.
 
-    Rotary positions and norm are then the target's. From the last layer it first passes the state on unchanged: the
-    projection's half for the state is the identity.
+    Rotary positions and norm are then the target's. What reads other states than in the target is still random; of an
+    MTP module the projection's half for the state is the identity. `fit_start` fits both.
 
     Raises:
         ValueError: `config` is of another head, there is no such module, or the layer has other parameters.
     """
-    if not isinstance(config, Mtp.Config):
-        raise ValueError(f"init={init} starts head=mtp alone: give that head, or a folder for init")
+    if not isinstance(config, Mtp.Config if init == CHECKPOINT else OF_LAST_LAYER):
+        others = "" if init == CHECKPOINT else " and head=eagle3"
+        raise ValueError(f"init={init} starts head=mtp{others} alone: give that head, or a folder for init")
+    head = like_target(config, target)
     if init == CHECKPOINT:
+        assert isinstance(config, Mtp.Config)
         loaded = load_mtp(target, target.name).state_dict()
         start: dict[str, Tensor] = {name.replace(BLOCK, _block(config)): value for name, value in loaded.items()}
     else:
         start = last_layer(config, target)
-    head = module_like(config, target)
-    odd = mismatch(head, start, target)
+    odd = mismatch(_layer(head), start, target)
     if odd is not None:
         raise ValueError(f"init={init}: {odd}, or give init=null for a new one")
     weights = head.state_dict()
-    if init == LAST_LAYER:
+    if isinstance(head, Eagle3):
+        start = {name.replace("block.", "first."): value for name, value in start.items() if name not in REFITTED}
+    elif init == LAST_LAYER:
         width = target.embeddings.hidden_size
         start["eh_proj.weight"] = torch.cat([weights["eh_proj.weight"][:, :width], torch.eye(width)], 1)
     head.load_state_dict({**weights, **{name: value.float() for name, value in start.items()}})
     return head
 
 
-def module_like(config: Mtp.Config, target: Target) -> Mtp:
-    """Return a new module with the target's rotary positions and norm."""
+@torch.no_grad()
+def fit_start(head: nn.Module, init: str | None, target: Any, batches: Batches) -> None:
+    """Fit what a head that starts as the target's last layer has in place of what that layer reads.
+
+    That is the state below it one position on, which a draft cannot know: least squares over rows of the first steps
+    guess it from what the head has, the token there and the states before. A target of one layer has none below.
+
+    An MTP module has one projection for it. EAGLE-3's attention reads what it has through queries, keys and values
+    alone, so that the guess goes into these; its fused features first become the target's last state, as the states are
+    that it feeds back. Its residual has no token: attention's output and the MLP's make up for what is then missing.
+    """
+    if init != LAST_LAYER or target.embeddings.num_layers < 2:
+        return
+    solve = partial(solved, head, target, batches)
+    if isinstance(head, Mtp):
+        head.eh_proj.weight.copy_(solve(head.eh_proj, lambda seen: seen.below))
+        return
+    assert isinstance(head, Eagle3)
+    layer, attention = last_layer(head.config, target), head.first.self_attn
+    norms = head.config.norm_output  # the states that are fed back
+    head.fusion.fc.weight.copy_(solve(head.fusion.fc, lambda seen: seen.last if norms else seen.raw))
+    scale, eps = layer["block.input_layernorm.weight"].to(attention.o_proj.weight), head.config.norm_eps
+    guess = solve(attention.q_proj, lambda seen: functional.rms_norm(seen.below, scale.shape, scale, eps))
+    for name in PROJECTIONS:
+        projection = getattr(attention, name)
+        projection.weight.copy_(layer[f"block.self_attn.{name}.weight"].to(guess) @ guess)
+    for linear in (attention.o_proj, head.first.mlp.down_proj):
+        linear.weight.add_(solve(linear, lambda seen: seen.above - seen.state))
+
+
+class Seen(NamedTuple):
+    """What a row of a head that is fitted is compared with."""
+
+    last: Float[Tensor, "n D"]  # the target's last state, after its final norm
+    raw: Float[Tensor, "n D"]  # and before
+    below: Float[Tensor, "n D"]  # the target's last layer's input one position on
+    above: Float[Tensor, "n D"]  # and its output
+    state: Float[Tensor, "n D"]  # what the head's final norm reads
+
+
+def solved(
+    head: Any, target: Any, batches: Batches, linear: nn.Linear, wanted: Callable[[Seen], Float[Tensor, "n O"]]
+) -> Float[Tensor, "O I"]:
+    """Return the weight of a linear layer of the head that gives what is wanted with the least squared error.
+
+    Its inputs are those of depth 1. Every process takes the rows of all of them, so that all start alike.
+    """
+    given: dict[str, Tensor] = {}
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args, name=name: given.update({name: args[0]}))
+        for name, module in (("input", linear), ("state", head.norm))
+    ]
+    packed, weight, layers = batches.packed, linear.weight, target.embeddings.num_layers
+    top = (layers - 2, layers - 1)
+    gram = weight.new_zeros(linear.in_features, linear.in_features, dtype=torch.float64)
+    moments: Any = 0
+    steps = math.ceil(TOKENS_AN_INPUT * len(gram) / (batches.rows_per_step * packed.token.shape[1]))
+    try:
+        for row in torch.cat([batches.rows(step) for step in range(steps)]).split(batches.micro_rows):
+            features = target.features(packed.token[row], packed.document[row], (*head.feature_layers, *top))
+            hidden, last, document = features.hidden.to(weight), features.last.to(weight), features.document
+            head.unroll(features._replace(hidden=hidden[:, :, : -len(top)], last=last), 1)
+            follows = functional.pad((document[:, 1:] == document[:, :-1]) & (document[:, 1:] >= 0), (0, 1))
+            raw, ahead = hidden[:, :, -1][follows], hidden.roll(-1, 1)[follows]
+            seen = Seen(last[follows], raw, ahead[:, -2], ahead[:, -1], given["state"][follows])
+            inputs, labels = given["input"][follows].double(), wanted(seen).double()
+            gram += inputs.T @ inputs
+            moments = moments + inputs.T @ labels
+    finally:
+        for hook in hooks:
+            hook.remove()
+    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
+    return torch.linalg.solve(gram, moments).T.to(weight)
+
+
+def like_target(config: Any, target: Target) -> Any:
+    """Return a new head with the target's rotary positions and norm."""
     rope: dict[str, Any] = getattr(target.config, "rope_parameters", None) or vars(target.config)
     theta = float(rope.get("rope_theta", config.rope_theta))
     eps = float(getattr(target.config, "rms_norm_eps", config.norm_eps))
-    return Mtp(replace(config, rope_theta=theta, rope_scaling=scaling_of(rope), norm_eps=eps), target.embeddings)
+    config = replace(config, rope_theta=theta, rope_scaling=scaling_of(rope), norm_eps=eps)
+    return HEADS[config.name](config, target.embeddings)
 
 
-def last_layer(config: Mtp.Config, target: Target) -> dict[str, Tensor]:
-    """Return the target's last layer and final norm under the module's names."""
+def last_layer(config: Any, target: Target) -> dict[str, Tensor]:
+    """Return the target's last layer and final norm under an MTP module's names."""
     layer = target.decoder_layers[-1]
     buffers = layer.state_dict().keys() - dict(layer.named_parameters()).keys()  # such as a router's bias
     values = [*whole(layer), *((name, value) for name, value in layer.named_buffers() if name in buffers)]
@@ -140,20 +237,28 @@ def last_layer(config: Mtp.Config, target: Target) -> dict[str, Tensor]:
     return start | ({"norm.weight": dict(whole(norm))["weight"]} if norm is not None else {})
 
 
-def _block(config: Mtp.Config) -> str:
-    """Return what precedes the names of the module's decoder layer."""
-    return BLOCK if config.layer == TARGET else "block."
+def _block(config: Any) -> str:
+    """Return what precedes the names of an MTP module's decoder layer."""
+    return BLOCK if isinstance(config, Mtp.Config) and config.layer == TARGET else "block."
 
 
-def mismatch(head: Mtp, start: dict[str, Tensor], target: Target) -> str | None:
-    """Return how a layer's parameters differ from the module's and what would make them alike, or None."""
-    weights = head.state_dict()
-    blocks = {name for name in weights if name.startswith("block.")}
-    odd = sorted(blocks ^ {name for name in start if name.startswith("block.")})
-    odd += [name for name in blocks & start.keys() if start[name].shape != weights[name].shape]
+def _layer(head: Any) -> dict[str, Tensor]:
+    """Return the parameters of a head's decoder layers as far as the target's last layer should have the like."""
+    if isinstance(head, Mtp):
+        return {name: value for name, value in head.state_dict().items() if name.startswith("block.")}
+    width = head.embeddings.hidden_size  # of the embedding beside the state, which the target does not read
+    wide = {f"block.{name}": value for name, value in head.first.state_dict().items() if name != "hidden_norm.weight"}
+    further = {f"block.layers.{name}": value for name, value in head.layers.state_dict().items()}
+    return {name: value[:, width:] if name in REFITTED[1:] else value for name, value in (wide | further).items()}
+
+
+def mismatch(layer: dict[str, Tensor], start: dict[str, Tensor], target: Target) -> str | None:
+    """Return how a layer's parameters differ from the head's and what would make them alike, or None."""
+    odd = sorted(layer.keys() ^ {name for name in start if name.startswith("block.")})
+    odd += [name for name in layer.keys() & start.keys() if start[name].shape != layer[name].shape]
     if not odd:
         return None
-    alike = "perhaps head.layer=target"
+    alike = "perhaps head.layer=target, of head=mtp,"
     if re.search(r"self_attn\.[qk]_norm\.", odd[0]):
         alike = f"head.qk_norm={'true' if odd[0] in start else 'false'}"
     name = odd[0].removeprefix("block.")

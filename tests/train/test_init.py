@@ -11,8 +11,10 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
-from transformers import OPTConfig, OPTForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
+from data.batches import Batches, pack
+from data.text.masks import Sample
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.formats.store import save_head
 from inference.drafters.mtp import load_mtp
@@ -25,7 +27,7 @@ from train.config import RunConfig, run_config
 from train.planning import trace
 from train.planning.choice import chosen
 from train.planning.plan import plan
-from train.start import first_head, resolve_init
+from train.start import first_head, fit_start, resolve_init
 
 
 def run(*overrides: str) -> RunConfig:
@@ -112,6 +114,94 @@ def test_a_module_starts_as_the_targets_last_layer() -> None:
         assert (head.config.rope_theta, head.config.norm_eps) == (10000.0, target.config.rms_norm_eps)
 
 
+@pytest.mark.parametrize("extra", [(), ("head.layer=target", "head.raw_state=true"), ("head.feature_layers=[0,1]",)])
+def test_its_projection_is_fitted_to_what_that_layer_reads(extra: tuple[str, ...]) -> None:
+    """On every process alike, over all documents' rows but their last ones, as plain least squares has it."""
+    target = toys.target()
+    asked = run("head=mtp", "init=last_layer", *extra)
+    packed = pack([Sample(str(i), toys.prompt(i, 6 + i), [1] * (6 + i)) for i in range(26)], 32)
+    heads: list[Any] = [started(asked, target) for _ in range(3)]
+    before = heads[0].eh_proj.weight.clone()
+    for head, (rank, world) in zip(heads, ((0, 1), (0, 2), (1, 2)), strict=True):
+        fit_start(head, "last_layer", target, Batches(packed, 4, 2, 0, rank, world))
+    fitted = heads[0].eh_proj.weight
+    assert all(torch.allclose(head.eh_proj.weight, fitted, rtol=0, atol=1e-6) for head in heads[1:])
+
+    steps = 16 * fitted.shape[1] // (4 * 32)
+    row = torch.cat([Batches(packed, 4, 4, 0, 0, 1).rows(step) for step in range(steps)])
+    below = target.embeddings.num_layers - 2
+    inputs, wanted = [], []
+    for token, document in zip(packed.token[row], packed.document[row], strict=True):
+        for number in range(int(document.max()) + 1):
+            own = token[document == number][None]
+            given = target.features(own, torch.zeros_like(own), (*heads[0].feature_layers, below))
+            state = heads[0].begin(given._replace(hidden=given.hidden[:, :, :-1]))[:, :-1]
+            embedding = target.embeddings.embed(own[:, 1:])
+            inputs.append(torch.cat([heads[0].enorm(embedding), heads[0].hnorm(state)], -1)[0])
+            wanted.append(given.hidden[0, 1:, -1])
+
+    @torch.no_grad()
+    def error(weight: torch.Tensor) -> float:
+        return float((torch.cat(inputs) @ weight.T - torch.cat(wanted)).square().mean())
+
+    best = torch.linalg.lstsq(torch.cat(inputs).double(), torch.cat(wanted).double()).solution.T.float()
+    assert error(best) <= error(fitted) < 1.01 * error(best) < 0.9 * error(before)
+
+
+def test_eagle3_starts_as_the_last_layer_on_what_it_has_in_place_of_that_layers_input() -> None:
+    """Each least squares brings its state nearer to the layer's output one position on, of all positions alike."""
+    target = toys.target()
+    layer = target.decoder_layers[-1]
+    asked = run("head=eagle3", "head.feature_layers=[0,1,2]", "init=last_layer")
+    packed = pack([Sample(str(i), toys.prompt(i, 6 + i), [1] * (6 + i)) for i in range(26)], 32)
+    batches = Batches(packed, 4, 2, 0, 0, 1)
+    head, fresh = started(asked, target), started(replace(asked, init=None), target)
+    row = batches.rows(0)
+    given = target.features(packed.token[row], packed.document[row], (0, 1, 2))
+    follows = packed.document[row][:, 1:] == packed.document[row][:, :-1]
+
+    @torch.no_grad()
+    def error(of: Any) -> float:
+        seen: list[torch.Tensor] = []
+        with of.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0])):
+            of.unroll(given, 1)
+        return float((seen[0][:, :-1] - given.hidden[:, 1:, -1])[follows].square().mean())
+
+    copied = error(head)
+    fit_start(head, "last_layer", target, batches)
+    assert error(head) < 0.8 * min(copied, error(fresh))
+    assert torch.equal(head.first.mlp.gate_proj.weight, layer.mlp.gate_proj.weight)
+    assert torch.equal(head.norm.weight, target.base.norm.weight)
+    assert not torch.equal(head.first.mlp.down_proj.weight, layer.mlp.down_proj.weight)
+    # The third layer's own states are among its features, so that the last ones follow from them but for the norm.
+    fused = head.begin(given)
+    assert (fused - given.last).square().mean() < 0.2 * given.last.square().mean()
+
+
+@pytest.mark.parametrize(
+    "words", [("head.layers=2",), ("head.kv_injection=true",), ("head.qk_norm=true",), ("head.intermediate_size=40",)]
+)
+def test_an_eagle3_that_is_built_otherwise_starts_anew(
+    words: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = run("head=eagle3", "head.feature_layers=[0,1,2]", *words)
+    with caplog.at_level(logging.WARNING):
+        assert resolve_init(asked.init, asked.head, toys.target()) == (asked.head, None)
+    assert "is not built like the head's" in caplog.text
+    with pytest.raises(ValueError, match="or give init=null for a new one"):
+        first_head(asked.head, "last_layer", toys.target())
+
+
+def test_other_starts_and_a_target_of_one_layer_fit_nothing() -> None:
+    batches = Batches(pack([Sample("a", toys.prompt(0, 9), [1] * 9)], 32), 1, 1, 0, 0, 1)
+    shallow = LlamaForCausalLM(LlamaConfig(**{**toys.SIZES, "num_hidden_layers": 1})).eval()
+    for target, init in ((toys.target(), None), (Target(shallow, toys.tokenizer(), name="one"), "last_layer")):
+        head = first_head(run("head=mtp").head, init, target)
+        before = head.state_dict()["eh_proj.weight"].clone()
+        fit_start(head, init, target, batches)
+        assert torch.equal(head.state_dict()["eh_proj.weight"], before)
+
+
 @pytest.mark.parametrize("name", ["qwen2", "glm4_moe", "deepseek_v3", "qwen3_next"])
 def test_a_module_of_the_targets_kind_starts_as_its_last_layer(name: str) -> None:
     """Biases, experts, latents and gates with it, all of them trained, and as transformers computes them."""
@@ -149,7 +239,7 @@ def test_a_module_starts_as_the_checkpoints_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "overrides", "said"),
     [
-        ("llama", ("head=eagle", "init=last_layer"), "starts head=mtp alone"),
+        ("llama", ("head=eagle", "init=last_layer"), "starts head=mtp and head=eagle3 alone"),
         ("qwen3", ("head=mtp", "init=last_layer"), r"self_attn\.k_norm\.weight.*head\.qk_norm=true"),
         ("llama", ("head=mtp", "head.qk_norm=true", "init=last_layer"), r"k_norm\.weight.*head\.qk_norm=false"),
         ("gpt2", ("head=mtp", "init=last_layer"), "is not built like the head's .*perhaps head.layer=target"),
