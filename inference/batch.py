@@ -43,11 +43,8 @@ class Batch:
     def __init__(
         self, target: Target, drafters: Sequence[Drafter], drafts: DraftBatch | None = None, capacity: int = 0
     ) -> None:
-        if len(drafters) > 1 and not target.takes_trees:
-            raise ValueError(
-                f"{target.name}: {target.objection}, so sequences of different lengths cannot share a pass: give "
-                "batch_size=1"
-            )
+        if len(drafters) > 1:
+            target.check_masks("so sequences of different lengths cannot share a pass: give batch_size=1")
         self.target, self.free, self.drafts = target, list(drafters), drafts
         self.drafter, self.capacity = drafters[0], 0
         self.cache = target.batch_cache(len(drafters))
@@ -189,7 +186,7 @@ class Batch:
         if self.drafts is None:
             return [session.draft() for session in sessions]
         begin = sessions[0].clock()
-        proposals = self.drafts.propose([session.begin() for session in sessions])
+        proposals = self.drafts.propose_all([session.begin() for session in sessions])
         seconds = (sessions[0].clock() - begin) / len(sessions)
         for session, proposal in zip(sessions, proposals, strict=True):
             check_size(self.target, len(proposal.tree.token), session.drafter.name)
@@ -207,16 +204,17 @@ def batch_of(
     return batch
 
 
-def lend(target: Target, drafter: Drafter | Service, request: tuple[list[int], Settings]) -> Batch:
-    """Return a batch of one slot for a request: the one that was given back for this drafter, or a new one."""
-    idle: Batch | None = target.idle.pop(drafter, None)
-    return batch_of(target, drafter, 1, [request]) if idle is None else idle
+def lend(
+    target: Target, drafter: Drafter | Service, size: int, requests: Sequence[tuple[list[int], Settings]]
+) -> Batch:
+    """Return a batch for requests; of one slot that which was given back for this drafter, if there is one."""
+    idle: Batch | None = target.idle.pop(drafter, None) if size == 1 else None
+    return batch_of(target, drafter, size, requests) if idle is None else idle
 
 
 def give_back(target: Target, drafter: Drafter | Service, batch: Batch) -> None:
-    """Keep a batch whose request is done, if it holds graphs that would have to be captured anew."""
-    batch.release()
-    if batch.device_step is not None and batch.device_step.graphs is not None:
+    """Keep a batch of one slot whose requests are done, if it holds graphs that would have to be captured anew."""
+    if batch.cache.storage.size == 1 and batch.device_step is not None and batch.device_step.graphs is not None:
         target.idle[drafter] = batch
         if len(target.idle) > KEPT:
             del target.idle[next(iter(target.idle))]

@@ -27,16 +27,16 @@ from heads.base import DraftVocabulary, Level
 from heads.modules.vocab import scatter_logits
 from heads.rows import of_parents
 from inference.limits import check_size
-from inference.protocol import Context, Proposal, SampledShape
+from inference.protocol import Context, Proposal, Roots, SampledShape
 from inference.target.target import Target
 from inference.tree_config import CONFIDENT, TreeConfig, expanded, most_nodes
 from inference.verification import tree as trees
 from inference.verification.rng import Coupled, Rng, Samples
-from inference.verification.sample import Sampling, distribution, penalize
+from inference.verification.sample import distribution, penalize
 from inference.verification.tree import DraftTree
 
 __all__ = [
-    "CONFIDENT", "Expander", "Growth", "Roots", "TreeConfig", "candidates", "check_tree", "expanded", "grow",
+    "CONFIDENT", "Expander", "Growth", "TreeConfig", "candidates", "check_tree", "expanded", "grow",
     "most_nodes", "ranked", "sampled_shape", "verifiable",
 ]  # fmt: skip
 
@@ -65,25 +65,6 @@ class Expander(Protocol):
         depth: int,
     ) -> Level:
         """Score one more tree level; see `DraftHead.expand`."""
-        ...
-
-
-@runtime_checkable
-class Roots(Protocol):
-    """The roots of B trees, and how the tokens that may follow them are ranked."""
-
-    token: Int[Tensor, "B 1"]  # the roots' tokens
-    seen: Bool[Tensor, "B 1 V"] | None  # which tokens stand in each prefix, where a penalty asks for it
-    noisy: bool  # whether tokens are ranked under coupled noise
-    sampling: Sampling | None = None  # how all sequences are sampled, if they are alike
-    samples: Samples | None = None  # what the children of a fixed shape are sampled by, where they are
-
-    def penalized(self, logits: Float[Tensor, "B N W"], seen: Bool[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
-        """Return logits with those of seen tokens pulled down."""
-        ...
-
-    def raced(self, logits: Float[Tensor, "B N V"], depth: int) -> Float[Tensor, "B N V"]:
-        """Return what a level's tokens are ranked by under the noise of the positions `depth` below the roots."""
         ...
 
 

@@ -15,7 +15,7 @@ import itertools
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -29,6 +29,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+T = TypeVar("T")
 STRIDE = 256  # of the sizes, in positions, that passes of a few sizes have
 GRAIN = 64  # of capacities: attention over all entries can then be split into a few equal pieces
 STATE = ("conv_states", "recurrent_states", "has_previous_state")  # what a pass changes in a layer
@@ -306,27 +307,20 @@ class Pool:
 
     def sequence(self, capacity: int = 0) -> TargetCache:
         """Return an empty cache for one sequence of `capacity` entries."""
-        storage = self._take(1, capacity)
-        cache = self.make(storage, 0)
-        self._return(cache, storage)
-        return cache
+        return self._lend(1, capacity, lambda storage: self.make(storage, 0))
 
     def batch(self, size: int, capacity: int = 0) -> BatchCache:
         """Return an empty cache for up to `size` sequences."""
-        storage = self._take(size, capacity)
-        cache = BatchCache(storage, self.make)
-        self._return(cache, storage)
-        return cache
+        return self._lend(size, capacity, lambda storage: BatchCache(storage, self.make))
 
-    def _take(self, size: int, capacity: int) -> Storage:
+    def _lend(self, size: int, capacity: int, make: Callable[[Storage], T]) -> T:
+        """Return a cache on a storage; a fixed one comes back when its cache is dropped."""
         storage = self.free[size].pop() if self.free[size] else Storage(size, self.layout, fixed=self.fixed)
         storage.reserve(capacity)
-        return storage
-
-    def _return(self, cache: TargetCache | BatchCache, storage: Storage) -> None:
-        """Take a fixed storage back when its cache is dropped."""
+        cache = make(storage)
         if self.fixed:
-            weakref.finalize(cache, self.free[storage.size].append, storage)
+            weakref.finalize(cache, self.free[size].append, storage)
+        return cache
 
 
 class Call(NamedTuple):

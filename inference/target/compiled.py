@@ -47,10 +47,7 @@ class Compiled:
     """One target's compiled passes; if `static` padded to a few sizes, each a graph, as CUDA graphs need it."""
 
     def __init__(self, target: TargetModel, static: bool | None = None) -> None:
-        if not target.takes_trees:
-            raise ValueError(
-                f"{target.name}: {target.objection}, and without one no pass is compiled: give engine.compile=false"
-            )
+        target.check_masks("and without one no pass is compiled: give engine.compile=false")
         self.target = target
         self.static = target.device.type == "cuda" if static is None else static
         target.pool = Pool(target.pool.layout, fixed=True)

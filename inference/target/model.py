@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 from heads import rows
 from heads.base import Features, to_device
 from heads.common.target_config import EXPERTS, cache_argument, context_of
-from heads.formats.store import TargetSpec
 from inference.target import loading
 from inference.target.adapter import Adapter
 from inference.target.attention import (
@@ -185,9 +184,8 @@ class TargetModel:
         self.idle: dict[Any, Any] = {}
         self.sibling = False
         self.captures = self.device.type == "cuda" and here and not routed and self.quantized is None
-        sizes = self.embeddings.vocab_size, self.embeddings.hidden_size, self.config.num_hidden_layers
         digest, attached = (self.placed.fingerprint, None) if adapter is None else (adapter.fingerprint, adapter.name)
-        self.spec = TargetSpec(name, *sizes, digest, attached)
+        self.spec = self.embeddings.spec(name, digest, attached)
         note_unknown(tokenizer, self.embeddings.vocab_size, name)
         self.compiled: Compiler | None = None
         self.compiles_drafts = False
@@ -197,6 +195,11 @@ class TargetModel:
         self.switch = switch_of(model)
         self.objection = f"its attention takes no mask of ours ({self.architecture})"
         self.takes_trees = False
+
+    def check_masks(self, consequence: str) -> None:
+        """Refuse what needs an attention that takes our masks where this one takes none: say what comes of it."""
+        if not self.takes_trees:
+            raise ValueError(f"{self.name}: {self.objection}, {consequence}")
 
     def cache(self, capacity: int = 0) -> TargetCache:
         """Return an empty cache for one sequence of `capacity` entries; one that outgrows it moves to a larger one."""

@@ -7,13 +7,13 @@ part of the tree. Which drafts a rule is right for stands in `verify.RULES`. The
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from inference.verification.rng import Rng
+from inference.verification.sample import Sampling, distribution
 from inference.verification.tree import DraftTree, children
 
 Chosen = tuple[list[int], int]
@@ -24,13 +24,18 @@ THRESHOLD = 0.3
 LEAST = 1e-30  # stands in for a probability of 0 under a logarithm
 
 
-@runtime_checkable
-class Distributions(Protocol):
-    """The target's probs "V" after each node: a tensor "N V", or something that computes a row on access."""
+class LazyDistributions:
+    """Lazy target distributions: the softmax of a node is computed when a rule visits it; most are never visited."""
 
-    def __getitem__(self, node: int, /) -> Tensor:
+    def __init__(self, logits: Float[Tensor, "N V"], sampling: Sampling) -> None:
+        self.logits, self.sampling = logits, sampling
+
+    def __getitem__(self, node: int, /) -> Float[Tensor, "V"]:
         """Return the probs after a node."""
-        ...
+        return distribution(self.logits[node], self.sampling)
+
+
+Distributions = Tensor | LazyDistributions  # the target's probs "V" after each node
 
 
 def follow(tree: DraftTree, choose: Callable[[int, int], int]) -> Chosen:
