@@ -1,7 +1,7 @@
 """Draft sources: a `Drafter` is the model, a `DrafterState` drafts for one sequence; and what both exchange."""
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,7 +16,6 @@ from inference.verification.rng import Rng, Samples
 from inference.verification.sample import Sampling
 from inference.verification.tree import DraftTree, LookAhead, chain
 
-T = TypeVar("T")
 NONE, WARM, COLD = "none", "warm", "cold"  # how a source meets a sequence: see `Drafter.memory`
 
 
@@ -124,11 +123,11 @@ class Roots(Protocol):
 class DraftBatch(Protocol):
     """Drafting for several sequences in one go, those that have started and not left, by slot.
 
-    A sequence that starts takes the first vacant slot; before a draft `fill_vacant` moves the last ones to the others.
+    A sequence that starts takes the first vacant slot; before a draft the last ones are moved to the others.
     By default nothing is held, and nothing is drafted.
 
     Attributes:
-        feature_layers: the target layers whose outputs `extend` reads.
+        feature_layers: the target layers whose outputs `commit` reads.
         deepest: the depth of the deepest node of a tree in the step at hand; 0 where nothing is drafted.
         nodes: the most nodes of a tree in any step, the root included.
         chain: whether the step's trees are chains, so that an accepted path is their beginning.
@@ -163,7 +162,7 @@ class DraftBatch(Protocol):
         ...
 
     def ranked(
-        self, roots: Roots, room: Int[Tensor, "B"], *, waits: bool
+        self, roots: Roots, room: Int[Tensor, "B"], longest: int, *, waits: bool
     ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], Float[Tensor, "B M V"] | None]:
         """Return trees "B N" for sequences that are ranked alike, their ancestors, and q if children were sampled.
 
@@ -171,9 +170,14 @@ class DraftBatch(Protocol):
 
         Args:
             room: below it no node is drafted if another can be.
+            longest: how many rows the longest sequence has, or may have.
             waits: whether the host may read from the device meanwhile.
         """
         ...
+
+    def move(self, source: int, slot: int, length: int) -> None:
+        """Move the last sequence, which has so many rows, to a vacant slot."""
+        return
 
     def reserve(self, capacity: int) -> None:
         """Take note of how many rows any sequence may have, before one starts."""
@@ -183,16 +187,8 @@ class DraftBatch(Protocol):
         """Return the tensors beside the weights that drafting reads or writes in place."""
         return []
 
-    def hold(self, longest: int) -> None:
-        """Take note of how many rows the longest sequence has, or may have."""
-        return
-
-    def extend(self, features: Features, count: Int[Tensor, "B"]) -> None:
-        """Commit the first `count` of T verified rows of each sequence; they are those of the verification pass."""
-        return
-
-    def defer(self, features: Features, count: Int[Tensor, "B"]) -> None:
-        """Take note of the rows of a step without a draft, one of each sequence or, where its `count` is 0, none."""
+    def commit(self, features: Features, count: Int[Tensor, "B"]) -> None:
+        """Take in the first `count` of T verified rows of each sequence; they are those of the verification pass."""
         return
 
     def catch_up(self, lengths: Sequence[int]) -> None:
@@ -253,12 +249,3 @@ class Drafter(Protocol):
 def vacant(slots: Sequence[object]) -> int:
     """Return the slot that the next sequence takes: the first without one, else one more."""
     return next((slot for slot, sequence in enumerate(slots) if sequence is None), len(slots))
-
-
-def fill_vacant(slots: list[T | None]) -> Iterator[tuple[int, int]]:
-    """Fill vacant slots with the last sequences; yield from which slot to which each moves."""
-    while None in slots:
-        last, slot = slots.pop(), vacant(slots)
-        if last is not None:
-            slots[slot] = last
-            yield len(slots), slot

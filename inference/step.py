@@ -243,9 +243,8 @@ class DeviceStep:
 
     def draft(self, slots: Slots, reach: int, settings: Settings) -> Drafted:
         """Draft a tree for each sequence."""
-        self.drafts.hold(reach)
         noise, waits = self.noise(slots, settings), not (self.static or self.compiles)
-        tree, above, q = self.drafts.ranked(SlotRoots(slots, settings, noise), slots.room, waits=waits)
+        tree, above, q = self.drafts.ranked(SlotRoots(slots, settings, noise), slots.room, reach, waits=waits)
         return Drafted(tree, above, (above.sum(-1) - 1).expand_as(tree.token), noise, q)
 
     def rule(self, settings: Settings) -> str:
@@ -313,7 +312,7 @@ class DeviceStep:
         end = reach if self.static else reach + size
         columns = slots.length[:, None] + torch.arange(size, device=token.device)
         seen, column = _layout(slots.length, above, depth, end)
-        rows = self.cache.over(columns, end, steady=self.static)
+        rows = self.cache.storage.over(columns, end, steady=self.static)
         return self.target.run(token, position, seen, rows, layers, column)
 
     def processed(
@@ -414,10 +413,7 @@ class DeviceStep:
 
     def extend(self, features: Features, count: Int[Tensor, "B"]) -> None:
         """Hand the drafts the accepted rows."""
-        if self.drafts.deepest:
-            self.drafts.extend(features, count)
-        else:
-            self.drafts.defer(features, count)
+        self.drafts.commit(features, count)
 
     def emit(self, session: Session, row: list[int], rule: str) -> Step:
         """Emit what a sequence has committed by a rule; return its step, without seconds."""

@@ -156,13 +156,13 @@ class PlaybackBatch(HeadBatch):
         self.deepest = source.size if self.chain else min(source.size, max(self.accepted, 1))
 
     def ranked(
-        self, roots: Roots, room: Int[Tensor, "B"], *, waits: bool
+        self, roots: Roots, room: Int[Tensor, "B"], longest: int, *, waits: bool
     ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], None]:
         """Time the head's trees, and return the planted ones; an idle slot's is the first sequence's."""
         source = self.source
         assert self.policy is not None
         start = source.clock()
-        super().ranked(roots, room, waits=waits)
+        super().ranked(roots, room, longest, waits=waits)
         source.draft[draft_key(self.policy)].append(source.clock() - start)
         states = [state for state in self.states if isinstance(state, BatchedPlayback)]
         drafts = [state.planted(self.accepted, source.size, self.chain, source.target) for state in states]
@@ -170,18 +170,14 @@ class PlaybackBatch(HeadBatch):
         tree = DraftTree(*(torch.stack(rows) for rows in zip(*drafts, strict=True)))
         return tree, trees.ancestors(tree), None
 
-    def extend(self, features: Features, count: Int[Tensor, "B"]) -> None:
-        """Commit rows, timed, and move on in the texts."""
+    def commit(self, features: Features, count: Int[Tensor, "B"]) -> None:
+        """Commit rows at once, timed, and move on in the texts."""
         start = self.source.clock()
         super().extend(features, count)
         self.source.commit[features.token.shape[1]].append(self.source.clock() - start)
         for state, taken in zip(self.states, count.tolist(), strict=False):
             assert isinstance(state, BatchedPlayback)
             state.position += taken
-
-    def defer(self, features: Features, count: Int[Tensor, "B"]) -> None:
-        """Commit the rows of a pass of size 0 at once."""
-        self.extend(features, count)
 
 
 def planted(root: int, tokens: Sequence[int], size: int, target: Target, chain: bool = False) -> DraftTree:

@@ -29,7 +29,7 @@ from inference.drafters.policy import (
     sampled_shape,
     verifiable,
 )
-from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, Roots, fill_vacant, vacant
+from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, Roots, vacant
 from inference.target.target import Target
 from inference.tree_config import Schedule, always
 from inference.verification.tree import DraftTree, root
@@ -209,18 +209,21 @@ class HeadBatch:
     def leave(self, state: BatchedState) -> None:
         """Let a sequence go."""
         self.states[self.states.index(state)] = None
+        while self.states and self.states[-1] is None:
+            self.states.pop()
 
     @torch.inference_mode()
-    def fill_vacant(self) -> None:
-        """Let the last sequences take the slots that nobody has entered."""
-        for source, slot in fill_vacant(self.states):
-            assert self.buffers is not None
-            if self.cache is not None:
-                self.cache.move(source, slot)
-            if self.deferred is not None:
-                self.deferred.move(source, slot)
-            for buffer in (self.buffers.logits, self.buffers.hidden, *self.buffers.root):
-                buffer[slot].copy_(buffer[source])
+    def move(self, source: int, slot: int, length: int) -> None:
+        """Move the last sequence, which has so many rows, to a vacant slot."""
+        assert self.buffers is not None
+        assert source == len(self.states) - 1
+        self.states[slot] = self.states.pop()
+        if self.cache is not None:  # what moves are all rows that there are
+            self.hold(max(self.cache.longest, length))
+            self.cache.move(source, slot)
+        if self.deferred is not None:
+            self.deferred.move(source, slot)
+        self.buffers.each(lambda buffer: buffer[slot : slot + 1].copy_(buffer[source : source + 1]))
 
     @torch.inference_mode()
     def propose_all(self, contexts: Sequence[Context]) -> list[Proposal]:
@@ -235,18 +238,16 @@ class HeadBatch:
         return grow(self.head, self.cache, self.level(len(contexts)), self.policy, contexts)
 
     def ranked(
-        self, roots: Roots, room: Int[Tensor, "B"], *, waits: bool
+        self, roots: Roots, room: Int[Tensor, "B"], longest: int, *, waits: bool
     ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], Float[Tensor, "B M V"] | None]:
         """Grow a tree for each sequence by rank, or by sampling where the roots say so."""
         if self.policy is None:
             return *alone(roots.token), None
+        self.hold(longest)
         return ranked(self.head, self.cache, self.level(len(room)), self.policy, roots, room, waits=waits)
 
     def catch_up(self, lengths: Sequence[int]) -> None:
         """Commit each sequence's rows since the last draft in one call; one that has just entered has none."""
-        if self.cache is not None:  # what moves are all rows that there are
-            self.hold(max(self.cache.longest, *lengths))
-        self.fill_vacant()
         states = [state for state in self.states if state is not None]
         counts = [0 if state.commit is None else len(state.commit.token) for state in states]
         if any(counts):
@@ -272,6 +273,14 @@ class HeadBatch:
         if self.cache is not None:
             self.cache.longest = longest
 
+    def commit(self, features: Features, count: Int[Tensor, "B"]) -> None:
+        """Take in verified rows, now or, in a step without a draft, later; `begin` has counted these."""
+        if self.deepest:
+            self.extend(features, count)
+        else:
+            assert self.deferred is not None
+            self.deferred.add(features, count)
+
     def extend(self, features: Features, count: Int[Tensor, "B"]) -> None:
         """Commit rows of all sequences; the level of one that has none stays."""
         _, level = self.head.extend(self.cache, features, features.token, count)
@@ -282,11 +291,6 @@ class HeadBatch:
 
         assert self.buffers is not None
         self.buffers.each(write, level)
-
-    def defer(self, features: Features, count: Int[Tensor, "B"]) -> None:
-        """Keep rows for later; `begin` has counted them."""
-        assert self.deferred is not None
-        self.deferred.add(features, count)
 
 
 def _joined(commits: list[Commit | None], counts: list[int]) -> tuple[Features, Tensor]:

@@ -35,7 +35,7 @@ class Plain(Drafter, DrafterState, DraftBatch):
         return [self.propose(context) for context in contexts]
 
     def ranked(
-        self, roots: Roots, room: Int[Tensor, "B"], *, waits: bool
+        self, roots: Roots, room: Int[Tensor, "B"], longest: int, *, waits: bool
     ) -> tuple[DraftTree, Bool[Tensor, "1 1 1"], None]:
         """Return the roots alone."""
         return *alone(roots.token), None

@@ -186,9 +186,8 @@ def grow(head: Expander, state: Any, level: Level, config: TreeConfig, contexts:
     depth = min(max(context.room for context in contexts), head.max_depth)
     if depth < 1:
         return [Proposal(trees.root(context.token[-1], level.logits.device)) for context in contexts]
-    roots = _roots(head, level, contexts)
     if config.kind in CONFIDENT:
-        growth, scores = _confident(head, state, level, config, roots, depth)
+        growth, scores = _confident(head, state, level, config, _roots(head, level, contexts), depth)
         if all(context.room >= growth.deepest for context in contexts):
             best = trees.best_n(growth.whole(), scores, config.nodes)
             return [Proposal(DraftTree(*tree)) for tree in zip(*best[0], strict=True)]
@@ -196,16 +195,7 @@ def grow(head: Expander, state: Any, level: Level, config: TreeConfig, contexts:
             Proposal(trees.best_n(tree, score[: len(tree.token)], config.nodes)[0])
             for tree, score in zip(growth.trees(contexts), scores, strict=True)
         ]
-    samples = [_samples(config, context) for context in contexts]
-    growth = Growth(head, state, level, roots, full=any(samples))
-    shape = _levels(_paths(config, depth), level.logits.device)
-    probs: list[list[Tensor]] = [[] for _ in samples]
-    _fixed(growth, shape, lambda width: _chosen(growth, width, contexts, samples, config.kind == "independent", probs))
-    lacking = any(samples) or max(depth.width for depth in shape) > growth.logits().shape[-1]
-    return [
-        _proposal(tree, [*zip(growth.expanded, levels, strict=False)], lacking, config.kind == "independent")
-        for tree, levels in zip(growth.trees(contexts), probs, strict=True)
-    ]
+    return _filled(head, state, level, config, contexts, depth)
 
 
 def ranked(
@@ -334,22 +324,30 @@ def _padded(tokens: Int[Tensor, "B K C"], width: int) -> Int[Tensor, "B K W"]:
     return functional.pad(tokens, (0, width - tokens.shape[-1]), value=-1)
 
 
-def _chosen(
-    growth: Growth,
-    width: int,
-    contexts: Sequence[Context],
-    samples: Sequence[bool],
-    replacement: bool,
-    probs: list[list[Tensor]],
-) -> Int[Tensor, "B K C"]:
-    """Return the children of the level's nodes by rank, or sampled; append each sampled sequence's probs to its own."""
-    nodes = growth.nodes
-    ranked = nodes.new_full((*nodes.shape, width), -1) if samples and all(samples) else _ranks(growth, width)
-    for b in (b for b, sampled in enumerate(samples) if sampled and contexts[b].room > growth.depth):
-        probs[b].append(distribution(growth.logits()[b], contexts[b].sampling))
-        children = _sampled_by(contexts[b].rng, probs[b][-1], width, growth.depth + 1, replacement)
-        ranked[b, :, : children.shape[-1]] = children
-    return ranked
+def _filled(
+    head: Expander, state: Any, level: Level, config: TreeConfig, contexts: Sequence[Context], depth: int
+) -> list[Proposal]:
+    """Grow a fixed shape for each sequence, with its children by rank, or sampled where its context says so."""
+    samples, replacement = [_samples(config, context) for context in contexts], config.kind == "independent"
+    growth = Growth(head, state, level, _roots(head, level, contexts), full=any(samples))
+    shape = _levels(_paths(config, depth), level.logits.device)
+    probs: list[list[Tensor]] = [[] for _ in samples]
+
+    def fill(width: int) -> Int[Tensor, "B K C"]:
+        nodes = growth.nodes
+        children = nodes.new_full((*nodes.shape, width), -1) if all(samples) else _ranks(growth, width)
+        for b in (b for b, sampled in enumerate(samples) if sampled and contexts[b].room > growth.depth):
+            probs[b].append(distribution(growth.logits()[b], contexts[b].sampling))
+            own = _sampled_by(contexts[b].rng, probs[b][-1], width, growth.depth + 1, replacement)
+            children[b, :, : own.shape[-1]] = own
+        return children
+
+    _fixed(growth, shape, fill)
+    lacking = any(samples) or max(one.width for one in shape) > growth.logits().shape[-1]
+    return [
+        _proposal(tree, [*zip(growth.expanded, levels, strict=False)], lacking, replacement)
+        for tree, levels in zip(growth.trees(contexts), probs, strict=True)
+    ]
 
 
 def _sampled_by(rng: Rng, probs: Float[Tensor, "K V"], width: int, depth: int, replacement: bool) -> Tensor:

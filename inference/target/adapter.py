@@ -51,13 +51,25 @@ class Adapter(NamedTuple):
 
 
 def check(adapter: str, quantize: str | None) -> Path:
-    """Return the folder of an adapter; refuse a missing one, and any where the target is to be quantised."""
+    """Return the folder of an adapter, one that peft saved or OWNER/NAME on the Hub.
+
+    Raises:
+        ValueError: it is missing or not in safetensors, or the target is to be quantised.
+    """
     if quantize not in (None, loading.AS_IT_IS):
         raise ValueError(
             f"model.adapter={adapter} is merged into full weights, which model.quantize={quantize} does not keep: "
             "merge it, save the model, and give that as model.path with model.quantize"
         )
-    return find(adapter)
+    folder = Path(adapter).expanduser()
+    if not folder.is_dir():
+        if not REPO.fullmatch(adapter):
+            raise ValueError(f"model.adapter={adapter}: no such folder; give one that peft saved, or OWNER/NAME")
+        folder = downloaded(adapter, [CONFIG, WEIGHTS])
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise ValueError(f"model.adapter={adapter}: not an adapter as peft saves it, it holds no {name}")
+    return folder
 
 
 def merge(
@@ -93,19 +105,6 @@ def merge(
             "trained for, or save it with peft again"
         ) from error
     return merged, Adapter(adapter, hashed)
-
-
-def find(adapter: str) -> Path:
-    """Return the folder of an adapter, one that peft saved or OWNER/NAME on the Hub, in safetensors; refuse others."""
-    folder = Path(adapter).expanduser()
-    if not folder.is_dir():
-        if not REPO.fullmatch(adapter):
-            raise ValueError(f"model.adapter={adapter}: no such folder; give one that peft saved, or OWNER/NAME")
-        folder = downloaded(adapter, [CONFIG, WEIGHTS])
-    for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
-            raise ValueError(f"model.adapter={adapter}: not an adapter as peft saves it, it holds no {name}")
-    return folder
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ how a tree mask reaches its attention. `Target` (target.py) proves these before 
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,7 +29,7 @@ from inference.target.attention import (
     spans_of,
     use_kernels,
 )
-from inference.target.cache import BatchCache, BatchPass, Pool, TargetCache, recurrence
+from inference.target.cache import BatchCache, BatchPass, Pool, RecurrentCache, TargetCache, recurrence
 from inference.target.placed import Placed, by_turns, on_one_device
 from inference.target.tokenizer import end_tokens
 from inference.verification import tree
@@ -190,7 +191,7 @@ class TargetModel:
         self.compiled: Compiler | None = None
         self.compiles_drafts = False
         self.recurrence = recurrence(self.config, self.decoder_layers)
-        self.pool = Pool({}) if self.recurrence is None else Pool({}, make=self.recurrence.cache)
+        self.pool = Pool({}) if self.recurrence is None else Pool({}, make=partial(RecurrentCache, config=self.config))
         self.packing: Packing | None = None
         self.switch = switch_of(model)
         self.objection = f"its attention takes no mask of ours ({self.architecture})"
@@ -330,7 +331,7 @@ class TargetModel:
             seen[row, count:, :prefix] = True
             column[row, prefix : prefix + count] = where
         written = torch.tensor(prefixes, device=self.device)[:, None] + torch.arange(width, device=self.device)
-        out = self.run(token, position, seen, cache.over(written, end), layers, column)
+        out = self.run(token, position, seen, cache.storage.over(written, end), layers, column)
         for sequence, prefix, count in zip(cache.active, prefixes, counts, strict=True):
             sequence.set_length(prefix + count)
         logits = self.embeddings.logits(out.last)

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from inference.verification.sample import residual, without
 from inference.verification.tree import DraftTree
 
 
@@ -162,9 +163,9 @@ def recursive(draft: Sampled, p: Float[Tensor, "B N V"], point: Float[Tensor, "B
             continue
         stands = coins.toss(_ratio(target, left, token), tossing)
         rejected, stand = (tossing & ~stands)[:, None], stands[:, None]
-        target = torch.where(stand, p[:, node], torch.where(rejected, _residual(target, left), target))
+        target = torch.where(stand, p[:, node], torch.where(rejected, residual(target, left), target))
         if not draft.replacement and more[node]:
-            left = torch.where(rejected, _without(left, token), left)
+            left = torch.where(rejected, without(left, token), left)
         if node in rows:
             left = torch.where(stand, draft.q[:, rows[node]], left)
         last = last.masked_fill(stands, node)
@@ -190,7 +191,7 @@ class Frame:
         self.target = torch.where((rejected & (mass > 0))[:, None], rest / mass[:, None], self.target)
         self.alpha = torch.where(rejected, alpha, self.alpha)
         if distinct:
-            self.left = torch.where(rejected[:, None], _without(self.left, token), self.left)
+            self.left = torch.where(rejected[:, None], without(self.left, token), self.left)
 
 
 def traversal(draft: Sampled, p: Float[Tensor, "B N V"], point: Float[Tensor, "B N"], waits: bool = False) -> Chosen:
@@ -250,20 +251,6 @@ def _walk(parents: Sequence[int]) -> Iterator[tuple[int, bool]]:
 def _ratio(target: Float[Tensor, "B V"], draft: Float[Tensor, "B V"], token: Int[Tensor, "B 1"]) -> Float[Tensor, "B"]:
     """Return p / q of a token."""
     return (target.gather(1, token) / draft.gather(1, token))[:, 0]
-
-
-def _residual(target: Float[Tensor, "B V"], draft: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
-    """Return the residual of p after a rejected draft; p itself where nothing is left."""
-    left = (target - draft).clamp_min(0)
-    total = left.sum(-1, keepdim=True)
-    return torch.where(total > 0, left / total, target)
-
-
-def _without(probs: Float[Tensor, "B V"], token: Int[Tensor, "B 1"]) -> Float[Tensor, "B V"]:
-    """Return the probs given that a token is not sampled; unchanged where nothing else is possible."""
-    left = probs.scatter(1, token, 0.0)
-    total = left.sum(-1, keepdim=True)
-    return torch.where(total > 0, left / total, probs)
 
 
 def ranks(tree: DraftTree) -> Int[Tensor, "B N"]:
