@@ -55,7 +55,7 @@ class Compiled:
         mode = "reduce-overhead" if target.device.type == "cuda" else None
         self.compiled = torch.compile(self.forward, fullgraph=True, backend=BACKEND, mode=mode)
 
-    def run(
+    def __call__(
         self,
         token: Tensor,
         position: Tensor,

@@ -7,7 +7,7 @@ how a tree mask reaches its attention. `Target` (target.py) proves these before 
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -44,22 +44,6 @@ class TargetOutput(NamedTuple):
     hidden: Float[Tensor, "B T L D"]
     last: Float[Tensor, "B T D"]
     logits: Float[Tensor, "B R V"] | None
-
-
-class Compiler(Protocol):
-    """What runs passes over a batch cache in the model's place."""
-
-    def run(
-        self,
-        token: Tensor,
-        position: Tensor,
-        seen: Tensor | None,
-        rows: BatchPass,
-        column: Tensor | None,
-        layers: tuple[int, ...],
-    ) -> tuple[Tensor, Tensor]:
-        """Return the outputs of the feature `layers` and the last hidden states."""
-        ...
 
 
 class Switch(NamedTuple):
@@ -142,7 +126,7 @@ class TargetModel:
         takes_trees: whether its attention honours a tree's or a batch's mask; else only chains are verified, one
             sequence at a time. `Target` proves it.
         objection: why not.
-        compiled: what runs the passes that verify in its place; None: nothing.
+        compiled: what runs the passes that verify in its place, a `Compiled`; None: nothing.
         compiles_drafts: whether what a head drafts for it is compiled.
         switch: where its rope switches; None where it does not.
         context: the most tokens that a sequence may have.
@@ -188,7 +172,7 @@ class TargetModel:
         digest, attached = (self.placed.fingerprint, None) if adapter is None else (adapter.fingerprint, adapter.name)
         self.spec = self.embeddings.spec(name, digest, attached)
         note_unknown(tokenizer, self.embeddings.vocab_size, name)
-        self.compiled: Compiler | None = None
+        self.compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
         self.compiles_drafts = False
         self.recurrence = recurrence(self.config, self.decoder_layers)
         self.pool = Pool({}) if self.recurrence is None else Pool({}, make=partial(RecurrentCache, config=self.config))
@@ -372,7 +356,7 @@ class TargetModel:
         """
         layers = layers if stack is None else ()
         if self.compiled is not None and stack is None and isinstance(cache, BatchPass):
-            return TargetOutput(*self.compiled.run(token, position, seen, cache, column, layers), None)
+            return TargetOutput(*self.compiled(token, position, seen, cache, column, layers), None)
         mask = None if seen is None else self.attention_mask(seen, position, column)
         return TargetOutput(*self.forward(token, position, mask, cache, layers, stack), None)
 
