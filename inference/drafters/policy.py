@@ -338,8 +338,8 @@ def _filled(
         children = nodes.new_full((*nodes.shape, width), -1) if all(samples) else _ranks(growth, width)
         for b in (b for b, sampled in enumerate(samples) if sampled and contexts[b].room > growth.depth):
             probs[b].append(distribution(growth.logits()[b], contexts[b].sampling))
-            own = _sampled_by(contexts[b].rng, probs[b][-1], width, growth.depth + 1, replacement)
-            children[b, :, : own.shape[-1]] = own
+            tokens = _sampled_by(contexts[b].rng, probs[b][-1], width, growth.depth + 1, replacement)
+            children[b, :, : tokens.shape[-1]] = tokens
         return children
 
     _fixed(growth, shape, fill)
