@@ -208,7 +208,11 @@ class HeadBatch:
 
     def leave(self, state: BatchedState) -> None:
         """Let a sequence go."""
-        self.states[self.states.index(state)] = None
+        self.vacate(self.states.index(state))
+
+    def vacate(self, slot: int) -> None:
+        """Leave a slot without a sequence; behind the last sequence there are none."""
+        self.states[slot] = None
         while self.states and self.states[-1] is None:
             self.states.pop()
 
@@ -216,8 +220,8 @@ class HeadBatch:
     def move(self, source: int, slot: int, length: int) -> None:
         """Move the last sequence, which has so many rows, to a vacant slot."""
         assert self.buffers is not None
-        assert source == len(self.states) - 1
-        self.states[slot] = self.states.pop()
+        self.states[slot] = self.states[source]
+        self.vacate(source)
         if self.cache is not None:  # what moves are all rows that there are
             self.hold(max(self.cache.longest, length))
             self.cache.move(source, slot)

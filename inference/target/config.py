@@ -1,14 +1,14 @@
 """The target's configuration, as conf/model has it; what its dtype and device mean on this machine."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 import torch
 
-from heads.common.ranges import OneOf
+from heads.common.ranges import Count, OneOf, Positive
 from heads.common.typed import typed
 from inference.target.loading import AS_IT_IS, METHODS, note_dtype
-from inference.target.placement import AUTO, REPLICATE, Placement
+from inference.target.placement import AUTO, OFFLOADS, PLACEMENTS, REPLICATE, Placement
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 # Of a target that no file of conf/model describes: one that a published head or a caller names.
@@ -20,8 +20,8 @@ UNSAID: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class ModelConfig(Placement):
-    """The target, its placement, its data and prompts; conf/model/tiny.yaml says what keys mean."""
+class ModelConfig:
+    """The target, with the data and prompts that go with it; conf/model/tiny.yaml says what keys mean."""
 
     name: str
     path: str
@@ -29,6 +29,11 @@ class ModelConfig(Placement):
     quantize: Annotated[str, OneOf((AS_IT_IS, *METHODS))] | None
     adapter: str | None
     device: str | None
+    placement: Annotated[str, OneOf((AUTO, *PLACEMENTS))]
+    tensor_parallel: Count | None
+    devices: list[int] | None
+    offload: Annotated[str, OneOf(OFFLOADS)]
+    memory_gb: Positive | None
     trust_remote_code: bool
     sibling: bool
     data: str
@@ -43,7 +48,8 @@ class ModelConfig(Placement):
     @property
     def where(self) -> Placement:
         """How the target is placed."""
-        return replace(self, placement=REPLICATE) if self.placement == AUTO else self
+        values = {field.name: getattr(self, field.name) for field in fields(Placement)}
+        return Placement(**values | {"placement": REPLICATE if self.placement == AUTO else self.placement})
 
     @property
     def as_saved(self) -> bool:

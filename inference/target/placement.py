@@ -15,14 +15,12 @@ Under tensor_parallel and fsdp no process can make a pass alone: all make the sa
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import transformers
 from torch import distributed, nn
 from transformers import PreTrainedConfig
-
-from heads.common.ranges import Count, OneOf, Positive
 
 REPLICATE, TENSOR_PARALLEL, FSDP, DEVICE_MAP, OFFLOAD = "replicate", "tensor_parallel", "fsdp", "device_map", "offload"
 PLACEMENTS = (REPLICATE, TENSOR_PARALLEL, FSDP, DEVICE_MAP, OFFLOAD)  # the fastest first
@@ -37,7 +35,7 @@ class Placement:
     """Where a target lies.
 
     Attributes:
-        placement: one of `PLACEMENTS`; of a configuration `AUTO` too.
+        placement: one of `PLACEMENTS`.
         tensor_parallel: processes that share one target; None for those of a node. All are a multiple of it.
         devices: numbers of the devices under device_map, shared out among a node's processes; None for all of them.
         offload: where offloaded layers lie: "cpu" for its memory, "disk" for the checkpoint's own files.
@@ -45,11 +43,11 @@ class Placement:
             offload, of layers that stay on the device, None for none.
     """
 
-    placement: Annotated[str, OneOf((AUTO, *PLACEMENTS))]
-    tensor_parallel: Count | None
+    placement: str
+    tensor_parallel: int | None
     devices: list[int] | None
-    offload: Annotated[str, OneOf(OFFLOADS)]
-    memory_gb: Positive | None
+    offload: str
+    memory_gb: float | None
 
     @property
     def together(self) -> bool:
