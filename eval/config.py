@@ -13,9 +13,8 @@ from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED, TIERS
 from heads.common.ranges import Amount, Count, Decay, NewTokens, Number, OneOf, Positive, Within
 from heads.common.resolvers import ROOT
 from heads.common.typed import typed
-from inference.decode import Settings
+from inference.session import RequestConfig
 from inference.target.config import DTYPES
-from inference.verification.sample import Sampling
 from inference.verification.verify import is_lossy
 
 AUTO, OWN, RECORDED = TEXTS = ("auto", "own", "recorded")
@@ -111,18 +110,11 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class DecodingConfig:
+class DecodingConfig(RequestConfig):
     """Decoding settings of the prompts."""
 
     max_new_tokens: NewTokens
-    min_new_tokens: int
     temperature: Any  # a number or a list of them
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    rule: str
-    lossy: bool
     batch_size: Any  # likewise
     request_rate: Any  # a number, None, or a list of them
     seed: Number
@@ -159,22 +151,6 @@ class DecodingConfig:
     def conditions(self) -> Iterator[tuple[float, int, float | None]]:
         """Yield every temperature with every batch size and request rate."""
         return product(self.temperatures(), self.batch_sizes(), self.request_rates())
-
-    def sampling(self, temperature: float) -> Sampling:
-        """Return the sampling settings at a temperature."""
-        return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
-
-    def settings(self, temperature: float, gaps: bool = False) -> Settings:
-        """Return the request settings at a temperature; `gaps` records the logit gap of every token."""
-        return Settings(
-            self.max_new_tokens,
-            self.sampling(temperature),
-            seed=self.seed,
-            gaps=gaps,
-            rule=self.rule,
-            lossy=self.lossy,
-            min_new_tokens=self.min_new_tokens,
-        )
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from inference.drafters.head import load_drafter, saved_tree
 from inference.drafters.plain import Plain
 from inference.protocol import Drafter
 from inference.service import Service
+from inference.session import RequestConfig
 from inference.target.config import ModelConfig, model_config
 from inference.target.placement import check_alone
 from inference.target.target import Target
@@ -40,23 +41,14 @@ OnText = Callable[[str, str], object]  # a piece of text and its source: "prefil
 
 
 @dataclass(frozen=True)
-class GenerateConfig:
+class GenerateConfig(RequestConfig):
     """conf/generate.yaml; `model` and `tree` are what differs from the head's own, a None differs in nothing."""
 
     run: str | None
     prompt: str | None
     chat: bool
-    max_new_tokens: int
-    min_new_tokens: int
     stop: list[str]
     temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    rule: str
-    lossy: bool
-    seed: int
     fallback: str
     model: dict[str, Any]
     tree: dict[str, Any]
@@ -64,20 +56,11 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         if "" in self.stop:
             raise ValueError("stop holds an empty string, which every text ends with: give other ones, or none")
-        self.settings()  # what it cannot hold, it says before anything is loaded
+        self.request()  # what it cannot hold, it says before anything is loaded
 
-    def settings(self) -> Settings:
+    def request(self) -> Settings:
         """Return how to decode."""
-        sampling = Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
-        return Settings(
-            self.max_new_tokens,
-            sampling,
-            stop=tuple(self.stop),
-            seed=self.seed,
-            rule=self.rule,
-            lossy=self.lossy,
-            min_new_tokens=self.min_new_tokens,
-        )
+        return self.settings(self.temperature, stop=self.stop)
 
 
 @cache
@@ -156,7 +139,7 @@ def generate(
         for token, source in zip(tokens, sources, strict=True):
             show(stream.push(token), source)
 
-    generation = speculate(target, drafter, ids, settings or configured().settings(), receive)
+    generation = speculate(target, drafter, ids, settings or configured().request(), receive)
     show(stream.rest(), "bonus")
     return "".join(pieces), generation
 

@@ -2,13 +2,13 @@
 
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from inference.limits import check_memory, check_size
-from inference.protocol import DraftBatch, Drafter, Proposal, fill_vacant, vacant
+from inference.protocol import DraftBatch, Drafter, Proposal, vacant
 from inference.service import Service
 from inference.session import TREE, Generation, Session, Settings
 from inference.step import DeviceStep, fits
@@ -17,6 +17,7 @@ from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from inference.verification.verify import AUTO, COUPLED, is_lossy
 
+T = TypeVar("T")
 KEPT = 8  # batches of one slot, with their graphs and caches, that wait for another request: one for each drafter
 TRIAL = Settings(3, GREEDY, min_new_tokens=3)  # of a drafter that is to take another's place
 
@@ -43,11 +44,8 @@ class Batch:
     def __init__(
         self, target: Target, drafters: Sequence[Drafter], drafts: DraftBatch | None = None, capacity: int = 0
     ) -> None:
-        if len(drafters) > 1 and not target.takes_trees:
-            raise ValueError(
-                f"{target.name}: {target.objection}, so sequences of different lengths cannot share a pass: give "
-                "batch_size=1"
-            )
+        if len(drafters) > 1:
+            target.check_masks("so sequences of different lengths cannot share a pass: give batch_size=1")
         self.target, self.free, self.drafts = target, list(drafters), drafts
         self.drafter, self.capacity = drafters[0], 0
         self.cache = target.batch_cache(len(drafters))
@@ -105,8 +103,10 @@ class Batch:
 
     def fill_vacant(self) -> None:
         """Let the last sequences take the slots that nobody was admitted to."""
-        for source, slot in fill_vacant(self.slots):
+        for source, slot in filled(self.slots):
             self.cache.move(source, slot)
+            if self.drafts is not None:
+                self.drafts.move(source, slot, self.cache.active[slot].length)
         del self.cache.active[len(self.slots) :]
 
     def note(self, session: Session) -> None:
@@ -135,6 +135,7 @@ class Batch:
             ValueError: its tree is larger than the target's context; or whatever error is its own.
         """
         self.release()
+        self.fill_vacant()
         trial = batch_of(self.target, drafter.clone(), 1)
         trial.admit(0, [0], TRIAL)
         trial.step()
@@ -142,15 +143,11 @@ class Batch:
         if drafts is not None:
             check_size(self.target, drafts.nodes, drafter.name)
             drafts.reserve(roomy(self.cache.storage.capacity + drafts.nodes))
-        order = list(self.slots)
-        for _ in fill_vacant(order):  # as the slots will be in the next step
-            pass
-        sessions = [sequence.session for sequence in order if sequence is not None]
+        sessions = [sequence.session for sequence in self.running]
         states = [session.state_of(clone) for session, clone in zip(sessions, clones, strict=False)]
         for session, clone, state in zip(sessions, clones, states, strict=False):
             self.note(session)
             session.swap(clone, state)
-        self.fill_vacant()
         self.drafter, self.free, self.drafts = drafter, list(clones[len(sessions) :]), drafts
         self.device_step = None if drafts is None else DeviceStep(self.target, self.cache, drafts)
         self.reserve(self.capacity)
@@ -189,12 +186,21 @@ class Batch:
         if self.drafts is None:
             return [session.draft() for session in sessions]
         begin = sessions[0].clock()
-        proposals = self.drafts.propose([session.begin() for session in sessions])
+        proposals = self.drafts.propose_all([session.begin() for session in sessions])
         seconds = (sessions[0].clock() - begin) / len(sessions)
         for session, proposal in zip(sessions, proposals, strict=True):
             check_size(self.target, len(proposal.tree.token), session.drafter.name)
             session.draft_s = seconds
         return proposals
+
+
+def filled(slots: list[T | None]) -> Iterator[tuple[int, int]]:
+    """Fill vacant slots with the last sequences; yield from which slot to which each moves."""
+    while None in slots:
+        last, slot = slots.pop(), vacant(slots)
+        if last is not None:
+            slots[slot] = last
+            yield len(slots), slot
 
 
 def batch_of(
@@ -207,16 +213,17 @@ def batch_of(
     return batch
 
 
-def lend(target: Target, drafter: Drafter | Service, request: tuple[list[int], Settings]) -> Batch:
-    """Return a batch of one slot for a request: the one that was given back for this drafter, or a new one."""
-    idle: Batch | None = target.idle.pop(drafter, None)
-    return batch_of(target, drafter, 1, [request]) if idle is None else idle
+def lend(
+    target: Target, drafter: Drafter | Service, size: int, requests: Sequence[tuple[list[int], Settings]]
+) -> Batch:
+    """Return a batch for requests; of one slot that which was given back for this drafter, if there is one."""
+    idle: Batch | None = target.idle.pop(drafter, None) if size == 1 else None
+    return batch_of(target, drafter, size, requests) if idle is None else idle
 
 
 def give_back(target: Target, drafter: Drafter | Service, batch: Batch) -> None:
-    """Keep a batch whose request is done, if it holds graphs that would have to be captured anew."""
-    batch.release()
-    if batch.device_step is not None and batch.device_step.graphs is not None:
+    """Keep a batch of one slot whose requests are done, if it holds graphs that would have to be captured anew."""
+    if batch.cache.storage.size == 1 and batch.device_step is not None and batch.device_step.graphs is not None:
         target.idle[drafter] = batch
         if len(target.idle) > KEPT:
             del target.idle[next(iter(target.idle))]

@@ -6,7 +6,7 @@ from typing import Any, overload
 
 import torch
 
-from inference.batch import batch_of, give_back, lend
+from inference.batch import give_back, lend
 from inference.drafters.plain import Plain
 from inference.limits import check_prompt
 from inference.protocol import Drafter
@@ -81,17 +81,8 @@ def speculate(
         return _several(target, drafter, list(zip(prompts, several, strict=True)), on_tokens, batch_size)
     if not shared:
         raise ValueError("settings is a list, but the prompt is one: give its settings, or a list of prompts")
-    batch, reported = lend(target, drafter, (prompts, settings)), 0
-    generation = batch.admit(0, prompts, settings)
-    while True:
-        if on_tokens is not None:
-            on_tokens(generation.tokens[reported:], generation.sources[reported:])
-            reported = len(generation.tokens)
-        if generation.finish:
-            give_back(target, drafter, batch)
-            generation.latency_s = generation.prefill_s + generation.decode_s
-            return generation
-        batch.step()
+    report = on_tokens and (lambda _, tokens, sources: on_tokens(tokens, sources))
+    return _several(target, drafter, [(prompts, settings)], report, batch_size)[0]
 
 
 def _several(
@@ -104,7 +95,7 @@ def _several(
     """Decode requests in a continuous batch."""
     for prompt, _ in requests:
         check_prompt(target, prompt)
-    batch = batch_of(target, drafter, min(batch_size, len(requests)), requests)
+    batch = lend(target, drafter, min(batch_size, len(requests)), requests)
     waiting = deque(enumerate(requests))
     generations: dict[int, Generation] = {}
     reported = [0] * len(requests)
@@ -121,6 +112,7 @@ def _several(
                     on_tokens(sequence.number, generation.tokens[begin:], generation.sources[begin:])
                     reported[sequence.number] = len(generation.tokens)
         batch.release()
+    give_back(target, drafter, batch)
     return [generations[number] for number in range(len(requests))]
 
 

@@ -1,8 +1,9 @@
 """Draft sources: a `Drafter` is the model, a `DrafterState` drafts for one sequence; and what both exchange."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -11,11 +12,10 @@ from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.target.stack import Entered
 from inference.tree_config import TreeConfig
-from inference.verification.rng import Rng
+from inference.verification.rng import Rng, Samples
 from inference.verification.sample import Sampling
-from inference.verification.tree import DraftTree, LookAhead
+from inference.verification.tree import DraftTree, LookAhead, chain
 
-T = TypeVar("T")
 NONE, WARM, COLD = "none", "warm", "cold"  # how a source meets a sequence: see `Drafter.memory`
 
 
@@ -48,6 +48,11 @@ class Proposal(NamedTuple):
     replacement: bool = False
     entered: Entered | None = None
     expected: float = 0.0
+
+
+def sampled_chain(token: Int[Tensor, "N"], q: Sequence[Float[Tensor, "1 V"]]) -> Proposal:
+    """Return the proposal of a chain, the root its first token, whose others were sampled from these probs."""
+    return Proposal(chain(token), torch.cat([*q, torch.zeros_like(q[-1])]).to(token.device) if q else None)
 
 
 class SampledShape(NamedTuple):
@@ -96,14 +101,33 @@ class DrafterState(Protocol):
 
 
 @runtime_checkable
+class Roots(Protocol):
+    """The roots of B trees, and how the tokens that may follow them are ranked."""
+
+    token: Int[Tensor, "B 1"]  # the roots' tokens
+    seen: Bool[Tensor, "B 1 V"] | None  # which tokens stand in each prefix, where a penalty asks for it
+    noisy: bool  # whether tokens are ranked under coupled noise
+    sampling: Sampling | None = None  # how all sequences are sampled, if they are alike
+    samples: Samples | None = None  # what the children of a fixed shape are sampled by, where they are
+
+    def penalized(self, logits: Float[Tensor, "B N W"], seen: Bool[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
+        """Return logits with those of seen tokens pulled down."""
+        ...
+
+    def raced(self, logits: Float[Tensor, "B N V"], depth: int) -> Float[Tensor, "B N V"]:
+        """Return what a level's tokens are ranked by under the noise of the positions `depth` below the roots."""
+        ...
+
+
+@runtime_checkable
 class DraftBatch(Protocol):
     """Drafting for several sequences in one go, those that have started and not left, by slot.
 
-    A sequence that starts takes the first vacant slot; before a draft `fill_vacant` moves the last ones to the others.
-    What returns nothing does nothing by default.
+    A sequence that starts takes the first vacant slot; before a draft the last ones are moved to the others.
+    By default nothing is held, and nothing is drafted.
 
     Attributes:
-        feature_layers: the target layers whose outputs `extend` reads.
+        feature_layers: the target layers whose outputs `commit` reads.
         deepest: the depth of the deepest node of a tree in the step at hand; 0 where nothing is drafted.
         nodes: the most nodes of a tree in any step, the root included.
         chain: whether the step's trees are chains, so that an accepted path is their beginning.
@@ -112,17 +136,17 @@ class DraftBatch(Protocol):
         form: what tells the step's trees from those of other steps.
     """
 
-    feature_layers: tuple[int, ...]
-    deepest: int
-    nodes: int
-    chain: bool
-    sampled: SampledShape | None
-    form: int
+    feature_layers: tuple[int, ...] = ()
+    deepest: int = 0
+    nodes: int = 1
+    chain: bool = True
+    sampled: SampledShape | None = None
+    form: int = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of its keys and values, on the target's device, for as many rows as are reserved."""
-        ...
+        return 0
 
     def begin(self, running: int, longest: int) -> None:
         """Choose the tree of a step of so many sequences, which `ranked` and what follows keep to.
@@ -133,23 +157,27 @@ class DraftBatch(Protocol):
         """
         return
 
-    def propose(self, contexts: Sequence[Context]) -> list[Proposal]:
+    def propose_all(self, contexts: Sequence[Context]) -> list[Proposal]:
         """Draft for all, each sampled in its own way."""
         ...
 
     def ranked(
-        self, roots: Any, room: Int[Tensor, "B"], *, waits: bool
+        self, roots: Roots, room: Int[Tensor, "B"], longest: int, *, waits: bool
     ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], Float[Tensor, "B M V"] | None]:
         """Return trees "B N" for sequences that are ranked alike, their ancestors, and q if children were sampled.
 
         The M rows of q are those of the nodes with children.
 
         Args:
-            roots: `inference.drafters.policy.Roots`.
             room: below it no node is drafted if another can be.
+            longest: how many rows the longest sequence has, or may have.
             waits: whether the host may read from the device meanwhile.
         """
         ...
+
+    def move(self, source: int, slot: int, length: int) -> None:
+        """Move the last sequence, which has so many rows, to a vacant slot."""
+        return
 
     def reserve(self, capacity: int) -> None:
         """Take note of how many rows any sequence may have, before one starts."""
@@ -157,18 +185,10 @@ class DraftBatch(Protocol):
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors beside the weights that drafting reads or writes in place."""
-        ...
+        return []
 
-    def hold(self, longest: int) -> None:
-        """Take note of how many rows the longest sequence has, or may have."""
-        return
-
-    def extend(self, features: Features, token: Int[Tensor, "B T"], count: Int[Tensor, "B"]) -> None:
-        """Commit the first `count` of T verified rows of each sequence; they are those of the verification pass."""
-        return
-
-    def defer(self, features: Features, count: Int[Tensor, "B"]) -> None:
-        """Take note of the rows of a step without a draft, one of each sequence or, where its `count` is 0, none."""
+    def commit(self, features: Features, count: Int[Tensor, "B"]) -> None:
+        """Take in the first `count` of T verified rows of each sequence; they are those of the verification pass."""
         return
 
     def catch_up(self, lengths: Sequence[int]) -> None:
@@ -229,12 +249,3 @@ class Drafter(Protocol):
 def vacant(slots: Sequence[object]) -> int:
     """Return the slot that the next sequence takes: the first without one, else one more."""
     return next((slot for slot, sequence in enumerate(slots) if sequence is None), len(slots))
-
-
-def fill_vacant(slots: list[T | None]) -> Iterator[tuple[int, int]]:
-    """Fill vacant slots with the last sequences; yield from which slot to which each moves."""
-    while None in slots:
-        last, slot = slots.pop(), vacant(slots)
-        if last is not None:
-            slots[slot] = last
-            yield len(slots), slot

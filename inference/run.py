@@ -105,7 +105,7 @@ def generate(config: GenerateConfig, console: Console) -> None:
     """Run the command: a prompt, a chat of one prompt, or a chat from stdin."""
     if config.prompt is None and not config.chat and sys.stdin.isatty():
         raise ValueError("prompt is missing: give prompt='\"...\"', pipe one in, or chat=true")
-    settings = config.settings()
+    settings = config.request()
     target, drafter = api.loaded(config)
     if config.chat:
         lines = typed_lines(console) if config.prompt is None else [config.prompt]

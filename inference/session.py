@@ -1,6 +1,7 @@
 """Decoding one sequence: draft, verify, commit; its request settings and its result."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -57,6 +58,38 @@ class Settings:
             raise ValueError(
                 f"min_new_tokens is {self.min_new_tokens}: give 0 to max_new_tokens, which is {self.max_new_tokens}"
             )
+
+
+@dataclass(frozen=True)
+class RequestConfig:
+    """What commands say of their requests besides the temperature; their YAML says what each key means."""
+
+    max_new_tokens: int
+    min_new_tokens: int
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    rule: str
+    lossy: bool
+    seed: int
+
+    def sampling(self, temperature: float) -> Sampling:
+        """Return the sampling settings at a temperature."""
+        return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
+
+    def settings(self, temperature: float, gaps: bool = False, stop: Sequence[str] = ()) -> Settings:
+        """Return the request settings at a temperature."""
+        return Settings(
+            self.max_new_tokens,
+            self.sampling(temperature),
+            stop=tuple(stop),
+            seed=self.seed,
+            gaps=gaps,
+            rule=self.rule,
+            lossy=self.lossy,
+            min_new_tokens=self.min_new_tokens,
+        )
 
 
 class Step(NamedTuple):

@@ -9,7 +9,6 @@ against, and the way of the sources and settings that `fits` does not name. Both
 import struct
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +18,10 @@ from torch.nn.functional import pad
 
 from heads.base import Features
 from heads.modules.top_k import argmax
-from inference.drafters.policy import Roots
 from inference.graphs import Graphs, Stage, compiled
 from inference.laps import Laps
 from inference.limits import check_size
-from inference.protocol import DraftBatch
+from inference.protocol import DraftBatch, Roots
 from inference.session import Session, Settings, Step
 from inference.target.cache import BatchCache, roomy
 from inference.target.model import TargetOutput
@@ -245,9 +243,8 @@ class DeviceStep:
 
     def draft(self, slots: Slots, reach: int, settings: Settings) -> Drafted:
         """Draft a tree for each sequence."""
-        self.drafts.hold(reach)
         noise, waits = self.noise(slots, settings), not (self.static or self.compiles)
-        tree, above, q = self.drafts.ranked(SlotRoots(slots, settings, noise), slots.room, waits=waits)
+        tree, above, q = self.drafts.ranked(SlotRoots(slots, settings, noise), slots.room, reach, waits=waits)
         return Drafted(tree, above, (above.sum(-1) - 1).expand_as(tree.token), noise, q)
 
     def rule(self, settings: Settings) -> str:
@@ -294,17 +291,11 @@ class DeviceStep:
         self, slots: Slots, drafted: Drafted, reach: int, settings: Settings, laps: Laps | None
     ) -> tuple[TargetOutput, Int[Tensor, "B X"], Accepted]:
         """Run the target over the trees and choose what is accepted: one stage, for scores are too large to keep."""
-        out, scores = self.score(slots, drafted, reach, settings.sampling)
+        out = self.forward(slots, drafted, reach)
+        scores = self.processed(slots, drafted, out, settings.sampling)
         if laps is not None:
             laps.mark("verify")
         return out, *self.accept(slots, drafted, scores, settings)
-
-    def score(
-        self, slots: Slots, drafted: Drafted, reach: int, sampling: Sampling
-    ) -> tuple[TargetOutput, Float[Tensor, "B N V"]]:
-        """Run the target over the trees; return its output, and the logits as each node's own prefix has them."""
-        out = self.forward(slots, drafted, reach)
-        return out, self.processed(slots, drafted, out, sampling)
 
     def forward(self, slots: Slots, drafted: Drafted, reach: int) -> TargetOutput:
         """Run the target over the trees, whose entries come behind each sequence's own."""
@@ -321,7 +312,7 @@ class DeviceStep:
         end = reach if self.static else reach + size
         columns = slots.length[:, None] + torch.arange(size, device=token.device)
         seen, column = _layout(slots.length, above, depth, end)
-        rows = self.cache.over(columns, end, steady=self.static)
+        rows = self.cache.storage.over(columns, end, steady=self.static)
         return self.target.run(token, position, seen, rows, layers, column)
 
     def processed(
@@ -344,8 +335,16 @@ class DeviceStep:
         self, slots: Slots, drafted: Drafted, scores: Float[Tensor, "B N V"], settings: Settings
     ) -> tuple[Int[Tensor, "B X"], Accepted]:
         """Return what the host reads of a step, and the accepted paths."""
-        tree, above, depth, _, q = drafted
-        greedy, choose = settings.sampling.temperature == 0, partial(self.sampled, slots, drafted, scores, settings)
+        tree, above, depths, _, q = drafted
+        greedy = settings.sampling.temperature == 0
+
+        def choose(node: Int[Tensor, "B"], depth: int) -> Int[Tensor, "B"]:
+            """Return the target's tokens after nodes at a depth: the winners under the noise of the next positions."""
+            probs = distribution(scores[torch.arange(len(node), device=node.device), node], settings.sampling)
+            if drafted.noise is None:
+                return (probs / noise_at(slots.key, slots.length + 1 + depth, probs.shape[-1])).argmax(-1)
+            return (probs / drafted.noise[:, depth]).argmax(-1)
+
         if not self.drafts.deepest:  # nothing to accept
             root = torch.zeros_like(tree.token)
             token = argmax(scores) if greedy else choose(root[:, 0], 0)[:, None]
@@ -353,10 +352,9 @@ class DeviceStep:
             results = [slots.active[:, None], root, token, root]
         else:
             if greedy and not self.static and len(tree.token) == 1:
-                followed = device.follow_on_host(tree, argmax(scores), slots.room, self.drafts.deepest)
-                accepted, ranks, count = followed
+                accepted, ranks, count = device.follow_on_host(tree, argmax(scores), slots.room, self.drafts.deepest)
             else:
-                present = device.present(tree, above, depth, slots.room)
+                present = device.present(tree, above, depths, slots.room)
                 if greedy:
                     accepted = device.follow(tree, above, present, argmax(scores), self.drafts.deepest)
                 elif q is None:
@@ -370,21 +368,6 @@ class DeviceStep:
             best_two = scores.take_along_dim(accepted.path[..., None], 1).float().topk(2).values
             results.append((best_two[..., 0] - best_two[..., 1]).view(torch.int32).long())
         return torch.cat(results, 1), accepted
-
-    def sampled(
-        self,
-        slots: Slots,
-        drafted: Drafted,
-        scores: Float[Tensor, "B N V"],
-        settings: Settings,
-        node: Int[Tensor, "B"],
-        depth: int,
-    ) -> Int[Tensor, "B"]:
-        """Return the target's tokens after nodes at a depth: the winners under the noise of the next positions."""
-        probs = distribution(scores[torch.arange(len(node), device=node.device), node], settings.sampling)
-        if drafted.noise is None:
-            return (probs / noise_at(slots.key, slots.length + 1 + depth, probs.shape[-1])).argmax(-1)
-        return (probs / drafted.noise[:, depth]).argmax(-1)
 
     def commit(
         self,
@@ -430,10 +413,7 @@ class DeviceStep:
 
     def extend(self, features: Features, count: Int[Tensor, "B"]) -> None:
         """Hand the drafts the accepted rows."""
-        if self.drafts.deepest:
-            self.drafts.extend(features, features.token, count)
-        else:
-            self.drafts.defer(features, count)
+        self.drafts.commit(features, count)
 
     def emit(self, session: Session, row: list[int], rule: str) -> Step:
         """Emit what a sequence has committed by a rule; return its step, without seconds."""

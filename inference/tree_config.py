@@ -3,7 +3,6 @@
 A schedule says which tree is drafted by how many sequences share a pass.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -76,23 +75,14 @@ class TreeConfig:
         if self.kind == "static":
             return sorted({tuple(path) for path in self.paths}, key=lambda path: (len(path), path))
         layers: list[list[tuple[int, ...]]] = [[()]]
-        for width in _widths(self):
+        for width in [1] * self.depth if self.kind == "chain" else self.widths:
             layers.append([(*path, rank) for path in layers[-1] for rank in range(width)])
         return [path for layer in layers[1:] for path in layer]
 
 
-def _widths(tree: TreeConfig) -> list[int]:
-    return [1] * tree.depth if tree.kind == "chain" else tree.widths
-
-
 def most_nodes(tree: TreeConfig) -> int:
     """Return the most nodes of a policy's tree, the root included."""
-    if tree.kind in CONFIDENT:
-        return 1 + tree.nodes
-    if tree.kind == "static":
-        return 1 + len(tree.paths)
-    widths = _widths(tree)
-    return sum(math.prod(widths[:depth]) for depth in range(len(widths) + 1))
+    return 1 + (tree.nodes if tree.kind in CONFIDENT else len(tree.shape()))
 
 
 def expanded(tree: TreeConfig) -> int:

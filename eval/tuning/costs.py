@@ -12,7 +12,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Int
@@ -28,7 +28,7 @@ from inference.decode import Settings, Step
 from inference.drafters.head import BatchedState, HeadBatch, HeadDrafter, HeadState
 from inference.drafters.plain import Plain
 from inference.drafters.policy import TreeConfig
-from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
+from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, Roots
 from inference.target.target import Target
 from inference.tree_config import Schedule, Scheduled
 from inference.verification import tree as trees
@@ -87,7 +87,8 @@ class Playback(Drafter):
         """Begin the text with this prompt."""
         if self.batch is not None:
             return BatchedPlayback(self.batch, self.texts[tuple(prompt)])
-        return PlaybackState(self, None if self.inner is None else self.inner.start(prompt), self.texts[tuple(prompt)])
+        head = None if self.inner is None else HeadState(self.inner.head, self.inner.policy)
+        return PlaybackState(self, head, self.texts[tuple(prompt)])
 
     def clock(self) -> float:
         """Return the clock's seconds, after the device has finished its queued work."""
@@ -155,13 +156,13 @@ class PlaybackBatch(HeadBatch):
         self.deepest = source.size if self.chain else min(source.size, max(self.accepted, 1))
 
     def ranked(
-        self, roots: Any, room: Int[Tensor, "B"], *, waits: bool
+        self, roots: Roots, room: Int[Tensor, "B"], longest: int, *, waits: bool
     ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], None]:
         """Time the head's trees, and return the planted ones; an idle slot's is the first sequence's."""
         source = self.source
         assert self.policy is not None
         start = source.clock()
-        super().ranked(roots, room, waits=waits)
+        super().ranked(roots, room, longest, waits=waits)
         source.draft[draft_key(self.policy)].append(source.clock() - start)
         states = [state for state in self.states if isinstance(state, BatchedPlayback)]
         drafts = [state.planted(self.accepted, source.size, self.chain, source.target) for state in states]
@@ -169,18 +170,14 @@ class PlaybackBatch(HeadBatch):
         tree = DraftTree(*(torch.stack(rows) for rows in zip(*drafts, strict=True)))
         return tree, trees.ancestors(tree), None
 
-    def extend(self, features: Features, token: Int[Tensor, "B T"], count: Int[Tensor, "B"]) -> None:
-        """Commit rows, timed, and move on in the texts."""
+    def commit(self, features: Features, count: Int[Tensor, "B"]) -> None:
+        """Commit rows at once, timed, and move on in the texts."""
         start = self.source.clock()
-        super().extend(features, token, count)
-        self.source.commit[token.shape[1]].append(self.source.clock() - start)
+        super().extend(features, count)
+        self.source.commit[features.token.shape[1]].append(self.source.clock() - start)
         for state, taken in zip(self.states, count.tolist(), strict=False):
             assert isinstance(state, BatchedPlayback)
             state.position += taken
-
-    def defer(self, features: Features, count: Int[Tensor, "B"]) -> None:
-        """Commit the rows of a pass of size 0 at once."""
-        self.extend(features, features.token, count)
 
 
 def planted(root: int, tokens: Sequence[int], size: int, target: Target, chain: bool = False) -> DraftTree:

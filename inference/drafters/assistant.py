@@ -9,22 +9,24 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from heads.base import Level, Nodes
 from heads.common.ranges import Fraction, OneOf
 from inference.drafters import runner
-from inference.drafters.policy import ContextRoots, Growth, TreeConfig, grow
-from inference.drafters.runner import DraftModelRunner
+from inference.drafters.policy import TreeConfig, grow
+from inference.drafters.runner import DraftModelConfig, DraftModelRunner
 from inference.drafters.vocabulary import SameVocabulary, SharedVocabulary
-from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, Verified
+from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, Verified, sampled_chain
 from inference.target.target import Target
-from inference.verification.sample import distribution
+from inference.verification.rng import Rng
+from inference.verification.sample import distribution, penalize
 from inference.verification.tree import root
 
 MATCHES: dict[str, type[SameVocabulary] | type[SharedVocabulary]] = {"same": SameVocabulary, "tli": SharedVocabulary}
 Schedule = Annotated[str, OneOf(("constant", "heuristic"))]
+Outcome = tuple[int, ...]  # what a verification commits: the accepted tokens, then the target's own
 
 
 class Length:
@@ -43,26 +45,60 @@ class Length:
             self.now = self.now + 2 if len(verified.path) - 1 == drafted else max(1, self.now - 1)
 
 
-def doubts(logits: Float[Tensor, "1 V"], token: Int[Tensor, "1"], confidence: float) -> bool:
+def doubts(logits: Float[Tensor, "1 V"], token: int, confidence: float) -> bool:
     """Whether a model gives its drafted token less than `confidence`, at temperature 1; 0 is never asked."""
     return confidence > 0 and bool(logits[0].softmax(-1)[token] < confidence)
+
+
+class Chain:
+    """A chain of drafted tokens with the probs q they were sampled from, and the assistant's node under each.
+
+    It begins under the node `above`, after a context and what a verification has committed since.
+    """
+
+    def __init__(
+        self, logits: Float[Tensor, "1 V"], above: int, depth: int, rng: Rng, context: Context, outcome: Outcome = ()
+    ) -> None:
+        self.depth, self.rng, self.sampling = depth, rng, context.sampling
+        self.answers = [logits]  # to the text, and to each drafted token that was run
+        self.above = above
+        self.token: list[int] = []
+        self.q: list[Tensor] = []
+        self.nodes: list[int] = []
+        self.seen: Tensor | None = None  # the tokens in the text, where a penalty asks for them
+        if context.sampling.repetition_penalty != 1:
+            self.seen = torch.zeros_like(logits, dtype=torch.bool)
+            self.seen[:, [*context.token, *outcome]] = True
+
+    def sample(self, end: frozenset[int]) -> bool:
+        """Sample one more token; whether another may follow it."""
+        logits = self.answers[-1]
+        if self.seen is not None:
+            logits = penalize(logits, self.seen, self.sampling)
+        self.q.append(distribution(logits, self.sampling))
+        self.token.append(int(self.rng.distinct(self.q[-1], 1, len(self.q))))
+        if self.seen is not None:
+            self.seen[:, self.token[-1]] = True
+        return len(self.token) < self.depth and self.token[-1] not in end
+
+    def reached(self, node: int, answer: Float[Tensor, "1 V"]) -> None:
+        """Take in the assistant's answer to the last token."""
+        self.nodes.append(node)
+        self.above = node
+        self.answers.append(answer)
 
 
 class Assistant(Drafter):
     """Another causal LM as a draft source."""
 
     @dataclass(frozen=True)
-    class Config:
-        """The model and how it drafts; a null takes the target's. `schedule` and `confidence` are for chains.
+    class Config(DraftModelConfig):
+        """The model and how it drafts; `schedule` and `confidence` are for chains.
 
         A chain stops after a token that the assistant itself, at temperature 1, gives less than `confidence`.
         """
 
-        model: str
         match: str
-        dtype: str | None
-        device: str | None
-        trust_remote_code: bool
         tree: TreeConfig
         schedule: Schedule
         confidence: Fraction
@@ -82,9 +118,7 @@ class Assistant(Drafter):
     def __init__(self, config: Config, target: Target, name: str) -> None:
         self.config, self.name = config, name
         self.tree = config.tree.label
-        self.model = runner.load(
-            config.model, config.dtype, config.device, config.trust_remote_code, target, "drafter.assistant"
-        )
+        self.model = runner.load(config, target, "drafter.assistant")
         if config.tree.kind != "chain" and not self.model.takes_trees:
             raise ValueError(
                 f"drafter.assistant.tree.kind is {config.tree.kind!r}, but the attention of {config.model} does not "
@@ -133,27 +167,25 @@ class AssistantState(DrafterState):
         if self.level is None or room < 1:
             return Proposal(root(token, self.device))
         if tree.kind == "chain":
-            return self.chain(self.level, context, min(room, self.length.now))
+            return self.chain(self.level.logits[0], context, min(room, self.length.now))
         return grow(self, None, self.level, tree, [context._replace(room=room)])[0]
 
-    def chain(self, level: Level, context: Context, depth: int) -> Proposal:
+    def chain(self, logits: Float[Tensor, "1 V"], context: Context, depth: int) -> Proposal:
         """Sample one token after another, up to an end of the answer or to one that the assistant doubts.
 
         The chain ends after such a token and never without it: it stays a sample of its q.
         """
-        contexts = [context._replace(room=depth)]
-        growth = Growth(self, None, level, ContextRoots(contexts, level.logits.shape[-1], self.device))
-        above = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        q: list[Tensor] = []
-        while True:
-            q.append(distribution(growth.logits()[0], context.sampling))
-            token = context.rng.distinct(q[-1], 1, len(q))
-            nodes = growth.add(token, above)
-            logits = growth.level.logits[0]
-            if len(q) == depth or int(token) in self.eos or doubts(logits, token[0], self.config.confidence):
-                break
-            growth.descend(token, above, nodes)
-        return Proposal(growth.trees(contexts)[0], torch.cat([*q, torch.zeros_like(q[-1])]))
+        chain = Chain(logits, runner.ROOT, depth, context.rng, context)
+        while chain.sample(self.eos) and not doubts(chain.answers[-1], chain.token[-1], self.config.confidence):
+            [(node, answer)] = self.run(chain.token[-1:], [chain.above])
+            chain.reached(node, answer.to(self.device))
+        return sampled_chain(torch.tensor([context.token[-1], *chain.token], device=self.device), chain.q)
+
+    def run(self, token: list[int], above: list[int]) -> list[tuple[int, Float[Tensor, "1 V"]]]:
+        """Run tokens under nodes; return their own nodes, each with the assistant's answer, on its device."""
+        number = self.vocabulary.to_assistant(torch.tensor(token, device=self.runner.model.device))
+        answers = self.vocabulary.to_target(self.runner.branch(number, above)).split(1)
+        return list(zip(self.runner.level, answers, strict=True))
 
     def expand(self, state: Any, level: Level, nodes: Nodes) -> Level:
         """Score one more tree level, as `DraftHead.expand` says; the keys and values live in the runner's cache."""

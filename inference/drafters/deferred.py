@@ -40,7 +40,7 @@ class DeferredRows:
             buffer[slot, waiting] = new[:, 0]
         waiting += count
 
-    def take(self, sequences: int) -> Iterator[tuple[Features, Int[Tensor, "B T"], Int[Tensor, "B"]]]:
+    def take(self, sequences: int) -> Iterator[tuple[Features, Int[Tensor, "B"]]]:
         """Yield the first sequences' rows, padded, with how many each has, as many as a KV cache's ring takes at once.
 
         Then none waits any longer.
@@ -49,7 +49,7 @@ class DeferredRows:
             some = slice(first, min(first + SPARE, self.waiting))
             token, hidden, last = (buffer[:sequences, some] for buffer in self.rows)
             count = (self.count[:sequences] - first).clamp(0, SPARE)
-            yield Features(token, hidden, last, torch.zeros_like(token)), token, count
+            yield Features(token, hidden, last, torch.zeros_like(token)), count
         self.count.zero_()
         self.waiting = 0
 

@@ -1,5 +1,6 @@
 """A trained draft head as a draft source."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from inference.drafters.policy import (
     sampled_shape,
     verifiable,
 )
-from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, fill_vacant, vacant
+from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, Roots, vacant
 from inference.target.target import Target
 from inference.tree_config import Schedule, always
 from inference.verification.tree import DraftTree, root
@@ -37,12 +38,15 @@ from inference.verification.tree import DraftTree, root
 class HeadDrafter(Drafter):
     """A head, and the policy by which its trees grow; with a schedule, one for each number of sequences.
 
-    `policy` is then that of a sequence that is decoded by its session alone.
+    Attributes:
+        policy: with a schedule, that of a sequence that is decoded by its session alone.
+        batch: which drafts for its sequences; None where each is drafted for by itself.
     """
 
     redraws = True
     head: DraftHead
     policy: TreeConfig
+    batch: "HeadBatch | None" = None
 
     def __init__(self, head: DraftHead, policy: TreeConfig, name: str, schedule: Schedule | None = None) -> None:
         self.head, self.policy, self.name = head, policy, name
@@ -51,14 +55,15 @@ class HeadDrafter(Drafter):
         self.feature_layers = head.feature_layers
         self.shape = None if schedule is not None or policy.kind in CONFIDENT else policy.shape()
 
-    def start(self, prompt: list[int]) -> "HeadState":
+    def start(self, prompt: list[int]) -> "HeadState | BatchedState":
         """Begin a sequence; its first commit brings the prompt's features."""
-        return HeadState(self.head, self.policy)
+        return HeadState(self.head, self.policy) if self.batch is None else BatchedState(self.batch)
 
     def clones(self, size: int) -> tuple[Sequence[Drafter], "HeadBatch"]:
-        """Return sources whose sequences lie side by side in one KV cache, and are drafted for by one head at once."""
-        batch = HeadBatch(self.head, self.schedule, size)
-        return [BatchedHead(self, batch) for _ in range(size)], batch
+        """Return a source whose sequences lie side by side in one KV cache, and what drafts for all of them at once."""
+        clone = copy.copy(self)
+        clone.batch = HeadBatch(self.head, self.schedule, size)
+        return [clone] * size, clone.batch
 
     def within(self, depth: int) -> "HeadDrafter":
         """Return the same head with trees that are no deeper."""
@@ -94,18 +99,6 @@ class HeadState(DrafterState):
         return grow(self.head, self.state, self.level, policy, [context])[0]
 
 
-class BatchedHead(Drafter):
-    """A head that drafts for one sequence together with others."""
-
-    def __init__(self, drafter: HeadDrafter, batch: "HeadBatch") -> None:
-        self.name, self.tree, self.feature_layers = drafter.name, drafter.tree, drafter.feature_layers
-        self.batch = batch
-
-    def start(self, prompt: list[int]) -> "BatchedState":
-        """Begin a sequence in the batch's next slot."""
-        return BatchedState(self.batch)
-
-
 class BatchedState(DrafterState):
     """One sequence of a batch: what was committed since the last draft."""
 
@@ -126,7 +119,7 @@ class BatchedState(DrafterState):
 
     def propose(self, context: Context) -> Proposal:
         """Draft for this sequence alone, which it must be."""
-        [proposal] = self.batch.propose([context])
+        [proposal] = self.batch.propose_all([context])
         return proposal
 
 
@@ -215,22 +208,29 @@ class HeadBatch:
 
     def leave(self, state: BatchedState) -> None:
         """Let a sequence go."""
-        self.states[self.states.index(state)] = None
+        self.vacate(self.states.index(state))
+
+    def vacate(self, slot: int) -> None:
+        """Leave a slot without a sequence; behind the last sequence there are none."""
+        self.states[slot] = None
+        while self.states and self.states[-1] is None:
+            self.states.pop()
 
     @torch.inference_mode()
-    def fill_vacant(self) -> None:
-        """Let the last sequences take the slots that nobody has entered."""
-        for source, slot in fill_vacant(self.states):
-            assert self.buffers is not None
-            if self.cache is not None:
-                self.cache.move(source, slot)
-            if self.deferred is not None:
-                self.deferred.move(source, slot)
-            for buffer in (self.buffers.logits, self.buffers.hidden, *self.buffers.root):
-                buffer[slot].copy_(buffer[source])
+    def move(self, source: int, slot: int, length: int) -> None:
+        """Move the last sequence, which has so many rows, to a vacant slot."""
+        assert self.buffers is not None
+        self.states[slot] = self.states[source]
+        self.vacate(source)
+        if self.cache is not None:  # what moves are all rows that there are
+            self.hold(max(self.cache.longest, length))
+            self.cache.move(source, slot)
+        if self.deferred is not None:
+            self.deferred.move(source, slot)
+        self.buffers.each(lambda buffer: buffer[slot : slot + 1].copy_(buffer[source : source + 1]))
 
     @torch.inference_mode()
-    def propose(self, contexts: Sequence[Context]) -> list[Proposal]:
+    def propose_all(self, contexts: Sequence[Context]) -> list[Proposal]:
         """Commit what was accepted since the last draft, and grow a tree for each sequence."""
         lengths = [len(context.token) - 1 for context in contexts]
         self.choose(len(contexts))
@@ -242,18 +242,16 @@ class HeadBatch:
         return grow(self.head, self.cache, self.level(len(contexts)), self.policy, contexts)
 
     def ranked(
-        self, roots: Any, room: Int[Tensor, "B"], *, waits: bool
+        self, roots: Roots, room: Int[Tensor, "B"], longest: int, *, waits: bool
     ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], Float[Tensor, "B M V"] | None]:
         """Grow a tree for each sequence by rank, or by sampling where the roots say so."""
         if self.policy is None:
             return *alone(roots.token), None
+        self.hold(longest)
         return ranked(self.head, self.cache, self.level(len(room)), self.policy, roots, room, waits=waits)
 
     def catch_up(self, lengths: Sequence[int]) -> None:
         """Commit each sequence's rows since the last draft in one call; one that has just entered has none."""
-        if self.cache is not None:  # what moves are all rows that there are
-            self.hold(max(self.cache.longest, *lengths))
-        self.fill_vacant()
         states = [state for state in self.states if state is not None]
         counts = [0 if state.commit is None else len(state.commit.token) for state in states]
         if any(counts):
@@ -279,9 +277,17 @@ class HeadBatch:
         if self.cache is not None:
             self.cache.longest = longest
 
-    def extend(self, features: Features, token: Int[Tensor, "B T"], count: Int[Tensor, "B"]) -> None:
+    def commit(self, features: Features, count: Int[Tensor, "B"]) -> None:
+        """Take in verified rows, now or, in a step without a draft, later; `begin` has counted these."""
+        if self.deepest:
+            self.extend(features, count)
+        else:
+            assert self.deferred is not None
+            self.deferred.add(features, count)
+
+    def extend(self, features: Features, count: Int[Tensor, "B"]) -> None:
         """Commit rows of all sequences; the level of one that has none stays."""
-        _, level = self.head.extend(self.cache, NewRows(features, token, count))
+        _, level = self.head.extend(self.cache, NewRows(features, features.token, count))
 
         def write(buffer: Tensor, new: Tensor) -> Tensor:
             old = buffer[: len(new)]
@@ -290,19 +296,14 @@ class HeadBatch:
         assert self.buffers is not None
         self.buffers.each(write, level)
 
-    def defer(self, features: Features, count: Int[Tensor, "B"]) -> None:
-        """Keep rows for later; `begin` has counted them."""
-        assert self.deferred is not None
-        self.deferred.add(features, count)
 
-
-def _joined(commits: list[Commit | None], counts: list[int]) -> tuple[Features, Tensor, Tensor]:
+def _joined(commits: list[Commit | None], counts: list[int]) -> tuple[Features, Tensor]:
     """Return each sequence's committed rows, padded, with how many each has."""
     some = next(commit for commit in commits if commit is not None)
     whole = [commit or Commit(some.token[:0], some.features, None) for commit in commits]
     rows = [(c.token, c.features.hidden[0, : len(c.token)], c.features.last[0, : len(c.token)]) for c in whole]
     token, hidden, last = (pad_sequence(list(tensors), batch_first=True) for tensors in zip(*rows, strict=True))
-    return Features(token, hidden, last, torch.zeros_like(token)), token, torch.tensor(counts, device=token.device)
+    return Features(token, hidden, last, torch.zeros_like(token)), torch.tensor(counts, device=token.device)
 
 
 def saved_tree(folder: Path, given: Mapping[str, Any]) -> TreeConfig:

@@ -27,11 +27,7 @@ class Lookahead(Drafter):
         from_prompt: bool
 
     def __init__(self, config: Config, target: Target, name: str) -> None:
-        if not target.takes_trees:
-            raise ValueError(
-                f"{target.name}: {target.objection}, which drafter={name} needs: use drafter=prompt_lookup or suffix, "
-                "which draft chains"
-            )
+        target.check_masks(f"which drafter={name} needs: use drafter=prompt_lookup or suffix, which draft chains")
         self.config, self.name, self.device = config, name, target.device
         self.tree = f"w{config.window}n{config.ngram}g{config.guesses}"
         self.windows: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by width and tree nodes

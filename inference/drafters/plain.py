@@ -1,18 +1,17 @@
 """No drafting: the tree is its root, and the engine decodes autoregressively."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from inference.protocol import Context, DraftBatch, Drafter, DrafterState, Proposal
+from inference.protocol import Context, DraftBatch, Drafter, DrafterState, Proposal, Roots
 from inference.verification.tree import DraftTree, root
 
 
-class Plain(Drafter, DrafterState):
-    """The baseline; a sequence has no state."""
+class Plain(Drafter, DrafterState, DraftBatch):
+    """The baseline; neither a sequence nor a batch has a state."""
 
     name, tree = "plain", "root"
 
@@ -23,37 +22,23 @@ class Plain(Drafter, DrafterState):
         """Return the state of any sequence: none."""
         return self
 
+    def clones(self, size: int) -> tuple[Sequence[Drafter], DraftBatch]:
+        """Return itself, for every sequence and for all."""
+        return [self] * size, self
+
     def propose(self, context: Context) -> Proposal:
         """Return the root alone."""
         return Proposal(root(context.token[-1], self.device))
 
-    def clones(self, size: int) -> tuple[Sequence[Drafter], DraftBatch]:
-        """Return itself for every sequence, and the batch of none."""
-        return [self] * size, PlainBatch(self)
-
-
-class PlainBatch(DraftBatch):
-    """No drafting for several sequences, of which there is no state."""
-
-    feature_layers: tuple[int, ...] = ()
-    deepest, nodes, chain, nbytes, sampled, form = 0, 1, True, 0, None, 0
-
-    def __init__(self, plain: Plain) -> None:
-        self.plain = plain
-
-    def propose(self, contexts: Sequence[Context]) -> list[Proposal]:
+    def propose_all(self, contexts: Sequence[Context]) -> list[Proposal]:
         """Return the roots alone."""
-        return [self.plain.propose(context) for context in contexts]
+        return [self.propose(context) for context in contexts]
 
     def ranked(
-        self, roots: Any, room: Int[Tensor, "B"], *, waits: bool
+        self, roots: Roots, room: Int[Tensor, "B"], longest: int, *, waits: bool
     ) -> tuple[DraftTree, Bool[Tensor, "1 1 1"], None]:
         """Return the roots alone."""
         return *alone(roots.token), None
-
-    def tensors(self) -> list[Tensor]:
-        """Return none."""
-        return []
 
 
 def alone(token: Int[Tensor, "B 1"]) -> tuple[DraftTree, Bool[Tensor, "1 1 1"]]:

@@ -27,16 +27,16 @@ from heads.base import DraftVocabulary, Level, Nodes
 from heads.modules.vocab import scatter_logits
 from heads.rows import of_parents
 from inference.limits import check_size
-from inference.protocol import Context, Proposal, SampledShape
+from inference.protocol import Context, Proposal, Roots, SampledShape
 from inference.target.target import Target
 from inference.tree_config import CONFIDENT, TreeConfig, expanded, most_nodes
 from inference.verification import tree as trees
 from inference.verification.rng import Coupled, Rng, Samples
-from inference.verification.sample import Sampling, distribution, penalize
+from inference.verification.sample import distribution, penalize
 from inference.verification.tree import DraftTree
 
 __all__ = [
-    "CONFIDENT", "Expander", "Growth", "Roots", "TreeConfig", "candidates", "check_tree", "expanded", "grow",
+    "CONFIDENT", "Expander", "Growth", "TreeConfig", "candidates", "check_tree", "expanded", "grow",
     "most_nodes", "ranked", "sampled_shape", "verifiable",
 ]  # fmt: skip
 
@@ -57,25 +57,6 @@ class Expander(Protocol):
 
     def expand(self, state: Any, level: Level, nodes: Nodes) -> Level:
         """Score one more tree level; see `DraftHead.expand`."""
-        ...
-
-
-@runtime_checkable
-class Roots(Protocol):
-    """The roots of B trees, and how the tokens that may follow them are ranked."""
-
-    token: Int[Tensor, "B 1"]  # the roots' tokens
-    seen: Bool[Tensor, "B 1 V"] | None  # which tokens stand in each prefix, where a penalty asks for it
-    noisy: bool  # whether tokens are ranked under coupled noise
-    sampling: Sampling | None = None  # how all sequences are sampled, if they are alike
-    samples: Samples | None = None  # what the children of a fixed shape are sampled by, where they are
-
-    def penalized(self, logits: Float[Tensor, "B N W"], seen: Bool[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
-        """Return logits with those of seen tokens pulled down."""
-        ...
-
-    def raced(self, logits: Float[Tensor, "B N V"], depth: int) -> Float[Tensor, "B N V"]:
-        """Return what a level's tokens are ranked by under the noise of the positions `depth` below the roots."""
         ...
 
 
@@ -197,9 +178,8 @@ def grow(head: Expander, state: Any, level: Level, config: TreeConfig, contexts:
     depth = min(max(context.room for context in contexts), head.max_depth)
     if depth < 1:
         return [Proposal(trees.root(context.token[-1], level.logits.device)) for context in contexts]
-    roots = _roots(head, level, contexts)
     if config.kind in CONFIDENT:
-        growth, scores = _confident(head, state, level, config, roots, depth)
+        growth, scores = _confident(head, state, level, config, _roots(head, level, contexts), depth)
         if all(context.room >= growth.deepest for context in contexts):
             best = trees.best_n(growth.whole(), scores, config.nodes)
             return [Proposal(DraftTree(*tree)) for tree in zip(*best[0], strict=True)]
@@ -207,16 +187,7 @@ def grow(head: Expander, state: Any, level: Level, config: TreeConfig, contexts:
             Proposal(trees.best_n(tree, score[: len(tree.token)], config.nodes)[0])
             for tree, score in zip(growth.trees(contexts), scores, strict=True)
         ]
-    samples = [_samples(config, context) for context in contexts]
-    growth = Growth(head, state, level, roots, full=any(samples))
-    shape = _levels(_paths(config, depth), level.logits.device)
-    probs: list[list[Tensor]] = [[] for _ in samples]
-    _fixed(growth, shape, lambda width: _chosen(growth, width, contexts, samples, config.kind == "independent", probs))
-    lacking = any(samples) or max(depth.width for depth in shape) > growth.logits().shape[-1]
-    return [
-        _proposal(tree, [*zip(growth.expanded, levels, strict=False)], lacking, config.kind == "independent")
-        for tree, levels in zip(growth.trees(contexts), probs, strict=True)
-    ]
+    return _filled(head, state, level, config, contexts, depth)
 
 
 def ranked(
@@ -345,22 +316,30 @@ def _padded(tokens: Int[Tensor, "B K C"], width: int) -> Int[Tensor, "B K W"]:
     return functional.pad(tokens, (0, width - tokens.shape[-1]), value=-1)
 
 
-def _chosen(
-    growth: Growth,
-    width: int,
-    contexts: Sequence[Context],
-    samples: Sequence[bool],
-    replacement: bool,
-    probs: list[list[Tensor]],
-) -> Int[Tensor, "B K C"]:
-    """Return the children of the level's nodes by rank, or sampled; append each sampled sequence's probs to its own."""
-    nodes = growth.nodes
-    ranked = nodes.new_full((*nodes.shape, width), -1) if samples and all(samples) else _ranks(growth, width)
-    for b in (b for b, sampled in enumerate(samples) if sampled and contexts[b].room > growth.depth):
-        probs[b].append(distribution(growth.logits()[b], contexts[b].sampling))
-        children = _sampled_by(contexts[b].rng, probs[b][-1], width, growth.depth + 1, replacement)
-        ranked[b, :, : children.shape[-1]] = children
-    return ranked
+def _filled(
+    head: Expander, state: Any, level: Level, config: TreeConfig, contexts: Sequence[Context], depth: int
+) -> list[Proposal]:
+    """Grow a fixed shape for each sequence, with its children by rank, or sampled where its context says so."""
+    samples, replacement = [_samples(config, context) for context in contexts], config.kind == "independent"
+    growth = Growth(head, state, level, _roots(head, level, contexts), full=any(samples))
+    shape = _levels(_paths(config, depth), level.logits.device)
+    probs: list[list[Tensor]] = [[] for _ in samples]
+
+    def fill(width: int) -> Int[Tensor, "B K C"]:
+        nodes = growth.nodes
+        children = nodes.new_full((*nodes.shape, width), -1) if all(samples) else _ranks(growth, width)
+        for b in (b for b, sampled in enumerate(samples) if sampled and contexts[b].room > growth.depth):
+            probs[b].append(distribution(growth.logits()[b], contexts[b].sampling))
+            tokens = _sampled_by(contexts[b].rng, probs[b][-1], width, growth.depth + 1, replacement)
+            children[b, :, : tokens.shape[-1]] = tokens
+        return children
+
+    _fixed(growth, shape, fill)
+    lacking = any(samples) or max(one.width for one in shape) > growth.logits().shape[-1]
+    return [
+        _proposal(tree, [*zip(growth.expanded, levels, strict=False)], lacking, replacement)
+        for tree, levels in zip(growth.trees(contexts), probs, strict=True)
+    ]
 
 
 def _sampled_by(rng: Rng, probs: Float[Tensor, "K V"], width: int, depth: int, replacement: bool) -> Tensor:

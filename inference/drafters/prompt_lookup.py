@@ -8,7 +8,7 @@ import torch
 from heads.common.ranges import Count, OneOf
 from inference.protocol import Context, Drafter, DrafterState, Proposal
 from inference.target.tokenizer import Reads
-from inference.verification.tree import DraftTree
+from inference.verification.tree import chain
 
 
 class PromptLookup(Drafter):
@@ -59,8 +59,7 @@ class TextIndex(DrafterState):
         """Copy what followed the longest n-gram that occurred before."""
         self.extend(context.token[len(self.text) :])
         draft = self.lookup(min(self.drafter.config.tokens, context.room))
-        token = torch.tensor([context.token[-1], *draft], device=self.drafter.device)
-        return Proposal(DraftTree(token, torch.arange(-1, len(draft), device=self.drafter.device)))
+        return Proposal(chain(torch.tensor([context.token[-1], *draft], device=self.drafter.device)))
 
     def extend(self, tokens: list[int]) -> None:
         """Append tokens; an n-gram is indexed once a token follows it, so that the text's end never finds itself."""

@@ -45,11 +45,7 @@ class Recycling(Drafter):
                     )
 
     def __init__(self, config: Config, target: Target, name: str) -> None:
-        if not target.takes_trees:
-            raise ValueError(
-                f"{target.name}: {target.objection}, which drafter={name} needs: use drafter=prompt_lookup or suffix, "
-                "which draft chains"
-            )
+        target.check_masks(f"which drafter={name} needs: use drafter=prompt_lookup or suffix, which draft chains")
         vocabulary = target.embeddings.vocab_size
         if config.candidates > vocabulary:
             raise ValueError(

@@ -1,5 +1,7 @@
 """Another causal LM that reads along with the target and drafts: its cache follows a text that may be revised."""
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -8,6 +10,19 @@ from inference.target.config import DTYPES
 from inference.target.target import Target
 
 ROOT = -1  # the number of the last token read, above the drafted nodes
+
+
+@dataclass(frozen=True)
+class DraftModelConfig:
+    """A draft model; a null takes the target's.
+
+    On another device than the target's, tokens go there and logits come back at every pass.
+    """
+
+    model: str
+    dtype: str | None
+    device: str | None
+    trust_remote_code: bool
 
 
 class DraftModelRunner:
@@ -103,19 +118,14 @@ class DraftModelRunner:
         self.level = [len(live) - 1]  # ROOT if there is none
 
 
-def load(path: str, dtype: str | None, device: str | None, trust_remote_code: bool, target: Target, key: str) -> Target:
-    """Load a draft model for a target from a folder or the Hub.
-
-    Args:
-        dtype: as of `Target.load`; None for the target's.
-        device: torch device; None for the target's. Elsewhere, tokens go there and logits come back at every pass.
-        key: the configuration's name, for errors.
+def load(config: DraftModelConfig, target: Target, key: str) -> Target:
+    """Load a draft model for a target from a folder or the Hub, under the configuration's name for errors.
 
     Raises:
         ValueError: no such model, dtype or device.
     """
     same = next(name for name, kind in DTYPES.items() if kind == target.dtype)
-    where = device or str(target.device)
+    where = config.device or str(target.device)
     try:
         torch.empty(0, device=where)
     except (RuntimeError, AssertionError) as error:
@@ -123,9 +133,9 @@ def load(path: str, dtype: str | None, device: str | None, trust_remote_code: bo
             f"{key}.device is {where!r}, which is not to be had here: give cpu, cuda:N or null for the target's"
         ) from error
     try:
-        model = Target.load(path, dtype or same, where, trust_remote_code)
+        model = Target.load(config.model, config.dtype or same, where, config.trust_remote_code)
         if model.recurrence is not None:
             raise ValueError(f"{model.objection}, and a text that is revised needs those of others: choose another one")
         return model
     except ValueError as error:
-        raise ValueError(f"{key}.model={path} cannot be used: {error}") from error
+        raise ValueError(f"{key}.model={config.model} cannot be used: {error}") from error

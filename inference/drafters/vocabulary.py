@@ -13,11 +13,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from inference.target.target import Target
 from inference.text_stream import decode
 
 Span = tuple[int, int]  # first character of a token, and the one after its last
+BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # of GPT-2's alphabet of bytes
 OTHER_WAYS = "use drafter.assistant.match=tli (shared tokens) or drafter=assistant_slem (text)"
 
 
@@ -172,16 +174,6 @@ def _piece_bytes(piece: str, steps: list[dict[str, Any]]) -> bytes:
         if step["type"] == "Replace":
             piece = piece.replace(step["pattern"]["String"], step["content"])
     return piece.encode()
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's alphabet of bytes: printable Latin-1 stands for itself, the others follow from U+0100 on."""
-    itself = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in itself]
-    return {chr(byte): byte for byte in itself} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-BYTE_OF = _byte_alphabet()
 
 
 def _numbers(pieces: dict[int, bytes]) -> dict[bytes, int]:

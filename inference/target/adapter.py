@@ -50,31 +50,41 @@ class Adapter(NamedTuple):
     fingerprint: str
 
 
-def check(adapter: str, quantize: str | None) -> None:
-    """Refuse a missing adapter, and any where the target is to be quantised, before that is loaded."""
+def check(adapter: str, quantize: str | None) -> Path:
+    """Return the folder of an adapter, one that peft saved or OWNER/NAME on the Hub.
+
+    Raises:
+        ValueError: it is missing or not in safetensors, or the target is to be quantised.
+    """
     if quantize not in (None, loading.AS_IT_IS):
         raise ValueError(
             f"model.adapter={adapter} is merged into full weights, which model.quantize={quantize} does not keep: "
             "merge it, save the model, and give that as model.path with model.quantize"
         )
-    find(adapter)
+    folder = Path(adapter).expanduser()
+    if not folder.is_dir():
+        if not REPO.fullmatch(adapter):
+            raise ValueError(f"model.adapter={adapter}: no such folder; give one that peft saved, or OWNER/NAME")
+        folder = downloaded(adapter, [CONFIG, WEIGHTS])
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise ValueError(f"model.adapter={adapter}: not an adapter as peft saves it, it holds no {name}")
+    return folder
 
 
 def merge(
-    model: "transformers.PreTrainedModel", path: str, adapter: str
+    model: "transformers.PreTrainedModel", path: str, adapter: str, folder: Path
 ) -> tuple["transformers.PreTrainedModel", Adapter]:
-    """Merge an adapter, a folder that peft saved or OWNER/NAME on the Hub, into the model that is loaded from `path`.
+    """Merge an adapter, whose folder is known, into the model that is loaded from `path`.
 
     Raises:
-        ValueError: there is no such adapter, it is of another model or of a kind that cannot be merged, or the
-            checkpoint is quantised.
+        ValueError: it is of another model or of a kind that cannot be merged, or the checkpoint is quantised.
     """
     if loading.method_of(model) is not None:
         raise ValueError(
             f"model.adapter={adapter}: {path} is quantised, and an adapter is merged into full weights: merge it into "
             "those, save the model, quantise it and give that as model.path"
         )
-    folder = find(adapter)
     try:
         hashed = fingerprint(checkpoint.fingerprint(model, path), folder)
         check_config(read_config(folder), folder / WEIGHTS, [name for name, _ in model.named_modules()])
@@ -95,19 +105,6 @@ def merge(
             "trained for, or save it with peft again"
         ) from error
     return merged, Adapter(adapter, hashed)
-
-
-def find(adapter: str) -> Path:
-    """Return the folder of an adapter; refuse a missing one, and one that is not in safetensors."""
-    folder = Path(adapter).expanduser()
-    if not folder.is_dir():
-        if not REPO.fullmatch(adapter):
-            raise ValueError(f"model.adapter={adapter}: no such folder; give one that peft saved, or OWNER/NAME")
-        folder = downloaded(adapter, [CONFIG, WEIGHTS])
-    for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
-            raise ValueError(f"model.adapter={adapter}: not an adapter as peft saves it, it holds no {name}")
-    return folder
 
 
 def read_config(folder: Path) -> dict[str, Any]:

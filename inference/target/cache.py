@@ -15,7 +15,7 @@ import itertools
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -29,6 +29,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+T = TypeVar("T")
 STRIDE = 256  # of the sizes, in positions, that passes of a few sizes have
 GRAIN = 64  # of capacities: attention over all entries can then be split into a few equal pieces
 STATE = ("conv_states", "recurrent_states", "has_previous_state")  # what a pass changes in a layer
@@ -55,6 +56,56 @@ class Form(NamedTuple):
 
 
 Layout = dict[int, tuple[Form, Form]]  # of every layer with a cache, its keys' and values', as a first pass shows them
+
+
+class BatchLayer(DynamicLayer):
+    """One layer's buffers "B G C E", for one pass over several sequences, each with its own columns to write."""
+
+    def __init__(self, keys: Tensor, values: Tensor, columns: Int[Tensor, "B N"], end: int) -> None:
+        init: Any = super().__init__
+        init()
+        self.both, self.columns, self.end = (keys, values), columns, end
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write each sequence's entries at its columns and return all entries up to the end."""
+        count = len(self.columns)
+        columns = self.columns.to(key_states.device)  # layers may lie on several
+        row = torch.arange(count, device=columns.device)[:, None]
+        for buffer, states in zip(self.both, (key_states, value_states), strict=True):
+            buffer[row, :, columns] = states.transpose(1, 2)
+        return self.both[0][:count, :, : self.end], self.both[1][:count, :, : self.end]
+
+    def get_seq_length(self) -> int:
+        """Return the entries before the pass, which transformers asks for; the columns say where they really end."""
+        return self.end - self.columns.shape[1]
+
+
+class BatchPass(NamedTuple):
+    """One pass over the first sequences of a batch: all buffers, the columns to write, and where the entries end.
+
+    It is `steady` if it is one of many of the same shapes, which a graph holds.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    columns: Int[Tensor, "B N"]
+    end: int
+    steady: bool = False
+
+    @property
+    def hf(self) -> Cache:
+        """What transformers takes for a cache."""
+        return Cache(
+            layers=[BatchLayer(*both, self.columns, self.end) for both in zip(self.keys, self.values, strict=True)]
+        )
+
+
+def roomy(end: int) -> int:
+    """Return the end of the entries in a pass of one of a few sizes; every pass finds room for it."""
+    return -(-end // STRIDE) * STRIDE
 
 
 class Storage:
@@ -99,11 +150,14 @@ class Storage:
             self._add({i: forms for i, forms in self.layout.items() if i not in self.layers})
         return self.layers[layer]
 
-    def up_to(self, end: int) -> list[tuple[Tensor, Tensor]]:
-        """Return all layers' buffers, with at least `end` entries a sequence."""
-        if end > self.capacity:
-            self.reserve(2 * end)
-        return list(self.layers.values())
+    def over(self, columns: Int[Tensor, "B N"], end: int, *, steady: bool = False) -> BatchPass:
+        """Return a pass over the first sequences; entries behind the others count after `TargetCache.set_length`."""
+        # Nodes of a fixed storage's passes may be padded to twice as many, and their ends to a stride; not of graphs.
+        room = roomy(end + columns.shape[1]) if self.fixed and not steady else end
+        if room > self.capacity:
+            self.reserve(2 * room)
+        layers = self.layers.values()
+        return BatchPass([keys for keys, _ in layers], [values for _, values in layers], columns, end, steady)
 
     def compact(self, slot: Int[Tensor, "B 1"], source: Int[Tensor, "B P"], goal: Int[Tensor, "B P"]) -> None:
         """Copy each sequence's entries at `source` to `goal`, in all layers; all are read before any is written."""
@@ -156,62 +210,6 @@ class SequenceLayer(DynamicLayer):
         return self.length
 
 
-class BatchLayer(DynamicLayer):
-    """One layer's buffers "B G C E", for one pass over several sequences, each with its own columns to write."""
-
-    def __init__(self, keys: Tensor, values: Tensor, columns: Int[Tensor, "B N"], end: int) -> None:
-        init: Any = super().__init__
-        init()
-        self.both, self.columns, self.end = (keys, values), columns, end
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Write each sequence's entries at its columns and return all entries up to the end."""
-        count = len(self.columns)
-        columns = self.columns.to(key_states.device)  # layers may lie on several
-        row = torch.arange(count, device=columns.device)[:, None]
-        for buffer, states in zip(self.both, (key_states, value_states), strict=True):
-            buffer[row, :, columns] = states.transpose(1, 2)
-        return self.both[0][:count, :, : self.end], self.both[1][:count, :, : self.end]
-
-    def get_seq_length(self) -> int:
-        """Return the entries before the pass, which transformers asks for; the columns say where they really end."""
-        return self.end - self.columns.shape[1]
-
-
-class BatchPass(NamedTuple):
-    """One pass over the first sequences of a batch: all buffers, the columns to write, and where the entries end.
-
-    It is `steady` if it is one of many of the same shapes, which a graph holds.
-    """
-
-    keys: list[Tensor]
-    values: list[Tensor]
-    columns: Int[Tensor, "B N"]
-    end: int
-    steady: bool = False
-
-    @property
-    def hf(self) -> Cache:
-        """What transformers takes for a cache."""
-        return Cache(
-            layers=[BatchLayer(*both, self.columns, self.end) for both in zip(self.keys, self.values, strict=True)]
-        )
-
-
-def _pass(storage: Storage, columns: Int[Tensor, "B N"], end: int, steady: bool = False) -> BatchPass:
-    # Nodes of a fixed storage's passes may be padded to twice as many, and their ends to a stride; not those of graphs.
-    layers = storage.up_to(roomy(end + columns.shape[1]) if storage.fixed and not steady else end)
-    return BatchPass([keys for keys, _ in layers], [values for _, values in layers], columns, end, steady)
-
-
-def roomy(end: int) -> int:
-    """Return the end of the entries in a pass of one of a few sizes; every pass finds room for it."""
-    return -(-end // STRIDE) * STRIDE
-
-
 class TargetCache:
     """The cache of one sequence, driven by positions."""
 
@@ -251,7 +249,7 @@ class TargetCache:
 
     def over(self, columns: Int[Tensor, "B N"], end: int) -> BatchPass:
         """Return a pass over this sequence alone; entries that it writes behind the others count after `set_length`."""
-        whole = _pass(self.storage, columns, end)
+        whole = self.storage.over(columns, end)
         if self.storage.size == 1:
             return whole
         slot = slice(self.slot, self.slot + 1)
@@ -287,10 +285,6 @@ class BatchCache:
         self.active[source].move(slot)
         self.active[slot] = self.active[source]
 
-    def over(self, columns: Int[Tensor, "B N"], end: int, *, steady: bool = False) -> BatchPass:
-        """Return a pass over the first sequences; entries behind the others count after `TargetCache.set_length`."""
-        return _pass(self.storage, columns, end, steady)
-
 
 class Pool:
     """Lends storages; fixed ones outlive their sequences: a compiled pass wants to find them where they were.
@@ -306,27 +300,20 @@ class Pool:
 
     def sequence(self, capacity: int = 0) -> TargetCache:
         """Return an empty cache for one sequence of `capacity` entries."""
-        storage = self._take(1, capacity)
-        cache = self.make(storage, 0)
-        self._return(cache, storage)
-        return cache
+        return self._lend(1, capacity, lambda storage: self.make(storage, 0))
 
     def batch(self, size: int, capacity: int = 0) -> BatchCache:
         """Return an empty cache for up to `size` sequences."""
-        storage = self._take(size, capacity)
-        cache = BatchCache(storage, self.make)
-        self._return(cache, storage)
-        return cache
+        return self._lend(size, capacity, lambda storage: BatchCache(storage, self.make))
 
-    def _take(self, size: int, capacity: int) -> Storage:
+    def _lend(self, size: int, capacity: int, make: Callable[[Storage], T]) -> T:
+        """Return a cache on a storage; a fixed one comes back when its cache is dropped."""
         storage = self.free[size].pop() if self.free[size] else Storage(size, self.layout, fixed=self.fixed)
         storage.reserve(capacity)
-        return storage
-
-    def _return(self, cache: TargetCache | BatchCache, storage: Storage) -> None:
-        """Take a fixed storage back when its cache is dropped."""
+        cache = make(storage)
         if self.fixed:
-            weakref.finalize(cache, self.free[storage.size].append, storage)
+            weakref.finalize(cache, self.free[size].append, storage)
+        return cache
 
 
 class Call(NamedTuple):
@@ -356,8 +343,7 @@ class HybridLayer(LinearAttentionAndFullAttentionLayer):
     """A layer with a recurrent mixer and an attention side by side; `entries` are the attention's."""
 
     def __init__(self, entries: SequenceLayer) -> None:
-        init: Any = super().__init__
-        init()
+        super().__init__()
         self.entries = entries
 
     def update(
@@ -374,8 +360,7 @@ class HybridLayer(LinearAttentionAndFullAttentionLayer):
 class Recurrence:
     """The recurrent layers of a target; `mixers` are the modules that advance their states."""
 
-    def __init__(self, config: PreTrainedConfig, layers: nn.ModuleList) -> None:
-        self.config = config
+    def __init__(self, layers: nn.ModuleList) -> None:
         self.mixers: dict[int, nn.Module] = {}
         for module in layers.modules():
             if isinstance(getattr(module, "layer_idx", None), int):
@@ -397,21 +382,6 @@ class Recurrence:
         if isinstance(layer, LinearAttentionCacheLayerMixin) and any(layer.has_previous_state.values()):
             self.mixers[index] = module
 
-    def cache(self, storage: Storage, slot: int = 0) -> "RecurrentCache":
-        """Return the empty cache of one sequence."""
-        return RecurrentCache(storage, slot, self)
-
-    def layers(self, storage: Storage, slot: int) -> tuple[list[Any], list[SequenceLayer]]:
-        """Return a sequence's layers, transformers' own for states and ours for keys and values; and the latter."""
-        layers: list[Any] = list(DynamicCache(config=self.config).layers)
-        attention = []
-        for index, layer in enumerate(layers):
-            if isinstance(layer, CacheLayerMixin):
-                attention.append(SequenceLayer(storage, index, slot))
-                is_hybrid = isinstance(layer, LinearAttentionCacheLayerMixin)
-                layers[index] = HybridLayer(attention[-1]) if is_hybrid else attention[-1]
-        return layers, attention
-
 
 def recurrence(config: PreTrainedConfig, layers: nn.ModuleList) -> Recurrence | None:
     """Return a target's recurrent layers; None if it has attention alone, or a cache of its own."""
@@ -420,15 +390,21 @@ def recurrence(config: PreTrainedConfig, layers: nn.ModuleList) -> Recurrence | 
     except (AttributeError, LookupError, ValueError):
         return None
     is_recurrent = any(isinstance(kind, LinearAttentionCacheLayerMixin) for kind in kinds)
-    return Recurrence(config, layers) if is_recurrent else None
+    return Recurrence(layers) if is_recurrent else None
 
 
 class RecurrentCache(TargetCache):
     """The cache of one sequence with recurrent layers."""
 
-    def __init__(self, storage: Storage, slot: int, recurrence: Recurrence) -> None:
+    def __init__(self, storage: Storage, slot: int, config: PreTrainedConfig) -> None:
         super().__init__(storage, slot)
-        layers, self.attention = recurrence.layers(storage, slot)
+        layers: list[Any] = list(DynamicCache(config=config).layers)  # transformers' own for states
+        self.attention: list[SequenceLayer] = []
+        for index, layer in enumerate(layers):
+            if isinstance(layer, CacheLayerMixin):
+                self.attention.append(SequenceLayer(storage, index, slot))
+                is_hybrid = isinstance(layer, LinearAttentionCacheLayerMixin)
+                layers[index] = HybridLayer(self.attention[-1]) if is_hybrid else self.attention[-1]
         self.hf = States(layers=layers)
         self.before: dict[int, dict[str, Any]] | None = None
 

@@ -47,10 +47,7 @@ class Compiled:
     """One target's compiled passes; if `static` padded to a few sizes, each a graph, as CUDA graphs need it."""
 
     def __init__(self, target: TargetModel, static: bool | None = None) -> None:
-        if not target.takes_trees:
-            raise ValueError(
-                f"{target.name}: {target.objection}, and without one no pass is compiled: give engine.compile=false"
-            )
+        target.check_masks("and without one no pass is compiled: give engine.compile=false")
         self.target = target
         self.static = target.device.type == "cuda" if static is None else static
         target.pool = Pool(target.pool.layout, fixed=True)
@@ -58,7 +55,7 @@ class Compiled:
         mode = "reduce-overhead" if target.device.type == "cuda" else None
         self.compiled = torch.compile(self.forward, fullgraph=True, backend=BACKEND, mode=mode)
 
-    def run(
+    def __call__(
         self,
         token: Tensor,
         position: Tensor,
@@ -79,13 +76,16 @@ class Compiled:
         if self.static:
             token, position, seen, rows, column = padded(token, position, seen, rows, column)
         mask = self.target.attention_mask(seen, position, column)
-        if not self.static:
+        if self.static:
+            torch.compiler.cudagraph_mark_step_begin()
+        else:
             for tensor in (token, position, rows.columns, *_tensors(mask)):
                 for dim in range(tensor.dim()):
                     torch._dynamo.maybe_mark_dynamic(tensor, dim)
-            return self.call(token, position, mask, rows, layers)
-        torch.compiler.cudagraph_mark_step_begin()
-        hidden, last = self.call(token, position, mask, rows, layers)
+        with self.compiling():
+            hidden, last = self.compiled(token, position, mask, rows.keys, rows.values, rows.columns, layers)
+        if not self.static:
+            return hidden, last
         return hidden[:batch, :count].clone(), last[:batch, :count].clone()  # the next pass writes over them
 
     @cached_property
@@ -107,13 +107,6 @@ class Compiled:
         finally:
             for layer in self.target.decoder_layers:
                 layer._compiled_call_impl = None
-
-    def call(
-        self, token: Tensor, position: Tensor, mask: Any, rows: BatchPass, layers: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor]:
-        """Run the compiled pass, which compiles it where its form is new."""
-        with self.compiling():
-            return self.compiled(token, position, mask, rows.keys, rows.values, rows.columns, layers)
 
     def compiling(self) -> AbstractContextManager[None]:
         """Run what may be compiled now; see `compiling`."""

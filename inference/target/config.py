@@ -7,7 +7,7 @@ import torch
 
 from heads.common.ranges import Count, OneOf, Positive
 from heads.common.typed import typed
-from inference.target.loading import AS_IT_IS, METHODS
+from inference.target.loading import AS_IT_IS, METHODS, note_dtype
 from inference.target.placement import AUTO, OFFLOADS, PLACEMENTS, REPLICATE, Placement
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -92,3 +92,18 @@ def fast_dtype(device: torch.device) -> torch.dtype:
         return torch.bfloat16
     able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     return torch.bfloat16 if able.get("amx_bf16") or able.get("avx512_bf16") else torch.float32
+
+
+def dtype_named(name: str, device: torch.device, path: str, trust_remote_code: bool) -> torch.dtype:
+    """Return a dtype by its name, auto being the fast one, with a note where that is not the checkpoint's.
+
+    Raises:
+        ValueError: an unknown name; or with auto, no model loads from the path.
+    """
+    if name == "auto":
+        fast = fast_dtype(device)
+        note_dtype(path, trust_remote_code, fast)
+        return fast
+    if name not in DTYPES:
+        raise ValueError(f"model.dtype is {name!r}: choose auto or one of {', '.join(DTYPES)}")
+    return DTYPES[name]

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from heads.base import shape_of
 from heads.common.target_config import logit_factor
+from heads.formats.store import TargetSpec
 
 
 class TargetEmbeddings(nn.Module):
@@ -24,6 +25,10 @@ class TargetEmbeddings(nn.Module):
         self.num_layers: int = config.num_hidden_layers
         self.layer = shape_of(config)
         self._some: tuple[Tensor, int, nn.Linear] | None = None
+
+    def spec(self, name: str, fingerprint: str, adapter: str | None = None) -> TargetSpec:
+        """Return what a head must agree with to be loaded for this target."""
+        return TargetSpec(name, self.vocab_size, self.hidden_size, self.num_layers, fingerprint, adapter)
 
     def check_width(self) -> None:
         """Refuse an embedding and lm_head of another width than the layers: no head can be built on both."""

@@ -14,11 +14,10 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from heads.common.target_config import UNFIT, read_target_config, reason
-from heads.formats.store import TargetSpec
 from inference.target.checkpoint import fingerprint_on_disk, stored_name, tensor_files
-from inference.target.config import DTYPES, ModelConfig, device_named, fast_dtype
+from inference.target.config import ModelConfig, device_named, dtype_named
 from inference.target.embeddings import TargetEmbeddings, final_norm
-from inference.target.loading import load_tokenizer, note_dtype
+from inference.target.loading import load_tokenizer
 from inference.target.target import Target
 
 log = logging.getLogger(__name__)
@@ -39,8 +38,7 @@ class EmbeddingsOnly:
         self.embeddings = TargetEmbeddings(model)
         self.norm = final_norm(model.base_model, self.config.num_hidden_layers)
         self.dtype: torch.dtype = self.embeddings.lm_head.weight.dtype
-        sizes = self.embeddings.vocab_size, self.embeddings.hidden_size, self.config.num_hidden_layers
-        self.spec = TargetSpec(name, *sizes, fingerprint_on_disk(model, name))
+        self.spec = self.embeddings.spec(name, fingerprint_on_disk(model, name))
         self.quantized: str | None = None  # since a quantised target is not loaded in this way
 
     @classmethod
@@ -51,9 +49,7 @@ class EmbeddingsOnly:
             ValueError: they cannot be loaded without the layers, and why.
         """
         chosen_device = device_named(device)
-        kind = fast_dtype(chosen_device) if dtype == "auto" else DTYPES[dtype]
-        if dtype == "auto":
-            note_dtype(path, trust_remote_code, kind)
+        kind = dtype_named(dtype, chosen_device, path, trust_remote_code)
         remote = {"trust_remote_code": trust_remote_code}
         try:
             tokenizer = load_tokenizer(path, trust_remote_code)

@@ -6,7 +6,8 @@ how a tree mask reaches its attention. `Target` (target.py) proves these before 
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -17,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from heads import rows
 from heads.base import Features, to_device
 from heads.common.target_config import EXPERTS, cache_argument, context_of
-from heads.formats.store import TargetSpec
 from inference.target import loading
 from inference.target.adapter import Adapter
 from inference.target.attention import (
@@ -29,7 +29,7 @@ from inference.target.attention import (
     spans_of,
     use_kernels,
 )
-from inference.target.cache import BatchCache, BatchPass, Pool, TargetCache, recurrence
+from inference.target.cache import BatchCache, BatchPass, Pool, RecurrentCache, TargetCache, recurrence
 from inference.target.placed import Placed, by_turns, on_one_device
 from inference.target.tokenizer import end_tokens
 from inference.verification import tree
@@ -44,22 +44,6 @@ class TargetOutput(NamedTuple):
     hidden: Float[Tensor, "B T L D"]
     last: Float[Tensor, "B T D"]
     logits: Float[Tensor, "B R V"] | None
-
-
-class Compiler(Protocol):
-    """What runs passes over a batch cache in the model's place."""
-
-    def run(
-        self,
-        token: Tensor,
-        position: Tensor,
-        seen: Tensor | None,
-        rows: BatchPass,
-        column: Tensor | None,
-        layers: tuple[int, ...],
-    ) -> tuple[Tensor, Tensor]:
-        """Return the outputs of the feature `layers` and the last hidden states."""
-        ...
 
 
 class Switch(NamedTuple):
@@ -142,7 +126,7 @@ class TargetModel:
         takes_trees: whether its attention honours a tree's or a batch's mask; else only chains are verified, one
             sequence at a time. `Target` proves it.
         objection: why not.
-        compiled: what runs the passes that verify in its place; None: nothing.
+        compiled: what runs the passes that verify in its place, a `Compiled`; None: nothing.
         compiles_drafts: whether what a head drafts for it is compiled.
         switch: where its rope switches; None where it does not.
         context: the most tokens that a sequence may have.
@@ -185,18 +169,22 @@ class TargetModel:
         self.idle: dict[Any, Any] = {}
         self.sibling = False
         self.captures = self.device.type == "cuda" and here and not routed and self.quantized is None
-        sizes = self.embeddings.vocab_size, self.embeddings.hidden_size, self.config.num_hidden_layers
         digest, attached = (self.placed.fingerprint, None) if adapter is None else (adapter.fingerprint, adapter.name)
-        self.spec = TargetSpec(name, *sizes, digest, attached)
+        self.spec = self.embeddings.spec(name, digest, attached)
         note_unknown(tokenizer, self.embeddings.vocab_size, name)
-        self.compiled: Compiler | None = None
+        self.compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
         self.compiles_drafts = False
         self.recurrence = recurrence(self.config, self.decoder_layers)
-        self.pool = Pool({}) if self.recurrence is None else Pool({}, make=self.recurrence.cache)
+        self.pool = Pool({}) if self.recurrence is None else Pool({}, make=partial(RecurrentCache, config=self.config))
         self.packing: Packing | None = None
         self.switch = switch_of(model)
         self.objection = f"its attention takes no mask of ours ({self.architecture})"
         self.takes_trees = False
+
+    def check_masks(self, consequence: str) -> None:
+        """Refuse what needs an attention that takes our masks where this one takes none: say what comes of it."""
+        if not self.takes_trees:
+            raise ValueError(f"{self.name}: {self.objection}, {consequence}")
 
     def cache(self, capacity: int = 0) -> TargetCache:
         """Return an empty cache for one sequence of `capacity` entries; one that outgrows it moves to a larger one."""
@@ -327,7 +315,7 @@ class TargetModel:
             seen[row, count:, :prefix] = True
             column[row, prefix : prefix + count] = where
         written = torch.tensor(prefixes, device=self.device)[:, None] + torch.arange(width, device=self.device)
-        out = self.run(token, position, seen, cache.over(written, end), layers, column)
+        out = self.run(token, position, seen, cache.storage.over(written, end), layers, column)
         for sequence, prefix, count in zip(cache.active, prefixes, counts, strict=True):
             sequence.set_length(prefix + count)
         logits = self.embeddings.logits(out.last)
@@ -368,7 +356,7 @@ class TargetModel:
         """
         layers = layers if stack is None else ()
         if self.compiled is not None and stack is None and isinstance(cache, BatchPass):
-            return TargetOutput(*self.compiled.run(token, position, seen, cache, column, layers), None)
+            return TargetOutput(*self.compiled(token, position, seen, cache, column, layers), None)
         mask = None if seen is None else self.attention_mask(seen, position, column)
         return TargetOutput(*self.forward(token, position, mask, cache, layers, stack), None)
 

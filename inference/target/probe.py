@@ -51,15 +51,15 @@ def check(target: TargetModel) -> bool:
     target.takes_trees = target.recurrence is None
     drafted = DraftTree(nodes, torch.tensor(PARENTS, device=target.device))
     far = [f"{key}={value}" for key, value in window_sizes.items() if value > LONGEST and not _by_mask(target, key)]
-    if target.takes_trees and not far and _honours_masks(target, prompt, drafted):
+    exact = (_is_exact(one, target, prompt, drafted) for one in (_tree_is_exact, _batch_is_exact))
+    if target.takes_trees and not far and all(exact):
         return True
     target.takes_trees = False
     why = f"applies {far[0]} itself" if far else "gives a tree or a batch other logits than its sequences alone"
     target.objection = f"its attention takes no mask of ours ({target.architecture} {why})"
     if target.recurrence is not None:
         target.objection = f"its recurrent layers keep the state of one path ({target.architecture})"
-    chain = DraftTree(nodes[: DEPTH + 1], torch.arange(-1, DEPTH, device=target.device))
-    if not _is_exact(_tree_is_exact, target, prompt, chain):
+    if not _is_exact(_tree_is_exact, target, prompt, tree.chain(nodes[: DEPTH + 1])):
         _check_finite(target)
         why = "its cache cannot be rolled back (a recurrent state outside it?)"
         if target.recurrence is not None and target.recurrence.mixers:
@@ -120,10 +120,6 @@ def _check_logits(target: TargetModel, prompt: Tensor) -> None:
         )
 
 
-def _honours_masks(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> bool:
-    return all(_is_exact(check, target, prompt, drafted) for check in (_tree_is_exact, _batch_is_exact))
-
-
 def _is_exact(check: Check, target: TargetModel, prompt: Tensor, drafted: DraftTree) -> bool:
     try:
         return check(target, prompt, drafted)
@@ -135,13 +131,12 @@ def _is_exact(check: Check, target: TargetModel, prompt: Tensor, drafted: DraftT
 def splits(target: TargetModel, parts: Parts, layers: int) -> bool:
     """Return whether a chain that has run through the first layers gives the full pass's logits from there on."""
     token = torch.arange(2 * PROMPT, device=target.device) % target.embeddings.vocab_size
-    prompt, nodes = token[:PROMPT], token[PROMPT:]
-    chain = DraftTree(nodes, torch.arange(-1, PROMPT - 1, device=target.device))
+    prompt, chain = token[:PROMPT], tree.chain(token[PROMPT:])
     whole, split = target.cache(), target.cache()
     target.prefill(prompt, whole)
     target.prefill(prompt, split)
     position, seen = tree.layout(chain, PROMPT)
-    hidden, _ = parts.enter(layers, nodes, position, seen, split)
+    hidden, _ = parts.enter(layers, chain.token, position, seen, split)
     resumed = parts.score_from(Entered(layers, hidden), chain, split).logits
     return _close(resumed, target.score(chain, whole).logits)
 

@@ -46,8 +46,7 @@ class Parts:
     """
 
     def __init__(self, target: TargetModel) -> None:
-        if not target.takes_trees:
-            raise ValueError(f"{target.name}: {target.objection}, so parts of it cannot draft alone")
+        target.check_masks("so parts of it cannot draft alone")
         self.target = target
         self.layers = target.decoder_layers
         self.forms = self._forms([*self.layers, *(child for layer in self.layers for child in layer.children())])
@@ -76,7 +75,7 @@ class Parts:
             left.append(hidden)
             return hidden
 
-        answers: dict[nn.Module, Answer] = dict.fromkeys(self.layers[layers:], _same)
+        answers: dict[nn.Module, Answer] = dict.fromkeys(self.layers[layers:], lambda hidden: hidden)
         with self._answering(answers | {self.layers[layers]: note}):
             column = None if earlier is None else torch.cat([earlier, position])[None]
             out = self.target.run(token[None], position[None], seen[None], cache, column=column)
@@ -92,7 +91,7 @@ class Parts:
         """
         prefix = cache.length - len(drafted.token)
         position, seen = tree.layout(drafted, prefix)
-        answers: dict[nn.Module, Answer] = dict.fromkeys(self.layers[: entered.layers], _same)
+        answers: dict[nn.Module, Answer] = dict.fromkeys(self.layers[: entered.layers], lambda hidden: hidden)
         with self._answering(answers | {self.layers[0]: lambda _: entered.hidden[None]}):
             out = self.target.run(drafted.token[None], position[None], seen[None], cache, layers)
         return out._replace(logits=self.target.embeddings.logits(out.last))
@@ -147,10 +146,6 @@ class Parts:
                 hooks.enter_context(module.register_forward_hook(note))
             self.target.prefill(torch.zeros(1, dtype=torch.long, device=self.target.device), self.target.cache())
         return forms
-
-
-def _same(hidden: Tensor) -> Tensor:
-    return hidden
 
 
 def _in_form(answer: Answer, form: int | None) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from inference.target import loading, probe
 from inference.target.adapter import Adapter
 from inference.target.attention import packing
 from inference.target.compiled import Compiled
-from inference.target.config import DTYPES, ModelConfig, device_named, fast_dtype
+from inference.target.config import ModelConfig, device_named, dtype_named
 from inference.target.model import TargetModel
 from inference.target.placed import Placed
 from inference.target.placed import placed as placed_whole
@@ -61,21 +61,17 @@ class Target(TargetModel):
         Raises:
             ValueError: the model or its tokenizer cannot be loaded, placed or verified, and why.
         """
-        if dtype != "auto" and dtype not in DTYPES:
-            raise ValueError(f"model.dtype is {dtype!r}: choose auto or one of {', '.join(DTYPES)}")
         chosen_device = device_named(device)
-        kind = fast_dtype(chosen_device) if dtype == "auto" else DTYPES[dtype]
-        if dtype == "auto":
-            loading.note_dtype(path, trust_remote_code, kind)
+        kind = dtype_named(dtype, chosen_device, path, trust_remote_code)
         if adapter in (None, loading.AS_IT_IS):
             model, tokenizer = loading.load(path, kind, chosen_device, trust_remote_code, quantize, where)
             if where.placement == REPLICATE:
                 return cls(model, tokenizer, path)
             return cls(model, tokenizer, path, None, placed_whole(model, where, path, chosen_device, trust_remote_code))
         check_placement(where, None, adapter, chosen_device)
-        adapters.check(adapter, quantize)
+        folder = adapters.check(adapter, quantize)
         model, tokenizer = loading.load(path, kind, chosen_device, trust_remote_code, quantize)
-        merged, attached = adapters.merge(model, path, adapter)
+        merged, attached = adapters.merge(model, path, adapter, folder)
         return cls(merged, tokenizer, path, attached)
 
     @classmethod

@@ -5,7 +5,6 @@ of sampled drafts walk is a fixed shape, which the host knows: it visits all nod
 sequence comes to.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from inference.verification.sample import residual, without
 from inference.verification.tree import DraftTree
 
 
@@ -71,24 +71,22 @@ def follow_on_host(
     For one tree on a CPU this walk in Python takes a third of the time of the sixty small operations in its place.
     """
     (tokens,), (parents,), (following,) = torch.stack([tree.token, tree.parent, best]).tolist()
-    most, depth, rank, child = int(room), [0], [0], dict[tuple[int, int], int]()
-    siblings: Counter[int] = Counter()
+    most, depth, child = int(room), [0], dict[tuple[int, int], int]()
     for node, (token, parent) in enumerate(zip(tokens[1:], parents[1:], strict=True), 1):
         reached = depth[parent] + 1 if token >= 0 else most + 1  # what hangs below none is none
         depth.append(reached)
-        rank.append(siblings[parent])
-        siblings[parent] += 1
         if reached <= most:
             child.setdefault((parent, token), node)
     path = [0]
-    while (node := child.get((path[-1], following[path[-1]]), 0)) > 0:
+    while node := child.get((path[-1], following[path[-1]]), 0):
         path.append(node)
     count, last = len(path), path[-1]
     committed = [*(tokens[node] for node in path[1:]), following[last]]
-    path += [last] * (deepest + 1 - count)
-    committed += [tokens[last]] * (deepest + 1 - count)
+    behind = deepest + 1 - count
+    path, committed = path + [last] * behind, committed + [tokens[last]] * behind
     drafted = sum(reached <= most for reached in depth) - 1
-    rows = torch.tensor([[count, drafted, *path, *committed, *(rank[node] for node in path)]])
+    order = [parents[:node].count(parents[node]) for node in path]
+    rows = torch.tensor([[count, drafted, *path, *committed, *order]])
     accepted_path, token_row, ranks_row = rows[:, 2:].chunk(3, 1)
     return Accepted(accepted_path, rows[:, 0], token_row), ranks_row, rows[:, 1]
 
@@ -165,9 +163,9 @@ def recursive(draft: Sampled, p: Float[Tensor, "B N V"], point: Float[Tensor, "B
             continue
         stands = coins.toss(_ratio(target, left, token), tossing)
         rejected, stand = (tossing & ~stands)[:, None], stands[:, None]
-        target = torch.where(stand, p[:, node], torch.where(rejected, _residual(target, left), target))
+        target = torch.where(stand, p[:, node], torch.where(rejected, residual(target, left), target))
         if not draft.replacement and more[node]:
-            left = torch.where(rejected, _without(left, token), left)
+            left = torch.where(rejected, without(left, token), left)
         if node in rows:
             left = torch.where(stand, draft.q[:, rows[node]], left)
         last = last.masked_fill(stands, node)
@@ -193,7 +191,7 @@ class Frame:
         self.target = torch.where((rejected & (mass > 0))[:, None], rest / mass[:, None], self.target)
         self.alpha = torch.where(rejected, alpha, self.alpha)
         if distinct:
-            self.left = torch.where(rejected[:, None], _without(self.left, token), self.left)
+            self.left = torch.where(rejected[:, None], without(self.left, token), self.left)
 
 
 def traversal(draft: Sampled, p: Float[Tensor, "B N V"], point: Float[Tensor, "B N"], waits: bool = False) -> Chosen:
@@ -253,20 +251,6 @@ def _walk(parents: Sequence[int]) -> Iterator[tuple[int, bool]]:
 def _ratio(target: Float[Tensor, "B V"], draft: Float[Tensor, "B V"], token: Int[Tensor, "B 1"]) -> Float[Tensor, "B"]:
     """Return p / q of a token."""
     return (target.gather(1, token) / draft.gather(1, token))[:, 0]
-
-
-def _residual(target: Float[Tensor, "B V"], draft: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
-    """Return the residual of p after a rejected draft; p itself where nothing is left."""
-    left = (target - draft).clamp_min(0)
-    total = left.sum(-1, keepdim=True)
-    return torch.where(total > 0, left / total, target)
-
-
-def _without(probs: Float[Tensor, "B V"], token: Int[Tensor, "B 1"]) -> Float[Tensor, "B V"]:
-    """Return the probs given that a token is not sampled; unchanged where nothing else is possible."""
-    left = probs.scatter(1, token, 0.0)
-    total = left.sum(-1, keepdim=True)
-    return torch.where(total > 0, left / total, probs)
 
 
 def ranks(tree: DraftTree) -> Int[Tensor, "B N"]:

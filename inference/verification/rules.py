@@ -7,13 +7,13 @@ part of the tree. Which drafts a rule is right for stands in `verify.RULES`. The
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from inference.verification.rng import Rng
+from inference.verification.sample import Sampling, distribution, residual, without
 from inference.verification.tree import DraftTree, children
 
 Chosen = tuple[list[int], int]
@@ -24,13 +24,18 @@ THRESHOLD = 0.3
 LEAST = 1e-30  # stands in for a probability of 0 under a logarithm
 
 
-@runtime_checkable
-class Distributions(Protocol):
-    """The target's probs "V" after each node: a tensor "N V", or something that computes a row on access."""
+class LazyDistributions:
+    """Lazy target distributions: the softmax of a node is computed when a rule visits it; most are never visited."""
 
-    def __getitem__(self, node: int, /) -> Tensor:
+    def __init__(self, logits: Float[Tensor, "N V"], sampling: Sampling) -> None:
+        self.logits, self.sampling = logits, sampling
+
+    def __getitem__(self, node: int, /) -> Float[Tensor, "V"]:
         """Return the probs after a node."""
-        ...
+        return distribution(self.logits[node], self.sampling)
+
+
+Distributions = Tensor | LazyDistributions  # the target's probs "V" after each node
 
 
 def follow(tree: DraftTree, choose: Callable[[int, int], int]) -> Chosen:
@@ -70,8 +75,8 @@ def recursive(tree: DraftTree, p: Distributions, q: Float[Tensor, "N V"], rng: R
             if rng.accept(float(target[x] / draft[x])):
                 path.append(child)
                 break
-            target = _residual(target, draft)
-            draft = draft if replacement else _without(draft, x)
+            target = residual(target, draft)
+            draft = draft if replacement else without(draft, tree.token[child, None])
         else:
             return path, rng.sample(target[None], len(path))[0]
 
@@ -102,7 +107,7 @@ def traversal(tree: DraftTree, p: Distributions, q: Float[Tensor, "N V"], rng: R
             return [frame.node for frame in frames], rng.sample(probs[None], len(frames))[0]
         if not top.waiting:
             frames.pop()
-            _reject(frames[-1], token[top.node], replacement)
+            _reject(frames[-1], tree.token[top.node, None], replacement)
             continue
         if top.target is None or top.draft is None:
             top.target, top.draft = p[top.node], q[top.node]
@@ -112,11 +117,11 @@ def traversal(tree: DraftTree, p: Distributions, q: Float[Tensor, "N V"], rng: R
         if alpha > 0:
             frames.append(Frame(child, alpha, below[child]))
         else:  # nothing below it can be accepted either
-            _reject(top, x, replacement)
+            _reject(top, tree.token[child, None], replacement)
 
 
-def _reject(frame: Frame, x: int, replacement: bool) -> None:
-    """Take into account that the child with token x, and all below it, was rejected."""
+def _reject(frame: Frame, token: Int[Tensor, "1"], replacement: bool) -> None:
+    """Take into account that the child with a token, and all below it, was rejected."""
     assert frame.target is not None
     assert frame.draft is not None
     left = (frame.alpha * frame.target - frame.draft).clamp_min(0)
@@ -126,23 +131,7 @@ def _reject(frame: Frame, x: int, replacement: bool) -> None:
         frame.target, frame.alpha = left / mass, mass / (mass + (1 - frame.alpha))
     else:  # in exact arithmetic alpha is below 1 then: what is sure to be accepted rejects no child without a residual
         frame.alpha = 1.0 if frame.alpha >= 1 else 0.0
-    frame.draft = frame.draft if replacement else _without(frame.draft, x)
-
-
-def _residual(target: Float[Tensor, "V"], draft: Float[Tensor, "V"]) -> Float[Tensor, "V"]:
-    """Return the residual of the target's probs after a rejected draft."""
-    left = (target - draft).clamp_min(0)
-    total = left.sum()
-    # Equal distributions never reject in exact arithmetic; where rounding did, nothing is left and p stands.
-    return torch.where(total > 0, left / total, target)
-
-
-def _without(probs: Float[Tensor, "V"], token: int) -> Float[Tensor, "V"]:
-    """Return the probs given that a token is not sampled; unchanged where nothing else is possible."""
-    left = probs.clone()
-    left[token] = 0.0
-    total = left.sum()
-    return torch.where(total > 0, left / total, probs)
+    frame.draft = frame.draft if replacement else without(frame.draft, token)
 
 
 def typical(tree: DraftTree, p: Distributions, rng: Rng) -> Chosen:

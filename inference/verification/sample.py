@@ -6,7 +6,7 @@ The repetition penalty on the raw logits, then temperature, top-k, top-p, min-p.
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
@@ -85,3 +85,18 @@ def penalize(logits: Float[Tensor, "*n V"], seen: Bool[Tensor, "*n V"], sampling
     logits = logits if logits.dtype == torch.float64 else logits.float()
     penalty = sampling.repetition_penalty
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def residual(target: Float[Tensor, "*n V"], draft: Float[Tensor, "*n V"]) -> Float[Tensor, "*n V"]:
+    """Return the residual of the target's probs after a rejected draft."""
+    left = (target - draft).clamp_min(0)
+    total = left.sum(-1, keepdim=True)
+    # Equal distributions never reject in exact arithmetic; where rounding did, nothing is left and p stands.
+    return torch.where(total > 0, left / total, target)
+
+
+def without(probs: Float[Tensor, "*n V"], token: Int[Tensor, "*n 1"]) -> Float[Tensor, "*n V"]:
+    """Return the probs given that a token is not sampled; unchanged where nothing else is possible."""
+    left = probs.scatter(-1, token, 0.0)
+    total = left.sum(-1, keepdim=True)
+    return torch.where(total > 0, left / total, probs)

@@ -67,6 +67,11 @@ def root(token: int, device: torch.device) -> DraftTree:
     return DraftTree(torch.tensor([token], device=device), torch.tensor([-1], device=device))
 
 
+def chain(token: Int[Tensor, "N"]) -> DraftTree:
+    """Return the tree in which each token follows the one before."""
+    return DraftTree(token, torch.arange(-1, len(token) - 1, device=token.device))
+
+
 def ancestors(tree: DraftTree) -> Bool[Tensor, "*b N N"]:
     """Return for each node which nodes lie on its path from the root, itself included; of several trees side by side.
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from heads.modules.top_k import argmax
 from inference.verification import device, rules
 from inference.verification.rng import Rng
-from inference.verification.rules import Chosen, Distributions
-from inference.verification.sample import Sampling, distribution
+from inference.verification.rules import Chosen, Distributions, LazyDistributions
+from inference.verification.sample import Sampling
 from inference.verification.tree import DraftTree
 
 AUTO, GREEDY_WALK, NOTHING = "auto", "greedy", "none"
@@ -68,17 +68,6 @@ class Verdict(NamedTuple):
     path: list[int]
     token: int
     rule: str
-
-
-class LazyDistributions:
-    """Lazy target distributions: the softmax of a node is computed when a rule visits it; most are never visited."""
-
-    def __init__(self, logits: Float[Tensor, "N V"], sampling: Sampling) -> None:
-        self.logits, self.sampling = logits, sampling
-
-    def __getitem__(self, node: int, /) -> Float[Tensor, "V"]:
-        """Return the probs after a node."""
-        return distribution(self.logits[node], self.sampling)
 
 
 def check_rule(rule: str, lossy: bool) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from heads.base import Level
 from inference.drafters.assistant import Assistant, AssistantState
-from inference.drafters.runner import DraftModelRunner
+from inference.drafters.runner import ROOT, DraftModelRunner
 from inference.protocol import Commit, Context, Proposal
 from inference.target.model import TargetOutput
 from inference.target.target import Target
@@ -28,21 +28,25 @@ class Remembering:
     def __init__(self, inner: DraftModelRunner) -> None:
         self.model, self.inner = inner.model, inner
         self.known: dict[tuple[int, ...], Tensor] = {}
-        self.paths: list[tuple[int, ...]] = []
 
     def read(self, token: list[int]) -> Tensor:
-        self.paths = [tuple(token)]
-        return self.logits()
+        self.text, self.nodes, self.level = tuple(token), list[tuple[int, ...]](), [ROOT]
+        return self.logits([self.text])
 
     def expand(self, token: Tensor, parent: Tensor) -> Tensor:
-        self.paths = [(*self.paths[p], t) for p, t in zip(parent.tolist(), token.tolist(), strict=True)]
-        return self.logits()
+        return self.branch(token, [self.level[p] for p in parent.tolist()])
 
-    def logits(self) -> Tensor:
-        for path in self.paths:
+    def branch(self, token: Tensor, above: list[int]) -> Tensor:
+        paths = [(*(self.text if a == ROOT else self.nodes[a]), t) for a, t in zip(above, token.tolist(), strict=True)]
+        self.level = list(range(len(self.nodes), len(self.nodes) + len(paths)))
+        self.nodes += paths
+        return self.logits(paths)
+
+    def logits(self, paths: list[tuple[int, ...]]) -> Tensor:
+        for path in paths:
             if path not in self.known:
                 self.known[path] = self.inner.read(list(path))
-        return torch.cat([self.known[path] for path in self.paths])
+        return torch.cat([self.known[path] for path in paths])
 
 
 class Laws:

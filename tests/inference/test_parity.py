@@ -166,15 +166,15 @@ def test_chain_acceptance_follows_from_unroll() -> None:
 class StaleFeatures(HeadBatch):
     """Commits the first row's feature for every row of a path (vLLM#14649's kind)."""
 
-    def extend(self, features: Features, token: Tensor, count: Tensor) -> None:
-        super().extend(features._replace(last=features.last[:, :1].expand_as(features.last)), token, count)
+    def extend(self, features: Features, count: Tensor) -> None:
+        super().extend(features._replace(last=features.last[:, :1].expand_as(features.last)), count)
 
 
 class WrongToken(HeadBatch):
     """Reads token t instead of t+1."""
 
-    def extend(self, features: Features, token: Tensor, count: Tensor) -> None:
-        super().extend(features, token.roll(1, 1), count)
+    def extend(self, features: Features, count: Tensor) -> None:
+        super().extend(features._replace(token=features.token.roll(1, 1)), count)
 
 
 @pytest.mark.parametrize("broken", [StaleFeatures, WrongToken])

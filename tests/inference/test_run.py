@@ -61,7 +61,7 @@ def plain(text: str) -> str:
 
 
 def expected(target: Target, ids: list[int]) -> str:
-    return str(target.tokenizer.decode(autoregress(target, ids, config().settings()).tokens))
+    return str(target.tokenizer.decode(autoregress(target, ids, config().request()).tokens))
 
 
 def test_a_prompt_without_a_run_is_plain_decoding(target: Target) -> None:
@@ -81,10 +81,10 @@ def test_three_lines_of_python_give_the_commands_text(target: Target, trained: P
     model, drafter = api.load(str(trained), "tree=chain", "tree.depth=2")
     assert (model, drafter.name) == (target, "head")
     pieces: list[tuple[str, str]] = []
-    text, generation = api.generate(model, drafter, PROMPT, config().settings(), lambda *piece: pieces.append(piece))
+    text, generation = api.generate(model, drafter, PROMPT, config().request(), lambda *piece: pieces.append(piece))
     assert text == expected(target, [1, 2, 3, 4, 5]) == "".join(piece for piece, _ in pieces)
     assert {source for _, source in pieces} == set(generation.sources)
-    assert api.generate(*api.load(), [1, 2, 3, 4, 5], config().settings())[0] == text
+    assert api.generate(*api.load(), [1, 2, 3, 4, 5], config().request())[0] == text
 
 
 def test_the_tree_is_the_heads_own_but_for_what_is_given(target: Target, trained: Path) -> None:

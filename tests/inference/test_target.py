@@ -45,7 +45,7 @@ def test_what_auto_chose_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     LlamaForCausalLM(LlamaConfig(**toys.SIZES)).save_pretrained(tmp_path)
     toys.tokenizer().save_pretrained(tmp_path)
     for fast, dtype, said in [("bfloat16", "auto", True), ("float32", "auto", False), ("bfloat16", "bfloat16", False)]:
-        monkeypatch.setattr("inference.target.target.fast_dtype", lambda _, fast=fast: DTYPES[fast])
+        monkeypatch.setattr("inference.target.config.fast_dtype", lambda _, fast=fast: DTYPES[fast])
         caplog.clear()
         assert Target.load(str(tmp_path), dtype, "cpu").dtype == DTYPES[fast]
         told = "a checkpoint in float32, run in bfloat16, fast here; model.dtype=float32 keeps it"

@@ -17,25 +17,21 @@ from transformers import PreTrainedTokenizerBase
 from heads.common.ranges import Count, Fraction
 from inference.drafters import runner
 from inference.drafters.assistant import Length, Schedule, doubts
-from inference.drafters.runner import DraftModelRunner
+from inference.drafters.runner import DraftModelConfig, DraftModelRunner
 from inference.drafters.vocabulary import encode, opening
 from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
 from inference.target.target import Target
 from inference.text_stream import UNFINISHED, TextStream, decode
-from inference.verification.tree import DraftTree, root
+from inference.verification.tree import chain, root
 
 
 class AssistantSlem(Drafter):
     """Another causal LM as a draft source, through text."""
 
     @dataclass(frozen=True)
-    class Config:
-        """The model and how it drafts; a null takes the target's. `depth` counts the assistant's tokens."""
+    class Config(DraftModelConfig):
+        """The model and how it drafts; `depth` counts the assistant's tokens."""
 
-        model: str
-        dtype: str | None
-        device: str | None
-        trust_remote_code: bool
         depth: Count
         schedule: Schedule
         confidence: Fraction
@@ -43,9 +39,7 @@ class AssistantSlem(Drafter):
 
     def __init__(self, config: Config, target: Target, name: str) -> None:
         self.config, self.name, self.tree = config, name, f"chain-{config.depth}"
-        self.model = runner.load(
-            config.model, config.dtype, config.device, config.trust_remote_code, target, "drafter.assistant_slem"
-        )
+        self.model = runner.load(config, target, "drafter.assistant_slem")
         self.device, self.tokenizer = target.device, target.tokenizer
 
     def start(self, prompt: list[int]) -> "SlemState":
@@ -83,8 +77,7 @@ class SlemState(DrafterState):
         drafted = decode(self.text.other, tail + self.draft(self.logits, min(room, self.length.now)))
         added = drafted[len(decode(self.text.other, tail)) :].split(UNFINISHED)[0]
         ahead = continuation(self.tokenizer, context.token[-self.config.lookbehind :], added) if added else []
-        token = torch.tensor([context.token[-1], *ahead[: context.room]], device=self.device)
-        return Proposal(DraftTree(token, torch.arange(-1, len(token) - 1, device=self.device)))
+        return Proposal(chain(torch.tensor([context.token[-1], *ahead[: context.room]], device=self.device)))
 
     def draft(self, logits: Float[Tensor, "1 A"], depth: int) -> list[int]:
         """Return the assistant's greedy tokens, up to the end of its answer or to one that it doubts."""
@@ -94,7 +87,7 @@ class SlemState(DrafterState):
         while True:
             token = logits.argmax(-1)
             drafted.append(int(token))
-            if len(drafted) == depth or drafted[-1] in end or doubts(logits, token, self.config.confidence):
+            if len(drafted) == depth or drafted[-1] in end or doubts(logits, drafted[-1], self.config.confidence):
                 return drafted
             logits = self.runner.expand(token, above)
 

@@ -19,12 +19,11 @@ from heads.common.ranges import LARGEST, Count, Decay, Within
 from heads.common.typed import typed
 from heads.common.untrusted import parse_json, regular
 from heads.formats.store import TargetSpec
-from inference.protocol import Context, Drafter, DrafterState, Proposal
+from inference.protocol import Context, Drafter, DrafterState, Proposal, sampled_chain
 from inference.target.cache import TargetCache
 from inference.target.stack import Parts, Skips
 from inference.target.target import Target
 from inference.verification.sample import distribution
-from inference.verification.tree import DraftTree, root
 
 FORMAT = 1
 
@@ -242,7 +241,7 @@ class LayerSkip(Drafter, DrafterState):
         cache = context.cache
         assert cache is not None
         prefix, device = cache.length, self.parts.target.device
-        chain = root(context.token[-1], device).token
+        chain = torch.tensor(context.token[-1:], device=device)
         q: list[torch.Tensor] = []
         while len(q) < min(self.depth, context.room):
             position = torch.tensor([prefix + len(q)], device=device)
@@ -254,5 +253,4 @@ class LayerSkip(Drafter, DrafterState):
             if float(logits.float().softmax(-1)[0, token]) < self.stop:
                 break
         cache.keep(prefix, [])
-        tree = DraftTree(chain, torch.arange(-1, len(q), device=device))
-        return Proposal(tree, torch.cat([*q, torch.zeros_like(q[-1])]) if q else None)
+        return sampled_chain(chain, q)

@@ -17,46 +17,12 @@ from torch import Tensor
 
 from heads.common.ranges import Number
 from inference.drafters import runner
-from inference.drafters.assistant import Assistant
-from inference.protocol import WARM, Commit, Context, Drafter, DrafterState, Proposal
+from inference.drafters.assistant import Assistant, Chain, Outcome
+from inference.protocol import WARM, Commit, Context, Drafter, DrafterState, Proposal, sampled_chain
 from inference.target.target import Target
-from inference.verification.rng import Rng
-from inference.verification.sample import Sampling, distribution, penalize
-from inference.verification.tree import DraftTree, root
+from inference.verification.tree import root
 
 WORKERS = ThreadPoolExecutor(thread_name_prefix="mirror")
-
-Outcome = tuple[int, ...]  # what a verification commits: the accepted tokens, then the target's own
-
-
-class Chain:
-    """One chain of drafted tokens with the probs q they were sampled from, and the assistant's node under each."""
-
-    def __init__(self, logits: Float[Tensor, "1 V"], above: int, depth: int, rng: Rng, sampling: Sampling) -> None:
-        self.depth, self.rng, self.sampling = depth, rng, sampling
-        self.answers = [logits]  # to the text, and to each drafted token that was run
-        self.above = above
-        self.token: list[int] = []
-        self.q: list[Tensor] = []
-        self.nodes: list[int] = []
-        self.seen: Tensor | None = None  # the tokens in the text, where a penalty asks for them
-
-    def sample(self, end: frozenset[int]) -> bool:
-        """Sample one more token; whether another may follow it."""
-        logits = self.answers[-1]
-        if self.seen is not None:
-            logits = penalize(logits, self.seen, self.sampling)
-        self.q.append(distribution(logits, self.sampling))
-        self.token.append(int(self.rng.distinct(self.q[-1], 1, len(self.q))))
-        if self.seen is not None:
-            self.seen[:, self.token[-1]] = True
-        return len(self.token) < self.depth and self.token[-1] not in end
-
-    def reached(self, node: int, answer: Float[Tensor, "1 V"]) -> None:
-        """Take in the assistant's answer to the last token."""
-        self.nodes.append(node)
-        self.above = node
-        self.answers.append(answer)
 
 
 class Mirror(Drafter):
@@ -167,9 +133,7 @@ class MirrorState(DrafterState):
         self.outcome, self.chains = None, {}
         if self.config.outcomes:
             self.work = WORKERS.submit(self._ahead, chain, context._replace(token=context.token.copy()))
-        token = torch.tensor([context.token[-1], *chain.token], device=device)
-        q = torch.cat([*chain.q, torch.zeros_like(chain.q[-1])]).to(device)
-        return Proposal(DraftTree(token, torch.arange(-1, len(chain.token), device=device)), q)
+        return sampled_chain(torch.tensor([context.token[-1], *chain.token], device=device), chain.q)
 
     def _depth(self, context: Context, committed: int) -> int:
         """Return how long the chain may be that is drafted after `committed` more tokens."""
@@ -179,11 +143,7 @@ class MirrorState(DrafterState):
     def _chain(self, logits: Float[Tensor, "1 V"], above: int, depth: int, context: Context, outcome: Outcome) -> Chain:
         """Begin a chain after the context and an outcome; its randomness belongs to the position where it begins."""
         rng = context.rng.at(len(context.token) + len(outcome), logits.device)
-        chain = Chain(logits, above, depth, rng, context.sampling)
-        if context.sampling.repetition_penalty != 1:
-            chain.seen = torch.zeros_like(logits, dtype=torch.bool)
-            chain.seen[:, [*context.token, *outcome]] = True
-        return chain
+        return Chain(logits, above, depth, rng, context, outcome)
 
     def _draft(self, chains: dict[Outcome, Chain], possible: Callable[[Outcome], bool]) -> None:
         """Draft the chains of possible outcomes to their ends, level by level."""
@@ -193,31 +153,24 @@ class MirrorState(DrafterState):
             if not running:
                 return
             tokens = [chain.token[-1] for chain in running.values()]
-            nodes, answers = self._run(tokens, [chain.above for chain in running.values()])
-            for chain, node, answer in zip(running.values(), nodes, answers.split(1), strict=True):
-                chain.reached(node, answer)
-
-    def _run(self, token: list[int], above: list[int]) -> tuple[list[int], Float[Tensor, "N V"]]:
-        """Run tokens under nodes; return their own nodes and the assistant's answers, on its device."""
-        number = self.vocabulary.to_assistant(torch.tensor(token, device=self.runner.model.device))
-        logits = self.vocabulary.to_target(self.runner.branch(number, above))
-        return self.runner.level, logits
+            ran = self.assistant.run(tokens, [chain.above for chain in running.values()])
+            for chain, reached in zip(running.values(), ran, strict=True):
+                chain.reached(*reached)
 
     @torch.inference_mode()
     def _ahead(self, chain: Chain, context: Context) -> None:
         """Draft after the most probable outcomes of verifying the chain, while they are not known to be wrong."""
         if len(chain.nodes) < len(chain.token):
-            nodes, answer = self._run(chain.token[-1:], [chain.above])
-            chain.reached(nodes[0], answer)
+            chain.reached(*self.assistant.run(chain.token[-1:], [chain.above])[0])
         keys = [key for key in self._outcomes(chain) if self._possible(key) and self._depth(context, len(key)) > 0]
         if not keys:
             return
         above = [[runner.ROOT, *chain.nodes][len(key) - 1] for key in keys]
-        nodes, answers = self._run([key[-1] for key in keys], above)
-        self.beneath = dict(zip(keys, nodes, strict=True))
+        ran = dict(zip(keys, self.assistant.run([key[-1] for key in keys], above), strict=True))
+        self.beneath = {key: node for key, (node, _) in ran.items()}
         self.chains = {
             key: self._chain(answer, node, self._depth(context, len(key)), context, key)
-            for key, node, answer in zip(keys, nodes, answers.split(1), strict=True)
+            for key, (node, answer) in ran.items()
         }
         self._draft(self.chains, self._possible)
 

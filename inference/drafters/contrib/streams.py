@@ -64,8 +64,7 @@ class Streams(nn.Module):
     def __init__(self, config: Config, target: Target) -> None:
         super().__init__()
         self.config = config
-        if not target.takes_trees:
-            raise ValueError(f"{target.name}: {target.objection}, so no stream can ride along")
+        target.check_masks("so no stream can ride along")
         count = len(target.decoder_layers)
         first = count - (count if config.layers is None else config.layers)
         if first < 0:
