@@ -17,6 +17,7 @@ from inference.verification.sample import Sampling
 from inference.verification.tree import DraftTree, LookAhead, chain
 
 NONE, WARM, COLD = "none", "warm", "cold"  # how a source meets a sequence: see `Drafter.memory`
+GREEDY_SHARPNESS = 2.0  # chosen by benchmarks/ranking.py (docs/engine.md)
 
 
 class Context(NamedTuple):
@@ -109,6 +110,7 @@ class Roots(Protocol):
     noisy: bool  # whether tokens are ranked under coupled noise
     sampling: Sampling | None = None  # how all sequences are sampled, if they are alike
     samples: Samples | None = None  # what the children of a fixed shape are sampled by, where they are
+    sharpness: float | Float[Tensor, "B 1 1"] = 1.0  # of `sharpness_of`, one for all or each sequence's
 
     def penalized(self, logits: Float[Tensor, "B N W"], seen: Bool[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
         """Return logits with those of seen tokens pulled down."""
@@ -117,6 +119,15 @@ class Roots(Protocol):
     def raced(self, logits: Float[Tensor, "B N V"], depth: int) -> Float[Tensor, "B N V"]:
         """Return what a level's tokens are ranked by under the noise of the positions `depth` below the roots."""
         ...
+
+
+def sharpness_of(sampling: Sampling) -> float:
+    """Return what draft logits are multiplied by before nodes of different parents are compared.
+
+    Greedy decoding accepts the target's best token whatever its probability: a draft's best guess is then right more
+    often than its own probability says, which is trained to be the target's.
+    """
+    return GREEDY_SHARPNESS if sampling.temperature == 0 else 1.0
 
 
 @runtime_checkable

@@ -21,7 +21,7 @@ from heads.modules.top_k import argmax
 from inference.graphs import Graphs, Stage, compiled
 from inference.laps import Laps
 from inference.limits import check_size
-from inference.protocol import DraftBatch, Roots
+from inference.protocol import DraftBatch, Roots, sharpness_of
 from inference.session import Session, Settings, Step
 from inference.target.cache import BatchCache, roomy
 from inference.target.model import TargetOutput
@@ -63,6 +63,7 @@ class SlotRoots(Roots):
     def __init__(self, slots: Slots, settings: Settings, noise: Float[Tensor, "B P V"] | None) -> None:
         self.token, self.sampling, self.noise = slots.root[:, None], settings.sampling, noise
         self.seen = slots.seen[:, None] if slots.seen.shape[1] else None
+        self.sharpness = sharpness_of(settings.sampling)
         random = settings.sampling.temperature > 0
         self.noisy = random and settings.rule == verify.COUPLED
         if random and not self.noisy:

@@ -27,7 +27,7 @@ from heads.base import DraftVocabulary, Level, Nodes
 from heads.modules.vocab import scatter_logits
 from heads.rows import of_parents
 from inference.limits import check_size
-from inference.protocol import Context, Proposal, Roots, SampledShape
+from inference.protocol import Context, Proposal, Roots, SampledShape, sharpness_of
 from inference.target.target import Target
 from inference.tree_config import CONFIDENT, TreeConfig, expanded, most_nodes
 from inference.verification import tree as trees
@@ -67,6 +67,8 @@ class ContextRoots(Roots):
         self.contexts = contexts
         self.token = torch.tensor([context.token[-1:] for context in contexts], device=device)
         self.noisy = any(c.sampling.temperature > 0 and isinstance(c.rng, Coupled) for c in contexts)
+        sharp = [sharpness_of(context.sampling) for context in contexts]
+        self.sharpness = sharp[0] if len(set(sharp)) == 1 else torch.tensor(sharp, device=device)[:, None, None]
         self.seen = None
         if any(context.sampling.repetition_penalty != 1 for context in contexts):
             self.seen = torch.zeros(len(contexts), 1, vocab_size, dtype=torch.bool, device=device)
@@ -117,6 +119,10 @@ class Growth:
     def scores(self) -> Float[Tensor, "B N W"]:
         """Return what the level's tokens are ranked by: their logits, or the probs with their noise if coupled."""
         return self.roots.raced(self.logits(), self.depth + 1) if self.roots.noisy else self.logits()
+
+    def log_probs(self) -> Float[Tensor, "B N W"]:
+        """Return the log-probs by which nodes of different parents are compared."""
+        return (self.scores().float() * self.roots.sharpness).log_softmax(-1)
 
     def tokens(self, index: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
         """Return the tokens at indices of `logits`."""
@@ -377,7 +383,7 @@ def _dynamic(growth: Growth, config: TreeConfig, depth: int) -> list[Float[Tenso
     score = torch.zeros(growth.nodes.shape, device=growth.nodes.device)
     scores = [score]
     for step in range(depth):
-        log_probs = growth.scores().float().log_softmax(-1)
+        log_probs = growth.log_probs()
         best = log_probs.topk(min(config.top_k, log_probs.shape[-1]))
         reached = (score[..., None] + best.values).flatten(1)
         token = growth.tokens(best.indices).flatten(1)
@@ -404,7 +410,7 @@ def _best_first(growth: Growth, config: TreeConfig, depth: int, waits: bool) -> 
     scores = [score]
     best = score[:, :0]  # the nodes - 1 best scores so far
     for step in range(depth):
-        log_probs = growth.scores().float().log_softmax(-1)
+        log_probs = growth.log_probs()
         width = min(config.nodes, log_probs.shape[-1])
         top = log_probs.topk(width)
         reached, pick = (score[..., None] + top.values).flatten(1).topk(min(config.nodes, score.shape[1] * width))
