@@ -54,8 +54,8 @@ BUGS = [
     ),
     Bug(
         "heads/modules/autoregressive.py",
-        "position = (last + depth)[:, None]",
-        "position = (last + depth - 1)[:, None]",
+        "position = (last + nodes.depth)[:, None]",
+        "position = (last + nodes.depth - 1)[:, None]",
         ["tests/heads/test_heads.py"],
     ),
     Bug(
@@ -83,7 +83,7 @@ BUGS = [
         ["tests/heads/test_plain_heads.py", "tests/heads/test_export.py", "tests/heads/test_published.py"],
     ),
     Bug(
-        "inference/verification/rules.py",
+        "inference/verification/sample.py",
         "return torch.where(total > 0, left / total, target)",
         "return torch.where(total > 0, left, target)",
         ["tests/inference/test_enumeration.py", "tests/inference/test_verify.py"],

@@ -51,7 +51,9 @@ def resolve_init(
     if init != AUTO or not isinstance(config, OF_LAST_LAYER):
         return config, None if init == AUTO else init
     if isinstance(target, EmbeddingsOnly):
-        assert not isinstance(config, Mtp.Config)
+        log.warning(
+            "a note: the head starts with random weights; init=last_layer loads the target and starts as its last layer"
+        )
         return config, None
     try:
         head = like_target(config, target)
@@ -184,7 +186,7 @@ class Seen(NamedTuple):
 
 
 def solved(
-    head: Any, target: Any, batches: Batches, linear: nn.Linear, wanted: Callable[[Seen], Float[Tensor, "n O"]]
+    head: Any, target: Any, batches: Batches, linear: nn.Linear, labels_of: Callable[[Seen], Float[Tensor, "n O"]]
 ) -> Float[Tensor, "O I"]:
     """Return the weight of a linear layer of the head that gives what is wanted with the least squared error.
 
@@ -208,7 +210,7 @@ def solved(
             follows = functional.pad((document[:, 1:] == document[:, :-1]) & (document[:, 1:] >= 0), (0, 1))
             raw, ahead = hidden[:, :, -1][follows], hidden.roll(-1, 1)[follows]
             seen = Seen(last[follows], raw, ahead[:, -2], ahead[:, -1], given["state"][follows])
-            inputs, labels = given["input"][follows].double(), wanted(seen).double()
+            inputs, labels = given["input"][follows].double(), labels_of(seen).double()
             gram += inputs.T @ inputs
             moments = moments + inputs.T @ labels
     finally:

@@ -233,7 +233,7 @@ def _named(name: str, record: Readable, read: Callable[[Readable, str], Iterable
         yield from read(record, turns)
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"workload {name}, prompt {record.id}: holds half a surrogate pair, which is no text; remove it"
+            f"workload {name}, prompt {record.id}: it holds half a surrogate pair, which is no text; remove it"
         ) from error
     except RenderError as error:
         raise ValueError(f"workload {name}, prompt {record.id}: {error}; fix or remove the record") from error

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from heads.base import Features
+from heads.base import Features, NewRows
 from heads.modules.kv_cache import KVCache
 from inference.drafters import policy
 from inference.drafters.head import BatchedState, HeadDrafter
@@ -105,7 +105,7 @@ def step_of(target: Target, drafter: HeadDrafter, size: int) -> DeviceStep:
     if batch.head.keeps_rows:
         batch.cache = KVCache(size, getattr(batch.head.config, "length", None), target.device)
     batch.hold(PROMPT)  # the rows of a prompt are not a step's, and need not run here
-    _, batch.buffers = batch.head.extend(batch.cache, Features(token, hidden, last, token), token)
+    _, batch.buffers = batch.head.extend(batch.cache, NewRows(Features(token, hidden, last, token), token))
     for _ in range(size):
         cache.enter()
         batch.states.append(BatchedState(batch))

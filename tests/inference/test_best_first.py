@@ -8,7 +8,7 @@ import torch
 
 from heads.base import Level, Nodes
 from inference.drafters.policy import TreeConfig, candidates, grow
-from inference.protocol import Context
+from inference.protocol import GREEDY_SHARPNESS, Context
 from inference.verification import tree as trees
 from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY, Sampling
@@ -37,7 +37,8 @@ class TableHead:
         return Level(self.table[nodes.depth, nodes.token], torch.zeros(*nodes.token.shape, 1))
 
     def law(self, path: tuple[int, ...]) -> list[float]:
-        return self.table[len(path) - 1, path[-1]].log_softmax(-1).tolist()
+        """Return the children's log-probs as greedy decoding compares them."""
+        return (GREEDY_SHARPNESS * self.table[len(path) - 1, path[-1]]).log_softmax(-1).tolist()
 
 
 def searched(head: TableHead, root: int, depth: int, nodes: int) -> set[tuple[int, ...]]:

@@ -24,7 +24,7 @@ from inference.verification.sample import GREEDY
 from tests import families, toys
 from tests.serving.conftest import command
 from tests.serving.engines import asked
-from train.start import mtp_from_target
+from train.start import from_target
 
 pytestmark = pytest.mark.serving
 WIDE = toys.SIZES | {"hidden_size": 128, "head_dim": 32, "initializer_range": 0.2}
@@ -68,7 +68,7 @@ def target_of(folder: Path, architecture: str) -> Target:
 def head_of(target: Target, architecture: str) -> Any:
     """Return a head that starts as the target's last layer."""
     options = {"layer": "target", "raw_state": architecture == "MiMoForCausalLM"}
-    return mtp_from_target(Mtp.Config(name="mtp", **toys.HEAD_CONFIGS["mtp"] | options), "last_layer", target)
+    return from_target(Mtp.Config(name="mtp", **toys.HEAD_CONFIGS["mtp"] | options), "last_layer", target)
 
 
 def train(head: Any, target: Target, texts: list[list[int]], depths: int) -> None:

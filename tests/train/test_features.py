@@ -27,7 +27,7 @@ from train.run import train
 Train = Callable[..., dict[int, float]]
 HEADS = {
     # By AdamW: Muon's matrix steps, in bf16, enlarge what differs by a rounding.
-    "eagle3": ["head=eagle3", "head.feature_layers=[0,1,2]", "trainer.optimizer=adamw", "trainer.lr=3e-3"],
+    "eagle3": ["head=eagle3", "head.feature_layers=[0,1,2]", "init=null", "trainer.optimizer=adamw", "trainer.lr=3e-3"],
     "medusa": ["head=medusa"],
 }
 OFF = ["trainer.eval_prompts=0", "eval.prompts=0"]
