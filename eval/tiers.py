@@ -138,8 +138,8 @@ def forced(
             is_sampled = material.temperature > 0 and tree.kind in SAMPLED
             if is_sampled and tree.kind != "chain":
                 continue
-            sampling = config.sampling(material.temperature) if is_sampled else None
-            statistics, counts = _along(target, drafter.head, tree, material.texts, sampling)
+            sampling = config.sampling(material.temperature)
+            statistics, counts = _along(target, drafter.head, tree, material.texts, sampling, draws=is_sampled)
             rule = "token" if is_sampled else "greedy" if material.temperature == 0 else "point_mass"
             workload = material.workload
             measurement = workload.measurement(material.temperature, 1, config.seed, tier=TEACHER_FORCED)
@@ -180,14 +180,14 @@ def heads_of(drafters: Mapping[str, Drafter]) -> dict[str, HeadDrafter]:
 
 
 def _along(
-    target: Target, head: Any, tree: TreeConfig, texts: Sequence[Text], sampling: Sampling | None
+    target: Target, head: Any, tree: TreeConfig, texts: Sequence[Text], sampling: Sampling, *, draws: bool
 ) -> tuple[dict[str, Any], list[Passes]]:
-    """Return a head's statistics along texts and the counts of each: with `sampling`, those expected of chains."""
+    """Return a head's statistics along texts and the counts of each: if it `draws`, those expected of chains."""
     depth = min(head.max_depth, tree.deepest)
     grown = [tree] if tree.kind in CONFIDENT else []
-    records = [record(target, head, text, grown, depth) for text in texts]
+    records = [record(target, head, text, grown, depth, sampling=sampling) for text in texts]
     ranked = table(records, depth)
-    if sampling is not None:
+    if draws:
         overlaps = [overlap(target, head, text, sampling, depth) for text in texts]
         return ranked | sampled_table(overlaps), [expected(common, depth) for common in overlaps]
     return ranked, [passes_along(head_record, tree) for head_record in records]

@@ -74,7 +74,7 @@ from train.planning.plan import SHARE, plan, plan_inputs, rated, resolved, sized
 from train.planning.shapes import begin_shape
 from train.planning.table import table
 from train.rollouts import Rollouts
-from train.start import STARTS, first_head, fit_start, resolve_init
+from train.start import AUTO, STARTS, first_head, fit_start, resolve_init
 from train.step import Loss, Stepper
 from train.tracking import sweep
 from train.tracking.trackers import conclude
@@ -218,7 +218,9 @@ def train_head(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> RunCo
     target = load_target(run.model, str(accelerator.device), whole=reads_target(run))
     if isinstance(target, Target):
         run = replace(run, tree=verifiable(target, run.tree))
-    config, init = resolve_init(run.init, run.head, target)
+    goes_on = run.resume and bool(format.checkpoints(Path(run.out) / "checkpoints"))
+    asked = resume.first_init(Path(run.out)) if goes_on and run.init == AUTO else run.init
+    config, init = resolve_init(asked, run.head, target)
     head: Any = first_head(config, init, target).to(accelerator.device)
     run = with_micro_tokens(replace(run, head=head.config, init=init))
     for module in head.modules():
@@ -231,7 +233,8 @@ def train_head(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> RunCo
     if run.init in STARTS:  # else the vocabulary is chosen already
         prune(head, token_counts(data.samples, target.embeddings.vocab_size))
     batches = batches_for(run, packed, accelerator)
-    fit_start(head, run.init, target, batches)
+    if not goes_on:
+        fit_start(head, run.init, target, batches)
     adapt.adapt(head, run.peft)
     source = source_for(run.features, run.objective, target, head, batches)
 

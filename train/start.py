@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from data.batches import Batches
 from heads import HEADS
-from heads.base import HeadConfig
+from heads.base import HeadConfig, to_device
 from heads.eagle3 import Eagle3
 from heads.formats.hub import load_found, resolve_head, sibling_spec
 from heads.formats.mtp_layouts import BLOCK
@@ -33,10 +33,11 @@ log = logging.getLogger(__name__)
 AUTO, LAST_LAYER, CHECKPOINT = "auto", "last_layer", "checkpoint"  # values of `init` besides a head
 STARTS = (None, AUTO, LAST_LAYER, CHECKPOINT)
 OF_LAST_LAYER = (Mtp.Config, Eagle3.Config)  # of heads that may start as the target's last layer
+SILU = ("silu", "swish")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 # What of that layer reads states that EAGLE-3 does not have.
 REFITTED = ("block.input_layernorm.weight", *(f"block.self_attn.{name}.weight" for name in PROJECTIONS))
-TOKENS_AN_INPUT, RIDGE = 16, 1e-3  # of `solved`; the ridge as a share of the inputs' mean square
+TOKENS_PER_INPUT, RIDGE = 16, 1e-3  # of `solved`; the ridge as a share of the inputs' mean square
 
 
 def resolve_init(
@@ -57,7 +58,7 @@ def resolve_init(
         return config, None
     try:
         head = like_target(config, target)
-        odd = mismatch(_layer(head), last_layer(config, target), target)
+        odd = objection(head, target)
         if odd is None or isinstance(config, Mtp.Config):
             config = head.config
     except ValueError as error:  # rotary positions of a kind that heads do not have
@@ -132,9 +133,9 @@ def from_target(config: HeadConfig, init: str, target: Target) -> nn.Module:
         start: dict[str, Tensor] = {name.replace(BLOCK, _block(config)): value for name, value in loaded.items()}
     else:
         start = last_layer(config, target)
-    odd = mismatch(_layer(head), start, target)
+    odd = mismatch(head, start, target) if init == CHECKPOINT else objection(head, target)
     if odd is not None:
-        raise ValueError(f"init={init}: {odd}, or give init=null for a new one")
+        raise ValueError(f"init={init}: {odd}; init=null makes a new one")
     weights = head.state_dict()
     if isinstance(head, Eagle3):
         start = {name.replace("block.", "first."): value for name, value in start.items() if name not in REFITTED}
@@ -149,8 +150,8 @@ def from_target(config: HeadConfig, init: str, target: Target) -> nn.Module:
 def fit_start(head: nn.Module, init: str | None, target: Any, batches: Batches) -> None:
     """Fit what a head that starts as the target's last layer has in place of what that layer reads.
 
-    That is the state below it one position on, which a draft cannot know: least squares over rows of the first steps
-    guess it from what the head has, the token there and the states before. A target of one layer has none below.
+    The layer reads the state below it one position on, which a draft cannot know: least squares over rows of the first
+    steps guess it from what the head has, the token there and the states before. A target of one layer has none below.
 
     An MTP module has one projection for it. EAGLE-3's attention reads what it has through queries, keys and values
     alone, so that the guess goes into these; its fused features first become the target's last state, as the states are
@@ -176,7 +177,7 @@ def fit_start(head: nn.Module, init: str | None, target: Any, batches: Batches) 
 
 
 class Seen(NamedTuple):
-    """What a row of a head that is fitted is compared with."""
+    """What the target and the head have computed for n rows; the head is fitted to some of it."""
 
     last: Float[Tensor, "n D"]  # the target's last state, after its final norm
     raw: Float[Tensor, "n D"]  # and before
@@ -201,22 +202,23 @@ def solved(
     top = (layers - 2, layers - 1)
     gram = weight.new_zeros(linear.in_features, linear.in_features, dtype=torch.float64)
     moments: Any = 0
-    steps = math.ceil(TOKENS_AN_INPUT * len(gram) / (batches.rows_per_step * packed.token.shape[1]))
+    steps = math.ceil(TOKENS_PER_INPUT * len(gram) / (batches.rows_per_step * packed.token.shape[1]))
     try:
         for row in torch.cat([batches.rows(step) for step in range(steps)]).split(batches.micro_rows):
-            features = target.features(packed.token[row], packed.document[row], (*head.feature_layers, *top))
+            rows = (to_device(field[row].long(), target.device) for field in (packed.token, packed.document))
+            features = target.own_features(*rows, (*head.feature_layers, *top))
             hidden, last, document = features.hidden.to(weight), features.last.to(weight), features.document
             head.unroll(features._replace(hidden=hidden[:, :, : -len(top)], last=last), 1)
             follows = functional.pad((document[:, 1:] == document[:, :-1]) & (document[:, 1:] >= 0), (0, 1))
-            raw, ahead = hidden[:, :, -1][follows], hidden.roll(-1, 1)[follows]
+            raw, ahead = hidden[:, :, -1][follows], hidden[:, :, -len(top) :].roll(-1, 1)[follows]
             seen = Seen(last[follows], raw, ahead[:, -2], ahead[:, -1], given["state"][follows])
-            inputs, labels = given["input"][follows].double(), labels_of(seen).double()
+            inputs, labels = given["input"][follows], labels_of(seen)
             gram += inputs.T @ inputs
-            moments = moments + inputs.T @ labels
+            moments = moments + (inputs.T @ labels).double()
     finally:
         for hook in hooks:
             hook.remove()
-    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
+    gram.diagonal().add_(RIDGE * gram.diagonal().mean() + torch.finfo(torch.float32).tiny)
     return torch.linalg.solve(gram, moments).T.to(weight)
 
 
@@ -236,7 +238,8 @@ def last_layer(config: Any, target: Target) -> dict[str, Tensor]:
     values = [*whole(layer), *((name, value) for name, value in layer.named_buffers() if name in buffers)]
     start = {_block(config) + name: value for name, value in values}
     norm = getattr(target.base, "norm", None)
-    return start | ({"norm.weight": dict(whole(norm))["weight"]} if norm is not None else {})
+    final = {} if norm is None else {f"norm.{name}": value for name, value in whole(norm)}
+    return start | {name: value for name, value in final.items() if name == "norm.weight"}
 
 
 def _block(config: Any) -> str:
@@ -254,14 +257,30 @@ def _layer(head: Any) -> dict[str, Tensor]:
     return {name: value[:, width:] if name in REFITTED[1:] else value for name, value in (wide | further).items()}
 
 
-def mismatch(layer: dict[str, Tensor], start: dict[str, Tensor], target: Target) -> str | None:
-    """Return how a layer's parameters differ from the head's and what would make them alike, or None."""
+def objection(head: Any, target: Target) -> str | None:
+    """Return why a head cannot start as the target's last layer, or None."""
+    if target.quantized is not None:
+        return f"the weights of {target.name} are quantised"
+    if isinstance(head, Eagle3) and target.embeddings.num_layers < 2:
+        return f"{target.name} has one layer"
+    act = getattr(target.config, "hidden_act", None) or "silu"
+    if act not in SILU and _block(head.config) != BLOCK:
+        return f"the activation of {target.name} is {act}, and the head's silu"
+    return mismatch(head, last_layer(head.config, target), target)
+
+
+def mismatch(head: Any, start: dict[str, Tensor], target: Target) -> str | None:
+    """Return how a layer's parameters differ from the head's, and for an MTP module what makes them alike, or None."""
+    layer = _layer(head)
     odd = sorted(layer.keys() ^ {name for name in start if name.startswith("block.")})
     odd += [name for name in layer.keys() & start.keys() if start[name].shape != layer[name].shape]
     if not odd:
         return None
-    alike = "perhaps head.layer=target, of head=mtp,"
+    name = odd[0].removeprefix("block.")
+    different = f"a layer of {target.name} is not built like the head's ({name})"
+    if isinstance(head, Eagle3):
+        return different
+    alike = "perhaps head.layer=target"
     if re.search(r"self_attn\.[qk]_norm\.", odd[0]):
         alike = f"head.qk_norm={'true' if odd[0] in start else 'false'}"
-    name = odd[0].removeprefix("block.")
-    return f"a layer of {target.name} is not built like the head's ({name}); {alike} makes them alike"
+    return f"{different}; {alike} makes them alike"

@@ -185,7 +185,7 @@ class Server:
 
     def refuse_drafts(self) -> None:
         """Refuse a baseline that counts drafts: it speculates."""
-        counters = self.counters()
+        counters = self.reading()
         if counters is not None and counters.drafts is not None:
             raise ValueError(self._speculates())
 

@@ -54,12 +54,20 @@ class Record:
 
 @torch.inference_mode()
 def record(
-    target: Target, head: Any, text: Text, largest: Sequence[TreeConfig], depth: int, *, steps_alone: bool = False
+    target: Target,
+    head: Any,
+    text: Text,
+    largest: Sequence[TreeConfig],
+    depth: int,
+    *,
+    sampling: Sampling = GREEDY,
+    steps_alone: bool = False,
 ) -> Record:
     """Run a text that the target wrote through target and head once, ranking `depth` depths.
 
     `largest` are the trees to grow at every token, each with the greatest depth and budget of its kind; none where only
-    fixed shapes are replayed. With `steps_alone` there is one, and it is grown only where its steps begin.
+    fixed shapes are replayed; they grow as under `sampling` without noise. With `steps_alone` there is one, and it is
+    grown only where its steps begin.
     """
     token = torch.tensor(text.token, device=target.device)
     features = target.features(token[None], torch.zeros_like(token)[None], head.feature_layers)
@@ -75,7 +83,7 @@ def record(
         output = TargetOutput(features.hidden[:, done:root], features.last[:, done:root], None)
         drafting.update(Commit(token[done + 1 : root + 1], output, None))
         done = root
-        context = Context(text.token[: root + 1], GREEDY, Generator(0, target.device), depth)
+        context = Context(text.token[: root + 1], sampling, Generator(0, target.device), depth)
         for tree in largest:
             assert drafting.level is not None
             tokens = text.token[root + 1 : root + 1 + depth]

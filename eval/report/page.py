@@ -72,10 +72,8 @@ def headlines(report: Record) -> list[dict[str, Any]]:
 
 
 def _headline(result: Result) -> dict[str, Any]:
-    row, failed = (
-        result.row,
-        result.failed,
-    )  # under a rate of requests its speedup is no ratio of speeds; without a clock it has no speed
+    row, failed = result.row, result.failed
+    # Under a rate of requests its speedup is no ratio of speeds; without a clock it has no speed.
     unit = f"times {OVER}" if row.get("request_rate") is None else "the baseline's mean latency over its own"
     speed = "" if row["tokens_per_second"] is None else f"{shown(row['tokens_per_second'], 1)} tok/s "
     return {

@@ -23,7 +23,7 @@ QUIET, ALARM, EARLY = 0, 1, 3  # exit statuses
 
 
 class Player:
-    """A head that is played along the answers of a log's records, under its tree, without decoding.
+    """A head that is played along the answers of a log's records, under its tree as greedy decoding grows it.
 
     Target and head are loaded with the first record that does not count its own passes.
     """

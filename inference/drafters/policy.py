@@ -361,7 +361,7 @@ def candidates(
 ) -> tuple[DraftTree, Float[Tensor, "N"]]:
     """Return all that a dynamic or best_first tree drafts before it is cut to its budget, with the scores it is cut by.
 
-    The scores are the nodes' cumulative log-probabilities, 0 at the root.
+    The scores are the nodes' cumulative log-probabilities as nodes are compared (`sharpness_of`), 0 at the root.
     """
     depth = min(context.room, head.max_depth)
     growth, scores = _confident(head, state, level, config, _roots(head, level, [context]), depth)

@@ -102,6 +102,28 @@ def test_what_a_larger_budget_drafts_holds_every_smaller_tree() -> None:
         assert sorted(cut.token.tolist()) == sorted(alone.token.tolist())
 
 
+@pytest.mark.parametrize("config", [TreeConfig("best_first", 5, 0, 12, [], []), TreeConfig("dynamic", 4, 3, 9, [], [])])
+def test_greedy_sequences_compare_nodes_under_sharpened_probabilities_and_sampled_ones_beside_them_do_not(
+    config: TreeConfig,
+) -> None:
+    """Alone and in one batch: a greedy sequence's tree is a sampled one's of a head twice as sure."""
+    sampled = Sampling(1.0, 0, 1.0)
+    once, twice = TableHead(2, 0.7), TableHead(2, 0.7 * GREEDY_SHARPNESS)
+    contexts = [
+        Context([root], how, Generator(0, torch.device("cpu")), 9) for root in (1, 2) for how in (GREEDY, sampled)
+    ]
+    level = Level(torch.cat([once.root(context.token[-1]).logits for context in contexts]), torch.zeros(4, 1, 1))
+    together = [proposal.tree.token.tolist() for proposal in grow(once, None, level, config, contexts)]
+    for context, batched in zip(contexts, together, strict=True):
+        root = context.token[-1]
+        alone = [
+            grow(head, None, head.root(root), config, [context._replace(sampling=sampling)])[0].tree.token.tolist()
+            for head, sampling in ((once, context.sampling), (twice if context.sampling == GREEDY else once, sampled))
+        ]
+        assert alone == [batched, batched]
+    assert together[0] != together[1]
+
+
 def test_a_budget_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"tree.nodes is 0"):
         TreeConfig("best_first", 3, 0, 0, [], [])

@@ -1,5 +1,6 @@
 """A run that starts from a head: a published one or our own, its numbers in place of those of `head`."""
 
+import copy
 import json
 import logging
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OlmoConfig, OPTConfig, OPTForCausalLM
 
 from data.batches import Batches, pack
 from data.text.masks import Sample
@@ -188,8 +189,56 @@ def test_an_eagle3_that_is_built_otherwise_starts_anew(
     with caplog.at_level(logging.WARNING):
         assert resolve_init(asked.init, asked.head, toys.target()) == (asked.head, None)
     assert "is not built like the head's" in caplog.text
-    with pytest.raises(ValueError, match="or give init=null for a new one"):
+    with pytest.raises(ValueError, match="init=null makes a new one"):
         first_head(asked.head, "last_layer", toys.target())
+
+
+def test_states_that_are_fed_back_as_they_come_are_fitted_so() -> None:
+    target = toys.target()
+    asked = run("head=eagle3", "head.feature_layers=[0,1,2]", "head.norm_output=false", "init=last_layer")
+    head = started(asked, target)
+    packed = pack([Sample(str(i), toys.prompt(i, 30), [1] * 30) for i in range(8)], 32)
+    fit_start(head, "last_layer", target, Batches(packed, 4, 2, 0, 0, 1))
+    given = target.features(packed.token, packed.document, (0, 1, 2))
+    raw = given.hidden[:, :, 2]
+    assert (head.begin(given) - raw).square().mean() < 0.2 * raw.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (LlamaConfig(**{**toys.SIZES, "num_hidden_layers": 1}), "one has one layer"),
+        (LlamaConfig(**toys.SIZES, hidden_act="gelu"), "the activation of one is gelu"),
+        (OlmoConfig(**{name: value for name, value in toys.SIZES.items() if name != "head_dim"}), "is not built like"),
+    ],
+)
+def test_a_layer_that_computes_otherwise_is_not_copied(
+    config: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = Target(AutoModelForCausalLM.from_config(config).eval(), toys.tokenizer(), name="one")
+    asked = run("head=eagle3", "head.feature_layers=[0]")
+    with caplog.at_level(logging.WARNING):
+        assert resolve_init(asked.init, asked.head, target) == (asked.head, None)
+    assert said in caplog.text
+
+
+def test_quantised_weights_are_not_copied() -> None:
+    target = copy.copy(toys.target())
+    target.quantized = "bnb_int8"
+    for head in ("mtp", "eagle3"):
+        asked = run(f"head={head}", *(["head.feature_layers=[0,1,2]"] if head == "eagle3" else []))
+        assert resolve_init(asked.init, asked.head, target)[1] is None
+        with pytest.raises(ValueError, match="the weights of llama are quantised; init=null makes a new one"):
+            first_head(asked.head, "last_layer", target)
+
+
+def test_a_run_that_began_anew_goes_on_anew(tmp_path: Path) -> None:
+    """As those did that began before heads started as the target's last layer."""
+    words = [*jobs.make(tmp_path), "head=eagle3", "head.feature_layers=[0,1,2]", f"out={tmp_path / 'run'}"]
+    jobs.finish(jobs.start([*words, "init=null", "trainer.steps=2", "trainer.save_every=2"]))
+    jobs.finish(jobs.start([*words, "resume=true", "trainer.steps=4"]))
+    written: Any = OmegaConf.load(tmp_path / "run" / "config.yaml")
+    assert (written.init, written.trainer.steps) == (None, 4)
 
 
 def test_other_starts_and_a_target_of_one_layer_fit_nothing() -> None:

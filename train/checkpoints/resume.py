@@ -77,6 +77,12 @@ def check(out: Path, now: dict[str, Any]) -> None:
         return
 
 
+def first_init(out: Path) -> str | None:
+    """Return what the head of a run began as, by its config.yaml."""
+    init: str | None = OmegaConf.select(OmegaConf.load(out / "config.yaml"), "init")
+    return init
+
+
 def differences(then: dict[str, Any], now: dict[str, Any]) -> str:
     """Return the settings that differ, as text with both values; one that the run did not know had its default.
 
