@@ -219,8 +219,8 @@ def train_head(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> RunCo
     if isinstance(target, Target):
         run = replace(run, tree=verifiable(target, run.tree))
     goes_on = run.resume and bool(format.checkpoints(Path(run.out) / "checkpoints"))
-    asked = resume.first_init(Path(run.out)) if goes_on and run.init == AUTO else run.init
-    config, init = resolve_init(asked, run.head, target)
+    first = resume.first_init(Path(run.out)) if goes_on and run.init == AUTO else run.init
+    config, init = resolve_init(first, run.head, target)
     head: Any = first_head(config, init, target).to(accelerator.device)
     run = with_micro_tokens(replace(run, head=head.config, init=init))
     for module in head.modules():
