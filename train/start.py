@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional
 
 from data.batches import Batches
@@ -37,7 +37,7 @@ SILU = ("silu", "swish")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 # What of that layer reads states that EAGLE-3 does not have.
 REFITTED = ("block.input_layernorm.weight", *(f"block.self_attn.{name}.weight" for name in PROJECTIONS))
-TOKENS_PER_INPUT, RIDGE = 16, 1e-3  # of `solved`; the ridge as a share of the inputs' mean square
+TOKENS_PER_INPUT, RIDGE = 64, 1e-2  # of `solved`; the ridge as a share of the inputs' mean square
 
 
 def resolve_init(
@@ -187,37 +187,38 @@ class Seen(NamedTuple):
 
 
 def solved(
-    head: Any, target: Any, batches: Batches, linear: nn.Linear, labels_of: Callable[[Seen], Float[Tensor, "n O"]]
-) -> Float[Tensor, "O I"]:
-    """Return the weight of a linear layer of the head that gives what is wanted with the least squared error.
+    head: Any, target: Any, batches: Batches, linear: nn.Linear, labels_of: Callable[[Seen], Float[Tensor, "n D"]]
+) -> Float[Tensor, "D I"]:
+    """Return the weight that maps a linear layer's inputs to labels with the least squared error.
 
-    Its inputs are those of depth 1. Every process takes the rows of all of them, so that all start alike.
+    Its inputs are those of depth 1. Each process takes its rows of the first steps, and all add up their sums.
     """
     given: dict[str, Tensor] = {}
     hooks = [
         module.register_forward_pre_hook(lambda _, args, name=name: given.update({name: args[0]}))
         for name, module in (("input", linear), ("state", head.norm))
     ]
-    packed, weight, layers = batches.packed, linear.weight, target.embeddings.num_layers
-    top = (layers - 2, layers - 1)
-    gram = weight.new_zeros(linear.in_features, linear.in_features, dtype=torch.float64)
-    moments: Any = 0
-    steps = math.ceil(TOKENS_PER_INPUT * len(gram) / (batches.rows_per_step * packed.token.shape[1]))
+    weight, count, width = linear.weight, linear.in_features, target.embeddings.hidden_size
+    top = (target.embeddings.num_layers - 2, target.embeddings.num_layers - 1)
+    sums: Any = weight.new_zeros(count, count + width, dtype=torch.float64)  # of inputs by inputs and labels
+    steps = math.ceil(TOKENS_PER_INPUT * count / (batches.rows_per_step * batches.packed.token.shape[1]))
     try:
-        for row in torch.cat([batches.rows(step) for step in range(steps)]).split(batches.micro_rows):
-            rows = (to_device(field[row].long(), target.device) for field in (packed.token, packed.document))
-            features = target.own_features(*rows, (*head.feature_layers, *top))
+        for batch in (batch for step in range(steps) for batch in batches(step)):
+            features = target.features(batch.token, batch.document, (*head.feature_layers, *top))
             hidden, last, document = features.hidden.to(weight), features.last.to(weight), features.document
             head.unroll(features._replace(hidden=hidden[:, :, : -len(top)], last=last), 1)
             follows = functional.pad((document[:, 1:] == document[:, :-1]) & (document[:, 1:] >= 0), (0, 1))
+            follows &= to_device(batch.index >= 0, follows.device)[:, None]  # no filler rows
             raw, ahead = hidden[:, :, -1][follows], hidden[:, :, -len(top) :].roll(-1, 1)[follows]
             seen = Seen(last[follows], raw, ahead[:, -2], ahead[:, -1], given["state"][follows])
-            inputs, labels = given["input"][follows], labels_of(seen)
-            gram += inputs.T @ inputs
-            moments = moments + (inputs.T @ labels).double()
+            inputs = given["input"][follows]
+            sums += inputs.T @ torch.cat([inputs, labels_of(seen)], 1)
     finally:
         for hook in hooks:
             hook.remove()
+    if distributed.is_initialized():
+        distributed.all_reduce(sums)
+    gram, moments = sums.split([count, width], 1)
     gram.diagonal().add_(RIDGE * gram.diagonal().mean() + torch.finfo(torch.float32).tiny)
     return torch.linalg.solve(gram, moments).T.to(weight)
 
