@@ -7,6 +7,7 @@
     sampled  a fixed number of children a depth, sampled without replacement; their probs q go on to verification.
     independent  the same with replacement, so that siblings may repeat (SpecInfer, arXiv 2305.09781).
 
+Nodes of different parents are compared by probabilities that greedy decoding sharpens (`sharpness_of`).
 At temperature 0 a sampled shape is filled by rank. Above it a chain is sampled: one sampled child with p/q verification
 is accepted more often than one greedy child. No shape depends on a sampled token: that would change q. With coupled
 noise (arXiv 2408.07978) every shape is filled by rank, of the logits with the noise of their position added.

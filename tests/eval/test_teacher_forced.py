@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from eval.inputs.texts import Text, write
+from eval.inputs.texts import Text, of_answer, write
 from eval.offline.teacher_forced import Record, ranks, reach, record, replay
 from eval.tuning.static_tree import acceptance
 from heads import HEADS
 from heads.base import Features
 from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
-from inference.drafters.policy import TreeConfig
-from inference.verification.sample import GREEDY
+from inference.drafters.policy import CONFIDENT, TreeConfig
+from inference.verification.sample import GREEDY, Sampling
 from inference.verification.tree import DraftTree, best_n
 from tests import drafting, toys
 
@@ -59,6 +59,25 @@ def test_a_replay_takes_the_steps_of_decoding(head: str, tree: TreeConfig) -> No
         assert sum(step.accepted + 1 for step in steps) == len(made.tokens) - 1
         accepted += sum(step.accepted for step in steps)
     assert accepted > 0 or tree.nodes == 1, "no draft was accepted: nothing was tested"
+
+
+@pytest.mark.parametrize(
+    "tree", [tree for tree in TRIED if tree.kind in CONFIDENT and tree.nodes > 1], ids=lambda t: t.label
+)
+def test_a_sampled_text_is_replayed_under_the_trees_that_it_was_sampled_with(tree: TreeConfig) -> None:
+    """They compare nodes by other probabilities than greedy decoding's."""
+    target, sampling = toys.target(), Sampling(1.0, 0, 1.0)
+    head, accepted, differ = toys.head("eagle", target), 0, False
+    for seed in range(3):
+        how = Settings(36, sampling, seed=seed, rule="point_mass")
+        made = speculate(target, HeadDrafter(head, tree, "eagle"), toys.prompt(seed), how)
+        text = of_answer(target, toys.prompt(seed), made.tokens, how)
+        mine, greedy = (record(target, head, text, LARGEST, DEPTH, sampling=each) for each in (sampling, GREEDY))
+        steps = [step.accepted for step in replay(mine, tree)]
+        assert steps == [step.accepted for step in made.steps]
+        accepted, differ = accepted + sum(steps), differ or mine.grown != greedy.grown
+    assert accepted > 0
+    assert differ, "the trees of greedy decoding would have done: nothing was tested"
 
 
 def test_a_text_that_ends_early_is_replayed_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
