@@ -32,12 +32,11 @@ from eval.measures.losslessness import FailedChecks, Gate, SampledGate
 from eval.measures.machine import device_facts, provenance
 from eval.measures.results import ENDPOINT, LIVE, REPLAY, TEACHER_FORCED
 from eval.measures.serving import CONFIG as SERVING
-from eval.proportion import in_proportion
 from eval.report.sections import compared, sentence
 from eval.report.side_by_side import folder_of, side_by_side
 from eval.report.text import terminal
 from eval.report.write import READ, Report
-from eval.sessions import Timed, along_texts, check_sources, timed_rows
+from eval.sessions import Timed, along_texts, check_sources, in_proportion, timed_rows
 from eval.tiers import recorded, replayed
 from eval.tune import tune
 from eval.tuning.estimate import TunePlan

@@ -25,7 +25,7 @@ PRODUCT = [file for file in SOURCES if file.relative_to(ROOT).parts[0] in PACKAG
 # Whole configurations are seen where they are composed; everything else takes the part that it needs.
 WHOLE = {
     "RunConfig": {"train/run.py", "train/config.py", "train/planning"},
-    "EvalConfig": {"eval/run.py", "eval/config.py", "eval/sessions.py", "eval/proportion.py"},
+    "EvalConfig": {"eval/run.py", "eval/config.py", "eval/sessions.py"},
 }
 YAMLS = sorted((ROOT / "conf").rglob("*.yaml"))
 SILENCERS = re.compile(r"noqa|type:\s*ignore|(mypy|ruff|pylint|pyright|isort):|pragma:")

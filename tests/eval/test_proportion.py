@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from eval import proportion
+from eval import sessions
 from eval.config import eval_config
-from eval.proportion import FLOOR, in_proportion
+from eval.sessions import FLOOR, in_proportion
 
 FULL = (16, 3, ["live", "teacher_forced"])
 
@@ -26,7 +26,7 @@ def test_what_does_not_fit_is_left_out(
     minutes: float, prompts: int, kept: tuple[int, int, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With answers of a second: of 16 prompts and 3 repeats 195 s, of 1 repeat 99, and other trees 156 s more."""
-    monkeypatch.setattr(proportion, "_answer_seconds", lambda *_: 1.0)
+    monkeypatch.setattr(sessions, "_answer_seconds", lambda *_: 1.0)
     workload, target = SimpleNamespace(prompts=[None] * prompts), SimpleNamespace()
     reduced = in_proportion(eval_config(run="outputs/x", minutes=minutes, prompts=64), target, [workload])
     config = reduced.config
@@ -42,7 +42,7 @@ def test_what_does_not_fit_is_left_out(
 def test_the_command_that_measures_all_of_it_is_whole(
     workload: str | list[str], word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proportion, "_answer_seconds", lambda *_: 1.0)
+    monkeypatch.setattr(sessions, "_answer_seconds", lambda *_: 1.0)
     words = {"run": "outputs/x", "compare": ["outputs/y"], "workload": workload, "minutes": 0.1}
     config = eval_config(**words, drafter={"head": {}, "suffix": {}})
     reduced = in_proportion(config, SimpleNamespace(), [SimpleNamespace(prompts=[None] * 16)])
