@@ -215,12 +215,13 @@ def train_head(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> RunCo
     if not accelerator.is_main_process:
         logging.disable(logging.WARNING)  # of what all of them load the first one warns
     set_seed(run.trainer.seed)
+    goes_on = run.resume and bool(format.checkpoints(Path(run.out) / "checkpoints"))
+    if goes_on and run.init == AUTO:
+        run = replace(run, init=resume.first_init(Path(run.out)))
     target = load_target(run.model, str(accelerator.device), whole=reads_target(run))
     if isinstance(target, Target):
         run = replace(run, tree=verifiable(target, run.tree))
-    goes_on = run.resume and bool(format.checkpoints(Path(run.out) / "checkpoints"))
-    first = resume.first_init(Path(run.out)) if goes_on and run.init == AUTO else run.init
-    config, init = resolve_init(first, run.head, target)
+    config, init = resolve_init(run.init, run.head, target)
     head: Any = first_head(config, init, target).to(accelerator.device)
     run = with_micro_tokens(replace(run, head=head.config, init=init))
     for module in head.modules():

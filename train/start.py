@@ -19,6 +19,7 @@ from heads.base import HeadConfig, to_device
 from heads.eagle3 import Eagle3
 from heads.formats.hub import load_found, resolve_head, sibling_spec
 from heads.formats.mtp_layouts import BLOCK
+from heads.formats.weights import outline
 from heads.modules.rope import scaling_of
 from heads.mtp import TARGET, Mtp
 from inference.drafters.mtp import load_mtp
@@ -35,8 +36,9 @@ STARTS = (None, AUTO, LAST_LAYER, CHECKPOINT)
 OF_LAST_LAYER = (Mtp.Config, Eagle3.Config)  # of heads that may start as the target's last layer
 SILU = ("silu", "swish")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-# What of that layer reads states that EAGLE-3 does not have.
-REFITTED = ("block.input_layernorm.weight", *(f"block.self_attn.{name}.weight" for name in PROJECTIONS))
+# What of that layer reads states that EAGLE-3 does not have: there a projection reads an embedding beside the state.
+WIDER = tuple(f"block.self_attn.{name}.weight" for name in PROJECTIONS)
+REFITTED = ("block.input_layernorm.weight", *WIDER)
 TOKENS_PER_INPUT, RIDGE = 64, 1e-2  # of `solved`; the ridge as a share of the inputs' mean square
 
 
@@ -57,10 +59,10 @@ def resolve_init(
         )
         return config, None
     try:
-        head = like_target(config, target)
-        odd = objection(head, target)
+        like = like_target(config, target)
+        odd = objection(like, target)
         if odd is None or isinstance(config, Mtp.Config):
-            config = head.config
+            config = like
     except ValueError as error:  # rotary positions of a kind that heads do not have
         odd = str(error)
     if odd is None:
@@ -126,16 +128,16 @@ def from_target(config: HeadConfig, init: str, target: Target) -> nn.Module:
     if not isinstance(config, Mtp.Config if init == CHECKPOINT else OF_LAST_LAYER):
         others = "" if init == CHECKPOINT else " and head=eagle3"
         raise ValueError(f"init={init} starts head=mtp{others} alone: give that head, or a folder for init")
-    head = like_target(config, target)
+    config = like_target(config, target)
     if init == CHECKPOINT:
-        assert isinstance(config, Mtp.Config)
         loaded = load_mtp(target, target.name).state_dict()
         start: dict[str, Tensor] = {name.replace(BLOCK, _block(config)): value for name, value in loaded.items()}
     else:
         start = last_layer(config, target)
-    odd = mismatch(head, start, target) if init == CHECKPOINT else objection(head, target)
+    odd = mismatch(config, start, target) if init == CHECKPOINT else objection(config, target)
     if odd is not None:
         raise ValueError(f"init={init}: {odd}; init=null makes a new one")
+    head: Any = HEADS[config.name](config, target.embeddings)
     weights = head.state_dict()
     if isinstance(head, Eagle3):
         start = {name.replace("block.", "first."): value for name, value in start.items() if name not in REFITTED}
@@ -224,12 +226,11 @@ def solved(
 
 
 def like_target(config: Any, target: Target) -> Any:
-    """Return a new head with the target's rotary positions and norm."""
+    """Return a head's configuration with the target's rotary positions and norm."""
     rope: dict[str, Any] = getattr(target.config, "rope_parameters", None) or vars(target.config)
     theta = float(rope.get("rope_theta", config.rope_theta))
     eps = float(getattr(target.config, "rms_norm_eps", config.norm_eps))
-    config = replace(config, rope_theta=theta, rope_scaling=scaling_of(rope), norm_eps=eps)
-    return HEADS[config.name](config, target.embeddings)
+    return replace(config, rope_theta=theta, rope_scaling=scaling_of(rope), norm_eps=eps)
 
 
 def last_layer(config: Any, target: Target) -> dict[str, Tensor]:
@@ -248,38 +249,40 @@ def _block(config: Any) -> str:
     return BLOCK if isinstance(config, Mtp.Config) and config.layer == TARGET else "block."
 
 
-def _layer(head: Any) -> dict[str, Tensor]:
-    """Return the parameters of a head's decoder layers as far as the target's last layer should have the like."""
-    if isinstance(head, Mtp):
-        return {name: value for name, value in head.state_dict().items() if name.startswith("block.")}
-    width = head.embeddings.hidden_size  # of the embedding beside the state, which the target does not read
-    wide = {f"block.{name}": value for name, value in head.first.state_dict().items() if name != "hidden_norm.weight"}
-    further = {f"block.layers.{name}": value for name, value in head.layers.state_dict().items()}
-    return {name: value[:, width:] if name in REFITTED[1:] else value for name, value in (wide | further).items()}
+def _layer(config: Any, target: Target) -> dict[str, Tensor]:
+    """Return a head's decoder layers, without values, as far as the target's last layer should have the like."""
+    outlined = outline(HEADS[config.name], config, target.embeddings, "")
+    if isinstance(config, Mtp.Config):
+        return {name: value for name, value in outlined.items() if name.startswith("block.")}
+    width = target.embeddings.hidden_size  # of the embedding, which the target's projections do not read
+    wide = {name.replace("first.", "block.", 1): value for name, value in outlined.items() if name.startswith("first.")}
+    del wide["block.hidden_norm.weight"]
+    further = {f"block.{name}": value for name, value in outlined.items() if name.startswith("layers.")}
+    return {name: value[:, width:] if name in WIDER else value for name, value in (wide | further).items()}
 
 
-def objection(head: Any, target: Target) -> str | None:
+def objection(config: Any, target: Target) -> str | None:
     """Return why a head cannot start as the target's last layer, or None."""
     if target.quantized is not None:
         return f"the weights of {target.name} are quantised"
-    if isinstance(head, Eagle3) and target.embeddings.num_layers < 2:
+    if isinstance(config, Eagle3.Config) and target.embeddings.num_layers < 2:
         return f"{target.name} has one layer"
     act = getattr(target.config, "hidden_act", None) or "silu"
-    if act not in SILU and _block(head.config) != BLOCK:
+    if act not in SILU and _block(config) != BLOCK:
         return f"the activation of {target.name} is {act}, and the head's silu"
-    return mismatch(head, last_layer(head.config, target), target)
+    return mismatch(config, last_layer(config, target), target)
 
 
-def mismatch(head: Any, start: dict[str, Tensor], target: Target) -> str | None:
+def mismatch(config: Any, start: dict[str, Tensor], target: Target) -> str | None:
     """Return how a layer's parameters differ from the head's, and for an MTP module what makes them alike, or None."""
-    layer = _layer(head)
+    layer = _layer(config, target)
     odd = sorted(layer.keys() ^ {name for name in start if name.startswith("block.")})
     odd += [name for name in layer.keys() & start.keys() if start[name].shape != layer[name].shape]
     if not odd:
         return None
     name = odd[0].removeprefix("block.")
     different = f"a layer of {target.name} is not built like the head's ({name})"
-    if isinstance(head, Eagle3):
+    if isinstance(config, Eagle3.Config):
         return different
     alike = "perhaps head.layer=target"
     if re.search(r"self_attn\.[qk]_norm\.", odd[0]):

@@ -32,7 +32,7 @@ class Question(NamedTuple):
 
     @property
     def content(self) -> tuple[str, str]:
-        """What it asks, by which questions are told apart."""
+        """What it asks: the same of two questions that differ in their ids alone."""
         return self.path, json.dumps(self.body, sort_keys=True)
 
     def having(self, suffix: str, **fields: Any) -> "Question":
