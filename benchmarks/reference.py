@@ -3,14 +3,16 @@
     pip install --no-deps --target .reference speculators==0.9.0 hs-connectors==0.9.0 loguru==0.7.3 openai jiter \
         pydantic-settings python-dotenv
     python benchmarks/reference.py [--part time memory tau] [--depths 3 5 7] [--seeds 1 2 3] [--specforge FOLDER]
+        [--data data.turns=text] [--head mtp …] [--reference speculators …]
 
 1. time: a step (draft, loss, gradient, optimiser) at equal depths, in fp32 on one thread, first with the features
    given, then with the target's forward pass, the same for all. The trainers take the same rows in turn; a ratio of
    speeds is the median over rows of a reference's CPU seconds over the trainer's, with the 5th and 95th percentile.
 2. memory: the peak of a step above what stays between steps, in a process of its own.
-3. tau: heads as they come, trained on `--tokens` in the same rows and order, the references in fp32; τ of our verifier
-   in fp32 at temperature 0. A reference's head is read by `heads/formats/published`, and its argmax compared with the
-   reference's own. The tokens and masks that the trainers took must have the same fingerprint.
+3. tau: heads as they come, trained on `--tokens` in the same rows and order, the references in fp32, all on what
+   `--data` says; τ of our verifier in fp32 at temperature 0. A reference's head is read by `heads/formats/published`,
+   and its argmax compared with the reference's own. The tokens and masks that the trainers took must have the same
+   fingerprint.
 
 Results are added to `--out`; a head that stands there with as many tokens is not trained again. SpecForge's FOLDER is
 a checkout, or its wheel unpacked: pip download --no-deps specforge==0.2.0; unzip specforge-*.whl -d FOLDER.
@@ -67,8 +69,10 @@ OURS = {
     "eagle3-adamw": ["head=eagle3", "trainer.optimizer=adamw", "trainer.lr=3e-3"],
     "eagle3-shared": ["head=eagle3", "head.lm_head=shared"],
     "mtp": ["head=mtp"],
+    "mtp-features": ["head=mtp", "head.feature_layers=[1,11,20]"],
 }
 FP32 = ["model.dtype=float32", "trainer.precision=fp32"]
+DATA: list[str] = []  # overrides that hold for all trainers
 UNMEASURED = ["trainer.eval_prompts=0", "trainer.estimate_every=null", "eval.prompts=0"]
 TREES = {"chain of 4": TreeConfig("chain", 4, 0, 0, [], []), "d5k3n12": TreeConfig("dynamic", 5, 3, 12, [], [])}
 NEW_TOKENS = 128
@@ -82,7 +86,7 @@ register_resolvers()
 def composed(*overrides: str) -> RunConfig:
     """Return a training configuration that measures nothing on its way."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return run_config(compose("train", ["launcher=inline", *UNMEASURED, *overrides]))
+        return run_config(compose("train", ["launcher=inline", *UNMEASURED, *DATA, *overrides]))
 
 
 class Job:
@@ -391,6 +395,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=24, help="of time, a step each")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of tau")
     parser.add_argument("--tokens", type=int, default=409_600, help="that each head is trained on for tau")
+    parser.add_argument("--data", nargs="+", default=[], help="overrides of data for all trainers")
+    parser.add_argument("--reference", nargs="*", choices=REFERENCES, help="of the others; left out: all that are here")
     parser.add_argument(
         "--specforge", default="", help="the folder that holds SpecForge's package; without it left out"
     )
@@ -403,7 +409,10 @@ def main() -> None:
     """Measure the parts, print their tables, write the results."""
     arguments = parsed()
     SpecForge.source = arguments.specforge
+    DATA.extend(arguments.data)
     references = [name for name in REFERENCES if name != "SpecForge" or arguments.specforge]
+    if arguments.reference is not None:
+        references = [name for name in references if name in arguments.reference]
     torch.set_num_threads(1)
     job = Job()
     if arguments.peak:

@@ -19,21 +19,52 @@ log = logging.getLogger(__name__)
 Stage = Callable[..., Any]
 
 
+# Launching a draft's many small kernels from Python would take longer than they do.
+OPTIONS: dict[str, dict[str, Any]] = {"cpu": {"cpp_wrapper": True}}  # of the compiler, by kind of device
+
+
 @cache
-def compiled(stage: Stage) -> Stage:
-    """Return a stage compiled for the shapes that it meets: its first call with new ones compiles it.
+def compiled(stage: Stage, kind: str) -> Stage:
+    """Return a stage compiled for a kind of device and the shapes that it meets, new ones in their first call.
 
     Raises:
         ValueError: in that call: it cannot be compiled, and why.
     """
     passes.allow_forms()
-    run = torch.compile(stage, fullgraph=True, dynamic=False, backend=passes.BACKEND)
+    options = OPTIONS.get(kind) if passes.BACKEND == "inductor" else None
+    run = torch.compile(stage, fullgraph=True, dynamic=False, backend=passes.BACKEND, options=options)
 
     def call(*args: Any) -> Any:
         with passes.compiling("torch.compile fails on drafts", "engine.compile_drafts"):
             return run(*args)
 
     return call
+
+
+class Forms:
+    """Calls of compiled stages. Dynamo evaluates the guards of a form in its first call alone.
+
+    They ask hundreds of attributes of the step what its form and the addresses of its buffers say already.
+    """
+
+    def __init__(self) -> None:
+        self.known: set[Any] = set()
+        self.addresses: list[int] = []
+
+    def keep(self, tensors: Sequence[Tensor]) -> None:
+        """Forget all forms unless the tensors that stages read and write are where they were."""
+        if self.addresses != (addresses := [tensor.data_ptr() for tensor in tensors]):
+            self.addresses = addresses
+            self.known.clear()
+
+    def __call__(self, form: Any, run: Stage, *args: Any) -> Any:
+        """Run a compiled stage in a form that tells its shapes and branches from all others."""
+        if form not in self.known:
+            result = run(*args)
+            self.known.add(form)
+            return result
+        with torch.compiler.set_stance(skip_guard_eval_unsafe=True):  # which tells the forms apart all the same
+            return run(*args)
 
 
 class Graphs:

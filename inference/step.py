@@ -9,6 +9,7 @@ against, and the way of the sources and settings that `fits` does not name. Both
 import struct
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn.functional import pad
 
 from heads.base import Features
 from heads.modules.top_k import argmax
-from inference.graphs import Graphs, Stage, compiled
+from inference.graphs import Forms, Graphs, Stage, compiled
 from inference.laps import Laps
 from inference.limits import check_size
 from inference.protocol import DraftBatch, Roots, sharpness_of
@@ -117,6 +118,24 @@ class Drafted(NamedTuple):
         return Drafted(DraftTree(*(rows[:count] for rows in self.tree)), above, self.depth[:count], noise, q)
 
 
+class Form(NamedTuple):
+    """What tells the shapes and branches of a step's stages from those of others.
+
+    Attributes:
+        held: columns of its cache that the head reads.
+        sampling, rule, gaps: of the settings.
+        late: whether an answer may not end yet.
+        policy: which tree is drafted.
+    """
+
+    held: int
+    sampling: Sampling
+    rule: str
+    gaps: bool
+    late: bool
+    policy: int
+
+
 class DeviceStep:
     """The steps of a batch whose drafts grow on the device.
 
@@ -125,12 +144,14 @@ class DeviceStep:
             all slots take part, and the host reads what was committed when everything is done. Else it reads first,
             and no more is computed than was committed.
         graphs: what captures the stages, None: they run as they are.
+        forms: of the compiled stages.
     """
 
     def __init__(self, target: Target, cache: BatchCache, drafts: DraftBatch, static: bool | None = None) -> None:
         self.target, self.cache, self.drafts = target, cache, drafts
         self.static = target.device.type == "cuda" if static is None else static
         self.graphs = Graphs(target.device) if target.captures else None
+        self.forms = Forms()
         self.slots: Slots | None = None
         self.ends: Tensor | None = None  # which tokens "V" end an answer
         self.late = False  # whether an answer of these may not end at once
@@ -183,7 +204,10 @@ class DeviceStep:
         if self.captures:
             assert self.graphs is not None
             self.graphs.keep([*self.slots, *self.cache.storage.blocks, *self.drafts.tensors()])
-        result, out, accepted = self.run(slots, self.reach(longest), settings, laps)
+        if self.compiles:
+            self.forms.keep([*self.slots, *self.drafts.tensors()])
+        reach = self.reach(longest)
+        result, out, accepted = self.run(slots, reach, settings, laps)
         rows = result.tolist()  # the one place where the host waits for the device
         begin = time.perf_counter()
         shown = verify.GREEDY_WALK if greedy else rule
@@ -192,7 +216,7 @@ class DeviceStep:
         if not self.static and not all(session.generation.finish for session in sessions):
             laps.mark(None)  # what the host did since is counted by its own clock
             most = accepted.path.shape[1] if self.compiles else max(row[0] for row in rows)
-            self.commit(slots, out, accepted, most, (), laps)
+            self.commit(slots, out, accepted, most, self.form(reach, settings), laps)
         seconds = laps.seconds()
         seconds["other"] += emitting  # meanwhile a device waits
         for session, step in zip(sessions, steps, strict=True):
@@ -216,30 +240,36 @@ class DeviceStep:
         """Whether the stages are captured in graphs, whose shapes must stay the same."""
         return self.static and self.graphs is not None
 
-    def launch(self, key: tuple[Any, ...], stage: Stage, *args: Any) -> Any:
-        """Run a stage of a step that this key tells from others of other shapes."""
-        run = compiled(stage) if self.compiles and stage in (DeviceStep.draft, DeviceStep.extend) else stage
+    def form(self, reach: int, settings: Settings) -> Form:
+        """Return what tells the shapes and branches of a step's stages from those of others."""
+        # Of compiled shapes there are few: a head reads all columns that its rows may come to.
+        held = roomy(self.cache.storage.capacity) if self.compiles and not self.static else reach
+        return Form(held, settings.sampling, settings.rule, settings.gaps, self.late, self.drafts.form)
+
+    def launch(self, form: Form, stage: Stage, *args: Any) -> Any:
+        """Run a stage of a step of this form."""
+        run = stage
+        if self.compiles and stage in (DeviceStep.draft, DeviceStep.extend):
+            run = partial(self.forms, (stage, *form), compiled(stage, self.target.device.type))
         if not self.captures:
             return run(self, *args)
         assert self.graphs is not None
-        return self.graphs((stage, *key), run, self, *args)
+        return self.graphs((stage, *form), run, self, *args)
 
     def run(
         self, slots: Slots, reach: int, settings: Settings, laps: Laps
     ) -> tuple[Int[Tensor, "B X"], TargetOutput, Accepted]:
         """Run a step on the device; return what the host reads, and what is left to commit."""
-        key = (reach, settings.sampling, settings.rule, settings.gaps, self.late, self.drafts.form)
-        # Of compiled shapes there are few: a head reads all columns that its rows may come to.
-        held = roomy(self.cache.storage.capacity) if self.compiles and not self.static else reach
-        drafted = self.launch(key, DeviceStep.draft, self.slots if self.compiles else slots, held, settings)
+        form = self.form(reach, settings)
+        drafted = self.launch(form, DeviceStep.draft, self.slots if self.compiles else slots, form.held, settings)
         if self.compiles:
             drafted = drafted.first(len(slots.root))
         laps.mark("draft")
         inner = None if self.captures else laps  # no graph holds the time that passes in it
-        out, result, accepted = self.launch(key, DeviceStep.evaluate, slots, drafted, reach, settings, inner)
+        out, result, accepted = self.launch(form, DeviceStep.evaluate, slots, drafted, reach, settings, inner)
         laps.mark("verify" if self.captures else "other")
         if self.static:
-            self.commit(slots, out, accepted, accepted.path.shape[1], key, laps)
+            self.commit(slots, out, accepted, accepted.path.shape[1], form, laps)
         return result, out, accepted
 
     def draft(self, slots: Slots, reach: int, settings: Settings) -> Drafted:
@@ -332,6 +362,21 @@ class DeviceStep:
             logits = logits.masked_fill(early & self.ends, float("-inf"))
         return logits
 
+    def choose(
+        self,
+        slots: Slots,
+        drafted: Drafted,
+        scores: Float[Tensor, "B N V"],
+        sampling: Sampling,
+        node: Int[Tensor, "B"],
+        depth: int,
+    ) -> Int[Tensor, "B"]:
+        """Return the target's tokens after nodes at a depth: the winners under the noise of the next positions."""
+        probs = distribution(scores[torch.arange(len(node), device=node.device), node], sampling)
+        if drafted.noise is None:
+            return (probs / noise_at(slots.key, slots.length + 1 + depth, probs.shape[-1])).argmax(-1)
+        return (probs / drafted.noise[:, depth]).argmax(-1)
+
     def accept(
         self, slots: Slots, drafted: Drafted, scores: Float[Tensor, "B N V"], settings: Settings
     ) -> tuple[Int[Tensor, "B X"], Accepted]:
@@ -339,13 +384,7 @@ class DeviceStep:
         tree, above, depths, _, q = drafted
         greedy = settings.sampling.temperature == 0
 
-        def choose(node: Int[Tensor, "B"], depth: int) -> Int[Tensor, "B"]:
-            """Return the target's tokens after nodes at a depth: the winners under the noise of the next positions."""
-            probs = distribution(scores[torch.arange(len(node), device=node.device), node], settings.sampling)
-            if drafted.noise is None:
-                return (probs / noise_at(slots.key, slots.length + 1 + depth, probs.shape[-1])).argmax(-1)
-            return (probs / drafted.noise[:, depth]).argmax(-1)
-
+        choose = partial(self.choose, slots, drafted, scores, settings.sampling)
         if not self.drafts.deepest:  # nothing to accept
             root = torch.zeros_like(tree.token)
             token = argmax(scores) if greedy else choose(root[:, 0], 0)[:, None]
@@ -376,21 +415,21 @@ class DeviceStep:
         out: TargetOutput,
         accepted: Accepted,
         most: int,
-        key: tuple[Any, ...],
+        form: Form,
         laps: Laps,
     ) -> None:
         """Move the slots on by what was accepted, and hand the drafts their rows.
 
         `most` is at least how many tokens any sequence commits.
         """
-        features, count = self.launch(key, DeviceStep.advance, slots, out, accepted, most), accepted.committed
+        features, count = self.launch(form, DeviceStep.advance, slots, out, accepted, most), accepted.committed
         laps.mark("other")
         if features is None:
             return
         if (idle := self.cache.storage.size - len(count)) and self.compiles:
             features = Features(*(pad(rows, (0, 0) * (rows.ndim - 1) + (0, idle)) for rows in features[:4]))
             count = pad(count, (0, idle))
-        self.launch(key, DeviceStep.extend, features, count)
+        self.launch(form, DeviceStep.extend, features, count)
         laps.mark("draft")
 
     def advance(self, slots: Slots, out: TargetOutput, accepted: Accepted, most: int) -> Features | None:

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from data.config import DataConfig
 from data.features.source import FeaturesConfig
+from eval.config import EngineConfig
 from eval.measures.results import LIVE, TIERS
 from heads import head_config
 from heads.base import HeadConfig
@@ -140,6 +141,7 @@ class EvalSettings:
     dtype: Annotated[str, OneOf((AUTO, *DTYPES))]
     gate_dtype: Annotated[str, OneOf((AUTO, *DTYPES))]
     tier: list[str]
+    engine: EngineConfig
 
     def __post_init__(self) -> None:
         if not self.temperature:

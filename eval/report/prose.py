@@ -53,8 +53,9 @@ BREAKDOWN = (
 )
 SIMULATED = (
     "Every tree is simulated along the target's own answers and priced with what its parts cost on this device: a step "
-    "of the baseline, passes of every size, the head's drafts. The tree is chosen on half of the answers; what is "
-    "said of it is predicted for the others. Nothing was decoded with it: tune=true does, and writes the best one."
+    "of the baseline, passes of every size, the head's drafts, uncompiled. The tree is chosen on half of the answers; "
+    "what is said of it is predicted for the others. Nothing was decoded with it: tune=true does, and writes the best "
+    "one."
 )
 FORCED = (
     "The share of the text's tokens by depth and by rank among the head's guesses, given the text's own tokens before "

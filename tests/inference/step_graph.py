@@ -5,6 +5,7 @@ The tests' shape checks, which dynamo cannot trace, are not installed here. It p
 
 import json
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from heads.modules import layers
 from inference.batch import Batch, batch_of
-from inference.decode import Generation, Settings
+from inference.decode import Generation, Settings, reference, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.graphs import Graphs
@@ -199,8 +200,39 @@ WAYS = {
 }
 
 
+def side_by_side() -> dict[str, bool]:
+    """Return whether compiled drafts of several heads and trees, in turns, are accepted as the reference's are."""
+    passes.BACKEND = "eager"
+    target = toys.target("llama", torch.float64)
+    heads: list[Any] = [toys.head(name, target) for name in ("eagle", "eagle", "mtp")]
+    for weight in heads[1].parameters():
+        weight.data.mul_(-1)
+    sources = [HeadDrafter(head, toys.TREES["dynamic"], "head") for head in heads]
+    sources.append(HeadDrafter(heads[0], toys.TREES["chain"], "head"))
+    ways = [Settings(24, sampling, seed=1) for sampling in (GREEDY, Sampling(0.8, 0, 0.9, repetition_penalty=1.3))]
+    texts = [[(source, toys.prompt(i, 4 + 9 * i), way) for i in range(3)] for way in ways for source in sources]
+    in_turns = [request for several in zip(*texts, strict=True) for request in several]
+
+    def facts(generation: Generation) -> tuple[Any, ...]:
+        return tuple(generation.tokens), tuple((step.drafted, step.accepted, step.ranks) for step in generation.steps)
+
+    expected = [facts(reference(target, *request)) for request in list(chain(*texts))]
+    stance, rare = torch.compiler.set_stance, []
+    target.compiles_drafts = True
+    with patch.object(torch.compiler, "set_stance", lambda **named: rare.append(named) or stance(**named)):
+        found = {id(request): facts(speculate(target, *request)) for request in in_turns}
+    return {
+        "same": [found[id(request)] for request in list(chain(*texts))] == expected,
+        "differing": len({steps for _, steps in expected}) > len(texts),
+        "guarded rarely": len(rare) > sum(len(steps) for _, steps in expected),
+    }
+
+
 def main() -> None:
     """Print the facts of every case in the arguments: head:tree:sampling:way."""
+    if sys.argv[1:] == ["side by side"]:
+        print(json.dumps(side_by_side()))
+        return
     count_pieces = layers.count_pieces
     for case in sys.argv[1:]:
         head, tree, sampling, way = case.split(":")

@@ -18,7 +18,7 @@ from inference.decode import Generation, Settings, reference, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.drafters.policy import TreeConfig
-from inference.graphs import Graphs
+from inference.graphs import Forms, Graphs
 from inference.laps import Laps
 from inference.protocol import Drafter
 from inference.target.target import Target
@@ -348,7 +348,8 @@ def test_a_read_would_be_seen(counts: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "cases",
     [
-        ["eagle3:dynamic:coupled:compiled", "medusa:best_first:greedy:recorded", "eagle:dynamic:penalised:captured"],
+        ["eagle3:dynamic:coupled:compiled", "medusa:best_first:greedy:recorded", "eagle:dynamic:penalised:captured",
+         "mtp:dynamic:greedy:drafts"],
         pytest.param(
             [f"{head}:{way}" for head in ("eagle", "hass", "mtp", "hydra", "mlp", "block", "plain")
              for way in ("chain:greedy:compiled", "static:coupled:recorded", "best_first:greedy:compiled",
@@ -371,6 +372,22 @@ def test_the_step_is_one_graph_that_serves_all_that_come_and_go(cases: list[str]
     counts = {"compiled": 1, "split": 1, "drafts": 2, "layers": 3}
     graphs = [{case: {"same": True, "graphs": counts.get(case.split(":")[-1], 0)}} for case in cases]
     assert found == graphs, run.stderr[-2000:]
+
+
+def test_compiled_drafts_are_those_of_their_own_head_tree_and_sampling() -> None:
+    """Of a form that was met before no guard is evaluated: another's graph would draft worse and change no text."""
+    run = subprocess.run(
+        [sys.executable, step_graph.__file__, "side by side"], capture_output=True, text=True, check=True
+    )
+    assert json.loads(run.stdout) == {"same": True, "differing": True, "guarded rarely": True}, run.stderr[-2000:]
+
+
+def test_a_form_is_met_anew_where_its_buffers_moved() -> None:
+    forms, buffer = Forms(), torch.zeros(3)
+    for tensor, known in ((buffer, False), (buffer, True), (torch.zeros(3), False)):
+        forms.keep([tensor])
+        assert ("form" in forms.known) == known
+        assert forms("form", lambda x: x + 1, 2) == 3
 
 
 class Uncaptured(Graphs):
