@@ -32,7 +32,7 @@ from heads.modules.fusion import DFLASH_LAYERS, Fusion, chosen_layers
 from heads.modules.kv_cache import KVCache
 from heads.modules.layers import Block as Layer
 from heads.modules.layers import LayerInputs, LayerSpec, RMSNorm
-from heads.modules.slots import at_rows, behind, behind_roots
+from heads.modules.slots import behind, behind_roots
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
 from heads.rows import last_valid
 
@@ -178,7 +178,7 @@ class Block(HeadModule):
             if self.domino is not None:
                 before = memory = self.domino.advance(self.embeddings.embed(token), memory)
             full = state if before is None else torch.cat([state, before.to(state.dtype)], -1)
-            drafts.append(self._draft(at_rows(full, slots.anchor, features.token.shape[1])))
+            drafts.append(self._draft(rows.put_back(full, slots.anchor, features.token.shape[1])))
         return drafts
 
     def _draft(self, state: Float[Tensor, "B T X"]) -> Draft:

@@ -40,7 +40,7 @@ class Eagle(RecurrentHead):
 
     def advance(
         self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: list[LayerInputs]
-    ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
+    ) -> tuple[Float[Tensor, "B N D"], Float[Tensor, "B N D"]]:
         """Return the predicted features, once to be fed back and once for the lm_head."""
         x = self.fc(torch.cat([self.embeddings.embed(token).to(state.dtype), state], -1))
         for layer, given in zip(self.layers, inputs, strict=True):

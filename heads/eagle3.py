@@ -25,6 +25,7 @@ from heads.modules.autoregressive import RecurrentHead
 from heads.modules.fusion import EAGLE3_LAYERS, Fusion, chosen_layers
 from heads.modules.layers import Attention, Block, LayerInputs, LayerSpec, RMSNorm, SwiGLU
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
+from heads.rows import taken
 
 
 class WideBlock(nn.Module):
@@ -44,11 +45,11 @@ class WideBlock(nn.Module):
 
     def forward(
         self, embedding: Float[Tensor, "B T D"], state: Float[Tensor, "B T D"], inputs: LayerInputs
-    ) -> Float[Tensor, "B T D"]:
+    ) -> Float[Tensor, "B N D"]:
         """Apply the layer with the caller's attention pattern."""
         normed = self.hidden_norm(state)
         both = torch.cat([self.input_layernorm(embedding), normed], -1)
-        x = (normed if self.norm_before_residual else state) + self.self_attn(both, inputs)
+        x = taken(normed if self.norm_before_residual else state, inputs.queries) + self.self_attn(both, inputs)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -114,7 +115,7 @@ class Eagle3(RecurrentHead):
 
     def advance(
         self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: list[LayerInputs]
-    ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
+    ) -> tuple[Float[Tensor, "B N D"], Float[Tensor, "B N D"]]:
         """Return the states to be fed back, and the normed ones for the lm_head."""
         x = self.first(self.embed(token).to(state.dtype), state, inputs[0])
         for layer, given in zip(self.layers, inputs[1:], strict=True):

@@ -21,7 +21,7 @@ from heads.modules.autoregressive import Recurrent
 from heads.modules.kv_cache import KVCache
 from heads.modules.layers import Block, LayerInputs, LayerSpec, RMSNorm
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
-from heads.rows import drafted_token, last_valid, of_parents
+from heads.rows import drafted_token, last_valid, of_parents, put_back, taken
 
 
 class EntryBlock(nn.Module):
@@ -68,7 +68,7 @@ class Prefix(Recurrent):
 
     def advance(
         self, token: Tensor, state: Float[Tensor, "B T D"], inputs: list[LayerInputs]
-    ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
+    ) -> tuple[Float[Tensor, "B N D"], Float[Tensor, "B N D"]]:
         """Return the summaries."""
         summary = self.norm(self.layer(state, inputs[0]))
         return summary, summary
@@ -115,11 +115,12 @@ class Hydra(HeadModule):
         self.check_depths(depths)
         x = features.last
         if self.prefix is not None:
-            x = self.prefix.unroll(features, 1)[0].state
-        drafts = []
+            x = self.prefix.unroll(features, 1, anchors)[0].state
+        x, drafts = taken(x, anchors), []
         for depth, branch in enumerate(self.branches, 1):
-            x = self.joined(x, drafted_token(features.token, depth, features.path))
-            drafts.append(Draft(branch(x)))
+            token = drafted_token(features.token, depth, features.path)
+            x = self.joined(x, taken(token, anchors))
+            drafts.append(Draft(put_back(branch(x), anchors, token.shape[1])))
         return drafts
 
     def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache | None, Level]:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from heads.base import Draft, Embeddings, Features, HeadModule, Level, NewRows, Nodes
 from heads.common.ranges import Count, Parts
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
-from heads.rows import last_valid
+from heads.rows import last_valid, put_back, taken
 
 
 class ResidualBlock(nn.Module):
@@ -62,7 +62,8 @@ class Medusa(HeadModule):
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Draft from all rows at every depth."""
         self.check_depths(depths)
-        return [Draft(block(features.last)) for block in self.blocks]
+        last = taken(features.last, anchors)
+        return [Draft(put_back(block(last), anchors, features.last.shape[1])) for block in self.blocks]
 
     def extend(self, state: None, new: NewRows) -> tuple[None, Level]:
         """Score depth 1 from the last row; Medusa keeps no state."""

@@ -17,7 +17,7 @@ from torch.nn import functional
 from heads.base import Draft, Embeddings, Features, HeadModule, Level, NewRows, Nodes
 from heads.common.ranges import Count, Parts, Width
 from heads.modules.vocab import VocabularyLinear, draft_vocabulary
-from heads.rows import drafted_token, last_valid, of_parents
+from heads.rows import drafted_token, last_valid, of_parents, put_back, taken
 
 EPS = 1e-6
 
@@ -89,10 +89,11 @@ class Mlp(HeadModule):
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Draft from all rows at every depth."""
         self.check_depths(depths)
-        state, drafts = self.begin(features.last), []
+        state, drafts = self.begin(taken(features.last, anchors)), []
         for depth in range(1, depths + 1):
-            state = self.step(state, drafted_token(features.token, depth, features.path), depth)
-            drafts.append(Draft(state))
+            token = drafted_token(features.token, depth, features.path)
+            state = self.step(state, taken(token, anchors), depth)
+            drafts.append(Draft(put_back(state, anchors, token.shape[1])))
         return drafts
 
     def extend(self, state: None, new: NewRows) -> tuple[None, Level]:

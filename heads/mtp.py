@@ -76,7 +76,7 @@ class Mtp(RecurrentHead):
 
     def advance(
         self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: list[LayerInputs]
-    ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
+    ) -> tuple[Float[Tensor, "B N D"], Float[Tensor, "B N D"]]:
         """Return the normed states, once to be fed back and once for the lm_head."""
         embedding = self.embeddings.embed(token).to(state.dtype)
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(state)], -1))

@@ -22,7 +22,7 @@ from heads.eagle3 import Eagle3, FusedConfig
 from heads.modules.attention import KeyValue, attend_rows, pattern
 from heads.modules.kv_cache import KVCache
 from heads.modules.layers import LayerInputs
-from heads.modules.slots import at_rows, behind, behind_roots
+from heads.modules.slots import behind, behind_roots
 
 
 class PEagle(Eagle3):
@@ -91,7 +91,7 @@ class PEagle(Eagle3):
 
         read = self.slots(self.by_layer(slots.position.flatten(1), last, attend))
         states = read.unflatten(1, (-1, depths - 1)).unbind(2)
-        return drafts + [Draft(at_rows(state, slots.anchor, position.shape[1])) for state in states]
+        return drafts + [Draft(rows.put_back(state, slots.anchor, position.shape[1])) for state in states]
 
     def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, Level]:
         """Commit verified rows with their true features, and draft all depths behind the last ones."""

@@ -36,6 +36,18 @@ def last_valid(x: Shaped[Tensor, "B T *rest"], count: Int[Tensor, "B"] | None) -
     return x[:, -1:] if count is None else x[torch.arange(len(x), device=x.device)[:, None], count[:, None] - 1]
 
 
+def taken(x: Shaped[Tensor, "B T *rest"], row: Int[Tensor, "B n"] | None) -> Shaped[Tensor, "B n *rest"]:
+    """Return some rows of each sequence, None for all."""
+    return x if row is None else x[torch.arange(len(x), device=x.device)[:, None], row]
+
+
+def put_back(x: Shaped[Tensor, "B n D"], row: Int[Tensor, "B n"] | None, length: int) -> Shaped[Tensor, "B T D"]:
+    """Return `taken` rows where they were among T = `length`, zeros at the others."""
+    if row is None:
+        return x
+    return x.new_zeros(len(x), length, x.shape[-1]).scatter(1, row[..., None].expand_as(x), x)
+
+
 def of_parents(x: Shaped[Tensor, "B K D"], parent: Int[Tensor, "B N"]) -> Shaped[Tensor, "B N D"]:
     """Return for each node what `x` has for its parent."""
     return x[torch.arange(len(x), device=x.device)[:, None], parent]

@@ -33,6 +33,19 @@ def sample_anchors(useful: Bool[Tensor, "B T"], count: int | None, keys: Int[Ten
     return (order + (useful.long() << BITS)).topk(count).indices.sort().values
 
 
+def trained_rows(useful: Bool[Tensor, "B T"]) -> Int[Tensor, "B n"] | None:
+    """Return the useful rows of each packed sequence, in order, with others up to a common number; None for all.
+
+    The numbers are few: multiples of 1/16 of the length.
+    """
+    length, most = useful.shape[1], int(useful.sum(1).max())
+    step = max(1, length // 16)
+    count = -(-most // step) * step
+    if not 0 < count < length:
+        return None
+    return useful.long().argsort(dim=1, descending=True, stable=True)[:, :count].sort(1).values
+
+
 def noisy(features: Features, noise: float, keys: Int[Tensor, "B"]) -> Features:
     """Add EAGLE's uniform feature noise, scaled by the length it was tuned at over that of these rows."""
     if noise == 0:

@@ -34,7 +34,7 @@ from train.objective import Chunk, Weights, chunk_rows, chunked, objective, trai
 from train.optim import Average, learning_rate, optimizer
 from train.planning.plan import peak_flops
 from train.rollouts import Rollouts
-from train.sampling import noisy, row_keys, sample_anchors
+from train.sampling import noisy, row_keys, sample_anchors, trained_rows
 from train.tracking.flops import Flops
 
 BAD = "bad"
@@ -80,13 +80,16 @@ class Loss(nn.Module):
     def sampled(self, batch: Batch, keys: Tensor) -> tuple[Tensor | None, Weights]:
         """Return the anchors of a micro-batch, the rows that are drafted from in this step, and each row's weight.
 
-        `keys` are those of its rows (train/sampling.py).
+        Without anchors to sample these are the rows that are trained: in a chat half of them or less. `keys` are those
+        of its rows (train/sampling.py).
         """
         trained = trainable(batch.document, batch.mask, self.config.depths) if batch.trained is None else batch.trained
         useful = trained.any(0)
         anchors = sample_anchors(useful, self.config.anchors, keys)
         chosen = None if anchors is None else torch.zeros_like(useful).scatter_(1, anchors, True)
         weight = weights(batch.document, batch.mask, chosen, self.config, trained)
+        if anchors is None and batch.path is None:
+            anchors = trained_rows(useful)
         return anchors, weight if batch.path is None else weight.times(self.config.on_policy.weight)
 
 

@@ -33,6 +33,7 @@ class Pattern:
 
     first: Int[Tensor, "B N"]
     upto: Int[Tensor, "B N"] | None = None  # None where query n stands for row n and sees up to itself
+    distinct: bool = False  # whether the queries, or each `size` of them, see up to rows of their own, in order
     reach: int | None = None  # without `upto` no query sees a row that lies more rows than this before it; None: any
     size: int = 1  # how many queries after another share the rows that were drafted for them
     causal: bool = False  # whether a query does not see those of later queries
@@ -62,7 +63,9 @@ class Pattern:
         blocks = []
         for i, begin in enumerate(range(0, self.first.shape[1], BLOCK)):
             end = min(begin + BLOCK, self.first.shape[1])
-            most = length if self.upto is not None else end
+            most = end if self.upto is None else length
+            if self.distinct:  # as each query behind the block takes one of the last rows
+                most -= (self.first.shape[1] - end) // self.size
             least = self.lows[i] if self.reach is None else max(self.lows[i], begin - self.reach)
             # Who sees no context row is scored with one all the same, and masked.
             blocks.append(QueryBlock(begin, end, min(least, most - 1), most))
@@ -110,7 +113,11 @@ class QueryBlock(NamedTuple):
 
 
 def pattern(
-    position: Int[Tensor, "B T"], length: int | None, ahead: int = 0, earlier: Pattern | None = None
+    position: Int[Tensor, "B N"],
+    length: int | None,
+    ahead: int = 0,
+    earlier: Pattern | None = None,
+    row: Int[Tensor, "B N"] | None = None,
 ) -> Pattern:
     """Return the pattern of rows drafted `ahead` positions behind their row.
 
@@ -119,9 +126,12 @@ def pattern(
         length: how many positions a row looks back over, its own included; None for all.
         ahead: the distance of the drafted row to row t, from which it is drafted.
         earlier: the pattern of the same rows at a lesser distance.
+        row: the rows, in order; None for all of the context.
     """
-    row = torch.arange(position.shape[1], device=position.device)
     back = position if length is None else position.clamp_max(length - 1 - ahead)
+    if row is not None:
+        return Pattern(row - back, row, distinct=True, earlier=earlier)
+    row = torch.arange(position.shape[1], device=position.device)
     return Pattern(row - back, reach=None if length is None else max(length - 1 - ahead, 0), earlier=earlier)
 
 

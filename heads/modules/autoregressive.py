@@ -46,34 +46,55 @@ class Recurrent(nn.Module):
 
     def advance(
         self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: list[LayerInputs]
-    ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
+    ) -> tuple[Float[Tensor, "B N D"], Float[Tensor, "B N D"]]:
         """Return the states that follow `state` once `token` is chosen, and the inputs of `score`."""
         raise NotImplementedError
 
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
-        """Draft from all rows; depths beyond the first feed the states back."""
-        position = rows.positions(features.document)
-        last = position.shape[1] + depths
+        """Draft from all rows, or from `anchors`; depths beyond the first feed the states back.
+
+        Other rows are the context of these alone: of them the last layer computes keys and values, at depth 1.
+        """
+        every = rows.positions(features.document)
+        length, last = every.shape[1], every.shape[1] + depths
         state = self.begin(features)
-        context = list(self.inject(state, position, last))
+        context = list(self.inject(state, every, last))
         drafted: list[list[KeyValue]] = [[] for _ in range(self.attentions)]
         injected, drafts, seen = bool(context), [], None
+        position = rows.taken(every, anchors)
+        if injected:
+            state = rows.taken(state, anchors)
         for depth in range(1, depths + 1):
-            seen = pattern(position, self.config.length, depth - 1, seen)
+            seen = pattern(position, self.config.length, depth - 1, seen, anchors)
+            is_context = depth == 1 and not injected  # whether the rows are seen by others
+            by_all = pattern(every, self.config.length) if is_context and self.attentions > 1 else seen
 
             def attend(
-                i: int, query: Tensor, key: Tensor, value: Tensor, depth: int = depth, seen: Any = seen
+                i: int,
+                query: Tensor,
+                key: Tensor,
+                value: Tensor,
+                is_context: bool = is_context,
+                seen: Any = seen,
+                by_all: Any = by_all,
             ) -> Tensor:
-                if depth == 1 and not injected:
+                if is_context:
                     context.append((key, value))
                 else:
                     drafted[i].append((key, value))
-                return attend_rows(query, context[i], drafted[i], seen)
+                return attend_rows(query, context[i], drafted[i], seen if i + 1 == self.attentions else by_all)
 
             token = rows.drafted_token(features.token, depth, features.path)
             entering = state.detach() if self.detach and depth > 1 else state
-            state, read = self.advance(token, entering, self.by_layer(position + depth - 1, last, attend))
-            drafts.append(Draft(read, state if self.predicts else None))
+            if is_context:
+                inputs = self.by_layer(every, last, attend, anchors)
+            else:
+                token = rows.taken(token, anchors)
+                inputs = self.by_layer(position + depth - 1, last, attend)
+            state, read = self.advance(token, entering, inputs)
+            scored = rows.put_back(read, anchors, length)
+            predicted = scored if state is read else rows.put_back(state, anchors, length)
+            drafts.append(Draft(scored, predicted if self.predicts else None))
         return drafts
 
     def commit(
@@ -102,9 +123,12 @@ class Recurrent(nn.Module):
         cache.length[: len(token)] += token.shape[1] if count is None else count
         return hidden, read
 
-    def by_layer(self, position: Int[Tensor, "B T"], last: int, attend: Callable[..., Tensor]) -> list[LayerInputs]:
-        """Return each layer's inputs, its attention by a function of its number."""
-        return [LayerInputs(position, last, partial(attend, i)) for i in range(self.attentions)]
+    def by_layer(
+        self, position: Int[Tensor, "B T"], last: int, attend: Callable[..., Tensor], queries: Tensor | None = None
+    ) -> list[LayerInputs]:
+        """Return each layer's inputs, its attention by a function of its number; `queries` are the last one's."""
+        inputs = [LayerInputs(position, last, partial(attend, i)) for i in range(self.attentions)]
+        return [*inputs[:-1], inputs[-1]._replace(queries=queries)]
 
 
 class RecurrentHead(HeadModule, Recurrent):

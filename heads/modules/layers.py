@@ -3,8 +3,8 @@
 Attention takes its pattern from the caller: a Block projects and rotates, then hands queries, keys and values to an
 `attend` function. Training, committing rows and expanding a tree differ in that function alone
 (heads/modules/autoregressive.py).
-Shape letters: B batch, T queries, S keys, H query heads, G key-value heads, E head width (F the values', where that
-differs), X input width, D model width.
+Shape letters: B batch, T rows or queries, N of them that are queries, S keys, H query heads, G key-value heads, E head
+width (F the values', where that differs), X input width, D model width.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from heads.base import Embeddings, LayerShape, layer_shape
 from heads.modules.rope import Rope, Rotary
 from heads.modules.split_keys import count_pieces, split_attention
+from heads.rows import taken
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -29,6 +30,7 @@ class LayerInputs(NamedTuple):
     position: Int[Tensor, "B T"]
     last: int  # an upper bound of the positions
     attend: Attend
+    queries: Int[Tensor, "B N"] | None = None  # the rows whose output is wanted; None for all, N = T
 
 
 class LayerSpec(NamedTuple):
@@ -126,9 +128,10 @@ class Attention(Recomputing):
             self.k_inject = nn.Linear(spec.width, shape.num_kv_heads * shape.head_dim, bias=False)
             self.v_inject = nn.Linear(spec.width, shape.num_kv_heads * shape.head_dim, bias=False)
 
-    def forward(self, x: Float[Tensor, "B T X"], inputs: LayerInputs) -> Float[Tensor, "B T D"]:
+    def forward(self, x: Float[Tensor, "B T X"], inputs: LayerInputs) -> Float[Tensor, "B N D"]:
         """Project, rotate, attend by `attend(query, key, value)` and project back."""
-        out = self.apart(inputs.attend, *self.checkpointed(self.project, x, inputs.position, inputs.last))
+        position, last, attend, queries = inputs
+        out = self.apart(attend, *self.checkpointed(self.project, x, position, last, queries))
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     @staticmethod
@@ -136,10 +139,14 @@ class Attention(Recomputing):
         """Attend; `compile_layers` keeps this out of what is compiled."""
         return attend(*states)
 
-    def project(self, x: Float[Tensor, "B T X"], position: Int[Tensor, "B T"], last: int) -> tuple[Tensor, ...]:
-        """Return queries, keys and values, rotated."""
-        query, key, value = (self.split(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        query, key = self.q_norm(query), self.k_norm(key)
+    def project(
+        self, x: Float[Tensor, "B T X"], position: Int[Tensor, "B T"], last: int, queries: Int[Tensor, "B N"] | None
+    ) -> tuple[Tensor, ...]:
+        """Return the queries of some rows, and all keys and values, rotated."""
+        query, key, value = self.q_proj(taken(x, queries)), self.k_proj(x), self.v_proj(x)
+        query, key, value = self.q_norm(self.split(query)), self.k_norm(self.split(key)), self.split(value)
+        if queries is not None:
+            return self.rotary(query, taken(position, queries), last), self.rotary(key, position, last), value
         both = self.rotary(torch.cat([query, key], 1), position, last)
         return both[:, : query.shape[1]], both[:, query.shape[1] :], value
 
@@ -183,9 +190,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.width, spec.eps)
         self.mlp = SwiGLU(spec.width, spec.shape.intermediate_size)
 
-    def forward(self, x: Float[Tensor, "B T D"], inputs: LayerInputs) -> Float[Tensor, "B T D"]:
+    def forward(self, x: Float[Tensor, "B T D"], inputs: LayerInputs) -> Float[Tensor, "B N D"]:
         """Apply the layer with the caller's attention pattern."""
-        x = x + self.self_attn(self.input_layernorm(x), inputs)
+        x = taken(x, inputs.queries) + self.self_attn(self.input_layernorm(x), inputs)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

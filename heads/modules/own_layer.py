@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from heads.common.errors import one_line
 from heads.modules.layers import LayerInputs, grouped_attention
+from heads.rows import put_back, taken
 
 ATTENTION = "headstart"
 
@@ -55,12 +56,20 @@ class OwnLayer(nn.Module):
             raise _unfit("it has no norm of one weight")
         return copy.deepcopy(norms[0])
 
-    def forward(self, x: Float[Tensor, "B T D"], inputs: LayerInputs) -> Float[Tensor, "B T D"]:
+    def forward(self, x: Float[Tensor, "B T D"], inputs: LayerInputs) -> Float[Tensor, "B N D"]:
         """Apply the layer with the caller's attention pattern."""
-        position, _, attend = inputs
+        position, _, attend, queries = inputs
         rotary = self._rotary[0].to(x.device)(x, position)
-        out = self.layer(x, attention_mask=None, position_ids=position, position_embeddings=rotary, attend=attend)
-        return out[0] if isinstance(out, tuple) else out
+
+        def attend_from(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if queries is None:
+                return attend(query, key, value)
+            query = taken(query.transpose(1, 2), queries).transpose(1, 2)
+            out = attend(query, key, value).transpose(1, 2)
+            return put_back(out.flatten(2), queries, x.shape[1]).unflatten(2, out.shape[2:]).transpose(1, 2)
+
+        out = self.layer(x, attention_mask=None, position_ids=position, position_embeddings=rotary, attend=attend_from)
+        return taken(out[0] if isinstance(out, tuple) else out, queries)
 
     @torch.no_grad()
     def check(self) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from heads import rows
@@ -37,13 +37,7 @@ def behind(
     first = row - start
     if length is not None:
         first = torch.maximum(first, row + (at - start) - length + 1)
-    return Slots(anchor, at, Pattern(first.flatten(1), row.flatten(1), size=size, causal=causal))
-
-
-def at_rows(state: Float[Tensor, "B n X"], anchor: Int[Tensor, "B n"], length: int) -> Float[Tensor, "B T X"]:
-    """Return states of anchors at their rows of T = `length`, zeros at the others."""
-    full = state.new_zeros(len(state), length, state.shape[-1])
-    return full.scatter(1, anchor[..., None].expand_as(state), state)
+    return Slots(anchor, at, Pattern(first.flatten(1), row.flatten(1), distinct=True, size=size, causal=causal))
 
 
 def behind_roots(

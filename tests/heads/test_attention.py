@@ -134,3 +134,16 @@ def test_no_square_of_the_length_is_kept() -> None:
 
     assert saved(600, 2) == 2 * saved(300, 2)
     assert saved(300, 6) - saved(300, 4) == saved(300, 4) - saved(300, 2)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_block_of_anchors_is_scored_with_no_row_that_only_later_ones_see(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "BLOCK", 4)
+    anchors = torch.tensor([[1, 2, 5, 6, 8, 9]])
+    seen = Pattern(torch.zeros(1, 6 * size, dtype=torch.long), anchors.repeat_interleave(size, 1), True, size=size)
+    for block in seen.blocks(10):
+        assert block.most > int(anchors[0, (block.end - 1) // size])
+        assert block.most <= 10 - (6 * size - block.end) // size
+    assert seen.blocks(10)[0].most < 10

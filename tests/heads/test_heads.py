@@ -70,6 +70,27 @@ def test_unroll_equals_literal_drafting(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*HEADS, *toys.OPTIONS])
+def test_unrolling_anchors_alone_gives_them_the_states_and_gradients_of_all_rows(name: str) -> None:
+    head: Any = toys.head(name, toys.target("llama", torch.float64)).requires_grad_(True)
+    packed, depths = features(layers=head.feature_layers), 4
+    anchors = torch.tensor([[0, 3, 4, 5, 8, 9, 12], [1, 2, 3, 6, 7, 9, 10]])  # of a whole row, and the end of another
+    whole, some = (head.unroll(packed, depths, which) for which in (None, anchors))
+    losses = []
+    for drafts in (whole, some):
+        fields = [rows.taken(x, anchors) for draft in drafts for x in draft if x is not None]
+        weight = torch.randn(*fields[0].shape[:2], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        scores = [head.score(rows.taken(draft.state, anchors), d) for d, draft in enumerate(drafts, 1)]
+        losses.append(sum((x.square().reshape(*weight.shape, -1).mean(-1) * weight).sum() for x in (*fields, *scores)))
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-10, atol=1e-10)
+    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    gradients = [torch.autograd.grad(loss, trained, allow_unused=True) for loss in losses]
+    for parameter, one, other in zip(trained, *gradients, strict=True):
+        assert (one is None) == (other is None), parameter.shape
+        if one is not None:
+            torch.testing.assert_close(other, one, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", [*HEADS, *toys.OPTIONS])
 def test_extending_piece_by_piece_equals_at_once(name: str) -> None:
     head: DraftHead = toys.head(name, toys.target("llama", torch.float64))
     packed = Features(*(part[:1, :6] for part in features(layers=head.feature_layers)[:4]))

@@ -13,7 +13,7 @@ from tests import toys
 from tests.train import strategy_job
 from train import sampling
 from train.objective import trainable, weights
-from train.sampling import noisy, row_keys, sample_anchors
+from train.sampling import noisy, row_keys, sample_anchors, trained_rows
 from train.step import Loss
 
 ROWS, LENGTH, WIDTH = 8, 16, 6
@@ -47,6 +47,19 @@ def test_anchors_follow_from_the_row_and_come_first_where_they_are_useful() -> N
     assert again is not None
     assert again.equal(chosen[1:])
     assert sample_anchors(useful, LENGTH, keys) is None
+
+
+def test_the_rows_that_are_trained_are_drafted_from_and_few_others() -> None:
+    useful = torch.zeros(2, 64, dtype=torch.bool)
+    useful[0, 10:19], useful[1, 50:54] = True, True
+    kept = trained_rows(useful)
+    assert kept is not None
+    assert kept.shape == (2, 12), "as many as the sequence with most, to a sixteenth of the length"
+    assert kept.diff().gt(0).all()
+    for b in range(2):
+        assert {*useful[b].nonzero()[:, 0].tolist()} < {*kept[b].tolist()}
+    assert trained_rows(torch.ones(2, 64, dtype=torch.bool)) is None
+    assert trained_rows(torch.zeros(2, 64, dtype=torch.bool)) is None
 
 
 def test_every_row_is_an_anchor_as_often() -> None:
