@@ -205,7 +205,7 @@ class DeviceStep:
             assert self.graphs is not None
             self.graphs.keep([*self.slots, *self.cache.storage.blocks, *self.drafts.tensors()])
         if self.compiles:
-            self.forms.keep([*self.slots, *self.drafts.tensors()])
+            self.forms.keep([*self.slots, *self.cache.storage.blocks, *self.drafts.tensors()])
         reach = self.reach(longest)
         result, out, accepted = self.run(slots, reach, settings, laps)
         rows = result.tolist()  # the one place where the host waits for the device
@@ -249,7 +249,7 @@ class DeviceStep:
     def launch(self, form: Form, stage: Stage, *args: Any) -> Any:
         """Run a stage of a step of this form."""
         run = stage
-        if self.compiles and stage in (DeviceStep.draft, DeviceStep.extend):
+        if self.compiles and stage in (DeviceStep.draft, DeviceStep.extend, DeviceStep.settle):
             run = partial(self.forms, (stage, *form), compiled(stage, self.target.device.type))
         if not self.captures:
             return run(self, *args)
@@ -422,7 +422,13 @@ class DeviceStep:
 
         `most` is at least how many tokens any sequence commits.
         """
-        features, count = self.launch(form, DeviceStep.advance, slots, out, accepted, most), accepted.committed
+        count = accepted.committed
+        if self.compiles and not self.static and len(count) == self.cache.storage.size:  # no slot stands idle
+            assert self.slots is not None
+            self.launch(form, DeviceStep.settle, self.slots, out.hidden, out.last, accepted)
+            laps.mark("draft")
+            return
+        features = self.launch(form, DeviceStep.advance, slots, out, accepted, most)
         laps.mark("other")
         if features is None:
             return
@@ -451,6 +457,12 @@ class DeviceStep:
             return None
         return Features(token, out.hidden[row, path], out.last[row, path], torch.zeros_like(token))
 
+    def settle(self, slots: Slots, hidden: Tensor, last: Tensor, accepted: Accepted) -> None:
+        """Move all slots on and hand the drafts their rows, in one stage: what `advance` launches is small."""
+        features = self.advance(slots, TargetOutput(hidden, last, None), accepted, accepted.path.shape[1])
+        assert features is not None
+        self.extend(features, accepted.committed)
+
     def extend(self, features: Features, count: Int[Tensor, "B"]) -> None:
         """Hand the drafts the accepted rows."""
         self.drafts.commit(features, count)
@@ -460,7 +472,7 @@ class DeviceStep:
         (count, drafted), rest = row[:2], row[2:]
         size = self.drafts.deepest + 1
         token, ranks, bits = rest[:count], rest[size : 2 * size], rest[2 * size :][:count]
-        gaps = list(struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits)))
+        gaps = list(struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits))) if bits else []
         session.cache.set_length(len(session.context) - 1 + count)  # of which the last one is the next root
         committed = session.emit(token, ["draft"] * (count - 1) + ["bonus"], gaps)
         accepted = min(count - 1, committed)

@@ -10,6 +10,7 @@ from torch import Tensor
 from heads.base import DraftVocabulary
 
 BLOCK = 128  # tokens that are searched for the index of the maximum
+FEW = 4096  # tokens that are faster searched at once
 
 
 def argmax(scores: Float[Tensor, "*n V"]) -> Int[Tensor, "*n"]:
@@ -18,8 +19,8 @@ def argmax(scores: Float[Tensor, "*n V"]) -> Int[Tensor, "*n"]:
     There torch finds a maximum by vectors and its index number by number. So a row's best block is found first.
     """
     size = scores.shape[-1]
-    if scores.device.type != "cpu" or size % BLOCK:
-        return scores.argmax(-1)
+    if scores.device.type != "cpu" or size % BLOCK or size <= FEW:
+        return scores.max(-1).indices  # twice as fast as argmax in bf16
     blocks = scores.unflatten(-1, (size // BLOCK, BLOCK))
     best = blocks.amax(-1).argmax(-1)
     block = blocks.take_along_dim(best[..., None, None], -2)[..., 0, :]
