@@ -51,9 +51,11 @@ class TargetEmbeddings(nn.Module):
 
     def _rows(self, ids: Int[Tensor, "W"]) -> nn.Linear:
         """Return the lm_head's rows of these tokens; the last ones asked for are kept, since a head asks each step."""
-        # Whether they are the same is not read from a device: a buffer that is changed in place has a new version.
-        version = 0 if ids.is_inference() else ids._version
-        if self._some is None or self._some[0] is not ids or self._some[1] != version:
+        # Whether they are the same is not read from a device: a buffer that is changed in place has a new version. None
+        # is while a compiled step is traced, before which prompts have asked for these rows.
+        tracing = torch.compiler.is_compiling()
+        version = 0 if tracing or ids.is_inference() else ids._version
+        if self._some is None or self._some[0] is not ids or (self._some[1] != version and not tracing):
             with torch.inference_mode(False):  # what is made while decoding may be needed in training
                 weight: Tensor = self.lm_head.weight
                 rows = nn.Linear(weight.shape[1], len(ids), bias=self.lm_head.bias is not None, device="meta")
