@@ -38,14 +38,20 @@ def last_valid(x: Shaped[Tensor, "B T *rest"], count: Int[Tensor, "B"] | None) -
 
 def taken(x: Shaped[Tensor, "B T *rest"], row: Int[Tensor, "B n"] | None) -> Shaped[Tensor, "B n *rest"]:
     """Return some rows of each sequence, None for all."""
-    return x if row is None else x[torch.arange(len(x), device=x.device)[:, None], row]
+    return x if row is None else x.flatten(0, 1).index_select(0, _flat(row, x.shape[1])).unflatten(0, row.shape)
 
 
 def put_back(x: Shaped[Tensor, "B n D"], row: Int[Tensor, "B n"] | None, length: int) -> Shaped[Tensor, "B T D"]:
     """Return `taken` rows where they were among T = `length`, zeros at the others."""
     if row is None:
         return x
-    return x.new_zeros(len(x), length, x.shape[-1]).scatter(1, row[..., None].expand_as(x), x)
+    full = x.new_zeros(len(x) * length, x.shape[-1]).index_copy(0, _flat(row, length), x.flatten(0, 1))
+    return full.unflatten(0, (len(x), length))
+
+
+def _flat(row: Int[Tensor, "B n"], length: int) -> Int[Tensor, "N"]:
+    """Return the indices of rows in sequences of this length one after the other: torch is faster by one index."""
+    return (row + length * torch.arange(len(row), device=row.device)[:, None]).flatten()
 
 
 def of_parents(x: Shaped[Tensor, "B K D"], parent: Int[Tensor, "B N"]) -> Shaped[Tensor, "B N D"]:
