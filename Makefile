@@ -54,8 +54,9 @@ $(LLAMA): tests/serving/llama.txt $(SERVED)
 	PATH=$(SERVING)/bin:$$PATH cmake --build $(SERVING)/llama/build --target llama-server
 	cp $(SERVING)/llama/build/bin/llama-server $@
 
-# Compiling what the head drafts takes a C++ compiler.
-COMPILES := $(if $(shell command -v $${CXX:-g++}),true,false)
+# Compiling what the head drafts takes a C++ compiler and Python's headers.
+HEADERS := import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))
+COMPILES = $(if $(shell command -v $${CXX:-g++} >/dev/null && $(PYTHON) -c '$(HEADERS)' && echo yes),true,false)
 demo: setup ## distill a head from the embedded target, verify it, write the report; bf16, as models are served
 	$(RUN) train/run.py head=best data.turns=text tree.depth=7 tree.top_k=3 tree.nodes=20 \
 		eval.dtype=bfloat16 eval.minutes=30 eval.engine.compile_drafts=$(COMPILES) overwrite=true

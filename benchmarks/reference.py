@@ -427,7 +427,7 @@ def main() -> None:
         stored["time"] = [*chain(*by_depth)]
         print(time_table(stored["time"], references, length), flush=True)
     if "memory" in arguments.part:
-        words = ["--specforge", arguments.specforge]
+        words = ["--specforge", arguments.specforge, *(["--data", *DATA] if DATA else [])]
         by_depth = [peaks([*arguments.head, *references], depth, words) for depth in arguments.depths]
         stored["memory"] = [*chain(*by_depth)]
         print(memory_table(stored["memory"]), flush=True)
@@ -440,11 +440,11 @@ def main() -> None:
 def add_heads(job: Job, stored: dict[str, Any], wanted: list[tuple[str, int]], arguments: argparse.Namespace) -> None:
     """Train and measure the heads that are missing, write each when it is done, and print the table."""
     for name, seed in wanted:
-        known = [(head["name"], head["seed"], head["tokens"]) for head in stored["heads"]]
-        if (name, seed, arguments.tokens) not in known:
-            stored["heads"].append(trained(job, name, seed, arguments.tokens))
+        known = [(head["name"], head["seed"], head["tokens"], head.get("data", [])) for head in stored["heads"]]
+        if (name, seed, arguments.tokens, DATA) not in known:
+            stored["heads"].append({**trained(job, name, seed, arguments.tokens), "data": DATA})
             write(arguments.out, stored)
-    heads = [head for head in stored["heads"] if head["tokens"] == arguments.tokens]
+    heads = [h for h in stored["heads"] if (h["tokens"], h.get("data", [])) == (arguments.tokens, DATA)]
     check_rows(heads)
     print(tau_table(heads, "speculators"))
 

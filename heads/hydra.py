@@ -111,7 +111,7 @@ class Hydra(HeadModule):
         return torch.cat([before, self.embeddings.embed(token).to(before.dtype)], -1)
 
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
-        """Draft from all rows at every depth."""
+        """Draft from all rows, or from `anchors`, at every depth."""
         self.check_depths(depths)
         x = features.last
         if self.prefix is not None:

@@ -60,7 +60,7 @@ class Medusa(HeadModule):
         return self.lm_heads[depth - 1](state)
 
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
-        """Draft from all rows at every depth."""
+        """Draft from all rows, or from `anchors`, at every depth."""
         self.check_depths(depths)
         last = taken(features.last, anchors)
         return [Draft(put_back(block(last), anchors, features.last.shape[1])) for block in self.blocks]

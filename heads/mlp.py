@@ -87,7 +87,7 @@ class Mlp(HeadModule):
         return self.head[0 if self.config.tied else depth - 1](state)
 
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
-        """Draft from all rows at every depth."""
+        """Draft from all rows, or from `anchors`, at every depth."""
         self.check_depths(depths)
         state, drafts = self.begin(taken(features.last, anchors)), []
         for depth in range(1, depths + 1):

@@ -42,9 +42,11 @@ def compiled(stage: Stage, kind: str) -> Stage:
 
 
 class Forms:
-    """Calls of compiled stages. Dynamo evaluates the guards of a form in its first call alone.
+    """Calls of compiled stages, whose guards dynamo evaluates whole in a form's first call alone.
 
-    They ask hundreds of attributes of the step what its form and the addresses of its buffers say already.
+    Most of them ask attributes of the step what its form and the addresses of its buffers say already; later calls
+    evaluate those that tell one graph from another. No other thread of the process may compile meanwhile: how guards
+    are evaluated is one setting of torch for all.
     """
 
     def __init__(self) -> None:
@@ -59,12 +61,16 @@ class Forms:
 
     def __call__(self, form: Any, run: Stage, *args: Any) -> Any:
         """Run a compiled stage in a form that tells its shapes and branches from all others."""
-        if form not in self.known:
-            result = run(*args)
-            self.known.add(form)
-            return result
-        with torch.compiler.set_stance(skip_guard_eval_unsafe=True):  # which tells the forms apart all the same
-            return run(*args)
+        if form in self.known:
+            try:
+                with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+                    return run(*args)
+            except RuntimeError as error:  # no graph is for this call: nothing has run
+                if "skip_guard_eval_unsafe" not in str(error):
+                    raise
+        result = run(*args)
+        self.known.add(form)
+        return result
 
 
 class Graphs:

@@ -205,7 +205,8 @@ class DeviceStep:
             assert self.graphs is not None
             self.graphs.keep([*self.slots, *self.cache.storage.blocks, *self.drafts.tensors()])
         if self.compiles:
-            self.forms.keep([*self.slots, *self.cache.storage.blocks, *self.drafts.tensors()])
+            kept = self.target.embeddings.kept()
+            self.forms.keep([*self.slots, *self.cache.storage.blocks, *self.drafts.tensors(), *kept])
         reach = self.reach(longest)
         result, out, accepted = self.run(slots, reach, settings, laps)
         rows = result.tolist()  # the one place where the host waits for the device

@@ -24,7 +24,7 @@ def row_keys(seed: int, step: int, index: Int[Tensor, "B"]) -> Int[Tensor, "B"]:
 
 
 def sample_anchors(useful: Bool[Tensor, "B T"], count: int | None, keys: Int[Tensor, "B"]) -> Int[Tensor, "B n"] | None:
-    """Sample `count` anchor rows of each packed sequence, useful ones first; None where all rows are anchors."""
+    """Sample `count` anchor rows of each packed sequence, useful ones first; None for `trained_rows`."""
     length = useful.shape[1]
     if count is None or count >= length:
         return None

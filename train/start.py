@@ -20,7 +20,7 @@ from heads.eagle3 import Eagle3
 from heads.formats.hub import load_found, resolve_head, sibling_spec
 from heads.formats.mtp_layouts import BLOCK
 from heads.formats.weights import outline
-from heads.modules.rope import scaling_of
+from heads.modules.rope import Rope, scaling_of
 from heads.mtp import TARGET, Mtp
 from inference.drafters.mtp import load_mtp
 from inference.target.embeddings_only import EmbeddingsOnly
@@ -226,11 +226,13 @@ def solved(
 
 
 def like_target(config: Any, target: Target) -> Any:
-    """Return a head's configuration with the target's rotary positions and norm."""
+    """Return a head's configuration with the target's rotary positions and norm; refuse positions that no head has."""
     rope: dict[str, Any] = getattr(target.config, "rope_parameters", None) or vars(target.config)
     theta = float(rope.get("rope_theta", config.rope_theta))
     eps = float(getattr(target.config, "rms_norm_eps", config.norm_eps))
-    return replace(config, rope_theta=theta, rope_scaling=scaling_of(rope), norm_eps=eps)
+    like = replace(config, rope_theta=theta, rope_scaling=scaling_of(rope), norm_eps=eps)
+    Rope.of(like)
+    return like
 
 
 def last_layer(config: Any, target: Target) -> dict[str, Tensor]:

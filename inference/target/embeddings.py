@@ -4,6 +4,7 @@ import torch
 import transformers
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn import functional
 
 from heads.base import shape_of
 from heads.common.target_config import logit_factor
@@ -45,14 +46,21 @@ class TargetEmbeddings(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "*n D"], ids: Int[Tensor, "W"] | None = None) -> Float[Tensor, "*n W"]:
         """Return the logits of final-normed hidden states in the lm_head's own dtype, of the tokens `ids` if given."""
-        logits = (self.lm_head if ids is None else self._rows(ids))(hidden.to(self.lm_head.weight.dtype))
+        narrow, bias = hidden.to(self.lm_head.weight.dtype), self.lm_head.bias
+        if ids is None:
+            logits = self.lm_head(narrow)
+        elif torch.compiler.is_compiling() and (self._some is None or self._some[0] is not ids):
+            # Another head has asked since: a step that is traced copies the rows, until a prompt asks for them again.
+            logits = functional.linear(narrow, self.lm_head.weight[ids], None if bias is None else bias[ids])
+        else:
+            logits = self._rows(ids)(narrow)
         logits = logits if self.factor == 1 else logits * self.factor
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def _rows(self, ids: Int[Tensor, "W"]) -> nn.Linear:
         """Return the lm_head's rows of these tokens; the last ones asked for are kept, since a head asks each step."""
         # Whether they are the same is not read from a device: a buffer that is changed in place has a new version. None
-        # is while a compiled step is traced, before which prompts have asked for these rows.
+        # is while a step is traced.
         tracing = torch.compiler.is_compiling()
         version = 0 if tracing or ids.is_inference() else ids._version
         if self._some is None or self._some[0] is not ids or (self._some[1] != version and not tracing):
@@ -65,6 +73,10 @@ class TargetEmbeddings(nn.Module):
                 object.__setattr__(self, "_some", (ids, version, rows))
         assert self._some is not None
         return self._some[2]
+
+    def kept(self) -> list[Tensor]:
+        """Return the lm_head's rows that are kept, by which compiled drafts may read them."""
+        return [] if self._some is None else [self._some[2].weight]
 
     def head_weight(self) -> Float[Tensor, "V D"]:
         """Return the lm_head's weight."""

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from heads.modules import layers
+from heads.modules.vocab import prune
 from inference.batch import Batch, batch_of
 from inference.decode import Generation, Settings, reference, speculate
 from inference.drafters.head import HeadDrafter
@@ -228,10 +229,35 @@ def side_by_side() -> dict[str, bool]:
     }
 
 
+def by_turns() -> dict[str, bool]:
+    """Return whether two batches of heads that share the target's lm_head draft as the reference does, step by step."""
+    passes.BACKEND = "eager"
+    target = toys.target("llama", torch.float64)
+    heads: list[Any] = [toys.head("hass", target) for _ in range(2)]
+    prune(heads[1], torch.randint(100, (toys.VOCAB,), generator=torch.Generator().manual_seed(9)))
+    sources = [HeadDrafter(head, toys.TREES["dynamic"], "hass") for head in heads]
+    request = toys.prompt(5, 9), Settings(30, GREEDY)
+    expected = [reference(target, source, *request) for source in sources]
+    target.compiles_drafts = True
+    batches = [batch_of(target, source, 1, [request]) for source in sources]
+    found = [of.admit(0, *request) for of in batches]
+    while any(of.running for of in batches):
+        for of in batches:
+            if of.running:
+                of.step()
+            of.release()
+    same = [
+        (one.tokens, one.steps[0].ranks) == (other.tokens, other.steps[0].ranks)
+        for one, other in zip(found, expected, strict=True)
+    ]
+    counts = [[[step.accepted for step in one.steps] for one in several] for several in (found, expected)]
+    return {"same": all(same) and counts[0] == counts[1], "differing": counts[0][0] != counts[0][1]}
+
+
 def main() -> None:
     """Print the facts of every case in the arguments: head:tree:sampling:way."""
-    if sys.argv[1:] == ["side by side"]:
-        print(json.dumps(side_by_side()))
+    if sys.argv[1] in (alone := {"side by side": side_by_side, "by turns": by_turns}):
+        print(json.dumps(alone[sys.argv[1]]()))
         return
     count_pieces = layers.count_pieces
     for case in sys.argv[1:]:

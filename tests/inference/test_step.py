@@ -388,6 +388,12 @@ def test_compiled_drafts_are_those_of_their_own_head_tree_and_sampling() -> None
     assert json.loads(run.stdout) == {"same": True, "differing": True, "guarded rarely": True}, run.stderr[-2000:]
 
 
+def test_heads_that_share_the_targets_lm_head_draft_by_turns() -> None:
+    """The rows of one's vocabulary are kept for the last that asked: another's are neither read nor an error."""
+    run = subprocess.run([sys.executable, step_graph.__file__, "by turns"], capture_output=True, text=True, check=True)
+    assert json.loads(run.stdout) == {"same": True, "differing": True}, run.stderr[-2000:]
+
+
 def test_a_form_is_met_anew_where_its_buffers_moved() -> None:
     forms, buffer = Forms(), torch.zeros(3)
     for tensor, known in ((buffer, False), (buffer, True), (torch.zeros(3), False)):

@@ -4,6 +4,7 @@ Better is better on the new traffic beyond the paired interval's lower end, loss
 than allowed, the interval's lower end again. Whatever cannot be compared is not better.
 """
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ def compared(
     config = eval_config(
         run=str(former), compare=[str(adapted)], workload=workloads, model=model, out=str(out), tier=LIVE,
         tree=tree, prompts=run.loop.requests, balanced=False, truncate=True, temperature=run.eval.temperature,
-        **settings, **dtypes,
+        engine=asdict(run.eval.engine), **settings, **dtypes,
     )  # fmt: skip
     return evaluate(config)
 
