@@ -242,6 +242,17 @@ def test_quantised_weights_are_not_copied() -> None:
             first_head(asked.head, "last_layer", target)
 
 
+def test_positions_that_no_head_has_are_not_taken_over(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever else keeps the target's last layer from being copied."""
+    target = copy.copy(toys.target())
+    target.quantized, target.config = "bnb_int8", copy.deepcopy(target.config)
+    target.config.rope_parameters = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}
+    asked = run("head=mtp")
+    with caplog.at_level(logging.WARNING):
+        assert resolve_init(asked.init, asked.head, target) == (asked.head, None)
+    assert "yarn" in caplog.text
+
+
 def test_a_run_that_began_anew_goes_on_anew(tmp_path: Path) -> None:
     """As those did that began before heads started as the target's last layer."""
     words = [*jobs.make(tmp_path), "head=eagle3", "head.feature_layers=[0,1,2]", f"out={tmp_path / 'run'}"]
