@@ -205,8 +205,8 @@ class DeviceStep:
             assert self.graphs is not None
             self.graphs.keep([*self.slots, *self.cache.storage.blocks, *self.drafts.tensors()])
         if self.compiles:
-            kept = self.target.embeddings.kept()
-            self.forms.keep([*self.slots, *self.cache.storage.blocks, *self.drafts.tensors(), *kept])
+            buffers = [*self.cache.storage.blocks, *self.drafts.tensors(), *self.target.embeddings.kept_rows()]
+            self.forms.keep([*self.slots, *buffers])
         reach = self.reach(longest)
         result, out, accepted = self.run(slots, reach, settings, laps)
         rows = result.tolist()  # the one place where the host waits for the device

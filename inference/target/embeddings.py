@@ -74,7 +74,7 @@ class TargetEmbeddings(nn.Module):
         assert self._some is not None
         return self._some[2]
 
-    def kept(self) -> list[Tensor]:
+    def kept_rows(self) -> list[Tensor]:
         """Return the lm_head's rows that are kept, by which compiled drafts may read them."""
         return [] if self._some is None else [self._some[2].weight]
 
