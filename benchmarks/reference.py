@@ -14,8 +14,9 @@
    and its argmax compared with the reference's own. The tokens and masks that the trainers took must have the same
    fingerprint.
 
-Results are added to `--out`; a head that stands there with as many tokens is not trained again. SpecForge's FOLDER is
-a checkout, or its wheel unpacked: pip download --no-deps specforge==0.2.0; unzip specforge-*.whl -d FOLDER.
+Results are added to `--out`; a head that stands there, with as many tokens of such data, is not trained again.
+SpecForge's FOLDER is a checkout, or its wheel unpacked: pip download --no-deps specforge==0.2.0; unzip
+specforge-*.whl -d FOLDER.
 """
 
 import argparse

@@ -250,7 +250,7 @@ class DeviceStep:
     def launch(self, form: Form, stage: Stage, *args: Any) -> Any:
         """Run a stage of a step of this form."""
         run = stage
-        if self.compiles and stage in (DeviceStep.draft, DeviceStep.extend, DeviceStep.settle):
+        if self.compiles and stage in (DeviceStep.draft, DeviceStep.extend, DeviceStep.advance_and_extend):
             run = partial(self.forms, (stage, *form), compiled(stage, self.target.device.type))
         if not self.captures:
             return run(self, *args)
@@ -426,7 +426,7 @@ class DeviceStep:
         count = accepted.committed
         if self.compiles and not self.static and len(count) == self.cache.storage.size:  # no slot stands idle
             assert self.slots is not None
-            self.launch(form, DeviceStep.settle, self.slots, out.hidden, out.last, accepted)
+            self.launch(form, DeviceStep.advance_and_extend, self.slots, out.hidden, out.last, accepted)
             laps.mark("draft")
             return
         features = self.launch(form, DeviceStep.advance, slots, out, accepted, most)
@@ -458,7 +458,7 @@ class DeviceStep:
             return None
         return Features(token, out.hidden[row, path], out.last[row, path], torch.zeros_like(token))
 
-    def settle(self, slots: Slots, hidden: Tensor, last: Tensor, accepted: Accepted) -> None:
+    def advance_and_extend(self, slots: Slots, hidden: Tensor, last: Tensor, accepted: Accepted) -> None:
         """Move all slots on and hand the drafts their rows, in one stage: what `advance` launches is small."""
         features = self.advance(slots, TargetOutput(hidden, last, None), accepted, accepted.path.shape[1])
         assert features is not None

@@ -46,24 +46,21 @@ class TargetEmbeddings(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "*n D"], ids: Int[Tensor, "W"] | None = None) -> Float[Tensor, "*n W"]:
         """Return the logits of final-normed hidden states in the lm_head's own dtype, of the tokens `ids` if given."""
-        narrow, bias = hidden.to(self.lm_head.weight.dtype), self.lm_head.bias
+        hidden = hidden.to(self.lm_head.weight.dtype)
         if ids is None:
-            logits = self.lm_head(narrow)
-        elif torch.compiler.is_compiling() and (self._some is None or self._some[0] is not ids):
-            # Another head has asked since: a step that is traced copies the rows, until a prompt asks for them again.
-            logits = functional.linear(narrow, self.lm_head.weight[ids], None if bias is None else bias[ids])
+            logits = self.lm_head(hidden)
+        elif torch.compiler.is_compiling():
+            logits = self._traced(hidden, ids)
         else:
-            logits = self._rows(ids)(narrow)
+            logits = self._rows(ids)(hidden)
         logits = logits if self.factor == 1 else logits * self.factor
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def _rows(self, ids: Int[Tensor, "W"]) -> nn.Linear:
         """Return the lm_head's rows of these tokens; the last ones asked for are kept, since a head asks each step."""
-        # Whether they are the same is not read from a device: a buffer that is changed in place has a new version. None
-        # is while a step is traced.
-        tracing = torch.compiler.is_compiling()
-        version = 0 if tracing or ids.is_inference() else ids._version
-        if self._some is None or self._some[0] is not ids or (self._some[1] != version and not tracing):
+        # Whether they are the same is not read from a device: a buffer that is changed in place has a new version.
+        version = 0 if ids.is_inference() else ids._version
+        if self._some is None or self._some[0] is not ids or self._some[1] != version:
             with torch.inference_mode(False):  # what is made while decoding may be needed in training
                 weight: Tensor = self.lm_head.weight
                 rows = nn.Linear(weight.shape[1], len(ids), bias=self.lm_head.bias is not None, device="meta")
@@ -73,6 +70,16 @@ class TargetEmbeddings(nn.Module):
                 object.__setattr__(self, "_some", (ids, version, rows))
         assert self._some is not None
         return self._some[2]
+
+    def _traced(self, hidden: Float[Tensor, "*n D"], ids: Int[Tensor, "W"]) -> Float[Tensor, "*n W"]:
+        """Return the logits of these tokens in a compiled step: by the rows that are kept, if these are theirs.
+
+        If another head has asked since, the rows are copied in each step until a prompt asks for them again.
+        """
+        if self._some is not None and self._some[0] is ids:
+            return self._some[2](hidden)
+        bias = self.lm_head.bias
+        return functional.linear(hidden, self.lm_head.weight[ids], None if bias is None else bias[ids])
 
     def kept_rows(self) -> list[Tensor]:
         """Return the lm_head's rows that are kept, by which compiled drafts may read them."""

@@ -381,7 +381,7 @@ def test_the_step_is_one_graph_that_serves_all_that_come_and_go(cases: list[str]
 
 
 def test_compiled_drafts_are_those_of_their_own_head_tree_and_sampling() -> None:
-    """Of a form that was met before no guard is evaluated: another's graph would draft worse and change no text."""
+    """Of a form that was met before few guards are evaluated: another's graph would draft worse and change no text."""
     run = subprocess.run(
         [sys.executable, step_graph.__file__, "side by side"], capture_output=True, text=True, check=True
     )
