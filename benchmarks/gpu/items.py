@@ -66,6 +66,7 @@ ITEMS = (
     )),
     Item("Training EAGLE-3 at the shape of an 8B, documents packed", 3, (
         piece("step", "training.step", 150, optimizer="adamw"),
+        piece("step, answers alone trained", "training.step", 60, optimizer="adamw", answers=True),
         piece("features given", "training.given", 60, rows=8),
         piece("features given, 4,096 tokens", "training.given", 60, rows=2),
         piece("profile", "training.profile", 60),

@@ -1,6 +1,7 @@
 """All that benchmarks/gpu.md waits for, measured on a device that is at hand for minutes, what matters most first.
 
     python benchmarks/gpu/run.py --out OUT [--earlier FOLDER] [--minutes 9.5] [--items 1 2 …] [--again] [--toy]
+        [--pieces NAME …]
 
 The pieces of items.py run one after another in a process of their own (pieces.py). It is ended where a piece takes
 longer than its seconds or an item longer than its minutes, and another one goes on behind that: so a crash or a hang
@@ -42,7 +43,7 @@ class Driver:
     def __init__(self, options: argparse.Namespace, command: list[str]) -> None:
         self.options, self.command = options, command
         self.end = time.monotonic() + 60 * options.minutes
-        self.left = [name for name, (item, _) in named().items() if item in options.items]
+        self.left: list[str] = asked(options)
         self.spent = defaultdict[int, float](float)
         self.status: Path = options.work / "status.json"
         self.facts: Path = options.work / "facts.json"  # which a process writes when it has imported all
@@ -117,6 +118,11 @@ class Driver:
         return (self.options.out / "log.txt").read_text(encoding="utf-8", errors="replace")[-TAIL:]
 
 
+def asked(options: argparse.Namespace) -> list[str]:
+    """Return the pieces that a call asks for, in its order or that of the items."""
+    return options.pieces or [name for name, (item, _) in named().items() if item in options.items]
+
+
 def write_status(file: Path, name: str) -> None:
     """Note which piece is at work, and since when."""
     results.write(file, json.dumps([name, time.time()]))
@@ -141,6 +147,7 @@ def main() -> int:
     parser.add_argument("--earlier", type=Path, help="folder of the gpu.json to go on with, where OUT has none")
     parser.add_argument("--minutes", type=float, default=9.5, help="after which nothing goes on")
     parser.add_argument("--items", type=int, nargs="+", default=range(1, len(ITEMS) + 1))
+    parser.add_argument("--pieces", nargs="+", choices=list(named()), metavar="NAME", help="these alone, in this order")
     parser.add_argument("--again", action="store_true", help="try what failed once more")
     parser.add_argument("--text", type=Path, help="folder of text for the target of 94 M (text.py)")
     parser.add_argument("--toy", action="store_true", help="a size for a CPU, of which no figure means anything")
@@ -158,9 +165,7 @@ def main() -> int:
     command += [f"--{flag}" for flag in ("again", "toy") if getattr(options, flag)]
     Driver(options, [*command, "--pieces"]).run()
     entries = results.read(options.out)
-    missing = [
-        name for name, (item, _) in named().items() if item in options.items and "rows" not in entries.get(name, {})
-    ]
+    missing = [name for name in asked(options) if "rows" not in entries.get(name, {})]
     print(f"{options.out / 'gpu.md'}; not measured: {', '.join(missing) or 'nothing'}")
     return int(bool(missing))
 

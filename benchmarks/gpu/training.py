@@ -44,14 +44,14 @@ def run_of(bench: Bench, optimizer: str, rows: int, *more: str) -> RunConfig:
     )  # fmt: skip
 
 
-def stepper(bench: Bench, optimizer: str, rows: int = ROWS) -> Stepper:
-    """Return what takes training steps on random documents."""
+def stepper(bench: Bench, optimizer: str, rows: int = ROWS, answers: bool = False) -> Stepper:
+    """Return what takes training steps on random documents; `answers`: of which the second half alone is trained."""
     target, run = bench.target, run_of(bench, optimizer, rows)
     vars(bench).pop("head", None)  # of decoding
     accelerator = accelerator_for(run.launcher, run.trainer, run.model)
     torch.manual_seed(0)
     head: Any = first_head(*resolve_init(run.init, run.head, target), target).to(target.device)
-    samples = documents(8 * rows * run.data.length, min(USED, target.embeddings.vocab_size), bench.toy)
+    samples = documents(8 * rows * run.data.length, min(USED, target.embeddings.vocab_size), bench.toy, answers)
     prune(head, token_counts(samples, target.embeddings.vocab_size))
     batches = batches_for(run, pack(samples, run.data.length), accelerator)
     source, width = Live(target, batches, head.feature_layers), target.embeddings.hidden_size
@@ -59,13 +59,15 @@ def stepper(bench: Bench, optimizer: str, rows: int = ROWS) -> Stepper:
     return Stepper(run.trainer, run.launcher, accelerator, loss, source, width)
 
 
-def documents(tokens: int, vocab: int, toy: bool) -> list[Sample]:
-    """Return random documents of so many tokens together."""
+def documents(tokens: int, vocab: int, toy: bool, answers: bool) -> list[Sample]:
+    """Return random documents of so many tokens together, all of them trained or each one's second half."""
     chance, samples = random.Random(0), list[Sample]()
     low, high = (size // 32 if toy else size for size in DOCUMENT)
     while tokens > 0:
         size = chance.randint(low, high)
-        samples.append(Sample(str(tokens), torch.randint(vocab, (size,)).tolist(), [1] * size))
+        context = size // 2 if answers else 0
+        mask = [0] * context + [1] * (size - context)
+        samples.append(Sample(str(tokens), torch.randint(vocab, (size,)).tolist(), mask))
         tokens -= size
     return samples
 
@@ -104,10 +106,10 @@ def taken(bench: Bench, training: Stepper) -> tuple[float, float, dict[str, floa
     return first, statistics.median(spent), parts, training.trainer.batch_tokens
 
 
-def step(bench: Bench, optimizer: str, chunk: int | None = None) -> list[Row]:
+def step(bench: Bench, optimizer: str, chunk: int | None = None, answers: bool = False) -> list[Row]:
     """Return what a training step costs, its target live; `chunk`: rows of a chunk of the loss."""
     with patch.object(objective, "ROWS", chunk or objective.ROWS):
-        training = stepper(bench, optimizer)
+        training = stepper(bench, optimizer, answers=answers)
         first, whole, parts, tokens = taken(bench, training)
     step_ms = STEP + (MUON if optimizer == "muon" else 0)
     guess = {"target": TARGET, "head": HEAD, "optimiser": step_ms - TARGET - HEAD}

@@ -51,7 +51,7 @@ def driver(folder: Path, plans: dict[str, str], items: list[int], **limits: floa
         each.mkdir()
     words = ",".join(f"{name}={plan}" for name, plan in plans.items()) or "="
     options = argparse.Namespace(
-        **{"out": out, "work": work, "items": items, "minutes": 1.0, "scale": 1.0, "toy": True, **limits}
+        **{"out": out, "work": work, "items": items, "pieces": None, "minutes": 1.0, "scale": 1.0, "toy": True, **limits}
     )
     return run.Driver(options, [sys.executable, "-c", WORK, str(ROOT), str(out), str(work), words])
 
