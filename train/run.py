@@ -165,6 +165,8 @@ def loop_of(
     evaluator = rollouts = None
     if isinstance(target, Target) and run.trainer.eval_prompts:
         evaluator = AcceptanceEvaluator(target, prompts, run.trainer, run.tree, run.name)
+    if isinstance(target, Target) and run.trainer.compile:
+        target.compile_features()
     loss = Loss(head, run.objective, compiled=run.trainer.compile, quick=accelerator.mixed_precision == "bf16")
     kept_head = KeptHead(Path(run.out, "head"), head, target, run.tree)
     drafted = run.objective.on_policy

@@ -274,14 +274,9 @@ class Stepper:
         }
 
     def counted(self, step: int, *, halted: Callable[[], bool]) -> Step:
-        """Take a step and count the floating-point operations of all processes in it, the target's included.
-
-        There is no count where the head is compiled, whose operations cannot be followed.
-        """
-        if self.trainer.compile:
-            return self(step, halted=halted)
+        """Take a step and count the floating-point operations of all processes in it, the target's included."""
         counter: Any = Flops
-        with counter() as count:
+        with counter() as count, torch.compiler.set_stance("force_eager"):  # what is compiled could not be followed
             taken = self(step, halted=halted)
         self.progress["flops"] = None if taken.stopped else count.total * self.accelerator.num_processes
         return taken

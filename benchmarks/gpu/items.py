@@ -47,14 +47,14 @@ KINDS = ("plain", "tree", "chain")  # the baseline, EAGLE-3 with a tree of 60 no
 GRID = [(kind, size) for size in (1, 4, 32) for kind in KINDS]
 FIRST = [("plain", 1), ("tree", 1), ("plain", 32), ("chain", 32)]  # those with a figure to reach
 REST = [cell for cell in GRID if cell not in FIRST]
-DEVICE_TESTS = ("step", "packed", "training", "decoding")
+DEVICE_TESTS = ("tree_attention", "step", "packed", "training", "decoding")
 HEADS = ("eagle3", "mtp")
 ITEMS = (
     Item("The machine", 2, (
         piece("versions", "machine.versions", 30),
         piece("rates", "machine.rates", 30),
         piece("attention on fresh shapes", "machine.fresh_shapes", 60),
-        piece("attention split over keys", "machine.split_keys", 30),
+        piece("tree attention", "machine.tree_attention", 30),
     )),
     Item("Decoding at the shape of an 8B, as the operations run, in a growing context", 2, (
         piece("the target", "decoding.make", 60), *steps("eager", 40, GRID),
@@ -64,12 +64,18 @@ ITEMS = (
         piece("profile, eager", "decoding.profile", 60, way="eager"),
         piece("profile, captured", "decoding.profile", 60, way="captured"),
     )),
-    Item("Training EAGLE-3 at the shape of an 8B, documents packed", 3, (
+    Item("Training EAGLE-3 at the shape of an 8B, documents packed", 8, (
         piece("step", "training.step", 150, optimizer="adamw"),
         piece("step, answers alone trained", "training.step", 60, optimizer="adamw", answers=True),
         piece("features given", "training.given", 60, rows=8),
         piece("features given, 4,096 tokens", "training.given", 60, rows=2),
         piece("profile", "training.profile", 60),
+        piece("step, compiled", "training.step", 120, optimizer="adamw", compiled=True),
+        piece(
+            "step, answers alone trained, compiled", "training.step", 90, optimizer="adamw", answers=True, compiled=True
+        ),
+        piece("features given, compiled", "training.given", 60, rows=8, compiled=True),
+        piece("profile, compiled", "training.profile", 90, compiled=True),
         piece("features over the bare pass", "training.features", 60),
         piece("chunks of 512", "training.step", 60, optimizer="adamw", chunk=512),
         piece("chunks of 1,024", "training.step", 60, optimizer="adamw", chunk=1024),
@@ -78,6 +84,7 @@ ITEMS = (
     )),
     Item("Decoding steps captured and compiled", 8, (
         *steps("captured", 40, FIRST), *steps("compiled", 240, FIRST),
+        piece("profile, compiled", "decoding.profile", 120, way="compiled"),
         *steps("captured", 40, REST), *steps("compiled", 120, REST),
     )),
     Item("Tests on the device, and the losslessness check", 4, (

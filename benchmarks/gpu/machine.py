@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import product
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -90,10 +90,10 @@ def with_cudnn(allowed: bool) -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def states(bench: Bench, queries: int, keys: int, groups: int = QUERIES) -> list[Tensor]:
+def states(bench: Bench, queries: int, keys: int, groups: int = QUERIES, batch: int = 1) -> list[Tensor]:
     """Return random queries, keys and values of a layer."""
     sizes = (QUERIES, queries), (groups, keys), (groups, keys)
-    return [torch.randn(1, *size, WIDTH, dtype=torch.bfloat16, device=bench.device) for size in sizes]
+    return [torch.randn(batch, *size, WIDTH, dtype=torch.bfloat16, device=bench.device) for size in sizes]
 
 
 def fresh_shapes(bench: Bench) -> list[Row]:
@@ -122,16 +122,29 @@ def fresh_shapes(bench: Bench) -> list[Row]:
     return rows
 
 
-def split_keys(bench: Bench) -> list[Row]:
-    """Return what attention over one sequence takes, its keys split and whole (heads/modules/split_keys.py)."""
+def tree_attention(bench: Bench) -> list[Row]:
+    """Return what attention over a cache takes, by our kernel (heads/modules/tree_attention.py) and by torch's."""
     rows: list[Row] = []
-    for queries, length in product((1, 61), (1024, 2048, 8192, 32768)):
-        query, key, value = states(bench, queries, length // 16 if bench.toy else length, GROUPS)
-        mask = query.new_zeros(1, 1, queries, key.shape[2])
+    for batch, queries, length in [(1, 1, 1024), (1, 61, 1024), (1, 1, 8192), (1, 61, 8192), (32, 5, 1024)]:
+        query, key, value = states(bench, queries, length // 16 if bench.toy else length, GROUPS, batch)
+        mask = query.new_zeros(batch, 1, queries, key.shape[2])
         call = partial(grouped_attention, query, key, value, mask)
         read = 1e6 * 2 * key.nbytes / BANDWIDTH
-        title = f"{queries} queries, {length:,} keys"
-        rows.append((f"{title}: split, us", 1e6 * seconds(call, bench.device), read))
-        with patch.object(layers, "count_pieces", lambda *_: 1):
-            rows.append((f"{title}: whole, us", 1e6 * seconds(call, bench.device), read))
+        title = f"{batch} x {queries} queries, {length:,} keys"
+        rows.append((f"{title}: kernel, us", 1e6 * graphed(call, bench.device), read))
+        with patch.object(layers, "takes", lambda *_: False):
+            rows.append((f"{title}: torch, us", 1e6 * graphed(call, bench.device), read))
     return rows
+
+
+def graphed(call: Callable[[], Any], device: torch.device, times: int = 20) -> float:
+    """Return the seconds of a call, launched in a CUDA graph of several where there is one."""
+    if device.type != "cuda":
+        return seconds(call, device)
+    for _ in range(3):
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            call()
+    return seconds(graph.replay, device) / times

@@ -2,6 +2,7 @@
 
 import random
 import statistics
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -44,9 +45,14 @@ def run_of(bench: Bench, optimizer: str, rows: int, *more: str) -> RunConfig:
     )  # fmt: skip
 
 
-def stepper(bench: Bench, optimizer: str, rows: int = ROWS, answers: bool = False) -> Stepper:
+def stepper(
+    bench: Bench, optimizer: str, rows: int = ROWS, *, answers: bool = False, compiled: bool = False
+) -> Stepper:
     """Return what takes training steps on random documents; `answers`: of which the second half alone is trained."""
-    target, run = bench.target, run_of(bench, optimizer, rows)
+    target, run = bench.target, run_of(bench, optimizer, rows, f"trainer.compile={str(compiled).lower()}")
+    target.forwards = nullcontext
+    if compiled:
+        target.compile_features()
     vars(bench).pop("head", None)  # of decoding
     accelerator = accelerator_for(run.launcher, run.trainer, run.model)
     torch.manual_seed(0)
@@ -106,10 +112,10 @@ def taken(bench: Bench, training: Stepper) -> tuple[float, float, dict[str, floa
     return first, statistics.median(spent), parts, training.trainer.batch_tokens
 
 
-def step(bench: Bench, optimizer: str, chunk: int | None = None, answers: bool = False) -> list[Row]:
+def step(bench: Bench, optimizer: str, chunk: int | None = None, **options: bool) -> list[Row]:
     """Return what a training step costs, its target live; `chunk`: rows of a chunk of the loss."""
     with patch.object(objective, "ROWS", chunk or objective.ROWS):
-        training = stepper(bench, optimizer, answers=answers)
+        training = stepper(bench, optimizer, **options)
         first, whole, parts, tokens = taken(bench, training)
     step_ms = STEP + (MUON if optimizer == "muon" else 0)
     guess = {"target": TARGET, "head": HEAD, "optimiser": step_ms - TARGET - HEAD}
@@ -138,9 +144,9 @@ def taken_bytes(device: torch.device) -> int:
     return total - free - torch.cuda.memory_reserved(device) + torch.cuda.max_memory_reserved(device)
 
 
-def given(bench: Bench, rows: int) -> list[Row]:
+def given(bench: Bench, rows: int, **options: bool) -> list[Row]:
     """Return what a step costs whose features are given, and the memory that it takes beside the target's layers."""
-    training = stepper(bench, "adamw", rows)
+    training = stepper(bench, "adamw", rows, **options)
     with torch.no_grad():
         training.source = Given(training.source)
     _, whole, _, tokens = taken(bench, training)
@@ -152,9 +158,9 @@ def given(bench: Bench, rows: int) -> list[Row]:
     ]  # fmt: skip
 
 
-def profile(bench: Bench) -> list[Row]:
+def profile(bench: Bench, **options: bool) -> list[Row]:
     """Return where the time of a training step goes."""
-    training, number = stepper(bench, "adamw"), iter(range(1000))
+    training, number = stepper(bench, "adamw", **options), iter(range(1000))
 
     def one() -> None:
         training(next(number), halted=lambda: False)
@@ -163,7 +169,7 @@ def profile(bench: Bench) -> list[Row]:
         one()
     whole = seconds(one, bench.device, 3, 1)
     expected = {"kernels": LAUNCHES, "launches": LAUNCHES, "graph_launches": 0, "copies": 1}
-    trace = profiled(one, bench.device, bench.out / "trace_training.json.gz")
+    trace = profiled(one, bench.device, bench.out / f"trace_{'_'.join(['training', *options])}.json.gz")
     return told(trace, whole, expected, STEP)
 
 

@@ -2,9 +2,10 @@
 
 top_k.py           the target's distribution by its top-k tokens
 rope.py            rotary positions, scaled as published heads' are
-split_keys.py      masked attention split over its keys, where the device needs it
 layers.py          the decoder layer that heads share, and compiling a head's
 own_layer.py       a decoder layer of the target's own class in transformers
+tree_attention.py  masked attention of few queries on CUDA, its keys split
+tree_kernels.py    its Triton kernels
 flex.py            the same attention as the next file's in one kernel of a device, and its mask
 attention.py       training-time-test attention over packed sequences: exact, block-wise, in linear memory
 slots.py           mask slots behind anchor rows in training and behind roots, and what they attend to

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from heads.base import Embeddings, LayerShape, layer_shape
 from heads.modules.rope import Rope, Rotary
-from heads.modules.split_keys import count_pieces, split_attention
+from heads.modules.tree_attention import takes, tree_attention
 from heads.rows import taken
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -95,19 +95,19 @@ def grouped_attention(
 ) -> Float[Tensor, "B H T F"]:
     """Attend where a boolean mask is true, or with an additive one, to all without one.
 
-    The query heads of a group become queries of one head: no key or value is copied, however many heads share it. On a
-    device that these do not fill, long keys are split.
+    No key or value is copied, however many heads share it: on CUDA a kernel of ours reads them once
+    (heads/modules/tree_attention.py), elsewhere the query heads of a group become queries of one head.
     """
     heads, groups = query.shape[1], key.shape[1]
+    if mask is not None and takes(query, value, mask):
+        out: Tensor = tree_attention(query, key, value, mask, query.shape[-1] ** -0.5 if scale is None else scale)
+        return out
     if heads == groups:
         return functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)
     folded = query.unflatten(1, (groups, -1)).flatten(2, 3)
     if mask is not None:
         mask = mask.expand(-1, heads // groups, -1, -1).flatten(1, 2)[:, None]
-    if mask is not None and (pieces := count_pieces(folded, key)) > 1:
-        out = split_attention(folded, key, value, mask, scale, pieces)
-    else:
-        out = functional.scaled_dot_product_attention(folded, key, value, mask, scale=scale)
+    out = functional.scaled_dot_product_attention(folded, key, value, mask, scale=scale)
     return out.unflatten(2, (heads // groups, -1)).flatten(1, 2)
 
 

@@ -68,7 +68,8 @@ def packing(model: "transformers.PreTrainedModel") -> Packing | None:
     able = getattr(model, "_supports_attention_backend", False) and config._attn_implementation in (SDPA, GROUPED)
     if not able or not {*kinds} <= {FULL, SLIDING} or (SLIDING in kinds and window is None):
         return None
-    transformers.AttentionInterface.register(ATTENTION, _attend)
+    outside: Any = torch.compiler.disable(_attend)  # documents differ from pass to pass
+    transformers.AttentionInterface.register(ATTENTION, outside)
     return Packing(config, tuple(window if kind == SLIDING else None for kind in kinds))
 
 

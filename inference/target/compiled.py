@@ -6,13 +6,13 @@ each pass is a CUDA graph: of few sizes, to which nodes, rows and sequences are 
 passes itself, in shapes that stay: there only the decoder layers are compiled.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from inference.target.cache import BatchPass, Pool, roomy
@@ -125,6 +125,31 @@ class Compiled:
         """Run a pass, as a function of tensors alone: what is compiled."""
         end = _tensors(mask)[0].shape[-1]
         return self.target.forward(token, position, mask, BatchPass(keys, values, columns, end), layers)
+
+
+class CompiledForwards:
+    """The forward functions of decoder layers, each compiled by itself: for passes over many tokens, as in training.
+
+    Attention, which knows the documents of packed rows, and the hooks of layers stay outside of what is compiled.
+    Layers that are alike share their graphs.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self.layers = list(layers)
+        allow_forms()
+        self.forwards = [torch.compile(layer.forward, backend=BACKEND) for layer in self.layers]
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Let the layers run compiled for a while."""
+        for layer, forward in zip(self.layers, self.forwards, strict=True):
+            vars(layer)["forward"] = forward
+        try:
+            with compiling("torch.compile fails on the target's layers", "trainer.compile"):
+                yield
+        finally:
+            for layer in self.layers:
+                del vars(layer)["forward"]
 
 
 def _tensors(mask: Any) -> list[Tensor]:

@@ -6,6 +6,7 @@ how a tree mask reaches its attention. `Target` (target.py) proves these before 
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -128,6 +129,7 @@ class TargetModel:
         objection: why not.
         compiled: what runs the passes that verify in its place, a `Compiled`; None: nothing.
         compiles_drafts: whether what a head drafts for it is compiled.
+        forwards: how its decoder layers give features: as they are, or a `CompiledForwards`.
         switch: where its rope switches; None where it does not.
         context: the most tokens that a sequence may have.
         eos: the tokens that end an answer.
@@ -174,6 +176,7 @@ class TargetModel:
         note_unknown(tokenizer, self.embeddings.vocab_size, name)
         self.compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
         self.compiles_drafts = False
+        self.forwards: Callable[[], AbstractContextManager[None]] = nullcontext
         self.recurrence = recurrence(self.config, self.decoder_layers)
         self.pool = Pool({}) if self.recurrence is None else Pool({}, make=partial(RecurrentCache, config=self.config))
         self.packing: Packing | None = None
@@ -221,12 +224,13 @@ class TargetModel:
             return self._unpacked(token, document, layers, spans)
         # Else transformers reads the positions, to find out what is packed: a device would be waited for.
         waits = self.device.type != "cpu"
-        if self.packing is not None and (waits or self.packing.needed(spans, len(token))):
-            with by_documents(self.packing, spans, position):
-                out = self.run(token, position, None, None, layers)
-        else:  # a document a row has the causal pattern, which needs no mask
-            seen = None if len(spans) == len(token) else rows.visible(document)
-            out = self.run(token, position, seen, None, layers)
+        with self.forwards():
+            if self.packing is not None and (waits or self.packing.needed(spans, len(token))):
+                with by_documents(self.packing, spans, position):
+                    out = self.run(token, position, None, None, layers)
+            else:  # a document a row has the causal pattern, which needs no mask
+                seen = None if len(spans) == len(token) else rows.visible(document)
+                out = self.run(token, position, seen, None, layers)
         return Features(token, out.hidden, out.last, document)
 
     def _unpacked(self, token: Tensor, document: Tensor, layers: tuple[int, ...], spans: list[Span]) -> Features:

@@ -11,7 +11,7 @@ from inference.target import adapter as adapters
 from inference.target import loading, probe
 from inference.target.adapter import Adapter
 from inference.target.attention import packing
-from inference.target.compiled import Compiled
+from inference.target.compiled import Compiled, CompiledForwards
 from inference.target.config import ModelConfig, device_named, dtype_named
 from inference.target.model import TargetModel
 from inference.target.placed import Placed
@@ -98,6 +98,12 @@ class Target(TargetModel):
         if not drafts_alone:
             self.compiled = Compiled(self)
         self.compiles_drafts = True
+
+    def compile_features(self) -> None:
+        """Compile the layers that give features, where they are whole and on one device; others run as they are."""
+        here = all(weights.device == self.device for weights in self.model.parameters())
+        if here and self.quantized is None and self.placed.group is None:
+            self.forwards = CompiledForwards(self.decoder_layers)
 
     @contextmanager
     def uncaptured(self) -> Iterator[None]:

@@ -51,7 +51,16 @@ def driver(folder: Path, plans: dict[str, str], items: list[int], **limits: floa
         each.mkdir()
     words = ",".join(f"{name}={plan}" for name, plan in plans.items()) or "="
     options = argparse.Namespace(
-        **{"out": out, "work": work, "items": items, "pieces": None, "minutes": 1.0, "scale": 1.0, "toy": True, **limits}
+        **{
+            "out": out,
+            "work": work,
+            "items": items,
+            "pieces": None,
+            "minutes": 1.0,
+            "scale": 1.0,
+            "toy": True,
+            **limits,
+        }
     )
     return run.Driver(options, [sys.executable, "-c", WORK, str(ROOT), str(out), str(work), words])
 
@@ -245,7 +254,10 @@ def test_the_rehearsal_measures_every_piece_within_its_share(tree: Path, bare: d
         assert not [row for entry in mine for row in entry["rows"] if row[0].startswith("failed: ")]
     assert {entry["revision"] for entry in entries.values()} == {"rehearsed"}
     files = list((tmp_path / "out").iterdir())
-    traces = {f"trace_{name}.json.gz" for name in ("decoding_eager", "decoding_captured", "training")}
+    traces = {
+        f"trace_{name}.json.gz"
+        for name in ("decoding_eager", "decoding_captured", "decoding_compiled", "training", "training_compiled")
+    }
     assert {file.name for file in files} == {"gpu.json", "gpu.md", "log.txt", *traces}
     assert all(file.stat().st_size < 16 * MIB for file in files)
     assert (tmp_path / "out" / "gpu.json").stat().st_size < MIB

@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from heads.modules import layers
-from heads.modules.layers import grouped_attention
 from inference.batch import batch_of
 from inference.decode import Settings
 from inference.drafters.head import HeadDrafter
@@ -68,25 +66,3 @@ def test_replayed_graphs_write_the_tokens_of_a_step_that_is_not_captured(
         if captures and device.type == "cuda":
             assert len(step.graphs.captured) >= 5, "each stage is captured"
     assert texts[True] == texts[False]
-
-
-@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
-@pytest.mark.parametrize("queries", [1, 60])
-@pytest.mark.parametrize(("batch", "groups"), [(1, 1), (1, 4), (3, 1), (3, 4)])
-def test_attention_split_over_keys_is_that_of_the_whole(
-    batch: int, groups: int, queries: int, dtype: torch.dtype, near: float, device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Pieces in which a query sees nothing among them: the kernel's sum of such a row is 0, and not minus infinity."""
-    keys, width = 2048, 64
-    chance = torch.Generator().manual_seed(0)
-    query = torch.randn(batch, 4 * groups, queries, width, generator=chance)
-    cache = torch.randn(2, batch, groups, keys + 64, width, generator=chance).to(device, dtype)
-    query = query.to(device, dtype)
-    length = torch.tensor([300, 2048, 1500])[:batch, None, None, None]
-    seen = (torch.arange(keys) < length).expand(-1, 1, queries, -1)
-    mask = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min).to(device)
-    whole = grouped_attention(*(states.cpu().double() for states in (query, *cache[:, :, :, :keys])), seen)
-    monkeypatch.setattr(layers, "count_pieces", lambda *_: 8)
-    split = grouped_attention(query, *cache[:, :, :, :keys], mask)
-    torch.testing.assert_close(split.cpu().double(), whole, rtol=near, atol=near)

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves, tree_map
 
-from heads.modules import layers
 from heads.modules.vocab import prune
 from inference.batch import Batch, batch_of
 from inference.decode import Generation, Settings, reference, speculate
@@ -96,12 +95,6 @@ def compiled(step: DeviceStep) -> None:
             backend="eager",
         ),
     )
-
-
-def split(step: DeviceStep) -> None:
-    """Compile the step with every attention under a mask split over its keys."""
-    layers.count_pieces = lambda _, key: 4 if key.shape[2] % 4 == 0 else 1
-    compiled(step)
 
 
 def recorded(step: DeviceStep) -> None:
@@ -197,7 +190,6 @@ WAYS = {
     "captured": captured,
     "drafts": drafts_compiled,
     "layers": layers_compiled,
-    "split": split,
 }
 
 
@@ -259,7 +251,6 @@ def main() -> None:
     if sys.argv[1] in (alone := {"side by side": side_by_side, "by turns": by_turns}):
         print(json.dumps(alone[sys.argv[1]]()))
         return
-    count_pieces = layers.count_pieces
     for case in sys.argv[1:]:
         head, tree, sampling, way = case.split(":")
         how, rule = SAMPLINGS[sampling]
@@ -275,7 +266,6 @@ def main() -> None:
             found = [answer.tokens for answer in decoded(graphed, requests)]
             graphed.device_step.target.compiled = None
             graphed.device_step.target.compiles_drafts = False
-        layers.count_pieces = count_pieces
         count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         if isinstance(graphed.device_step.graphs, Recorded):
             assert graphed.device_step.graphs.replays > REQUESTS, "hardly a stage was replayed"

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.modules import layers
 from inference.batch import Batch, batch_of
 from inference.decode import Generation, Settings, reference, speculate
 from inference.drafters.head import HeadDrafter
@@ -110,31 +109,6 @@ def test_alone_in_batches_and_in_static_shapes_the_reference_is_met(case: str) -
         for found, wanted in zip(other, expected, strict=True):
             torch.testing.assert_close(torch.tensor(found.gaps), torch.tensor(wanted.gaps), rtol=1e-4, atol=1e-5)
     assert any(toys.lively(found.tokens) for found in expected)
-
-
-@pytest.mark.parametrize(("name", "tree", "way"), [("plain", "chain", "coupled"), ("eagle3", "dynamic", "greedy")])
-def test_attention_split_over_keys_gives_the_same_tokens(
-    name: str, tree: str, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = toys.target("llama", DOUBLE)
-    drafter, (sampling, rule) = source(name, tree, target), WAYS[way]
-    requests = [(toys.prompt(i, 3 + 7 * i), Settings(9 + 6 * i, sampling, seed=i, rule=rule)) for i in range(5)]
-    expected = [reference(target, drafter, *request) for request in requests]
-    split: list[int] = []
-    attend = layers.split_attention
-
-    def noting(query: Tensor, key: Tensor, *others: Any) -> Tensor:
-        split.append(key.shape[2])
-        return attend(query, key, *others)
-
-    monkeypatch.setattr(layers, "split_attention", noting)
-    monkeypatch.setattr(layers, "count_pieces", lambda _, key: 4 if key.shape[2] % 4 == 0 else 1)
-    for size in (1, 3):
-        batch = batch_of(target, drafter, size, requests)
-        assert batch.device_step is not None
-        batch.device_step.static = True
-        assert [facts(generation) for generation in decoded(batch, requests)] == [facts(each) for each in expected]
-        assert batch.cache.storage.capacity in split, "every pass of the target reads so far"
 
 
 def test_what_is_sampled_otherwise_goes_the_references_way_and_comes_back() -> None:
@@ -356,8 +330,7 @@ def test_a_read_would_be_seen(counts: dict[str, Any]) -> None:
                          "chain:sampled:recorded", "dynamic:sampled:compiled", "sampled:recursive:compiled",
                          "dynamic:coupled:captured", "chain:sampled:captured", "sampled:recursive:captured",
                          "dynamic:greedy:layers", "chain:sampled:drafts")]
-            + ["eagle3:sampled:sampled:compiled", "mtp:best_first:coupled:drafts", "plain:chain:coupled:layers",
-               "eagle:chain:greedy:split"],
+            + ["eagle3:sampled:sampled:compiled", "mtp:best_first:coupled:drafts", "plain:chain:coupled:layers"],
             marks=pytest.mark.slow,
         ),
     ],
@@ -370,7 +343,7 @@ def test_the_step_is_one_graph_that_serves_all_that_come_and_go(cases: list[str]
     """
     run = subprocess.run([sys.executable, step_graph.__file__, *cases], capture_output=True, text=True, check=True)
     found = [json.loads(line) for line in run.stdout.splitlines()]
-    counts = {"compiled": 1, "split": 1, "drafts": 3, "layers": 5}
+    counts = {"compiled": 1, "drafts": 3, "layers": 5}
     stages = {"drafts": 3, "layers": 2}  # of a head
     graphs = []
     for case in cases:

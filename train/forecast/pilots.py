@@ -140,14 +140,10 @@ class Pilots:
         """Return the steps of a candidate's first point, such that `points` of them cost its share of the budget.
 
         Raises:
-            ValueError: too few for the warm-up, or operations that are not counted.
+            ValueError: too few for the warm-up.
         """
         config, points = self.config, 2 ** np.arange(self.config.points)
         cost = self.cost(words) * float((1 - config.cooldown) * points[-1] + config.cooldown * points.sum())
-        if not cost:
-            raise ValueError(
-                "trainer.compile=true counts no operations: give a budget in time, or trainer.compile=false"
-            )
         fixed = config.points * self.beside(words) if self.budget.timed else 0.0
         steps = int((config.share * self.budget.amount / candidates - fixed) / cost)
         least = max(2, round(config.warmup / (1 - config.cooldown)))
