@@ -56,6 +56,25 @@ def dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("name", toys.ARCHITECTURES)
+def test_features_of_compiled_layers_are_those_of_the_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of packed documents and of rows that are one, whose attention differs; alike layers share their graphs."""
+    target = toys.target(name, DOUBLE)
+    token = torch.tensor([toys.prompt(1, 16), toys.prompt(2, 16)])
+    packed = torch.zeros(2, 16, dtype=torch.long)
+    packed[0, 9:], packed[1, 12:] = 1, -1
+    documents = [packed, torch.zeros_like(packed), packed.flip(0)]
+    expected = [target.features(token, document, (0, 2)) for document in documents]
+    monkeypatch.setattr(target, "forwards", target.forwards)  # to be there afterwards
+    target.compile_features()
+    for document, features in zip(documents, expected, strict=True):
+        found = target.features(token, document, (0, 2))
+        torch.testing.assert_close(found.hidden, features.hidden, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found.last, features.last, rtol=1e-12, atol=1e-12)
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 12
+    assert not any("forward" in vars(layer) for layer in target.decoder_layers), "other passes run as they are"
+
+
 def head(name: str, target: Target, tree: str) -> HeadDrafter:
     own: Any = toys.head(name, target).to(target.device)
     return HeadDrafter(own, toys.TREES[tree], name)
