@@ -51,7 +51,7 @@ runpy.run_path(sys.argv[0], run_name="__main__" if len(sys.argv) > 1 else "impor
 """
 # Long enough for glibc's heap to have grown (train/distributed/processes.py), and for checkpoints beside the training.
 SHORT = ["trainer.steps=10", "trainer.save_every=4", "trainer.eval_prompts=0", "eval.prompts=0", "data.limit=400"]
-SHORT += ["model.device=cpu"]
+SHORT += ["model.device=cpu", "data.turns=text"]  # every token is trained, as a plan has it
 NOTHING = ["head=mlp", "head.heads=1", "objective.depths=1", "data.length=32", "trainer.batch_tokens=32"]
 NOTHING += ["trainer.precision=fp32", "model.dtype=float32"]  # without code of products in bf16, which a plan counts
 HEADS: dict[str, list[str]] = {
