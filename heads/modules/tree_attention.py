@@ -50,7 +50,7 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
     Args:
         query: "B H T E".
         key: "B G S E".
-        value: "B G S F"; the last stride of these three is 1.
+        value: "B G S F"; these three are copied where their last stride is not 1.
         mask: "1 or B, 1, T, S".
 
     Returns:
@@ -63,6 +63,7 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
     def wide(size: int) -> int:
         return max(16, triton.next_power_of_2(size))
 
+    query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value))
     (batch, heads, queries, width), (groups, keys, values) = query.shape, value.shape[1:]
     share = heads // groups
     rows = min(max(ROWS[0], triton.next_power_of_2(share * queries)), ROWS[1])

@@ -40,7 +40,8 @@ def compiling(failure: str, option: str) -> Iterator[None]:
         yield
     except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
         reason = str(getattr(error, "inner_exception", error)).strip().split("\n")[0]
-        raise ValueError(f"{failure} ({reason}): give {option}=false, of a training eval.{option}=false") from error
+        also = f", of a training eval.{option}=false" if option.startswith("engine.") else ""
+        raise ValueError(f"{failure} ({reason}): give {option}=false{also}") from error
 
 
 class Compiled:
