@@ -32,7 +32,7 @@ from rich.console import Console, Group
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches, check_known, fingerprint, pack, token_counts
-from data.features.source import FeatureSource
+from data.features.source import FeatureSource, Live
 from data.text.prompts import TrainingData, load_training, save_prompts
 from data.text.sources import open_sources
 from data.text.template import template_sha256
@@ -165,8 +165,8 @@ def loop_of(
     evaluator = rollouts = None
     if isinstance(target, Target) and run.trainer.eval_prompts:
         evaluator = AcceptanceEvaluator(target, prompts, run.trainer, run.tree, run.name)
-    if isinstance(target, Target) and run.trainer.compile:
-        target.compile_features()
+    if isinstance(target, Target) and isinstance(source, Live) and run.trainer.compile:
+        source.forwards = target.compiled_forwards()
     loss = Loss(head, run.objective, compiled=run.trainer.compile, quick=accelerator.mixed_precision == "bf16")
     kept_head = KeptHead(Path(run.out, "head"), head, target, run.tree)
     drafted = run.objective.on_policy

@@ -2,7 +2,6 @@
 
 import random
 import statistics
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -50,9 +49,6 @@ def stepper(
 ) -> Stepper:
     """Return what takes training steps on random documents; `answers`: of which the second half alone is trained."""
     target, run = bench.target, run_of(bench, optimizer, rows, f"trainer.compile={str(compiled).lower()}")
-    target.forwards = nullcontext
-    if compiled:
-        target.compile_features()
     vars(bench).pop("head", None)  # of decoding
     accelerator = accelerator_for(run.launcher, run.trainer, run.model)
     torch.manual_seed(0)
@@ -61,6 +57,8 @@ def stepper(
     prune(head, token_counts(samples, target.embeddings.vocab_size))
     batches = batches_for(run, pack(samples, run.data.length), accelerator)
     source, width = Live(target, batches, head.feature_layers), target.embeddings.hidden_size
+    if compiled:
+        source.forwards = target.compiled_forwards()
     loss = Loss(head, run.objective, compiled=run.trainer.compile, quick=accelerator.mixed_precision == "bf16")
     return Stepper(run.trainer, run.launcher, accelerator, loss, source, width)
 

@@ -3,6 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -172,6 +173,7 @@ class Live:
 
     def __init__(self, target: Forward, batches: Batches, layers: tuple[int, ...]) -> None:
         self.target, self.batches, self.layers, self.stall = target, batches, layers, 0.0
+        self.forwards: Callable[[], AbstractContextManager[None]] = nullcontext  # how the target's layers run
 
     def __call__(self, step: int) -> list[MicroBatch]:
         """Return the micro-batches; each read is a forward pass of the target."""
@@ -179,7 +181,8 @@ class Live:
 
     def features(self, batch: Batch) -> TrainingInput:
         """Return the features of a micro-batch. The loss mask stays behind in `batch`."""
-        return TrainingInput(forward(self.target, batch.token, batch.document, self.layers), None)
+        with self.forwards():
+            return TrainingInput(forward(self.target, batch.token, batch.document, self.layers), None)
 
     def close(self) -> str:
         """There is nothing to end."""

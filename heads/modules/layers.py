@@ -99,7 +99,7 @@ def grouped_attention(
     (heads/modules/tree_attention.py), elsewhere the query heads of a group become queries of one head.
     """
     heads, groups = query.shape[1], key.shape[1]
-    if mask is not None and takes(query, value, mask):
+    if mask is not None and takes(query, key, value, mask):
         out: Tensor = tree_attention(query, key, value, mask, query.shape[-1] ** -0.5 if scale is None else scale)
         return out
     if heads == groups:

@@ -7,28 +7,66 @@ values and the mask are read where they lie, whatever their strides.
 Shape letters: B batch, H query heads, G key-value heads, T queries, S keys, E head width (F the values').
 """
 
+import logging
 from functools import cache
 from importlib.util import find_spec
+from subprocess import CalledProcessError
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-FEW, WIDEST = 256, 256  # queries, and numbers of a head, up to which the kernel is used
+log = logging.getLogger(__name__)
+
+MAX_QUERIES, MAX_WIDTH = 256, 256  # up to which the kernel is used
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 STEP = 64  # keys that a block attends at a time
 ROWS = 16, 64  # of a block, at the least and the most
 PIECES = 64  # at most, so that merging stays cheap
 FILLED = 2  # blocks to each unit of the device
 LOG2_E = 1.4426950408889634
-HAS_TRITON = find_spec("triton") is not None
+KIND = "cuda"  # of a device
+SHARED: dict[int | None, int] = {}  # by the index of a device that is prepared, bytes of shared memory of a block
 
 
-def takes(query: Float[Tensor, "B H T E"], value: Float[Tensor, "B G S F"], mask: Tensor) -> bool:
-    """Whether the kernel attends: few queries on CUDA, of heads that it knows, where no gradient is wanted."""
-    small = query.shape[2] <= FEW and max(query.shape[-1], value.shape[-1]) <= WIDEST
-    fits = small and mask.shape[1] == 1 and query.dtype in DTYPES and not query.requires_grad
-    return HAS_TRITON and query.device.type == "cuda" and fits
+def prepare(device: torch.device) -> None:
+    """Let the kernel attend on a CUDA device if it runs there; warn if it should, and torch's attention does it all."""
+    if device.type != KIND or device.index in SHARED or torch.version.hip or find_spec("triton") is None:
+        return
+    from triton.errors import TritonError
+
+    with torch.inference_mode():
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return
+        properties: Any = torch.cuda.get_device_properties(device)
+        SHARED[device.index] = properties.shared_memory_per_block_optin
+        states = torch.zeros(1, 1, 1, 16, dtype=torch.float16, device=device)
+        try:
+            tree_attention(states, states, states, torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device), 1.0)
+        except (TritonError, RuntimeError, OSError, ImportError, CalledProcessError) as error:  # no compiler, say
+            del SHARED[device.index]
+            log.warning("tree attention runs by torch's kernels: %s", str(error).strip().split("\n")[0])
+
+
+def shared_bytes(rows: int, width: int, item: int, mask: int, stages: int) -> int:
+    """Return the bytes of shared memory that a block takes at the most, of masks of `mask` bytes an entry."""
+    return item * rows * width + stages * STEP * (2 * item * width + rows * mask)
+
+
+def takes(
+    query: Float[Tensor, "B H T E"], key: Float[Tensor, "B G S E"], value: Float[Tensor, "B G S F"], mask: Tensor
+) -> bool:
+    """Whether the kernel attends: few queries on a device that is prepared, where no gradient is wanted."""
+    if query.device.type != KIND or query.device.index not in SHARED or mask.dim() != 4:
+        return False
+    queries, width = query.shape[2], padded(max(query.shape[-1], value.shape[-1]))
+    small = queries <= MAX_QUERIES and width <= MAX_WIDTH and query.dtype in DTYPES
+    alike = query.dtype == key.dtype == value.dtype and query.device == key.device == value.device == mask.device
+    fits = shared_bytes(ROWS[1], width, query.itemsize, mask.itemsize, 1) <= SHARED[query.device.index]
+    shaped = mask.shape[1:] == (1, queries, key.shape[2]) and mask.shape[0] in (1, query.shape[0])
+    learns = torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value, mask))
+    return small and alike and fits and shaped and not learns
 
 
 @cache
@@ -43,9 +81,14 @@ def piece_length(blocks: int, keys: int, units: int) -> int:
     return -(-keys // (pieces * STEP)) * STEP
 
 
+def padded(size: int) -> int:
+    """Return the width that a block has for one of a head: a power of two, which its products ask for."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
 @torch.library.custom_op("headstart::tree_attention", mutates_args=())
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attend where a boolean mask is true, or with an additive one; a query that sees nothing gives zeros.
+    """Attend where a boolean mask is true, or with an additive one; a query that it shuts from all keys gives zeros.
 
     Args:
         query: "B H T E".
@@ -60,33 +103,32 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
 
     from heads.modules import tree_kernels
 
-    def wide(size: int) -> int:
-        return max(16, triton.next_power_of_2(size))
-
-    query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value))
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     (batch, heads, queries, width), (groups, keys, values) = query.shape, value.shape[1:]
     share = heads // groups
     rows = min(max(ROWS[0], triton.next_power_of_2(share * queries)), ROWS[1])
-    alone, blocks = batch * groups, triton.cdiv(share * queries, rows)
-    piece = piece_length(alone * blocks, keys, units(query.device))
+    sequence_groups, blocks = batch * groups, triton.cdiv(share * queries, rows)
+    piece = piece_length(sequence_groups * blocks, keys, units(query.device))
     pieces = triton.cdiv(keys, piece)
     out = query.new_empty(batch, queries, heads, values).transpose(1, 2)
     parts = torch.empty(batch, heads, queries, pieces, values, dtype=torch.float32, device=query.device)
     sums = torch.empty(parts.shape[:4], dtype=torch.float32, device=query.device)
-    additive, wide_e, wide_f = mask.dtype != torch.bool, wide(width), wide(values)
-    stages = 3 if max(wide_e, wide_f) * query.itemsize <= 512 else 1  # that shared memory holds
-    tree_kernels.attend[alone, blocks, pieces](
-        query, key, value, mask if additive else mask.view(torch.uint8), parts, sums,
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-        mask.stride(0) if len(mask) > 1 else 0, *mask.stride()[2:],
-        scale * LOG2_E, queries, keys, piece, groups,
-        SHARE=share, E=width, F=values, WIDE_E=wide_e, WIDE_F=wide_f, ROWS=rows, STEP=STEP, ADDITIVE=additive,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_stages=stages,
-    )  # fmt: skip
-    tree_kernels.merge[batch * heads * queries,](
-        parts, sums, out, *out.stride()[:3], heads, queries,
-        PIECES=pieces, WIDE=triton.next_power_of_2(pieces), F=values, WIDE_F=wide_f, num_warps=2,
-    )  # fmt: skip
+    additive, wide_e, wide_f = mask.dtype != torch.bool, padded(width), padded(values)
+    room, sizes = SHARED.get(query.device.index, 0), (rows, max(wide_e, wide_f), query.itemsize, mask.itemsize)
+    stages = next((count for count in (3, 2) if shared_bytes(*sizes, count) <= room), 1)
+    with torch.cuda.device_of(query):  # on which Triton launches
+        tree_kernels.attend[sequence_groups, blocks, pieces](
+            query, key, value, mask if additive else mask.view(torch.uint8), parts, sums,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+            mask.stride(0) if len(mask) > 1 else 0, *mask.stride()[2:],
+            scale * LOG2_E, queries, keys, piece, groups,
+            SHARE=share, E=width, F=values, WIDE_E=wide_e, WIDE_F=wide_f, ROWS=rows, STEP=STEP, ADDITIVE=additive,
+            PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_stages=stages,
+        )  # fmt: skip
+        tree_kernels.merge[batch * heads * queries,](
+            parts, sums, out, *out.stride()[:3], heads, queries,
+            PIECES=pieces, WIDE=triton.next_power_of_2(pieces), F=values, WIDE_F=wide_f, num_warps=4,
+        )  # fmt: skip
     return out
 
 

@@ -12,40 +12,44 @@ def attend(
     SHARE: tl.constexpr, E: tl.constexpr, F: tl.constexpr, WIDE_E: tl.constexpr, WIDE_F: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr, ADDITIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend a block of rows to a piece of the keys: write the mean of the values, and the log2 of its weights' sum."""
+    """Attend a block of rows to a piece of the keys: write the values' mean, and the log2 of their weights' sum."""
     b, g = tl.program_id(0).to(tl.int64) // groups, tl.program_id(0).to(tl.int64) % groups
     c, pieces = tl.program_id(2), tl.num_programs(2)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # query heads that share keys, each with all queries
     head, t = g * SHARE + row // queries, row % queries
-    some = row < SHARE * queries
+    valid_row = row < SHARE * queries
     e, f, offset = tl.arange(0, WIDE_E), tl.arange(0, WIDE_F), tl.arange(0, STEP)
     q = tl.load(
-        query + b * q_b + head[:, None] * q_h + t[:, None] * q_t + e[None, :], some[:, None] & (e < E)[None, :], 0.0
+        query + b * q_b + head[:, None] * q_h + t[:, None] * q_t + e[None, :],
+        valid_row[:, None] & (e < E)[None, :],
+        0.0,
     )
     key, value, mask = key + b * k_b + g * k_g, value + b * v_b + g * v_g, mask + b * m_b
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total, mean = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDE_F], tl.float32)
     for step in range(0, piece, STEP):
         s = (c * piece + step + offset).to(tl.int64)
-        real = s < keys
-        k = tl.load(key + s[None, :] * k_s + e[:, None], real[None, :] & (e < E)[:, None], 0.0)
-        seen = tl.load(mask + t[:, None] * m_t + s[None, :] * m_s, some[:, None] & real[None, :], 0)
+        valid_key = s < keys
+        k = tl.load(key + s[None, :] * k_s + e[:, None], valid_key[None, :] & (e < E)[:, None], 0.0)
+        seen = tl.load(mask + t[:, None] * m_t + s[None, :] * m_s, valid_row[:, None] & valid_key[None, :], 0)
         score = tl.dot(q, k, input_precision=PRECISION) * scale
         if ADDITIVE:
-            score = tl.where(real[None, :], score + seen.to(tl.float32) * 1.4426950408889634, float("-inf"))
+            score = tl.where(valid_key[None, :], score + seen.to(tl.float32) * 1.4426950408889634, float("-inf"))
         else:
             score = tl.where(seen != 0, score, float("-inf"))
         higher = tl.maximum(most, tl.max(score, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # of a row that has seen nothing yet
         weight, decay = tl.exp2(score - base[:, None]), tl.exp2(most - base)
-        v = tl.load(value + s[:, None] * v_s + f[None, :], real[:, None] & (f < F)[None, :], 0.0)
+        v = tl.load(value + s[:, None] * v_s + f[None, :], valid_key[:, None] & (f < F)[None, :], 0.0)
         total = total * decay + tl.sum(weight, 1)
         mean = mean * decay[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
         most = higher
     index = ((b * groups * SHARE + head) * queries + t) * pieces + c
-    tl.store(sums + index, most + tl.log2(total), some)
+    tl.store(sums + index, most + tl.log2(total), valid_row)
     mean = mean / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(out + index[:, None] * F + f[None, :], mean.to(out.dtype.element_ty), some[:, None] & (f < F)[None, :])
+    tl.store(
+        out + index[:, None] * F + f[None, :], mean.to(out.dtype.element_ty), valid_row[:, None] & (f < F)[None, :]
+    )
 
 
 @triton.jit

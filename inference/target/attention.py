@@ -1,7 +1,7 @@
 """The attention of the target's passes: without a copy of keys and values under a mask, and over packed rows.
 
 transformers repeats keys and values for every query head of a group as soon as a mask is given, which reads a long
-cache as many times. Here the query heads of a group become queries of one head (`grouped_attention`).
+cache as many times. Here none is copied (`grouped_attention`).
 Packed rows attend each document by itself, so that neither a mask nor scores over a whole row are made.
 
 A row of T tokens under a mask costs memory and time in T x T, whatever is packed in it. Here every linear layer sees
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from heads.base import to_device
-from heads.modules import flex
+from heads.modules import flex, tree_attention
 from heads.modules.attention import pattern
 from heads.modules.layers import grouped_attention
 
@@ -68,8 +68,8 @@ def packing(model: "transformers.PreTrainedModel") -> Packing | None:
     able = getattr(model, "_supports_attention_backend", False) and config._attn_implementation in (SDPA, GROUPED)
     if not able or not {*kinds} <= {FULL, SLIDING} or (SLIDING in kinds and window is None):
         return None
-    outside: Any = torch.compiler.disable(_attend)  # documents differ from pass to pass
-    transformers.AttentionInterface.register(ATTENTION, outside)
+    uncompiled: Any = torch.compiler.disable(_attend)  # documents differ from pass to pass
+    transformers.AttentionInterface.register(ATTENTION, uncompiled)
     return Packing(config, tuple(window if kind == SLIDING else None for kind in kinds))
 
 
@@ -248,9 +248,13 @@ def takes_groups(query: Tensor, *, masked: bool) -> bool:
 
 
 def use_kernels(device: torch.device) -> None:
-    """Rule out cuDNN's attention, which builds a plan, for tens of milliseconds, at every new length of a text."""
+    """Rule out cuDNN's attention, which builds a plan, for tens of milliseconds, at every new length of a text.
+
+    And make ready our own of trees.
+    """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
+        tree_attention.prepare(device)
 
 
 def group_attention(config: Any) -> None:

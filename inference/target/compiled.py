@@ -143,14 +143,18 @@ class CompiledForwards:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Let the layers run compiled for a while."""
-        for layer, forward in zip(self.layers, self.forwards, strict=True):
-            vars(layer)["forward"] = forward
+        before = [vars(layer).get("forward") for layer in self.layers]  # an instance may have one of its own
         try:
+            for layer, compiled in zip(self.layers, self.forwards, strict=True):
+                vars(layer)["forward"] = compiled
             with compiling("torch.compile fails on the target's layers", "trainer.compile"):
                 yield
         finally:
-            for layer in self.layers:
-                del vars(layer)["forward"]
+            for layer, forward in zip(self.layers, before, strict=True):
+                if forward is None:
+                    vars(layer).pop("forward", None)
+                else:
+                    vars(layer)["forward"] = forward
 
 
 def _tensors(mask: Any) -> list[Tensor]:

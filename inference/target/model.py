@@ -6,7 +6,6 @@ how a tree mask reaches its attention. `Target` (target.py) proves these before 
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -129,7 +128,6 @@ class TargetModel:
         objection: why not.
         compiled: what runs the passes that verify in its place, a `Compiled`; None: nothing.
         compiles_drafts: whether what a head drafts for it is compiled.
-        forwards: how its decoder layers give features: as they are, or a `CompiledForwards`.
         switch: where its rope switches; None where it does not.
         context: the most tokens that a sequence may have.
         eos: the tokens that end an answer.
@@ -137,6 +135,7 @@ class TargetModel:
         recurrence: its recurrent layers; None if it has attention alone.
         captures: whether decoding steps are captured in CUDA graphs. The host reads in passes of targets with experts,
             and others may copy between devices or compute as a library of quantisation does.
+        whole: whether its weights lie on one device, as they are, and no layer has experts.
         sibling: whether heads may draft for it that were made for another checkpoint of its shape.
         idle: by drafter, batches of one slot that wait for another request (inference/batch.py).
     """
@@ -170,13 +169,13 @@ class TargetModel:
         routed = any(getattr(self.config, key, None) for key in (*EXPERTS, "ffn_config"))
         self.idle: dict[Any, Any] = {}
         self.sibling = False
-        self.captures = self.device.type == "cuda" and here and not routed and self.quantized is None
+        self.whole = here and not routed and self.quantized is None
+        self.captures = self.device.type == "cuda" and self.whole
         digest, attached = (self.placed.fingerprint, None) if adapter is None else (adapter.fingerprint, adapter.name)
         self.spec = self.embeddings.spec(name, digest, attached)
         note_unknown(tokenizer, self.embeddings.vocab_size, name)
         self.compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
         self.compiles_drafts = False
-        self.forwards: Callable[[], AbstractContextManager[None]] = nullcontext
         self.recurrence = recurrence(self.config, self.decoder_layers)
         self.pool = Pool({}) if self.recurrence is None else Pool({}, make=partial(RecurrentCache, config=self.config))
         self.packing: Packing | None = None
@@ -224,13 +223,12 @@ class TargetModel:
             return self._unpacked(token, document, layers, spans)
         # Else transformers reads the positions, to find out what is packed: a device would be waited for.
         waits = self.device.type != "cpu"
-        with self.forwards():
-            if self.packing is not None and (waits or self.packing.needed(spans, len(token))):
-                with by_documents(self.packing, spans, position):
-                    out = self.run(token, position, None, None, layers)
-            else:  # a document a row has the causal pattern, which needs no mask
-                seen = None if len(spans) == len(token) else rows.visible(document)
-                out = self.run(token, position, seen, None, layers)
+        if self.packing is not None and (waits or self.packing.needed(spans, len(token))):
+            with by_documents(self.packing, spans, position):
+                out = self.run(token, position, None, None, layers)
+        else:  # a document a row has the causal pattern, which needs no mask
+            seen = None if len(spans) == len(token) else rows.visible(document)
+            out = self.run(token, position, seen, None, layers)
         return Features(token, out.hidden, out.last, document)
 
     def _unpacked(self, token: Tensor, document: Tensor, layers: tuple[int, ...], spans: list[Span]) -> Features:

@@ -1,7 +1,8 @@
 """Load a target and prove on the loaded model what the engine relies on."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 
 import transformers
@@ -19,6 +20,8 @@ from inference.target.placed import placed as placed_whole
 from inference.target.placement import HERE, REPLICATE, Placement
 from inference.target.placement import check as check_placement
 from inference.target.stack import Parts
+
+log = logging.getLogger(__name__)
 
 
 class Target(TargetModel):
@@ -99,11 +102,12 @@ class Target(TargetModel):
             self.compiled = Compiled(self)
         self.compiles_drafts = True
 
-    def compile_features(self) -> None:
-        """Compile the layers that give features, where they are whole and on one device; others run as they are."""
-        here = all(weights.device == self.device for weights in self.model.parameters())
-        if here and self.quantized is None and self.placed.group is None:
-            self.forwards = CompiledForwards(self.decoder_layers)
+    def compiled_forwards(self) -> Callable[[], AbstractContextManager[None]]:
+        """Return what lets its layers run compiled, for passes of one shape; warn where they stay as they are."""
+        if self.whole and self.placed.group is None and self.recurrence is None:
+            return CompiledForwards(self.decoder_layers)
+        log.warning("%s: trainer.compile leaves its layers as they are (parts, experts or recurrent states)", self.name)
+        return nullcontext
 
     @contextmanager
     def uncaptured(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from heads.modules import tree_attention
 from heads.modules.layers import grouped_attention
 
 UNITS = 132  # of the device that is interpreted
+CALLS: list[int] = []  # of the kernel
 INTERPRETED = (torch.float32, torch.float16)  # the interpreter knows no bfloat16
 MASKS = ("boolean", "lowest", "infinite", "shared")
 SHAPES = {  # B, key-value heads, query heads of each, queries, keys, width, the values'
@@ -53,7 +54,12 @@ def error(shape: str, dtype: torch.dtype, mask: str) -> float:
     whole = grouped_attention(*(each.double() for each in (query, key, value)), seen, 0.3)
     if mask == "shared":  # of another layout
         key = key.transpose(2, 3).contiguous().transpose(2, 3)
-    found = tree_attention.tree_attention(query, key, value, masked(seen, mask, dtype), 0.3)
+    torch._dynamo.reset()
+    compiled = torch.compile(grouped_attention, fullgraph=True, backend="eager")
+    attend = compiled if mask == "boolean" else grouped_attention
+    before = len(CALLS)
+    found = attend(query, key, value, masked(seen, mask, dtype), 0.3)
+    assert len(CALLS) == before + 1, "the kernel did not attend"
     assert found.dtype == dtype
     assert found.transpose(1, 2).is_contiguous(), "an engine's layers want it so"
     return float((found.double() - whole).abs().max())
@@ -69,7 +75,8 @@ def blind() -> list[bool]:
 
 def main() -> None:
     """Print the error of each case."""
-    tree_attention.units = lambda _: UNITS
+    tree_attention.KIND, tree_attention.SHARED = "cpu", {None: 227 * 1024}
+    tree_attention.units = lambda _: CALLS.append(1) or UNITS
     cases = product(SHAPES, INTERPRETED, MASKS)
     print(json.dumps({"blind": blind(), "errors": {f"{a} {b} {c}": error(a, b, c) for a, b, c in cases}}))
 

@@ -3,6 +3,7 @@
 Compiled by dynamo alone: its graph is run as it is, operation by operation. What inductor makes of it is a slow test.
 """
 
+import contextlib
 import copy
 import inspect
 import types
@@ -65,14 +66,25 @@ def test_features_of_compiled_layers_are_those_of_the_layers(name: str, monkeypa
     packed[0, 9:], packed[1, 12:] = 1, -1
     documents = [packed, torch.zeros_like(packed), packed.flip(0)]
     expected = [target.features(token, document, (0, 2)) for document in documents]
-    monkeypatch.setattr(target, "forwards", target.forwards)  # to be there afterwards
-    target.compile_features()
+    forwards = target.compiled_forwards()
+    own = target.decoder_layers[1].forward
+    monkeypatch.setitem(vars(target.decoder_layers[1]), "forward", own)  # as accelerate gives a layer one
     for document, features in zip(documents, expected, strict=True):
-        found = target.features(token, document, (0, 2))
+        with forwards():
+            found = target.features(token, document, (0, 2))
         torch.testing.assert_close(found.hidden, features.hidden, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(found.last, features.last, rtol=1e-12, atol=1e-12)
     assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 12
-    assert not any("forward" in vars(layer) for layer in target.decoder_layers), "other passes run as they are"
+    with pytest.raises(RuntimeError, match="as it was"), forwards():
+        raise RuntimeError("as it was")
+    ours = [vars(layer).get("forward") for layer in target.decoder_layers]
+    assert ours == [None, own, None], "other passes run as they are"
+
+
+def test_layers_of_experts_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    target = toys.target(next(iter(toys.ROUTED)))
+    assert target.compiled_forwards() is contextlib.nullcontext
+    assert "trainer.compile leaves its layers as they are" in caplog.text
 
 
 def head(name: str, target: Target, tree: str) -> HeadDrafter:

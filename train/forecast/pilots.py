@@ -140,10 +140,12 @@ class Pilots:
         """Return the steps of a candidate's first point, such that `points` of them cost its share of the budget.
 
         Raises:
-            ValueError: too few for the warm-up.
+            ValueError: too few for the warm-up, or operations that are not counted.
         """
         config, points = self.config, 2 ** np.arange(self.config.points)
         cost = self.cost(words) * float((1 - config.cooldown) * points[-1] + config.cooldown * points.sum())
+        if not cost:
+            raise ValueError("no operations were counted: give a budget in time")
         fixed = config.points * self.beside(words) if self.budget.timed else 0.0
         steps = int((config.share * self.budget.amount / candidates - fixed) / cost)
         least = max(2, round(config.warmup / (1 - config.cooldown)))
@@ -299,8 +301,8 @@ def stale(folder: Path, begin: int) -> int:
 
 
 def cost_of(folder: Path) -> dict[str, float]:
-    """Return the seconds and the operations of a training's step; 0 operations where they are not counted."""
+    """Return the seconds and the operations of a training's step, whose first ones may compile; 0 if none is counted."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     seconds = [record["step_seconds"] for record in lines if "step_seconds" in record]
     total = json.loads((folder / "training.json").read_text())
-    return {"seconds": float(np.mean(seconds[1:] or seconds)), "flops": (total["flops"] or 0.0) / total["steps"]}
+    return {"seconds": float(np.median(seconds[1:] or seconds)), "flops": (total["flops"] or 0.0) / total["steps"]}
