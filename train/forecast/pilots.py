@@ -301,7 +301,7 @@ def stale(folder: Path, begin: int) -> int:
 
 
 def cost_of(folder: Path) -> dict[str, float]:
-    """Return the seconds and the operations of a training's step, whose first ones may compile; 0 if none is counted."""
+    """Return a step's seconds, where the first may compile, and its operations, 0 if they are not counted."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     seconds = [record["step_seconds"] for record in lines if "step_seconds" in record]
     total = json.loads((folder / "training.json").read_text())
