@@ -12,7 +12,7 @@ LLAMA := $(SERVING)/llama-server# llama.cpp's, built once from the sources that 
 LLAMA_FLAGS := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-serving fuzz lint format types same-loss bench docs gpu-carry gpu
+.PHONY: help setup demo test test-kernels test-slow test-serving fuzz lint format types same-loss bench docs gpu-carry gpu
 
 help: ## this list
 	@echo "make TARGET [PYTHON=python3.12] [TORCH_INDEX=https://download.pytorch.org/whl/cpu]"
@@ -92,6 +92,10 @@ bench: setup ## the baseline against HF generate, what the engine costs, batches
 	$(RUN) benchmarks/plain.py
 	$(RUN) benchmarks/engine.py
 	$(RUN) benchmarks/batches.py
+
+test-kernels: setup ## the Triton kernels in Triton's interpreter, which lies in a folder of its own
+	$(RUN) -m pip install --quiet --no-deps --target .triton "triton>=3.9"
+	HEADSTART_TRITON=.triton $(RUN) -m pytest tests/heads/test_tree_attention.py
 
 docs: setup ## the documentation as a site, in site/
 	$(RUN) -m pip install --quiet -e '.[docs]'

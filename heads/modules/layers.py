@@ -18,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from heads.base import Embeddings, LayerShape, layer_shape
 from heads.modules.rope import Rope, Rotary
-from heads.modules.tree_attention import takes, tree_attention
 from heads.rows import taken
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+# tree_attention.py, once a target lies on a device for which it has a kernel: heads are published without it.
+masked_kernel: Any = None
 
 
 class LayerInputs(NamedTuple):
@@ -99,8 +100,9 @@ def grouped_attention(
     (heads/modules/tree_attention.py), elsewhere the query heads of a group become queries of one head.
     """
     heads, groups = query.shape[1], key.shape[1]
-    if mask is not None and takes(query, key, value, mask):
-        out: Tensor = tree_attention(query, key, value, mask, query.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is not None and masked_kernel is not None and masked_kernel.takes(query, key, value, mask):
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        out: Tensor = masked_kernel.tree_attention(query, key, value, mask, scale)
         return out
     if heads == groups:
         return functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)

@@ -8,6 +8,7 @@ Shape letters: B batch, H query heads, G key-value heads, T queries, S keys, E h
 """
 
 import logging
+import sys
 from functools import cache
 from importlib.util import find_spec
 from subprocess import CalledProcessError
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from heads.modules import layers
 
 log = logging.getLogger(__name__)
 
@@ -32,20 +35,23 @@ SHARED: dict[int | None, int] = {}  # by the index of a device that is prepared,
 
 def prepare(device: torch.device) -> None:
     """Let the kernel attend on a CUDA device if it runs there; warn if it should, and torch's attention does it all."""
-    if device.type != KIND or device.index in SHARED or torch.version.hip or find_spec("triton") is None:
+    here: Any = torch.version.cuda and torch.cuda.is_available() and find_spec("triton")
+    if not here or torch.cuda.get_device_capability(device) < (8, 0):
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index in SHARED:
         return
     from triton.errors import TritonError
 
+    layers.masked_kernel = sys.modules[__name__]
     with torch.inference_mode():
-        if torch.cuda.get_device_capability(device) < (8, 0):
-            return
         properties: Any = torch.cuda.get_device_properties(device)
-        SHARED[device.index] = properties.shared_memory_per_block_optin
+        SHARED[index] = properties.shared_memory_per_block_optin
         states = torch.zeros(1, 1, 1, 16, dtype=torch.float16, device=device)
         try:
             tree_attention(states, states, states, torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device), 1.0)
         except (TritonError, RuntimeError, OSError, ImportError, CalledProcessError) as error:  # no compiler, say
-            del SHARED[device.index]
+            del SHARED[index]
             log.warning("tree attention runs by torch's kernels: %s", str(error).strip().split("\n")[0])
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from heads.modules import tree_attention
+from heads.modules import layers, tree_attention
 from heads.modules.layers import grouped_attention
 
 UNITS = 132  # of the device that is interpreted
@@ -75,6 +75,7 @@ def blind() -> list[bool]:
 
 def main() -> None:
     """Print the error of each case."""
+    layers.masked_kernel = tree_attention
     tree_attention.KIND, tree_attention.SHARED = "cpu", {None: 227 * 1024}
     tree_attention.units = lambda _: CALLS.append(1) or UNITS
     cases = product(SHAPES, INTERPRETED, MASKS)
