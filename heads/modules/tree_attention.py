@@ -35,10 +35,10 @@ SHARED: dict[int | None, int] = {}  # by the index of a device that is prepared,
 
 def prepare(device: torch.device) -> None:
     """Let the kernel attend on a CUDA device if it runs there; warn if it should, and torch's attention does it all."""
-    here: Any = torch.version.cuda and torch.cuda.is_available() and find_spec("triton")
-    if not here or torch.cuda.get_device_capability(device) < (8, 0):
+    lacking = torch.version.hip is not None or not torch.cuda.is_available() or find_spec("triton") is None
+    if lacking or torch.cuda.get_device_capability(device) < (8, 0):
         return
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = torch.empty(0, device=device).device.index
     if index in SHARED:
         return
     from triton.errors import TritonError
