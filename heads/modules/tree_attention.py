@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 MAX_QUERIES, MAX_WIDTH = 256, 256  # up to which the kernel is used
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 STEP = 64  # keys that a block attends at a time
-ROWS = 16, 64  # of a block, at the least and the most
+ROWS = 64  # of a block at the most
 PIECES = 64  # at most, so that merging stays cheap
 FILLED = 2  # blocks to each unit of the device
 LOG2_E = 1.4426950408889634
-KIND = "cuda"  # of a device
+KIND = "cuda"  # of the devices that may be prepared
 SHARED: dict[int | None, int] = {}  # by the index of a device that is prepared, bytes of shared memory of a block
 
 
@@ -69,7 +69,7 @@ def takes(
     queries, width = query.shape[2], padded(max(query.shape[-1], value.shape[-1]))
     small = queries <= MAX_QUERIES and width <= MAX_WIDTH and query.dtype in DTYPES
     alike = query.dtype == key.dtype == value.dtype and query.device == key.device == value.device == mask.device
-    fits = shared_bytes(ROWS[1], width, query.itemsize, mask.itemsize, 1) <= SHARED[query.device.index]
+    fits = shared_bytes(ROWS, width, query.itemsize, mask.itemsize, 1) <= SHARED[query.device.index]
     shaped = mask.shape[1:] == (1, queries, key.shape[2]) and mask.shape[0] in (1, query.shape[0])
     learns = torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value, mask))
     return small and alike and fits and shaped and not learns
@@ -81,14 +81,14 @@ def units(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def piece_length(blocks: int, keys: int, units: int) -> int:
-    """Return of how many keys a piece is, in whole steps, so that so many blocks fill the device."""
-    pieces = min(PIECES, -(-FILLED * units // blocks))
+def piece_length(blocks: int, keys: int, at_once: int) -> int:
+    """Return of how many keys a piece is, in whole steps, so that the blocks fill a device of so many at once."""
+    pieces = min(PIECES, -(-FILLED * at_once // blocks))
     return -(-keys // (pieces * STEP)) * STEP
 
 
 def padded(size: int) -> int:
-    """Return the width that a block has for one of a head: a power of two, which its products ask for."""
+    """Return the size that a block has for one of heads or rows: a power of two, as its matrix products want it."""
     return max(16, 1 << (size - 1).bit_length())
 
 
@@ -105,17 +105,15 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
     Returns:
         "B H T F", in memory as "B T H F".
     """
-    import triton
-
     from heads.modules import tree_kernels
 
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     (batch, heads, queries, width), (groups, keys, values) = query.shape, value.shape[1:]
     share = heads // groups
-    rows = min(max(ROWS[0], triton.next_power_of_2(share * queries)), ROWS[1])
-    sequence_groups, blocks = batch * groups, triton.cdiv(share * queries, rows)
+    rows = min(padded(share * queries), ROWS)
+    sequence_groups, blocks = batch * groups, -(-share * queries // rows)
     piece = piece_length(sequence_groups * blocks, keys, units(query.device))
-    pieces = triton.cdiv(keys, piece)
+    pieces = -(-keys // piece)
     out = query.new_empty(batch, queries, heads, values).transpose(1, 2)
     parts = torch.empty(batch, heads, queries, pieces, values, dtype=torch.float32, device=query.device)
     sums = torch.empty(parts.shape[:4], dtype=torch.float32, device=query.device)
@@ -133,7 +131,7 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
         )  # fmt: skip
         tree_kernels.merge[batch * heads * queries,](
             parts, sums, out, *out.stride()[:3], heads, queries,
-            PIECES=pieces, WIDE=triton.next_power_of_2(pieces), F=values, WIDE_F=wide_f, num_warps=4,
+            PIECES=pieces, WIDE=1 << (pieces - 1).bit_length(), F=values, WIDE_F=wide_f, num_warps=4,
         )  # fmt: skip
     return out
 

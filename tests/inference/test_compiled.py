@@ -74,7 +74,7 @@ def test_features_of_compiled_layers_are_those_of_the_layers(name: str, monkeypa
             found = target.features(token, document, (0, 2))
         torch.testing.assert_close(found.hidden, features.hidden, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(found.last, features.last, rtol=1e-12, atol=1e-12)
-    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 12
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 5, "each layer had its own"
     with pytest.raises(RuntimeError, match="as it was"), forwards():
         raise RuntimeError("as it was")
     ours = [vars(layer).get("forward") for layer in target.decoder_layers]
