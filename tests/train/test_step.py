@@ -1,6 +1,7 @@
 """A step in this process: what is drawn for it, the gradient it moves by, and the average that follows it."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +10,13 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from heads.base import Features
+from inference.target.target import Target
+from tests import toys
 from tests.train import strategy_job
 from train import adapt
 from train import step as steps
 from train.config import RunConfig
+from train.run import loop_of
 from train.step import Stepper
 
 
@@ -106,3 +110,39 @@ def test_a_wider_target_has_a_lower_rate_and_moves_as_much_the_less(optimizer: s
         if optimizer == "muon":
             assert moved[factor]["fusion.fc.weight"] == pytest.approx(0.2 * rate, rel=0.2)
     assert all(moved[1][name] == pytest.approx(4 * moved[4][name], rel=0.02) for name in moved[1])
+
+
+def test_the_step_whose_operations_are_counted_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a compiled function runs is no operation that the counter sees."""
+    step, graphs = made("eagle3"), []
+    forward = step.strategy.forward
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    doubled = torch.compile(lambda x: x @ x, backend=backend, fullgraph=True)
+
+    def compiled(*inputs: Any, **named: Any) -> Any:
+        doubled(torch.ones(2, 2))
+        return forward(*inputs, **named)
+
+    monkeypatch.setattr(step.strategy, "forward", compiled)
+    step.counted(0, halted=lambda: False)
+    assert graphs == []
+    step(1, halted=lambda: False)
+    assert len(graphs) == 1, "later steps run what is compiled"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_live_targets_layers_are_compiled_with_the_head(
+    compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers, accelerator = object(), Accelerator(cpu=True)
+    monkeypatch.setattr(Target, "compiled_forwards", lambda self: layers)
+    run = replace(strategy_job.run_of("layers compiled" if compiled else "eagle3", "ddp"), out=str(tmp_path))
+    source = strategy_job.stepper(run, "eagle3", accelerator).source
+    before = source.forwards
+    head = toys.head("eagle3", toys.target()).requires_grad_()
+    loop_of(run, accelerator, toys.target(), head, source, [])
+    assert source.forwards is (layers if compiled else before)
