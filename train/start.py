@@ -16,6 +16,7 @@ from torch.nn import functional
 from data.batches import Batches
 from heads import HEADS
 from heads.base import HeadConfig, to_device
+from heads.eagle import Eagle
 from heads.eagle3 import Eagle3
 from heads.formats.hub import load_found, resolve_head, sibling_spec
 from heads.formats.mtp_layouts import BLOCK
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 
 AUTO, LAST_LAYER, CHECKPOINT = "auto", "last_layer", "checkpoint"  # values of `init` besides a head
 STARTS = (None, AUTO, LAST_LAYER, CHECKPOINT)
-OF_LAST_LAYER = (Mtp.Config, Eagle3.Config)  # of heads that may start as the target's last layer
+OF_LAST_LAYER = (Mtp.Config, Eagle3.Config, Eagle.Config)  # of heads that may start as the target's last layer
 SILU = ("silu", "swish")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 # What of that layer reads states that EAGLE-3 does not have: there a projection reads an embedding beside the state.
@@ -47,9 +48,9 @@ def resolve_init(
 ) -> tuple[HeadConfig, str | None]:
     """Return a head's configuration and what it starts from, for `init=auto` the target's last layer or None, anew.
 
-    It is the last layer for head=mtp and head=eagle3 if its shapes match, for eagle3 if the target is loaded anyway. A
-    head that starts so has the target's rotary positions and norm; an MTP module in either case, by which engines make
-    it.
+    It is the last layer for mtp, eagle, hass and eagle3 if its shapes match, for all but mtp if the target is loaded
+    anyway. A head that starts so has the target's rotary positions and norm; an MTP module in either case, by which
+    engines make it.
     """
     if init != AUTO or not isinstance(config, OF_LAST_LAYER):
         return config, None if init == AUTO else init
@@ -126,7 +127,7 @@ def from_target(config: HeadConfig, init: str, target: Target) -> nn.Module:
         ValueError: `config` is of another head, there is no such module, or the layer has other parameters.
     """
     if not isinstance(config, Mtp.Config if init == CHECKPOINT else OF_LAST_LAYER):
-        others = "" if init == CHECKPOINT else " and head=eagle3"
+        others = "" if init == CHECKPOINT else ", eagle, hass and eagle3"
         raise ValueError(f"init={init} starts head=mtp{others} alone: give that head, or a folder for init")
     config = like_target(config, target)
     if init == CHECKPOINT:
@@ -139,8 +140,10 @@ def from_target(config: HeadConfig, init: str, target: Target) -> nn.Module:
         raise ValueError(f"init={init}: {odd}; init=null makes a new one")
     head: Any = HEADS[config.name](config, target.embeddings)
     weights = head.state_dict()
-    if isinstance(head, Eagle3):
-        start = {name.replace("block.", "first."): value for name, value in start.items() if name not in REFITTED}
+    if not isinstance(head, Mtp):
+        first = "first." if isinstance(head, Eagle3) else "layers.0."
+        start = {name.replace("block.", first): value for name, value in start.items() if name not in REFITTED}
+        start = {name: value for name, value in start.items() if name in weights}  # EAGLE has no final norm
     elif init == LAST_LAYER:
         width = target.embeddings.hidden_size
         start["eh_proj.weight"] = torch.cat([weights["eh_proj.weight"][:, :width], torch.eye(width)], 1)
@@ -155,9 +158,10 @@ def fit_start(head: nn.Module, init: str | None, target: Any, batches: Batches) 
     The layer reads the state below it one position on, which a draft cannot know: least squares over rows of the first
     steps guess it from what the head has, the token there and the states before. A target of one layer has none below.
 
-    An MTP module has one projection for it. EAGLE-3's attention reads what it has through queries, keys and values
-    alone, so that the guess goes into these; its fused features first become the target's last state, as the states are
-    that it feeds back. Its residual has no token: attention's output and the MLP's make up for what is then missing.
+    An MTP module has one projection for it. EAGLE's attention has no norm before it and EAGLE-3's reads two states, so
+    that the guess goes into queries, keys and values too. EAGLE feeds back what stands behind the target's final norm,
+    and has none: its layer computes in that norm's scale. EAGLE-3's fused features become the target's last state, as
+    the states are that it feeds back, and its residual has no token: attention's output and the MLP's make up for it.
     """
     if init != LAST_LAYER or target.embeddings.num_layers < 2:
         return
@@ -165,17 +169,39 @@ def fit_start(head: nn.Module, init: str | None, target: Any, batches: Batches) 
     if isinstance(head, Mtp):
         head.eh_proj.weight.copy_(solve(head.eh_proj, lambda seen: seen.below))
         return
-    assert isinstance(head, Eagle3)
-    layer, attention = last_layer(head.config, target), head.first.self_attn
-    norms = head.config.norm_output  # the states that are fed back
-    head.fusion.fc.weight.copy_(solve(head.fusion.fc, lambda seen: seen.last if norms else seen.raw))
+    assert isinstance(head, Eagle | Eagle3)
+    block: Any = head.first if isinstance(head, Eagle3) else head.layers[0]
+    layer, attention = last_layer(head.config, target), block.self_attn
+    outputs = (attention.o_proj, block.mlp.down_proj)
+    if isinstance(head, Eagle3):
+        norms = head.config.norm_output  # the states that are fed back
+        head.fusion.fc.weight.copy_(solve(head.fusion.fc, lambda seen: seen.last if norms else seen.raw))
+    else:
+        gain = final_gain(target, batches).to(head.fc.weight)
+        head.fc.weight.copy_(solve(head.fc, lambda seen: gain * seen.below))
+        if head.fc.bias is not None:
+            head.fc.bias.zero_()
+        for linear in outputs:
+            linear.weight.mul_(gain[:, None])
     scale, eps = layer["block.input_layernorm.weight"].to(attention.o_proj.weight), head.config.norm_eps
     guess = solve(attention.q_proj, lambda seen: functional.rms_norm(seen.below, scale.shape, scale, eps))
     for name in PROJECTIONS:
         projection = getattr(attention, name)
         projection.weight.copy_(layer[f"block.self_attn.{name}.weight"].to(guess) @ guess)
-    for linear in (attention.o_proj, head.first.mlp.down_proj):
+    for linear in outputs if isinstance(head, Eagle3) else ():
         linear.weight.add_(solve(linear, lambda seen: seen.above - seen.state))
+
+
+def final_gain(target: Any, batches: Batches) -> Float[Tensor, "D"]:
+    """Return what the target's final norm multiplies each dimension by, as least squares see it in the first rows."""
+    batch = batches(0)[0]
+    features = target.features(batch.token, batch.document, (target.embeddings.num_layers - 1,))
+    there = to_device((batch.document >= 0) & (batch.index >= 0)[:, None], features.last.device)
+    raw, last = (state[there].double() for state in (features.hidden[:, :, 0], features.last))
+    sums = torch.stack([(raw * last).sum(0), raw.square().sum(0)])
+    if distributed.is_initialized():
+        distributed.all_reduce(sums)
+    return sums[0] / sums[1].clamp_min(torch.finfo(torch.float32).tiny)
 
 
 class Seen(NamedTuple):
@@ -185,7 +211,7 @@ class Seen(NamedTuple):
     raw: Float[Tensor, "n D"]  # and before
     below: Float[Tensor, "n D"]  # the target's last layer's input one position on
     above: Float[Tensor, "n D"]  # and its output
-    state: Float[Tensor, "n D"]  # what the head's final norm reads
+    state: Float[Tensor, "n D"]  # what the head's final norm reads, or its lm_head
 
 
 def solved(
@@ -198,7 +224,7 @@ def solved(
     given: dict[str, Tensor] = {}
     hooks = [
         module.register_forward_pre_hook(lambda _, args, name=name: given.update({name: args[0]}))
-        for name, module in (("input", linear), ("state", head.norm))
+        for name, module in (("input", linear), ("state", getattr(head, "norm", linear)))
     ]
     weight, count, width = linear.weight, linear.in_features, target.embeddings.hidden_size
     top = (target.embeddings.num_layers - 2, target.embeddings.num_layers - 1)
@@ -256,6 +282,8 @@ def _layer(config: Any, target: Target) -> dict[str, Tensor]:
     outlined = outline(HEADS[config.name], config, target.embeddings, "")
     if isinstance(config, Mtp.Config):
         return {name: value for name, value in outlined.items() if name.startswith("block.")}
+    if isinstance(config, Eagle.Config):
+        return {name.replace("layers.0.", "block.", 1): value for name, value in outlined.items() if "layers." in name}
     width = target.embeddings.hidden_size  # of the embedding, which the target's projections do not read
     wide = {name.replace("first.", "block.", 1): value for name, value in outlined.items() if name.startswith("first.")}
     del wide["block.hidden_norm.weight"]
@@ -267,12 +295,15 @@ def objection(config: Any, target: Target) -> str | None:
     """Return why a head cannot start as the target's last layer, or None."""
     if target.quantized is not None:
         return f"the weights of {target.name} are quantised"
-    if isinstance(config, Eagle3.Config) and target.embeddings.num_layers < 2:
+    if not isinstance(config, Mtp.Config) and target.embeddings.num_layers < 2:
         return f"{target.name} has one layer"
     act = getattr(target.config, "hidden_act", None) or "silu"
     if act not in SILU and _block(config) != BLOCK:
         return f"the activation of {target.name} is {act}, and the head's silu"
-    return mismatch(config, last_layer(config, target), target)
+    start = last_layer(config, target)
+    if isinstance(config, Eagle.Config):
+        start.pop("block.input_layernorm.weight", None)  # whose scale the fitted projections hold
+    return mismatch(config, start, target)
 
 
 def mismatch(config: Any, start: dict[str, Tensor], target: Target) -> str | None:
@@ -284,7 +315,7 @@ def mismatch(config: Any, start: dict[str, Tensor], target: Target) -> str | Non
         return None
     name = odd[0].removeprefix("block.")
     different = f"a layer of {target.name} is not built like the head's ({name})"
-    if isinstance(config, Eagle3.Config):
+    if not isinstance(config, Mtp.Config):
         return different
     alike = "perhaps head.layer=target"
     if re.search(r"self_attn\.[qk]_norm\.", odd[0]):

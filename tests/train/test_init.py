@@ -187,6 +187,49 @@ def test_eagle3_starts_as_the_last_layer_on_what_it_has_in_place_of_that_layers_
     assert (fused - given.last).square().mean() < 0.2 * given.last.square().mean()
 
 
+@pytest.mark.parametrize("words", [("head=eagle", "head.bias=true"), ("head=hass",)])
+def test_eagle_starts_as_the_last_layer_in_the_scale_of_the_final_norm(words: tuple[str, ...]) -> None:
+    """Its prediction comes nearer to the target's last state one position on than that of a random or half-fitted head.
+
+    The final norm's scale differs from dimension to dimension here, and the head has no norm to hold it.
+    """
+    model = copy.deepcopy(toys.target().model)
+    scale = torch.linspace(0.5, 2.0, 32)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(scale)
+    target = Target(model, toys.tokenizer(), name="scaled")
+    layer = target.decoder_layers[-1]
+    asked = run(*words, "init=last_layer")
+    packed = pack([Sample(str(i), toys.prompt(i, 6 + i), [1] * (6 + i)) for i in range(26)], 32)
+    batches = Batches(packed, 4, 2, 0, 0, 1)
+    head, fresh = started(asked, target), started(replace(asked, init=None), target)
+    row = batches.rows(0)
+    given = target.features(packed.token[row], packed.document[row], ())
+    follows = packed.document[row][:, 1:] == packed.document[row][:, :-1]
+
+    @torch.no_grad()
+    def error(of: Any) -> float:
+        (draft,) = of.unroll(given, 1)
+        return float((draft.feature[:, :-1] - given.last[:, 1:])[follows].square().mean())
+
+    fit_start(head, "last_layer", target, batches)
+    fitted = error(head)
+    assert fitted < 0.8 * error(fresh)
+    (own,) = head.layers
+    assert torch.equal(own.mlp.gate_proj.weight, layer.mlp.gate_proj.weight)
+    gains = [
+        (a.weight / b.weight)
+        for a, b in ((own.self_attn.o_proj, layer.self_attn.o_proj), (own.mlp.down_proj, layer.mlp.down_proj))
+    ]
+    for gain in gains:
+        torch.testing.assert_close(gain, gains[0][:, :1].expand_as(gain), rtol=1e-4, atol=1e-5)
+    assert torch.corrcoef(torch.stack([gains[0][:, 0], scale]))[0, 1] > 0.95
+    with torch.no_grad():
+        for name in ("q_proj", "k_proj", "v_proj"):
+            getattr(own.self_attn, name).weight.copy_(getattr(fresh.layers[0].self_attn, name).weight)
+    assert fitted < error(head)
+
+
 @pytest.mark.parametrize(
     "words", [("head.layers=2",), ("head.kv_injection=true",), ("head.qk_norm=true",), ("head.intermediate_size=40",)]
 )
@@ -309,7 +352,7 @@ def test_a_module_starts_as_the_checkpoints_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "overrides", "said"),
     [
-        ("llama", ("head=eagle", "init=last_layer"), "starts head=mtp and head=eagle3 alone"),
+        ("llama", ("head=hydra", "init=last_layer"), "starts head=mtp, eagle, hass and eagle3 alone"),
         ("qwen3", ("head=mtp", "init=last_layer"), r"self_attn\.k_norm\.weight.*head\.qk_norm=true"),
         ("llama", ("head=mtp", "head.qk_norm=true", "init=last_layer"), r"k_norm\.weight.*head\.qk_norm=false"),
         ("gpt2", ("head=mtp", "init=last_layer"), "is not built like the head's .*perhaps head.layer=target"),
@@ -335,7 +378,10 @@ def test_a_start_that_does_not_fit_is_refused(name: str, overrides: tuple[str, .
         ("gpt2", ("head=mtp",), None),
         ("llama", ("head=mtp", "head.intermediate_size=20"), None),
         ("llama", ("head=mtp", "init=null"), None),
-        ("llama", ("head=eagle",), None),
+        ("llama", ("head=eagle",), "last_layer"),
+        ("llama", ("head=hass",), "last_layer"),
+        ("llama", ("head=eagle", "head.layers=2"), None),
+        ("llama", ("head=hydra",), None),
     ],
 )
 def test_what_a_head_starts_from_by_itself(
@@ -348,7 +394,7 @@ def test_what_a_head_starts_from_by_itself(
     found = replace(asked, head=config, init=init)
     assert found.init == start
     assert ("starts with random weights" in caplog.text) == (
-        start is None and "head=mtp" in overrides and "init=null" not in overrides
+        start is None and "head=hydra" not in overrides and "init=null" not in overrides
     )
     if asked.init == "auto" and "head=mtp" in overrides:  # by the target's numbers engines make it
         assert config.norm_eps == getattr(target.config, "rms_norm_eps", asked.head.norm_eps)
