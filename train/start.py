@@ -193,12 +193,16 @@ def fit_start(head: nn.Module, init: str | None, target: Any, batches: Batches) 
 
 
 def final_gain(target: Any, batches: Batches) -> Float[Tensor, "D"]:
-    """Return what the target's final norm multiplies each dimension by, as least squares see it in the first rows."""
+    """Return what the target's final norm multiplies each dimension by, by least squares over the first rows.
+
+    All rows weigh alike, whatever their size: a text's first state may be a thousand times as large as others.
+    """
     batch = batches(0)[0]
     features = target.features(batch.token, batch.document, (target.embeddings.num_layers - 1,))
     there = to_device((batch.document >= 0) & (batch.index >= 0)[:, None], features.last.device)
     raw, last = (state[there].double() for state in (features.hidden[:, :, 0], features.last))
-    sums = torch.stack([(raw * last).sum(0), raw.square().sum(0)])
+    weighed = raw / raw.square().mean(1, keepdim=True)
+    sums = torch.stack([(weighed * last).sum(0), (weighed * raw).sum(0)])
     if distributed.is_initialized():
         distributed.all_reduce(sums)
     return sums[0] / sums[1].clamp_min(torch.finfo(torch.float32).tiny)
@@ -211,7 +215,7 @@ class Seen(NamedTuple):
     raw: Float[Tensor, "n D"]  # and before
     below: Float[Tensor, "n D"]  # the target's last layer's input one position on
     above: Float[Tensor, "n D"]  # and its output
-    state: Float[Tensor, "n D"]  # what the head's final norm reads, or its lm_head
+    state: Float[Tensor, "n D"]  # what the head's final norm reads, if it has one
 
 
 def solved(
