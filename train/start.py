@@ -23,6 +23,7 @@ from heads.formats.mtp_layouts import BLOCK
 from heads.formats.weights import outline
 from heads.modules.rope import Rope, scaling_of
 from heads.mtp import TARGET, Mtp
+from heads.rows import positions
 from inference.drafters.mtp import load_mtp
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.placed import whole
@@ -195,14 +196,15 @@ def fit_start(head: nn.Module, init: str | None, target: Any, batches: Batches) 
 def final_gain(target: Any, batches: Batches) -> Float[Tensor, "D"]:
     """Return what the target's final norm multiplies each dimension by, by least squares over the first rows.
 
-    All rows weigh alike, whatever their size: a text's first state may be a thousand times as large as others.
+    Texts' first tokens are left out: large targets have states there that are hundreds of times as large as others
+    (massive activations, arXiv 2402.17762).
     """
     batch = batches(0)[0]
     features = target.features(batch.token, batch.document, (target.embeddings.num_layers - 1,))
-    there = to_device((batch.document >= 0) & (batch.index >= 0)[:, None], features.last.device)
+    later = (positions(batch.document) > 0) & (batch.document >= 0) & (batch.index >= 0)[:, None]
+    there = to_device(later, features.last.device)
     raw, last = (state[there].double() for state in (features.hidden[:, :, 0], features.last))
-    weighed = raw / raw.square().mean(1, keepdim=True)
-    sums = torch.stack([(weighed * last).sum(0), (weighed * raw).sum(0)])
+    sums = torch.stack([(raw * last).sum(0), raw.square().sum(0)])
     if distributed.is_initialized():
         distributed.all_reduce(sums)
     return sums[0] / sums[1].clamp_min(torch.finfo(torch.float32).tiny)
