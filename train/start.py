@@ -194,17 +194,18 @@ def fit_start(head: nn.Module, init: str | None, target: Any, batches: Batches) 
 
 
 def final_gain(target: Any, batches: Batches) -> Float[Tensor, "D"]:
-    """Return what the target's final norm multiplies each dimension by, by least squares over the first rows.
+    """Return what the target's final norm multiplies each dimension by, by least squares over the first step.
 
     Texts' first tokens are left out: large targets have states there that are hundreds of times as large as others
     (massive activations, arXiv 2402.17762).
     """
-    batch = batches(0)[0]
-    features = target.features(batch.token, batch.document, (target.embeddings.num_layers - 1,))
-    later = (positions(batch.document) > 0) & (batch.document >= 0) & (batch.index >= 0)[:, None]
-    there = to_device(later, features.last.device)
-    raw, last = (state[there].double() for state in (features.hidden[:, :, 0], features.last))
-    sums = torch.stack([(raw * last).sum(0), raw.square().sum(0)])
+    sums: Any = 0.0
+    for batch in batches(0):
+        features = target.features(batch.token, batch.document, (target.embeddings.num_layers - 1,))
+        later = (positions(batch.document) > 0) & (batch.document >= 0) & (batch.index >= 0)[:, None]
+        there = to_device(later, features.last.device)
+        raw, last = (state[there].double() for state in (features.hidden[:, :, 0], features.last))
+        sums = sums + torch.stack([(raw * last).sum(0), raw.square().sum(0)])
     if distributed.is_initialized():
         distributed.all_reduce(sums)
     return sums[0] / sums[1].clamp_min(torch.finfo(torch.float32).tiny)

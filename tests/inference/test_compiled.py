@@ -53,8 +53,14 @@ def dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     transformers.AttentionInterface.register(attention.GROUPED, attention.attend_in_groups)  # to be there afterwards
     monkeypatch.setitem(transformers.AttentionInterface._global_mapping, attention.GROUPED, attention.attend_in_groups)
     torch._dynamo.utils.counters.clear()
-    yield
+    with torch.inference_mode():  # which is taken off too
+        yield
     torch._dynamo.reset()
+
+
+def as_it_is(stage: Any, _: str) -> Any:
+    """Return a step's stage uncompiled, for the shape checks in it; tests/inference/step_graph.py compiles stages."""
+    return stage
 
 
 @pytest.mark.parametrize("name", toys.ARCHITECTURES)
@@ -224,7 +230,7 @@ def test_what_cannot_be_compiled_is_said_in_one_line(monkeypatch: pytest.MonkeyP
 def test_a_compiled_evaluation_passes_the_gate_and_says_so(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step, "compiled", lambda stage: stage)  # under the shape checks; tests/inference/step_graph.py
+    monkeypatch.setattr(step, "compiled", as_it_is)
     made = evaluate(
         small(runs, tmp_path, engine={"compile": True, "compile_drafts": False}, batch_size=[1, 2], hf=False)
     )
@@ -237,6 +243,7 @@ def test_a_compiled_evaluation_passes_the_gate_and_says_so(
 @pytest.mark.slow
 def test_inductor_writes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "BACKEND", "inductor")
+    monkeypatch.setattr(step, "compiled", as_it_is)
     target = toys.target("llama", DOUBLE)
     sources: dict[str, Drafter] = {"plain": Plain(target.device), "eagle": head("eagle", target, "dynamic")}
     before = decoded(target, sources, GREEDY)
