@@ -141,6 +141,8 @@ def main() -> None:
             overrides = [["launcher=inline", *row[1:], f"trainer.seed={seed}"] for row, seed in todo]
             runs = [(*each, run_config(compose("train", its))) for each, its in zip(todo, overrides, strict=True)]
             first = runs[0][2]
+            if any(run.data != first.data or run.model != first.model for _, _, run in runs):
+                parser.error("rows differ in data or model, and all read the same: run them apart, with one --out")
             target = Target.load(first.model.path, "float32", "cpu")
             layers = sorted(
                 {i for _, _, run in runs for i in HEADS[run.head.name](run.head, target.embeddings).feature_layers}
