@@ -140,9 +140,7 @@ def main() -> None:
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             overrides = [["launcher=inline", *row[1:], f"trainer.seed={seed}"] for row, seed in todo]
             runs = [(*each, run_config(compose("train", its))) for each, its in zip(todo, overrides, strict=True)]
-            first = runs[0][2]
-            if any(run.data != first.data or run.model != first.model for _, _, run in runs):
-                parser.error("rows differ in data or model, and all read the same: run them apart, with one --out")
+            first = checked([run for _, _, run in runs])
             target = Target.load(first.model.path, "float32", "cpu")
             layers = sorted(
                 {i for _, _, run in runs for i in HEADS[run.head.name](run.head, target.embeddings).feature_layers}
@@ -164,6 +162,13 @@ def main() -> None:
     table(done)
     if asked.figure:
         asked.figure.write_text(figure(done))
+
+
+def checked(runs: list[RunConfig]) -> RunConfig:
+    """Return the first of some runs; refuse others on another target or other data."""
+    if any((run.model, run.data) != (runs[0].model, runs[0].data) for run in runs):
+        raise SystemExit("rows differ in model or data, and all read the same: run them apart, with one --out")
+    return runs[0]
 
 
 def table(done: list[dict[str, Any]]) -> None:

@@ -139,7 +139,7 @@ def test_a_live_targets_layers_are_compiled_with_the_head(
     compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers, accelerator = object(), Accelerator(cpu=True)
-    monkeypatch.setattr(Target, "compiled_forwards", lambda self: layers)
+    monkeypatch.setattr(Target, "compiled_forwards", lambda _: layers)
     run = replace(strategy_job.run_of("layers compiled" if compiled else "eagle3", "ddp"), out=str(tmp_path))
     source = strategy_job.stepper(run, "eagle3", accelerator).source
     before = source.forwards
