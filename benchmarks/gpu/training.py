@@ -48,6 +48,7 @@ def stepper(
     bench: Bench, optimizer: str, rows: int = ROWS, *, answers: bool = False, compiled: bool = False
 ) -> Stepper:
     """Return what takes training steps on random documents; `answers`: of which the second half alone is trained."""
+    compiled = compiled and not bench.toy  # a machine without accelerator may have no compiler
     target, run = bench.target, run_of(bench, optimizer, rows, f"trainer.compile={str(compiled).lower()}")
     vars(bench).pop("head", None)  # of decoding
     accelerator = accelerator_for(run.launcher, run.trainer, run.model)
