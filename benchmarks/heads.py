@@ -88,7 +88,7 @@ def train(run: RunConfig, target: Any, samples: Sequence[Sample], held_out: list
     fit_start(head, init, target.target, batches)
     source = Live(target, batches, head.feature_layers)
     loop = loop_of(run, accelerator, target.target, head, source, [])
-    for step in range(run.trainer.steps):
+    for step in range(run.trainer.steps):  # the target's passes, which are not timed
         for micro in source(step):
             micro.read()
     begin = time.process_time()

@@ -41,6 +41,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 # What of that layer reads states that EAGLE-3 does not have: there a projection reads an embedding beside the state.
 WIDER = tuple(f"block.self_attn.{name}.weight" for name in PROJECTIONS)
 REFITTED = ("block.input_layernorm.weight", *WIDER)
+Solve = Callable[..., Tensor]  # `solved` of a head, its target and its batches
 TOKENS_PER_INPUT, RIDGE = 64, 1e-2  # of `solved`; the ridge as a share of the inputs' mean square
 
 
@@ -143,8 +144,8 @@ def from_target(config: HeadConfig, init: str, target: Target) -> nn.Module:
     weights = head.state_dict()
     if not isinstance(head, Mtp):
         first = "first." if isinstance(head, Eagle3) else "layers.0."
-        start = {name.replace("block.", first): value for name, value in start.items() if name not in REFITTED}
-        start = {name: value for name, value in start.items() if name in weights}  # EAGLE has no final norm
+        left_out = REFITTED if isinstance(head, Eagle3) else (*REFITTED, "norm.weight")  # EAGLE has no final norm
+        start = {name.replace("block.", first): value for name, value in start.items() if name not in left_out}
     elif init == LAST_LAYER:
         width = target.embeddings.hidden_size
         start["eh_proj.weight"] = torch.cat([weights["eh_proj.weight"][:, :width], torch.eye(width)], 1)
@@ -170,27 +171,37 @@ def fit_start(head: nn.Module, init: str | None, target: Any, batches: Batches) 
     if isinstance(head, Mtp):
         head.eh_proj.weight.copy_(solve(head.eh_proj, lambda seen: seen.below))
         return
-    assert isinstance(head, Eagle | Eagle3)
-    block: Any = head.first if isinstance(head, Eagle3) else head.layers[0]
-    layer, attention = last_layer(head.config, target), block.self_attn
-    outputs = (attention.o_proj, block.mlp.down_proj)
-    if isinstance(head, Eagle3):
-        norms = head.config.norm_output  # the states that are fed back
-        head.fusion.fc.weight.copy_(solve(head.fusion.fc, lambda seen: seen.last if norms else seen.raw))
-    else:
-        gain = final_gain(target, batches).to(head.fc.weight)
-        head.fc.weight.copy_(solve(head.fc, lambda seen: gain * seen.below))
-        if head.fc.bias is not None:
-            head.fc.bias.zero_()
-        for linear in outputs:
-            linear.weight.mul_(gain[:, None])
-    scale, eps = layer["block.input_layernorm.weight"].to(attention.o_proj.weight), head.config.norm_eps
+    layer = last_layer(head.config, target)
+    if isinstance(head, Eagle):
+        _fit_eagle(head, layer, solve, final_gain(target, batches))
+        return
+    assert isinstance(head, Eagle3)
+    norms = head.config.norm_output  # the states that are fed back
+    head.fusion.fc.weight.copy_(solve(head.fusion.fc, lambda seen: seen.last if norms else seen.raw))
+    attention = head.first.self_attn
+    _fit_projections(attention, layer, solve, head.config.norm_eps)
+    for linear in (attention.o_proj, head.first.mlp.down_proj):
+        linear.weight.add_(solve(linear, lambda seen: seen.above - seen.state))
+
+
+def _fit_eagle(head: Any, layer: dict[str, Tensor], solve: Solve, gain: Float[Tensor, "D"]) -> None:
+    """Fit EAGLE's fc, and have the layer compute in the scale of the target's final norm."""
+    gain, (block, *_) = gain.to(head.fc.weight), head.layers
+    head.fc.weight.copy_(solve(head.fc, lambda seen: gain * seen.below))
+    if head.fc.bias is not None:
+        head.fc.bias.zero_()
+    for linear in (block.self_attn.o_proj, block.mlp.down_proj):
+        linear.weight.mul_(gain[:, None])
+    _fit_projections(block.self_attn, layer, solve, head.config.norm_eps)
+
+
+def _fit_projections(attention: Any, layer: dict[str, Tensor], solve: Solve, eps: float) -> None:
+    """Make queries, keys and values those of the target's layer on what its input is guessed to be."""
+    scale = layer["block.input_layernorm.weight"].to(attention.o_proj.weight)
     guess = solve(attention.q_proj, lambda seen: functional.rms_norm(seen.below, scale.shape, scale, eps))
     for name in PROJECTIONS:
         projection = getattr(attention, name)
         projection.weight.copy_(layer[f"block.self_attn.{name}.weight"].to(guess) @ guess)
-    for linear in outputs if isinstance(head, Eagle3) else ():
-        linear.weight.add_(solve(linear, lambda seen: seen.above - seen.state))
 
 
 def final_gain(target: Any, batches: Batches) -> Float[Tensor, "D"]:
