@@ -24,11 +24,12 @@ from tests import toys
 TOKENS = 24
 EXACT = {"gemma2": 1e-5}  # its attention takes the softmax in fp32 whatever the model's dtype
 EXITS = (1, 2)
+TREES = toys.TREES | {"independent": TreeConfig("independent", 0, 0, 0, [], [3, 2, 2])}
 
 
 def drafter(target: Target, exit_layer: int, tree: str) -> EarlyExit:
-    values = {"exit_layer": exit_layer, "tree": toys.TREES[tree]}
-    config = build(EarlyExit.Config, values, "drafter.early_exit", {"tree": toys.TREES[tree]})
+    values = {"exit_layer": exit_layer, "tree": TREES[tree]}
+    config = build(EarlyExit.Config, values, "drafter.early_exit", {"tree": TREES[tree]})
     return EarlyExit(config, target, "early exit")
 
 
@@ -63,6 +64,12 @@ def test_going_on_from_the_exit_is_the_full_pass(name: str, tree: str, exit_laye
     assert len(made.tree.token) > 4
     if tree == "sampled":
         proposal(toys.target(name, torch.float64), exit_layer, tree, Sampling(1.0, 0, 1.0))
+
+
+def test_siblings_of_one_token_are_one_row_that_their_children_see() -> None:
+    made = proposal(toys.target("llama", torch.float64), 1, "independent", Sampling(0.1, 0, 1.0))
+    nodes = list(zip(made.tree.parent.tolist(), made.tree.token.tolist(), strict=True))
+    assert len(set(nodes)) < len(nodes), "no sibling was sampled twice: nothing was tested"
 
 
 def exit_logits(target: Target, exit_layer: int, path: list[int]) -> Tensor:

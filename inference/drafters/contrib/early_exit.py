@@ -112,7 +112,8 @@ class Drafting:
         if leaves:
             ancestors = trees.ancestors(tree)[leaves]
             seen = ancestors.new_zeros(len(leaves), self.count + len(leaves))
-            seen[:, rows] = ancestors
+            leaf, ancestor = ancestors.nonzero(as_tuple=True)
+            seen[leaf, torch.tensor(rows, device=seen.device)[ancestor]] = True  # siblings of one token share a row
             above = [rows[parent] for parent in tree.parent[leaves].tolist()]
             self.run(tree.token[leaves], above, self.prefix + ancestors.sum(-1) - 1, seen)
         self.cache.keep(self.prefix, rows, self.layers)
