@@ -398,7 +398,7 @@ class DeviceStep:
                 present = device.present(tree, above, depths, slots.room)
                 if greedy:
                     accepted = device.follow(tree, above, present, argmax(scores), self.drafts.deepest)
-                elif q is None:
+                elif q is None or verify.RULES[self.rule(settings)].on_device is None:  # a rule that reads no q
                     accepted = device.walk(tree, above, present, choose, self.drafts.deepest, waits=not self.static)
                 else:
                     accepted = self.verified(slots, drafted, present, scores, settings)

@@ -11,12 +11,18 @@ from inference.verification.tree import DraftTree, root
 
 
 class Plain(Drafter, DrafterState, DraftBatch):
-    """The baseline; neither a sequence nor a batch has a state."""
+    """The baseline; neither a sequence nor a batch has a state, and all of a device are equal: they share a batch."""
 
     name, tree = "plain", "root"
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plain) and other.device == self.device
+
+    def __hash__(self) -> int:
+        return hash(self.device)
 
     def start(self, prompt: list[int]) -> "Plain":
         """Return the state of any sequence: none."""
