@@ -341,10 +341,10 @@ class Session:
         return taken
 
     def stopped(self) -> bool:
-        """Whether the text so far holds a stop string; a token adds few characters, so its last ones suffice."""
+        """Whether the text so far holds a stop string; a token adds a byte or more, so its last ones suffice."""
         if not self.settings.stop:
             return False
-        tail = max(map(len, self.settings.stop)) + 8
+        tail = max(len(stop.encode()) for stop in self.settings.stop) + 8
         text = self.target.tokenizer.decode(self.generation.tokens[-tail:])
         return any(stop in text for stop in self.settings.stop)
 

@@ -7,10 +7,13 @@ import torch
 
 from inference.batch import Batch
 from inference.decode import Settings, autoregress, speculate
+from inference.drafters.plain import Plain
 from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
+from inference.session import Session
 from inference.verification.sample import GREEDY, Sampling
 from inference.verification.tree import DraftTree
 from tests import toys
+from tests.tokenizers import trained
 
 
 class Oracle(Drafter, DrafterState):
@@ -160,6 +163,17 @@ def test_stop_string_over_several_tokens() -> None:
     assert made.finish == "stop"
     assert made.tokens == autoregress(toys.target(), toys.prompt(0), settings).tokens
     assert toys.target().tokenizer.decode(made.tokens).endswith(stop)
+
+
+def test_a_stop_string_whose_characters_take_several_tokens_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, stop = toys.target(), "ぁ人間終😀ぁ"
+    monkeypatch.setattr(target, "tokenizer", trained("bytes"))
+    session = Session(target, Plain(target.device), [1, 2], Settings(90, GREEDY, stop=(stop,)))
+    tokens = target.tokenizer(stop, add_special_tokens=False)["input_ids"]
+    assert len(tokens) > len(stop) + 8
+    session.emit([*tokens, 3], ["bonus"] * (len(tokens) + 1), [])
+    assert session.generation.finish == "stop"
+    assert session.generation.tokens == tokens
 
 
 def test_the_context_is_filled_and_not_passed() -> None:
