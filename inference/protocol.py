@@ -23,9 +23,10 @@ GREEDY_SHARPNESS = 2.0  # chosen by benchmarks/ranking.py (docs/engine.md)
 class Context(NamedTuple):
     """What a proposal may read: the tokens so far, how the target is sampled, the randomness, and the depth left.
 
-    No node or look-ahead token may lie deeper than `room`: there the target's context or the answer ends. `cache` holds
-    the target's entries before the last token. Only a source that drafts with the target itself writes to it: entries
-    behind the committed ones, which it drops again, or hands on as `Proposal.entered`.
+    No node or look-ahead token may lie deeper than `room`: there the target's context or the answer ends. Under a
+    budget of depth `room` is less, and `reach` is what it was: look-ahead tokens are no drafts, but make later ones.
+    `cache` holds the target's entries before the last token. Only a source that drafts with the target itself writes to
+    it: entries behind the committed ones, which it drops again, or hands on as `Proposal.entered`.
     """
 
     token: list[int]
@@ -33,6 +34,12 @@ class Context(NamedTuple):
     rng: Rng
     room: int
     cache: TargetCache | None = None
+    reach: int | None = None  # None: `room`
+
+    @property
+    def ahead(self) -> int:
+        """How deep a look-ahead token may lie."""
+        return self.room if self.reach is None else self.reach
 
 
 class Proposal(NamedTuple):

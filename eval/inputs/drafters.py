@@ -126,4 +126,4 @@ class DepthLimitedState(DrafterState):
 
     def propose(self, context: Context) -> Proposal:
         """Draft, to the budget's depth."""
-        return self.inner.propose(context._replace(room=min(context.room, self.depth)))
+        return self.inner.propose(context._replace(room=min(context.room, self.depth), reach=context.ahead))
