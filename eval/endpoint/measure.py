@@ -6,6 +6,7 @@ are compared, and a speedup is reported. The batch size is the number of request
 
 import platform
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -51,14 +52,14 @@ def measure(
         servers = {PLAIN: Server(served.baseline, served.client, BASELINE), **servers}
         servers[PLAIN].check_baseline_of(server)
     measured: list[Measured] = []
-    start = 0
+    checked = Counter[int]()  # greedy prompts so far, by batch size
     for job in jobs:
         ids = [request.id for request in job.prompts]
         for temperature, size, rate in config.conditions():
-            measurement = job.measurement(temperature, size, config.seed, start=start, request_rate=rate)
+            measurement = job.measurement(temperature, size, config.seed, start=checked[size], request_rate=rate)
+            checked[size] += len(ids) if temperature == 0 else 0
             runs = _runs(servers, job, _settings(config, temperature), measurement, repeats)
             measured.append(Measured(measurement, ids, runs))
-        start += len(job.prompts)
     gates = _gates(measured) if served.baseline is not None else {}
     return Report(
         target={"name": server.model, "path": server.model},

@@ -73,6 +73,20 @@ def test_requests_arrive_at_a_rate(served: Served, plain: Served, log: Path) -> 
         assert row["speedup"] > 0
 
 
+def test_each_rate_has_the_verdicts_of_its_own_texts(served: Served, plain: Served, log: Path) -> None:
+    asked: list[object] = []
+
+    def changing(body: object) -> None:
+        asked.append(body)
+        if len(asked) > 1 + 2 * PROMPTS:  # the first rate's warm-up and its repeats
+            served.words = wrong
+
+    served.before = changing
+    evaluate(config(served, log, baseline=plain.url, batch_size=2, request_rate=[None, 80], repeats=2))
+    failed = [row["lossless"]["failed"] for row in rows_of(log) if row["drafter"] == "endpoint"]
+    assert failed == [0, 1]
+
+
 def test_no_first_token_is_claimed_of_a_server_that_does_not_stream(served: Served, log: Path) -> None:
     served.stream = False
     evaluate(config(served, log, request_rate=80))
