@@ -9,6 +9,7 @@ from eval.audit.compare import NOT_RUN, PASSED, Finding, Timed
 from eval.endpoint.counters import Counters, between, restarted
 from eval.endpoint.replies import Reply
 from eval.measures import metrics
+from eval.measures.cost_model import stops_paying
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -35,7 +36,7 @@ def speed(
         f"{load['speedup']:.2f}x [{load['low']:.2f}, {load['high']:.2f}] with {load['in_flight']} in flight"
         for load in loads
     ]
-    losing = next((load["in_flight"] for load in loads if load["high"] < 1), None)
+    losing = stops_paying({load["in_flight"]: load["high"] for load in loads})
     figures["loses_from"] = losing
     if losing is not None:
         texts.append(f"speculation loses from {losing} in flight on")

@@ -350,6 +350,18 @@ def test_servers_of_one_machine_are_known(baseline: str, shared: bool) -> None:
     assert ("slow each other" in speed(timings, (None, None), 0, shared=shared).summary) == shared
 
 
+def test_speculation_loses_from_a_load_on_only_if_no_larger_one_wins() -> None:
+    timings = [
+        Timed(side, load, [Reply(text="a b", completion_tokens=9, latency_s=seconds)] * 4, seconds)
+        for load, gain in ((1, 0.5), (4, 2.0), (8, 0.8), (16, 0.7))
+        for side, seconds in (("baseline", 1.0), ("audited", 1 / gain))
+    ]
+    found = speed(timings, (None, None), 0)
+    assert [round(load["speedup"], 1) for load in found.figures["loads"]] == [0.5, 2.0, 0.8, 0.7]
+    assert found.figures["loses_from"] == 8
+    assert speed(timings[:4], (None, None), 0).figures["loses_from"] is None
+
+
 def test_both_servers_come_first_as_often_and_in_no_fixed_order() -> None:
     questions = [SimpleNamespace(id=str(number)) for number in range(16)]
     asker = SimpleNamespace(one=lambda side, question: (side, question.id))
