@@ -2,12 +2,12 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
 
-from inference.limits import check_memory, check_size
+from inference.limits import check_memory, check_size, free_memory
 from inference.protocol import DraftBatch, Drafter, Proposal, vacant
 from inference.service import Service
 from inference.session import TREE, Generation, Session, Settings
@@ -18,7 +18,7 @@ from inference.verification.sample import GREEDY
 from inference.verification.verify import AUTO, COUPLED, is_lossy
 
 T = TypeVar("T")
-KEPT = 8  # batches of one slot, with their graphs and caches, that wait for another request: one for each drafter
+KEPT = 8  # batches, with their graphs and caches, that wait for more requests: one for each drafter
 TRIAL = Settings(3, GREEDY, min_new_tokens=3)  # of a drafter that is to take another's place
 
 
@@ -216,17 +216,34 @@ def batch_of(
 def lend(
     target: Target, drafter: Drafter | Service, size: int, requests: Sequence[tuple[list[int], Settings]]
 ) -> Batch:
-    """Return a batch for requests; of one slot that which was given back for this drafter, if there is one."""
-    idle: Batch | None = target.idle.pop(drafter, None) if size == 1 else None
-    return batch_of(target, drafter, size, requests) if idle is None else idle
+    """Return a batch for requests: the one that was given back for this drafter, if it has as many slots."""
+    idle: Batch | None = target.idle.pop(drafter, None)
+    if idle is not None and idle.cache.storage.size == size:
+        return idle
+    del idle
+    try:
+        return batch_of(target, drafter, size, requests)
+    except ValueError:  # it finds no memory beside those that wait, or is refused for itself, and then again
+        target.idle.clear()
+        return batch_of(target, drafter, size, requests)
 
 
 def give_back(target: Target, drafter: Drafter | Service, batch: Batch) -> None:
-    """Keep a batch of one slot whose requests are done, if it holds graphs that would have to be captured anew."""
-    if batch.cache.storage.size == 1 and batch.device_step is not None and batch.device_step.graphs is not None:
-        target.idle[drafter] = batch
-        if len(target.idle) > KEPT:
-            del target.idle[next(iter(target.idle))]
+    """Keep a batch whose requests are done, if it holds graphs that would have to be captured anew.
+
+    Batches wait while at least as much memory is free as they take, the last ones longest.
+    """
+    if batch.device_step is None or batch.device_step.graphs is None:
+        return
+    target.idle[drafter] = batch
+    while target.idle and (len(target.idle) > KEPT or crowded(target.idle.values())):
+        del target.idle[next(iter(target.idle))]
+
+
+def crowded(batches: Iterable[Batch]) -> bool:
+    """Whether batches take more of a device's memory than is free of it."""
+    taken = sum((batch.nbytes for batch in batches), Counter[torch.device]())
+    return any(nbytes > free_memory(device) for device, nbytes in taken.items())
 
 
 def entries(target: Target, prompt: list[int], settings: Settings) -> int:

@@ -1,5 +1,6 @@
 """What fits into a target's context, and what does not: one line for the user, before anything is computed."""
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -48,12 +49,16 @@ def check_memory(nbytes: Mapping[torch.device, int], name: str, size: int) -> No
         ValueError: they do not; a mistake of the batch's size is then one of the first line, and not of the last.
     """
     for device, needed in nbytes.items():
-        if device.type != "cuda":
-            continue
-        free, _ = torch.cuda.mem_get_info(device)
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        if needed > free:
+        if needed > (free := free_memory(device)):
             raise ValueError(
                 f"{name}: the keys and values of a batch of {size} take {needed / 1e9:.1f} GB, and {device} has "
                 f"{free / 1e9:.1f} GB free: give a smaller batch_size, or fewer max_new_tokens"
             )
+
+
+def free_memory(device: torch.device) -> float:
+    """Return the free bytes of a CUDA device, with those that torch's allocator holds; infinity for other devices."""
+    if device.type != "cuda":
+        return math.inf
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -137,7 +137,7 @@ class TargetModel:
             and others may copy between devices or compute as a library of quantisation does.
         whole: whether its weights lie on one device, as they are, and no layer has experts.
         sibling: whether heads may draft for it that were made for another checkpoint of its shape.
-        idle: by drafter, batches of one slot that wait for another request (inference/batch.py).
+        idle: by drafter, batches that wait for more requests (inference/batch.py).
     """
 
     def __init__(

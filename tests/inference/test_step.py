@@ -383,9 +383,10 @@ class Uncaptured(Graphs):
         self.able = False
 
 
-def test_single_requests_share_a_batch_for_each_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its graphs would have to be captured anew: in an evaluation of single prompts at each of them."""
-    target, made = toys.target("llama", DOUBLE), []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Batch]]:
+    """Return the batches that are made from now on, whose graphs are kept as on CUDA."""
+    target, made = toys.target("llama", DOUBLE), list[Batch]()
     original = Batch.__init__
 
     def noted(self: Batch, *args: Any, **named: Any) -> None:
@@ -395,6 +396,13 @@ def test_single_requests_share_a_batch_for_each_drafter(monkeypatch: pytest.Monk
     monkeypatch.setattr(Batch, "__init__", noted)
     monkeypatch.setattr("inference.step.Graphs", Uncaptured)
     monkeypatch.setattr(target, "captures", True)
+    yield made
+    target.idle.clear()
+
+
+def test_single_requests_share_a_batch_for_each_drafter(made: list[Batch]) -> None:
+    """Its graphs would have to be captured anew: in an evaluation of single prompts at each of them."""
+    target = toys.target("llama", DOUBLE)
     sources = [Plain(target.device), source("eagle", "dynamic", target)]
     requests = [(toys.prompt(i, 3 + 8 * i), Settings(6 + 9 * i, GREEDY)) for i in (2, 0, 3)]
     for request in requests:
@@ -402,7 +410,33 @@ def test_single_requests_share_a_batch_for_each_drafter(monkeypatch: pytest.Monk
         assert texts == [reference(target, drafter, *request).tokens for drafter in sources]
         autoregress(target, *request)  # in the batch of the baseline, whichever object was asked for it before
     assert len(made) == len(target.idle) == 2
-    target.idle.clear()
+
+
+def test_rounds_of_a_batch_share_it_while_there_is_memory(made: list[Batch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures of every round would count in its time."""
+    target = toys.target("llama", DOUBLE)
+    prompts, settings = [toys.prompt(i, 3 + i) for i in range(5)], Settings(9, GREEDY)
+    sources = [Plain(target.device), source("eagle", "dynamic", target)]
+    expected = [reference(target, sources[0], prompt, settings).tokens for prompt in prompts]
+    for drafter in sources * 2:
+        found = speculate(target, drafter, prompts, settings, batch_size=3)
+        assert [generation.tokens for generation in found] == expected
+    assert [len(target.idle), *(batch.cache.storage.size for batch in made)] == [2, 3, 3]
+    speculate(target, sources[1], prompts, settings, batch_size=2)
+    assert [batch.cache.storage.size for batch in target.idle.values()] == [3, 2]
+    monkeypatch.setattr("inference.batch.free_memory", lambda _: sum(made[1].nbytes.values()))
+    speculate(target, sources[1], prompts, settings, batch_size=2)
+    assert [drafter.name for drafter in target.idle] == ["eagle"], "the oldest went, and what is left has room"
+    refused = iter([ValueError("no memory")])
+
+    def full(*_: Any) -> None:
+        for error in refused:
+            raise error
+
+    monkeypatch.setattr("inference.batch.check_memory", full)
+    monkeypatch.setattr("inference.batch.batch_of", lambda *args: full() or batch_of(*args))
+    speculate(target, sources[0], prompts, settings, batch_size=3)
+    assert [drafter.name for drafter in target.idle] == ["plain"]
 
 
 def test_a_step_that_cannot_be_captured_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
