@@ -19,7 +19,7 @@ class Plain(Drafter, DrafterState, DraftBatch):
         self.device = device
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Plain) and other.device == self.device
+        return self is other or (type(self) is type(other) is Plain and self.device == other.device)
 
     def __hash__(self) -> int:
         return hash(self.device)
