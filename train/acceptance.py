@@ -53,21 +53,27 @@ class AcceptanceEvaluator:
         }
 
     @torch.inference_mode()
-    def estimate(self, head: Any) -> list[float]:
+    def estimate(self, head: Any, halted: Callable[[], bool] = lambda: False) -> list[float] | None:
         """Return P(a >= k) of a greedy chain for k = 1 … the tree's depth, over every row of the target's own answers.
 
         No verifier runs: the answers are written once, their features kept, and a head drafts from all rows at once.
+        None where `halted` returned true before a prompt, or before a text.
         """
         if self.texts is None:
-            written = write(self.target, self.prompts, self.settings)
-            tokens = [torch.tensor(text.token, device=self.target.device)[None] for text in written]
-            self.texts = [
-                (self.target.features(token, torch.zeros_like(token), head.feature_layers), text.start)
-                for token, text in zip(tokens, written, strict=True)
-            ]
+            texts = []
+            for prompt in self.prompts:
+                if halted():
+                    return None
+                for text in write(self.target, [prompt], self.settings):
+                    token = torch.tensor(text.token, device=self.target.device)[None]
+                    features = self.target.features(token, torch.zeros_like(token), head.feature_layers)
+                    texts.append((features, text.start))
+            self.texts = texts
         depths = min(self.tree.deepest, head.max_depth)
         hits, rows = torch.zeros(depths), torch.zeros(depths)
         for features, start in self.texts:
+            if halted():
+                return None
             token, rank = features.token[0, start - 1 :], []
             for d, draft in enumerate(unrolled(head, features, depths), 1):
                 logits = scatter_logits(head.vocab, head.score(draft.state[0, start - 1 :], d))

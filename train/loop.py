@@ -2,8 +2,9 @@
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -25,6 +26,7 @@ from train.optim import same_rates
 from train.step import BAD, Stepper, keep_batch
 from train.tracking.trackers import Tracker
 
+T = TypeVar("T")  # what is measured
 COST = "training.json"
 NO_MEMORY = "out of memory", "can't allocate memory", "ALLOC_FAILED"  # in errors of CUDA, of torch on a CPU, of cuBLAS
 # Progress of a run beside its steps; the keys that all processes share.
@@ -191,8 +193,8 @@ class Loop:
             if self.due(done):
                 if not self.measure(done):
                     self.halt(done)
-            elif trainer.estimate_every is not None and done % trainer.estimate_every == 0:
-                self.estimate(done)
+            elif trainer.estimate_every is not None and done % trainer.estimate_every == 0 and not self.estimate(done):
+                self.halt(done)
             if done % trainer.save_every == 0 or done in (trainer.steps, self.progress["best_step"]):
                 self.save(done)
         if self.exhausted():
@@ -272,18 +274,21 @@ class Loop:
         weights = self.step.state.weights()
         if self.evaluator is None:
             self.keep(weights)
-        elif not (self.accelerator.is_main_process or self.together):
-            self.control.attend()
-        else:
-            head = self.kept_head.decoding(weights)
-            measured = self.evaluator.tau(head, lambda: self.control.measuring(over=False))
-            if measured is not None:
-                self.note(step, measured, weights)
-                if not self.together:  # then nobody attends
-                    self.control.measuring(over=True)
+        elif (measured := self.attended(self.evaluator.tau, weights)) is not None:
+            self.note(step, measured, weights)
         # What the main process knows now, all know.
         self.progress |= self.control.share({key: self.progress[key] for key in SHARED})
         return self.evaluator is None or self.progress["measured"] == step
+
+    def attended(self, measure: Callable[[Any, Callable[[], bool]], T | None], weights: dict[str, Tensor]) -> T | None:
+        """Measure a head with these weights while the other processes wait; None on these, and after a stop request."""
+        if not (self.accelerator.is_main_process or self.together):
+            self.control.attend()
+            return None
+        result = measure(self.kept_head.decoding(weights), lambda: self.control.measuring(over=False))
+        if result is not None and not self.together:  # then nobody attends
+            self.control.measuring(over=True)
+        return result
 
     def note(self, step: int, measured: dict[str, Any], weights: dict[str, Tensor]) -> None:
         """Record a measurement, where it was made; the main process writes."""
@@ -302,14 +307,14 @@ class Loop:
         if self.accelerator.is_main_process:
             self.kept_head.write(weights)
 
-    def estimate(self, step: int) -> None:
-        """Log what one pass over recorded text says of the head."""
+    def estimate(self, step: int) -> bool:
+        """Log what one pass over recorded text says of the head; return whether the run goes on."""
         if self.evaluator is None:
-            return
-        weights = self.step.state.weights()
-        if self.accelerator.is_main_process or self.together:
-            head = self.kept_head.decoding(weights)
-            self.tracker.log({"step": step, "estimate": self.evaluator.estimate(head)})
+            return True
+        estimate = self.attended(self.evaluator.estimate, self.step.state.weights())
+        if estimate is not None:
+            self.tracker.log({"step": step, "estimate": estimate})
+        return bool(self.control.share(estimate is not None))
 
 
 def decoding_copy(head: nn.Module, weights: dict[str, Tensor], target: Target | EmbeddingsOnly | None) -> Any:

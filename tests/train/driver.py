@@ -174,6 +174,18 @@ def measured(folder: Path, rank: int) -> None:
     acceptance.speculate = speculate
 
 
+def written(folder: Path, rank: int) -> None:
+    """Every answer that an estimate is to read takes long, and is noted."""
+    before = acceptance.write
+
+    def write(target: Any, prompts: Any, settings: Any) -> Any:
+        note(folder, "answers")
+        time.sleep(2 * len(prompts))
+        return before(target, prompts, settings)
+
+    acceptance.write = write
+
+
 def slow_disk(folder: Path, rank: int) -> None:
     """A checkpoint's shard is on the disk, and then for long nothing more."""
     before = format.save_file
@@ -248,5 +260,6 @@ def deaf(folder: Path, rank: int) -> None:
 
 
 HOOKS = {
-    hook.__name__: hook for hook in (slow, stuck, rows, measured, slow_disk, full_disk, fails, told, poisoned, deaf)
+    hook.__name__: hook
+    for hook in (slow, stuck, rows, measured, written, slow_disk, full_disk, fails, told, poisoned, deaf)
 }

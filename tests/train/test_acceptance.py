@@ -70,6 +70,16 @@ def test_the_estimate_is_that_of_drafting_at_every_row(name: str) -> None:
     assert evaluator.estimate(head) == evaluator.estimate(head)
 
 
+def test_an_estimate_stops_before_any_prompt_or_text_and_starts_anew() -> None:
+    target, head = toys.target(), toys.head("mlp", toys.target())
+    whole = judging(target, run()).estimate(head)
+    for before in range(6):
+        evaluator, asked = judging(target, run()), iter([*[False] * before, True])
+        assert evaluator.estimate(head, asked.__next__) is None
+        assert not [*asked]
+        assert evaluator.estimate(head) == whole
+
+
 def test_tau_is_the_verifiers_on_prompts_that_the_seed_draws() -> None:
     target, head = toys.target(), toys.head("eagle", toys.target())
     evaluator = judging(target, run())

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.train import driver, jobs
 from tests.train.test_features import configured
-from tests.train.undisturbed import BATCHES, STEPS, Toy, steps
+from tests.train.undisturbed import BATCHES, STEPS, Toy, records, steps
 from train import run as runs
 
 
@@ -237,6 +237,20 @@ def test_a_process_is_slow(toy: Toy) -> None:
     assert [job.end() for job in pair] == [0, 0]
     (line,) = warned(pair[0], "waited")
     assert f"s for rank 1 ({os.uname().nodename}, process {pair[1].process.pid})" in line
+
+
+@pytest.mark.slow
+def test_the_others_wait_for_an_estimate_and_stop_it(toy: Toy) -> None:
+    place = toy.new()
+    words = ["trainer.timeout=6", "trainer.estimate_every=2", "trainer.eval_prompts=4"]
+    pair = toy.start(place, *words, hooks=("written",), world=2)
+    pair[0].until(place / "answers", 1)
+    pair[1].signal(signal.SIGTERM)
+    assert [job.end() for job in pair] == [143, 143], pair[0].printed()
+    assert "stopped by SIGTERM, checkpoint at step 2" in pair[0].printed()
+    pair = toy.start(place, *words, "resume=true", hooks=("written",), world=2)
+    assert [job.end() for job in pair] == [0, 0], pair[0].printed()
+    assert [record["step"] for record in records(place / "out") if "estimate" in record] == [4, 6, 10, 12, 14]
 
 
 @pytest.mark.slow
