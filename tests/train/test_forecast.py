@@ -24,7 +24,7 @@ from train.config import Budget, run_config
 from train.forecast import log, text
 from train.forecast.command import check, train_within
 from train.forecast.curve import Curve, Prior, forecast, interval
-from train.forecast.pilots import STATE, Pilots
+from train.forecast.pilots import PROBE, STATE, Pilots
 from train.optim import cooldown_begin, learning_rate, same_rates
 from train.run import within_budget
 
@@ -151,12 +151,14 @@ class Stage:
         self.pilots = Pilots(out, config, Budget(100_000.0, timed=False), 512, self.train, self.measure)
 
     def train(self, words: list[str]) -> None:
-        """Take the steps that are left, at 2 operations each, and write the checkpoint before the cooldown."""
+        """Take the steps that are left, at 2 operations each, and keep their checkpoints as a run does."""
         given = dict(word.partition("=")[::2] for word in words)
         folder, steps = Path(given["out"].strip("'")), int(given["trainer.steps"])
         begin = max(map(format.step_of, format.checkpoints(folder / "checkpoints")), default=0)
-        for step in (int(given["trainer.save_every"]), steps):
-            format.folder_of(folder / "checkpoints", step).mkdir(parents=True, exist_ok=True)
+        for step in range(begin + 1, steps + 1):
+            if step % int(given["trainer.save_every"]) == 0 or step == steps:
+                format.folder_of(folder / "checkpoints", step).mkdir(parents=True)
+                format.tidy(folder / "checkpoints", int(given.get("trainer.keep", 2)), 0)
         self.taken += steps - begin
         (folder / "metrics.jsonl").write_text("\n".join(json.dumps({"step": i, "step_seconds": 0.5}) for i in range(3)))
         (folder / "training.json").write_text(json.dumps({"flops": 2.0 * steps, "steps": steps}))
@@ -192,6 +194,19 @@ def test_the_fastest_candidate_is_chosen_and_the_hopeless_are_dropped(tmp_path: 
     assert pilots.choose(BOUND, 20)[0].most == choice.most
     assert {one.words for one in every} == {"mtp", "mlp", "eagle"}
     assert "mtp is trained on" in text.decision(pilots, choice)
+
+
+@pytest.mark.usefixtures("composing")
+def test_the_checkpoint_before_a_long_cooldown_is_there_to_go_on_from(tmp_path: Path) -> None:
+    pilots = (stage := Stage(tmp_path, {"mlp": (2.0, 0.2, 1.2)}, cooldown=0.6)).pilots
+    pilots.measured(BOUND, 20)
+    steps = [point["steps"] for point in pilots.state["points"]["mlp"]]
+    again = sum(map(pilots.stable, steps[:-1]))  # steps that are in a checkpoint, and not taken again
+    assert stage.taken == PROBE + sum(steps) - again
+    choice, _ = pilots.choose(BOUND, 20)
+    pilots.hand_over(choice)
+    (checkpoint,) = format.checkpoints(tmp_path / "checkpoints")
+    assert format.step_of(checkpoint) == pilots.stable(steps[-1])
 
 
 @pytest.mark.usefixtures("composing")
