@@ -98,16 +98,18 @@ def labels(head: DraftHead, features: Features) -> Int[Tensor, "N"]:
 def dpace(work: "Work", states: list[Tensor]) -> Float[Tensor, "d N"]:
     """Return D-PACE's weights (arXiv 2605.18810, equations 7 and 8): what a depth adds to the expected draft length.
 
-    A draft's confidence is the probability c that it gives the text's token, smoothed to (1 - a)c + a. A depth's weight
-    is the sum of the products of confidences up to it and up to each later depth. A depth that is not trained, since
-    its token stands in the prompt, neither counts nor makes the others count less.
+    A draft's confidence is the probability c that it gives the text's token, 0 where the head cannot draft that or none
+    follows, smoothed to (1 - a)c + a. A depth's weight is the sum of the products of confidences up to it and up to
+    each later depth. A depth that is not trained, since its token stands in the prompt, neither counts nor makes the
+    others count less.
     """
     label_p, config = torch.zeros_like(work.weight), work.config
     for teacher, picks in work.chunks:
         probs = work.teacher_probs(teacher)
         for d, (state, pick) in enumerate(zip(states, picks, strict=True)):
             x = work.rows(d, [state[pick.source], None, None, None], pick, probs)
-            label_p[d, pick.source] = (-LOSSES["ce"](x, config)).exp().to(label_p.dtype)
+            p = torch.where(x.label >= 0, (-LOSSES["ce"](x, config)).exp(), 0)
+            label_p[d, pick.source] = p.to(label_p.dtype)
     trained = work.weight > 0
     confidence = torch.where(trained, (1 - config.dpace_alpha) * label_p + config.dpace_alpha, 1.0)
     reach = confidence.cumprod(0) * trained
