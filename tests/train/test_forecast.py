@@ -210,6 +210,29 @@ def test_the_checkpoint_before_a_long_cooldown_is_there_to_go_on_from(tmp_path: 
 
 
 @pytest.mark.usefixtures("composing")
+@pytest.mark.parametrize("status", [1, 2, 143])
+def test_a_candidate_whose_processes_refuse_is_left_out_and_one_that_is_stopped_stops_all(
+    status: int, tmp_path: Path
+) -> None:
+    pilots = Stage(tmp_path, {"mlp": (2.0, 0.2, 1.2), "eagle": (2.0, 0.2, 1.2)}).pilots
+    train = pilots.train
+
+    def launched(words: list[str]) -> None:
+        if "head=eagle" in words:
+            raise SystemExit(status)
+        train(words)
+
+    pilots.train = launched
+    if status == 143:
+        with pytest.raises(SystemExit):
+            pilots.measured(BOUND, 20)
+        return
+    pilots.measured(BOUND, 20)
+    assert pilots.state["left_out"] == {"eagle": f"its processes ended with status {status}, see above"}
+    assert [*pilots.state["points"]] == ["mlp"]
+
+
+@pytest.mark.usefixtures("composing")
 def test_a_training_stops_where_more_is_not_worth_it(tmp_path: Path) -> None:
     flat, steep = (Stage(tmp_path / name, {"mlp": (2.0, b, 1.2)}) for name, b in (("flat", 2.5), ("steep", 0.2)))
     for stage in (flat, steep):

@@ -21,6 +21,7 @@ from heads.common.files import write_whole
 from heads.common.untrusted import parse_json
 from train.checkpoints import format
 from train.config import Budget, ForecastConfig
+from train.distributed.launch import REPORTED
 from train.forecast import acceptance
 from train.forecast.curve import EACH, RESAMPLES, Array, Curve, forecast, interval
 
@@ -135,6 +136,10 @@ class Pilots:
             self.run(words, PROBE, 0.0, 0)
         except ValueError as error:
             return str(error)
+        except SystemExit as error:
+            if error.code not in (1, REPORTED):  # as of a signal, which is no refusal
+                raise
+            return f"its processes ended with status {error.code}, see above"
         self.state["call"][words] = time.monotonic() - begun - PROBE * self.state["cost"][words]["seconds"]
         return None
 
