@@ -99,7 +99,7 @@ def train(run: RunConfig, target: Any, samples: Sequence[Sample], held_out: list
     weights = loop.step.state.weights()
     save_head(Path(run.out, "head"), decoding_copy(head, weights, None), target.target.spec, vars(run.tree))
     made = decoding_copy(head, weights, target.target)
-    tokens = run.trainer.steps * run.trainer.batch_tokens + loop.progress["rollout_tokens"]
+    tokens = run.trainer.steps * batches.step_tokens + loop.progress["rollout_tokens"]
     found: dict[str, Any] = {
         "tokens": tokens,
         "parameters": parameter_count(head),

@@ -125,6 +125,11 @@ class Batches:
         self.rows_per_step, self.micro_rows = rows_per_step, micro_rows
         self._order: tuple[int, Int[Tensor, " R"]] | None = None
 
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step's global batch, padding included."""
+        return self.rows_per_step * self.packed.token.shape[1]
+
     def rows(self, step: int) -> Int[Tensor, " S"]:
         """Return the row numbers of a step's global batch, of all ranks."""
         size = len(self.packed.token)

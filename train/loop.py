@@ -257,7 +257,7 @@ class Loop:
             "parameters": self.step.sizes[0],
             "frozen_parameters": self.step.sizes[1],
             "steps": steps,
-            "tokens": steps * self.trainer.batch_tokens + self.progress["rollout_tokens"],
+            "tokens": steps * self.source.batches.step_tokens + self.progress["rollout_tokens"],
             "rollout_tokens": self.progress["rollout_tokens"],
             "flops": None if self.progress["flops"] is None else self.progress["flops"] * steps,
             "skipped": self.progress["skipped"],

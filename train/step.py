@@ -263,7 +263,7 @@ class Stepper:
         device, peak = self.accelerator.device, self.peak
         rate = None if self.progress["flops"] is None else self.progress["flops"] / seconds
         return {
-            "tokens_per_second": self.trainer.batch_tokens / seconds,
+            "tokens_per_second": self.source.batches.step_tokens / seconds,
             "rows_per_second": rows / steps / seconds,
             "step_seconds": seconds,
             "seconds": phases,

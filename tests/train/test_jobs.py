@@ -16,7 +16,7 @@ STEPS = 16
 def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], dict[int, float]]:
     """One undisturbed run: its folder, its overrides, its losses."""
     folder = tmp_path_factory.mktemp("toy")
-    overrides = [*jobs.make(folder), f"trainer.steps={STEPS}"]
+    overrides = [*jobs.make(folder), f"trainer.steps={STEPS}", "trainer.batch_tokens=270"]  # 8 rows of 32 tokens
     jobs.finish(jobs.start([*overrides, f"out={folder / 'whole'}"]))
     return folder, overrides, jobs.losses(folder / "whole")
 
@@ -36,6 +36,10 @@ def test_a_run_leaves_its_contract_behind(toy: tuple[Path, list[str], dict[int, 
     assert sorted(toy[2]) == list(range(1, STEPS + 1))
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "tau" in record] == [8, 16]
+    for record in records:
+        if "loss" in record:
+            assert record["tokens_per_second"] * record["step_seconds"] == pytest.approx(8 * 32)
+    assert json.loads((out / "training.json").read_text())["tokens"] == STEPS * 8 * 32
     data = json.loads((out / "provenance.json").read_text())["data"]
     assert (data["held_out"], data["samples"], sum(data["kept"].values())) == (4, 116, 116)
     row = json.loads((out / "report.json").read_text())["rows"][-1]
