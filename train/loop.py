@@ -32,7 +32,7 @@ NO_MEMORY = "out of memory", "can't allocate memory", "ALLOC_FAILED"  # in error
 # Progress of a run beside its steps; the keys that all processes share.
 BEGINNING: dict[str, Any] = {
     "best_tau": 0.0, "best_step": 0, "stale": 0, "measured": 0, "seconds": 0.0, "stall": 0.0, "flops": None,
-    "rollout_tokens": 0,
+    "rollout_flops": 0, "rollout_tokens": 0,
 }  # fmt: skip
 SCHEDULE = {f"trainer.{key}": key for key in ("steps", "warmup", "cooldown")}
 SHARED = ("best_tau", "best_step", "stale", "measured")
@@ -259,7 +259,7 @@ class Loop:
             "steps": steps,
             "tokens": steps * self.source.batches.step_tokens + self.progress["rollout_tokens"],
             "rollout_tokens": self.progress["rollout_tokens"],
-            "flops": None if self.progress["flops"] is None else self.progress["flops"] * steps,
+            "flops": self.step.operations(0, steps),
             "skipped": self.progress["skipped"],
             "best_tau": self.progress["best_tau"],
             "seconds": self.progress["seconds"],

@@ -8,6 +8,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -167,7 +168,8 @@ class Stepper:
         self.laps = Laps(accelerator.device)
         self.peak = peak_flops(accelerator.device, trainer.peak_tflops)
         self.steps, self.rows, self.stall = 0, 0, 0.0  # since the last record
-        self.restore({"flops": None, "rollout_tokens": 0})
+        self.restore({"flops": None, "rollout_flops": 0, "rollout_tokens": 0})
+        self.counter: Any = nullcontext()  # of a rollout's operations, in the step whose operations are counted
         make = partial(optimizer, config=trainer)
         self.strategy = strategy.prepare(launcher, accelerator, loss, make, trainer.clip)
         self.optimizer = self.strategy.optimizer
@@ -220,7 +222,7 @@ class Stepper:
         self.stall += self.source.stall - stall
         logged = bad is not None or (step + 1) % trainer.log_every == 0
         record = {**numbers, "lr": self.rate(step), **({} if bad is None else {"skipped": True})}
-        return Step(stopped=False, record={**record, **self.cost()} if logged else None, bad=bad)
+        return Step(stopped=False, record={**record, **self.cost(step)} if logged else None, bad=bad)
 
     def micro_batches(self, step: int) -> tuple[list[MicroBatch], int]:
         """Return a step's micro-batches, with its rollout, and how many tokens the target has read for this one."""
@@ -228,7 +230,8 @@ class Stepper:
         self.laps.mark("data")
         if self.rollouts is None or not self.rollouts.due(step):
             return given, 0
-        rollout, read = self.rollouts(step, [micro.batch for micro in given], self.state.weights())
+        with self.counter:
+            rollout, read = self.rollouts(step, [micro.batch for micro in given], self.state.weights())
         self.laps.mark("rollout")
         return [*given, *rollout], read
 
@@ -254,14 +257,22 @@ class Stepper:
         self.strategy.step()
         self.average.update(self.head)
 
-    def cost(self) -> dict[str, Any]:
+    def operations(self, begin: int, end: int) -> int | None:
+        """Return the operations of steps `begin` to `end` - 1, a rollout's where they have one; None if not counted."""
+        if self.progress["flops"] is None:
+            return None
+        rollouts = 0 if self.rollouts is None else sum(map(self.rollouts.due, range(begin, end)))
+        return int(self.progress["flops"] * (end - begin) + self.progress["rollout_flops"] * rollouts)
+
+    def cost(self, step: int) -> dict[str, Any]:
         """Return the cost per step since the last record: rates of all processes, the rest of this one."""
         steps, rows, stall = self.steps, self.rows, self.stall
         self.steps, self.rows, self.stall = 0, 0, 0.0
         phases = {phase: seconds / steps for phase, seconds in seconds_of(self.laps, stall).items()}
         seconds = max(sum(phases.values()), 1e-9)  # an accelerator may have passed no event yet
         device, peak = self.accelerator.device, self.peak
-        rate = None if self.progress["flops"] is None else self.progress["flops"] / seconds
+        operations = self.operations(step + 1 - steps, step + 1)
+        rate = None if operations is None else operations / steps / seconds
         return {
             "tokens_per_second": self.source.batches.step_tokens / seconds,
             "rows_per_second": rows / steps / seconds,
@@ -274,11 +285,17 @@ class Stepper:
         }
 
     def counted(self, step: int, *, halted: Callable[[], bool]) -> Step:
-        """Take a step and count the floating-point operations of all processes in it, the target's included."""
+        """Take a step and count the floating-point operations of all processes in it, the target's included.
+
+        Those of its rollout are counted apart, since not every step has one.
+        """
         counter: Any = Flops
+        self.counter = rollout = counter()
         with counter() as count, torch.compiler.set_stance("force_eager"):  # what is compiled could not be followed
             taken = self(step, halted=halted)
-        self.progress["flops"] = None if taken.stopped else count.total * self.accelerator.num_processes
+        self.counter, world = nullcontext(), self.accelerator.num_processes
+        if not taken.stopped:
+            self.progress |= {"flops": (count.total - rollout.total) * world, "rollout_flops": rollout.total * world}
         return taken
 
     def rate(self, step: int) -> float:
@@ -300,8 +317,9 @@ class Stepper:
         # Dropout is seeded by run and step alone, as all random numbers are: a resumed run sees the same ones.
         torch.manual_seed(int(keys[0]))
 
-        loss, sums = self.strategy.forward(features, weight, anchors, read.top, chunks, last=last)
-        self.strategy.backward(loss * self.accelerator.num_processes)
+        with nullcontext() if features.path is None else self.counter:
+            loss, sums = self.strategy.forward(features, weight, anchors, read.top, chunks, last=last)
+            self.strategy.backward(loss * self.accelerator.num_processes)
         return loss, sums
 
 

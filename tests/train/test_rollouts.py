@@ -22,6 +22,7 @@ from train.objective import objective
 from train.planning.check import reads_target
 from train.rollouts import Rollouts
 from train.step import Loss, Stepper
+from train.tracking.flops import Flops
 
 TREE = TreeConfig("dynamic", 3, 2, 6, [], [])
 CONFIG = OnPolicyConfig(2, 1, 12, 0.0, "all", 0.5, None)
@@ -96,21 +97,39 @@ def test_micro_batches_hold_no_more_sequences_than_static_ones() -> None:
         torch.testing.assert_close(one.last[0], whole.read().features.last[row, : one.last.shape[1]])
 
 
+def stepper() -> Stepper:
+    """Return the step of a run with a rollout in every second step."""
+    run = strategy_job.run_of("eagle", "ddp")
+    step = strategy_job.stepper(run, "eagle", Accelerator(cpu=True))
+    target = toys.target()
+
+    def decoding(weights: dict[str, Tensor]) -> Any:
+        head = toys.head("eagle", target)
+        head.load_state_dict(weights)
+        return head
+
+    config = replace(CONFIG, every=2)
+    step.rollouts = Rollouts(target, decoding, TREE, config, run.objective.depths, step.source.batches)
+    return step
+
+
+def test_a_rollouts_operations_are_those_of_the_steps_that_have_one() -> None:
+    plain, step = stepper(), stepper()
+    counter: Any = Flops
+    plain.rollouts = None
+    with counter() as count:
+        step.counted(0, halted=lambda: False)
+    plain.counted(0, halted=lambda: False)
+    whole, without = count.total, plain.operations(0, 1)
+    assert step.operations(0, 1) == whole
+    assert step.operations(1, 2) == without < whole
+    assert step.operations(0, 5) == 3 * whole + 2 * without
+    for number, operations in ((1, without), (2, whole)):
+        record = step(number, halted=lambda: False).record or {}
+        assert record["flops_per_second"] * record["step_seconds"] == pytest.approx(operations)
+
+
 def test_a_resumed_run_drafts_the_same() -> None:
-    def stepper() -> Stepper:
-        run = strategy_job.run_of("eagle", "ddp")
-        step = strategy_job.stepper(run, "eagle", Accelerator(cpu=True))
-        target = toys.target()
-
-        def decoding(weights: dict[str, Tensor]) -> Any:
-            head = toys.head("eagle", target)
-            head.load_state_dict(weights)
-            return head
-
-        config = replace(CONFIG, every=2)
-        step.rollouts = Rollouts(target, decoding, TREE, config, run.objective.depths, step.source.batches)
-        return step
-
     one, two = stepper(), stepper()
     strategy_job.losses(one, 0, 3)
     for name, value in strategy_job.snapshot(one).items():
