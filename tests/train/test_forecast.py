@@ -160,7 +160,8 @@ class Stage:
                 format.folder_of(folder / "checkpoints", step).mkdir(parents=True)
                 format.tidy(folder / "checkpoints", int(given.get("trainer.keep", 2)), 0)
         self.taken += steps - begin
-        (folder / "metrics.jsonl").write_text("\n".join(json.dumps({"step": i, "step_seconds": 0.5}) for i in range(3)))
+        logged = range(0, steps + 1, int(given.get("trainer.log_every", 100)))[1:]
+        (folder / "metrics.jsonl").write_text("\n".join(json.dumps({"step": i, "step_seconds": 0.5}) for i in logged))
         (folder / "training.json").write_text(json.dumps({"flops": 2.0 * steps, "steps": steps}))
         self.steps[self.pilots.config.candidates[int(folder.name)]] = steps
 
@@ -230,6 +231,13 @@ def test_a_candidate_whose_processes_refuse_is_left_out_and_one_that_is_stopped_
     pilots.measured(BOUND, 20)
     assert pilots.state["left_out"] == {"eagle": f"its processes ended with status {status}, see above"}
     assert [*pilots.state["points"]] == ["mlp"]
+
+
+@pytest.mark.usefixtures("composing")
+def test_a_probe_says_what_a_step_takes_however_seldom_a_run_logs(tmp_path: Path) -> None:
+    pilots = Stage(tmp_path, {"mlp": (2.0, 0.2, 1.2)}).pilots  # whose runs log every 100th step
+    assert pilots.probe("mlp") is None
+    assert pilots.state["cost"]["mlp"]["seconds"] == 0.5
 
 
 @pytest.mark.usefixtures("composing")

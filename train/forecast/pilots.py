@@ -113,6 +113,7 @@ class Pilots:
         folder = self.folder(words)
         before = stale(folder / "checkpoints", begin)
         quiet = ["trainer.eval_prompts=0", "trainer.patience=null", "eval.prompts=0", "trainer.trackers=[jsonl]"]
+        quiet += ["trainer.log_every=1"]  # a training of few steps says what one takes too
         save = max(1, steps - round(cooldown * steps))
         keep = -(-steps // save) + 1  # all of this training, of which the next needs one, and `begin`
         self.train(
