@@ -33,7 +33,7 @@ from heads.modules.kv_cache import KVCache
 from heads.modules.layers import Block as Layer
 from heads.modules.layers import LayerInputs, LayerSpec, RMSNorm
 from heads.modules.slots import behind, behind_roots
-from heads.modules.vocab import DraftLmHead, draft_vocabulary
+from heads.modules.vocab import DraftLmHead, VocabularyLinear, draft_vocabulary
 from heads.rows import last_valid
 
 
@@ -110,7 +110,7 @@ class Block(HeadModule):
         self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)
         size, rank = embeddings.vocab_size if self.vocab is None else len(self.vocab.ids), config.markov_rank
         self.before = None if rank is None else nn.Embedding(embeddings.vocab_size, rank)
-        self.bias = None if rank is None else nn.Linear(rank, size, bias=False)
+        self.bias = None if rank is None else VocabularyLinear(rank, size, bias=False)
         if self.bias is not None:
             nn.init.zeros_(self.bias.weight)
         inner, edges = config.domino, config.selector_rank

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heads.modules.vocab import SummedGradient
 from train.config import TrainerConfig
 from train.distributed.strategy import held
 
@@ -31,9 +32,9 @@ class MuonAndAdamW:
     """
 
     def __init__(self, head: Any, trained: list[nn.Parameter], config: TrainerConfig) -> None:
-        sizes = {head.embeddings.vocab_size, *([] if head.vocab is None else [len(head.vocab.ids)])}
-        inner = [p for p in trained if p.ndim == 2 and p.shape[0] not in sizes]
-        others = [p for p in trained if p.ndim != 2 or p.shape[0] in sizes]
+        inner = hidden_matrices(head)
+        moved = set(map(id, inner))
+        others = [p for p in trained if id(p) not in moved]
         self.optimizers: list[torch.optim.Optimizer] = []
         if inner:
             muon = torch.optim.Muon(
@@ -53,6 +54,24 @@ class MuonAndAdamW:
         """Clear the gradient."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
+
+
+def hidden_matrices(head: Any) -> list[nn.Parameter]:
+    """Return the trained matrices between hidden states: not those of embeddings and lm_heads, a row for each token.
+
+    The module decides, since a draft vocabulary may be as large as a hidden state is wide; an adapter's counts as the
+    layer's that it adapts, whose other matrix has no row for each token.
+    """
+    sizes = {head.embeddings.vocab_size, *([] if head.vocab is None else [len(head.vocab.ids)])}
+    over_tokens = tuple(
+        f"{name.removesuffix('.base_layer')}."
+        for name, module in head.named_modules()
+        if isinstance(module, (nn.Embedding, SummedGradient))
+    )
+    return [
+        p for name, p in head.named_parameters()
+        if p.requires_grad and p.ndim == 2 and not (p.shape[0] in sizes and name.startswith(over_tokens))
+    ]  # fmt: skip
 
 
 def optimizer(head: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer | MuonAndAdamW:

@@ -8,8 +8,11 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
+from heads import HEADS
 from heads.common.resolvers import ROOT, register_resolvers
+from tests import toys
 from train import optim
+from train.adapt import LoraAdapterConfig, adapt
 from train.checkpoints.state import TrainState
 from train.config import TrainerConfig, run_config
 from train.loop import SCHEDULE, as_if_so_long
@@ -80,6 +83,37 @@ def test_steps_are_counted_on_after_a_resumption_where_the_optimiser_counts_them
     kept = optimizer.state[module.weight]
     assert kept["step"].device.type == device
     assert kept["exp_avg"].device.type == "meta"
+
+
+def hidden(head: Any) -> list[str]:
+    """Return the names of the matrices that Muon moves."""
+    ids = set(map(id, optim.hidden_matrices(head)))
+    return [name for name, p in head.named_parameters() if id(p) in ids]
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("name", [*toys.HEAD_CONFIGS, *toys.OPTIONS])
+def test_muon_moves_the_matrices_whose_rows_are_no_tokens(name: str, adapted: bool) -> None:
+    """By their sizes, where those of a vocabulary are no hidden state's."""
+    head: Any = toys.head(name, toys.target()).requires_grad_()
+    sizes = [toys.VOCAB] if head.vocab is None else [toys.VOCAB, len(head.vocab.ids)]
+    assert not {toys.SIZES["hidden_size"], toys.SIZES["intermediate_size"]} & {*sizes}
+    if adapted:
+        adapt(head, LoraAdapterConfig("lora", 2, 2, 0.0, False, None))
+    matrices = [name for name, p in head.named_parameters() if p.requires_grad and p.ndim == 2]
+    assert hidden(head) == [name for name in matrices if len(head.get_parameter(name)) not in sizes]
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mlp", "block", "block of DSpark", "block of Domino"])
+def test_muon_moves_the_same_matrices_where_a_vocabulary_is_as_large_as_a_state_is_wide(name: str) -> None:
+    target = toys.target()
+    kind, options = toys.OPTIONS.get(name, (name, {}))
+
+    def made(size: int) -> list[str]:
+        values = {**toys.HEAD_CONFIGS[kind], **options, "draft_vocab": size}
+        return hidden(HEADS[kind](HEADS[kind].Config(name=kind, **values), target.embeddings))
+
+    assert made(target.embeddings.hidden_size) == made(30)
 
 
 @pytest.mark.parametrize("way", ["foreach", "fused", "muon"])

@@ -213,12 +213,11 @@ def _run_trace(job: Job) -> Trace:
         if of not in _updates:  # the same whatever the micro-batch
             _updates[of] = _updated(head, job.trainer)
     sizes = [4 * p.numel() for p in trained]
-    vocabulary = {job.config.vocab_size, *([] if head.vocab is None else [len(head.vocab.ids)])}
     share = sum(len(chunk.teacher) for chunk in chunks) / sum(len(chunk.teacher) for chunk in some)
     return Trace(
         whole, sum(sizes) // 4, sum(p.numel() for p in head.parameters()) - sum(sizes) // 4, len(head.feature_layers),
         sum(map(blocks, sizes), NONE),
-        sum(p.numel() for p in trained if p.ndim != 2 or p.shape[0] in vocabulary),
+        sum(p.numel() for p in trained) - sum(p.numel() for p in optim.hidden_matrices(head)),
         activations, shadow.peak, shadow.most, _updates[of],
         round(shadow.total + loss_flops * (share - 1)),
     )  # fmt: skip
