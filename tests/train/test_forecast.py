@@ -162,6 +162,7 @@ class Stage:
         self.taken += steps - begin
         logged = range(0, steps + 1, int(given.get("trainer.log_every", 100)))[1:]
         (folder / "metrics.jsonl").write_text("\n".join(json.dumps({"step": i, "step_seconds": 0.5}) for i in logged))
+        (folder / "config.yaml").write_text("init: auto\n")
         (folder / "training.json").write_text(json.dumps({"flops": 2.0 * steps, "steps": steps}))
         self.steps[self.pilots.config.candidates[int(folder.name)]] = steps
 
@@ -273,6 +274,7 @@ def test_a_hand_over_that_was_killed_goes_on(tmp_path: Path) -> None:
     pilots.hand_over(choice)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [name]
     assert (tmp_path / "metrics.jsonl").is_file()
+    assert (tmp_path / "config.yaml").is_file()
 
 
 @pytest.mark.usefixtures("composing")

@@ -290,7 +290,8 @@ class Pilots:
             partial = folder / f"{format.PARTIAL}{name}"
             format.clear(folder)  # what a killed hand-over left
             shutil.copytree(source / "checkpoints" / name, partial)
-            shutil.copy(source / "metrics.jsonl", self.out / "metrics.jsonl")
+            for file in ("metrics.jsonl", "config.yaml"):  # the latter says what its head began as
+                shutil.copy(source / file, self.out / file)
             partial.rename(folder / name)
         return [*overrides_of(choice.words), "resume=true", *self.overrides(choice.steps, self.config.cooldown)]
 
