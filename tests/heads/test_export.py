@@ -46,7 +46,7 @@ def masked(head: Any) -> Any:
 
 
 SGLANG, TRTLLM = (partial(foreign.eagle3, engine=engine) for engine in ("sglang", "trtllm"))
-BLOCK = {"causal": False, "feature_layers": [5, 2]}
+BLOCK = {"causal": False, "feature_layers": [5, 2], "mask_token": 7}
 DSPARK = {**BLOCK, "causal": True, "from_anchor": True, "markov_rank": 6, "confidence": True}
 DFLASH2 = {"conv": 2, "selector_rank": 6}
 WINDOWLESS = {"layers": 1, "draft_vocab": None, "bias": False}
@@ -235,7 +235,8 @@ def test_an_identity_head_drafts_the_targets_own_next_token(name: str, tmp_path:
         ("hydra", {"rope_theta": 7.0}, "hydra", "rope_theta=7.0, and the authors' code takes 10000.0"),
         ("hydra", {"norm_eps": 1e-3}, "hydra", "norm_eps=0.001"),
         ("hydra", {"intermediate_size": 24}, "hydra", "intermediate_size=24, and the authors' code takes 48"),
-        ("block", BLOCK, "dflash", "a mask slot that was trained"),
+        ("block", {**BLOCK, "mask_token": None}, "dflash", "a mask slot that was trained"),
+        ("block", BLOCK, "dflash", "a mask slot that is not the target's embedding of token 7"),
         ("block", {**BLOCK, "qk_norm": False}, "vllm", "qk_norm=false"),
         ("block", {**BLOCK, "lm_head": "own"}, "vllm", "lm_head=own"),
         ("block", {**BLOCK, "draft_vocab": 30}, "sglang", "draft_vocab=30"),

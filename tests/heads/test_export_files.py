@@ -147,3 +147,12 @@ def test_a_block_whose_slots_hold_a_token_stays_one_that_engines_serve(tmp_path:
     config["mask_token"] = toys.VOCAB
     with pytest.raises(ValueError, match=r"head\.mask_token is 40: the target has 40 tokens"):
         HEADS["block"](HEADS["block"].Config(**config), target().embeddings)
+
+
+def test_a_mask_slot_that_training_has_rounded_is_still_its_token(tmp_path: Path) -> None:
+    head = made("block", causal=False, feature_layers=[5, 2], mask_token=-1)
+    row = target().embeddings.embed(torch.tensor(toys.VOCAB - 1)).detach()
+    head.mask.data.copy_(row.bfloat16())
+    assert not torch.equal(head.mask, row)
+    folder = exported(head, "dflash", tmp_path)
+    assert json.loads((folder / "config.json").read_text())["dflash_config"]["mask_token_id"] == toys.VOCAB - 1

@@ -46,7 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "peagle": {"feature_layers": None, "draft_vocab": 30, "layers": 1, "depths": 3},
     "medusa": {"heads": 3},
     "hydra": {"heads": 3, "layers": 1, "prefix": False},
-    "block": {"depths": 3, "layers": 1, "feature_layers": [1, 3, 5]},
+    "block": {"depths": 3, "layers": 1, "feature_layers": [1, 3, 5], "mask_token": 7},
 }
 TREE = {"kind": "chain", "depth": 3, "top_k": 0, "nodes": 0, "paths": [], "widths": []}
 

@@ -40,6 +40,7 @@ NAMES = {
 }
 SIGNATURE = (r"fc\.weight", r"hidden_norm\.weight", r"layers\.0\.self_attn\.q_proj\.weight")
 CONV, KERNEL = "layers.{}.{}_conv.{}", "kernel_projection.weight"
+ROUNDED = 2**-8  # of a value that training has rounded to bf16
 OURS = ("mask", "vocab.ids", "lm_head.weight")  # tensors that have another form there
 
 
@@ -244,10 +245,12 @@ def _dflash2_shapes(record: dict[str, Any], layers: int, width: int, full: int) 
 
 def _mask_token(source: Export) -> int:
     """Return the token whose embedding the mask slots hold."""
+    why = "and the format has the target's embedding of a token there"
+    if source.config.mask_token is None:
+        raise source.refusal("a mask slot that was trained", why)
+    token = int(source.config.mask_token) % source.embeddings.vocab_size
     mask: Tensor = source.tensors["mask"]
-    rows = (embedding_of(source.embeddings).to(mask.device, mask.dtype) == mask).all(1).nonzero()
-    if not len(rows):
-        raise source.refusal(
-            "a mask slot that was trained", "and the format has the target's embedding of a token there"
-        )
-    return int(rows[0])
+    row = embedding_of(source.embeddings, torch.tensor(token)).to(mask.device, torch.float32)
+    if not torch.allclose(mask.float(), row, rtol=ROUNDED, atol=1e-7):
+        raise source.refusal(f"a mask slot that is not the target's embedding of token {token}", why)
+    return token
