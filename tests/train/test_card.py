@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from huggingface_hub import HfApi, ModelCard
 from hydra import compose, initialize_config_dir
@@ -16,7 +17,7 @@ from hydra import compose, initialize_config_dir
 from heads import HEADS
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.formats.hub import kind_of
-from heads.formats.published.export import FORMATS
+from heads.formats.published.export import FORMATS, READERS, refusals
 from heads.formats.store import TargetSpec, read_config, save_head
 from tests.eval.stubs import ROW
 from tests.heads import exporting
@@ -32,13 +33,16 @@ def card_of(run: Path, **changes: Any) -> str:
     return (publish(config(run, dry_run=True, **changes), HfApi(), str) / "README.md").read_text(encoding="utf-8")
 
 
-def facts(kind: str, form: str | None, served: dict[str, Any], name: str = "Someone/Target-8B", **more: Any) -> Facts:
+def facts(
+    kind: str, form: str | None, served: dict[str, Any], name: str = "Someone/Target-8B",
+    refused: dict[str, str] | None = None, **more: Any,
+) -> Facts:  # fmt: skip
     head: dict[str, Any] = {"name": kind, "length": None, **more}
     target = {"name": name, "num_layers": 24, "adapter": None, "vocab_size": 2048}
     settings = {"head": head, "target": target, "tree": {"kind": "chain", "depth": 3}}
     return Facts(
         config(Path("run"), repo="me/head", format=form), settings, served, tokenizer_sha256=None, report={},
-        provenance={}, settings={}, base_id=None,
+        provenance={}, settings={}, refused={} if refused is None else refused, base_id=None,
     )  # fmt: skip
 
 
@@ -271,14 +275,6 @@ def test_a_target_of_this_machine_is_no_hub_id() -> None:
 @pytest.mark.parametrize(
     ("kind", "form", "written", "method", "tokens", "said"),
     [
-        (
-            "eagle3",
-            "vllm",
-            {**EAGLE3, "norm_before_residual": True},
-            "eagle3",
-            3,
-            "served by**\n\nSGLang 0.5.23 and T",
-        ),
         ("eagle", "sglang", {}, "eagle", 3, "TensorRT-LLM 1.4.0rc, which reads EAGLE-3 alone"),
         ("hass", "vllm", {}, "eagle", 3, "--speculative-algorithm EAGLE "),
         ("medusa", "vllm", {"num_heads": 5}, "medusa", 5, "**vLLM 0.32.0 and earlier**"),
@@ -286,7 +282,6 @@ def test_a_target_of_this_machine_is_no_hub_id() -> None:
         ("peagle", "vllm", PEAGLE, "eagle3", 6, "SGLang 0.5.23 and TensorRT-LLM 1.4.0rc, which draft one token after"),
         ("block", "vllm", DFLASH, "dflash", 7, "--speculative-algorithm DFLASH"),
         ("block", "vllm", {**DFLASH, "architectures": ["Qwen3DSparkModel"]}, "dspark", 7, "algorithm DSPARK"),
-        ("block", "vllm", {**DFLASH, "draft_vocab_size": 9}, "dflash", 7, "SGLang 0.5.23, which reads no pruned"),
     ],
 )
 def test_a_line_for_each_engine_and_who_does_not_serve(
@@ -331,3 +326,34 @@ def test_a_published_format_is_tagged_with_its_engines() -> None:
     assert metadata.of(facts("eagle3", "vllm", EAGLE3)).tags[-4:] == ["vllm", "sglang", "trtllm", "speculators"]
     assert metadata.of(facts("medusa", "vllm", {})).tags[-1] == "vllm"
     assert metadata.of(facts("medusa", "medusa", {})).tags[-1] == "medusa"
+
+
+PRUNED = {"markov_rank": 6, "from_anchor": True, "confidence": True, "draft_vocab": 30, "lm_head": "own"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "options", "readers", "said"),
+    [
+        ("eagle", "sglang", {"bias": True}, ["sglang"], "vLLM 0.32.0 and 0.33.0: the head has a bias of fc, bias=true"),
+        ("mtp", "vllm", {"qk_norm": True}, ["vllm"], "SGLang 0.5.23: the head has qk_norm=true, which the format"),
+        ("eagle3", "vllm", {"feature_layers": [2, 3, 5]}, ["vllm", "trtllm", "speculators"], "SGLang counts those of"),
+        ("eagle3", "vllm", {"norm_before_residual": True}, ["vllm", "speculators"], "TensorRT-LLM 1.4.0rc: the head"),
+        ("block", "sglang", {"domino": 8, "domino_rank": 4}, ["sglang"], "vLLM 0.32.0 and 0.33.0: the head has domino"),
+        ("block", "vllm", PRUNED, ["vllm"], "SGLang 0.5.23: the head has draft_vocab=30"),
+    ],
+)
+def test_an_engine_that_the_export_refuses_is_not_said_to_serve(
+    kind: str, form: str, options: dict[str, Any], readers: list[str], said: str, tmp_path: Path
+) -> None:
+    head = exporting.made(kind, **options, **({"mask_token": 7} if kind == "block" else {}))
+    if kind == "block":
+        head.mask.data.copy_(exporting.target().embeddings.embed(torch.tensor(7)))
+    target = exporting.SAID | ({"architectures": ["DeepseekV3ForCausalLM"]} if "feature_layers" in options else {})
+    folder = exporting.exported(head, form, tmp_path, config=target)
+    refused = refusals(head, exporting.served(config=target))
+    known = facts(kind, form, json.loads((folder / "config.json").read_text()), refused=refused)
+    assert [tag for tag in metadata.of(known).tags if tag in READERS] == readers
+    text = served(known).replace("\\", "")
+    assert said in text
+    assert ("vllm serve" in text, "sglang.launch_server" in text) == ("vllm" in readers, "sglang" in readers)
+    assert ("trtllm-serve" in text) == ("trtllm" in readers)

@@ -76,6 +76,13 @@ def test_the_published_folder_is_the_exported_one(tmp_path: Path, target: Embedd
     assert "Serving engines need an export" in (publish(config(made, None), HfApi()) / "README.md").read_text()
 
 
+def test_the_card_names_the_engines_whose_format_refuses_the_head(tmp_path: Path, target: EmbeddingsOnly) -> None:
+    made = run(tmp_path, target, "eagle3", EAGLE3 | {"norm_before_residual": True})
+    card = (publish(config(made, "vllm"), HfApi()) / "README.md").read_text()
+    assert "**Not served by**\n\nSGLang 0.5.23: the head has norm" in card
+    assert "- vllm\n- speculators\n" in card
+
+
 def test_vllm_is_told_that_a_head_drafts_in_parallel(tmp_path: Path, target: EmbeddingsOnly) -> None:
     """It reads that of the head's config.json only where no --speculative-config is given."""
     of_eagle3 = {key: value for key, value in EAGLE3.items() if key not in RETIRED["peagle"]}

@@ -31,7 +31,7 @@ from heads.formats import lora
 from heads.formats.custom_generate import bundle
 from heads.formats.hub import REPO, base_head, on_hub, target_path
 from heads.formats.published import gguf
-from heads.formats.published.export import Served, export
+from heads.formats.published.export import Served, export, refusals
 from heads.formats.store import CONFIG, WEIGHTS, load_head, read_config, read_tensors
 from heads.mtp import Mtp
 from inference.target.config import DTYPES
@@ -73,7 +73,7 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> Facts:
     provenance = _read(run / "provenance.json", parse_json)
     reference = {"base_model": name if on_hub(name) else Path(name).name, "tokenizer_sha256": tokenizer_sha256(name)}
     reference |= {key: provenance[key] for key in (TEMPLATE,) if key in provenance}
-    with exported(head, config) as source:
+    with exported(head, config) as (source, refused):
         files: dict[str, str | bytes] = {TOKENIZER: json.dumps(reference, indent=2) + "\n"}
         files |= {name: (run / name).read_text(encoding="utf-8") for name in COPIED if (run / name).is_file()}
         files |= {} if config.base else bundle.files(content["head"]["name"])  # which reads whole heads
@@ -81,7 +81,7 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> Facts:
         facts = Facts(
             config, content, served=json.loads(files[CONFIG]), tokenizer_sha256=reference["tokenizer_sha256"],
             report=read_report(report) if report.is_file() else {}, provenance=provenance,
-            settings=_read(run / "config.yaml", parse_yaml), base_id=base_id(name),
+            settings=_read(run / "config.yaml", parse_yaml), refused=refused, base_id=base_id(name),
         )  # fmt: skip
         try:
             files |= card(facts)
@@ -163,25 +163,27 @@ def _read(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def exported(head: Path, config: PublishConfig) -> Iterator[Path]:
+def exported(head: Path, config: PublishConfig) -> Iterator[tuple[Path, dict[str, str]]]:
     """Provide a head's folder in the configured format, or as the adapter of its base, within the block; else its own.
+
+    With it come the reasons for which formats of engines do not take an exported head, as `refusals` gives them.
 
     Raises:
         ValueError: the target cannot be loaded or is another, or the format cannot hold this head.
     """
     if config.format is None and config.base is None:
-        yield head
+        yield head, {}
         return
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "head"
+        folder, refused = Path(temporary) / "head", dict[str, str]()
         if config.format is None:
             _write_adapter(head, config, folder)
         else:
-            _write_export(head, config, config.format, folder)
-        yield folder
+            refused = _write_export(head, config, config.format, folder)
+        yield folder, refused
 
 
-def _write_export(head: Path, config: PublishConfig, form: str, folder: Path) -> None:
+def _write_export(head: Path, config: PublishConfig, form: str, folder: Path) -> dict[str, str]:
     spec = read_config(head)["target"]
     path = _path_of(spec, config)
     target = _target_at(path, spec.get("adapter"))
@@ -199,6 +201,7 @@ def _write_export(head: Path, config: PublishConfig, form: str, folder: Path) ->
     export(trained, form, served, folder)
     if tokenizer is not None:
         gguf.write(folder, tokenizer)
+    return refusals(trained, served)
 
 
 def _write_adapter(head: Path, config: PublishConfig, folder: Path) -> None:
@@ -244,7 +247,7 @@ def stitched(run: Path, out: Path, config: PublishConfig) -> Facts:
     assert isinstance(head, Mtp)
     measured = read_report(report) if report.is_file() else {}
     stitch(head, path, layout, out)
-    return Facts(config, content, {}, given, measured, provenance={}, settings={}, base_id=None)
+    return Facts(config, content, {}, given, measured, provenance={}, settings={}, refused={}, base_id=None)
 
 
 def _path_of(spec: dict[str, Any], config: PublishConfig) -> str:

@@ -1,5 +1,6 @@
 """Heads in the formats that engines and other projects read, each checked as it is written."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,9 @@ from heads import HEADS
 from heads.formats.published import dflash, eagle, eagle3, gguf, hydra, medusa, mimo, peagle
 from heads.formats.published.exporting import Export, Foreign, Served, put
 
-__all__ = ["FORMATS", "Served", "export"]
+__all__ = ["FORMATS", "READERS", "Served", "export", "refusals"]
+
+log = logging.getLogger(__name__)
 
 # The writer of each kind of head by format. Four engines read the same EAGLE-3 folder; which one is asked for decides
 # over options that not all of them run.
@@ -27,6 +30,7 @@ FORMATS: dict[str, Writers] = {
     "hydra": {"hydra": hydra.authors},
     "dflash": {"block": dflash.engines},
 }
+READERS = ("vllm", "sglang", "trtllm", "speculators")  # the formats that are named for what reads their common folder
 
 
 def export(head: nn.Module, form: str, served: Served, folder: Path) -> None:
@@ -40,7 +44,7 @@ def export(head: nn.Module, form: str, served: Served, folder: Path) -> None:
         OSError: the disk is full or the folder cannot be written.
     """
     assert_known(form)
-    name = next(name for name, kind in HEADS.items() if type(head) is kind)
+    name, source = _name_of(head), Export(form, head, served)
     if name not in FORMATS[form]:
         others = ", ".join(other for other, heads in FORMATS.items() if name in heads)
         if not others:
@@ -49,7 +53,30 @@ def export(head: nn.Module, form: str, served: Served, folder: Path) -> None:
                 "format out for our own engine"
             )
         raise ValueError(f"format={form}: not one of a head of kind {name}, which can take the form of {others}")
-    put(folder, FORMATS[form][name](Export(form, head, served)), served.dtype)
+    foreign = FORMATS[form][name](source)
+    length, context = getattr(source.config, "length", None), foreign.config.get("max_position_embeddings")
+    if length is not None and "rope_theta" in foreign.config and (context is None or length < context):
+        log.warning(
+            "format=%s: the head was trained to look back %d tokens, which we keep to and engines do not: in longer "
+            "texts it may draft worse there than here", form, length,
+        )  # fmt: skip
+    put(folder, foreign, served.dtype)
+
+
+def refusals(head: nn.Module, served: Served) -> dict[str, str]:
+    """Return why those of READERS that have a format for this kind of head do not take this one, by format."""
+    reasons = {}
+    for form in READERS:
+        if (writer := FORMATS[form].get(_name_of(head))) is not None:
+            try:
+                writer(Export(form, head, served))
+            except ValueError as error:
+                reasons[form] = str(error).removeprefix(f"format={form}: ").partition("; ")[0]  # without the remedy
+    return reasons
+
+
+def _name_of(head: nn.Module) -> str:
+    return next(name for name, kind in HEADS.items() if type(head) is kind)
 
 
 def assert_known(form: str) -> None:

@@ -6,7 +6,6 @@ to be, SGLang passes over names that it does not know, and both then draft witho
 """
 
 import json
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +17,6 @@ from torch import Tensor
 from heads.base import Embeddings, layer_shape
 from heads.formats.published.plan import KNOWN, OFFSETS, are_increasing, are_masked
 from heads.formats.store import CONFIG, WEIGHTS, write_files
-
-log = logging.getLogger(__name__)
 
 Shapes = dict[str, tuple[int, ...]]
 DTYPES = {OFFSETS: torch.int64, KNOWN: torch.bool}  # of all other tensors the one that config.json names
@@ -138,11 +135,6 @@ class Export(NamedTuple):
         config, embeddings = self.config, self.embeddings
         shape = layer_shape(config, embeddings)
         context = self.served.config.get("max_position_embeddings")
-        if config.length is not None and (context is None or config.length < context):
-            log.warning(
-                "format=%s: the head was trained to look back %d tokens, which we keep to and engines do not: in "
-                "longer texts it may draft worse there than here", self.form, config.length,
-            )  # fmt: skip
         return {
             "hidden_size": embeddings.hidden_size,
             "intermediate_size": shape.intermediate_size,

@@ -19,7 +19,7 @@ from heads.formats.published.export import FORMATS
 from heads.formats.store import CONFIG
 from heads.modules.fusion import EAGLE3_LAYERS, default_layers
 from train.release.card.facts import Facts
-from train.release.card.text import block, code
+from train.release.card.text import block, code, escaped
 
 VLLM, VLLM_OLD, SGLANG, TRTLLM = "vLLM 0.33.0", "vLLM 0.32.0", "SGLang 0.5.23", "TensorRT-LLM 1.4.0rc"
 BOTH_VLLM = "vLLM 0.32.0 and 0.33.0"
@@ -93,15 +93,18 @@ def misleading(repo: str, head: str) -> str | None:
     return f"note: {repo} says {others[0]} but the head is {head}; serving engines guess the method from the name"
 
 
+def _taken(facts: Facts, form: str, engine: str, how: str) -> Serving:
+    """Return how an engine serves the head, or why its format does not take it."""
+    why = facts.refused.get(form)
+    return (engine, how) if why is None else ("Not served by", f"{engine}: {escaped(why)}.")
+
+
 def _eagle3(facts: Facts) -> Iterator[Serving]:
     short = block(f"vllm serve {facts.publish.repo}")  # which takes the target from the head, and so from the Hub
     alone = f"\n\nor, with the same target and number of tokens:\n\n{short}" if facts.hub else ""
-    yield BOTH_VLLM, _vllm(facts, "eagle3", facts.publish.draft_tokens) + alone
-    if facts.served["norm_before_residual"]:
-        yield "Not served by", f"{SGLANG} and {TRTLLM}, which know no norm_before_residual=true."
-        return
-    yield SGLANG, _sglang(facts, "EAGLE3")
-    yield TRTLLM, _trtllm(facts)
+    yield _taken(facts, "vllm", BOTH_VLLM, _vllm(facts, "eagle3", facts.publish.draft_tokens) + alone)
+    yield _taken(facts, "sglang", SGLANG, _sglang(facts, "EAGLE3"))
+    yield _taken(facts, "trtllm", TRTLLM, _trtllm(facts))
 
 
 def _peagle(facts: Facts) -> Iterator[Serving]:
@@ -112,8 +115,8 @@ def _peagle(facts: Facts) -> Iterator[Serving]:
 
 
 def _eagle(facts: Facts) -> Iterator[Serving]:
-    yield BOTH_VLLM, _vllm(facts, "eagle", facts.publish.draft_tokens)
-    yield SGLANG, _sglang(facts, "EAGLE")
+    yield _taken(facts, "vllm", BOTH_VLLM, _vllm(facts, "eagle", facts.publish.draft_tokens))
+    yield _taken(facts, "sglang", SGLANG, _sglang(facts, "EAGLE"))
     yield "Not served by", f"{TRTLLM}, which reads EAGLE-3 alone."
 
 
@@ -134,18 +137,16 @@ def _whole_block(facts: Facts) -> int:
 
 def _dflash(facts: Facts) -> Iterator[Serving]:
     method = "dspark" if "DSpark" in facts.served["architectures"][0] else "dflash"
-    yield (VLLM if method == "dspark" else BOTH_VLLM), _vllm(facts, method, _whole_block(facts))
-    if "draft_vocab_size" in facts.served:
-        yield "Not served by", f"{SGLANG}, which reads no pruned vocabulary of these heads."
-    else:
-        yield SGLANG, block(_sglang_server(facts, method.upper()))
+    version = VLLM if method == "dspark" else BOTH_VLLM
+    yield _taken(facts, "vllm", version, _vllm(facts, method, _whole_block(facts)))
+    yield _taken(facts, "sglang", SGLANG, block(_sglang_server(facts, method.upper())))
     yield "Not tried", f"{TRTLLM}, which has a loader of its own for these heads."
 
 
 def _mimo(facts: Facts) -> Iterator[Serving]:
     tokens, overrides = facts.publish.draft_tokens, json.dumps(mimo.overrides(facts.served))
-    yield BOTH_VLLM, _vllm(facts, "mtp", tokens, "--hf-overrides", overrides)
-    yield SGLANG, _sglang(facts, "NEXTN")
+    yield _taken(facts, "vllm", BOTH_VLLM, _vllm(facts, "mtp", tokens, "--hf-overrides", overrides))
+    yield _taken(facts, "sglang", SGLANG, _sglang(facts, "NEXTN"))
     yield "Not served by", f"{TRTLLM}, which reads MTP modules of the target's own checkpoint."
 
 

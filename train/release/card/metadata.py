@@ -5,12 +5,11 @@ from pathlib import Path
 from huggingface_hub import EvalResult, ModelCardData
 
 from heads.formats.hub import REPO
-from heads.formats.published.export import FORMATS
+from heads.formats.published.export import FORMATS, READERS
 from train.release.card.facts import Facts
 
 TASK = "text-generation"
 METRICS = {"tau": "τ, tokens of a target pass", "speedup": "speedup over autoregressive decoding"}
-ENGINES = ("vllm", "sglang", "trtllm", "speculators")
 
 
 def of(facts: Facts) -> ModelCardData:
@@ -64,8 +63,8 @@ def results(facts: Facts) -> list[EvalResult]:
 
 
 def _readers(facts: Facts) -> list[str]:
-    """Return the engines whose format this is: those that share a format's writer read the same folder."""
+    """Return the engines whose format this is: those that share its writer and take this head."""
     if facts.publish.format is None:
         return []
     writer = FORMATS[facts.publish.format][facts.kind]
-    return [name for name in ENGINES if FORMATS[name].get(facts.kind) is writer]
+    return [name for name in READERS if FORMATS[name].get(facts.kind) is writer and name not in facts.refused]
