@@ -47,6 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "medusa": {"heads": 3},
     "hydra": {"heads": 3, "layers": 1, "prefix": False},
     "block": {"depths": 3, "layers": 1, "feature_layers": [1, 3, 5], "mask_token": 7},
+    "mtp": {},
 }
 TREE = {"kind": "chain", "depth": 3, "top_k": 0, "nodes": 0, "paths": [], "widths": []}
 

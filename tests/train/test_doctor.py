@@ -207,6 +207,22 @@ def test_a_planted_fault_is_found_with_its_remedy(name: str, tmp_path: Path, war
     assert "\n" not in "".join(map(str, found[0]))
 
 
+@pytest.mark.parametrize(
+    ("kind", "form", "options", "method"),
+    [
+        ("block", "vllm", {"from_anchor": True, "markov_rank": 6, "confidence": True}, "dspark"),
+        ("mtp", "sglang", {}, "mtp"),
+    ],
+)
+def test_a_whole_head_with_another_kinds_name_is_told_vllms_name_for_its_own(
+    kind: str, form: str, options: dict[str, Any], method: str, tmp_path: Path, ward: Ward
+) -> None:
+    folder = ward.published(tmp_path / f"eagle-{method}", kind, form, options, steps=1)
+    (fault,) = faults(folder, ward.target)
+    assert fault.says.endswith(f"eagle-{method} is taken for eagle, and it is {method}")
+    assert fault.remedy == f'call it NAME-{method}, and give "method": "{method}" in --speculative-config'
+
+
 def test_another_checkpoint_of_the_same_model_is_no_fault_where_it_is_said(tmp_path: Path, ward: Ward) -> None:
     folder = ward.published(tmp_path / "head", "eagle3", None, {})
     change(folder, config=within("target", fingerprint="0" * 32))

@@ -17,6 +17,7 @@ NOTHING = "it drafts from features that mean something else: next to nothing is 
 NUMBERS = ("target_hidden_size", "logit_scale")  # keys that engines read as numbers, so that a null stops them
 CLASSES = {"eagle3": eagle3.CLASS, "eagle": eagle.CLASS, "medusa": medusa.CLASS, "dflash": dflash.CLASS,
            "mimo": mimo.CLASS}  # fmt: skip
+METHODS = {"mimo": "mtp"}  # vLLM's methods, where they are not called as the forms
 PRUNED = ("eagle3", "dflash")  # which may draft some tokens alone; these are never without architectures
 TWICE = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
@@ -186,11 +187,12 @@ def named(head: Examined, _against: Against) -> Findings:
     if guess is None or guess == head.form:
         yield ok("does not mislead vLLM; give method all the same" if guess is None else "names its kind")
         return
-    better = re.sub(r"eagle[-_]?3?-?", "", path.rstrip("/").rsplit("/", 1)[-1]).strip("-") or "NAME"
+    method = "dspark" if dflash.DSPARK in head.architectures else METHODS.get(head.form, head.form)
+    better = re.sub(rf"eagle[-_]?3?-?|-?{method}$", "", path.rstrip("/").rsplit("/", 1)[-1]).strip("-") or "NAME"
     yield wrong(
-        f"{head.name} is taken for {guess}, and it is {head.form}",
+        f"{head.name} is taken for {guess}, and it is {method}",
         f"vLLM without a method looks for a class of {guess} and stops",
-        f'call it {better}-{head.form}, and give "method": "{head.form}" in --speculative-config',
+        f'call it {better}-{method}, and give "method": "{method}" in --speculative-config',
         "vllm",
     )
 

@@ -25,6 +25,7 @@ EXPORT = "write it again: python train/publish.py run=… format=…"
 LOST = "train again from an earlier checkpoint, or export again from a good one"
 # Tensors that engines create, or that another check covers.
 ELSEWHERE = (OFFSETS, KNOWN, LM_HEAD, EMBEDDING, "fc.bias", "mask_hidden")
+CONFIDENCE = [dflash.NAMES[f"confidence.{kind}"] for kind in ("weight", "bias")]
 SKIPPED = ("rotary_emb.inv_freq", ".q_norm.weight", ".k_norm.weight")  # by every loader, or of a Qwen3 draft
 FEW = 3  # names that are shown
 SHAPES: dict[str, Callable[[dict[str, Any]], Shapes]] = {  # by a config.json that is complete
@@ -86,6 +87,8 @@ def expected(head: Examined, against: Against) -> dict[str, tuple[int, ...]] | N
     shapes = SHAPES[head.form](completed(head))
     if head.form == "eagle3" and any(name.startswith(eagle3.MIDDLE) for name in head.stripped):
         return {name.replace(eagle3.FIRST, eagle3.MIDDLE): shape for name, shape in shapes.items()}
+    if head.form == "dflash" and "markov_rank" in head.config:  # which does not say whether confidence is predicted
+        return shapes | {name: tuple(head.stripped[name].shape) for name in CONFIDENCE if name in head.stripped}
     return shapes
 
 
