@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig
 
 from heads.formats.published import FORMATS, format_of, is_published, load_published
+from heads.formats.published.plan import is_targets_embedding
 from heads.formats.store import load_head, save_head
 from tests import toys
 from tests.heads.published import (
@@ -20,6 +21,7 @@ from tests.heads.published import (
     dspark,
     eagle3_authors,
     eagle_authors,
+    embedding,
     hydra_plain,
     hydra_prefix,
     medusa_first,
@@ -77,6 +79,16 @@ def test_another_targets_embedding_and_width_are_refused(tmp_path: Path) -> None
     assert "embed_tokens.weight is (41, 32), expected (40, 32)" in refused(tmp_path / "a", tensors, config)
     with pytest.raises(ValueError, match=r"fc\.weight has 32 rows, expected 4, the width of the target"):
         load_published(publish(tmp_path / "b", tensors, config), TinyEnds())
+
+
+def test_a_trained_embedding_is_refused_and_the_targets_own_is_not(tmp_path: Path) -> None:
+    _, tensors, config = eagle3_authors()
+    tensors["embed_tokens.weight"] = embedding().bfloat16()
+    load_published(publish(tmp_path / "a", tensors, config), toys.target().embeddings)
+    tensors["embed_tokens.weight"] = embedding().roll(1, 0)
+    assert "embed_tokens.weight is not the target's embedding" in refused(tmp_path / "b", tensors, config)
+    scaled: Any = toys.target("gemma3").embeddings
+    assert is_targets_embedding(scaled.embedding.weight, scaled)
 
 
 def test_a_config_that_disagrees_is_told_and_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from heads import HEADS
-from heads.base import Embeddings
+from heads.base import Embeddings, embedding_of
 from heads.common.typed import typed
 from heads.common.untrusted import shown
 from heads.formats.weights import outline
@@ -78,7 +78,7 @@ class Plan(NamedTuple):
 
 def assemble(source: Source, plan: Plan, embeddings: Embeddings) -> nn.Module:
     """Return the head in the file's dtypes; refuse a tensor that is missing, unknown, misshapen or not finite."""
-    checked = _checked_embeddings(source, embeddings)
+    checked = _checked_embeddings(source, embeddings, trained=plan.config.get("embedding") == "own")
     kind: Any = HEADS[plan.head]
     try:
         drafts = None if plan.ids is None else len(plan.ids)
@@ -221,14 +221,28 @@ def _check_options(source: Source, layer: str, *, sliding: bool) -> None:
         raise source.refusal(f"logit_scale={config['logit_scale']}")
 
 
-def _checked_embeddings(source: Source, embeddings: Embeddings) -> set[str]:
-    """Return which tensors are embeddings, checked for the target's shape; the target's own is used instead."""
+def is_targets_embedding(table: Tensor, embeddings: Embeddings) -> bool:
+    """Say whether a table (V, D) is the target's embedding, but for rounding and the scale that some targets apply."""
+    parts = torch.arange(len(table)).split(4096)  # the whole in fp32 may take gigabytes
+    first = embedding_of(embeddings, parts[0]).float().cpu()
+    scale, scatter = first.norm() / table[parts[0]].float().norm(), float(first.std())
+    rows = ((table[ids].float() * scale, embedding_of(embeddings, ids).float().cpu()) for ids in parts)
+    return all(torch.allclose(ours, theirs, rtol=2e-2, atol=2e-2 * scatter) for ours, theirs in rows)
+
+
+def _checked_embeddings(source: Source, embeddings: Embeddings, *, trained: bool) -> set[str]:
+    """Return which tensors are embeddings, checked to be the target's, which is used instead of those not `trained`."""
     names = {name for name in source.tensors if name.endswith(EMBEDDING)}
     expected = (embeddings.vocab_size, embeddings.hidden_size)
     for name in names:
         if (shape := tuple(source.tensors[name].shape)) != expected:
             raise source.error(
                 f"{name} is {shape}, expected {expected}, the target's own; choose the head's target with model.path"
+            )
+        if not trained and not is_targets_embedding(source.tensors[name], embeddings):
+            raise source.error(
+                f"{name} is not the target's embedding, which a head of this kind reads here; choose the head's own "
+                "target with model.path; a head that trained its embedding cannot be loaded"
             )
     source.compare("vocab_size", embeddings.vocab_size)
     return names
