@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from heads.formats.published import FORMATS, format_of, is_published, load_published
 from heads.formats.published.plan import is_targets_embedding
 from heads.formats.store import load_head, save_head
+from inference.target.embeddings import TargetEmbeddings
 from tests import toys
 from tests.heads.published import (
     CASES,
@@ -178,6 +179,19 @@ def test_a_bias_of_qwen2_is_refused_by_name(tmp_path: Path) -> None:
     _, tensors, config = eagle_authors()
     tensors["layers.0.self_attn.q_proj.bias"] = torch.zeros(32)
     assert "layers.0.self_attn.q_proj.bias (attention_bias, qkv_bias)" in refused(tmp_path, tensors, config)
+
+
+def test_the_prefix_layer_is_the_targets_where_its_config_is_silent(tmp_path: Path) -> None:
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    sizes = toys.SIZES | {"rms_norm_eps": 1e-3, "rope_parameters": {**scaling, "rope_theta": 5e5}}
+    embeddings = TargetEmbeddings(AutoModelForCausalLM.from_config(LlamaConfig(**sizes)))
+    _, tensors, config = hydra_prefix()
+    tensors.pop("prefix_embeding_layer.embed_tokens.weight")  # another toy's
+    silent = {key: value for key, value in config.items() if key != "rms_norm_eps"}
+    loaded: Any = load_published(publish(tmp_path / "a", tensors, silent), embeddings)
+    assert (loaded.config.norm_eps, loaded.config.rope_theta, loaded.config.rope_scaling) == (1e-3, 5e5, scaling)
+    said: Any = load_published(publish(tmp_path / "b", tensors, {**config, "rope_theta": 7.0}), embeddings)
+    assert (said.config.norm_eps, said.config.rope_theta, said.config.rope_scaling) == (1e-5, 7.0, None)
 
 
 def test_blocks_that_are_no_copies_stay_apart(tmp_path: Path) -> None:

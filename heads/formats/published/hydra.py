@@ -72,9 +72,12 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
 
 
 def _layer(source: Source, embeddings: Embeddings, prefix: bool) -> dict[str, object]:
-    """Return the numbers of the prefix layer, which is of the target's own shape; config.json is silent on it."""
+    """Return the numbers of the prefix layer: those of the target's own, where config.json is silent."""
     if prefix:
-        return decoder(source, f"{PREFIX}layers.0.", embeddings)
+        target = embeddings.config.to_dict()
+        taken = ["rms_norm_eps"] if positions_of(source.config) else ["rms_norm_eps", "rope_theta", "rope_parameters"]
+        config = {key: target[key] for key in taken if key in target} | source.config
+        return decoder(source._replace(config=config), f"{PREFIX}layers.0.", embeddings)
     none = dict.fromkeys(("length", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"))
     return {**none, "rope_theta": THETA, "rope_scaling": None, "norm_eps": EPS}
 
