@@ -268,6 +268,15 @@ def test_targets_whose_layers_sglang_counts_otherwise_are_refused(tmp_path: Path
     exported(made("eagle3", feature_layers=[1, 4, 6]), "sglang", tmp_path, config=said)
 
 
+def test_a_target_that_rotates_a_part_is_refused_where_its_positions_are_taken(tmp_path: Path) -> None:
+    said = {**SAID, "rope_parameters": {**SAID["rope_parameters"], "partial_rotary_factor": 0.5}}
+    with pytest.raises(ValueError, match=r"vLLM takes the target's partial_rotary_factor=0\.5; .*format=sglang"):
+        exported(made("mtp"), "vllm", tmp_path, config=said)
+    with pytest.raises(ValueError, match=r"partial_rotary_factor=1\.0, and the authors' code takes 0\.5"):
+        exported(made("hydra"), "hydra", tmp_path, config=said)
+    exported(made("mtp"), "sglang", tmp_path, config=said)
+
+
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"format is 'onnx': choose one of vllm, sglang, .*, or null"):
         export(stub(), "onnx", served(), tmp_path)

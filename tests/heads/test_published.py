@@ -153,6 +153,8 @@ def test_scaled_positions_are_read_from_older_and_newer_files(said: dict[str, An
         (eagle_authors, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "no number low_freq_factor"),
         (eagle_authors, {"rope_scaling": {"rope_type": "linear", "factor": 0}}, "no number factor above 0"),
         (eagle_authors, {"rope_parameters": {"rope_type": "yarn"}, "rope_scaling": None}, "rope_scaling of type yarn"),
+        (eagle_authors, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        (dflash, {"partial_rotary_factor": 0.25}, "partial_rotary_factor=0.25"),
         (eagle_authors, {"hidden_act": "gelu"}, "hidden_act=gelu"),
         (eagle3_authors, {"layer_types": ["sliding_attention"]}, "sliding window"),
         (eagle3_authors, {"logit_scale": 0.5}, "logit_scale"),

@@ -15,7 +15,17 @@ from torch import Tensor
 
 from heads.base import Embeddings, LayerShape, embedding_of, layer_shape
 from heads.formats.published.exporting import Export, Foreign, Shapes, layer_shapes
-from heads.formats.published.plan import EMBEDDING, EPS, THETA, Plan, Source, check_width, decoder, positions_of
+from heads.formats.published.plan import (
+    EMBEDDING,
+    EPS,
+    THETA,
+    Plan,
+    Source,
+    check_width,
+    decoder,
+    positions_of,
+    rotated_share,
+)
 from heads.modules.rope import Rope
 
 PREFIX = "prefix_embeding_layer."
@@ -109,15 +119,17 @@ def authors(source: Export) -> Foreign:
     }
     if options.prefix:
         positions = Rope(options.rope_theta, options.rope_scaling)
-        values = (*layer_shape(options, source.embeddings), *positions, options.norm_eps)
+        values = (*layer_shape(options, source.embeddings), *positions, options.norm_eps, 1.0)
         target = (
             *source.embeddings.layer,
             *(positions_of(served, THETA) or ()),
             served.get("rms_norm_eps", options.norm_eps),
+            rotated_share(served),
         )
         for name, mine, theirs in zip(
-            (*LayerShape._fields, "rope_theta", "rope_scaling", "norm_eps"), values, target, strict=True
-        ):
+            (*LayerShape._fields, "rope_theta", "rope_scaling", "norm_eps", "partial_rotary_factor"),
+            values, target, strict=True,
+        ):  # fmt: skip
             if mine != theirs:
                 raise source.refusal(f"{name}={mine}", f"and the authors' code takes {theirs}, the target's own")
         config |= source.decoder()

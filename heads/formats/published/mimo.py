@@ -15,7 +15,7 @@ import torch
 from heads.base import Embeddings, layer_shape
 from heads.formats.mtp_layouts import COUNT, LAYOUTS, swapped
 from heads.formats.published.exporting import EngineClass, Export, Foreign, Shapes, layer_shapes
-from heads.formats.published.plan import Plan, Source, check_width, decoder, positions_of
+from heads.formats.published.plan import Plan, Source, check_width, decoder, positions_of, rotated_share
 
 LAYER = "mtp_layers.0."
 SIGNATURE = (r"mtp_layers\.0\.input_proj\.weight",)
@@ -91,6 +91,11 @@ def _check_sizes(source: Export, config: dict[str, Any]) -> None:
     if source.form != "vllm":
         return
     target, shape = source.served.config, layer_shape(source.config, source.embeddings)
+    if (share := rotated_share(target)) != 1:
+        raise source.refusal(
+            "positions over all of its width", f"and vLLM takes the target's partial_rotary_factor={share:g}; "
+            "export it with format=sglang"
+        )  # fmt: skip
     pairs: dict[str, tuple[Any, Any]] = {
         name: (getattr(shape, name), size) for name, size in source.embeddings.layer._asdict().items()
     }

@@ -199,7 +199,15 @@ def positions_of(config: Mapping[str, Any], default: float | None = None) -> Rop
     return None if theta is None else Rope(float(theta), scaling_of(config.get("rope_scaling") or parameters))
 
 
+def rotated_share(config: Mapping[str, Any]) -> float:
+    """Return how much of an attention head's width is rotated by a config.json; heads here rotate all of it, 1."""
+    shares = [(where or {}).get("partial_rotary_factor") for where in (config, config.get("rope_parameters"))]
+    return float(next((share for share in shares if share not in (None, 1)), 1))
+
+
 def _rope(source: Source) -> dict[str, Any]:
+    if (share := rotated_share(source.config)) != 1:
+        raise source.refusal(f"partial_rotary_factor={share:g}")
     rope = positions_of(source.config, THETA)
     assert rope is not None
     if rope.scaling is not None and rope.scaling["rope_type"] not in SCALINGS:
