@@ -159,7 +159,9 @@ def on_hub(name: str) -> bool:
 
 
 def target_path(name: str) -> str:
-    """Return where to load a head's target from: a published head names the embedded one relative to the checkout."""
+    """Return where to load a head's target from: a published head names it relative to the checkout or the home."""
+    if name.startswith("~/"):
+        return str(Path(name).expanduser())
     inside = ROOT / name
     return str(inside) if inside.is_dir() and not Path(name).exists() else name
 

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from heads.formats.hub import on_hub, resolve_head
+from heads.formats.hub import on_hub, resolve_head, target_path
 from tests.train.hub_server import Hub, become
 from tests.train.hub_state import Fault, Repo
+from train.release.folder import portable
 
 FILES = {"config.json": b"{}", "model.safetensors": b"weights", "config.yaml": b"name: x\n", "README.md": b"# x\n"}
 
@@ -110,3 +111,9 @@ def test_which_names_are_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "mine" / "model").mkdir(parents=True)
     assert on_hub("meta-llama/Llama-3.3-70B-Instruct")
     assert not any(map(on_hub, ["mine/model", "/models/x", "./x", "x", "a/b/c"]))
+
+
+def test_a_target_in_the_home_is_found_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert target_path("~/models/mine") == str(tmp_path / "models" / "mine")
+    assert target_path("~/models/mine") == target_path(portable(f"{tmp_path}/models/mine"))
