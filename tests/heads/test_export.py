@@ -260,6 +260,16 @@ def test_what_a_format_cannot_say_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("kind", "form"), [("eagle", "sglang"), ("mtp", "vllm"), ("medusa", "vllm"), ("hydra", "hydra")]
+)
+def test_a_limit_beyond_the_vocabulary_is_none(kind: str, form: str, tmp_path: Path) -> None:
+    exported(made(kind, draft_vocab=32000), form, tmp_path / "limit")
+    exported(made(kind, draft_vocab=None), form, tmp_path / "none")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "limit" / name).read_bytes() == (tmp_path / "none" / name).read_bytes()
+
+
 def test_targets_whose_layers_sglang_counts_otherwise_are_refused(tmp_path: Path) -> None:
     said = {**SAID, "architectures": ["DeepseekV3ForCausalLM"]}
     head = made("eagle3", feature_layers=[2, 4, 6])
