@@ -82,12 +82,16 @@ def test_another_targets_embedding_and_width_are_refused(tmp_path: Path) -> None
         load_published(publish(tmp_path / "b", tensors, config), TinyEnds())
 
 
-def test_a_trained_embedding_is_refused_and_the_targets_own_is_not(tmp_path: Path) -> None:
+def test_an_embedding_that_is_not_the_targets_is_not_dropped_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     _, tensors, config = eagle3_authors()
     tensors["embed_tokens.weight"] = embedding().bfloat16()
     load_published(publish(tmp_path / "a", tensors, config), toys.target().embeddings)
+    assert "embedding" not in caplog.text
     tensors["embed_tokens.weight"] = embedding().roll(1, 0)
-    assert "embed_tokens.weight is not the target's embedding" in refused(tmp_path / "b", tensors, config)
+    load_published(publish(tmp_path / "b", tensors, config), toys.target().embeddings)
+    assert "embed_tokens.weight is not the target's embedding" in caplog.text
     scaled: Any = toys.target("gemma3").embeddings
     assert is_targets_embedding(scaled.embedding.weight, scaled)
 

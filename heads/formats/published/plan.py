@@ -239,7 +239,7 @@ def is_targets_embedding(table: Tensor, embeddings: Embeddings) -> bool:
 
 
 def _checked_embeddings(source: Source, embeddings: Embeddings, *, trained: bool) -> set[str]:
-    """Return which tensors are embeddings, checked to be the target's, which is used instead of those not `trained`."""
+    """Return which tensors are embeddings; the target's is used in place of those not `trained`, and compared."""
     names = {name for name in source.tensors if name.endswith(EMBEDDING)}
     expected = (embeddings.vocab_size, embeddings.hidden_size)
     for name in names:
@@ -248,10 +248,10 @@ def _checked_embeddings(source: Source, embeddings: Embeddings, *, trained: bool
                 f"{name} is {shape}, expected {expected}, the target's own; choose the head's target with model.path"
             )
         if not trained and not is_targets_embedding(source.tensors[name], embeddings):
-            raise source.error(
-                f"{name} is not the target's embedding, which a head of this kind reads here; choose the head's own "
-                "target with model.path; a head that trained its embedding cannot be loaded"
-            )
+            log.warning(
+                "%s: %s is not the target's embedding, which is read in its place: the head may draft worse than where "
+                "its own is read; choose the head's own target with model.path if this is not it", source.folder, name,
+            )  # fmt: skip
     source.compare("vocab_size", embeddings.vocab_size)
     return names
 
