@@ -210,13 +210,9 @@ def figure(done: list[dict[str, Any]]) -> str:
         },
     }
     means = [{"op": "mean", "field": field, "as": field} for field in ("train_seconds", "tau_T0")]
-    by_tokens, by_seconds = (
-        {"field": field, "title": title, "type": "quantitative", "scale": {"type": "log", "nice": False}}
-        for field, title in (
-            ("tokens", "training tokens"),
-            ("train_seconds", "CPU seconds of training, target's passes apart"),
-        )
-    )
+    axis = {"type": "quantitative", "scale": {"type": "log", "nice": False}, "axis": {"format": "~s"}}
+    by_tokens = {"field": "tokens", "title": "training tokens", **axis}
+    by_seconds = {"field": "train_seconds", "title": "CPU seconds of training, target's passes apart", **axis}
     panels = [
         {**base, "encoding": {**base["encoding"], "x": by_tokens}},
         {
