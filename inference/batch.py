@@ -229,11 +229,11 @@ def lend(
 
 
 def give_back(target: Target, drafter: Drafter | Service, batch: Batch) -> None:
-    """Keep a batch whose requests are done, if it holds graphs that would have to be captured anew.
+    """Keep a batch whose requests are done, if it holds graphs, which would have to be captured anew.
 
     Batches wait while at least as much memory is free as they take, the last ones longest.
     """
-    if batch.device_step is None or batch.device_step.graphs is None:
+    if batch.device_step is None or batch.device_step.graphs is None or not batch.device_step.graphs.captured:
         return
     target.idle[drafter] = batch
     while target.idle and (len(target.idle) > KEPT or crowded(target.idle.values())):

@@ -83,6 +83,7 @@ class Graphs:
     def __init__(self, device: torch.device) -> None:
         self.device, self.able = device, True
         self.pool: Any = None
+        self.stream: Any = None  # of all captures: memory of the pool is used again on the stream that it was used on
         self.met: set[Any] = set()
         self.captured: dict[Any, tuple[Any, Any]] = {}
         self.addresses: list[int] = []
@@ -114,7 +115,7 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self.device):
             self.pool = torch.cuda.graph_pool_handle() if self.pool is None else self.pool
-            stream = torch.cuda.Stream(self.device)
-            with torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"):
+            self.stream = torch.cuda.Stream(self.device) if self.stream is None else self.stream
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                 result = stage(*args)
         return graph, result

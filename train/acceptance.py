@@ -41,10 +41,13 @@ class AcceptanceEvaluator:
         """
         drafter = self.drafter(head, self.tree, self.name)
         generations = []
-        for prompt in self.prompts:
-            if halted():
-                return None
-            generations.append(speculate(self.target, drafter, prompt, self.settings))
+        try:
+            for prompt in self.prompts:
+                if halted():
+                    return None
+                generations.append(speculate(self.target, drafter, prompt, self.settings))
+        finally:
+            self.target.idle.pop(drafter, None)  # its batch, which holds the copy of the head: the next has another
         acceptance = metrics.acceptance(generations)
         return {
             "tau": acceptance.tau or 1.0,  # answers of one token take no step

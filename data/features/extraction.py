@@ -30,7 +30,7 @@ from heads.base import HeadConfig
 from heads.common.files import claim
 from heads.common.progress import progress
 from heads.common.target_config import check_rows, context_of
-from inference.target.config import ModelConfig
+from inference.target.config import ModelConfig, use_device
 from inference.target.embeddings_only import EmbeddingsOnly, load_target, norm_of
 from inference.target.loading import configuration
 from inference.target.placement import check_alone
@@ -186,7 +186,7 @@ def extract_features(
         ValueError: it does not fit, the folder holds something else, or the disk refused.
     """
     check_rows(data.length, context_of(configuration(model.path, model.trust_remote_code)), model.path)
-    state = PartialState(cpu=model.device == "cpu")
+    state = PartialState(cpu=use_device(model.device).type == "cpu")
     check_alone(model.where, "an extraction")
     target = load_target(model, str(state.device), whole=config.vllm is None and prompts is None)
     packed = pack(load_training(data, target.tokenizer, 0, workload).samples, data.length)

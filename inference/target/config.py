@@ -69,7 +69,11 @@ def default_device() -> str:
 
 
 def device_named(name: str | None) -> torch.device:
-    """Return a device by its name, None being the accelerator if there is one; refuse one that torch does not see."""
+    """Return a device by its name, None being the accelerator if there is one; refuse one that torch does not see.
+
+    A GPU has its index, as tensors there have: without one in the name the current GPU's. CUDA is not initialised for
+    it, which a process that forks others must not do.
+    """
     try:
         device = torch.device(name or default_device())
     except RuntimeError:
@@ -83,6 +87,19 @@ def device_named(name: str | None) -> torch.device:
             f"model.device is {name}, and torch sees {count} accelerators on this machine: give cpu, or null for "
             "what there is"
         )
+    if device == torch.device("cuda"):  # which has no index
+        return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
+    return device
+
+
+def use_device(name: str | None) -> torch.device:
+    """Return a device as `device_named`, and make a GPU that is named by its index the current one.
+
+    accelerate takes the current one in a single process, whichever was named.
+    """
+    device = device_named(name)
+    if device.type == "cuda" and name != "cuda" and name is not None:
+        torch.cuda.set_device(device)
     return device
 
 

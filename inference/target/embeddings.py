@@ -1,10 +1,13 @@
 """A target's embedding and lm_head: what a head needs of it besides its features."""
 
+from typing import Any
+
 import torch
 import transformers
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from heads.base import shape_of
 from heads.common.target_config import logit_factor
@@ -25,7 +28,8 @@ class TargetEmbeddings(nn.Module):
         self.vocab_size: int = self.lm_head.weight.shape[0]
         self.num_layers: int = config.num_hidden_layers
         self.layer = shape_of(config)
-        self._some: tuple[Tensor, int, nn.Linear] | None = None
+        self._some: tuple[Tensor, int, nn.Linear] | None = None  # the last of `_all_rows` that were asked for
+        self._all_rows: Any = WeakTensorKeyDictionary()  # by the ids of their tokens, as long as these live
 
     def spec(self, name: str, fingerprint: str, adapter: str | None = None) -> TargetSpec:
         """Return what a head must agree with to be loaded for this target."""
@@ -57,19 +61,21 @@ class TargetEmbeddings(nn.Module):
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def _rows(self, ids: Int[Tensor, "W"]) -> nn.Linear:
-        """Return the lm_head's rows of these tokens; the last ones asked for are kept, since a head asks each step."""
+        """Return the lm_head's rows of these tokens; they stay where they are, since a head's CUDA graphs read them."""
         # Whether they are the same is not read from a device: a buffer that is changed in place has a new version.
         version = 0 if ids.is_inference() else ids._version
-        if self._some is None or self._some[0] is not ids or self._some[1] != version:
+        read, rows = self._all_rows.get(ids, (None, None))
+        if read != version:
             with torch.inference_mode(False):  # what is made while decoding may be needed in training
                 weight: Tensor = self.lm_head.weight
                 rows = nn.Linear(weight.shape[1], len(ids), bias=self.lm_head.bias is not None, device="meta")
                 rows.weight = nn.Parameter(weight[ids], requires_grad=False)
                 if self.lm_head.bias is not None:
                     rows.bias = nn.Parameter(self.lm_head.bias[ids], requires_grad=False)
-                object.__setattr__(self, "_some", (ids, version, rows))
-        assert self._some is not None
-        return self._some[2]
+            self._all_rows[ids] = version, rows
+        assert isinstance(rows, nn.Linear)
+        object.__setattr__(self, "_some", (ids, version, rows))
+        return rows
 
     def _traced(self, hidden: Float[Tensor, "*n D"], ids: Int[Tensor, "W"]) -> Float[Tensor, "*n W"]:
         """Return the logits of these tokens in a compiled step: by the rows that are kept, if these are theirs.

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +21,13 @@ from inference.drafters.policy import TreeConfig
 from inference.graphs import Forms, Graphs
 from inference.laps import Laps
 from inference.protocol import Drafter
+from inference.step import DeviceStep
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling
 from tests import toys
 from tests.inference import accelerator, step_graph
 from tests.inference.step_graph import decoded
+from train.acceptance import AcceptanceEvaluator
 
 DOUBLE = torch.float64
 COPY = 2  # what a batch of one has more or less: what is broadcast from one sequence is copied or is none
@@ -376,11 +379,11 @@ def test_a_form_is_met_anew_where_its_buffers_moved() -> None:
 
 
 class Uncaptured(Graphs):
-    """Graphs of a device that captures nothing."""
+    """Graphs of a device that captures nothing: a stage that would replay runs."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.able = False
+    def __call__(self, key: Any, stage: Any, *args: Any) -> Any:
+        self.captured[key] = None, None
+        return stage(*args)
 
 
 @pytest.fixture
@@ -393,6 +396,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Batch]]:
         made.append(self)
         original(self, *args, **named)
 
+    def static(self: DeviceStep, *args: Any) -> None:
+        step(self, *args)
+        self.static = True
+
+    step = DeviceStep.__init__
+    monkeypatch.setattr(DeviceStep, "__init__", static)
     monkeypatch.setattr(Batch, "__init__", noted)
     monkeypatch.setattr("inference.step.Graphs", Uncaptured)
     monkeypatch.setattr(target, "captures", True)
@@ -437,6 +446,31 @@ def test_rounds_of_a_batch_share_it_while_there_is_memory(made: list[Batch], mon
     monkeypatch.setattr("inference.batch.batch_of", lambda *args: full() or batch_of(*args))
     speculate(target, sources[0], prompts, settings, batch_size=3)
     assert [drafter.name for drafter in target.idle] == ["plain"]
+
+
+def test_a_batch_is_kept_for_its_graphs_alone(made: list[Batch]) -> None:
+    """Those of a rollout have none, and hold a copy of the head, as those of a measurement of τ do."""
+    target, head = toys.target("llama", DOUBLE), toys.head("eagle", toys.target("llama", DOUBLE))
+    speculate(target, source("eagle", "dynamic", target), toys.prompt(1), Settings(9, GREEDY, passes=True))
+    assert not target.idle
+    config: Any = SimpleNamespace(seed=0, eval_prompts=2, eval_tokens=6)
+    evaluator = AcceptanceEvaluator(target, [toys.prompt(i) for i in range(2)], config, TREES["dynamic"], "eagle")
+    assert [evaluator.tau(head) is not None for _ in range(2)] == [True, True]
+    assert len(made) == 3
+    assert not target.idle
+
+
+def test_the_lm_heads_rows_of_a_head_stay_where_its_graphs_read_them() -> None:
+    embeddings = toys.target("llama", DOUBLE).embeddings
+    state, sets = torch.randn(2, embeddings.hidden_size, dtype=DOUBLE), [torch.tensor([3, 5]), torch.tensor([1, 2, 4])]
+    for ids in sets:
+        torch.testing.assert_close(embeddings.logits(state, ids), embeddings.logits(state)[:, ids])
+    where = [embeddings._rows(ids).weight.data_ptr() for ids in sets]
+    assert [embeddings._rows(ids).weight.data_ptr() for ids in reversed(sets)] == where[::-1]
+    count = len(embeddings._all_rows)
+    sets.pop()
+    del ids
+    assert len(embeddings._all_rows) == count - 1, "the rows of a head that is gone"
 
 
 def test_a_step_that_cannot_be_captured_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:

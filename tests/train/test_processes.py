@@ -100,7 +100,7 @@ def test_gloo_takes_the_interface_of_nccl(nccl: str | None, gloo: str | None, mo
 @pytest.mark.parametrize(("device", "seconds"), [("cpu", 600), ("cuda", 660)])
 def test_nccl_aborts_after_the_heartbeat_has_spoken(device: str, seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(processes, "device_named", lambda _: torch.device(device))
+    monkeypatch.setattr(processes, "use_device", lambda _: torch.device(device))
     monkeypatch.setattr(processes, "check_machine", lambda *_: None)
 
     class Made(Accelerator):

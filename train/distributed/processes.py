@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs
 
 from heads.common.files import claim, write_whole
-from inference.target.config import ModelConfig, device_named, fast_dtype
+from inference.target.config import ModelConfig, device_named, fast_dtype, use_device
 from train.config import LauncherConfig, TrainerConfig
 from train.distributed.started import world
 
@@ -67,7 +67,7 @@ def accelerator_for(launcher: LauncherConfig, trainer: TrainerConfig, model: Mod
             configured with a strategy of its own.
     """
     check_machine(launcher, model)
-    device = device_named(model.device)
+    device = use_device(model.device)
     for key, name in ELSEWHERE.items():
         if os.environ.get(key, "false").lower() == "true":
             raise ValueError(
