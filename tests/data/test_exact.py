@@ -111,6 +111,17 @@ def test_tokens_are_trained_as_they_are_and_held_out_whole(
     assert data.counts.chats["dropped, token of another vocabulary"] == 1
 
 
+@pytest.mark.parametrize("contamination", [13, None])
+def test_a_copy_of_held_out_tokens_is_dropped(
+    write: Write, config: Config, bare: PreTrainedTokenizerFast, contamination: int | None
+) -> None:
+    other = {"prompt_token_ids": [5], "token_ids": [6, 7]}
+    path = write({"id": "a", **PAIR}, {"id": "b", **other}, {"id": "held", **PAIR, "text": "ab"})
+    data = load_training(config(path, held_out=1, contamination=contamination), bare, 9)
+    assert [sample.id for sample in data.samples] == ["b"]
+    assert data.counts.duplicates == 1
+
+
 def test_a_log_of_ours_read_again_differs_in_no_token(
     tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
