@@ -11,7 +11,7 @@ from eval.measures.results import ENDPOINT
 from eval.report.breakdown import PLAIN, SESSION
 from eval.report.columns import Table, plain_table
 from eval.report.plots import LINE, Plot, axis, by_name, clocked, curve, layer, lines, plot
-from eval.report.view import Record, shown_interval
+from eval.report.view import Record, origin, shown_interval
 
 USER = "user_tokens_per_second"  # of by_request
 FILLED = 4  # requests for each that is answered at a time: else beginning and end of a session weigh too much
@@ -56,18 +56,20 @@ def _point(name: str, key: str, row: Record) -> Point | None:
     return Point(f"{name}{tree}" + ", at a rate" * (key == "request_rate"), key, float(row[key]), user, whole, row)
 
 
-def _devices(report: Record) -> tuple[int, str]:
-    """Return the number of devices by which the tokens of all users are divided, and what they then are of."""
-    served = report["device"].get("type") == ENDPOINT
-    return int(report["device"].get("count", 1)), "of the server" if served else "of a device"
+def _by_device(report: Record, swept: list[Point]) -> tuple[list[float], str]:
+    """Return the tokens a second of all users at every point over the number of its devices, and what they are of."""
+    devices = [origin(report, one.row)["device"] for one in swept]
+    whose = dict.fromkeys("of the server" if device.get("type") == ENDPOINT else "of a device" for device in devices)
+    return [one.whole / device.get("count", 1) for one, device in zip(swept, devices, strict=True)], " or ".join(whose)
 
 
 def plots(report: Record) -> list[Plot]:
     """Return the tokens a second of all users, per device, against those of one."""
-    count, whose = _devices(report)
+    swept = points(report)
+    by_device, whose = _by_device(report, swept)
     data = [
-        {"name": one.curve, "load": one.load, "at": one.at, "user": one.user, "all": one.whole / count}
-        for one in points(report)
+        {"name": one.curve, "load": one.load, "at": one.at, "user": one.user, "all": tokens}
+        for one, tokens in zip(swept, by_device, strict=True)
     ]
     x = axis("user", "tokens a second of one user, median")
     y = axis("all", f"tokens a second {whose}, all users")
@@ -84,13 +86,14 @@ def plots(report: Record) -> list[Plot]:
 
 def table(report: Record) -> Table:
     """Return the numbers of the plot."""
-    count, whose = _devices(report)
+    swept = points(report)
+    by_device, whose = _by_device(report, swept)
     body = [
         [
-            *(one.curve, one.at, one.user, one.whole / count, one.row["prompts"]),
+            *(one.curve, one.at, one.user, tokens, one.row["prompts"]),
             shown_interval(one.row["speedup"], one.row["speedup_ci"]),
         ]
-        for one in points(report)
+        for one, tokens in zip(swept, by_device, strict=True)
     ]
     titles = ("draft setting", "load", "tok/s of one user", f"tok/s {whose}", "requests", "speedup")
     return plain_table("operating", titles, body, 1)

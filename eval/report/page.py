@@ -44,7 +44,7 @@ def page(report: Record, failures: Sequence[str]) -> str:
         title=page_title(report),
         sentence=sentence(report),
         tau=prose.TAU.format(report["target"].get("name") or "the target"),
-        date=str(report["settings"].get("provenance", {}).get("date") or "")[:10],
+        date=dates(report),
         warnings={"Not lossless.": failures, "Compare with care:": report.get("warnings", [])},
         notes=notes_of(report),
         headlines=headlines(report),
@@ -58,6 +58,13 @@ def page(report: Record, failures: Sequence[str]) -> str:
         report=report,
         specs={f"{section.id}-{i}": plot.spec for section in filled for i, plot in enumerate(section.plots)},
     )
+
+
+def dates(report: Record) -> str:
+    """Return the days on which a report's numbers were measured: of reports side by side that of each."""
+    sources = report.get("reports") or [report]
+    moments = (source["settings"].get("provenance", {}).get("date") for source in sources)
+    return ", ".join(dict.fromkeys(str(date)[:10] for date in moments if date))
 
 
 def page_title(report: Record) -> str:

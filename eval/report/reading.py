@@ -96,6 +96,7 @@ def read_report(file: Path) -> dict[str, Any]:
             row_of(row)
         except ValueError as error:
             raise ValueError(f"report {file}, row {number}: {error}; evaluate again to write it anew") from None
+    _check_facts(content, file)
     _check_breakdowns(content["rows"], file)
     return content
 
@@ -119,6 +120,21 @@ def report_of(content: Mapping[str, Any], file: str) -> Report:
 def _is_odd(value: Any) -> bool:
     """Whether a number cannot have been measured, such as one that is not finite."""
     return isinstance(value, int | float) and not abs(value) <= GREATEST
+
+
+def _check_facts(content: Mapping[str, Any], file: Path) -> None:
+    """Refuse numbers of the target and the device that nothing can be reckoned with; several reports' are in words."""
+    if any(row.get("report") for row in content["rows"]):
+        return
+    count, experts = content["device"].get("count", 1), content["target"].get("experts")
+    if type(count) is not int or count < 1:
+        raise ValueError(f"report {file}: device.count is {shown(count)}, no number of devices: evaluate again")
+    counted = fits(list[int] | None, experts) and (not experts or (len(experts) == 2 and 0 < experts[1] <= experts[0]))
+    if not counted:
+        raise ValueError(
+            f"report {file}: target.experts is {shown(experts)}, not how many a layer has and a token passes through: "
+            "evaluate again"
+        )
 
 
 def _check_breakdowns(rows: Sequence[Mapping[str, Any]], file: Path) -> None:

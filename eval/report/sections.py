@@ -12,7 +12,7 @@ from eval.report.breakdown import PLAIN
 from eval.report.columns import Table, topic
 from eval.report.plots import Plot
 from eval.report.tree_plot import tree
-from eval.report.view import PAGE, TEXT, Record, Result, results_of
+from eval.report.view import PAGE, TEXT, Record, Result, origin, results_of
 
 LITTLE = 0.02  # of the speedup: costs are not known closer
 OVER = "the same engine without drafts"  # what a speedup is over
@@ -94,7 +94,8 @@ def sentence(report: Record) -> str:
     if not timed:
         return ""
     row = max(timed, key=lambda result: result.row["speedup"]).row
-    name, counts = report["target"].get("name") or "the target", row.get("lossless") or {}
+    session, counts = origin(report, row), row.get("lossless") or {}
+    name = session["target"].get("name") or "the target"
     low, high = row.get("speedup_ci") or (None, None)
     between = "" if low is None else f" ({low:.2f} to {high:.2f})"
     source = "speculation" if row["drafter"] == ENDPOINT else row["drafter"]  # whatever a server drafts with
@@ -105,7 +106,7 @@ def sentence(report: Record) -> str:
     if not counts.get("checked"):
         return f"{text.replace(' the same text', '')}; whether the text is the same was not checked."
     ties = f", {counts['near_tie']} the same but for rounding" if counts.get("near_tie") else ""
-    there, dtype = row.get("agreement") or {}, report["settings"].get("gate_dtype")
+    there, dtype = row.get("agreement") or {}, session["settings"].get("gate_dtype")
     if dtype and there.get("identical", counts["checked"]) < there.get("checked", 0):
         ties += f" (in {dtype}; {there['identical']} in {there['dtype']}, as timed)"
     return f"{text}; {counts['identical']} of {counts['checked']} answers identical{ties}."
@@ -136,8 +137,9 @@ def why(report: Record, table: Table, plots_shown: Sequence[Plot] = ()) -> Secti
     """Return the speedup breakdown: in words for each drafter's first result, in numbers for all."""
     explained = [result for result in firsts(report) if result.row.get("ladder")]
     sentences = [breakdown.sentence(result.name, result.row["ladder"]) for result in explained]
-    if counts := report["target"].get("experts"):
-        sentences += [breakdown.experts(result.name, result.row, *counts) for result in explained]
+    for result in explained:
+        if counts := origin(report, result.row)["target"].get("experts"):
+            sentences.append(breakdown.experts(result.name, result.row, *counts))
     return Section("why", "Why not more?", [*sentences, *recommended(report), prose.BREAKDOWN], [table], plots_shown)
 
 

@@ -38,6 +38,11 @@ def results_of(report: Record) -> list[Result]:
     return results
 
 
+def origin(report: Record, row: Record) -> Record:
+    """Return what holds a row's own target, device and settings: of reports side by side the one that it is from."""
+    return next((one for one in report.get("reports", []) if one["name"] == row.get("report")), report)
+
+
 def names(rows: Sequence[Record]) -> list[str]:
     """Return a name for each row: the drafter, its batch size and rate, and the values that distinguish it."""
     keys = [key for key in DISTINGUISHING if len({str(row.get(key)) for row in rows}) > 1]

@@ -109,6 +109,8 @@ def besides_plain(**odd: float | None) -> dict[str, Any]:
         (changed("drafter", "x" * 5000), "row 1: 'drafter' has a length of 5000, at most 4000 is read"),
         (besides_plain(tokens_per_second=5e-324), "seconds, steps and tokens of its rows contradict each other"),
         (besides_plain(tau=5e-324), "contradict each other: evaluate again"),
+        ({**report().as_dict(), "device": {"count": "- / 2"}}, "device.count is '- / 2', no number of devices"),
+        ({**report().as_dict(), "target": {"experts": [8]}}, r"target.experts is \[8\], not how many a layer has"),
     ],
 )
 def test_what_is_no_report_is_refused_in_one_line(tmp_path: Path, told: Any, why: str) -> None:

@@ -9,12 +9,16 @@ import pytest
 
 from eval.config import eval_config
 from eval.measures.losslessness import Gate, SampledGate
-from eval.report.columns import nodes
+from eval.report import operating
+from eval.report.columns import nodes, topic
+from eval.report.page import dates
+from eval.report.sections import sentence, why
 from eval.report.side_by_side import folder_of, names, shared, side_by_side
 from eval.report.view import results_of
 from eval.report.write import Report
 from tests.eval.small import run_main
 from tests.eval.stubs import ROW, markdown
+from tests.eval.test_operating import EAGLE, SWEEP
 from tests.eval.test_page import Reader, lines
 from tests.eval.test_page import report as page_report
 from tests.eval.test_reading import RED, SILENT
@@ -171,6 +175,22 @@ def test_the_page_tells_the_reports_apart(tmp_path: Path, two: list[str]) -> Non
         if key.startswith("tree-") and len(spec["data"]["values"]) == 3
     )
     assert [node["share"] for node in nodes] == [1.0, *TREE["accepted"]]
+
+
+def test_each_rows_numbers_are_of_its_own_target_and_device(tmp_path: Path) -> None:
+    files = []
+    for name, experts, count, date in (("one", None, None, "2026-01-02"), ("two", [8, 2], 2, "2026-03-04")):
+        device = DEVICE | {"count": count} if count else DEVICE
+        told = {"name": f"target-{name}", "experts": experts}
+        settings = SETTINGS | {"provenance": {"date": f"{date}T10:00:00"}}
+        files.append(make(tmp_path, name, Report(told, device, settings, {}, [*SWEEP, *EAGLE])))
+    made = side_by_side(files).as_dict()
+    values = operating.plots(made)[0].spec["data"]["values"]
+    assert {value["all"] for value in values if "plain" in value["name"]} == {90.0, 45.0}
+    assert "target-one writes" in sentence(made), "the first of two equally fast"
+    told = why(made, topic("why", results_of(made))).text
+    assert [", two over" in line for line in told if "8 experts a layer" in line] == [True]
+    assert dates(made) == "2026-01-02, 2026-03-04"
 
 
 def test_nodes_of_a_red_gate_are_grey_in_its_own_report_alone(tmp_path: Path) -> None:
