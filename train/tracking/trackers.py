@@ -76,21 +76,27 @@ class Jsonl:
         earlier = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= start]
         fresh.write_bytes(b"".join(line + b"\n" for line in earlier))
         os.replace(fresh, path)
-        self.file, self.refused = path.open("a"), False
+        self.file, self.refused = path.open("ab", buffering=0), False  # a buffer of Python's drops what it cannot hold
+        self.pending = b""  # lines, or the rest of one, that the file has not taken
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write a line; one that a full disk refuses stays in the file's buffer until a later call writes it."""
-        self.file.write(json.dumps(finite(record)) + "\n")
+        """Write a line; one that a full disk refuses stays in memory until a later call writes it."""
+        self.pending += json.dumps(finite(record)).encode() + b"\n"
         try:
-            self.file.flush()
+            self._write()
         except OSError as error:
             if not self.refused:
                 log.warning("%s: %s; its lines are kept until there is room", self.file.name, one_line(error))
             self.refused = True
 
+    def _write(self) -> None:
+        while self.pending:
+            self.pending = self.pending[self.file.write(self.pending) :]
+
     def close(self) -> None:
-        """Close the file."""
-        self.file.close()
+        """Write what is left and close the file; an OSError where there is still no room."""
+        with self.file:
+            self._write()
 
 
 class Wandb:
