@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from transformers import PreTrainedTokenizerBase
 
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.common.typed import typed
@@ -31,7 +30,7 @@ from inference.session import RequestConfig
 from inference.target.config import ModelConfig, model_config
 from inference.target.placement import check_alone
 from inference.target.target import Target
-from inference.target.tokenizer import tokenize
+from inference.target.tokenizer import text_ids
 from inference.text_stream import TextStream
 from inference.verification.sample import GREEDY, Sampling
 
@@ -142,8 +141,3 @@ def generate(
     generation = speculate(target, drafter, ids, settings or configured().request(), receive)
     show(stream.rest(), "bonus")
     return "".join(pieces), generation
-
-
-def text_ids(prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens of running text, with the special tokens that the tokenizer begins it with."""
-    return list(tokenize(tokenizer, prompt)["input_ids"])

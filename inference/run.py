@@ -28,7 +28,7 @@ from inference.chat_template import rendering
 from inference.decode import Generation, Settings
 from inference.protocol import Drafter
 from inference.target.target import Target
-from inference.target.tokenizer import tokenize
+from inference.target.tokenizer import text_ids, tokenize
 
 STYLES = {"draft": "green", "bonus": "magenta", "prefill": "magenta"}
 
@@ -112,7 +112,7 @@ def generate(config: GenerateConfig, console: Console) -> None:
         converse(target, drafter, lines, settings, console)
     else:
         prompt = sys.stdin.read() if config.prompt is None else config.prompt
-        answer(target, drafter, api.text_ids(prompt, target.tokenizer), settings, console)
+        answer(target, drafter, text_ids(prompt, target.tokenizer), settings, console)
 
 
 @command("generate")

@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from data.text.records import Message, content_text, media_in, parsed
 from inference.chat_template import RenderError, rendering
-from inference.target.tokenizer import tokenize
+from inference.target.tokenizer import text_ids, tokenize
 
 T = TypeVar("T")
 Span = tuple[int, int]
@@ -159,8 +159,7 @@ def encode_spans(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[in
 
 def encode_plain(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens of running text, behind the special tokens that begin one; a UnicodeEncodeError likewise."""
-    encoded: Any = tokenize(tokenizer, text)
-    return list(encoded["input_ids"])
+    return text_ids(text, tokenizer)
 
 
 @lru_cache(maxsize=8)

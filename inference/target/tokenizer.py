@@ -72,6 +72,23 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str | list[str], **option
         raise ValueError(f"{name}: its tokenizer fails at a text ({one_line(error)}); download it again") from error
 
 
+def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of running text, with the special tokens that the tokenizer begins it with.
+
+    The end token that some tokenizers (add_eos_token) append is left out: a target writes nothing after it.
+
+    Raises:
+        UnicodeEncodeError, ValueError: as `tokenize`.
+    """
+    token = list(tokenize(tokenizer, text)["input_ids"])
+    if token[-1:] != [tokenizer.eos_token_id]:
+        return token
+    without_special = list(tokenize(tokenizer, text, add_special_tokens=False)["input_ids"])
+    before = token[:-1]
+    appended = before[len(before) - len(without_special) :] == without_special  # else the text itself ends with it
+    return before if before and appended else token
+
+
 def end_tokens(configured: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Return the tokens that end an answer: those of the generation config, and the tokenizer's."""
     eos = configured.eos_token_id if configured else None

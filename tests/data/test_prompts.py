@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import pre_tokenizers
+from tokenizers import pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
@@ -289,6 +289,16 @@ def test_plain_prompts_are_long_enough_for_contamination_even_of_bytes(
 def test_the_first_half_of_a_short_text_is_its_prompt(chat: PreTrainedTokenizerFast, write: Write) -> None:
     (short,) = load_prompts(write({"text": "abcdef"}), chat, None)
     assert (short.text, split_text("abcdef", chat)) == ("abc", (short.token, chat("def")["input_ids"]))
+
+
+def test_a_plain_prompt_does_not_end_by_a_tokenizers_own_end_token(bare: PreTrainedTokenizerFast, write: Write) -> None:
+    eos = str(bare.eos_token)
+    whole = processors.TemplateProcessing(single=f"$A {eos}", special_tokens=[(eos, bare.eos_token_id)])
+    bare.backend_tokenizer.post_processor = whole
+    texts = {"text": "abcdef"}, {"text": "abc " * OPENING}, {"prompt": "why"}
+    prompts = load_prompts(write(*texts), bare, None)
+    assert [prompt.token[-1:] == [bare.eos_token_id] for prompt in prompts] == [False] * 3
+    assert bare.decode(prompts[2].token) == "why"
 
 
 def test_saved_prompts_come_back_token_for_token(

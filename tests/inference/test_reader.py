@@ -1,18 +1,19 @@
 """A tokenizer without its model ends answers where the model does."""
 
+import copy
 import re
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from inference.api import text_ids
 from inference.target.target import Target
-from inference.target.tokenizer import Reader, Reads, tokenize
+from inference.target.tokenizer import Reader, Reads, text_ids, tokenize
 from tests import toys
+from tests.tokenizers import trained
 
 
 @pytest.mark.parametrize("generation", [True, False])
@@ -43,6 +44,18 @@ def test_a_tokenizer_that_fails_at_a_text_is_named(tmp_path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no tokenizer loads from there"):
         Reader.load(str(tmp_path), False)
+
+
+def test_a_prompt_has_no_end_token_that_the_tokenizer_appends() -> None:
+    made = copy.deepcopy(trained("sentencepiece"))
+    whole = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    made.backend_tokenizer.post_processor = whole
+    for text in ("the cat", "a dog</s> ran", "the mat</s>", ""):
+        assert text_ids(text, made) == trained("sentencepiece")(text)["input_ids"]
+        assert made(text)["input_ids"] == [*text_ids(text, made), 1]
+    made.bos_token = "</s>"
+    made.backend_tokenizer.post_processor = processors.ByteLevel()
+    assert text_ids("</s>", made) == [1], "a text that is nothing else stays"
 
 
 def test_a_tokenizer_alone_is_enough(tmp_path: Path) -> None:
