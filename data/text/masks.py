@@ -56,6 +56,9 @@ class BadSampleError(ValueError):
         self.cause, self.message = cause, message
 
 
+BAD = (BadSampleError, RenderError, UnicodeEncodeError)  # what a record's own fault raises
+
+
 class Turn(NamedTuple):
     """A chat up to the end of one of its answers: the rendering, and the character spans that this answer trains."""
 
@@ -96,7 +99,7 @@ def samples_of(
             return _plain(record, tokenizer, config.max_tokens, seen)
         else:
             samples = _chat(record, tokenizer, config, seen)
-    except (BadSampleError, RenderError, UnicodeEncodeError) as error:
+    except BAD as error:
         bad = bad_sample(error)
         if config.on_bad == "fail":
             raise ValueError(f"{path}: sample {record.id}: {bad}") from error

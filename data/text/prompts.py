@@ -17,12 +17,11 @@ from data.config import DataConfig
 from data.text.cache import PROMPTS, SAMPLES, CachedSamples, cache_key, cached, write_samples
 from data.text.files import Raw
 from data.text.filters import Counts, Filters
-from data.text.masks import BadSampleError, Sample, bad_sample, check_vocabulary, counts_line, is_plain, samples_of
+from data.text.masks import BAD, BadSampleError, Sample, bad_sample, check_vocabulary, counts_line, is_plain, samples_of
 from data.text.records import Record, content_text, label, parse, readable
 from data.text.sources import Source, divide, held_out_records, open_source, open_sources, read_all, training_records
 from data.text.template import check_media, encode, encode_plain, last_token, render
 from heads.common.resolvers import ROOT
-from inference.chat_template import RenderError
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +134,7 @@ def held_out_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, lim
     if config.prompts:
         return load_prompts(config.prompts, tokenizer, limit)
     records = held_out_records(divide(open_sources(config), config))
-    return [prompt_of(record, tokenizer) for record in islice(records, limit)]
+    return [prompt for _, prompt in islice(_held_out(records, config, tokenizer, Counter()), limit)]
 
 
 def records_to_answer(config: DataConfig, limit: int | None) -> list[Record]:
@@ -150,16 +149,30 @@ def _prepare(
 ) -> Prepared:
     """Return the held-out prompts, the counts, which grow with the samples, and an iterator of the samples."""
     parts = divide(sources, config)
-    withheld = list(held_out_records(parts))
-    held_out = [prompt_of(record, tokenizer) for record in withheld]
+    dropped = Counter[str]()
+    pairs = list(_held_out(held_out_records(parts), config, tokenizer, dropped))
+    withheld, held_out = [record for record, _ in pairs], [prompt for _, prompt in pairs]
     others = [prompt for name in evaluation for prompt in load_prompts(name, tokenizer, None)]
     filters = Filters(config, withheld, [prompt.text for prompt in held_out + others])
-    filters.counts.held_out = len(withheld)
+    filters.counts.held_out, filters.counts.chats = len(withheld), dropped
     records = training_records(parts, config)
     if config.contamination is not None:
         records = (worded(record, tokenizer) for record in records)
     records = filters(records)
     return held_out, filters.counts, islice(_samples(records, config, tokenizer, filters.counts), config.limit)
+
+
+def _held_out(
+    records: Iterator[Record], config: DataConfig, tokenizer: PreTrainedTokenizerBase, seen: Counter[str]
+) -> Iterator[tuple[Record, Prompt]]:
+    """Yield held-out records with their prompts; with data.on_bad=drop count those that give none, and go on."""
+    for record in records:
+        try:
+            yield record, _prompt(record, tokenizer)
+        except BAD as error:
+            if config.on_bad == "fail":
+                raise _refused(record, error) from error
+            seen[f"dropped, {bad_sample(error).cause}"] += 1
 
 
 def first_samples(source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
@@ -229,28 +242,37 @@ def prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
         ValueError: there is none, it is no text, or the chat template does not render it; the record is named.
     """
     try:
-        if record.exact:
-            (prompt,), whole = before_answers(record, "first"), record.exact[0].token
-            check_vocabulary(whole, tokenizer)
-            return prompt if prompt.token else prompt._replace(token=whole[: max(1, len(whole) // 2)])
-        if is_plain(record, tokenizer):
-            if not record.text.strip():
-                raise ValueError(f"prompt {record.id}: has no user message and no text; remove it")
-            token, _ = split_text(record.text, tokenizer)
-            text = str(tokenizer.decode(token, skip_special_tokens=True))
-            return Prompt(record.id, token, record.category, text)
-        first = next((i for i, message in enumerate(record.messages) if message["role"] == "user"), None)
-        if first is None:
-            raise ValueError(f"prompt {record.id}: the chat has no user message; remove it")
-        messages = record.messages[: first + 1]
-        check_media(messages)
-        text, system = content_text(messages[first]), "\n\n".join(content_text(message) for message in messages[:first])
-        if tokenizer.chat_template:
-            (token,) = encode([render(messages, tokenizer, True, record.tools)], tokenizer)
-            return Prompt(record.id, token, record.category, text, system)
-        return Prompt(record.id, encode_plain(text, tokenizer), record.category, text, system)
-    except (BadSampleError, RenderError, UnicodeEncodeError) as error:
-        raise ValueError(f"prompt {record.id}: {bad_sample(error).message}") from error
+        return _prompt(record, tokenizer)
+    except BAD as error:
+        raise _refused(record, error) from error
+
+
+def _refused(record: Record, error: ValueError) -> ValueError:
+    return ValueError(f"prompt {record.id}: {bad_sample(error).message}")
+
+
+def _prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """Return the prompt of a record, as `prompt_of` does; one of BAD where there is none."""
+    if record.exact:
+        (prompt,), whole = before_answers(record, "first"), record.exact[0].token
+        check_vocabulary(whole, tokenizer)
+        return prompt if prompt.token else prompt._replace(token=whole[: max(1, len(whole) // 2)])
+    if is_plain(record, tokenizer):
+        if not record.text.strip():
+            raise BadSampleError("no question and no text", "has no user message and no text; remove it")
+        token, _ = split_text(record.text, tokenizer)
+        text = str(tokenizer.decode(token, skip_special_tokens=True))
+        return Prompt(record.id, token, record.category, text)
+    first = next((i for i, message in enumerate(record.messages) if message["role"] == "user"), None)
+    if first is None:
+        raise BadSampleError("no question", "the chat has no user message; remove it")
+    messages = record.messages[: first + 1]
+    check_media(messages)
+    text, system = content_text(messages[first]), "\n\n".join(content_text(message) for message in messages[:first])
+    if tokenizer.chat_template:
+        (token,) = encode([render(messages, tokenizer, True, record.tools)], tokenizer)
+        return Prompt(record.id, token, record.category, text, system)
+    return Prompt(record.id, encode_plain(text, tokenizer), record.category, text, system)
 
 
 def before_answers(record: Record, turns: str) -> Iterator[Prompt]:

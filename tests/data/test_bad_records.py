@@ -10,7 +10,14 @@ from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
 from data.text import masks
-from data.text.prompts import Prompt, load_prompts, load_samples, load_training, records_to_answer
+from data.text.prompts import (
+    Prompt,
+    held_out_prompts,
+    load_prompts,
+    load_samples,
+    load_training,
+    records_to_answer,
+)
 from data.text.sources import open_source
 
 Write = Callable[..., str]
@@ -34,6 +41,26 @@ def test_a_prompt_that_is_no_text_is_named(raw: dict[str, Any], chat: PreTrained
         ValueError, match=r"prompt 7: (it holds half a surrogate pair|has no user message and no text).*remove it"
     ):
         load_prompts(write({"id": 7, **raw}), chat, None)
+
+
+@pytest.mark.parametrize(
+    ("raw", "cause"),
+    [({"text": " "}, "no question and no text"), ({"text": "\ud83d"}, "no text"), ({"prompt": "\ud83d"}, "no text")],
+)
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_bad_held_out_record_is_named_or_dropped(
+    raw: dict[str, Any], cause: str, cached: bool, chat: PreTrainedTokenizerFast, write: Write, config: Config,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    path = write({"prompt": "a", "answer": "b"}, {"id": 6, "prompt": "c", "answer": "d"}, {"id": 7, **raw})
+    how = {"held_out": 2, "cache": str(tmp_path / "cache") if cached else None}
+    for refused in (load_training, held_out_prompts):
+        with pytest.raises(ValueError, match="prompt 7: "):
+            refused(config(path, **how), chat, 9)
+    data = load_training(config(path, on_bad="drop", **how), chat, 9)
+    assert ([prompt.id for prompt in data.held_out], data.counts.held_out) == (["6"], 1)
+    assert (len(data.samples), +data.counts.chats) == (1, {f"dropped, {cause}": 1})
+    assert held_out_prompts(config(path, on_bad="drop", **how), chat, 9) == data.held_out
 
 
 IMAGE = [{"type": "text", "text": "what is this"}, {"type": "image_url", "image_url": {"url": "x.png"}}]
