@@ -133,7 +133,9 @@ class Conversation:
 
     def take(self, reply: Reply) -> None:
         """Add the answer, or set the cause for which the chat ends before it."""
-        reasoning, text = (reply.reasoning, reply.text) if reply.reasoning else split_reasoning(reply.text)
+        reasoning, text = reply.reasoning, reply.text
+        if not reasoning:
+            reasoning, text = split_reasoning(text, self.opened)
         if self.opened and not (reasoning or reply.finished or THOUGHT in reply.text):
             reasoning, text = text, ""  # cut off within the block that the template opened
         if not reply.finished:

@@ -55,9 +55,12 @@ def close_prompt(prompt: str) -> str:
     return OPENED.sub("", prompt)
 
 
-def split_reasoning(text: str) -> tuple[str, str]:
-    """Split a text into the reasoning of a think block, which the template may have opened, and the answer."""
-    if THOUGHT not in text and not text.lstrip().startswith(THINK):
+def split_reasoning(text: str, opened: bool) -> tuple[str, str]:
+    """Split a text into the reasoning of a think block, which it begins with or its prompt opened, and the answer.
+
+    Where there is no such block, an end of one is the answer's own: it may quote it.
+    """
+    if not text.lstrip().startswith(THINK) and not (opened and THOUGHT in text):
         return "", text
     reasoning, _, answer = text.partition(THOUGHT)
     return reasoning.lstrip().removeprefix(THINK).strip("\n"), answer.lstrip("\n")

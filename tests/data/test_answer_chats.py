@@ -48,17 +48,19 @@ def test_turns_are_what_is_said_before_each_answer(roles: str, turns: list[list[
 
 
 @pytest.mark.parametrize(
-    ("text", "parts"),
+    ("text", "opened", "parts"),
     [
-        ("w1 w2", ("", "w1 w2")),
-        ("<think>\nw1\n</think>\n\nw2", ("w1", "w2")),
-        ("w1 </think> w2", ("w1 ", " w2")),  # the template's prompt opened the block
-        ("<think>\n\n</think>\n\nw2", ("", "w2")),
-        ("<think> w1 w2", (" w1 w2", "")),  # it never ended
+        ("w1 w2", False, ("", "w1 w2")),
+        ("w1 w2", True, ("", "w1 w2")),
+        ("<think>\nw1\n</think>\n\nw2", False, ("w1", "w2")),
+        ("w1 </think> w2", True, ("w1 ", " w2")),
+        ("w1 </think> w2", False, ("", "w1 </think> w2")),  # a quotation
+        ("<think>\n\n</think>\n\nw2", False, ("", "w2")),
+        ("<think> w1 w2", False, (" w1 w2", "")),  # it never ended
     ],
 )
-def test_reasoning_is_what_stands_before_the_blocks_end(text: str, parts: tuple[str, str]) -> None:
-    assert split_reasoning(text) == parts
+def test_reasoning_is_what_stands_before_the_blocks_end(text: str, opened: bool, parts: tuple[str, str]) -> None:
+    assert split_reasoning(text, opened) == parts
 
 
 def test_the_template_gets_tools_system_prompts_and_switches() -> None:
