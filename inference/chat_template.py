@@ -173,22 +173,33 @@ class Timed(ImmutableSandboxedEnvironment):
         """Call a function or a method, where a text's is no bomb."""
         owner = getattr(called, "__self__", None)
         if isinstance(owner, str):
-            _check_width(called.__name__, owner, *args, *named.values())
+            _check_width(called.__name__, owner, *args, **named)
         return super().call(context, called, *args, **named)
 
 
-def _check_width(name: str, text: Any = None, *given: Any) -> None:
+def _check_width(name: str, text: Any = None, /, *given: Any, **named: Any) -> None:
     """Check that what makes a text of a text makes none that is too large."""
-    size, numbers = 0, [value for value in given if isinstance(value, int)]
+    every = (*given, *named.values())
+    size, numbers = 0, [value for value in every if isinstance(value, int)]
     if name in WIDENING:
         lines = str(text).count("\n") + str(text).count("\t") if isinstance(text, str) else 0
         size = max(numbers, default=0) * (1 + lines)
-    if name in MULTIPLYING:
-        size = max(size, _length(text) * max(map(_length, given), default=0))
-    if name == "sum" and any(isinstance(value, list | tuple) for value in given):
+    if name == "replace" and not named and len(given) > 1 and all(isinstance(one, str) for one in (text, *given[:2])):
+        size = _replaced(text, *given)
+    elif name in MULTIPLYING:
+        size = max(size, _length(text) * max(map(_length, every), default=0))
+    if name == "sum" and any(isinstance(value, list | tuple) for value in every):
         raise SecurityError("a sum of lists may be too large")
     if size > WIDEST or (name in WIDTHS and isinstance(text, str) and WIDTHS[name].search(text)):
         raise SecurityError(f"the result of {name} is too large")
+
+
+def _replaced(text: str, old: str, new: str, most: Any = None, *_: Any) -> int:
+    """Return the characters of a text in which `old` is replaced, `most` times or, if that is no count, everywhere."""
+    times = text.count(old)  # of an empty one, once more than there are characters
+    if isinstance(most, int) and most >= 0:
+        times = min(times, most)
+    return len(text) + times * max(0, len(new) - len(old))
 
 
 def _length(value: Any) -> int:
@@ -211,7 +222,7 @@ def _timed(name: str, applied: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(applied)  # by whose attributes jinja2 knows what to hand it
     def call(*args: Any, **named: Any) -> Any:
         values = [value for value in args if not isinstance(value, Environment | EvalContext | Context)]
-        _check_width(name, *values, *named.values())
+        _check_width(name, *values, **named)
         result = applied(*args, **named)
         return _items(result) if isinstance(result, Iterator) else result
 

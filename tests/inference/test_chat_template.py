@@ -48,6 +48,8 @@ FAILING = (
     "{{ ('a\t' * 9999).expandtabs(99999) }}", "{{ '{:>9000000000}'.format(1) }}", "{{ '%999999999d' | format(1) }}",
     "{{ '%*d' % (999999999, 1) }}", "{{ '{:{}}'.format(1, 999999999) }}", "{{ [messages] | tojson(indent=900000000) }}",
     "{{ ('a' * 99999) | replace('a', 'a' * 99999) }}", "{{ ('a' * 99999).replace('a', 'a' * 99999) }}",
+    "{{ ('a' * 99999) | replace('', 'b' * 99999) }}", "{{ ('a' * 99999).replace('a', 'b' * 99999, 9999) }}",
+    "{{ ('a' * 99999) | replace(new='b' * 99999, old='a') }}", "{{ ('a' * 99999) | replace('a', 'b' * 99999, -1) }}",
     "{{ [1] | batch(9000000000, 'x') | list }}", "{{ ('a ' * 3000) | wordwrap(1, wrapstring='b' * 1000000) }}",
     "{{ ('a' * 3000).translate({97: 'b' * 1000000}) }}", "{{ (['a'] * 100000) | join('b' * 1000000) }}",
     "{{ ('b' * 1000000).join(['a'] * 100000) }}", "{{ range(99999) | map('string') | join('b' * 1000000) }}",
@@ -124,6 +126,25 @@ def test_a_clock_is_a_renderings_own(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="does not end"), rendering(tokenizer_with(loop)):
         render_jinja_template([[{"role": "user", "content": "a"}]], chat_template=loop)
     assert render_jinja_template([[{"role": "user", "content": "a"}]], chat_template=loop)[0] == [""]
+
+
+@pytest.mark.parametrize(
+    ("replaced", "length"),
+    [
+        (".replace('b' * 999, 'c' * 999)", 99_999),
+        (" | replace('b' * 999, '')", 99_999),
+        (".replace('a' * 999, 'b' * 9)", 100 * 9 + 99),
+        (".replace('a', 'b' * 999, 2)", 99_997 + 2 * 999),
+        (" | replace('', 'b' * 999, 1)", 99_999 + 999),
+        (" | replace('a', 'bb')", 2 * 99_999),
+    ],
+)
+def test_a_long_text_may_have_parts_replaced(replaced: str, length: int) -> None:
+    template = f"{{{{ ('a' * 99999){replaced} }}}}"
+    tokenizer = tokenizer_with(template)
+    with rendering(tokenizer):
+        made = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    assert len(made) == length
 
 
 def test_texts_that_are_formatted_stay_as_they_are() -> None:
