@@ -78,7 +78,7 @@ class Suffix(Drafter):
         """Return a source with a copy of the past's tree."""
         self._remember()
         other = copy.copy(self)
-        other.past = copy.deepcopy(self.past)
+        other.past = self.past.copy()
         return other
 
     def _remember(self) -> None:

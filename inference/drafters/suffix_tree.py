@@ -67,6 +67,22 @@ class SuffixTree:
         # a leaf, which grows with its text by itself.
         self.active: list[Node] = []
 
+    def copy(self) -> "SuffixTree":
+        """Return the same tree on its own, node by node: built anew from its texts it could order equals otherwise."""
+        other = SuffixTree(self.depth)
+        texts = {id(text): [*text] for text in self.texts}  # which edges share; those of forgotten texts never change
+        copies, pending = dict[Node, Node](), [self.root]
+        while pending:  # without recursion: a run of one token makes a path as long as the depth
+            node = pending.pop()
+            copies[node] = Node(texts.get(id(node.text), node.text), node.start, node.end, node.count)
+            pending += node.children.values()
+        for node, twin in copies.items():
+            twin.children = {token: copies[child] for token, child in node.children.items()}
+            twin.best = None if node.best is None else copies.get(node.best)  # the root's may be gone
+        other.root, other.nodes, other.texts = copies[self.root], self.nodes, [*texts.values()]
+        other.active = [copies[node] for node in self.active]
+        return other
+
     def start(self) -> None:
         """Begin another text; substrings do not cross texts."""
         self.texts.append([])

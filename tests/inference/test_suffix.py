@@ -204,6 +204,47 @@ def test_forgetting_within_a_request_leaves_the_request_its_own_text() -> None:
     assert source.past.texts == [[6, 7]]
 
 
+def shape(tree: SuffixTree) -> list[Any]:
+    """Return all nodes, their children in order, with what they count."""
+    found, pending = [], [tree.root]
+    while pending:
+        node = pending.pop()
+        best = None if node is tree.root or node.best is None else node.best.text[node.best.start]
+        found.append((node.text[node.start : node.end], node.count, [*node.children], best))
+        pending += node.children.values()
+    return [*found, tree.nodes, tree.texts, [(locus.node.count, locus.used) for locus in tree.matches()]]
+
+
+def test_a_copy_is_the_same_tree_and_grows_alone() -> None:
+    for seed in range(25):
+        chance = random.Random(seed)
+        tree = SuffixTree(chance.choice([2, 4, 9]))
+        for _ in range(9):
+            tree.start()
+            tree.extend(chance.choices(range(3), k=12))
+            if len(tree.texts) > 3:
+                tree.drop_oldest()
+            other = tree.copy()
+            before = shape(tree)
+            assert shape(other) == before
+            assert not {*map(id, edges(tree))} & {*map(id, edges(other))}
+            other.extend([0, 1, 2])
+            other.drop_oldest()
+            assert shape(tree) == before
+            tree.extend([0, 1, 2])
+            tree.drop_oldest()
+            assert shape(other) == shape(tree)
+
+
+def test_a_clone_drafts_as_the_original_after_a_long_run_of_one_token() -> None:
+    source = make("suffix", toys.target(), depth=300)
+    source.start([0]).propose(Context([0] + [7] * 600, GREEDY, RNG, 99))
+    clone = source.clone()
+    drafts = [one.start([5, 7, 7]).propose(Context([5, 7, 7, 7], GREEDY, RNG, 99)) for one in (source, clone)]
+    assert len(drafts[0].tree.token) > 1
+    assert drafts[0].tree.token.tolist() == drafts[1].tree.token.tolist()
+
+
 def test_the_past_is_bounded_and_forgets_the_oldest() -> None:
     source = make("suffix", toys.target(), memory_nodes=100)
     for request in range(12):
