@@ -217,7 +217,7 @@ class Loop:
         """Stop the run on a signal, with a checkpoint after `step` steps: with status 143 on every process."""
         self.save(step)
         self.saver.finish()
-        self.tracker.say(f"stopped by SIGTERM, checkpoint at step {step}; resume=true goes on")
+        self.tracker.say(f"stopped by {self.control.signal}, checkpoint at step {step}; resume=true goes on")
         raise SystemExit(STOPPED)
 
     def take(self, step: int) -> bool:

@@ -55,7 +55,7 @@ from train.acceptance import AcceptanceEvaluator
 from train.checkpoints import format, resume
 from train.config import RunConfig, run_config
 from train.distributed import launch, processes, started
-from train.distributed.control import RANKS, STOPPED, on_main
+from train.distributed.control import RANKS, STOPPING, on_main
 from train.distributed.processes import RunLock
 from train.features import origin_of, source_for
 from train.loop import COST, KeptHead, Loop
@@ -306,8 +306,9 @@ def launch_all(run: RunConfig, words: list[str]) -> None:
     folder = Path(run.out) / "checkpoints"
     saved = format.checkpoints(folder)
     status = launch.start(run.launcher, os.path.abspath(__file__), words)
-    if status == STOPPED and format.checkpoints(folder) == saved:  # else its processes have said so
-        sys.stderr.write("stopped by SIGTERM before the first step; nothing was trained\n")
+    stops = {128 + number: number.name for number in STOPPING}
+    if status in stops and format.checkpoints(folder) == saved:  # else its processes have said so
+        sys.stderr.write(f"stopped by {stops[status]} before the first step; nothing was trained\n")
     if status:
         raise SystemExit(status)
     if run.eval.prompts and not launch.leaves(run.launcher):

@@ -80,7 +80,8 @@ def with_best_head(config: str, words: Sequence[str]) -> list[str]:
         return [*words]
     if not named and config != "train" and not (config == "data" and "features=stored" in words):
         return [*words]  # no head is read
-    others = [word for word in words if word != "head=best" and not word.startswith("-")]
+    # Neither flags nor their values, as of `--cfg job`; a word that is no override is refused when all are read.
+    others = [word for word in words if word != "head=best" and re.match(r"~|[^-][^=]*=", word)]
     if SWEEP.intersection(words):
         others = [word for word in others if re.match(r"(experiment|model[.\w]*)=", word)]
     if named not in ([], ["head=best"]) or (SWEEP.intersection(words) and (named or "," in "".join(others))):

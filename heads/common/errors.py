@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +31,8 @@ def panicked(error: BaseException) -> bool:
 def user_errors() -> Iterator[None]:
     """Turn an error that a user can fix, raised in the block or the decorated function, into one line and status 2.
 
-    That is a ValueError, an OSError, and a panic of a library in Rust, which untrusted files cause.
+    That is a ValueError, an OSError, and a panic of a library in Rust, which untrusted files cause. Ctrl-C is one line
+    too, and status 130.
 
     HEADSTART_DEBUG=1 in the environment lets the error through with its traceback. Log lines are without secrets, and
     without every request to the Hub, from here on.
@@ -42,9 +44,13 @@ def user_errors() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not (isinstance(error, ValueError | OSError) or panicked(error)):
-            raise
         if os.environ.get("HEADSTART_DEBUG") == "1":
+            raise
+        if isinstance(error, KeyboardInterrupt):
+            if os.environ.get("RANK", "0") == "0":
+                print("stopped by Ctrl-C", file=sys.stderr)
+            raise SystemExit(128 + signal.SIGINT) from None
+        if not (isinstance(error, ValueError | OSError) or panicked(error)):
             raise
         print(f"error: {one_line(error)}", file=sys.stderr)
         raise SystemExit(2) from None

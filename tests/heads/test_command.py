@@ -162,6 +162,7 @@ def test_the_best_head_is_named_by_the_targets_depth(tmp_path: Path, capsys: pyt
         (["name=mine"], "head=mtp"),
         (["model=llama70b", "model.trust_remote_code=true"], "head=mtp"),
         (["-m", "trainer.lr=1,2"], "head=mtp"),
+        (["--cfg", "job"], "head=mtp"),
         (["head=eagle"], "head=eagle"),
         (["experiment=medusa_llama8b"], None),
         (["--help"], None),

@@ -24,6 +24,14 @@ def test_one_line_and_status(
     assert capsys.readouterr().err == "error: a b\n"
 
 
+def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEADSTART_DEBUG", raising=False)
+    with pytest.raises(SystemExit) as caught, user_errors():
+        raise KeyboardInterrupt
+    assert caught.value.code == 130
+    assert capsys.readouterr().err == "stopped by Ctrl-C\n"
+
+
 def test_decorates() -> None:
     @user_errors()
     def double(x: int) -> int:

@@ -30,7 +30,8 @@ from train.distributed.launch import REPORTED
 log = logging.getLogger(__name__)
 
 RANKS = ".ranks"  # in the output folder, while several processes run
-STOPPED = 128 + signal.SIGTERM  # the exit status of a run that was stopped
+STOPPING = signal.SIGTERM, signal.SIGINT  # signals that stop a run; SIGINT is Ctrl-C's
+STOPPED = 128 + signal.SIGTERM  # the exit status of a run that was stopped, by either
 REPEATED = 2.0  # seconds; a launcher forwards a signal that its processes have received already
 BEAT = 1.0  # seconds between heartbeats
 GRACE = 4.0  # seconds without one after which a process counts as dead
@@ -212,7 +213,8 @@ class ProcessControl:
         self._group: Any = None
         if self.world > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        self._signalled: float | None = None  # when a SIGTERM came
+        self._signalled: float | None = None  # when a signal came that stops the run
+        self.signal = "SIGTERM"  # which; another process's is taken for one
         self._vote: tuple[torch.Tensor, Any] | None = None
 
     def halted(self) -> bool:
@@ -264,19 +266,21 @@ class ProcessControl:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Record a SIGTERM for `halted`, and die of a second one."""
+        """Record a SIGTERM or Ctrl-C for `halted`, and die of a second one."""
 
-        def on_signal(*_: object) -> None:
-            if self._signalled is not None and time.monotonic() > self._signalled + REPEATED:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                os.kill(os.getpid(), signal.SIGTERM)
-            self._signalled = self._signalled or time.monotonic()
+        def on_signal(number: int, _: object) -> None:
+            if self._signalled is None:
+                self._signalled, self.signal = time.monotonic(), signal.Signals(number).name
+            elif time.monotonic() > self._signalled + REPEATED:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
 
-        previous = signal.signal(signal.SIGTERM, on_signal)
+        previous = {number: signal.signal(number, on_signal) for number in STOPPING}
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, previous)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
