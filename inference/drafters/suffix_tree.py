@@ -76,9 +76,9 @@ class SuffixTree:
             node = pending.pop()
             copies[node] = Node(texts.get(id(node.text), node.text), node.start, node.end, node.count)
             pending += node.children.values()
-        for node, twin in copies.items():
-            twin.children = {token: copies[child] for token, child in node.children.items()}
-            twin.best = None if node.best is None else copies.get(node.best)  # the root's may be gone
+        for node, clone in copies.items():
+            clone.children = {token: copies[child] for token, child in node.children.items()}
+            clone.best = None if node.best is None else copies.get(node.best)  # the root's may be gone
         other.root, other.nodes, other.texts = copies[self.root], self.nodes, [*texts.values()]
         other.active = [copies[node] for node in self.active]
         return other
