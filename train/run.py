@@ -100,6 +100,9 @@ def prepare_out(
     out = Path(run.out)
     if run.resume:
         resume.check(out, settings)
+        if not format.checkpoints(out / "checkpoints"):
+            line = f"{out}: nothing to resume, begins at step 0"
+            Console().print(line, markup=False, highlight=False, soft_wrap=True)
     out.mkdir(parents=True, exist_ok=True)
     lock.take()
     check_out(out, replaces=run.resume or run.overwrite)  # another run may have come first, and ended

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from data.text.filters import Counts
+from data.text.prompts import TrainingData
 from tests.train import jobs
 from tests.train.test_features import configured
+from train.distributed.processes import RunLock
 from train.planning.check import check_first_records, check_out, check_run
+from train.run import prepare_out
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +77,19 @@ def test_a_start_that_failed_is_in_nobodys_way(tmp_path: Path) -> None:
     check_out(tmp_path, replaces=True)
     with pytest.raises(ValueError, match="holds a run already"):
         check_out(tmp_path, replaces=False)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_resumed_run_without_a_checkpoint_says_that_it_begins(
+    toy: list[str], begun: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    if begun:
+        (out / "checkpoints" / "step-00000004").mkdir(parents=True)
+    with RunLock(out) as lock:
+        run = configured([*toy, f"out={out}", "resume=true"])
+        prepare_out(run, lock, {}, TrainingData([], [], Counts()), {})
+    assert (f"{out}: nothing to resume, begins at step 0\n" in capsys.readouterr().out) is not begun
 
 
 def test_a_pipe_in_the_runs_folder_is_not_waited_for(tmp_path: Path) -> None:

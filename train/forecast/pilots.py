@@ -114,10 +114,11 @@ class Pilots:
         before = stale(folder / "checkpoints", begin)
         quiet = ["trainer.eval_prompts=0", "trainer.patience=null", "eval.prompts=0", "trainer.trackers=[jsonl]"]
         quiet += ["trainer.log_every=1"]  # a training of few steps says what one takes too
+        begins = "resume=true" if before else "overwrite=true"  # a killed first training leaves no checkpoint
         save = max(1, steps - round(cooldown * steps))
         keep = -(-steps // save) + 1  # all of this training, of which the next needs one, and `begin`
         self.train(
-            [*overrides_of(words), f"out={quoted(folder)}", "name=pilot", "resume=true", *quiet,
+            [*overrides_of(words), f"out={quoted(folder)}", "name=pilot", begins, *quiet,
              f"trainer.save_every={save}", f"trainer.keep={keep}", f"trainer.eval_every={steps}",
              *self.overrides(steps, cooldown)]
         )  # fmt: skip
