@@ -222,7 +222,7 @@ def train_head(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> RunCo
     set_seed(run.trainer.seed)
     goes_on = run.resume and bool(format.checkpoints(Path(run.out) / "checkpoints"))
     if goes_on and run.init == AUTO:
-        run = replace(run, init=resume.first_init(Path(run.out)))
+        run = replace(run, init=resume.first_init(Path(run.out), run.head.name))
     target = load_target(run.model, str(accelerator.device), whole=reads_target(run))
     if isinstance(target, Target):
         run = replace(run, tree=verifiable(target, run.tree))

@@ -304,3 +304,10 @@ def test_a_schedule_that_the_run_did_not_know_is_no_change() -> None:
     then: dict[str, Any] = {"trainer.lr": 0.01, "processes": 1}
     assert resume.differences(then, then | {"trainer.cooldown": 1.0}) == ""
     assert "trainer.cooldown" in resume.differences(then, then | {"trainer.cooldown": 0.5})
+
+
+def test_another_head_is_named_and_not_a_start_that_nobody_gave(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("init: last_layer\nhead:\n  name: mtp\n")
+    assert resume.first_init(tmp_path, "mtp") == "last_layer"
+    with pytest.raises(ValueError, match=r'here differ head\.name \("mtp", now "medusa"\); give the old ones'):
+        resume.first_init(tmp_path, "medusa")

@@ -70,16 +70,27 @@ def check(out: Path, now: dict[str, Any]) -> None:
         except (ValueError, KeyError):
             continue  # loading reports the damage
         if changed := differences(then, now):
-            raise ValueError(
-                f"{out}: resume=true goes on with the settings that the run began with, and here differ {changed}; "
-                "give the old ones, or name=… for a new run"
-            )
+            raise _changed(out, changed)
         return
 
 
-def first_init(out: Path) -> str | None:
-    """Return what the head of a run began as, by its config.yaml."""
-    init: str | None = OmegaConf.select(OmegaConf.load(out / "config.yaml"), "init")
+def _changed(out: Path, changed: str) -> ValueError:
+    return ValueError(
+        f"{out}: resume=true goes on with the settings that the run began with, and here differ {changed}; "
+        "give the old ones, or name=… for a new run"
+    )
+
+
+def first_init(out: Path, head: str) -> str | None:
+    """Return what the head of a run began as, by its config.yaml; refuse a head of another name.
+
+    Another head may have no such start, and would be refused for an `init` that nobody gave.
+    """
+    config = OmegaConf.load(out / "config.yaml")
+    then = {"head.name": OmegaConf.select(config, "head.name", default=head)}
+    if changed := differences(then, {"head.name": head}):
+        raise _changed(out, changed)
+    init: str | None = OmegaConf.select(config, "init")
     return init
 
 
