@@ -37,6 +37,7 @@ from data.text.prompts import TrainingData, load_training, save_prompts
 from data.text.sources import open_sources
 from data.text.template import template_sha256
 from eval.config import eval_config
+from eval.inputs.workloads import ROOM
 from eval.live.interleaved import PLAIN
 from eval.measures.machine import revision
 from heads.base import frozen_count, parameter_count
@@ -44,6 +45,7 @@ from heads.common.command import BEST, command, quoted, report_best_head
 from heads.common.errors import user_errors
 from heads.common.files import write_whole
 from heads.common.redact import redacted_values, redacted_words
+from heads.common.target_config import context_of
 from heads.common.typed import bracketed
 from heads.modules.layers import Recomputing
 from heads.modules.vocab import prune
@@ -146,6 +148,16 @@ def with_micro_tokens(run: RunConfig) -> RunConfig:
     return replace(run, trainer=replace(run.trainer, micro_tokens=least))
 
 
+def prompt_room(run: RunConfig, config: Any) -> int | None:
+    """Return how many tokens a held-out prompt may have to be measured on, None where none is.
+
+    The final evaluation, which has the last word, asks for more room than a measurement while training.
+    """
+    if run.eval.prompts and run.workload is None:
+        return context_of(config) - ROOM
+    return context_of(config) - 1 if run.trainer.eval_prompts else None
+
+
 def batches_for(run: Any, packed: Any, accelerator: Accelerator) -> Batches:
     """Return the run's batches, the trainer's token budgets converted to rows."""
     rows, micro = (tokens // run.data.length for tokens in (run.trainer.batch_tokens, run.trainer.micro_tokens))
@@ -233,7 +245,7 @@ def train_head(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> RunCo
         if isinstance(module, Recomputing):
             module.recompute = run.trainer.recompute
     prompt_count = max(run.eval.prompts, run.trainer.eval_prompts)
-    data = load_training(run.data, target.tokenizer, prompt_count, run.workload)
+    data = load_training(run.data, target.tokenizer, prompt_count, run.workload, prompt_room(run, target.config))
     packed = pack(data.samples, run.data.length)
     check_known(packed, target.tokenizer, target.embeddings.vocab_size)
     if run.init in STARTS:  # else the vocabulary is chosen already

@@ -61,8 +61,9 @@ Prepared = tuple[list[Prompt], Counts, Iterator[Sample]]
 
 
 def load_training(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, prompts: int, workload: str | None = None
-) -> TrainingData:
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, prompts: int, workload: str | None = None,
+    room: int | None = None,
+) -> TrainingData:  # fmt: skip
     """Return the samples of `config.path` and at most `prompts` prompts that they do not hold.
 
     With `config.cache` one process tokenises the samples, and the others and later runs with equal data map them.
@@ -70,10 +71,12 @@ def load_training(
     Args:
         prompts: how many of the held-out prompts to return; contamination is checked against all of them.
         workload: further evaluation prompts that no sample may hold, as `locate` takes them; None: none.
+        room: how many tokens a prompt that is returned may have; None: any number.
 
     Raises:
         ValueError: unreadable or empty data, an unknown shape, a chat for a tokenizer without a chat template, a
-            template that cannot be masked, or, unless data.on_bad=drop, a chat that no answer can be trained of.
+            template that cannot be masked, or, unless data.on_bad=drop, a chat that no answer can be trained of or a
+            held-out prompt without room; or a prompt of data.prompts without room.
     """
     evaluation = [name for name in (config.prompts, locate(workload) if workload else "") if name]
     if config.contamination is None:
@@ -88,10 +91,12 @@ def load_training(
         key = cache_key(config, tokenizer, [source.identity() for source in opened])
         folder = Path(config.cache).expanduser() / key
         counts = Counts.read(cached(folder, partial(_fill_cache, prepare)))
-        held_out = load_prompts(str(folder / PROMPTS), tokenizer, prompts) if counts.held_out else []
+        held_out = load_prompts(str(folder / PROMPTS), tokenizer, None) if counts.held_out else []
         samples = CachedSamples(folder / SAMPLES)
     if config.prompts and prompts:
         held_out = load_prompts(config.prompts, tokenizer, prompts)
+    if room is not None:
+        held_out = _with_room(held_out, prompts, room, config, counts)
     _warn(counts, tokenizer, config)
     return TrainingData(samples, held_out[:prompts], counts)
 
@@ -173,6 +178,32 @@ def _held_out(
             if config.on_bad == "fail":
                 raise _refused(record, error) from error
             seen[f"dropped, {bad_sample(error).cause}"] += 1
+
+
+def _with_room(prompts: list[Prompt], most: int, room: int, config: DataConfig, counts: Counts) -> list[Prompt]:
+    """Return at most so many prompts of at most `room` tokens; with data.on_bad=drop count longer held-out ones."""
+    source = f"data.prompts={config.prompts}" if config.prompts else f"{config.named}, held out"
+    remedy = "" if config.prompts else ", or set data.on_bad=drop"
+    fitting: list[Prompt] = []
+    for prompt in prompts:
+        if len(fitting) == most:
+            break
+        if len(prompt.token) <= room:
+            fitting.append(prompt)
+        elif config.on_bad == "drop" and not config.prompts:
+            counts.chats["dropped, too long a prompt to measure on"] += 1
+            counts.held_out -= 1
+        else:
+            raise ValueError(
+                f"{source}: prompt {prompt.id} has {len(prompt.token)} tokens, but the target's context leaves room "
+                f"for {room}: shorten or remove it{remedy}"
+            )
+    if prompts and most and not fitting:
+        raise ValueError(
+            f"{source}: no prompt has at most {room} tokens, which the target's context leaves room for: "
+            "raise data.held_out, or give data.prompts"
+        )
+    return fitting
 
 
 def first_samples(source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:

@@ -63,6 +63,26 @@ def test_a_bad_held_out_record_is_named_or_dropped(
     assert held_out_prompts(config(path, on_bad="drop", **how), chat, 9) == data.held_out
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_prompt_without_room_in_the_context_is_named_or_dropped(
+    cached: bool, chat: PreTrainedTokenizerFast, write: Write, config: Config, tmp_path: Path
+) -> None:
+    records = [
+        {"id": number, "prompt": "c" * (200 if number == 7 else number), "answer": "d"} for number in range(5, 9)
+    ]
+    path, asked = write(*records), write(*records, name="asked.jsonl")
+    how = {"held_out": 3, "cache": str(tmp_path / "cache") if cached else None}
+    for own, source in (({}, "data.jsonl, held out"), ({"prompts": asked, "on_bad": "drop"}, f"data.prompts={asked}")):
+        with pytest.raises(ValueError, match=rf"{source}: prompt 7 has \d+ tokens, but .* room for 100: shorten or"):
+            load_training(config(path, **how, **own), chat, 9, None, 100)
+        assert load_training(config(path, **how, **own), chat, 1, None, 100).held_out, "it is not measured on"
+    data = load_training(config(path, on_bad="drop", **how), chat, 2, None, 100)
+    assert ([prompt.id for prompt in data.held_out], data.counts.held_out) == (["6", "8"], 2)
+    assert +data.counts.chats == {"dropped, too long a prompt to measure on": 1}
+    with pytest.raises(ValueError, match=r"data.jsonl, held out: no prompt has at most 1 tokens"):
+        load_training(config(path, on_bad="drop", **how), chat, 2, None, 1)
+
+
 IMAGE = [{"type": "text", "text": "what is this"}, {"type": "image_url", "image_url": {"url": "x.png"}}]
 
 

@@ -8,11 +8,12 @@ import pytest
 
 from data.text.filters import Counts
 from data.text.prompts import TrainingData
+from tests import toys
 from tests.train import jobs
 from tests.train.test_features import configured
 from train.distributed.processes import RunLock
 from train.planning.check import check_first_records, check_out, check_run
-from train.run import prepare_out
+from train.run import prepare_out, prompt_room
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +91,13 @@ def test_a_resumed_run_without_a_checkpoint_says_that_it_begins(
         run = configured([*toy, f"out={out}", "resume=true"])
         prepare_out(run, lock, {}, TrainingData([], [], Counts()), {})
     assert (f"{out}: nothing to resume, begins at step 0\n" in capsys.readouterr().out) is not begun
+
+
+def test_prompts_have_the_room_that_what_reads_them_asks_for(toy: list[str]) -> None:
+    config = toys.ARCHITECTURES["llama"]
+    alone, nothing = ["eval.prompts=0"], ["eval.prompts=0", "trainer.eval_prompts=0"]
+    rooms = [prompt_room(configured([*toy, *words]), config) for words in ([], alone, nothing, ["workload=tiny"])]
+    assert rooms == [160 - 8, 160 - 1, None, 160 - 1]
 
 
 def test_a_pipe_in_the_runs_folder_is_not_waited_for(tmp_path: Path) -> None:
