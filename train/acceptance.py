@@ -1,7 +1,10 @@
 """Acceptance of a head during training: τ by the real verifier, and in between estimates from recorded features."""
 
+import hashlib
+import json
 import random
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -33,6 +36,12 @@ class AcceptanceEvaluator:
         self.groups = metrics.clustered(self.prompts)
         self.settings = Settings(trainer.eval_tokens, GREEDY)
         self.texts: list[tuple[Features, int]] | None = None
+        # What τ depends on beside the head: values of other measurements do not compare with those here.
+        self.conditions = {
+            "trainer.eval_prompts": len(self.prompts), "trainer.eval_tokens": trainer.eval_tokens,
+            "prompts' fingerprint": hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:16],
+            **{f"tree.{key}": value for key, value in asdict(tree).items()},
+        }  # fmt: skip
 
     def tau(self, head: Any, halted: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
         """Return τ of greedy decoding, pooled over the prompts, its 95 % interval, and P(a >= d).

@@ -89,6 +89,7 @@ class Loop:
         self.control = ProcessControl(self.accelerator, self.out, self.trainer.timeout)
         self.saver = Saver(self.out, self.control, self.trainer.keep)
         self.start, self.progress = 0, dict(BEGINNING)
+        self.conditions = {} if evaluator is None else resume.plain(evaluator.conditions)  # of the best τ
         if resumes:
             self.load()
         self.step.restore(self.progress)
@@ -117,10 +118,23 @@ class Loop:
         then = as_if_so_long(state.get("arithmetic", {}), now, self.trainer, self.start)
         if changed := resume.differences(then, now):
             self.control.warn(f"the same data in the same order, but no longer bit for bit: {changed}")
+        self.compare(state.get("conditions", {}))
         if self.progress["best_step"]:
             best = format.folder_of(self.saver.folder, self.progress["best_step"])
             complaints = self.saver.complaints(best)
             on_main(self.accelerator, lambda: self.restore_head(best, complaints))
+
+    def compare(self, then: dict[str, Any]) -> None:
+        """Drop the best τ, measured under the conditions of `then`, where a measurement under others is to come."""
+        over = self.exhausted() or self.progress["measured"] >= self.trainer.steps
+        if self.evaluator is None or over:
+            self.conditions = then
+        elif then and self.progress["best_tau"] and (changed := resume.differences(then, self.conditions)):
+            self.control.warn(
+                f"the best τ so far, {self.progress['best_tau']:.3f} at step {self.progress['best_step']}, does not "
+                f"compare with those to come: {changed}; the next measurement is the best again"
+            )
+            self.progress["best_tau"] = 0.0
 
     def restore_head(self, best: Path, complaints: list[str]) -> None:
         """Write the head of the best step's checkpoint again where the run's folder has another, a damaged one or none.
@@ -151,7 +165,7 @@ class Loop:
         """Write a checkpoint beside the training, unless this step has one."""
         if self.saver.saved != step:
             identity = {"settings": self.identity.settings, "arithmetic": self.identity.numerics}
-            content = {"progress": dict(self.progress), **identity}
+            content = {"progress": dict(self.progress), "conditions": self.conditions, **identity}
             self.saver.save(self.step.state, step, content, self.progress["best_step"])
 
     def train(self) -> None:

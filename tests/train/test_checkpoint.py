@@ -273,7 +273,7 @@ def test_a_tensor_that_no_shard_holds_is_named(tmp_path: Path) -> None:
     [
         ({"step": 10**18}, "step"), ({"step": -1}, "step"), ({"step": "a"}, "step"), ({"step": None}, "step"),
         ({"progress": [1]}, "progress"), ({"progress": {"best_tau": "x"}}, "progress"), ({"settings": 1}, "settings"),
-        ({"arithmetic": "x"}, "arithmetic"),
+        ({"arithmetic": "x"}, "arithmetic"), ({"conditions": [1]}, "conditions"),
     ],
 )  # fmt: skip
 def test_a_state_of_something_else_is_damaged(tmp_path: Path, values: dict[str, Any], told: str) -> None:

@@ -4,12 +4,17 @@ import json
 import random
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from heads.common.files import write_checked
 from tests.train import jobs
 from tests.train.undisturbed import BATCHES, STEPS, Toy, steps, taus
+from train.checkpoints import format
+from train.loop import Loop
 
 POINTS = random.Random(7).sample(range(6, STEPS * BATCHES - 6), 20)  # micro-batches at which a run is ended
 SIGNALS = [signal.SIGKILL, signal.SIGINT, signal.SIGTERM]
@@ -141,6 +146,33 @@ def test_what_may_change_and_what_may_not(toy: Toy) -> None:
     assert steps(place / "out") == [1, 2, 3, 4, 5, 6]
     kept = sorted(path.name for path in (place / "out" / "checkpoints").iterdir())
     assert kept == ["step-00000005", "step-00000006"]
+
+
+def test_a_best_tau_of_other_prompts_does_not_decide(toy: Toy) -> None:
+    place, words = toy.new(), ("trainer.eval_every=2", "trainer.save_every=2", "trainer.lr=0")
+    toy.start(place, *words, "trainer.steps=2")[0].finish()
+    (path,) = format.checkpoints(place / "out" / "checkpoints")
+    state = format.state_of(path)
+    write_checked(path / format.STATE, state | {"progress": state["progress"] | {"best_tau": 99.0}})
+    said = toy.start(place, *words, "trainer.steps=4", "trainer.eval_prompts=1", "resume=true")[0].finish()
+    assert (
+        "best τ so far, 99.000 at step 2, does not compare with those to come: trainer.eval_prompts (2, now 1)" in said
+    )
+    path = format.checkpoints(place / "out" / "checkpoints")[-1]
+    assert format.state_of(path)["progress"]["best_step"] == 4
+
+
+@pytest.mark.parametrize(("then", "measured", "best"), [({}, 2, 2.0), ({"a": 1}, 4, 2.0), ({"a": 1}, 2, 0.0)])
+def test_a_best_tau_stays_where_nothing_else_is_to_be_compared(
+    then: dict[str, int], measured: int, best: float
+) -> None:
+    """Of a checkpoint that does not say what it was measured on, or of a run that is over."""
+    loop: Any = SimpleNamespace(
+        progress={"best_tau": 2.0, "best_step": 2, "measured": measured}, conditions={"a": 2}, evaluator=object(),
+        trainer=SimpleNamespace(steps=4), exhausted=lambda: False, control=SimpleNamespace(warn=str),
+    )  # fmt: skip
+    Loop.compare(loop, then)
+    assert loop.progress["best_tau"] == best
 
 
 @pytest.mark.slow

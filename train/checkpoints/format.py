@@ -30,6 +30,7 @@ from heads.common.untrusted import inside, shown
 FORMAT = 2
 NAME = re.compile(r"step-[0-9]{8,}")
 INDEX, STATE = "index.json", "state.json"
+DICTS = "progress", "conditions", "settings", "arithmetic"  # of state.json
 PARTIAL, DAMAGED, FAILED = ".partial-", "damaged-", ".failed"
 
 
@@ -139,7 +140,7 @@ def complaint(path: Path, rank: int, world: int) -> str:
 def _check_state(path: Path) -> None:
     """Check that a checkpoint's state.json has the structure that a run writes, and this step."""
     state = read_checked(path / STATE)
-    odd = [key for key in ("progress", "settings", "arithmetic") if not isinstance(state.get(key, {}), dict)]
+    odd = [key for key in DICTS if not isinstance(state.get(key, {}), dict)]
     if not odd:
         values = state.get("progress", {}).values()
         numbers = [number for value in values for number in (value if isinstance(value, list) else [value])]
