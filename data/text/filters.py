@@ -68,7 +68,8 @@ class Counts:
         dropped += [f"{self.short:,} under {config.min_tokens} tokens"] if config.min_tokens > 1 else []
         chats = f"; of the chats, {counts_line(self.chats)}" if +self.chats else ""
         share = self.held_out / max(1, self.held_out + sum(self.records.values()))
-        much = f" ({share:.0%} of all: a smaller data.held_out trains on more)" if share > MUCH else ""
+        limited = config.limit is not None and self.samples >= config.limit  # then the records read are not all
+        much = "" if limited or share <= MUCH else f" ({share:.0%} of all: a smaller data.held_out trains on more)"
         begin = f"{self.held_out:,} held out{much}; of the others " if self.held_out else ""
         begin = f"measured on {config.prompts}; " if config.prompts else begin
         return (

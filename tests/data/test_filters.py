@@ -144,6 +144,12 @@ def test_much_that_is_held_out_is_said(held_out: int, said: str, config: Config)
     assert said in counts.line(config("f.jsonl"))
 
 
+def test_nothing_is_said_of_what_is_held_out_where_the_limit_stopped_the_reading(config: Config) -> None:
+    counts = Counts(Counter({"f": 20}), Counter({"f": 20}), 64, samples=20)
+    assert "data: 64 held out; of the others f 20 of 20" in counts.line(config("f.jsonl", limit=20))
+    assert "64 held out (76% of all: a smaller" in counts.line(config("f.jsonl", limit=21))
+
+
 def test_prompts_of_ones_own_are_named(config: Config) -> None:
     counts = Counts(Counter({"f": 75}), Counter({"f": 75}), 0)
     assert "data: measured on my.jsonl; f 75 of 75 records; dropped: " in counts.line(
