@@ -26,13 +26,16 @@ BLOCKED = (403, 407, 502, 503, 504, 511)  # HTTP statuses by which a proxy answe
 def check_reachable(repo: str, kind: str = "model") -> None:
     """Have the libraries ask the Hub's cache alone, as with HF_HUB_OFFLINE=1, where the Hub cannot be reached.
 
-    Otherwise they try each file again and again, for a minute. What is no repository's name is left to them.
+    Otherwise they try each file again and again, for a minute; of a path they say how the Hub's names are written.
 
     Raises:
-        ValueError: the cache does not hold the repository, a "model" or "dataset"; one line, without its name.
+        ValueError: this is no repository's name, or the cache does not hold it, a "model" or "dataset"; one line,
+            without the name.
     """
+    if kind == "model" and Path(repo).is_file():
+        raise ValueError("is a file; give its folder")
     if not NAME.fullmatch(repo):
-        return
+        raise ValueError("no such folder, nor a Hub id OWNER/NAME")
     before = constants.is_offline_mode()
     why = _unreachable()
     if why and not _downloaded(repo, kind):

@@ -196,9 +196,9 @@ def _tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
 def _errors(path: str, what: str = "causal LM with tokenizer") -> Iterator[None]:
     """Say in one line why transformers cannot load from a path: no such model, or a library that it needs."""
     try:
+        regular(Path(path))
         if not Path(path).is_dir():
             check_reachable(path)
-        regular(Path(path))
         yield
     except BaseException as error:
         if not (isinstance(error, UNFIT) or panicked(error)):

@@ -90,7 +90,7 @@ def test_an_endpoint_answers_instead_of_the_target(
     ("overrides", "message"),
     [
         ([], "nothing to do: give answers=FILE.jsonl, or inspect=N"),
-        (["inspect=1", "model.path=/nowhere/at/all"], "model.path=/nowhere/at/all: no tokenizer loads from there"),
+        (["inspect=1", "model.path=/nowhere"], "model.path=/nowhere: no tokenizer loads from there (no such folder"),
         (["inspect=much"], "inspect"),
         (["inspect_html=masks.html"], "inspect_html=masks.html: shows the samples of inspect=N; give inspect=5"),
         (["inspect=1", "data.turns=first"], "data.turns is 'first': choose all, last"),

@@ -78,10 +78,19 @@ def test_what_was_downloaded_is_taken_and_said_once(
     assert caplog.text.count("http://127.0.0.1:9 cannot be reached") == 1
 
 
-@pytest.mark.parametrize("name", ["/missing/folder", "./model", "a/b/c"])
-def test_the_hub_is_not_asked_for_a_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        *[(name, "no such folder, nor a Hub id OWNER/NAME") for name in ("/missing/folder", "./model", "~/m", "a/b/c")],
+        ("model.safetensors", "is a file; give its folder"),
+    ],
+)
+def test_the_hub_is_not_asked_for_a_path(name: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model.safetensors").touch()
     monkeypatch.setattr(connection, "_failure", pytest.fail)
-    check_reachable(name)
+    with pytest.raises(ValueError, match=f"^{why}$"):
+        check_reachable(name)
     assert not constants.is_offline_mode()
 
 

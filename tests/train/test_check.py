@@ -39,7 +39,10 @@ def test_a_run_that_can_start_is_not_refused(toy: list[str]) -> None:
         (["compare=[/nowhere/run]"], "/nowhere/run: no such folder"),
         (["init=/nowhere/run"], "/nowhere/run: no such folder"),
         (["model.adapter=/nowhere/adapter"], "model.adapter=/nowhere/adapter: no such folder"),
-        (["model.path=/nowhere/target"], "model.path=/nowhere/target: no causal LM"),
+        (
+            ["model.path=/nowhere/target"],
+            "model.path=/nowhere/target: no causal LM with tokenizer loads from there (no such folder",
+        ),
         (["features=stored", "features.path=/nowhere/store"], "/nowhere/store: holds no feature store"),
         (["features=engine", "features.path=/nowhere/store"], "/nowhere/store: holds no feature store"),
         (["out=/dev/null/run"], "out=/dev/null/run: cannot be written (/dev/null: Not a directory)"),

@@ -58,7 +58,7 @@ def test_the_command_needs_no_run_and_says_by_its_status_that_something_is_wrong
         (["doctor={empty}", "target={target}"], "no head in it"),
         (["doctor={empty}/nowhere", "target={target}"], "no such folder"),
         (["doctor={head}", "target={empty}"], "no model there"),
-        (["doctor={head}", "target={empty}/nowhere"], "no model there"),
+        (["doctor={head}", "target={empty}/nowhere"], "no model there (no such folder"),
         (["doctor={bare}"], "do not say its target; give target="),
         (["doctor={head}", "target={target}", "format=onnx"], "format is 'onnx'"),
         (["doctor={head}", "target={target}", "checkup.prompts=0"], "checkup.prompts is 0"),
