@@ -25,6 +25,12 @@ DEEPEST = 1000  # accepted tokens of a pass
 TRIES = 20  # records without acceptance that may come before half of all must have it
 
 
+def check_log(path: Path) -> None:
+    """Refuse a log that is not there, or no file."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; give the log that the service writes")
+
+
 def growing(path: Path, *, follow: bool, poll: float) -> Iterator[bytes]:
     """Yield the lines of a file, and those that are added to it; an incomplete one waits for its end.
 
@@ -34,8 +40,7 @@ def growing(path: Path, *, follow: bool, poll: float) -> Iterator[bytes]:
     Raises:
         ValueError: there is no such file at first, or a line is too long for a record.
     """
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; give the log that the service writes")
+    check_log(path)
     file = path.open("rb")
     try:
         while True:

@@ -453,6 +453,15 @@ def test_the_target_that_reads_the_log_is_gone_when_the_training_loads_its_own(
         go(folder, train=train)
 
 
+def test_what_cannot_begin_is_refused_in_a_line_and_leaves_no_folder(folder: Path) -> None:
+    for log in (folder / "gone.jsonl", folder):
+        with pytest.raises(ValueError, match=f"^{log}: no such file; give the log that the service writes$"):
+            go(folder, f"log={log}")
+        assert not (folder / "loop").exists()
+    with pytest.raises(ValueError, match=r"^out=/dev/null/loop: cannot be written"):
+        go(folder, "out=/dev/null/loop")
+
+
 def test_another_head_or_a_damaged_state_is_refused_in_a_line(folder: Path) -> None:
     assert go(folder, "loop.watcher.reference=1000") == 0
     with pytest.raises(ValueError, match="maintains"):

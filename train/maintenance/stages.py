@@ -14,10 +14,10 @@ from typing import Any
 from eval.config import eval_config
 from eval.inputs.runs import model_of, overlay
 from eval.run import player
-from eval.watch.arrivals import Log
+from eval.watch.arrivals import Log, check_log
 from eval.watch.run import EARLY, watched
 from heads.common.command import quoted
-from heads.common.files import claim, last_good, replacing
+from heads.common.files import check_writable, claim, last_good, replacing
 from heads.common.typed import typed
 from heads.formats.hub import kind_of, resolve_head
 from heads.formats.published import is_published
@@ -39,15 +39,17 @@ def maintain(run: Any, words: list[str], train: Train) -> int:
     """Run the stages from where they were stopped; return 1 where an adapted head was not better, else 0.
 
     Raises:
-        ValueError: no log or head, another head than the folder's, or a log that cannot be trained on.
+        ValueError: no log or head, a folder that cannot be written, another head than the folder's, or a log that
+            cannot be trained on.
     """
     if run.log is None or run.serve is None:
         raise ValueError("experiment=loop needs log=FILE, the requests and answers, and serve=FOLDER, the head")
     if run.plan:
         raise ValueError("plan=true plans a training, and experiment=loop may swap a head: leave one of them out")
     out = Path(run.out)
+    check_log(Path(run.log).expanduser())
     resolve_head(run.serve)
-    out.mkdir(parents=True, exist_ok=True)
+    check_writable(out, "out")
     with claim(out / "lock", wait=False) as free:
         if not free:
             raise ValueError(f"{out}: another maintenance is running there; wait for it, or give another out")
