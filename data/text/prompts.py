@@ -113,7 +113,7 @@ def load_prompts(path: str, tokenizer: PreTrainedTokenizerBase, limit: int | Non
     source = open_source(path, split="")
     if set(next(iter(source))) == set(Prompt._fields):
         return [Prompt.read(record, index, path) for index, record in enumerate(islice(source, limit))]
-    return [prompt_of(record, tokenizer) for record in islice(read_all(source), limit)]
+    return [_sourced(record, tokenizer) for record in islice(read_all(source), limit)]
 
 
 def locate(name: str) -> str:
@@ -176,7 +176,7 @@ def _held_out(
             yield record, _prompt(record, tokenizer)
         except BAD as error:
             if config.on_bad == "fail":
-                raise _refused(record, error) from error
+                raise _refused(record, error, f"{record.source}: ") from error
             seen[f"dropped, {bad_sample(error).cause}"] += 1
 
 
@@ -278,8 +278,16 @@ def prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
         raise _refused(record, error) from error
 
 
-def _refused(record: Record, error: ValueError) -> ValueError:
-    return ValueError(f"prompt {record.id}: {bad_sample(error).message}")
+def _sourced(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """Return the prompt of a record, as `prompt_of` does; its source is named too."""
+    try:
+        return _prompt(record, tokenizer)
+    except BAD as error:
+        raise _refused(record, error, f"{record.source}: ") from error
+
+
+def _refused(record: Record, error: ValueError, where: str = "") -> ValueError:
+    return ValueError(f"{where}prompt {record.id}: {bad_sample(error).message}")
 
 
 def _prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:

@@ -38,7 +38,8 @@ def test_half_a_surrogate_pair_is_named_or_dropped(
 @pytest.mark.parametrize("raw", [{"text": " "}, {"text": "\ud83d"}, {"prompt": "\ud83d"}])
 def test_a_prompt_that_is_no_text_is_named(raw: dict[str, Any], chat: PreTrainedTokenizerFast, write: Write) -> None:
     with pytest.raises(
-        ValueError, match=r"prompt 7: (it holds half a surrogate pair|has no user message and no text).*remove it"
+        ValueError,
+        match=r"data\.jsonl: prompt 7: (it holds half a surrogate pair|has no user message and no text).*remove it",
     ):
         load_prompts(write({"id": 7, **raw}), chat, None)
 
@@ -55,7 +56,7 @@ def test_a_bad_held_out_record_is_named_or_dropped(
     path = write({"prompt": "a", "answer": "b"}, {"id": 6, "prompt": "c", "answer": "d"}, {"id": 7, **raw})
     how = {"held_out": 2, "cache": str(tmp_path / "cache") if cached else None}
     for refused in (load_training, held_out_prompts):
-        with pytest.raises(ValueError, match="prompt 7: "):
+        with pytest.raises(ValueError, match=r"data\.jsonl: prompt 7: "):
             refused(config(path, **how), chat, 9)
     data = load_training(config(path, on_bad="drop", **how), chat, 9)
     assert ([prompt.id for prompt in data.held_out], data.counts.held_out) == (["6"], 1)
