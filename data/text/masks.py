@@ -168,6 +168,10 @@ def _plain(record: Record, tokenizer: PreTrainedTokenizerBase, max_tokens: int, 
 
 def _chat(record: Record, tokenizer: PreTrainedTokenizerBase, config: DataConfig, seen: Counter[str]) -> list[Sample]:
     """Return the chat as one sample, or as several where the template renders earlier turns differently."""
+    if record.unsaid:  # it would train the end of a turn that nobody has written
+        raise BadSampleError(
+            "answer without content", "an answer has no content and no tool calls; fix or remove the sample"
+        )
     turns = joined(turns_of(record, tokenizer, config, seen))
     masked = [_end_turns(*_mask(text, spans, tokenizer), tokenizer) for text, spans in turns]
     for _, mask in masked:

@@ -2,9 +2,8 @@
 
 import re
 
-from data.text.records import Message
+from data.text.records import REASONING, Message
 
-FIELDS = ("reasoning_content", "thinking", "reasoning")  # DeepSeek, Qwen and most servers; gpt-oss; newer servers
 OPEN = r"(?:<think>|\[THINK\]|<\|START_THINKING\|>|<seed:think>)"
 CLOSE = r"(?:</think>|\[/THINK\]|<\|END_THINKING\|>|</seed:think>)"
 EMPTY = re.compile(rf"\s*{OPEN}\s*{CLOSE}\s*")
@@ -18,20 +17,20 @@ OPENED = re.compile(rf"{OPEN}\s*\Z")
 
 def reasoning_of(message: Message) -> str:
     """Return the reasoning that comes with an answer, empty if none does."""
-    field = next((str(message[name]) for name in FIELDS if message.get(name)), "")
+    field = next((str(message[name]) for name in REASONING if message.get(name)), "")
     block = BLOCK.match(message["content"]) if isinstance(message["content"], str) else None
     return field or (re.sub(rf"{OPEN}|{CLOSE}", "", block[0]) if block else "")
 
 
 def under_all_names(message: Message) -> Message:
     """Return the message with its reasoning under each name that templates look for."""
-    field = next((message[name] for name in FIELDS if message.get(name)), None)
+    field = next((message[name] for name in REASONING if message.get(name)), None)
     return message if field is None else {**message, "reasoning_content": field, "thinking": field}
 
 
 def without(message: Message) -> Message:
     """Return the message without its reasoning, be it a field or the block that its content begins with."""
-    answer = {key: value for key, value in message.items() if key not in FIELDS}
+    answer = {key: value for key, value in message.items() if key not in REASONING}
     if message["role"] == "assistant" and isinstance(answer["content"], str) and BLOCK.match(answer["content"]):
         answer["content"] = BLOCK.sub("", answer["content"], count=1)
     return answer

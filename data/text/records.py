@@ -16,6 +16,7 @@ ROLES = {
 }
 QUESTIONS = ("prompt", "question", "instruction")
 ANSWERS = ("answer", "output", "response", "completion")
+REASONING = ("reasoning_content", "thinking", "reasoning")  # DeepSeek, Qwen and most servers; gpt-oss; newer servers
 IDS = (
     *("id", "question_id", "task_id", "conversation_id", "prompt_id", "custom_id"),
     *("uid", "unique_id", "instance_id", "_id", "ID", "key", "request_id"),
@@ -63,6 +64,7 @@ class Record(NamedTuple):
     tools: tuple[dict[str, Any], ...] = ()  # the functions that the assistant may call, as OpenAI has them
     source: str = ""  # the name of its source
     exact: tuple[Exact, ...] = ()  # its tokens, where it gives them: they then count, and not the text
+    unsaid: bool = False  # an answer of the chat is missing: not even an empty text is given for it
 
 
 def parse(raw: dict[str, Any], index: int, path: str) -> Record:
@@ -83,7 +85,9 @@ def parse(raw: dict[str, Any], index: int, path: str) -> Record:
         shown = json.dumps(raw, ensure_ascii=False, sort_keys=True, default=str)
         shown = shown if len(shown) <= SHOWN else shown[:SHOWN] + "…"
         raise ValueError(f"{path}: record {name} is of no known shape: {shown} The shapes read are {SHAPES}")
-    return Record(name, label(raw.get("category") or ""), _with_media(messages or [], body), text, tools, path, exact)
+    chat, category = _with_media(messages or [], body), label(raw.get("category") or "")
+    unsaid = any(map(_is_unsaid, body.get("messages") or body.get("conversations") or [])) if chat else False
+    return Record(name, category, chat, text, tools, path, exact, unsaid)
 
 
 def label(value: Any) -> str:
@@ -159,6 +163,14 @@ def _is_message(message: Any) -> bool:
     calls = parsed(message.get("tool_calls")) or []
     named = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
     return right and named and all(isinstance(call.get("function") or {}, dict) for call in calls)
+
+
+def _is_unsaid(message: Message) -> bool:
+    """Whether this is an answer that nothing is given of: no content, be it empty, no call and no reasoning."""
+    if ROLES.get(message.get("role") or message["from"]) != "assistant":
+        return False
+    given = any(message.get(key) is not None for key in ("content", "value"))
+    return not (given or any(parsed(message.get(key)) for key in ("tool_calls", "function_call", *REASONING)))
 
 
 def _message(message: Message) -> Message:

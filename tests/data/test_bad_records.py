@@ -18,7 +18,7 @@ from data.text.prompts import (
     load_training,
     records_to_answer,
 )
-from data.text.sources import open_source
+from data.text.sources import open_source, read_all
 
 Write = Callable[..., str]
 Config = Callable[..., DataConfig]
@@ -82,6 +82,30 @@ def test_a_prompt_without_room_in_the_context_is_named_or_dropped(
     assert +data.counts.chats == {"dropped, too long a prompt to measure on": 1}
     with pytest.raises(ValueError, match=r"data.jsonl, held out: no prompt has at most 1 tokens"):
         load_training(config(path, on_bad="drop", **how), chat, 2, None, 1)
+
+
+ASKED = {"role": "user", "content": "a"}
+CALLS = [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
+
+
+@pytest.mark.parametrize("answer", [{}, {"content": None, "tool_calls": []}, {"tool_calls": "[]", "reasoning": ""}])
+def test_an_answer_of_which_nothing_is_given_is_named_or_dropped(
+    answer: dict[str, Any], chat: PreTrainedTokenizerFast, write: Write, config: Config
+) -> None:
+    unsaid = {"role": "assistant", **answer}
+    path = write({"prompt": "a", "answer": "b"}, {"id": 7, "messages": [ASKED, unsaid]})
+    with pytest.raises(ValueError, match=r"data\.jsonl: sample 7: an answer has no content and no tool calls; fix"):
+        load_samples(config(path), chat)
+    data = load_training(config(path, on_bad="drop"), chat, 0)
+    assert (len(data.samples), +data.counts.chats) == (1, {"dropped, answer without content": 1})
+
+
+@pytest.mark.parametrize(
+    "answer", [{"content": ""}, {"content": None, "tool_calls": CALLS}, {"reasoning_content": "c"}, {"value": "b"}]
+)
+def test_an_answer_may_be_empty_call_or_reason_alone(answer: dict[str, Any], write: Write) -> None:
+    (record,) = read_all(open_source(write({"messages": [ASKED, {"role": "assistant", **answer}]}), ""))
+    assert not record.unsaid
 
 
 IMAGE = [{"type": "text", "text": "what is this"}, {"type": "image_url", "image_url": {"url": "x.png"}}]
