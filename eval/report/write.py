@@ -53,14 +53,11 @@ class Report:
         return greedy + [f"{check}; speedup {WITHHELD}" for check in self.sampled if not check.passed]
 
     def warnings(self) -> list[str]:
-        """Return what to compare with care: what the evaluation noted, and intervals of few prompts."""
-        whole = [row for row in self.rows if not row.category and not row.report and (row.tau_ci or row.speedup_ci)]
-        few = [row for row in whole if 0 < row.prompts < ENOUGH]  # 0: an earlier version did not count them
-        noted = [
-            f"{row.prompts} prompts of {row.workload} are few for a bootstrap interval, which is then too narrow: give "
-            f"prompts={ENOUGH} or more"
-            for row in few
-        ]
+        """Return what to compare with care: what the evaluation noted, and numbers of few prompts."""
+        whole = [row for row in self.rows if not row.category and not row.report]
+        measured = [row for row in whole if row.tau is not None or row.speedup is not None]
+        few = [row for row in measured if 0 < row.prompts < ENOUGH]  # 0: an earlier version did not count them
+        noted = [_few(row.prompts, row.workload) for row in few]
         return list(dict.fromkeys([*self.extras.get("warnings", []), *noted]))
 
     def as_dict(self) -> dict[str, Any]:
@@ -110,6 +107,15 @@ def _write(file: Path, text: str) -> None:
         raise OSError(
             f"{file} cannot be written ({error.strerror or error}): free space there, or give another out"
         ) from error
+
+
+def _few(prompts: int, workload: str) -> str:
+    if prompts == 1:  # with nothing to resample there is no interval, the least evidence of all
+        return f"1 prompt of {workload} is too few for a bootstrap interval: give prompts={ENOUGH} or more"
+    return (
+        f"{prompts} prompts of {workload} are few for a bootstrap interval, which is then too narrow: give "
+        f"prompts={ENOUGH} or more"
+    )
 
 
 def _failure(name: str, gate: Gate) -> str:

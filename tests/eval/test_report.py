@@ -71,14 +71,16 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
 def test_an_interval_of_few_prompts_is_warned_of_once() -> None:
     few = replace(ROW, prompts=4)
     many, alone = replace(ROW, prompts=8), replace(ROW, prompts=1, tau_ci=None, speedup_ci=None)
+    unmeasured = replace(alone, tau=None, speedup=None)
     made = report(few)
     (warning,) = made.as_dict()["warnings"]
     assert warning.startswith("4 prompts of tiny are few for a bootstrap interval")
     assert f"**Compare with care:** {warning}." in markdown(made)
     again = report_of(json.loads(json.dumps(made.as_dict())), "report.json")
     assert again.warnings() == [warning]
-    for row in (many, alone, replace(few, category="code")):
+    for row in (many, unmeasured, replace(few, category="code")):
         assert report(row).warnings() == []
+    assert report(alone).warnings() == ["1 prompt of tiny is too few for a bootstrap interval: give prompts=8 or more"]
 
 
 def test_a_lossy_gate_is_red_without_a_failure() -> None:

@@ -72,6 +72,16 @@ def test_the_metadata_are_the_hubs_own(run: Path) -> None:
     assert not any(each.metric_value in (9.87, 1.0) for each in data.eval_results)
 
 
+def test_an_interval_of_no_width_is_not_published(run: Path) -> None:
+    report = json.loads((run / "report.json").read_text(encoding="utf-8"))
+    for row in report["rows"]:
+        row["tau_ci"] = [row["tau"], row["tau"]]
+    (run / "report.json").write_text(json.dumps(report), encoding="utf-8")
+    found = [each for each in ModelCard(card_of(run)).data.eval_results if each.metric_type == "tau"]
+    assert found
+    assert not any(each.metric_args for each in found)
+
+
 def test_the_card_says_what_was_measured(run: Path) -> None:
     text = card_of(run)
     assert "\n# A Medusa head for target\n" in text

@@ -46,7 +46,8 @@ def results(facts: Facts) -> list[EvalResult]:
         for metric, name in METRICS.items():
             if row[metric] is None or (metric == "speedup" and result.failed):
                 continue
-            interval = row[f"{metric}_ci"]
+            ends = [round(end, 4) for end in row[f"{metric}_ci"] or ()]
+            uncertain = len({*ends}) > 1  # of no width where requests are alike or too few, which is no certainty
             evaluations.append(
                 EvalResult(
                     task_type=TASK,
@@ -56,7 +57,7 @@ def results(facts: Facts) -> list[EvalResult]:
                     metric_type=metric,
                     metric_name=name,
                     metric_value=round(row[metric], 4),
-                    metric_args=None if interval is None else {"interval_95": [round(end, 4) for end in interval]},
+                    metric_args={"interval_95": ends} if uncertain else None,
                 )
             )
     return evaluations
