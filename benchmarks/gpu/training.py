@@ -38,9 +38,10 @@ def run_of(bench: Bench, optimizer: str, rows: int, *more: str) -> RunConfig:
     """Return a run of one micro-batch a step."""
     length = 64 if bench.toy else LENGTH
     return composed(
-        "head=eagle3", f"model.path={bench.folder}", "model.dtype=bfloat16", f"model.device={bench.device}",
-        f"data.length={length}", f"trainer.micro_tokens={rows * length}", f"trainer.batch_tokens={rows * length}",
-        "trainer.eval_prompts=0", f"trainer.optimizer={optimizer}", f"out={bench.work / 'run'}", *more,
+        "head=eagle3", "objective.depths=5", f"model.path={bench.folder}", f"model.device={bench.device}",
+        "model.dtype=bfloat16", f"data.length={length}", f"trainer.micro_tokens={rows * length}",
+        f"trainer.batch_tokens={rows * length}", "trainer.eval_prompts=0", f"trainer.optimizer={optimizer}",
+        f"out={bench.work / 'run'}", *more,
     )  # fmt: skip
 
 
