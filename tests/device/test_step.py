@@ -1,13 +1,15 @@
 """The device step on the device: nothing of it waits for the host, in static shapes or out of a graph."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from inference.batch import batch_of
-from inference.decode import Settings
+from heads.modules.vocab import prune
+from inference.batch import Batch, batch_of
+from inference.decode import Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.laps import Laps
 from inference.target.target import Target
@@ -66,3 +68,33 @@ def test_replayed_graphs_write_the_tokens_of_a_step_that_is_not_captured(
         if captures and device.type == "cuda":
             assert len(step.graphs.captured) >= 5, "each stage is captured"
     assert texts[True] == texts[False]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_heads_and_the_baseline_take_turns_with_the_graphs_of_their_first_request(
+    size: int, target_on: On, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is captured anew, and each head's graphs read its own rows of the lm_head, which both share."""
+    target, made = target_on("llama", torch.float32), list[Batch]()
+    heads: list[Any] = [copy.deepcopy(toys.head("hass", toys.target())).to(device) for _ in range(2)]
+    for seed, head in enumerate(heads):
+        head._embeddings = (target.embeddings,)
+        prune(head, torch.randint(100, (toys.VOCAB,), generator=torch.Generator().manual_seed(seed)))
+    sources = [HeadDrafter(head, toys.TREES["dynamic"], "hass") for head in heads]
+    prompts, settings = [toys.prompt(seed, 9) for seed in range(size)], Settings(30, GREEDY)
+    expected = [autoregress(target, prompt, settings).tokens for prompt in prompts]
+    original = Batch.__init__
+
+    def noted(self: Batch, *args: Any) -> None:
+        made.append(self)
+        original(self, *args)
+
+    monkeypatch.setattr(Batch, "__init__", noted)
+    accepted: list[list[int]] = []
+    for source in sources * 3:
+        answers = speculate(target, source, prompts, settings, batch_size=size)
+        assert [answer.tokens for answer in answers] == expected
+        accepted.append([step.accepted for answer in answers for step in answer.steps])
+    assert accepted[:2] == accepted[2:4] == accepted[4:], "no drafts of another head's rows"
+    assert device.type != "cuda" or len(made) == 2
+    target.idle.clear()
