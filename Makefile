@@ -58,7 +58,7 @@ $(LLAMA): tests/serving/llama.txt $(SERVED)
 HEADERS := import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))
 COMPILES = $(if $(shell command -v $${CXX:-g++} >/dev/null && $(PYTHON) -c '$(HEADERS)' && echo yes),true,false)
 demo: setup ## distill a head from the embedded target, verify it, write the report; bf16, as models are served
-	$(RUN) train/run.py head=best data.turns=text tree.depth=7 tree.top_k=3 tree.nodes=20 \
+	$(RUN) train/run.py head=best data.turns=text objective.depths=5 tree.depth=7 tree.top_k=3 tree.nodes=20 \
 		eval.dtype=bfloat16 eval.minutes=30 eval.engine.compile_drafts=$(COMPILES) overwrite=true
 
 # Two processes of one thread each: toy tensors gain nothing from threads.
