@@ -223,8 +223,10 @@ def lend(
     del idle
     try:
         return batch_of(target, drafter, size, requests)
-    except ValueError:  # it finds no memory beside those that wait, or is refused for itself, and then again
-        target.idle.clear()
+    except ValueError:
+        if not target.idle:
+            raise
+        target.idle.clear()  # beside which it may have found no memory
         return batch_of(target, drafter, size, requests)
 
 

@@ -91,7 +91,8 @@ def load_training(
         key = cache_key(config, tokenizer, [source.identity() for source in opened])
         folder = Path(config.cache).expanduser() / key
         counts = Counts.read(cached(folder, partial(_fill_cache, prepare)))
-        held_out = load_prompts(str(folder / PROMPTS), tokenizer, None) if counts.held_out else []
+        most = prompts if room is None else None  # those that are too long may be left out
+        held_out = load_prompts(str(folder / PROMPTS), tokenizer, most) if counts.held_out else []
         samples = CachedSamples(folder / SAMPLES)
     if config.prompts and prompts:
         held_out = load_prompts(config.prompts, tokenizer, prompts)
@@ -113,7 +114,7 @@ def load_prompts(path: str, tokenizer: PreTrainedTokenizerBase, limit: int | Non
     source = open_source(path, split="")
     if set(next(iter(source))) == set(Prompt._fields):
         return [Prompt.read(record, index, path) for index, record in enumerate(islice(source, limit))]
-    return [_sourced(record, tokenizer) for record in islice(read_all(source), limit)]
+    return [prompt_of(record, tokenizer, f"{record.source}: ") for record in islice(read_all(source), limit)]
 
 
 def locate(name: str) -> str:
@@ -263,30 +264,23 @@ def _warn(counts: Counts, tokenizer: PreTrainedTokenizerBase, config: DataConfig
         )
 
 
-def prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+def prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase, where: str = "") -> Prompt:
     """Return the prompt of a record: a chat's first question, by the chat template if any, or a piece of a plain text.
 
     Of a record that gives its tokens it is those before the first answer, without a text: a system prompt that all
     share would count as contamination.
 
     Raises:
-        ValueError: there is none, it is no text, or the chat template does not render it; the record is named.
+        ValueError: there is none, it is no text, or the chat template does not render it; the record is named,
+            behind `where` it is.
     """
     try:
         return _prompt(record, tokenizer)
     except BAD as error:
-        raise _refused(record, error) from error
+        raise _refused(record, error, where) from error
 
 
-def _sourced(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """Return the prompt of a record, as `prompt_of` does; its source is named too."""
-    try:
-        return _prompt(record, tokenizer)
-    except BAD as error:
-        raise _refused(record, error, f"{record.source}: ") from error
-
-
-def _refused(record: Record, error: ValueError, where: str = "") -> ValueError:
+def _refused(record: Record, error: ValueError, where: str) -> ValueError:
     return ValueError(f"{where}prompt {record.id}: {bad_sample(error).message}")
 
 

@@ -123,7 +123,7 @@ def _is_odd(value: Any) -> bool:
 
 
 def _check_facts(content: Mapping[str, Any], file: Path) -> None:
-    """Refuse numbers of the target and the device that nothing can be reckoned with; several reports' are in words."""
+    """Refuse counts of devices and experts that are no counts; those of several reports are joined to a text."""
     if any(row.get("report") for row in content["rows"]):
         return
     count, experts = content["device"].get("count", 1), content["target"].get("experts")

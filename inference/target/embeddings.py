@@ -28,7 +28,7 @@ class TargetEmbeddings(nn.Module):
         self.vocab_size: int = self.lm_head.weight.shape[0]
         self.num_layers: int = config.num_hidden_layers
         self.layer = shape_of(config)
-        self._some: tuple[Tensor, int, nn.Linear] | None = None  # the last of `_all_rows` that were asked for
+        self._some: tuple[Tensor, nn.Linear] | None = None  # the last of `_all_rows` that were asked for
         self._all_rows: Any = WeakTensorKeyDictionary()  # by the ids of their tokens, as long as these live
 
     def spec(self, name: str, fingerprint: str, adapter: str | None = None) -> TargetSpec:
@@ -74,7 +74,7 @@ class TargetEmbeddings(nn.Module):
                     rows.bias = nn.Parameter(self.lm_head.bias[ids], requires_grad=False)
             self._all_rows[ids] = version, rows
         assert isinstance(rows, nn.Linear)
-        object.__setattr__(self, "_some", (ids, version, rows))
+        object.__setattr__(self, "_some", (ids, rows))
         return rows
 
     def _traced(self, hidden: Float[Tensor, "*n D"], ids: Int[Tensor, "W"]) -> Float[Tensor, "*n W"]:
@@ -83,13 +83,13 @@ class TargetEmbeddings(nn.Module):
         If another head has asked since, the rows are copied in each step until a prompt asks for them again.
         """
         if self._some is not None and self._some[0] is ids:
-            return self._some[2](hidden)
+            return self._some[1](hidden)
         bias = self.lm_head.bias
         return functional.linear(hidden, self.lm_head.weight[ids], None if bias is None else bias[ids])
 
     def kept_rows(self) -> list[Tensor]:
         """Return the lm_head's rows that are kept, by which compiled drafts may read them."""
-        return [] if self._some is None else [self._some[2].weight]
+        return [] if self._some is None else [self._some[1].weight]
 
     def head_weight(self) -> Float[Tensor, "V D"]:
         """Return the lm_head's weight."""

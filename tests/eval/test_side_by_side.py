@@ -181,15 +181,15 @@ def test_each_rows_numbers_are_of_its_own_target_and_device(tmp_path: Path) -> N
     files = []
     for name, experts, count, date in (("one", None, None, "2026-01-02"), ("two", [8, 2], 2, "2026-03-04")):
         device = DEVICE | {"count": count} if count else DEVICE
-        told = {"name": f"target-{name}", "experts": experts}
+        target = {"name": f"target-{name}", "experts": experts}
         settings = SETTINGS | {"provenance": {"date": f"{date}T10:00:00"}}
-        files.append(make(tmp_path, name, Report(told, device, settings, {}, [*SWEEP, *EAGLE])))
+        files.append(make(tmp_path, name, Report(target, device, settings, {}, [*SWEEP, *EAGLE])))
     made = side_by_side(files).as_dict()
     values = operating.plots(made)[0].spec["data"]["values"]
     assert {value["all"] for value in values if "plain" in value["name"]} == {90.0, 45.0}
     assert "target-one writes" in sentence(made), "the first of two equally fast"
-    told = why(made, topic("why", results_of(made))).text
-    assert [", two over" in line for line in told if "8 experts a layer" in line] == [True]
+    sentences = why(made, topic("why", results_of(made))).text
+    assert [", two over" in line for line in sentences if "8 experts a layer" in line] == [True]
     assert dates(made) == "2026-01-02, 2026-03-04"
 
 

@@ -214,7 +214,7 @@ def test_a_planted_fault_is_found_with_its_remedy(name: str, tmp_path: Path, war
         ("mtp", "sglang", {}, "mtp"),
     ],
 )
-def test_a_whole_head_with_another_kinds_name_is_told_vllms_name_for_its_own(
+def test_a_whole_head_with_another_kinds_name_gets_vllms_name_for_its_own(
     kind: str, form: str, options: dict[str, Any], method: str, tmp_path: Path, ward: Ward
 ) -> None:
     folder = ward.published(tmp_path / f"eagle-{method}", kind, form, options, steps=1)
