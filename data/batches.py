@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.text.cache import CachedSamples
 from data.text.masks import Sample
+from data.text.prompts import Prompt
 
 Tokens = np.ndarray[Any, Any]  # one sample's tokens or mask, (T,)
 
@@ -70,14 +71,18 @@ def pack(samples: Sequence[Sample], length: int) -> Packed:
     return Packed(torch.from_numpy(token), torch.from_numpy(document), torch.from_numpy(mask))
 
 
-def check_known(packed: Packed, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
+def check_known(
+    packed: Packed, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, vocabulary: int
+) -> None:
     """Refuse data with a token that the target does not know: a tokenizer may have some that its embedding lacks."""
-    last = int(packed.token.max())
-    if last >= vocabulary:
-        raise ValueError(
-            f"the data holds token {last} ({tokenizer.convert_ids_to_tokens(last)!r}), but the target knows "
-            f"{vocabulary}: leave out the text that holds it, or give a model.path whose tokenizer is the model's own"
-        )
+    largest = {"the data": int(packed.token.max())}
+    largest |= {f"prompt {prompt.id}, held out of the data,": max(prompt.token, default=0) for prompt in prompts}
+    for where, last in largest.items():
+        if last >= vocabulary:
+            raise ValueError(
+                f"{where} holds token {last} ({tokenizer.convert_ids_to_tokens(last)!r}), but the target knows "
+                f"{vocabulary}: leave out the text that holds it, or give a model.path whose tokenizer is the model's own"
+            )
 
 
 def sample_arrays(samples: Sequence[Sample]) -> Iterator[tuple[Tokens, Tokens]]:

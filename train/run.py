@@ -247,7 +247,7 @@ def train_head(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> RunCo
     prompt_count = max(run.eval.prompts, run.trainer.eval_prompts)
     data = load_training(run.data, target.tokenizer, prompt_count, run.workload, prompt_room(run, target.config))
     packed = pack(data.samples, run.data.length)
-    check_known(packed, target.tokenizer, target.embeddings.vocab_size)
+    check_known(packed, data.held_out, target.tokenizer, target.embeddings.vocab_size)
     if run.init in STARTS:  # else the vocabulary is chosen already
         prune(head, token_counts(data.samples, target.embeddings.vocab_size))
     batches = batches_for(run, packed, accelerator)

@@ -231,7 +231,7 @@ def job(run: StreamsRunConfig, accelerator: Accelerator, lock: RunLock) -> Strea
     streams = Streams(run.streams, target)
     data = load_training(run.data, target.tokenizer, run.trainer.eval_prompts)
     packed = pack(data.samples, run.data.length)
-    check_known(packed, target.tokenizer, target.embeddings.vocab_size)
+    check_known(packed, data.held_out, target.tokenizer, target.embeddings.vocab_size)
     batches = batches_for(run, packed, accelerator)
 
     def begin() -> None:

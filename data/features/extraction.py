@@ -190,7 +190,7 @@ def extract_features(
     check_alone(model.where, "an extraction")
     target = load_target(model, str(state.device), whole=config.vllm is None and prompts is None)
     packed = pack(load_training(data, target.tokenizer, 0, workload).samples, data.length)
-    check_known(packed, target.tokenizer, target.embeddings.vocab_size)
+    check_known(packed, (), target.tokenizer, target.embeddings.vocab_size)
     if prompts is not None:
         if state.is_main_process:
             say(f"{prompts}: the tokens of {write_prompts(packed, Path(prompts))} documents, for vLLM")

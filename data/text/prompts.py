@@ -286,6 +286,13 @@ def _refused(record: Record, error: ValueError, where: str) -> ValueError:
 
 def _prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     """Return the prompt of a record, as `prompt_of` does; one of BAD where there is none."""
+    prompt = _encoded(record, tokenizer)
+    if not prompt.token:
+        raise BadSampleError("no tokens", "it has no tokens; remove it")
+    return prompt
+
+
+def _encoded(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     if record.exact:
         (prompt,), whole = before_answers(record, "first"), record.exact[0].token
         check_vocabulary(whole, tokenizer)

@@ -122,6 +122,19 @@ def test_a_copy_of_held_out_tokens_is_dropped(
     assert data.counts.duplicates == 1
 
 
+def test_a_held_out_record_without_tokens_is_refused_or_dropped(
+    write: Write, config: Config, bare: PreTrainedTokenizerFast
+) -> None:
+    """It was trained beside, and the first measurement failed."""
+    other = {"prompt_token_ids": [5], "token_ids": [6, 7]}
+    path = write({"id": "a", **other}, {"id": "held", "input_ids": [], "loss_mask": []}, {"id": "asked", **PAIR})
+    with pytest.raises(ValueError, match=r"prompt held: it has no tokens; remove it"):
+        load_training(config(path, held_out=2), bare, 9)
+    data = load_training(config(path, held_out=2, on_bad="drop"), bare, 9)
+    assert data.counts.chats["dropped, no tokens"] == 1
+    assert "held" not in {prompt.id for prompt in data.held_out}
+
+
 def test_a_log_of_ours_read_again_differs_in_no_token(
     tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:

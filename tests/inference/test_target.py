@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from data.batches import check_known, pack
 from data.text.masks import Sample
+from data.text.prompts import Prompt
 from inference.target import probe
 from inference.target.config import DTYPES, fast_dtype
 from inference.target.target import Target
@@ -60,9 +61,11 @@ def test_tokens_beyond_the_embedding_are_said_and_refused(caplog: Log) -> None:
         target = Target(model, tokenizer, "beyond")
     assert caplog.text.count("beyond knows 40 tokens, and its tokenizer has 2 more, from '<pad>' on") == 1
     good, bad = pack([Sample("a", [1, 39, 2], [1, 1, 1])], 4), pack([Sample("b", [1, 41, 2], [0, 0, 0])], 4)
-    check_known(good, tokenizer, target.embeddings.vocab_size)
+    check_known(good, [Prompt("p", [39], "")], tokenizer, target.embeddings.vocab_size)
     with pytest.raises(ValueError, match=r"the data holds token 41 \('<more>'\), but the target knows 40"):
-        check_known(bad, tokenizer, target.embeddings.vocab_size)
+        check_known(bad, [], tokenizer, target.embeddings.vocab_size)
+    with pytest.raises(ValueError, match=r"^prompt p, held out of the data, holds token 40 \('<pad>'\)"):
+        check_known(good, [Prompt("p", [1, 40, 2], "")], tokenizer, target.embeddings.vocab_size)
 
 
 def test_a_pass_keeps_no_layer_that_nobody_asked_for() -> None:
