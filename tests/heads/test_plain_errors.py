@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, T5Config
+from transformers import AutoModelForCausalLM, LlamaConfig, SynthIDTextWatermarkingConfig, T5Config
 
 from heads.formats.custom_generate.generate import generate
 from heads.formats.custom_generate.reading import load
@@ -17,6 +17,8 @@ from tests.heads import exporting
 from tests.heads.shipped import published
 
 PROMPT = torch.tensor([toys.prompt(1)])
+PAIR = PROMPT.repeat(2, 1)
+WATERMARK = SynthIDTextWatermarkingConfig(ngram_len=5, keys=[1, 2, 3])
 
 
 @pytest.fixture
@@ -109,8 +111,12 @@ def test_a_head_that_was_replaced_is_read_again(folder: Path) -> None:
         ({"cache": object()}, "cache does not go"),
         ({"synced_gpus": True}, "synced_gpus does not go"),
         ({"draft_tokens": 0}, "draft_tokens is 0: give 1 or more"),
-        ({"inputs": PROMPT.repeat(2, 1), "output_scores": True}, "output_scores and output_logits are given of one"),
-        ({"inputs": PROMPT.repeat(2, 1), "prefix_allowed_tokens_fn": lambda *_: [1]}, "prefix_allowed_tokens_fn asks"),
+        ({"inputs": PAIR, "output_scores": True}, "output_scores and output_logits are given of one"),
+        ({"inputs": PAIR, "prefix_allowed_tokens_fn": lambda *_: [1]}, "prefix_allowed_tokens_fn asks"),
+        ({"inputs": PAIR, "guidance_scale": 2.0}, "UnbatchedClassifierFreeGuidanceLogitsProcessor keeps a state"),
+        ({"inputs": PAIR, "watermarking_config": WATERMARK}, "SynthIDTextWatermarkLogitsProcessor keeps a state"),
+        ({"inputs": PAIR, "encoder_repetition_penalty": 1.5}, "EncoderRepetitionPenaltyLogitsProcessor keeps a state"),
+        ({"inputs": PAIR, "encoder_no_repeat_ngram_size": 2}, "EncoderNoRepeatNGramLogitsProcessor keeps a state"),
     ],
 )
 def test_what_is_not_decoded_speculatively_is_refused(folder: Path, options: dict[str, Any], line: str) -> None:

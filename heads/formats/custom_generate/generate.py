@@ -15,6 +15,12 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
+from transformers.generation.logits_process import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -25,6 +31,10 @@ from heads.formats.custom_generate.target import Target, decoder_layers
 HUB = ("revision", "token", "cache_dir", "force_download", "proxies", "local_files_only", "repo_type")
 CACHE = ("past_key_values", "cache")  # before transformers 5.24, and since
 TAKEN = {"attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", *CACHE}
+OF_A_BATCH = (  # of guidance_scale, of watermarking_config, of the two options of an encoder
+    UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor, EncoderNoRepeatNGramLogitsProcessor,
+)  # fmt: skip
 ELSE = "does not go with this custom_generate, which continues text by a draft head: leave one of them out"
 
 
@@ -83,8 +93,8 @@ def generate(
         **model_kwargs: Any,
     ) -> Any:
         _check_mode(generation_config, model_kwargs, len(input_ids))
-        if kwargs.get("prefix_allowed_tokens_fn") is not None and len(input_ids) > 1:
-            raise ValueError("prefix_allowed_tokens_fn asks by rows of a batch: generate them one by one")
+        if len(input_ids) > 1:
+            _check_rows(kwargs, logits_processor)
         settings = Settings(
             logits_processor,
             stopping_criteria,
@@ -145,6 +155,15 @@ def _check_mode(config: GenerationConfig, model_kwargs: dict[str, Any], rows: in
         raise ValueError(f"{more[0]} {ELSE}")
     if rows > 1 and (config.output_scores or config.output_logits):
         raise ValueError("output_scores and output_logits are given of one sequence: generate them one by one")
+
+
+def _check_rows(kwargs: dict[str, Any], processors: LogitsProcessorList) -> None:
+    """Refuse what is made for a batch as a whole: its rows are decoded one after the other."""
+    if kwargs.get("prefix_allowed_tokens_fn") is not None:
+        raise ValueError("prefix_allowed_tokens_fn asks by rows of a batch: generate them one by one")
+    for processor in processors:
+        if isinstance(processor, OF_A_BATCH):
+            raise ValueError(f"{type(processor).__name__} keeps a state of all rows: generate them one by one")
 
 
 def _rows(
