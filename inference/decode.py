@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any, overload
 
 import torch
@@ -69,6 +70,11 @@ def speculate(
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}: give 1 or more")
+    if not _are_lists(prompts):
+        raise ValueError(
+            f"prompts is a {type(prompts).__name__}: give a list of token ids, or a list of such lists; a tensor has "
+            "tolist(), and inference.api.generate takes text"
+        )
     shared = isinstance(settings, Settings)
     if not len(prompts) and not (shared and batch_size == 1):
         raise ValueError("there are no prompts: give at least one")
@@ -83,6 +89,12 @@ def speculate(
         raise ValueError("settings is a list, but the prompt is one: give its settings, or a list of prompts")
     report = on_tokens and (lambda _, tokens, sources: on_tokens(tokens, sources))
     return _several(target, drafter, [(prompts, settings)], report, batch_size)[0]
+
+
+def _are_lists(prompts: Any) -> bool:
+    """Whether these are token ids, or lists."""
+    kinds = (Integral, list)
+    return isinstance(prompts, Sequence) and any(all(isinstance(prompt, kind) for prompt in prompts) for kind in kinds)
 
 
 def _several(

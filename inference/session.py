@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -36,7 +36,7 @@ class Settings:
 
     Raises:
         ValueError: an unknown rule, or a lossy one that is not allowed; max_new_tokens below 1, or min_new_tokens not
-            between 0 and that.
+            between 0 and that; a stop that is one string and not a tuple, or that has an empty one.
     """
 
     max_new_tokens: int
@@ -52,6 +52,9 @@ class Settings:
     def __post_init__(self) -> None:
         """Check the rule and the lengths."""
         check_rule(self.rule, self.lossy)
+        given: Any = self.stop
+        if isinstance(given, str) or "" in given:  # of a string each letter would be one
+            raise ValueError(f"stop is {given!r}: give a tuple of strings, none of them empty")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}: give 1 or more")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:

@@ -202,6 +202,19 @@ def test_callback_sees_every_token_once() -> None:
     assert seen == made.tokens
 
 
+@pytest.mark.parametrize("stop", ["END", ("END", "")])
+def test_stop_strings_that_end_an_answer_at_once_are_refused(stop: Any) -> None:
+    with pytest.raises(ValueError, match="give a tuple of strings, none of them empty"):
+        Settings(4, GREEDY, stop=stop)
+
+
+@pytest.mark.parametrize("prompts", [torch.tensor([[1, 2]]), [(1, 2)], "w1 w2", ["w1"], [[1], 2], [1.5]])
+def test_prompts_that_are_no_lists_of_tokens_are_named(prompts: Any) -> None:
+    target = toys.target()
+    with pytest.raises(ValueError, match=r"^prompts is a \w+: give a list of token ids, or a list of such lists"):
+        speculate(target, Plain(target.device), prompts, Settings(4, GREEDY))
+
+
 def test_bad_prompts_are_named() -> None:
     target = toys.target()
     with pytest.raises(ValueError, match="empty"):
