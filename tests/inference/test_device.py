@@ -267,3 +267,12 @@ def test_one_tree_is_followed_on_the_host_as_many_are_on_the_device() -> None:
         assert int(count) == int(present.sum()) - 1
         lengths.add(committed)
     assert lengths >= {1, 2, 3, 4}
+
+
+def test_what_pads_a_path_is_a_token() -> None:
+    """The head reads it, though nothing counts it: a node's number may be beyond a small vocabulary."""
+    parent = torch.tensor([[-1] + [0] * 12 + [1]])
+    tree = DraftTree(torch.tensor([[0, *(node % V for node in range(12)), 3]]), parent)
+    found = device.accepted(tree, ancestors(tree), torch.tensor([12]), torch.tensor([5]), 2)
+    assert found.committed.tolist() == [2]
+    assert found.token.tolist() == [[11 % V, 5, 11 % V]]
