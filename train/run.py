@@ -166,9 +166,10 @@ def batches_for(run: Any, packed: Any, accelerator: Accelerator) -> Batches:
 
 def identity(run: RunConfig, target: Target | EmbeddingsOnly, batches: Batches, world: int) -> resume.Identity:
     """Return the settings that identify the run on resume; the head's configuration is that of the head as built."""
+    weighed = {f"objective.{key}": value for key, value in asdict(run.objective).items()}
     return resume.Identity(
         resume.settings(run.trainer, run.head, run.peft, target.spec.fingerprint, batches),
-        resume.numerics(run.trainer, run.objective, run.launcher.strategy, world),
+        resume.numerics(run.trainer, weighed, run.launcher.strategy, world),
     )
 
 
@@ -285,9 +286,9 @@ def train_head(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> RunCo
 
 def report(run: RunConfig, accelerator: Accelerator) -> None:
     """Evaluate the kept head beside those of `compare`; exit with status 1 if it is not lossless."""
-    values = evaluation(run)
+    values, cost = evaluation(run), json.loads((Path(run.out) / COST).read_text())
     if run.eval.minutes is None:
-        values["minutes"] = json.loads((Path(run.out) / COST).read_text())["seconds"] / 60 * SHARE
+        values["minutes"] = cost["seconds"] / 60 * SHARE
     if run.model.where.together:
         values["model"]["device"] = str(accelerator.device)
     from eval.run import evaluate  # late: a tenth of the start
@@ -295,7 +296,7 @@ def report(run: RunConfig, accelerator: Accelerator) -> None:
     config = eval_config(**values)
     result = evaluate(config, writes=accelerator.is_main_process)
     if accelerator.is_main_process:
-        conclude(Path(run.out), run.trainer.trackers, values_of(run), final(run, result))
+        conclude(Path(run.out), run.trainer.trackers, values_of(run), final(cost["steps"], result))
         sweep.note(run.name, run.head.name, Path(run.out))
     if not result.passed:
         raise SystemExit(1)
@@ -307,11 +308,11 @@ def values_of(run: Any) -> dict[str, Any]:
     return values
 
 
-def final(run: RunConfig, result: Any) -> dict[str, Any]:
-    """Return a run's final numbers: its head's first row of the report, and whether the check passed."""
+def final(step: int, result: Any) -> dict[str, Any]:
+    """Return the numbers of a run that ended at a step: its head's first row of the report, and the gate's verdict."""
     row: dict[str, Any] = next((vars(row) for row in result.rows if row.drafter != PLAIN), {})
     numbers = {f"final_{key}": row.get(key) for key in ("tau", "speedup", "tokens_per_second", "lossless")}
-    return {"step": run.trainer.steps, **numbers, "lossless": float(result.passed)}
+    return {"step": step, **numbers, "lossless": float(result.passed)}
 
 
 def launch_all(run: RunConfig, words: list[str]) -> None:

@@ -188,11 +188,14 @@ class KeptStreams:
         return read_tensors(self.folder)
 
 
-def identity(run: StreamsRunConfig, batches: Batches) -> resume.Identity:
+def identity(run: StreamsRunConfig, target: Target, batches: Batches, world: int) -> resume.Identity:
     """Return the settings that identify the run on resume."""
     nested = {f"streams.{key}": value for key, value in asdict(run.streams).items()}
-    settings = resume.plain(resume.data_settings(run.trainer, batches) | nested)
-    return resume.Identity(settings, resume.plain({"every": run.every, "decay": run.decay}))
+    settings = resume.data_settings(run.trainer, batches) | {"target's fingerprint": target.spec.fingerprint}
+    loss = {"every": run.every, "decay": run.decay}
+    return resume.Identity(
+        resume.plain(settings | nested), resume.numerics(run.trainer, loss, run.launcher.strategy, world)
+    )
 
 
 def loop_of(
@@ -210,7 +213,10 @@ def loop_of(
     source = Live(TokensAlone(accelerator.device), batches, ())
     stepper = Stepper(trainer, run.launcher, accelerator, loss, source, target.embeddings.hidden_size)
     evaluator = AcceptanceEvaluator(target, prompts, trainer, run.tree, run.name, drafter)
-    kept_streams, this_run = KeptStreams(Path(run.out, KIND), streams, target), identity(run, batches)
+    kept_streams, this_run = (
+        KeptStreams(Path(run.out, KIND), streams, target),
+        identity(run, target, batches, accelerator.num_processes),
+    )
     return Loop(Path(run.out), stepper, kept_streams, evaluator, this_run, resumes=run.resume, config=values_of(run))
 
 
@@ -236,7 +242,7 @@ def job(run: StreamsRunConfig, accelerator: Accelerator, lock: RunLock) -> Strea
 
     def begin() -> None:
         origin = provenance(accelerator.num_processes, run.launcher.strategy, data, target.tokenizer)
-        prepare_out(run, lock, identity(run, batches).settings, data, origin, KIND)
+        prepare_out(run, lock, identity(run, target, batches, 1).settings, data, origin, KIND)
         Console().print(
             f"{run.name}: {parameter_count(streams):,} trained parameters, {len(data.samples):,} samples, "
             f"{len(packed.token):,} rows of {run.data.length} tokens",

@@ -169,6 +169,23 @@ def test_a_run_goes_on_bit_for_bit(job: tuple[Path, list[str]]) -> None:
     assert losses(out) == losses(whole)
 
 
+def test_a_run_goes_on_with_its_own_target_alone_and_says_what_changed(
+    job: tuple[Path, list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, overrides = job
+    out = folder / "further"
+    shutil.copytree(folder / "whole", out)
+    train(configured(*overrides, f"out={out}", "resume=true", "trainer.steps=5", "trainer.lr=9e-3"))
+    assert "trainer.lr (0.003, now 0.009)" in caplog.text
+    model = toys.target().model
+    other = type(model)(model.config)
+    other.save_pretrained(folder / "other")
+    toys.target().tokenizer.save_pretrained(folder / "other")
+    moved = [f"model.path={folder / 'other'}", *overrides[1:], f"out={out}", "resume=true", "trainer.steps=6"]
+    with pytest.raises(ValueError, match="here differ target's fingerprint"):
+        train(configured(*moved))
+
+
 def test_accumulation_changes_nothing(job: tuple[Path, list[str]]) -> None:
     folder, overrides = job
     train(configured(*overrides, f"out={folder / 'one'}", "trainer.micro_tokens=128"))

@@ -219,7 +219,10 @@ def test_trackers_get_the_final_numbers_and_the_report(tmp_path: Path, monkeypat
     for name in tracking.REPORT:
         (tmp_path / name).write_text("the report")
     final = {"step": 4, "final_tau": 2.5, "final_lossless": {"identical": 16}, "lossless": 1.0}
-    tracking.conclude(tmp_path, ["tensorboard", "wandb_offline"], {}, final)
+    log = tmp_path / tracking.METRICS
+    log.write_text('{"step": 9}\n')  # of a run that is longer than it is asked to be when it is evaluated again
+    tracking.conclude(tmp_path, ["jsonl", "tensorboard", "wandb_offline"], {}, final)
+    assert log.read_text() == '{"step": 9}\n'
     assert scalars(tmp_path, "eval/final_tau") == [(4, 2.5)]
     wandb.teardown()  # its service has written all by then
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")

@@ -18,7 +18,6 @@ from train.adapt import AdaptConfig
 from train.checkpoints import format
 from train.checkpoints.state import TrainState, split
 from train.config import TrainerConfig
-from train.losses import ObjectiveConfig
 
 STEERING = (
     "steps", "lr", "lr_width", "min_lr", "warmup", "cooldown", "betas", "momentum", "weight_decay", "clip",
@@ -55,11 +54,10 @@ def data_settings(trainer: TrainerConfig, batches: Batches) -> dict[str, Any]:
     }
 
 
-def numerics(trainer: TrainerConfig, objective: ObjectiveConfig, strategy: str, world: int) -> dict[str, Any]:
-    """Return the settings that affect the losses but may change on resume: schedule, objective, processes."""
+def numerics(trainer: TrainerConfig, loss: dict[str, Any], strategy: str, world: int) -> dict[str, Any]:
+    """Return the settings that affect the losses but may change on resume: schedule, the loss's own, processes."""
     steering = {f"trainer.{key}": getattr(trainer, key) for key in STEERING}
-    weighed = {f"objective.{key}": value for key, value in asdict(objective).items()}
-    return plain({**steering, **weighed, "processes": world, "strategy": strategy})
+    return plain({**steering, **loss, "processes": world, "strategy": strategy})
 
 
 def check(out: Path, now: dict[str, Any]) -> None:

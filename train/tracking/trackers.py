@@ -184,10 +184,11 @@ def conclude(out: Path, trackers: list[str], config: dict[str, Any], record: dic
     """Give a finished run's trackers its final numbers and its report; one that fails is named, and left out."""
     report = [file for name in REPORT if (file := out / name).exists()]
     for name in dict.fromkeys(trackers):
+        if name == "jsonl":  # which has steps alone
+            continue
         with Dropping({}, name, log.warning):
-            sink = TRACKERS[name](out, record["step"], config)
-            if isinstance(sink, Wandb | TensorBoard):
-                sink.conclude(record, report)
+            sink: Any = TRACKERS[name](out, record["step"], config)
+            sink.conclude(record, report)
             sink.close()
 
 
