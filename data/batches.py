@@ -71,9 +71,7 @@ def pack(samples: Sequence[Sample], length: int) -> Packed:
     return Packed(torch.from_numpy(token), torch.from_numpy(document), torch.from_numpy(mask))
 
 
-def check_known(
-    packed: Packed, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, vocabulary: int
-) -> None:
+def check_known(packed: Packed, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
     """Refuse data with a token that the target does not know: a tokenizer may have some that its embedding lacks."""
     largest = {"the data": int(packed.token.max())}
     largest |= {f"prompt {prompt.id}, held out of the data,": max(prompt.token, default=0) for prompt in prompts}
@@ -81,7 +79,7 @@ def check_known(
         if last >= vocabulary:
             raise ValueError(
                 f"{where} holds token {last} ({tokenizer.convert_ids_to_tokens(last)!r}), but the target knows "
-                f"{vocabulary}: leave out the text that holds it, or give a model.path whose tokenizer is the model's own"
+                f"{vocabulary}: leave the text out, or give a model.path whose tokenizer is the model's own"
             )
 
 

@@ -329,7 +329,9 @@ def read_call(call: Any) -> dict[str, Any]:
         name, arguments = function["name"], function["arguments"]
         if not isinstance(name, str):
             raise TypeError
-        function["arguments"] = parse_json(arguments.encode(), NESTED) if isinstance(arguments, str) else arguments
+        function["arguments"] = arguments
+        if isinstance(arguments, str):  # empty where the function takes none
+            function["arguments"] = parse_json(arguments.encode(), NESTED) if arguments.strip() else {}
         return {"type": "function", "function": function}
     except (KeyError, TypeError, ValueError) as error:
         raise EndpointError("content", f"a tool call that is none: {call!r}") from error

@@ -221,7 +221,16 @@ def turns_of(record: Record, tokenizer: PreTrainedTokenizerBase, config: DataCon
     turns = [_turn(record._replace(messages=messages[: i + 1]), tokenizer, cut, seen) for i in answers]
     lost = [i for i, turn in zip(answers, turns, strict=True) if reasoning_of(messages[i]).strip() not in turn.text]
     seen["whose reasoning the chat template leaves out"] += bool(lost)
+    dropped = [turn for i, turn in zip(answers, turns, strict=True) if _drops_calls(messages[i], turn)]
+    seen["whose tool calls the chat template leaves out"] += bool(dropped)
     return turns
+
+
+def _drops_calls(message: Message, turn: Turn) -> bool:
+    """Whether an answer's text has not the name of each function that it calls."""
+    answer = "".join(turn.text[a:b] for a, b in turn.spans)
+    calls = [call.get("function") or call for call in message.get("tool_calls") or ()]
+    return any(str(call.get("name")) not in answer for call in calls)
 
 
 def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool, seen: Counter[str]) -> Turn:

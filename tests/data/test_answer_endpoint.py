@@ -115,13 +115,16 @@ def test_reasoning_is_kept_apart_from_the_answer(name: str, server: Server, tmp_
     assert line["messages"][1] == {"role": "assistant", "content": "w3", "reasoning_content": "w1 w2"}
 
 
-def test_a_tool_call_is_kept_as_templates_take_it_and_ends_the_chat(server: Server, tmp_path: Path) -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+@pytest.mark.parametrize(("arguments", "read"), [('{"x": 1}', {"x": 1}), ("", {})])
+def test_a_tool_call_is_kept_as_templates_take_it_and_ends_the_chat(
+    arguments: str, read: dict[str, Any], server: Server, tmp_path: Path
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     told = {"role": "assistant", "content": None, "tool_calls": [call]}
     server.script = [serve.choice(message=told, finish_reason="tool_calls")]
     counts, _ = ask(server, tmp_path / "a", [chat("x", "w1", "w2")])
     (line,) = lines(tmp_path / "a")
-    kept = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    kept = {"type": "function", "function": {"name": "f", "arguments": read}}
     assert line["messages"][1:] == [{"role": "assistant", "content": "", "tool_calls": [kept]}]
     assert counts["shortened"] == {"called": 1}
 

@@ -123,6 +123,10 @@ def test_what_a_template_does_to_a_chat_is_counted(
     caplog.clear()
     load_samples(config(path, reasoning="cut"), family_tokenizer("deepseek_r1", False))
     assert caplog.text == ""
+    asked = write({"id": "c", **CHATS["tools"]})
+    for family, lost in (("qwen25", False), ("chatml", True)):  # of which the second writes contents alone
+        load_samples(config(asked), family_tokenizer(family, False))
+        assert ("of its chats, 1 whose tool calls the chat template leaves out" in caplog.text) == lost
     (sample,) = masked(parse({"id": "b", **CHATS["plain"]}, 0, "f"), family_tokenizer("mistral", False))
     assert "Be brief." not in marked(sample, family_tokenizer("mistral", False))
     load_samples(config(write({"id": "b", **CHATS["plain"]})), family_tokenizer("mistral", False))
