@@ -144,8 +144,10 @@ def _mistake(error: Exception, words: Sequence[str], config: str) -> str:
             else message
         )
     if unknown := re.match(r"Could not override '([\w.]+)'", message):
-        advice = f"--help lists them; among names of your own, as losses are, +{unknown[1]}=… adds one"
-        return f"{unknown[1]} is not a known key: {nearest(unknown[1], keys(config)) or advice}"
+        # Of a value {…} the key within it that is not known; where the first part is none, OmegaConf says that alone.
+        key = max(unknown[1], str(getattr(error.__cause__, "full_key", "")), key=len)
+        advice = f"--help lists them; among names of your own, as losses are, +{key}=… adds one"
+        return f"{key} is not a known key: {nearest(key, keys(config)) or advice}"
     given = [value for word in words for value in re.split(r"[\s,'\"]+", word.partition("=")[2])]
     for value in sorted({*given, *(value.strip("()[]{}") for value in given)} - {""}, key=len, reverse=True):
         message = re.sub(rf"(?<![\w.]){re.escape(value)}(?!\.?\w)", "…", message)

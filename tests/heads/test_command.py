@@ -51,6 +51,7 @@ def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
     [
         ([f"foo.api_key={SECRET}"], "foo.api_key is not a known key: --help lists them"),
         ([f"foo='a {SECRET}, b'"], "foo is not a known key: "),
+        (["hydra.job={nane:x}"], "hydra.job.nane is not a known key: "),
         ([f"~hydra.verbose={SECRET}"], "The value of 'hydra.verbose' is False and not …"),
         ([f"out=interval({SECRET},1)"], "the override out=… cannot be read: give KEY=VALUE"),
         ([f"out=a b'{SECRET}"], "the override out=… cannot be read"),
