@@ -85,6 +85,21 @@ def check_method(quantize: str | None) -> Method | None:
     return method
 
 
+def saved_quantization(configured: PreTrainedConfig) -> dict[str, Any] | None:
+    """Return how a checkpoint says that its weights are quantised, None where they are not."""
+    saved: Any = getattr(configured, "quantization_config", None)
+    return saved if saved is None or isinstance(saved, dict) else dict(vars(saved))
+
+
+def check_quantized(path: str, configured: PreTrainedConfig, quantize: str | None) -> str | None:
+    """Return how a target's weights are quantised, None for not at all; refuse to quantise those that are already."""
+    quantize, saved = None if quantize == AS_IT_IS else quantize, saved_quantization(configured)
+    if quantize is not None and saved is not None:
+        name = saved.get("quant_method")
+        raise ValueError(f"model.quantize={quantize}: {path} is quantised already ({name}); leave model.quantize out")
+    return quantize if saved is None else "by its checkpoint"
+
+
 def load(
     path: str,
     dtype: torch.dtype,
@@ -105,13 +120,9 @@ def load(
     """
     method = check_method(quantize)
     configured = configuration(path, trust_remote_code)
-    saved_config: Any = getattr(configured, "quantization_config", None)
     with _errors(path):
         tokenizer = _tokenizer(path, trust_remote_code)
-    if method is not None and saved_config is not None:
-        name = (saved_config if isinstance(saved_config, dict) else vars(saved_config)).get("quant_method")
-        raise ValueError(f"model.quantize={quantize}: {path} is quantised already ({name}); leave model.quantize out")
-    quantized = quantize if method else None if saved_config is None else "by its checkpoint"
+    quantized = check_quantized(path, configured, quantize)
     placement.check(where, quantized, None, device)
     with _errors(path):
         options = placement.options(where, configured, device, dtype, trust_remote_code)

@@ -19,7 +19,8 @@ from heads.common.untrusted import regular
 from heads.formats.hub import kind_of, resolve_head
 from heads.mtp import Mtp
 from inference.target import adapter
-from inference.target.loading import AS_IT_IS, check_method, configuration, load_tokenizer
+from inference.target.loading import AS_IT_IS, check_method, check_quantized, configuration, load_tokenizer
+from inference.target.placement import check_weights
 from train.config import RunConfig
 from train.distributed import processes
 from train.planning.trace import embeddings_of
@@ -103,6 +104,7 @@ def check_target(run: RunConfig) -> None:
     if model.adapter not in (None, AS_IT_IS):
         adapter.check(model.adapter, model.quantize)
     config = configuration(model.path, model.trust_remote_code)
+    check_weights(model.where, check_quantized(model.path, config, model.quantize), None)
     check_rows(run.data.length, context_of(config), model.path)
     if run.init not in STARTS:
         kind_of(resolve_head(str(run.init)))

@@ -21,12 +21,27 @@ from data.features.store import TOP_BYTES
 from heads.common.resolvers import ROOT
 from heads.common.typed import typed
 from inference.target.config import DTYPES, default_device, fast_dtype
-from inference.target.placement import DEVICE_MAP, TENSOR_PARALLEL, check_offload, check_processes, check_shape
+from inference.target.loading import check_quantized, saved_quantization
+from inference.target.placement import (
+    DEVICE_MAP,
+    TENSOR_PARALLEL,
+    check_offload,
+    check_processes,
+    check_shape,
+    check_weights,
+)
 from train.config import DeviceConfig, RunConfig
 from train.planning import memory
 from train.planning.check import reads_target
 from train.planning.memory import Layout, MemoryUse
-from train.planning.shapes import QUANTIZED, TargetShape, configuration, target_shape
+from train.planning.shapes import (
+    TargetShape,
+    configuration,
+    quantization_note,
+    saved_bytes,
+    target_shape,
+    weight_bytes,
+)
 from train.planning.trace import NONE, Job, Size, Trace, blocks, times, trace
 from train.start import AUTO, STARTS, check_copied
 
@@ -180,19 +195,21 @@ def plan_inputs(run: RunConfig) -> PlanInputs:
         target_shape(run.model)  # whose error comes before those of a head on it
         raise
     shape = target_shape(run.model)
-    weight_bytes = QUANTIZED.get(run.model.quantize or "", dtype.itemsize)
-    layers = int(weight_bytes * shape.inner) if reads_target(run) else 0
+    # A quantised checkpoint's embeddings are not loaded without its layers.
+    loaded = reads_target(run) or saved_quantization(configuration(run.model)) is not None
+    layers = int(weight_bytes(run.model, dtype.itemsize, str(device.type)) * shape.inner) if loaded else 0
     return PlanInputs(run, device, shape, job, traced, layout, dtype.itemsize, rows, micro, layers)
 
 
 def _check_placed(run: RunConfig, layout: Layout, device: str) -> None:
     """Check placement, processes and devices as loading the target would."""
-    where = layout.where
+    where, model = layout.where, run.model
+    check_weights(where, check_quantized(model.path, configuration(model), model.quantize), None)
     check_offload(where, device)
     if where.together:
         check_processes(where, layout.world, layout.group)
     if where.placement == TENSOR_PARALLEL:
-        check_shape(configuration(run.model).get_text_config(), layout.group, run.model.path)
+        check_shape(configuration(model).get_text_config(), layout.group, model.path)
     if where.placement == DEVICE_MAP and device != "cpu" and len(layout.devices) < layout.processes:
         raise ValueError(
             f"model.placement=device_map has {len(layout.devices)} devices for {layout.processes} processes: start "
@@ -238,7 +255,7 @@ def evaluation_use(inputs: PlanInputs, number: int) -> dict[str, Size]:
     if not run.eval.prompts:
         return {}
     gate = inputs.item if run.eval.gate_dtype == AUTO else DTYPES[run.eval.gate_dtype].itemsize
-    weight = QUANTIZED.get(run.model.quantize or "", float(gate))
+    weight = weight_bytes(run.model, gate, str(inputs.device.type))
     held, gathered, _ = memory.target_state(inputs.shape, inputs.layout, int(weight * inputs.shape.inner), gate, number)
     return held | gathered
 
@@ -302,8 +319,10 @@ def disk(inputs: PlanInputs) -> dict[str, int]:
     run, shape = inputs.run, inputs.shape
     # The best one too, and one that is being written.
     checkpoints = run.trainer.keep + (2 if run.trainer.eval_prompts else 1)
+    saved = saved_bytes(run.model)
+    quantized = 0 if saved is None else round(saved * shape.inner) + 2 * shape.embeddings
     sizes = {
-        "target, in 16 bits": 2 * shape.parameters,
+        "target, quantised" if quantized else "target, in 16 bits": quantized or 2 * shape.parameters,
         "checkpoints": checkpoints * state_bytes(inputs),
         "head": 4 * inputs.traced.whole,
     }
@@ -381,6 +400,7 @@ def plan(run: RunConfig) -> dict[str, Any]:
         "devices": devices,
         "host": None if inputs.heap else host_use(inputs),
         "disk": disk(inputs),
+        "quantization": quantization_note(run.model, str(inputs.device.type)),
         "fits": all(device.fits for device in devices),
         "device": asdict(inputs.device),
     }

@@ -2,6 +2,7 @@
 
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,13 @@ from heads.common.target_config import UNFIT, cache_argument, experts_of, read_t
 from inference.target.attention import packing
 from inference.target.cache import recurrence
 from inference.target.config import ModelConfig
+from inference.target.loading import saved_quantization
 
 QUANTIZED = {"int8": 1.0, "torchao_int8": 1.0, "bnb_int8": 1.0, "bnb_nf4": 0.56}  # bytes a weight, scales included
+# Of a checkpoint that is quantised already, by its quant_method where that alone says the bits.
+BY_METHOD = {"fp8": 1.0, "fbgemm_fp8": 1.0, "eetq": 1.0, "mxfp4": 0.53}
+BITS = ("bits", "w_bit", "num_bits")  # its keys for the bits of a weight
+SCALES = 0.06  # bytes a weight of less than 8 bits takes in the scales of its group
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,47 @@ def _configuration(model: ModelConfig) -> PretrainedConfig:
             f"model.path={model.path}: its configuration cannot be read ({error}), and model.shape is not of it; give "
             "a folder that holds its config.json, or its values as model.shape, with of: the path"
         ) from None
+
+
+def saved_bytes(model: ModelConfig) -> float | None:
+    """Return the bytes of a weight of a quantised checkpoint, scales included; None where it is not, or names no bits.
+
+    Layers that it keeps in 16 bits count as all others.
+    """
+    saved = saved_quantization(configuration(model)) or {}
+    method, groups = saved.get("quant_method"), saved.get("config_groups")  # those of compressed-tensors
+    if isinstance(method, str) and method in BY_METHOD:
+        return BY_METHOD[method]
+    inner = groups.values() if isinstance(groups, dict) else ()
+    sections = [saved, *(group.get("weights") for group in inner if isinstance(group, dict))]
+    values = [section.get(key) for section in sections if isinstance(section, dict) for key in BITS]
+    values += [bits for bits in (4, 8) if saved.get(f"load_in_{bits}bit") is True]
+    bits = max((value for value in values if type(value) is int and 0 < value <= 16), default=None)
+    return None if bits is None else bits / 8 + (SCALES if bits < 8 else 0)
+
+
+def weight_bytes(model: ModelConfig, item: float, device: str) -> float:
+    """Return the bytes that a weight of a target's layers takes once it is loaded, `item` where it is not quantised."""
+    saved = saved_bytes(model) if _unpacked(model, device) is None else None
+    return QUANTIZED.get(model.quantize or "", item) if saved is None else saved
+
+
+def _unpacked(model: ModelConfig, device: str) -> str | None:
+    """Return why transformers makes whole weights of a quantised checkpoint, None where it keeps them as they are."""
+    method = (saved_quantization(configuration(model)) or {}).get("quant_method")
+    if method == "fp8" and device == "cpu":
+        return "a CPU loads it whole"
+    return "without the package kernels it is loaded whole" if method == "mxfp4" and not find_spec("kernels") else None
+
+
+def quantization_note(model: ModelConfig, device: str) -> str | None:
+    """Return how a quantised checkpoint is counted, None for one that is not quantised."""
+    saved = saved_quantization(configuration(model))
+    if saved is None:
+        return None
+    why, size = _unpacked(model, device), saved_bytes(model)
+    counted = f"{size:.2f} bytes a weight" if size and not why else f"counted in full: {why or 'it names no bits'}"
+    return f"{saved.get('quant_method')}, {counted}"
 
 
 _shapes: dict[str, Future[TargetShape]] = {}

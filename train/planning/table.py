@@ -50,6 +50,8 @@ def table(run: RunConfig, planned: dict[str, Any]) -> Group:
         "micro_tokens",
     ):
         totals.add_row(name.replace("_", " "), f"{planned[name]:,}")
+    if planned["quantization"] is not None:
+        totals.add_row("the checkpoint is quantised", escape(visible(planned["quantization"])))
     totals.add_row("a step", f"{run.trainer.batch_tokens:,} tokens in rows of {run.data.length:,}")
     sizes = {f"disk: {name}": size for name, size in planned["disk"].items()}
     for name, size in {"loaded of the target by each process": planned["loaded_bytes"], **sizes}.items():
