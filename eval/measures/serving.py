@@ -8,6 +8,7 @@ serve has none.
 """
 
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -51,20 +52,32 @@ def is_served(drafter: str) -> bool:
     return kind not in HEADS or kind in FORMATS["vllm"]
 
 
+def rates(row: Row) -> tuple[list[float], list[float]]:
+    """Return the marginal and the conditional acceptance of a row of chains, by every position that was drafted.
+
+    A row's own end at the deepest position that was ever accepted, its tree says how deep the chain is; of positions
+    that are never reached both are 0.
+    """
+    limits = [int(number) for number in re.findall(r"(?:chain-|depth |within )(\d+)", row.tree)]
+    unreached = [0.0] * (min(limits, default=0) - len(row.accepted_by_depth))
+    return [*row.accepted_by_depth, *unreached], [*row.conditional_by_depth, *unreached]
+
+
 def profile(row: Row, target: str, conditions: Mapping[str, Any]) -> dict[str, Any]:
     """Return the profile of a row of greedy chains.
 
     Its mean acceptance length is 1 + the sum of the marginal rates; tokens cut off at an answer's end are in it.
     """
+    marginal, conditional = rates(row)
     reached = [1.0, *row.accepted_by_depth, 0.0]
     lengths = {depth + 1: round(row.steps * (now - then)) for depth, (now, then) in enumerate(pairwise(reached))}
     return {
         "measured": True,
         "method": row.drafter,
         "target_model": target,
-        "num_speculative_tokens": len(row.accepted_by_depth),
-        "conditional_accept_rates": row.conditional_by_depth,
-        "marginal_accept_rates": row.accepted_by_depth,
+        "num_speculative_tokens": len(marginal),
+        "conditional_accept_rates": conditional,
+        "marginal_accept_rates": marginal,
         "mean_accept_length": 1 + math.fsum(row.accepted_by_depth),
         "mean_accept_length_per_request": row.tau_request_mean,
         "acceptance_length_histogram": {str(length): count for length, count in lengths.items() if count},
@@ -141,7 +154,7 @@ def prices(plain: Mapping[int, Row], drafted: Mapping[int, Row]) -> tuple[Times,
     passes = {}
     for batch, row in drafted.items():
         if row.tokens_per_second and row.tau and batch in times:
-            tokens = len(row.accepted_by_depth)
+            tokens = len(rates(row)[0])
             whole = batch * row.tau / row.tokens_per_second
             wide = step_seconds(times, batch * (tokens + 1))
             wider = min(1.0, max(whole - times[batch], 0.0) / (wide - times[batch])) if wide > times[batch] else 1.0
@@ -159,6 +172,6 @@ def files(target: str, rows: Sequence[Row], conditions: Mapping[str, Any]) -> di
     first = drafted[min(drafted)]
     times, passes = prices(plain, drafted)
     record = {PROFILE: profile(first, target, conditions)}
-    if len(passes) > 1 and is_served(first.drafter) and (schedule := lengths(times, first.accepted_by_depth, passes)):
+    if len(passes) > 1 and is_served(first.drafter) and (schedule := lengths(times, rates(first)[0], passes)):
         record[CONFIG] = config_of(schedule)
     return record

@@ -24,6 +24,22 @@ def test_a_profiles_mean_is_one_more_than_the_sum_of_its_marginals() -> None:
     assert record["measurement_conditions"]["osl"] == 64
 
 
+@pytest.mark.parametrize(
+    ("tree", "drafted"),
+    [("chain-8", 8), ("chain-8 within 6", 6), ("served, depth 7", 7), ("served", 5), ("chain-3", 5)],
+)
+def test_positions_that_nothing_reached_were_drafted_all_the_same(tree: str, drafted: int) -> None:
+    row, unreached = replace(CHAIN, tree=tree), [0.0] * (drafted - 5)
+    record = profile(row, "tiny", {})
+    assert record["num_speculative_tokens"] == drafted
+    assert record["marginal_accept_rates"] == MARGINAL + unreached
+    assert record["conditional_accept_rates"] == CHAIN.conditional_by_depth + unreached
+    assert record["acceptance_length_histogram"] == profile(CHAIN, "tiny", {})["acceptance_length_histogram"]
+    plain = {b: replace(ROW, batch_size=b, tokens_per_second=b / 2.0) for b in (1, 16)}  # a step: 2 seconds
+    fast = replace(row, tokens_per_second=2.77 / 6.0)  # a pass: 6
+    assert prices(plain, {1: fast})[1][1].draft == pytest.approx(4 / drafted)
+
+
 def server(batch: int, k: int, memory: float, compute: float, draft: float) -> float:
     """Return a pass's seconds: reading the weights, or computing what is over, and k drafted tokens."""
     return max(memory, compute * batch * (k + 1)) + k * (draft + 0.02 * compute * batch)
