@@ -3,16 +3,19 @@
 And what is left out of them so that an evaluation ends within its minutes.
 """
 
+import re
+import shlex
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from omegaconf import OmegaConf
 from torch import distributed
 
 from data.text.prompts import Prompt
-from eval.config import EvalConfig
+from eval.config import EvalConfig, eval_config, listed
 from eval.gates import agreement
 from eval.inputs.drafters import Drafters
 from eval.inputs.runs import find_heads
@@ -25,9 +28,12 @@ from eval.measures.losslessness import Gate, SampledGate
 from eval.measures.machine import peak_memory
 from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED, Row
 from eval.tiers import Material, answered, forced, other_trees, replayed, written
+from heads.common.command import quoted
+from heads.common.resolvers import ROOT
 from inference.decode import autoregress
 from inference.drafters.registry import reads_text_alone
 from inference.protocol import Drafter
+from inference.target.placement import TOGETHER
 from inference.target.target import Target
 
 FLOOR = 4  # prompts of a workload that the losslessness check keeps, of as many
@@ -192,11 +198,51 @@ def _left_out(full: EvalConfig, reduced: EvalConfig) -> str:
     ]
     if reduced.tiers() != full.tiers():
         counts.append("no prediction for other trees")
-    drafters, workloads = [] if [*full.drafter] == ["head"] else full.drafter, full.workload
-    several = {"compare": full.compare, "drafter": drafters, "workload": workloads or []}
-    shown = {key: it if isinstance(it, str) else f"[{','.join(it)}]" for key, it in several.items() if it}
-    words = [f"{key}={value}" for key, value in shown.items()]
-    whole = " ".join([f"python eval/run.py run={','.join(full.runs())}", *words])
     assert full.minutes is not None
     seconds = 60 * full.minutes
-    return f"shortened for {seconds:.0f} s: {', '.join(counts)}; all of it: {whole}" if counts else ""
+    return f"shortened for {seconds:.0f} s: {', '.join(counts)}; all of it: {command_of(full)}" if counts else ""
+
+
+def command_of(config: EvalConfig) -> str:
+    """Return the command that measures an evaluation without a limit of minutes.
+
+    It has every value that is not the one of conf/eval.yaml or of the source's file in conf/drafter.
+    """
+    standard = dict(_flat(asdict(eval_config())))
+    for name in config.drafter:
+        if (file := ROOT / "conf" / "drafter" / f"{name}.yaml").is_file():
+            options: Any = OmegaConf.to_container(OmegaConf.load(file))
+            standard |= dict(_flat({"drafter": {name: options}}))
+    values = {"compare": config.compare, "drafter": [*config.drafter], "workload": config.workload}
+    values |= dict(_flat(asdict(replace(config, run=None, minutes=None))))
+    standard |= {"drafter": ["head"], "model.trust_remote_code": False}  # false is what a null means to most runs
+    if config.model.get("placement") in TOGETHER:  # of the training's processes, and this command is one
+        values.pop("model.placement")
+        values.pop("model.device", None)
+    words = [
+        f"{key}={_written(value)}"
+        for key, value in values.items()
+        if value is not None and listed(value) != listed(standard.get(key))
+    ]
+    words = [f"run={','.join(map(_written, config.runs()))}", *words]
+    plain = [word if re.fullmatch(r"[\w./:@+=,\[\]-]+", word) else shlex.quote(word) for word in words]
+    return " ".join(["python eval/run.py", *plain])
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings by the keys of their overrides; an empty mapping has none."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _written(value: Any) -> str:
+    """Return a value as an override has it."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    text = str(value)
+    return text if re.fullmatch(r"[\w./:@+-]+", text) else quoted(text)

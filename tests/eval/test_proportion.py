@@ -1,12 +1,19 @@
 """An evaluation in proportion to its minutes: what it leaves out, in which order, and what it keeps."""
 
+import re
+import shlex
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from eval import sessions
 from eval.config import eval_config
-from eval.sessions import FLOOR, in_proportion
+from eval.sessions import FLOOR, command_of, in_proportion
+from heads.common.resolvers import ROOT, register_resolvers
+from heads.common.typed import bracketed
 
 FULL = (16, 3, ["live", "teacher_forced"])
 
@@ -48,3 +55,35 @@ def test_the_command_that_measures_all_of_it_is_whole(
     reduced = in_proportion(config, SimpleNamespace(), [SimpleNamespace(prompts=[None] * 16)])
     command = f"python eval/run.py run=outputs/x compare=[outputs/y] drafter=[head,suffix] workload={word}"
     assert str(reduced).endswith(f"all of it: {command}")
+
+
+def test_the_command_that_measures_all_of_it_measures_what_was_asked_for() -> None:
+    """Every value that is not conf/eval.yaml's own is in it, and none that is; read back it is the same evaluation."""
+    values: dict[str, Any] = {
+        "workload": "my prompts.jsonl", "temperature": [0.0, 1.0], "batch_size": [1, 4], "request_rate": 2.5,
+        "max_new_tokens": 64, "prompts": 5, "tree": {"kind": "chain", "depth": 4}, "dtype": "float32", "hf": False,
+        "tier": ["live"], "model": {"path": "examples/tiny", "quantize": "int8"},
+        "engine": {"compile": False, "compile_drafts": True},
+    }  # fmt: skip
+    given = eval_config(run=["outputs/x", "outputs/y"], minutes=1.0, **values)
+    words = shlex.split(command_of(given))[2:]
+    assert not [word for word in words if re.match("minutes|seed|repeats|tuner|client|drafter|compare", word)]
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        composed: Any = OmegaConf.to_container(compose("eval", bracketed(words, "run")), resolve=True)
+    read_back = eval_config(**{key: composed[key] for key in composed if key not in ("hydra", "defaults")})
+    kept = {key for key in values if key not in ("tree", "model")}
+    assert {key: getattr(read_back, key) for key in kept} == {key: getattr(given, key) for key in kept}
+    assert read_back.runs() == given.runs()
+    for key in ("tree", "model"):
+        assert {name: getattr(read_back, key)[name] for name in values[key]} == values[key]
+
+
+def test_the_command_after_a_training_has_its_values_and_no_placement_of_several_processes() -> None:
+    model = {"trust_remote_code": False, "placement": "fsdp", "device": "cuda:0"}
+    given = eval_config(run="outputs/x", minutes=1.0, model=model, temperature=[0.0], tier=["live"], warmup=2)
+    assert command_of(given) == "python eval/run.py run=outputs/x warmup=2 tier=[live]"
+    options = {"head": {}, "suffix": {"mode": "tree", "depth": 64}}
+    assert command_of(eval_config(run="outputs/x", drafter=options)) == (
+        "python eval/run.py run=outputs/x drafter=[head,suffix] drafter.suffix.mode=tree"
+    )
