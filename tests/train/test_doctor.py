@@ -80,6 +80,14 @@ FAULTS = {
     "theta in one of two places": Fault(
         {"config": within("transformer_layer_config", rope_theta=5e5)}, "said twice", "500000", "set both"
     ),
+    "another activation in one of two places": Fault(
+        {"config": within("transformer_layer_config", hidden_act="gelu")}, "said twice",
+        "hidden_act is silu, and within transformer_layer_config gelu", "set both",
+    ),
+    "key-value heads in one of two places": Fault(
+        {"config": without("num_key_value_heads")}, "said twice", "num_key_value_heads is missing, and within",
+        'set "num_key_value_heads": ',
+    ),
     "2048 positions": Fault(
         {"config": set_to(max_position_embeddings=2048)}, "length", "the target reads 4096",
         '"max_position_embeddings": 4096',

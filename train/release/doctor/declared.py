@@ -21,7 +21,7 @@ METHODS = {"mimo": "mtp"}  # vLLM's methods, where they are not called as the fo
 PRUNED = ("eagle3", "dflash")  # which may draft some tokens alone; these are never without architectures
 TWICE = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
-    "vocab_size", "rope_theta", "rope_scaling", "max_position_embeddings",
+    "vocab_size", "rope_theta", "rope_scaling", "max_position_embeddings", "hidden_act",
 )  # fmt: skip
 LAST_WITH_MEDUSA = "0.32.0"  # of vLLM
 UNFILLED = "no tensor fills the biases that engines make for it: they stay as memory happened to be"
@@ -198,7 +198,7 @@ def named(head: Examined, _against: Against) -> Findings:
 
 
 def twice(head: Examined, _against: Against) -> Findings:
-    """Whether keys that config.json has twice agree."""
+    """Whether keys that config.json has twice agree, and none that engines fill in otherwise is there once alone."""
     inner = head.part("transformer_layer_config")
     for key in TWICE:
         if key in inner and key in head.config and inner[key] != head.config[key]:
@@ -207,3 +207,11 @@ def twice(head: Examined, _against: Against) -> Findings:
                 "vLLM, SGLang and TensorRT-LLM read the one and speculators the other",
                 "set both to the one that it was trained with",
             )
+    heads, groups = head.config.get("num_attention_heads"), inner.get("num_key_value_heads")
+    if "num_key_value_heads" not in head.config and heads is not None and groups not in (None, heads):
+        yield wrong(
+            f"num_key_value_heads is missing, and within transformer_layer_config {groups}",
+            f"vLLM, SGLang and TensorRT-LLM take the {heads} of num_attention_heads, and stop at k_proj's shape",
+            f'set "num_key_value_heads": {groups} in {CONFIG}',
+            "vllm", "sglang", "trtllm",
+        )  # fmt: skip
