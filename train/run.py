@@ -117,7 +117,10 @@ def prepare_out(
             else:
                 path.unlink(missing_ok=True)
     write_whole(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(values_of(run))).encode())
-    save_prompts(data.held_out, out / "prompts.jsonl")
+    if data.held_out:
+        save_prompts(data.held_out, out / "prompts.jsonl")
+    else:  # nor those of a start that failed, which this run may train on
+        (out / "prompts.jsonl").unlink(missing_ok=True)
     write_whole(out / "provenance.json", (json.dumps(redacted_values(origin), indent=2) + "\n").encode())
     Console().print(data.counts.line(run.data), markup=False, highlight=False)
 

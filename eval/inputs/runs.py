@@ -36,7 +36,7 @@ def find_heads(runs: list[str]) -> dict[str, Path]:
 def own_prompts(run: str | None) -> str | None:
     """Return the file of held-out prompts that a run's training left in its folder, None if there is none."""
     file = None if run is None else Path(run).expanduser() / "prompts.jsonl"
-    return str(file) if file is not None and file.is_file() else None
+    return str(file) if file is not None and file.is_file() and file.stat().st_size else None
 
 
 def overlay(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from data.text.filters import Counts
-from data.text.prompts import TrainingData
+from data.text.prompts import Prompt, TrainingData
+from eval.inputs.runs import own_prompts
 from tests import toys
 from tests.train import jobs
 from tests.train.test_features import configured
@@ -94,6 +95,19 @@ def test_a_resumed_run_without_a_checkpoint_says_that_it_begins(
         run = configured([*toy, f"out={out}", "resume=true"])
         prepare_out(run, lock, {}, TrainingData([], [], Counts()), {})
     assert (f"{out}: nothing to resume, begins at step 0\n" in capsys.readouterr().out) is not begun
+
+
+def test_a_run_without_held_out_prompts_leaves_none(toy: list[str], tmp_path: Path) -> None:
+    """Nor does an empty file stand for prompts, as of a run before this one."""
+    out, held_out = tmp_path / "run", Prompt("0", [1, 2], "")
+    for prompts in ([held_out], []):
+        with RunLock(out) as lock:
+            run = configured([*toy, f"out={out}"])
+            prepare_out(run, lock, {}, TrainingData([], prompts, Counts()), {})
+        assert (own_prompts(str(out)) is not None) == bool(prompts)
+    assert not (out / "prompts.jsonl").exists()
+    (out / "prompts.jsonl").touch()
+    assert own_prompts(str(out)) is None
 
 
 def test_prompts_have_the_room_that_what_reads_them_asks_for(toy: list[str]) -> None:
