@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,15 @@ def test_a_pipe_in_the_runs_folder_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
     with pytest.raises(ValueError, match=r"metrics.jsonl: a pipe"):
         check_out(tmp_path, replaces=True)
+
+
+def test_a_folder_with_its_configuration_alone_is_planned(
+    toy: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = configured(toy)
+    shutil.copy(Path(run.model.path, "config.json"), tmp_path)
+    check_first_records(configured([*toy, f"model.path={tmp_path}"]))
+    assert f"{tmp_path}: has no tokenizer, so that the first records are not looked at" in caplog.text
 
 
 def test_the_first_records_are_looked_at(toy: list[str], tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Checks of a run before anything is loaded, by its configuration, the file system and the target's configuration."""
 
+import logging
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from train.config import RunConfig
 from train.distributed import processes
 from train.planning.trace import embeddings_of
 from train.start import AUTO, CHECKPOINT, LAST_LAYER, STARTS, check_start
+
+log = logging.getLogger(__name__)
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")  # files, one of which every tokenizer has
 
 
 def reads_target(run: RunConfig) -> bool:
@@ -62,8 +66,11 @@ def check_first_records(run: RunConfig) -> None:
     """Refuse data that is not there, or whose first records cannot be trained on; asks and downloads nothing."""
     for name in filter(None, [*run.data.paths, run.data.prompts]):
         check_name(name)
-    local = [name for name in run.data.paths if Path(name).expanduser().exists()]
-    if local and Path(run.model.path).is_dir():
+    local, folder = [name for name in run.data.paths if Path(name).expanduser().exists()], Path(run.model.path)
+    if local and folder.is_dir():
+        if not any(file for pattern in TOKENIZERS for file in folder.glob(pattern)):  # a plan needs none
+            log.warning("%s: has no tokenizer, so that the first records are not looked at", folder)
+            return
         tokenizer = load_tokenizer(run.model.path, run.model.trust_remote_code)
         for name in local:
             first_samples(open_source(name, run.data.split), run.data, tokenizer)
