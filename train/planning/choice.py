@@ -1,7 +1,8 @@
 """What a run leaves to the plan: its processes, the target's placement, the head's strategy, the last check's dtype.
 
 Whatever is given stays as it is. Of the rest the first combination is taken that fits SAFE of every device with one row
-of a micro-batch, the fastest first; `train.planning.plan.sized` then chooses the micro-batch.
+of a micro-batch, and of the host's memory where that is known, the fastest first; `train.planning.plan.sized` then
+chooses the micro-batch.
 """
 
 import math
@@ -16,7 +17,16 @@ from inference.target.config import DTYPES, default_device, fast_dtype
 from inference.target.placement import AUTO, DEVICE_MAP, OFFLOAD, PLACEMENTS, REPLICATE, TENSOR_PARALLEL, TOGETHER
 from train.config import RunConfig, checked
 from train.distributed.started import launched, on_node, world
-from train.planning.plan import SAFE, DeviceMemory, device_memories, most_rows, plan_inputs, resolved, sized
+from train.planning.plan import (
+    SAFE,
+    PlanInputs,
+    device_memories,
+    host_share,
+    most_rows,
+    plan_inputs,
+    resolved,
+    sized,
+)
 from train.planning.shapes import configuration
 
 GATE = "float32"  # the losslessness check's dtype where the target fits in it: coarse numbers blur the comparison
@@ -57,6 +67,7 @@ def in_words(run: RunConfig) -> str:
     launcher, gate = run.launcher, run.eval.gate_dtype
     nodes = f"{launcher.num_nodes} x " if launcher.num_nodes > 1 else ""
     processes = "1 process" if launcher.local == 1 else f"{launcher.local} processes"
+    disk = f" model.offload={run.model.offload}" if run.model.placement == OFFLOAD else ""
     last = f" eval.gate_dtype={gate}" if run.eval.prompts else ""
     idle = ""
     if run.rows < launcher.world:
@@ -65,7 +76,7 @@ def in_words(run: RunConfig) -> str:
             f"{launcher.world} processes, so some have nothing to do: give {launcher.world * run.data.length} or more"
         )
     return (
-        f"{nodes}{processes}, placed by the plan: model.placement={run.model.placement} "
+        f"{nodes}{processes}, placed by the plan: model.placement={run.model.placement}{disk} "
         f"launcher.strategy={launcher.strategy} trainer.micro_tokens={run.trainer.micro_tokens}{last}{idle}"
     )
 
@@ -90,6 +101,11 @@ def _options(run: RunConfig) -> Iterator[RunConfig]:
     for placement, strategy in product(placements, strategies):
         model, launcher = replace(run.model, placement=placement), replace(run.launcher, strategy=strategy)
         yield replace(run, model=model, launcher=launcher)
+    # After all others: from files, where this machine's memory may not hold what its devices do not.
+    if run.model.placement == AUTO and OFFLOAD in placements and run.model.offload == "cpu" and run.device.type is None:
+        model = replace(run.model, placement=OFFLOAD, offload="disk")
+        for strategy in strategies:
+            yield replace(run, model=model, launcher=replace(run.launcher, strategy=strategy))
 
 
 def _first_that_fits(options: list[RunConfig]) -> RunConfig:
@@ -106,9 +122,10 @@ def _first_that_fits(options: list[RunConfig]) -> RunConfig:
 
 
 def _lacking(run: RunConfig) -> float:
-    """Return the share of the fullest device that a run takes with one row, the least it can; without end for none."""
+    """Return the share that a run takes of what it fills most with one row, the least it can; without end for none."""
     try:
-        return max(memory.peak / memory.capacity for memory in _memories(_possible(run), 1))
+        inputs = _inputs(_possible(run), 1)
+        return max(host_share(inputs), *(memory.peak / memory.capacity for memory in device_memories(inputs)))
     except ValueError:
         return math.inf
 
@@ -116,9 +133,10 @@ def _lacking(run: RunConfig) -> float:
 def _fits(run: RunConfig) -> bool:
     """Whether a possible run fits, with the micro-batch that `sized` will choose; refuse what loading would refuse."""
     run = _possible(run)
-    if any(memory.fixed > SAFE * memory.capacity for memory in _memories(run, most_rows(run))):
+    inputs = _inputs(run, most_rows(run))
+    if host_share(inputs) > SAFE or any(use.fixed > SAFE * use.capacity for use in device_memories(inputs)):
         return False
-    return all(memory.peak <= SAFE * memory.capacity for memory in _memories(sized(run), 1))
+    return all(use.peak <= SAFE * use.capacity for use in device_memories(_inputs(sized(run), 1)))
 
 
 def _possible(run: RunConfig) -> RunConfig:
@@ -130,10 +148,10 @@ def _possible(run: RunConfig) -> RunConfig:
     return checked(run)
 
 
-def _memories(run: RunConfig, rows: int) -> list[DeviceMemory]:
-    """Return the memory of every device with so many rows, unless the run has its own micro-batch."""
+def _inputs(run: RunConfig, rows: int) -> PlanInputs:
+    """Return the inputs of a plan with so many rows, unless the run has its own micro-batch."""
     micro = run.trainer.micro_tokens or rows * run.data.length
-    return device_memories(plan_inputs(replace(run, trainer=replace(run.trainer, micro_tokens=micro))))
+    return plan_inputs(replace(run, trainer=replace(run.trainer, micro_tokens=micro)))
 
 
 def _with_gate(run: RunConfig) -> RunConfig:

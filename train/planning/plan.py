@@ -124,7 +124,7 @@ def resolved(device: DeviceConfig, requested: str | None) -> DeviceConfig:
         raise ValueError(f"device={device.name} is of type {kind}, and model.device={requested} is not: leave one out")
     if kind == "cpu":
         cpu = preset("cpu")
-        memory_gb = device.memory_gb or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+        memory_gb = device.memory_gb or host_bytes() / GIB
         base = device if device.type is not None else replace(device, context_gb=cpu.context_gb, slack=cpu.slack)
         return replace(base, type=kind, memory_gb=memory_gb)
     if device.memory_gb is not None:
@@ -133,6 +133,11 @@ def resolved(device: DeviceConfig, requested: str | None) -> DeviceConfig:
     match = by_driver_name(properties.name)
     tflops = device.tflops or (None if match is None else match.tflops)
     return replace(device, type=kind, memory_gb=properties.total_memory / GIB, tflops=tflops, name=properties.name)
+
+
+def host_bytes() -> int:
+    """Return this machine's memory in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def sized(run: RunConfig) -> RunConfig:
@@ -251,13 +256,18 @@ def device_use(inputs: PlanInputs, main: bool, number: int) -> MemoryUse:
 
 def evaluation_use(inputs: PlanInputs, number: int) -> dict[str, Size]:
     """Return the sizes of the final evaluation on a device: the target, in the dtype of the losslessness check."""
-    run = inputs.run
-    if not run.eval.prompts:
+    if not inputs.run.eval.prompts:
         return {}
-    gate = inputs.item if run.eval.gate_dtype == AUTO else DTYPES[run.eval.gate_dtype].itemsize
-    weight = weight_bytes(run.model, gate, str(inputs.device.type))
-    held, gathered, _ = memory.target_state(inputs.shape, inputs.layout, int(weight * inputs.shape.inner), gate, number)
+    held, gathered, _ = _evaluated(inputs, number)
     return held | gathered
+
+
+def _evaluated(inputs: PlanInputs, number: int) -> tuple[dict[str, Size], dict[str, Size], int]:
+    """Return the target's memory in the final evaluation, as `memory.target_state`."""
+    run, shape = inputs.run, inputs.shape
+    gate = inputs.item if run.eval.gate_dtype == AUTO else DTYPES[run.eval.gate_dtype].itemsize
+    layers = int(weight_bytes(run.model, gate, str(inputs.device.type)) * shape.inner)
+    return memory.target_state(shape, inputs.layout, layers, gate, number)
 
 
 def spare_use(inputs: PlanInputs, number: int) -> MemoryUse:
@@ -274,7 +284,20 @@ def host_use(inputs: PlanInputs) -> MemoryUse:
     held = {name: times(size, layout.processes) for name, size in host_state(inputs).items()}
     if offloaded:
         held["target: layers"] = Counter(large=offloaded * layout.processes)
-    return MemoryUse(round(HOST_BASE * GIB * layout.processes), held, {}, {})
+    evaluated = _evaluated(inputs, 0)[2] if inputs.run.eval.prompts else 0  # by the first process alone
+    evaluation = {"target: layers": Counter(large=evaluated)} if evaluated else {}
+    return MemoryUse(round(HOST_BASE * GIB * layout.processes), held, {}, evaluation)
+
+
+def host_capacity(inputs: PlanInputs) -> int | None:
+    """Return the bytes of host memory beside the devices, None where they are not this machine's, or are a CPU."""
+    return None if inputs.heap or inputs.run.device.type is not None else host_bytes()
+
+
+def host_share(inputs: PlanInputs) -> float:
+    """Return the share of a node's host memory that a run takes, 0 where that memory is not known."""
+    capacity = host_capacity(inputs)
+    return 0.0 if capacity is None else host_use(inputs).asked() / capacity
 
 
 def host_state(inputs: PlanInputs) -> dict[str, Size]:
@@ -401,6 +424,7 @@ def plan(run: RunConfig) -> dict[str, Any]:
         "host": None if inputs.heap else host_use(inputs),
         "disk": disk(inputs),
         "quantization": quantization_note(run.model, str(inputs.device.type)),
-        "fits": all(device.fits for device in devices),
+        "host_capacity": host_capacity(inputs),
+        "fits": all(device.fits for device in devices) and host_share(inputs) <= 1,
         "device": asdict(inputs.device),
     }

@@ -3,6 +3,7 @@
 Each override is planned alone, then the mildest ones together.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import groupby
@@ -21,7 +22,7 @@ from train.planning.memory import MemoryUse, total
 from train.planning.plan import GIB, SHARE, DeviceMemory, plan, sized
 
 SHOWN = 2**20 / 20  # bytes: what is less would read as nothing
-FITS = "it fits; without plan=true the same command runs it"
+FITS = "it fits{}; without plan=true the same command runs it"
 PRUNED = 32000  # EAGLE-3's draft vocabulary
 # The values of features=stored; where the store lies is of no matter to a plan.
 STORED = "features.mode=stored features.on_missing=fail features.path=store"
@@ -65,9 +66,15 @@ def table(run: RunConfig, planned: dict[str, Any]) -> Group:
         fit = "fits" if memory.fits else "does NOT fit"
         title = f"{names}: {gib(memory.peak)} of {gib(memory.capacity)}, {fit}"
         parts.append(_memory_table(title, memory.held, memory.peak))
-    if planned["host"] is not None:
-        parts.append(_memory_table("host memory of each node", planned["host"], planned["host"].asked()))
-    return Group(*parts, *([FITS] if planned["fits"] else _remedies(advice(run, planned))))
+    host, room, needs = planned["host"], planned["host_capacity"], ""
+    if host is not None:
+        title, peak = "host memory of each node", host.asked()
+        if room is None:
+            needs = f" if a node has {math.ceil(peak / GIB)} GiB of host memory"
+        else:
+            title += f": {gib(peak)} of {gib(room)}, {'fits' if peak <= room else 'does NOT fit'}"
+        parts.append(_memory_table(title, host, peak))
+    return Group(*parts, *([FITS.format(needs)] if planned["fits"] else _remedies(run, planned)))
 
 
 def _table(title: str) -> Table:
@@ -134,9 +141,10 @@ def _memory_table(title: str, use: MemoryUse, peak: int) -> Table:
     return shown
 
 
-def _remedies(changes: list[Advice]) -> Iterator[str]:
+def _remedies(run: RunConfig, planned: dict[str, Any]) -> Iterator[str]:
     """Yield the lines about a run that does not fit."""
-    yield "it does not fit; what to change, the largest saving on the fullest device first:"
+    changes, where = advice(run, planned), "of host memory" if _lacks_host_alone(planned) else "on the fullest device"
+    yield f"it does not fit; what to change, the largest saving {where} first:"
     for change in changes:
         yield f"  {change.overrides}: saves {gib(change.saves)}{', and it fits' if change.fits else ''}"
     if not any(change.fits for change in changes):
@@ -151,23 +159,36 @@ def gib(size: int | float) -> str:
 def advice(run: RunConfig, planned: dict[str, Any]) -> list[Advice]:
     """Return changes that reduce the memory of the fullest device, the most effective first.
 
+    Where every device has room, they reduce that of the host.
+
     If no single change is enough, the last entry combines several: those that leave the training's result unchanged
     come before the others. There is no such entry if all of them together are not enough.
     """
     run = sized(run)
-    most, single = planned["peak_bytes"], []
+    host = _lacks_host_alone(planned)
+    most, single = _taken(planned, host), []
     for words in _changes(run):
         changed = _attempt(_overridden(run, words))
-        if changed is not None and changed["peak_bytes"] < most:
-            single.append(Advice(words, most - changed["peak_bytes"], changed["fits"]))
+        if changed is not None and _taken(changed, host) < most:
+            single.append(Advice(words, most - _taken(changed, host), changed["fits"]))
     single.sort(key=lambda option: -option.saves)
     if any(option.fits for option in single):
         return single
-    combined = _together(run, most)
+    combined = _together(run, most, host)
     return single if combined is None else [*single, combined]
 
 
-def _together(run: RunConfig, most: int) -> Advice | None:
+def _lacks_host_alone(planned: dict[str, Any]) -> bool:
+    """Whether every device of a plan has room, so that what lacks is host memory."""
+    return all(device.fits for device in planned["devices"])
+
+
+def _taken(planned: dict[str, Any], host: bool) -> int:
+    """Return the bytes that a plan takes of a node's host memory, or of the fullest device."""
+    return int(planned["host"].asked() if host else planned["peak_bytes"])
+
+
+def _together(run: RunConfig, most: int, host: bool) -> Advice | None:
     """Combine changes in their order, those that save memory after the ones before, until the run fits."""
     chosen: list[str] = []
     left = most
@@ -176,8 +197,8 @@ def _together(run: RunConfig, most: int) -> Advice | None:
             continue
         changed = _overridden(run, words)
         planned = _attempt(changed)
-        if planned is not None and planned["peak_bytes"] < left:
-            run, left = changed, planned["peak_bytes"]
+        if planned is not None and _taken(planned, host) < left:
+            run, left = changed, _taken(planned, host)
             chosen += [word for word in words.split() if word not in chosen]
             if planned["fits"]:
                 return Advice(" ".join(chosen), most - left, True)
@@ -215,6 +236,7 @@ def _changes(run: RunConfig) -> list[str]:
         "features=stored trainer.eval_prompts=0": run.features.mode == "live",
         "trainer.optimizer=muon": run.trainer.optimizer == "adamw" and unsharded,
         "model.placement=offload": whole,
+        "model.offload=disk": run.model.placement == "offload" and run.model.offload == "cpu",
         "model.quantize=int8": run.model.quantize is None,
         f"head.draft_vocab={PRUNED}": head.get("draft_vocab", PRUNED) is None,
         "head.lm_head=shared": head.get("lm_head") == "own",
