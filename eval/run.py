@@ -9,7 +9,7 @@ if __name__ == "__main__":  # as a script: the checkout's root in place of this 
 import gc
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from eval.gates import check
 from eval.inputs.drafters import check_drafters, load_drafters
 from eval.inputs.runs import find_heads, model_of, own_prompts
 from eval.inputs.siblings import notes, saved_rows
-from eval.inputs.workloads import Workload, load_workload, prompt_counts, read_workload
+from eval.inputs.workloads import Workload, load_workload, named_apart, prompt_counts, read_workload
 from eval.measures.losslessness import FailedChecks, Gate, SampledGate
 from eval.measures.machine import device_facts, provenance
 from eval.measures.results import ENDPOINT, LIVE, REPLAY, TEACHER_FORCED
@@ -277,9 +277,7 @@ def workloads_of(config: EvalConfig, model: ModelConfig | None) -> list[str]:
     names = [str(name) for name in listed(config.workload or default) if name]
     if not names:
         raise ValueError("workload is missing: give a name, a file or a Hub data set")
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated:
-        raise ValueError(f"workload {', '.join(repeated)} is given twice: leave one out")
+    named_apart(names)
     for name in names:
         check_source(locate(name))
     return names
@@ -327,7 +325,8 @@ def read(config: EvalConfig, target: Target, names: Sequence[str]) -> list[Workl
     def answer(token: list[int]) -> str:
         return str(target.tokenizer.decode(autoregress(target, token, settings).tokens, skip_special_tokens=True))
 
-    return [read_workload(name, target, config, answer) for name in names]
+    named = zip(names, named_apart(names), strict=True)
+    return [replace(read_workload(name, target, config, answer), name=shown) for name, shown in named]
 
 
 def described(target: Target) -> dict[str, Any]:

@@ -288,7 +288,7 @@ def _prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     """Return the prompt of a record, as `prompt_of` does; one of BAD where there is none."""
     prompt = _encoded(record, tokenizer)
     if not prompt.token:
-        raise BadSampleError("no tokens", "it has no tokens; remove it")
+        raise BadSampleError("no tokens", "is empty: remove it")
     return prompt
 
 

@@ -214,6 +214,24 @@ def short_name(name: str) -> str:
     return keys[0] if keys else path.name if path.is_file() else name
 
 
+def named_apart(names: Sequence[str]) -> list[str]:
+    """Return the workloads' names in reports, of files that are called alike with the folders that tell them apart.
+
+    Raises:
+        ValueError: one is given twice.
+    """
+    sources = [located.resolve() if (located := Path(locate(name)).expanduser()).exists() else name for name in names]
+    if repeated := sorted({name for name, source in zip(names, sources, strict=True) if sources.count(source) > 1}):
+        raise ValueError(f"workload {', '.join(repeated)} is given twice: leave one out")
+    short, deep = [short_name(name) for name in names], 1
+    while len({*short}) < len(short):
+        deep += 1
+        alike = {name for name in short if short.count(name) > 1}
+        longer = ["/".join(source.parts[-deep:]) if isinstance(source, Path) else source for source in sources]
+        short = [long if name in alike else name for name, long in zip(short, longer, strict=True)]
+    return short
+
+
 def _records(path: str, limit: int) -> Iterator[Indexed]:
     """Yield the workload's first records with their indices."""
     source, seen = open_source(path, split=""), set[str]()

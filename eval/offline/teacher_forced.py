@@ -108,12 +108,16 @@ def growth(tree: TreeConfig) -> str:
 
 
 def ranks(logits: Float[Tensor, "T V"], token: Int[Tensor, "T"], depth: int) -> Int[Tensor, "T"]:
-    """Return the rank of token t+1+d in position t's guess at depth d, -1 where there is no such token."""
+    """Return the rank of token t+1+d in position t's guess at depth d, -1 where there is no such token.
+
+    Of equal logits, which bf16 has many of, the lower token ranks first, as in a draft: no two tokens share a rank.
+    """
     count = len(token) - 1 - depth
     rank = torch.full_like(token, -1)
     if count > 0:
-        actual = logits[:count].gather(1, token[depth + 1 :, None])
-        rank[:count] = (logits[:count] > actual).sum(1)
+        guess, following = logits[:count], token[depth + 1 :, None]
+        actual, ids = guess.gather(1, following), torch.arange(guess.shape[1], device=guess.device)
+        rank[:count] = ((guess > actual) | ((guess == actual) & (ids < following))).sum(1)
     return rank
 
 

@@ -1,9 +1,9 @@
 """The tables of a report: the columns of each, and the results in it."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval.measures.losslessness import WITHHELD, in_words, labelled
@@ -168,6 +168,11 @@ def _would_help(result: Result) -> Cell:
     return Cell(advice(breakdown), (REMEDIES[breakdown["most"]],))
 
 
+def without_ending(workload: str) -> str:
+    """Return a workload's name without the ending of a file of prompts."""
+    return re.sub(r"\.(jsonl?|parquet|txt)(\.[gx]z)?$", "", workload)
+
+
 NAME = computed("drafter", "name", lambda result: result.name)
 LABEL = computed("drafter", "drafter", lambda result: result.label)
 DRAFTER = computed("drafter", "drafter", drafter_of)
@@ -181,7 +186,7 @@ RESULTS = {
     "name": NAME,
     "label": LABEL,
     "drafter": column("drafter", "drafter"),
-    "workload": computed("workload", "workload", lambda result: Path(str(result.row["workload"])).stem),
+    "workload": computed("workload", "workload", lambda result: without_ending(str(result.row["workload"]))),
     "T": T,
     "batch": column("batch", "batch_size"),
     "batch and rate": computed("batch", "batch", _batch),

@@ -128,7 +128,7 @@ def test_a_held_out_record_without_tokens_is_refused_or_dropped(
     """It was trained beside, and the first measurement failed."""
     other = {"prompt_token_ids": [5], "token_ids": [6, 7]}
     path = write({"id": "a", **other}, {"id": "held", "input_ids": [], "loss_mask": []}, {"id": "asked", **PAIR})
-    with pytest.raises(ValueError, match=r"prompt held: it has no tokens; remove it"):
+    with pytest.raises(ValueError, match=r"prompt held: is empty: remove it"):
         load_training(config(path, held_out=2), bare, 9)
     data = load_training(config(path, held_out=2, on_bad="drop"), bare, 9)
     assert data.counts.chats["dropped, no tokens"] == 1

@@ -131,6 +131,13 @@ def test_ranks_end_where_the_text_does() -> None:
     assert ranks(logits, token, 3).tolist() == [-1] * 4
 
 
+def test_of_equal_logits_one_token_alone_has_the_first_rank() -> None:
+    """In bf16 many are equal, and a draft takes one of them."""
+    logits = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0]] * 5)
+    token = torch.tensor([0, 0, 1, 2, 4])
+    assert ranks(logits, token, 1).tolist() == [0, 1, 2, -1, -1]
+
+
 def test_answers_of_one_token_leave_nothing_to_replay() -> None:
     assert write(toys.target(), [toys.prompt(0)], Settings(1, GREEDY)) == []
 

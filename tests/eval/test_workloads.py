@@ -12,7 +12,8 @@ from data.text.prompts import Prompt, load_prompts, save_prompts
 from data.text.records import IDS, UNFETCHED
 from eval.config import Selection
 from eval.inputs import workloads
-from eval.inputs.workloads import load_workload, read_workload, short_name
+from eval.inputs.workloads import load_workload, named_apart, read_workload, short_name
+from eval.report.columns import without_ending
 from inference.target.target import Target
 from tests import toys
 from tests.eval.small import run_main
@@ -72,6 +73,26 @@ def test_short_names_show_no_folder(tmp_path: Path) -> None:
     assert short_name(written(tmp_path, {})) == "mine.jsonl"
     assert short_name(str(workloads.WORKLOADS["tiny"])) == short_name("tiny") == "tiny"
     assert short_name("me/prompts") == "me/prompts"
+
+
+def test_files_that_are_called_alike_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    """All of them were "prompts.jsonl" in the report: a run calls its held-out prompts so."""
+    for folder in ("a/x", "b/x", "c"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "prompts.jsonl").write_text("{}")
+    files = [str(tmp_path / name / "prompts.jsonl") for name in ("a/x", "b/x", "c")]
+    assert named_apart([files[0], "me/prompts", "tiny"]) == ["prompts.jsonl", "me/prompts", "tiny"]
+    assert named_apart(files) == ["a/x/prompts.jsonl", "b/x/prompts.jsonl", "c/prompts.jsonl"]
+    with pytest.raises(ValueError, match="is given twice: leave one out"):
+        named_apart([files[0], str(tmp_path / "a" / "x" / ".." / "x" / "prompts.jsonl")])
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("a/mine.jsonl", "a/mine"), ("log.json.gz", "log"), ("me/arena-v2.0", "me/arena-v2.0"), ("notes.md", "notes.md")],
+)
+def test_a_workload_is_shown_without_the_ending_of_a_file(name: str, shown: str) -> None:
+    assert without_ending(name) == shown
 
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -186,5 +186,5 @@ def test_a_target_whose_ends_are_more_than_tables_is_refused(name: str, named: s
     _assert_plain(toys.target().embeddings, "target")
     capped = TargetEmbeddings(toys.target().model)
     capped.softcap = 5.0
-    with pytest.raises(ValueError, match="its logits have a bias or a cap"):
+    with pytest.raises(ValueError, match="its logits have a bias, a cap or a scale"):
         _assert_plain(capped, "target")

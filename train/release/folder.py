@@ -274,12 +274,12 @@ def _load(path: str, adapter: str | None) -> Target | EmbeddingsOnly:
 
 @torch.no_grad()
 def _assert_plain(embeddings: TargetEmbeddings, path: str) -> None:
-    """Refuse an embedding that is scaled and logits with a bias or a cap: engines read the plain tables."""
+    """Refuse an embedding that is scaled and logits with a bias, a cap or a scale: engines read the plain tables."""
     few = torch.arange(min(embeddings.vocab_size, 64))
     state = torch.randn(4, embeddings.hidden_size, generator=torch.Generator().manual_seed(0)) * 9
     embedded, logits = embeddings.embed(few), embeddings.logits(state)
     table: Any = embeddings.embedding.weight
     scaled = not torch.equal(embedded, table[few])
     if scaled or not torch.allclose(logits, state @ embeddings.head_weight().T, rtol=1e-3, atol=1e-3):
-        what = "its embedding is scaled" if scaled else "its logits have a bias or a cap"
+        what = "its embedding is scaled" if scaled else "its logits have a bias, a cap or a scale"
         raise ValueError(f"{path}: {what}, which engines do not know when they draft; publish without format")

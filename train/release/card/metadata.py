@@ -1,9 +1,8 @@
 """The card's YAML metadata, by which the Hub finds a head and shows its results."""
 
-from pathlib import Path
-
 from huggingface_hub import EvalResult, ModelCardData
 
+from eval.report.columns import without_ending
 from heads.formats.hub import REPO
 from heads.formats.published.export import FORMATS, READERS
 from train.release.card.facts import Facts
@@ -39,7 +38,7 @@ def results(facts: Facts) -> list[EvalResult]:
     evaluations = []
     for result in facts.mine:
         row = result.row
-        workload, rate = Path(row["workload"]).stem, row.get("request_rate")
+        workload, rate = without_ending(row["workload"]), row.get("request_rate")
         where = f"T={row['temperature']:g}, batch {row['batch_size']}, tree {row['tree']}"
         where += f", {rate:g} requests a second" if rate is not None else ""
         where += f", {row['category']}" if row.get("category") else ""
