@@ -276,6 +276,8 @@ def _lines(response: HTTPResponse) -> Iterator[bytes]:
         if b"\n" in piece:
             *lines, rest = rest.split(b"\n")
             yield from map(bytes, lines)
+    if rest:  # a last line that nothing ends
+        yield bytes(rest)
 
 
 def read_object(content: bytes) -> dict[str, Any]:

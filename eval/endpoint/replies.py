@@ -102,8 +102,8 @@ def read_replies(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) 
     end, count, length = 0.0, 0, 0
     for end, event in events:
         count += 1
-        if event.get("error") is not None:
-            raise EndpointError("error", str(event["error"]))
+        if (message := event.get("message" if event.get("object") == "error" else "error")) is not None:
+            raise EndpointError("error", str(message))
         if event.get("model") != model:
             raise EndpointError("wrong_model", f"the reply is {event.get('model')!r}'s")
         usage = event["usage"] if isinstance(event.get("usage"), dict) else usage

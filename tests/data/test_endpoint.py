@@ -3,11 +3,12 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from data.answers.client import Client, EndpointError, read_reply, retry_after
+from data.answers.client import Client, EndpointError, _lines, read_reply, retry_after
 from tests.data import chat_server as serve
 from tests.data.asking import COUNT, ask, config, connect
 from tests.data.chat_server import Send, Server
@@ -218,3 +219,9 @@ def test_retry_after_is_seconds_or_a_date() -> None:
     found = [retry_after(value) for value in ("3", "-1", "soon", "", late)]
     assert found == [3.0, 0.0, None, None, None]
     assert 90 < (retry_after(soon) or 0) <= 100
+
+
+def test_the_last_line_of_a_stream_needs_no_end() -> None:
+    pieces = [b"data: {}\nda", b"ta: [DONE]", b""]
+    body: Any = SimpleNamespace(read1=lambda _: pieces.pop(0), length=0)
+    assert list(_lines(body)) == [b"data: {}", b"data: [DONE]"]

@@ -120,6 +120,7 @@ PIECE = {"model": MODEL, "choices": [{"delta": {"content": "a"}, "finish_reason"
     ("events", "message"),
     [
         ([{**PIECE, "usage": {"completion_tokens": 3}}, {"error": {"message": "gone"}}], "gone"),
+        ([{"object": "error", "message": "no memory", "code": 500}], "no memory"),
         ([{**PIECE, "model": "other"}], "wrong_model: the reply is 'other'"),
         ([PIECE, PIECE], "the reply does not count its tokens"),
         ([{**PIECE, "choices": PIECE["choices"] * 2}], "choices"),
