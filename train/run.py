@@ -81,9 +81,12 @@ from train.step import Loss, Stepper
 from train.tracking import sweep
 from train.tracking.trackers import conclude
 
-BY_BUDGET = (  # overrides that a training within a budget has in its place
-    "head", "budget", "log", "plan", "resume", "overwrite", "trainer.steps", "trainer.cooldown", "trainer.warmup",
-)  # fmt: skip
+BY_BUDGET = ("budget", "log", "plan", "resume", "overwrite")  # which a training within a budget has in its own place
+DECIDED = {  # overrides that such a training cannot take, with what to do instead
+    "trainer.steps": "the budget decides how long is trained: leave it out",
+    "trainer.cooldown": "a budget has one for all trainings: give forecast.cooldown in its place",
+    "trainer.warmup": "a budget has one for all trainings: give forecast.warmup, in steps, in its place",
+}
 DEBUG = "debug"  # of conf/trainer/
 T = TypeVar("T", bound=Any)  # a run's configuration
 WRITTEN = (  # by a run, beside its weights
@@ -339,8 +342,10 @@ def within_budget(run: RunConfig) -> float | None:
     from train.forecast import command as forecast
     from train.forecast.pilots import overrides_of
 
-    os.environ.pop(BEST, None)  # which the candidates take the place of
-    words = shared_words(launch.overrides(), run.log)
+    words = launch.overrides()
+    if os.environ.pop(BEST, None):  # no head is named, and the candidates take the place of the best one
+        words = [word for word in words if launch.key_of(word) != "head"]
+    words = shared_words(words, run.log)
     if sweep.sweeping() or started.launched() or launch.leaves(run.launcher):
         raise ValueError("a budget is of one run, which starts its own processes: leave -m and other launchers out")
     planned, given = run.plan, {launch.key_of(word) for word in launch.overrides()}
@@ -361,13 +366,19 @@ def within_budget(run: RunConfig) -> float | None:
 
 
 def shared_words(words: list[str], log: str | None) -> list[str]:
-    """Return the overrides that all trainings within a budget have in common; refuse those of a single head."""
+    """Return the overrides that all trainings within a budget have in common; refuse those of a single one."""
     keys = [launch.key_of(word) for word in words]
     if odd := [key for key in keys if key.startswith("head.")]:
         raise ValueError(
             f"{odd[0]} is of one head, and a budget compares several: give it with its head in "
             "forecast.candidates, as ['eagle3 head.layers=2']"
         )
+    for word, key in zip(words, keys, strict=True):
+        if key == "head":
+            names = word.partition("=")[2]
+            raise ValueError(f"{word} is one head, and a budget compares several: give forecast.candidates=[{names}]")
+        if key in DECIDED:
+            raise ValueError(f"{word}: {DECIDED[key]}")
     if log is not None and "data.path" in keys:
         raise ValueError("log and data.path are both given: log takes the place of data.path, leave one out")
     rest = [

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from data.text.filters import Counts
 from data.text.masks import Sample
+from heads.common.command import BEST
 from heads.common.resolvers import ROOT, register_resolvers
 from tests import toys
 from tests.train import jobs
@@ -120,10 +121,35 @@ def test_settings_of_a_budget_are_refused() -> None:
         command.shared_words(["budget=1h", "head.layers=2"], None)
     with pytest.raises(ValueError, match="both given"):
         command.shared_words(["data.path=b", "log=a"], "a")
-    shared = command.shared_words(
-        ["head=mlp", "budget=1h", "trainer.steps=3", "trainer.lr=1", "forecast.share=0.1"], "a b"
-    )
+    shared = command.shared_words(["budget=1h", "trainer.lr=1", "forecast.share=0.1"], "a b")
     assert shared == ["trainer.lr=1", "data.path='a b'"]
+
+
+@pytest.mark.parametrize(
+    ("word", "instead"),
+    [
+        ("head=eagle3", r"give forecast.candidates=\[eagle3\]$"),
+        ("trainer.steps=100", "leave it out$"),
+        ("trainer.cooldown=0.5", "give forecast.cooldown in its place$"),
+        ("trainer.warmup=0.1", "give forecast.warmup, in steps, in its place$"),
+    ],
+)
+def test_what_a_budget_decides_is_refused_where_it_is_given(word: str, instead: str) -> None:
+    with pytest.raises(ValueError, match=f"^{word}.*{instead}"):
+        command.shared_words(["budget=1h", word], None)
+
+
+@pytest.mark.usefixtures("composing")
+def test_the_head_that_nobody_named_is_no_word_of_a_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = ["head=mtp", "budget=1h", "plan=true", f"out={tmp_path / 'out'}"]  # as head=best, the default, leaves them
+    monkeypatch.setattr("train.distributed.launch.overrides", lambda: words)
+    monkeypatch.setattr("train.run.check_first_records", lambda _: None)
+    monkeypatch.setattr("train.run.budget_plan", lambda *_: "planned")
+    monkeypatch.setenv(BEST, "head=best: mtp\n")
+    run = run_config(compose("train", words))
+    assert within_budget(run) is None
+    with pytest.raises(ValueError, match=r"^head=mtp is one head"):
+        within_budget(run)
 
 
 @pytest.mark.usefixtures("composing")
