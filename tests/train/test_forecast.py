@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,19 @@ from rich.console import Console
 
 from data.text.filters import Counts
 from data.text.masks import Sample
+from data.text.prompts import Prompt, TrainingData
+from eval.tuning.grid import halves
 from heads.common.command import BEST
 from heads.common.resolvers import ROOT, register_resolvers
+from inference.decode import Settings, autoregress
+from inference.verification.sample import GREEDY
 from tests import toys
 from tests.train import jobs
 from train import run as command
 from train.checkpoints import format
 from train.config import Budget, run_config
 from train.forecast import log, text
-from train.forecast.command import check, train_within
+from train.forecast.command import Bench, check, train_within
 from train.forecast.curve import Curve, Prior, forecast, interval
 from train.forecast.pilots import PROBE, STATE, Pilots
 from train.optim import cooldown_begin, learning_rate, same_rates
@@ -340,6 +345,30 @@ def test_a_budget_that_is_too_small_says_what_would_do(tmp_path: Path) -> None:
     stage.pilots.budget = Budget(100.0, timed=False)
     with pytest.raises(ValueError, match=r"too small for 3 short trainings of 1 candidates: about 9\d\d operations"):
         stage.pilots.measured(BOUND, 20)
+
+
+def test_prompts_that_are_answered_with_one_token_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, prompts = toys.target(), [toys.prompt(i) for i in range(10)]
+    first = [autoregress(target, prompt, Settings(2, GREEDY)).tokens[0] for prompt in prompts]
+    samples = [Sample("a", toys.prompt(0, 20), [1] * 20)]
+    data = TrainingData(samples, [Prompt(str(i), prompt, "") for i, prompt in enumerate(prompts)], Counts())
+    monkeypatch.setattr("train.forecast.command.load_training", lambda *_: data)
+    monkeypatch.setattr(Bench, "target", lambda _: target)
+    settings = {"data": {"length": 20}, "forecast": {"prompts": 10, "tokens": 4}, "trainer": {"seed": 0}}
+    run = SimpleNamespace(workload=None, **{key: SimpleNamespace(**values) for key, values in settings.items()})
+    monkeypatch.setattr(target, "eos", frozenset(first[:2]))
+    answered = [prompt for prompt, token in zip(prompts, first, strict=True) if token not in first[:2]]
+    assert 4 <= len(answered) < 10
+    state = (bench := Bench(run)).examined()
+    assert bench.halves == halves(answered)
+    assert state["log"]["others"] == len(answered[1::2])
+    again = Bench(run)  # as of a forecast that goes on
+    again.answered = json.loads(json.dumps(state))["answered"]
+    again.measure([])
+    assert again.halves == bench.halves
+    monkeypatch.setattr(target, "eos", frozenset(first))
+    with pytest.raises(ValueError, match=r"^the target answers 10 of 10 held-out prompts with one token, .*: raise"):
+        Bench(run).examined()
 
 
 def test_a_log_is_counted() -> None:

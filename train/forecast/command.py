@@ -49,7 +49,8 @@ def train_within(run: Any, train: Callable[[list[str]], None]) -> None:
     pilots = Pilots(out, run.forecast, run.budget, run.trainer.batch_tokens, train, bench.measure)
     pilots.load()
     if "log" not in pilots.state:
-        pilots.state["log"], pilots.state["overhead"] = bench.examined()
+        pilots.state |= bench.examined()
+    bench.answered = pilots.state.get("answered")
     out.mkdir(parents=True, exist_ok=True)
     pilots.save()
     say(log.line(pilots.state["log"]), highlight=False, soft_wrap=True)
@@ -70,10 +71,16 @@ def train_within(run: Any, train: Callable[[list[str]], None]) -> None:
 
 
 class Bench:
-    """The target, loaded for each measurement alone, and the held-out prompts: half are for candidates."""
+    """The target, loaded for each measurement alone, and the held-out prompts: half are for candidates.
+
+    Attributes:
+        answered: the numbers of the prompts that are measured, None for all: where the first token ends an answer no
+            pass is taken, and resamples of such prompts alone would have no τ.
+    """
 
     def __init__(self, run: Any) -> None:
         self.run = run
+        self.answered: list[int] | None = None
         self.halves: tuple[list[list[int]], list[list[int]]] | None = None
 
     def target(self) -> Any:
@@ -81,7 +88,7 @@ class Bench:
         return load_target(self.run.model, self.run.model.device or default_device(), whole=True)
 
     def data(self, target: Any) -> TrainingData:
-        """Return the data, and keep the prompts."""
+        """Return the data; refuse too few held-out prompts."""
         run = self.run
         data = load_training(run.data, target.tokenizer, run.forecast.prompts, run.workload)
         if len(data.held_out) < LEAST:
@@ -89,26 +96,43 @@ class Bench:
                 f"{len(data.held_out)} held-out prompts are too few for a forecast: raise data.held_out, or give more "
                 "data.prompts"
             )
-        self.halves = halves([prompt.token for prompt in data.held_out])
         return data
 
-    def examined(self) -> tuple[dict[str, Any], float]:
-        """Return the numbers of the log, and the seconds that a measurement takes, about."""
+    def keep(self, data: TrainingData) -> None:
+        """Keep the prompts that are measured."""
+        prompts = enumerate(prompt.token for prompt in data.held_out)
+        self.halves = halves([token for i, token in prompts if self.answered is None or i in self.answered])
+
+    def examined(self) -> dict[str, Any]:
+        """Return the numbers of the log, the seconds that a measurement takes, about, and the prompts for it.
+
+        Raises:
+            ValueError: the target ends too many answers with their first token.
+        """
         run, begun = self.run, time.monotonic()
         target = self.target()
         loaded = time.monotonic() - begun
         data = self.data(target)
-        assert self.halves is not None
-        mine, others = self.halves
+        baseline = acceptance.baseline(target, [prompt.token for prompt in data.held_out], run.forecast.tokens)
+        self.answered = [i for i, (tokens, _) in enumerate(baseline) if tokens]
+        if len(self.answered) < LEAST:
+            raise ValueError(
+                f"the target answers {len(baseline) - len(self.answered)} of {len(baseline)} held-out prompts with one "
+                "token, so nothing is drafted, and the others are too few for a forecast: raise forecast.prompts and "
+                "data.held_out, or give other data.prompts"
+            )
+        self.keep(data)
+        mine, others = halves(self.answered)
         numbers = log.statistics(data.samples, data.counts) | {"others": len(others)}
         numbers |= log.certainty(target, data.samples, run.data.length, ROWS, run.trainer.seed)
-        return numbers, loaded + 2 * acceptance.baseline_seconds(target, mine, run.forecast.tokens)
+        overhead = loaded + 2 * sum(baseline[i][1] for i in mine)
+        return {"log": numbers, "overhead": overhead, "answered": self.answered}
 
     def measure(self, folders: list[Path], *, others: bool = False) -> list[acceptance.Measured]:
         """Return what the heads of these folders are worth, on the other prompts or on those for candidates."""
         run, target = self.run, self.target()
         if self.halves is None:
-            self.data(target)
+            self.keep(self.data(target))
         assert self.halves is not None
         prompts = self.halves[others]
         results = [acceptance.measured(target, folder, run.tree, prompts, run.forecast.tokens) for folder in folders]
