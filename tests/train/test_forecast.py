@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -345,6 +346,23 @@ def test_a_budget_that_is_too_small_says_what_would_do(tmp_path: Path) -> None:
     stage.pilots.budget = Budget(100.0, timed=False)
     with pytest.raises(ValueError, match=r"too small for 3 short trainings of 1 candidates: about 9\d\d operations"):
         stage.pilots.measured(BOUND, 20)
+
+
+@pytest.mark.usefixtures("composing")
+@pytest.mark.parametrize("flops", [2.293e10, 2.534e10, 2.714e10, 3.244e10])
+@pytest.mark.parametrize("small", ["1e3", "1s"])
+def test_the_budget_that_a_refusal_names_is_enough_for_every_candidate(
+    small: str, flops: float, tmp_path: Path
+) -> None:
+    pilots = Stage(tmp_path, {"mlp": (1.0, 1.0, 1.0), "eagle": (1.0, 1.0, 1.0)}).pilots
+    pilots.state["cost"] = {"mlp": {"seconds": 0.1, "flops": flops}, "eagle": {"seconds": 0.117, "flops": 3 * flops}}
+    pilots.state["call"] = {"mlp": 0.3, "eagle": 0.4}
+    pilots.budget = Budget.read(small)
+    with pytest.raises(ValueError, match=r"with overwrite=true$") as seen:
+        pilots.first(["mlp", "eagle"])
+    (advised,) = re.findall(r"about (\S+(?: s| min| h)?)", str(seen.value))
+    pilots.budget = Budget.read(advised)
+    assert min(pilots.first(["mlp", "eagle"]).values()) >= 25
 
 
 def test_prompts_that_are_answered_with_one_token_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

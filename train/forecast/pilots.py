@@ -28,6 +28,8 @@ from train.forecast.curve import EACH, RESAMPLES, Array, Curve, forecast, interv
 FOLDER, STATE = "forecast", "forecast.json"
 PROBE = 6  # steps of the training that says what a step costs
 GRID = 16  # lengths of a training that are compared
+ROOM = 1.05  # of a budget that is advised: it is written in three digits, which may be rounded down
+TIME_ROOM = 1.1  # the same of one in time: the next run's steps may take longer
 CHANCE = 0.05  # of being the fastest, below which a candidate is dropped
 
 
@@ -145,24 +147,29 @@ class Pilots:
         self.state["call"][words] = time.monotonic() - begun - PROBE * self.state["cost"][words]["seconds"]
         return None
 
-    def first(self, words: str, candidates: int) -> int:
-        """Return the steps of a candidate's first point, such that `points` of them cost its share of the budget.
+    def first(self, running: list[str]) -> dict[str, int]:
+        """Return the steps of each candidate's first point, such that `points` of them cost its share of the budget.
 
         Raises:
             ValueError: too few for the warm-up, or operations that are not counted.
         """
         config, points = self.config, 2 ** np.arange(self.config.points)
-        cost = self.cost(words) * float((1 - config.cooldown) * points[-1] + config.cooldown * points.sum())
-        if not cost:
+        factor = float((1 - config.cooldown) * points[-1] + config.cooldown * points.sum())
+        costs = {words: self.cost(words) * factor for words in running}
+        if not all(costs.values()):
             raise ValueError("no operations were counted: give a budget in time")
-        fixed = config.points * self.beside(words) if self.budget.timed else 0.0
-        steps = int((config.share * self.budget.amount / candidates - fixed) / cost)
+        fixed = {words: config.points * self.beside(words) if self.budget.timed else 0.0 for words in running}
+        share = config.share * self.budget.amount / len(running)
+        steps = {words: int((share - fixed[words]) / costs[words]) for words in running}
         least = max(2, round(config.warmup / (1 - config.cooldown)))
-        if steps < least:
-            enough = Budget((fixed + least * cost) * candidates / config.share, self.budget.timed)
+        if min(steps.values()) < least:
+            most = max(fixed[words] + least * costs[words] for words in running)
+            room = TIME_ROOM if self.budget.timed else ROOM
+            enough = Budget(room * most * len(running) / config.share, self.budget.timed)
             raise ValueError(
-                f"budget={self.budget} is too small for {config.points} short trainings of {candidates} candidates: "
-                f"about {enough} would do, or fewer forecast.candidates, or a lower forecast.warmup"
+                f"budget={self.budget} is too small for {config.points} short trainings of {len(running)} candidates: "
+                f"about {enough} would do, or fewer forecast.candidates, or a lower forecast.warmup, each with "
+                "overwrite=true"
             )
         return steps
 
@@ -186,7 +193,7 @@ class Pilots:
         if not running:
             raise ValueError(f"no candidate can be trained: {'; '.join(state['left_out'].values())}")
         if not state["steps"]:
-            state["steps"] = {words: self.first(words, len(running)) for words in running}
+            state["steps"] = self.first(running)
         for point in itertools.count():
             running = [words for words in running if words not in state["dropped"]]
             if point >= config.points and (len(running) == 1 or not self.affordable(running, point)):
