@@ -158,6 +158,29 @@ def test_a_log_that_was_rotated_is_watched_from_its_first_line(folder: Path) -> 
     assert tuple(stage for stage, _ in decisions(folder)[1:3]) == ("watch", "adapt")
 
 
+def test_a_line_given_as_the_first_new_one_is_one_of_the_log_and_can_be_corrected(folder: Path) -> None:
+    def state() -> State:
+        return State.read(folder / "loop", str(folder / "served"))
+
+    behind = rf"^loop.since={2 * NEW_FROM}: .*log.jsonl has {2 * NEW_FROM} lines"
+    with pytest.raises(ValueError, match=behind):
+        go(folder, f"loop.since={2 * NEW_FROM}")
+    assert state().stage == WATCH
+    for _ in range(2):
+        with pytest.raises(ValueError, match="5 new records can be used"):
+            go(folder, f"loop.since={2 * NEW_FROM - 5}")
+    assert len(decisions(folder)) == 1
+    with pytest.raises(ValueError, match=behind):
+        go(folder, f"loop.since={2 * NEW_FROM}")
+    for since in (NEW_FROM, NEW_FROM + 1):  # the latter when the log is divided already
+        with pytest.raises(StoppedError):
+            go(folder, f"loop.since={since}", train=stop)
+        assert state().since == NEW_FROM
+    assert [line for _, line in decisions(folder)[:2]] == [
+        f"new from line {first + 1} on, as given" for first in (2 * NEW_FROM - 5, NEW_FROM)
+    ]
+
+
 def test_a_plan_touches_nothing(folder: Path) -> None:
     with pytest.raises(ValueError, match="plan=true plans a training"):
         go(folder, "plan=true")

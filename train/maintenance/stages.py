@@ -88,7 +88,7 @@ class Maintenance:
 
     def watch(self) -> int | None:
         """Watch the log from where this round began; from its first line where another file has its name."""
-        since, lines = self.run.loop.since, _lines(self.log)
+        lines = _lines(self.log)
         if max(self.state.begin, self.state.tried) > lines:
             self.state.begin = self.state.tried = 0
         if self.state.tried and (more := lines - self.state.tried) < self.run.loop.least:
@@ -96,8 +96,7 @@ class Maintenance:
             decision = f"the last round swapped nothing; {more:,} of {self.run.loop.least:,} lines more to try again"
             self.state.decide(self.out, decision, {}, WATCH)
             return 0
-        if since is not None and since >= self.state.begin:
-            self.state.decide(self.out, f"new from line {since + 1:,} on, as given", {}, ADAPT, since=since)
+        if self.take_since():
             return None
         config = eval_config(run=self.run.serve, watch=str(self.log), model=self.given, tree=self.tree)
         values = overlay(vars(config.watcher), self.run.loop.watcher)
@@ -113,10 +112,25 @@ class Maintenance:
         self.state.decide(self.out, str(outcome.alarm), vars(outcome.alarm) | {"line": line}, ADAPT, since=line)
         return None
 
+    def take_since(self) -> bool:
+        """Go on with the line that is given as the first new one, unless it lies before this round; say whether."""
+        since, lines = self.run.loop.since, _lines(self.log)
+        if since is None or since < self.state.begin:
+            return False
+        if since >= lines:
+            raise ValueError(
+                f"loop.since={since}: {self.log} has {lines} lines, counted from 0, so none of them would be new; give "
+                "the first that is"
+            )
+        if (self.state.stage, self.state.since) != (ADAPT, since):
+            self.state.decide(self.out, f"new from line {since + 1:,} on, as given", {}, ADAPT, since=since)
+        return True
+
     def adapt(self) -> None:
         """Divide the log, set the former head aside, and train from it on the new part and some of the old."""
         traffic = self.folder / "traffic"
         if not traffic.is_dir():
+            self.take_since()  # which may have been corrected, as where too few new lines could be used
             self.divide(traffic)
             processes.release_freed()
         if not (self.folder / FORMER).is_dir():
