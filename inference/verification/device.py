@@ -126,7 +126,7 @@ def accepted(
     node = torch.arange(size, device=line.device)
     path = torch.where(line, node, size).sort(1).values[:, : deepest + 1]  # parents come before children
     path, count = torch.where(path < size, path, last), line.sum(1)
-    after = torch.cat([tree.token.gather(1, path[:, 1:]), tree.token.gather(1, last)], 1)
+    after = tree.token.gather(1, torch.cat([path[:, 1:], last], 1))
     ends = torch.arange(deepest + 1, device=line.device) == count[:, None] - 1
     return Accepted(path, count, torch.where(ends, token[:, None], after))
 
