@@ -1,11 +1,12 @@
 """The tables of a report: the columns of each, and the results in it."""
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from data.text.files import kind_of
 from eval.measures.losslessness import WITHHELD, in_words, labelled
 from eval.measures.metrics import DEFINITIONS, LEVEL, PARTS, QUANTILES
 from eval.measures.results import LIVE, TEACHER_FORCED, TIERS
@@ -170,7 +171,8 @@ def _would_help(result: Result) -> Cell:
 
 def without_ending(workload: str) -> str:
     """Return a workload's name without the ending of a file of prompts."""
-    return re.sub(r"\.(jsonl?|parquet|txt)(\.[gx]z)?$", "", workload)
+    kind = kind_of(Path(workload))
+    return workload[: workload.rindex(kind)] if kind else workload
 
 
 NAME = computed("drafter", "name", lambda result: result.name)
