@@ -76,13 +76,14 @@ def test_what_a_dead_writer_left_half_done_is_written_by_the_others(tmp_path: Pa
     write(tmp_path / "whole")
 
     def stuck(rows: list[int]) -> Copying:
-        if 6 in rows:
+        if 6 in rows:  # the shard is claimed by now; its lock file is there a moment before it is
+            (tmp_path / "stuck").touch()
             time.sleep(60)
         return stores.ready(rows)
 
     folder = tmp_path / "store"
     child = forked(lambda: extract(FeatureStore.create(folder, SPEC), stuck, 2, 0, 1) and None)
-    while not (folder / "locks" / "000003").exists():
+    while not (tmp_path / "stuck").exists():
         time.sleep(0.005)
     write(folder)
     assert FeatureStore(folder).missing() == [6, 7], "the claimed shard is its writer's"
