@@ -3,11 +3,12 @@
     pip install --no-deps --target .reference speculators==0.9.0 hs-connectors==0.9.0 loguru==0.7.3 openai jiter \
         pydantic-settings python-dotenv
     python benchmarks/reference.py [--part time memory tau] [--depths 3 5 7] [--seeds 1 2 3] [--specforge FOLDER]
-        [--data data.turns=text] [--head mtp …] [--reference speculators …]
+        [--data data.turns=text] [--head mtp …] [--reference speculators …] [--precision bf16]
 
-1. time: a step (draft, loss, gradient, optimiser) at equal depths, in fp32 on one thread, first with the features
-   given, then with the target's forward pass, the same for all. The trainers take the same rows in turn; a ratio of
-   speeds is the median over rows of a reference's CPU seconds over the trainer's, with the 5th and 95th percentile.
+1. time: a step (draft, loss, gradient, optimiser) at equal depths on one thread, in fp32 or as each trains in bf16:
+   SpecForge's weights in bf16 beside fp32 masters, the others under autocast. First with the features given, then with
+   the target's forward pass, the same for all. The trainers take the same rows in turn; a ratio of speeds is the median
+   over rows of a reference's CPU seconds over the trainer's, with the 5th and 95th percentile.
 2. memory: the peak of a step above what stays between steps, in a process of its own.
 3. tau: heads as they come, trained on `--tokens` in the same rows and order, the references in fp32, all on what
    `--data` says; τ of our verifier in fp32 at temperature 0. A reference's head is read by `heads/formats/published`,
@@ -72,7 +73,7 @@ OURS = {
     "mtp": ["head=mtp"],
     "mtp-features": ["head=mtp", "head.feature_layers=[1,11,20]"],
 }
-FP32 = ["model.dtype=float32", "trainer.precision=fp32"]
+PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}  # the dtype of each
 DATA: list[str] = []  # overrides that hold for all trainers
 UNMEASURED = ["trainer.eval_prompts=0", "trainer.estimate_every=null", "eval.prompts=0"]
 TREES = {"chain of 4": TreeConfig("chain", 4, 0, 0, [], []), "d5k3n12": TreeConfig("dynamic", 5, 3, 12, [], [])}
@@ -91,11 +92,12 @@ def composed(*overrides: str) -> RunConfig:
 
 
 class Job:
-    """The target in fp32, and the packed rows that all trainers take."""
+    """The target, in the precision of the steps that are timed, and the packed rows that all trainers take."""
 
-    def __init__(self) -> None:
+    def __init__(self, precision: str = "fp32") -> None:
+        self.precision, self.dtype = precision, PRECISIONS[precision]
         self.run = composed("head=eagle3")
-        self.target = Target.load(self.run.model.path, "float32", "cpu")
+        self.target = Target.load(self.run.model.path, self.dtype, "cpu")
         self.samples = load_samples(self.run.data, self.target.tokenizer)
         self.packed = pack(self.samples, self.run.data.length)
         fused = self.head(self.run, self.target)[0].feature_layers
@@ -116,7 +118,7 @@ class Job:
 
     def reference(self, name: str, depths: int, steps: int, seed: int) -> Any:
         """Return a reference's trainer."""
-        return REFERENCES[name](Path(self.run.model.path), depths, steps, seed)
+        return REFERENCES[name](Path(self.run.model.path), depths, steps, seed, getattr(torch, self.dtype))
 
     def collated(self, reference: Any, target: Any, batch: Batch) -> Any:
         """Return a row as a reference batches it, with the target's features."""
@@ -144,7 +146,8 @@ class Given:
 def step_of(job: Job, name: str, depths: int, target: Any, rows: int) -> Step:
     """Return a trainer's step by the number of its row, with features from the target."""
     if name in OURS:
-        return our_step(job, composed(*OURS[name], *FP32, f"objective.depths={depths}"), target)
+        overrides = [f"model.dtype={job.dtype}", f"trainer.precision={job.precision}", f"objective.depths={depths}"]
+        return our_step(job, composed(*OURS[name], *overrides), target)
     reference, seed = job.reference(name, depths, job.run.trainer.steps, 0), job.run.trainer.seed
     if not isinstance(target, Given):
         return lambda number: reference.step(job.collated(reference, target, job.row(seed, number)))
@@ -157,7 +160,7 @@ def our_step(job: Job, run: RunConfig, target: Any) -> Step:
     head, run = job.head(run, job.target)
     accelerator = accelerator_for(run.launcher, run.trainer, run.model)
     source = Live(target, Batches(job.packed, 1, 1, run.trainer.seed, 0, 1), head.feature_layers)
-    loss = Loss(head, run.objective, compiled=False)
+    loss = Loss(head, run.objective, compiled=False, quick=job.precision == "bf16")
     stepper = Stepper(run.trainer, run.launcher, accelerator, loss, source, job.target.embeddings.hidden_size)
     return partial(stepper, halted=lambda: False)
 
@@ -393,6 +396,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--part", nargs="+", choices=("time", "memory", "tau"), default=["time", "memory", "tau"])
     parser.add_argument("--head", nargs="+", choices=OURS, default=list(OURS), help="of ours")
     parser.add_argument("--depths", type=int, nargs="+", default=[3, 5, 7], help="of time and memory")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of time and memory")
     parser.add_argument("--rows", type=int, default=24, help="of time, a step each")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of tau")
     parser.add_argument("--tokens", type=int, default=409_600, help="that each head is trained on for tau")
@@ -415,20 +419,23 @@ def main() -> None:
     if arguments.reference is not None:
         references = [name for name in references if name in arguments.reference]
     torch.set_num_threads(1)
-    job = Job()
+    job = Job(arguments.precision)
     if arguments.peak:
         rows = 4 * UNTIMED
         print(peak(step_of(job, arguments.peak, arguments.depths[0], Given(job, rows), rows), rows))
         return
+    if "tau" in arguments.part and arguments.precision != "fp32":
+        sys.exit("--part tau: its verifier and the references compute in fp32; leave --precision out")
     stored = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"heads": []}
-    stored |= {"machine": device_facts(torch.device("cpu"), None), **provenance()}
+    stored |= {"machine": device_facts(torch.device("cpu"), None), **provenance(), "precision": arguments.precision}
     if "time" in arguments.part:
         rows, length = arguments.rows + UNTIMED, job.run.data.length
         by_depth = [step_times(job, arguments.head, references, depth, rows) for depth in arguments.depths]
         stored["time"] = [*chain(*by_depth)]
         print(time_table(stored["time"], references, length), flush=True)
     if "memory" in arguments.part:
-        words = ["--specforge", arguments.specforge, *(["--data", *DATA] if DATA else [])]
+        words = ["--specforge", arguments.specforge, "--precision", arguments.precision]
+        words += ["--data", *DATA] if DATA else []
         by_depth = [peaks([*arguments.head, *references], depth, words) for depth in arguments.depths]
         stored["memory"] = [*chain(*by_depth)]
         print(memory_table(stored["memory"]), flush=True)

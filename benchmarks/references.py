@@ -84,7 +84,8 @@ class Speculators:
 
     name, depths = "speculators", 3  # as they come
 
-    def __init__(self, target: Path, depths: int, steps: int, seed: int) -> None:
+    def __init__(self, target: Path, depths: int, steps: int, seed: int, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         if not available():
             raise ValueError(f"speculators is missing: {INSTALL}")
         from loguru import logger
@@ -128,7 +129,7 @@ class Speculators:
             for document in documents
         ]
         width = documents[0].last.shape[1]
-        return CollateFn(length, width, dtype=torch.float32, preprocess=shift_batch)(samples)
+        return CollateFn(length, width, dtype=self.dtype, preprocess=shift_batch)(samples)
 
     def trained(self, batch: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
         """Return the tokens and loss masks of a batch's documents."""
@@ -137,7 +138,8 @@ class Speculators:
 
     def step(self, batch: dict[str, Any]) -> float:
         """Take an optimiser step, as `Trainer.train_epoch` does."""
-        _, loss, _ = self.model(**batch, **self.call)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            _, loss, _ = self.model(**batch, **self.call)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         loss.backward()
@@ -161,19 +163,19 @@ class SpecForge:
 
     name, depths, source = "SpecForge", 7, ""  # source: the folder that holds the package
 
-    def __init__(self, target: Path, depths: int, steps: int, seed: int) -> None:
+    def __init__(self, target: Path, depths: int, steps: int, seed: int, dtype: torch.dtype) -> None:
         self.modules = specforge(self.source)
         torch.manual_seed(seed)
         self.config = self.modules.llama.LlamaConfig.from_pretrained(target, num_hidden_layers=1)
         self.config.update({"draft_vocab_size": self.config.vocab_size, "tie_word_embeddings": False})
-        self.draft = self.modules.llama.LlamaForCausalLMEagle3(self.config, attention_backend="sdpa").float()
+        self.draft = self.modules.llama.LlamaForCausalLMEagle3(self.config, attention_backend="sdpa").to(dtype)
         self.draft.load_embedding(str(target))
         self.draft.freeze_embedding()
         self.lm_head = self.draft.lm_head
         head = self.modules.head.TargetHead(str(target))
         with torch.no_grad():  # `from_pretrained` there asks for an index of several files
             head.fc.weight.copy_(self.draft.embed_tokens.weight)
-        head.freeze_weights()
+        head.to(dtype).freeze_weights()
         self.model = self.modules.model.OnlineEagle3Model(self.draft, length=depths, attention_backend="sdpa")
         self.strategy = self.modules.base.Eagle3TrainStrategy(self.model, target_head=head)
         self.optimizer = self.modules.optimizer.BF16Optimizer(self.draft, SPECFORGE_RATE, total_steps=steps)
