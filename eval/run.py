@@ -194,13 +194,13 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
 
 
 def remarks_of(config: EvalConfig, target: Target) -> list[str]:
-    """Return what the report says of a losslessness check in a coarse dtype, and of a target that is cut up."""
+    """Return what the report says of a losslessness check in a coarse dtype, and of a target that is sharded."""
     remarks = []
     if config.gate_dtype in ("bfloat16", "float16"):
         remarks.append(f"losslessness is checked in {config.gate_dtype}, in which more of the tokens are near ties")
     if target.placed.together:
         remarks.append(
-            f"the target is cut up among {distributed.get_world_size()} processes, which all decode the same"
+            f"the target is sharded among {distributed.get_world_size()} processes, which all decode the same"
         )
     return remarks + _half_tuned(config)
 

@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 
+from heads.common.command import mistake
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.common.typed import typed
 from heads.common.untrusted import visible
@@ -67,7 +70,10 @@ def configured(*overrides: str) -> GenerateConfig:
     """Return conf/generate.yaml with overrides."""
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return typed(GenerateConfig, compose("generate", [*overrides]))
+        try:
+            return typed(GenerateConfig, compose("generate", [*overrides]))
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ValueError(mistake(error, overrides, "generate")) from error
 
 
 def load(run: str | None = None, *overrides: str, target: Target | None = None) -> tuple[Target, Drafter]:

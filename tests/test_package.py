@@ -14,7 +14,7 @@ import pytest
 
 from heads.formats.custom_generate import bundle
 from train.package.build import renamed
-from train.package.command import URLS, main
+from train.package.command import NEEDED, main
 
 ROOT = Path(__file__).parents[1]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -124,12 +124,15 @@ def test_a_checkout_is_headstart_too(tmp_path: Path) -> None:
     assert shown.stdout.split()[-5:] == ["True", "True", "True", "heads", "heads.rows"]
 
 
-def test_an_audit_without_urls_is_told_that_it_needs_two(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(sys, "argv", ["headstart", "audit"])
+@pytest.mark.parametrize("name", ["audit", "doctor"])
+def test_a_command_without_what_it_needs_says_what_that_is(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["headstart", name])
     with pytest.raises(SystemExit) as stopped:
         main()
     assert stopped.value.code == 2
-    assert capsys.readouterr().err == f"error: {URLS}\n"
+    assert capsys.readouterr().err == f"error: {NEEDED[name]}\n"
 
 
 def test_imports_of_ours_are_renamed_and_others_stay() -> None:

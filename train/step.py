@@ -164,7 +164,7 @@ class Stepper:
         self.trainer, self.accelerator, self.loss, self.rollouts = trainer, accelerator, loss, rollouts
         self.source, self.width = source, width
         self.head = head = loss.head
-        self.sizes = parameter_count(head), frozen_count(head)  # of a head that is cut up there would be less to count
+        self.sizes = parameter_count(head), frozen_count(head)  # of a head that is sharded there would be less to count
         self.laps = Laps(accelerator.device)
         self.peak = peak_flops(accelerator.device, trainer.peak_tflops)
         self.steps, self.rows, self.stall = 0, 0, 0.0  # since the last record

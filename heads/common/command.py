@@ -52,7 +52,7 @@ def command(config: str) -> Callable[[Callable[[DictConfig], object]], Callable[
             gc.enable()
             atexit.register(gc.freeze)  # else the interpreter looks for garbage among all modules before it ends
             if {"-h", "--help"}.intersection(sys.argv):
-                sys.stdout.write(f"{help_text(config)}\n")
+                sys.stdout.write(f"{help_text(config, sys.argv[1:])}\n")
                 return
             sys.argv[1:] = without_secrets(sys.argv[1:])
             os.environ["HYDRA_FULL_ERROR"] = "1"  # else it prints its errors itself, values and all
@@ -61,7 +61,7 @@ def command(config: str) -> Callable[[Callable[[DictConfig], object]], Callable[
                     sys.argv[1:] = with_best_head(config, sys.argv[1:])
                     composed()
                 except (HydraException, OmegaConfBaseException) as error:
-                    raise ValueError(_mistake(error, sys.argv[1:], config)) from error
+                    raise ValueError(mistake(error, sys.argv[1:], config)) from error
 
         return main
 
@@ -127,7 +127,7 @@ def _in_environment(secret: str) -> str:
     return f"${{oc.env:{name}}}"
 
 
-def _mistake(error: Exception, words: Sequence[str], config: str) -> str:
+def mistake(error: Exception, words: Sequence[str], config: str) -> str:
     """Describe the mistake in the overrides, without their values but for the name of a missing option."""
     if isinstance(error, OverrideParseException):
         key, sign, _ = error.override.partition("=")
@@ -136,18 +136,22 @@ def _mistake(error: Exception, words: Sequence[str], config: str) -> str:
     cause = str(error.__cause__).partition("\n")[0] if isinstance(error.__cause__, OmegaConfBaseException) else ""
     message = f"{str(error).partition('Config search path:')[0].rstrip()} {cause}"
     if isinstance(error, MissingConfigException):
-        group, _, name = str(error.missing_cfg_file).rpartition("/")
-        choice = ", ".join(options(group))
-        return (
-            f"{group}={name} is not there: {nearest(name, options(group)) or f'choose one of {choice}'}"
-            if choice
-            else message
-        )
+        whole = str(error.missing_cfg_file)
+        group, _, name = whole.rpartition("/") if options(whole.rpartition("/")[0]) else whole.partition("/")
+        if not options(group):
+            return message
+        advice = f"choose one of {', '.join(options(group))}"
+        if f"{group}.path" in keys(config):
+            advice += f"; one's own is given by {group}.path=…"
+        return f"{group}={name} is not there: {nearest(name, options(group)) or advice}"
     if unknown := re.match(r"Could not override '([\w.]+)'", message):
         # Of a value {…} the key within it that is not known; where the first part is none, OmegaConf says that alone.
         key = max(unknown[1], str(getattr(error.__cause__, "full_key", "")), key=len)
-        advice = f"--help lists them; among names of your own, as losses are, +{key}=… adds one"
-        return f"{key} is not a known key: {nearest(key, keys(config)) or advice}"
+        allowed, parent = keys(config, words), key.rpartition(".")[0]
+        if parent.endswith("losses") or allowed.get(parent) == "{}":  # whose keys may have any name
+            return f"{key} is not a known key: +{key}=… adds one"
+        advice = nearest(key, allowed) or "--help lists them, with head=NAME that head's too"
+        return f"{key} is not a known key: {advice}"
     given = [value for word in words for value in re.split(r"[\s,'\"]+", word.partition("=")[2])]
     for value in sorted({*given, *(value.strip("()[]{}") for value in given)} - {""}, key=len, reverse=True):
         message = re.sub(rf"(?<![\w.]){re.escape(value)}(?!\.?\w)", "…", message)

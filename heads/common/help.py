@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import NamedTuple
 
@@ -29,14 +29,17 @@ class Entry(NamedTuple):
         return f"  {f'{self.key}={value}':{WIDTH}} {self.comment}".rstrip()
 
 
-def help_text(config: str) -> str:
-    """Return the help of the command that composes conf/CONFIG.yaml, whose first comments say what no key does."""
+def help_text(config: str, words: Sequence[str] = ()) -> str:
+    """Return the help of the command that composes conf/CONFIG.yaml, whose first comments say what no key does.
+
+    Its `words` choose the options of groups whose keys are listed, as in head=mtp.
+    """
     comments = [line[2:] for line in _text(config).partition("defaults:")[0].splitlines()]
     started, _, purpose = comments[0].partition(": ")
     used = next(line for line in comments if line.startswith("Most used: ")).split()[2:]
     program = os.environ.get(PROGRAM, started)
     examples = [f"  {program} {line.strip()}" for line in comments if line.startswith("  ")]
-    grouped = list(_grouped(config))
+    grouped = list(_grouped(config, words))
     entry = {entry.key: entry for group in grouped for entry in group}
     lines = [purpose, "", "Most used:", *(entry[key].line() for key in used), "", "Examples:", *examples]
     for group in grouped:
@@ -44,9 +47,9 @@ def help_text(config: str) -> str:
     return "\n".join([*lines, "", FLAGS])
 
 
-def keys(config: str) -> set[str]:
-    """Return the keys that a command takes, its groups among them."""
-    return {entry.key for group in _grouped(config) for entry in group}
+def keys(config: str, words: Sequence[str] = ()) -> dict[str, str]:
+    """Return the keys that a command of these words takes, its groups among them, with their defaults."""
+    return {entry.key: entry.value for group in _grouped(config, words) for entry in group}
 
 
 def entries(text: str, group: str = "") -> Iterator[Entry]:
@@ -83,11 +86,12 @@ def _text(name: str) -> str:
     return (CONF / f"{name}.yaml").read_text(encoding="utf-8")
 
 
-def _grouped(config: str) -> Iterator[list[Entry]]:
+def _grouped(config: str, words: Sequence[str]) -> Iterator[list[Entry]]:
     """Yield a command's own overrides, and those of each group after the group itself."""
+    named = dict(word.partition("=")[::2] for word in words)
     yield list(entries(_text(config)))
     for name, chosen, comment in GROUP.findall(_text(config)):
         about = "; ".join(filter(None, [comment, f"of {', '.join(options(name))}"]))
-        files = [option for option in re.findall(r"\w+", chosen) if option in options(name)]
+        files = [option for option in re.findall(r"[\w.]+", named.get(name, chosen)) if option in options(name)]
         inner = [entry for option in files for entry in entries(_text(f"{name}/{option}"), name)]
         yield [Entry(name, chosen, about), *inner]

@@ -142,7 +142,7 @@ def tree_of(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
         return {**read_config(folder)["tree"], **chosen}
     if "kind" not in chosen:
         raise ValueError(
-            f"{folder}: a head of another project brings no tree: give tree=chain, tree=dynamic or another"
+            f"{folder}: a head in an engine's format brings no tree: give tree=chain, tree=dynamic or another"
         )
     return chosen
 

@@ -156,7 +156,7 @@ def load(
 def _quiet() -> Iterator[None]:
     """Keep transformers from drawing a bar over the weights that it loads; a terminal shows those of downloads.
 
-    It lists no tensors either: those that a model leaves in its files, and norms that are not cut up.
+    It lists no tensors either: those that a model leaves in its files, and norms that are not sharded.
     """
     loggers = [logging.getLogger(f"transformers.{name}") for name in LISTING]
     levels, shown = [logger.level for logger in loggers], transformers.logging.is_progress_bar_enabled()

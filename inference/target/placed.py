@@ -41,7 +41,7 @@ def placed(
     """Return a model that transformers has placed; every process calls it where passes take all of them.
 
     Raises:
-        ValueError: nothing of it was cut up where that was asked for.
+        ValueError: nothing of it was sharded where that was asked for.
     """
     if where.together and where.group_size > 1 and not any(map(_is_sharded, model.parameters())):
         raise ValueError(
@@ -66,7 +66,7 @@ def whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """
     from accelerate.utils import align_module_device
 
-    # It warns that weights cut up twice, for copies and for a group, are gathered in two steps; that is no mistake.
+    # It warns that weights sharded twice, for copies and for a group, are gathered in two steps; that is no mistake.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for prefix, submodule in module.named_modules():
         with align_module_device(submodule):

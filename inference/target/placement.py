@@ -4,8 +4,8 @@ transformers and accelerate place the weights; here stands which of their option
 and who has to make a pass together.
 
 - replicate: the whole target on every process's device.
-- tensor_parallel: each layer cut up among a group of processes, by transformers' own plan; groups hold the same.
-- fsdp: each layer's weights cut up among all processes and gathered for the time of its pass (torch's fully_shard).
+- tensor_parallel: each layer sharded among a group of processes, by transformers' own plan; groups hold the same.
+- fsdp: each layer's weights sharded among all processes and gathered for the time of its pass (torch's fully_shard).
 - device_map: whole layers on the devices of one process; several processes hold a copy each.
 - offload: layers in CPU memory or on disk, brought to the device for the time of their pass.
 
@@ -103,7 +103,7 @@ def check_weights(where: Placement, quantized: str | None, adapter: str | None) 
         )
     if quantized is not None and kind != DEVICE_MAP:
         raise ValueError(
-            f"model.placement={kind} cannot cut up or move quantised weights ({quantized}): take full ones, or "
+            f"model.placement={kind} cannot shard or move quantised weights ({quantized}): take full ones, or "
             "model.placement=device_map"
         )
 

@@ -72,7 +72,9 @@ def test_it_stands_in_a_report_beside_our_own(folder: Path) -> None:
 
 
 def test_what_it_does_not_say_is_asked_for_in_one_line(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"theirs: a head of another project brings no tree: give tree=chain") as error:
+    with pytest.raises(
+        ValueError, match=r"theirs: a head in an engine's format brings no tree: give tree=chain"
+    ) as error:
         evaluate(config(folder, tree=dict.fromkeys(TREE)))
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match=r"^model\.path is missing"):

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 
-from heads.common.command import quoted, report_best_head, with_best_head, without_secrets
+from heads.common.command import mistake, quoted, report_best_head, with_best_head, without_secrets
 from heads.common.help import CONF, entries, help_text, keys, nearest
 from train import convert
 
@@ -86,6 +89,36 @@ def test_a_mistake_in_the_overrides_is_one_line_without_their_values(
 def test_a_misspelt_key_gets_the_nearest_names(config: str, word: str, names: str) -> None:
     assert nearest(word, keys(config)) == f"do you mean {names}?"
     assert nearest("objective.losses.kll", keys("train")) == "", "which any name may be added to"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model=/tmp/mine"], "model=/tmp/mine is not there: choose one of "),
+        (["model=/tmp/mine"], "; one's own is given by model.path=…"),
+        (["model=tny"], "model=tny is not there: do you mean tiny?"),
+        (["head=eagle3", "head.lm_hed=own"], "head.lm_hed is not a known key: do you mean head.lm_head"),
+        (["head=eagle3", "head.depths=5"], "head.depths is not a known key: --help lists them, "),
+        (["objective.losses.kll=1"], "objective.losses.kll is not a known key: +objective.losses.kll=… adds one"),
+        (
+            ["features.endpoint.extra.low=1"],
+            "features.endpoint.extra.low is not a known key: +features.endpoint.extra.low=… adds one",
+        ),
+    ],
+)
+def test_a_mistake_in_a_trainings_words_says_what_to_give(words: list[str], message: str) -> None:
+    with (
+        initialize_config_dir(str(CONF), version_base="1.3"),
+        pytest.raises((HydraException, OmegaConfBaseException)) as caught,
+    ):
+        compose("train", words)
+    assert message in mistake(caught.value, words, "train")
+
+
+def test_the_help_lists_the_keys_of_the_head_that_is_named() -> None:
+    named = {line.split("=")[0].strip() for line in help_text("train", ["head=eagle3"]).splitlines()}
+    assert {"head.feature_norm", "head.lm_head"} <= named
+    assert not any(line.startswith("  head.") for line in help_text("train").splitlines())
 
 
 @pytest.mark.parametrize("config", sorted(file.stem for file in CONF.glob("*.yaml")))

@@ -122,7 +122,7 @@ def test_what_cannot_work_is_one_line(folder: str, monkeypatch: pytest.MonkeyPat
     parallel, sharded = replace(HERE, placement="tensor_parallel"), replace(HERE, placement="fsdp")
     refused(r"there is one: give launcher\.num_processes", parallel)
     refused(r"there is one: give launcher\.num_processes", sharded)
-    refused(r"cannot cut up or move quantised weights \(int8\)", sharded, quantized="int8")
+    refused(r"cannot shard or move quantised weights \(int8\)", sharded, quantized="int8")
     refused(r"model\.adapter=a is merged into whole weights", parallel, adapter="a")
     refused(r"give model\.offload=disk", replace(OFFLOAD, offload="cpu"))
     monkeypatch.setattr(placement, "_world", lambda: 4)
@@ -131,7 +131,7 @@ def test_what_cannot_work_is_one_line(folder: str, monkeypatch: pytest.MonkeyPat
         check_shape(AutoConfig.from_pretrained(folder), 4, folder)
     with pytest.raises(ValueError, match=r"needs processes that make every pass together, which is not so in an eval"):
         check_alone(replace(HERE, placement="fsdp"), "an evaluation")
-    with pytest.raises(ValueError, match=r"model\.placement=offload cannot cut up or move quantised weights \(int8\)"):
+    with pytest.raises(ValueError, match=r"model\.placement=offload cannot shard or move quantised weights \(int8\)"):
         Target.load(folder, "float32", "cpu", quantize="int8", where=OFFLOAD)
 
 

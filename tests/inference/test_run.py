@@ -177,3 +177,15 @@ def test_refusals_are_one_line(target: Target, trained: Path, monkeypatch: pytes
         with pytest.raises(ValueError, match=words) as caught:
             shown(config(*overrides))
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("tre=chain", "tre is not a known key: do you mean tree?"),
+        ("tree=chian", "tree=chian is not there: do you mean chain?"),
+    ],
+)
+def test_a_misspelt_override_in_python_is_a_value_error_that_says_what_is_meant(word: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        api.load("outputs/none", word)

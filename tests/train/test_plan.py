@@ -223,7 +223,7 @@ def test_every_advice_is_a_run_that_is_not_refused(words: tuple[str, ...]) -> No
         (["model.placement=tensor_parallel", "launcher=ddp", "launcher.num_processes=16"], "the 8 key-value heads"),
         (["model.placement=device_map", "model.devices=[1,2]", "launcher=ddp"], "has 2 devices for 8 processes"),
         (["model.placement=offload", "device=cpu"], "give model.offload=disk"),
-        (["model.placement=fsdp", "model.quantize=int8", "launcher=ddp"], "cannot cut up or move quantised weights"),
+        (["model.placement=fsdp", "model.quantize=int8", "launcher=ddp"], "cannot shard or move quantised weights"),
         (["head=mtp", "objective.depths=3", "init=checkpoint", "model.placement=offload"], "give init=last_layer"),
         (["model.placement=offload", "model.adapter=some"], "is merged into whole weights on one device"),
     ],

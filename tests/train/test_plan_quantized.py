@@ -93,8 +93,8 @@ def test_it_goes_only_where_loading_places_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("model.placement=offload",), "cannot cut up or move quantised weights (by its checkpoint)"),
-        (("model.placement=fsdp", "launcher.num_processes=2"), "cannot cut up or move quantised weights"),
+        (("model.placement=offload",), "cannot shard or move quantised weights (by its checkpoint)"),
+        (("model.placement=fsdp", "launcher.num_processes=2"), "cannot shard or move quantised weights"),
         (("model.quantize=int8", "model.placement=device_map"), "is quantised already (awq); leave model.quantize out"),
     ],
 )

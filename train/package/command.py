@@ -22,10 +22,11 @@ SCRIPTS = {
 }
 CONFIGS = {name: name for name in SCRIPTS} | {"doctor": "publish", "audit": "eval"}
 PLAIN = {"doctor": ("doctor",), "audit": ("audit", "baseline")}  # keys of the first words, which may come without
-URLS = (
-    "headstart audit needs two URLs, that of the server to audit and that of the same model without speculation: "
-    "headstart audit http://localhost:8000 http://localhost:8001"
-)
+NEEDED = {
+    "audit": "headstart audit needs two URLs, that of the server to audit and that of the same model without "
+    "speculation: headstart audit http://localhost:8000 http://localhost:8001",
+    "doctor": "headstart doctor needs a head, a folder or OWNER/NAME on the Hub: headstart doctor outputs/mine",
+}
 
 
 def main() -> None:
@@ -45,8 +46,8 @@ def main() -> None:
             if word.startswith("-") or re.match(r"[\w.]+=", word):
                 break
             words[i] = f"{key}={word}"
-        if name == "audit" and not any(re.match(r"-|(audit|experiment)=", word) for word in words):
-            print(f"error: {URLS}", file=sys.stderr)
+        if name in NEEDED and not any(re.match(rf"-|({name}|experiment)=", word) for word in words):
+            print(f"error: {NEEDED[name]}", file=sys.stderr)
             raise SystemExit(2)
         sys.argv[1:] = words
         os.environ["HEADSTART_PROGRAM"] = f"headstart {CONFIGS[name]}"  # for the examples of its help

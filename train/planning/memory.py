@@ -43,7 +43,7 @@ class Layout(NamedTuple):
 
     @property
     def shared(self) -> int:
-        """The number of devices among which each of the target's layers is cut up."""
+        """The number of devices among which each of the target's layers is sharded."""
         return self.group if self.placement == TENSOR_PARALLEL else 1
 
     @property
