@@ -8,7 +8,7 @@ import hashlib
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from io import BufferedReader, RawIOBase, TextIOBase, TextIOWrapper
@@ -135,10 +135,23 @@ def read_table(table: Callable[[], Iterable[Raw]], name: str, remedy: str) -> It
     read = 0
     try:
         for record in table():
-            yield record
+            yield without_nulls(record)
             read += 1
     except (*UNREADABLE, ValueError, MemoryError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(f"{name}: record {read} cannot be read ({one_line(error)}); {remedy}") from error
+
+
+def without_nulls(record: Raw) -> Raw:
+    """Return a table's record without the nulls in its values, by which Arrow fills fields that only others have."""
+    return {key: filled(value) for key, value in record.items()}
+
+
+def filled(value: Any, given: Container[str] = ()) -> Any:
+    """Return a copy without fields that are None, at any depth, but for what the fields named in `given` hold."""
+    if isinstance(value, dict):
+        fields = ((key, inner) for key, inner in value.items() if inner is not None)
+        return {key: inner if key in given else filled(inner, given) for key, inner in fields}
+    return [filled(inner, given) for inner in value] if isinstance(value, list) else value
 
 
 def _documents(file: TextIOBase) -> Iterator[Raw]:

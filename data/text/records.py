@@ -5,6 +5,7 @@ import re
 from typing import Any, NamedTuple
 
 from data.text.exact import Exact, exact_tokens
+from data.text.files import filled
 from heads.common.untrusted import parse_json
 
 Message = dict[str, Any]
@@ -17,6 +18,7 @@ ROLES = {
 QUESTIONS = ("prompt", "question", "instruction")
 ANSWERS = ("answer", "output", "response", "completion")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # DeepSeek, Qwen and most servers; gpt-oss; newer servers
+GIVEN = ("arguments", "parameters")  # of a call and of a function's definition: null is a value in them
 IDS = (
     *("id", "question_id", "task_id", "conversation_id", "prompt_id", "custom_id"),
     *("uid", "unique_id", "instance_id", "_id", "ID", "key", "request_id"),
@@ -174,16 +176,16 @@ def _is_unsaid(message: Message) -> bool:
 
 
 def _message(message: Message) -> Message:
-    """Give a message OpenAI's keys and roles, without empty fields: Arrow adds them, and templates look for them."""
+    """Give a message OpenAI's keys and roles, without empty fields: templates look for them."""
     role = message.get("role") or message.get("from") or ""
-    fields = _filled({key: value for key, value in message.items() if key not in ("from", "value")})
+    fields = filled({key: value for key, value in message.items() if key not in ("from", "value")}, GIVEN)
     result = {**fields, "role": ROLES.get(role, role), "content": fields.get("content", message.get("value") or "")}
     value = parsed(result["content"]) if role == "function_call" else []
     calls = value if isinstance(value, list) else [value]
     if calls and all(isinstance(call, dict) and "name" in call for call in calls):
         result |= {"content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
     elif "tool_calls" in result:
-        result["tool_calls"] = _filled(parsed(result["tool_calls"]))
+        result["tool_calls"] = filled(parsed(result["tool_calls"]), GIVEN)
     for call in result.get("tool_calls") or []:
         function = call.get("function") or {}
         if "arguments" in function:  # OpenAI has them as a string of JSON, chat templates as its value
@@ -195,7 +197,7 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...] | None:
     tools = parsed(value or [])
     if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         return None
-    return tuple(_tool(_filled(tool)) for tool in tools)
+    return tuple(_tool(filled(tool, GIVEN)) for tool in tools)
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -203,13 +205,6 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     if "function" in tool or "name" not in tool:
         return tool
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
-
-
-def _filled(value: Any) -> Any:
-    """Return a copy without fields that are None, at any depth."""
-    if isinstance(value, dict):
-        return {key: _filled(inner) for key, inner in value.items() if inner is not None}
-    return [_filled(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _from_first_question(messages: list[Message]) -> list[Message]:

@@ -28,6 +28,7 @@ from data.text.files import (
     kind_of,
     read_file,
     read_table,
+    without_nulls,
 )
 from data.text.records import Record, parse, readable
 from heads.common.connection import check_reachable
@@ -109,7 +110,7 @@ class Hub:
     def ends(self, count: int) -> tuple[int, list[Raw]]:
         """Return the number of records, and the last `count` of them, without a look at the others."""
         size = len(self.table)
-        return size, [self.table[i] for i in range(max(0, size - count), size)]
+        return size, [without_nulls(self.table[i]) for i in range(max(0, size - count), size)]
 
 
 Source = Files | Hub

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -103,6 +104,18 @@ def test_what_is_no_json_to_be_read_stays_text(text: str) -> None:
 @pytest.mark.parametrize("tool", [TOOL, TOOL["function"], {"type": "function", **TOOL["function"]}])
 def test_definitions_of_tools_become_openais(tool: dict[str, Any]) -> None:
     assert parse({"messages": [QUESTION], "tools": [tool]}, 0, "f").tools == (TOOL,)
+
+
+@pytest.mark.parametrize("form", [lambda value: value, json.dumps])
+def test_nulls_of_arguments_and_parameters_stay(form: Callable[[Any], Any]) -> None:
+    call = {"name": "weather", "arguments": {"town": "Bern", "units": {"wind": None}, "days": [{"of": None}]}}
+    parameters = {"type": "object", "properties": {"units": {"type": ["object", "null"], "default": None}}}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    called = {"role": "assistant", "content": None, "tool_calls": form([{"type": "function", "function": call}])}
+    record = parse({"messages": [QUESTION, called], "tools": form([tool])}, 0, "f")
+    assert record.messages[1] == {**CALLED, "tool_calls": [{"type": "function", "function": call}]}
+    assert record.tools == (tool,)
+    assert parse({"messages": [QUESTION], "tools": form([tool["function"]])}, 0, "f").tools == (tool,)
 
 
 @pytest.mark.parametrize(

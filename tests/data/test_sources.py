@@ -71,6 +71,39 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse(read(str(tmp_path / "a.parquet"))[0], 0, "f").messages == chat
 
 
+def calls(record: dict[str, Any]) -> Any:
+    """Return the arguments of a record's calls, and the parameters of its tools."""
+    found = parse(record, 0, "f")
+    arguments = [call["function"]["arguments"] for m in found.messages for call in m.get("tool_calls", [])]
+    return arguments, [tool["function"]["parameters"] for tool in found.tools]
+
+
+# Arrow makes one type of all arguments, and of all parameters: what a record lacks is a null in its row.
+TOWN, DAY = {"town": "Bern"}, {"day": {"of": "May"}}
+CALLING = [
+    {
+        "messages": [
+            {"role": "user", "content": "why"},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": of}} for of in arguments]},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": given}}}],
+    }
+    for given, arguments in ((TOWN, [TOWN, DAY]), (DAY, [DAY]))
+]
+
+
+def test_what_arrow_adds_to_calls_and_tools_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serve: Callable[[Any], Any]
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    Dataset.from_list(CALLING).to_parquet(tmp_path / "a.parquet")
+    written = [calls(record) for record in CALLING]
+    assert [calls(record) for record in read(str(tmp_path / "a.parquet"))] == written
+    serve(CALLING)
+    hub = open_source("me/set", "train")
+    assert [calls(record) for record in hub] == [calls(record) for record in hub.ends(2)[1]] == written
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return a folder with the files of two splits, one of none, and others."""
