@@ -1,7 +1,8 @@
 """Extraction of a data set's features into a store, by the target's forward passes or from vLLM's files.
 
 Shard k holds rows k·R to (k+1)·R - 1, always computed in the same groups: shards that a killed extraction lacks are
-written by the next one, and the store has the bytes of an undisturbed one. Each process claims the shards that it
+written by the next one, and the store has the bytes of an undisturbed one. Rows that a hybrid run has kept are left out
+of their shards. Each process claims the shards that it
 writes, first every world-th one, then the remaining ones, so any number of them share a store, started together or not.
 A shard is hashed and written in a thread, while the next ones are computed; its claim is held until it is written.
 """
@@ -131,7 +132,7 @@ def timed(make: Make, spec: StoreSpec, micro: int) -> float:
 
 
 def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) -> int:
-    """Write the shards that the store lacks, and return how many this process wrote.
+    """Write the rows that the store lacks, in shards, and return how many of these this process wrote.
 
     `make` computes the tensors of at most `micro` rows in one call.
 
@@ -145,14 +146,16 @@ def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) 
         writer = FeatureStore(store.folder)  # of its own, since it is used in another thread
         for number in progress(mine + others, "shards") if rank == 0 else mine + others:
             name = f"{number:06d}"
-            rows = spec.shard(number)
-            if all(map(store.has, rows)):
+            if all(map(store.has, spec.shard(number))):
                 continue
             with ExitStack() as claims:
                 free = claims.enter_context(claim(store.lock(name), wait=False))
                 store.refresh()
-                if not free or all(map(store.has, rows)):
+                rows = [row for row in spec.shard(number) if not store.has(row)]
+                if not free or not rows:
                     continue
+                # It has other rows of the range, where the shard of a hybrid run that had these is gone.
+                name = store.free_name(name) if name in store.entries else name
                 groups = [make(rows[begin : begin + micro]) for begin in range(0, len(rows), micro)]
                 queue.put(partial(_write, writer, name, rows, groups, claims.pop_all()))
                 written += 1

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -230,6 +231,11 @@ class FeatureStore:
                 "whole: free space, and the same command goes on"
             ) from error
         self.refresh()
+
+    def free_name(self, prefix: str) -> str:
+        """Return the first name after a prefix that no shard has: entries may have been removed, so not by a count."""
+        taken = self.entries.keys() | self.damaged.keys()
+        return next(name for name in (f"{prefix}-{number:06d}" for number in count()) if name not in taken)
 
     def lock(self, name: str) -> Path:
         """Return the file to claim for a shard, or for any other name."""

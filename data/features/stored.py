@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -69,18 +68,13 @@ class StoreWriter:
                 self.store.refresh()
                 fresh = [row for row in rows if not self.store.has(row)]
                 if fresh and self._fits(len(fresh)):
-                    self.store.write(self._name(), fresh, *(self.pending[row] for row in fresh))
+                    self.store.write(self.store.free_name(LOCK), fresh, *(self.pending[row] for row in fresh))
                     self.rows_written += len(fresh)
         except (ValueError, OSError) as error:
             self.is_full = True
             log.warning("%s; training goes on, and keeps no more", error)
         for row in rows:
             self.pending.pop(row, None)
-
-    def _name(self) -> str:
-        """Return the first free name: entries may have been removed, so their number may be a name that is taken."""
-        taken = self.store.entries.keys() | self.store.damaged.keys()
-        return next(name for name in (f"{LOCK}-{number:06d}" for number in count()) if name not in taken)
 
     def _fits(self, rows: int) -> bool:
         size = rows * self.store.spec.row_bytes
