@@ -32,7 +32,7 @@ TopP = Annotated[float, Within(0, 1, above=True)]
 CAUSES = {
     "context": "the next prompt leaves no room for max_new_tokens in the context",
     "unfinished": "max_new_tokens cut the answer off",
-    "refused": "the chat template or the tokenizer refuses the messages",
+    "refused": "the chat template, the tokenizer or the target refuses the messages",
     "empty": "the answer is empty",
     "round_trip": "the tokenizer does not give the answer's text back, or reads a special token in it",
     "called": "the answer calls a tool, and no tool is there to reply",

@@ -20,6 +20,7 @@ from inference.batch import batch_of
 from inference.drafters.head import load_drafter, saved_tree
 from inference.drafters.plain import Plain
 from inference.drafters.registry import configured, make
+from inference.limits import check_prompt
 from inference.protocol import Drafter
 from inference.session import Generation, Settings
 from inference.target.target import Target
@@ -58,7 +59,7 @@ class Engine:
                 talk = waiting.popleft() if waiting else next(source, None)
                 if talk is None:
                     break
-                token = talk.ask()
+                token = self._ask(talk)
                 if token is None:
                     yield talk.outcome()
                     continue
@@ -76,6 +77,17 @@ class Engine:
         """Return the target's specification and dtype, without its name."""
         spec = {key: value for key, value in asdict(self.target.spec).items() if key != "name"}
         return {"by": "engine", "target": {**spec, "dtype": str(self.target.dtype)}}
+
+    def _ask(self, talk: Talk) -> list[int] | None:
+        """Return the tokens of a chat with its next turn; None after the last one, or at one that cannot be read."""
+        token = talk.ask()
+        if token is not None:
+            try:
+                check_prompt(self.target, token)
+            except ValueError:  # the tokenizer may have tokens that the target's embedding lacks
+                talk.cause = "refused"
+                return None
+        return token
 
     @torch.inference_mode()
     def _release(self, answering: list["Answering"], waiting: deque[Talk]) -> None:

@@ -172,6 +172,17 @@ def test_a_turn_that_does_not_fit_ends_the_chat_there(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a.meta.json"]
 
 
+def test_a_token_that_the_target_lacks_costs_its_turn_alone(tmp_path: Path) -> None:
+    tokenizer = answering.words.__wrapped__()
+    tokenizer.add_tokens(["beyond"])
+    text = parse({"id": "3", "text": "w1 beyond w3 w4"}, 0, "f")
+    chats = [chat("0", "beyond"), chat("1", "w5", "beyond"), chat("2", "w2"), text]
+    write_answers(work(chats), engine(of=Target(answering.model(), tokenizer, "toy")), tmp_path / "a")
+    assert [(line["id"], len(line["messages"])) for line in lines(tmp_path / "a")] == [("1", 2), ("2", 2)]
+    noted = meta(tmp_path / "a")
+    assert (noted["shortened"]["refused"], noted["left_out"]) == (["1"], {"refused": ["0", "3"]})
+
+
 def test_no_end_token_and_two_drafters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     target = answering.target()
     monkeypatch.setattr(target, "eos", frozenset())
