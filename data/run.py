@@ -44,6 +44,7 @@ from inference.target.target import Target
 
 PATIENCE = timedelta(days=30)  # for which a process that has answered its chats waits for the others
 URLS = ("http://", "https://")
+JSON_LINES = (".jsonl", ".json")  # endings by which data.path reads the answers as what they are
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,10 @@ def answerer_of(job: JobConfig, settings: AnswerSettings) -> Answerer:
 
 
 def check_early(job: JobConfig) -> None:
-    """Refuse data, folders to write and draft sources that will not do, before anything is loaded."""
+    """Refuse data, files and folders to write and draft sources that will not do, before anything is loaded."""
     check_sources(job.data)
+    if job.answers is not None and Path(job.answers).suffix not in JSON_LINES:
+        raise ValueError(f"answers={job.answers}: is written as JSON Lines; give a name that ends in .jsonl or .json")
     written = {"answers": job.answers, "vllm_prompts": job.vllm_prompts, "inspect_html": job.inspect_html}
     for key, file in written.items():
         if file is not None:

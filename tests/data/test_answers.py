@@ -272,8 +272,9 @@ def test_two_processes_write_what_one_does(write: Callable[..., str], tmp_path: 
         subprocess.run(
             [sys.executable, *launcher, str(ROOT / "data" / "run.py"), f"model.path={tmp_path / 'toy'}",
              "model.device=cpu", "model.dtype=float32", f"data.path={chats}", "data.held_out=0", "keep_unfinished=true",
-             f"answers={tmp_path / name}", f"max_new_tokens={LENGTH}"],
+             f"answers={tmp_path / name}.jsonl", f"max_new_tokens={LENGTH}"],
             check=True, cwd=ROOT, timeout=200,
         )  # fmt: skip
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
-    assert (meta(tmp_path / "one")["world_size"], meta(tmp_path / "two")["world_size"]) == (1, 2)
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    assert one.read_bytes() == two.read_bytes()
+    assert (meta(one)["world_size"], meta(two)["world_size"]) == (1, 2)

@@ -94,6 +94,8 @@ def test_an_endpoint_answers_instead_of_the_target(
         (["inspect=much"], "inspect"),
         (["inspect_html=masks.html"], "inspect_html=masks.html: shows the samples of inspect=N; give inspect=5"),
         (["inspect=1", "data.turns=first"], "data.turns is 'first': choose all, last"),
+        (["answers=a.txt"], "answers=a.txt: is written as JSON Lines; give a name that ends in .jsonl or .json"),
+        (["answers=a.jsonl.gz"], "answers=a.jsonl.gz: is written as JSON Lines; give a name that ends in .jsonl"),
         (["answers=a.jsonl", "temperature=-1"], "temperature is -1.0: give 0 or more"),
         (["answers=a.jsonl", "by=ftp://x"], "by=ftp://x: give engine, or the URL of an endpoint"),
         (["answers=a.jsonl", "by='http://me:password@h/v1'"], "by: the URL of h carries a user or a query, which"),
