@@ -3,6 +3,7 @@
 A failed chat is left to a later call; after several consecutive failures the job stops and keeps all finished answers.
 """
 
+import logging
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -13,6 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from data.answers.chats import AnswerSettings, Conversation, Outcome, Reply, Talk
 from data.answers.client import Client, EndpointError, logged_answer, read_reply
+
+log = logging.getLogger(__name__)
 
 SEEDS = 2**31  # of the seeds that every server takes
 TOKENS = {"return_token_ids": True, "return_prompt_token_ids": True}  # SGLang needs the second in chats
@@ -34,13 +37,16 @@ class Endpoint:
         self.model, self.context = client.served()
 
     def answer(self, talks: Iterable[Talk]) -> Iterator[Outcome]:
-        """Answer all chats, and yield their outcomes; a job that stops waits for requests in flight and keeps them.
+        """Answer all chats, and yield their outcomes.
+
+        A job that stops, also by Ctrl-C, waits for the requests in flight, asks nothing more, and keeps the chats that
+        these complete.
 
         Raises:
             ValueError: too many consecutive chats failed, the endpoint refuses every request, or a record is no chat.
         """
         source, failures = iter(talks), 0
-        stopped: ValueError | None = None
+        stopped: ValueError | KeyboardInterrupt | None = None
         with ThreadPoolExecutor(self.client.config.concurrency) as pool:
             running: set[Future[Outcome]] = set()
             try:
@@ -49,7 +55,11 @@ class Endpoint:
                     running |= {pool.submit(self._converse, talk) for talk in islice(source, room)}
                     if not running:
                         break
-                    done, running = wait(running, return_when=FIRST_COMPLETED)
+                    try:
+                        done, running = wait(running, return_when=FIRST_COMPLETED)
+                    except KeyboardInterrupt as interrupt:
+                        log.warning("stopping: waiting for the %d requests in flight", len(running))
+                        done, stopped = set(), interrupt
                     for future in done:
                         if isinstance(error := future.exception(), ValueError):
                             stopped = stopped or error
@@ -89,6 +99,8 @@ class Endpoint:
                 with self.lock:
                     if talk.ask() is None:
                         return talk.outcome()
+                if self.client.stop.is_set():
+                    raise EndpointError("stopped", "the job stopped before the chat's end")
                 reply = self._reply(talk)
                 with self.lock:
                     talk.take(reply)

@@ -1,17 +1,20 @@
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from data.answers import endpoint
+from data.answers.client import Client
 from data.answers.endpoint import Endpoint
 from data.answers.write import write_answers
 from data.text.records import parse
 from tests.data import chat_server as serve
 from tests.data.answering import LENGTH, chat, records, settings, words, work
-from tests.data.asking import COUNT, ask, connect, lines
+from tests.data.asking import COUNT, ask, config, connect, lines
 from tests.data.chat_server import Send, Server
 
 
@@ -164,6 +167,36 @@ def test_failures_in_a_row_stop_the_job_and_what_was_answered_stays(server: Serv
     assert ask(server, tmp_path / "a")[0]["failed"] == {}
     assert (tmp_path / "a").read_bytes() == (tmp_path / "smooth").read_bytes()
     assert len(server.bodies) - before == sum(1 + n % 3 for n in range(COUNT)) - 3  # chat2 was kept
+
+
+def test_ctrl_c_asks_nothing_more_and_keeps_the_chats_that_are_finished(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how, client = settings(), Client(server.url, config(concurrency=2), None)
+    of = work([chat("x", "w1"), chat("y", "w2", "w3"), chat("z", "w4")], how)
+    meeting = threading.Barrier(3, timeout=20)
+
+    def late(handler: serve.Handler, reply: dict[str, Any]) -> None:
+        meeting.wait()
+        client.stop.wait(20)
+        serve.honest(handler, reply)
+
+    def interrupted(*running: Any, **options: Any) -> Any:
+        monkeypatch.setattr(endpoint, "wait", wait)
+        meeting.wait()
+        raise KeyboardInterrupt
+
+    server.script = [late, late]
+    monkeypatch.setattr(endpoint, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_answers(of, Endpoint(client, words(), how), tmp_path / "a")
+    assert len(server.bodies) == 2
+    (part,) = (tmp_path / "a.parts").glob("*.jsonl")
+    assert sorted((line["id"], line["cause"]) for line in lines(part)) == [("x", ""), ("y", "stopped")]
+    assert ask(server, tmp_path / "a", of.records, how)[0]["failed"] == {}
+    assert len(server.bodies) == 2 + 3
+    ask(server, tmp_path / "smooth", of.records, how)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "smooth").read_bytes()
 
 
 def test_the_context_is_the_servers_where_it_tells(server: Server, tmp_path: Path) -> None:
