@@ -23,12 +23,15 @@ from data.config import DataConfig
 from data.text.files import content_hash
 from data.text.masks import Sample
 from heads.common.files import claim, read_checked, replacing, write_checked
+from heads.common.resolvers import ROOT
 from heads.common.untrusted import inside
 
 log = logging.getLogger(__name__)
 
 SAMPLES, PROMPTS, META = "samples.arrow", "prompts.jsonl", "meta.json"
 SHAPELESS = ("length", "cache")  # options that leave the samples as they are
+# What shapes samples beside this package: parsing, rendering, encoding.
+CODE = ("data/config.py", "heads/common/untrusted.py", "inference/chat_template.py", "inference/target/tokenizer.py")
 BATCH = 1000  # samples in memory at once
 
 
@@ -67,11 +70,11 @@ def cache_key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, sources: S
     """Return a name that changes with all that shapes the samples.
 
     That is the tokenizer and its chat template, every option but SHAPELESS, `sources`, the identities of the data and
-    of the evaluation prompts, this package's code, and the libraries that tokenise.
+    of the evaluation prompts, this package's code with CODE, and the libraries that tokenise.
     """
-    folder = Path(__file__).parent
     # A change in the code that shapes a sample is a change of the key, so nobody has to count versions.
-    code = [content_hash(file) for file in (folder.parent / "config.py", *sorted(folder.glob("*.py")))]
+    files = (*(ROOT / name for name in CODE), *sorted(Path(__file__).parent.glob("*.py")))
+    code = [content_hash(file) for file in files]
     parts = {
         "tokenizer": tokenizer_identity(tokenizer),
         "data": {key: value for key, value in asdict(config).items() if key not in SHAPELESS},

@@ -1,6 +1,7 @@
 """The Arrow cache: made once, mapped by all, never stale, never half there."""
 
 import errno
+import inspect
 import logging
 import os
 from collections.abc import Callable
@@ -13,11 +14,15 @@ from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from data.config import DataConfig
-from data.text import prompts
+from data.text import cache, prompts
 from data.text.cache import META, PROMPTS, SAMPLES, CachedSamples, cache_key, tokenizer_identity
+from data.text.files import content_hash
 from data.text.masks import Sample
 from data.text.prompts import load_samples, load_training
 from heads.common.resolvers import register_resolvers
+from heads.common.untrusted import parse_json
+from inference.chat_template import RenderError
+from inference.target.tokenizer import text_ids
 from tests.data.chatml import PLAIN, RECORDS, TAGGED, Tokens
 
 Config = Callable[..., DataConfig]
@@ -87,6 +92,15 @@ def test_every_option_that_shapes_samples_is_in_the_key(
     config: Config, chat: Tokenizer, changed: dict[str, Any]
 ) -> None:
     assert cache_key(config("f"), chat, []) != cache_key(config("f", **changed), chat, [])
+
+
+@pytest.mark.parametrize("code", [DataConfig, load_samples, parse_json, RenderError, text_ids])
+def test_the_code_that_shapes_samples_is_in_the_key(
+    config: Config, chat: Tokenizer, monkeypatch: pytest.MonkeyPatch, code: Any
+) -> None:
+    before, shaping = cache_key(config("f"), chat, []), Path(str(inspect.getsourcefile(code)))
+    monkeypatch.setattr(cache, "content_hash", lambda file: "other" if file == shaping else content_hash(file))
+    assert cache_key(config("f"), chat, []) != before
 
 
 def test_what_shapes_no_sample_is_not_in_the_key(config: Config, chat: Tokenizer) -> None:
