@@ -145,24 +145,26 @@ class Answers:
             ValueError: no chat has an answer.
         """
         entries = self.finished()
+        failures = {id_: cause for id_, cause in self.failures().items() if id_ not in entries}
+        prompts = len({*ids, *entries, *failures})  # an earlier call may have had more
         order = [id_ for id_ in ids if id_ in entries] + sorted(entries.keys() - set(ids))
         answered = [id_ for id_ in order if not entries[id_].left_out]
         causes = {
             "shortened": _by_cause({id_: entries[id_].cause for id_ in answered}),
             "left_out": _by_cause({id_: entries[id_].cause for id_ in order if entries[id_].left_out}),
-            "failed": _by_cause({id_: cause for id_, cause in self.failures().items() if id_ not in entries}),
+            "failed": _by_cause(failures),
         }
         counts = {kind: {cause: len(group) for cause, group in groups.items()} for kind, groups in causes.items()}
         if not answered:
             shutil.rmtree(self.parts)
             why = counts["left_out"] | counts["failed"]
             raise ValueError(
-                f"{self.out}: none of {len(ids)} chats was answered: "
+                f"{self.out}: none of {prompts} chats was answered: "
                 + "; ".join(f"{count} {cause} ({CAUSES.get(cause, 'the endpoint')})" for cause, count in why.items())
             )
         sha256 = self._join([entries[id_] for id_ in answered])
         answers = sum(entries[id_].answers for id_ in answered)
-        totals = {"prompts": len(ids), "chats": len(answered), "answers": answers, **counts}
+        totals = {"prompts": prompts, "chats": len(answered), "answers": answers, **counts}
         meta = {"schema": SCHEMA, "settings": settings, **notes, "counts": totals, **causes, "sha256": sha256}
         replace(self.meta, json.dumps(meta, indent=1, ensure_ascii=False) + "\n")
         shutil.rmtree(self.parts)

@@ -143,6 +143,7 @@ def test_a_longer_call_goes_on_and_gives_the_same_bytes(tmp_path: Path) -> None:
     assert meta(tmp_path / "grown")["settled_before"] == 4
     answer(tmp_path / "grown", how, records()[:2])
     assert (tmp_path / "grown").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert meta(tmp_path / "grown")["counts"] == meta(tmp_path / "whole")["counts"]
 
 
 def test_unfinished_answers_end_the_chat_or_are_kept_as_its_last(tmp_path: Path) -> None:
