@@ -172,6 +172,7 @@ def verdict_of(findings: list[Finding], ended: str, near_tie: float) -> Verdict:
         then = f", then {ended}" if ended else ""
         return Verdict(FAILED, f"not lossless: {names} failed{then}", diagnosed(findings))
     names = ", ".join(finding.check for finding in undecided)
+    unjudged = next((f"{f.check} cannot be judged: {f.summary}" for f in undecided if not f.differences), "")
     doubts = {
         f"no fault in {count} checks, then {ended}": bool(ended),
         f"nothing could be compared: {findings[0].summary}": findings[0].status == NOT_OFFERED,
@@ -179,6 +180,7 @@ def verdict_of(findings: list[Finding], ended: str, near_tie: float) -> Verdict:
             findings[-1].figures["drafts"] == 0
         ),
         f"the baseline left its own answers across {near_tie / 2:.1f} nats: is it greedy?": near_tie > WAVERING,
+        f"no fault in {count} checks, but {unjudged}": bool(unjudged),
         f"answers differ in {names}, and no logprobs say whether at near ties": bool(undecided),
     }
     doubt = next((sentence for sentence, there in doubts.items() if there), "")

@@ -10,14 +10,26 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eval.audit.ask import AUDITED, BASELINE, SpentError
-from eval.audit.compare import FAILED, FAULT, NOT_OFFERED, NOT_RUN, PASSED, Audit, Difference, Finding, breach
+from eval.audit.compare import (
+    FAILED,
+    FAULT,
+    NOT_OFFERED,
+    NOT_RUN,
+    PASSED,
+    UNDECIDED,
+    Audit,
+    Difference,
+    Finding,
+    breach,
+)  # fmt: skip
 from eval.endpoint.questions import Question
+from eval.endpoint.replies import Reply
 
 Array = NDArray[Any]
 
@@ -41,66 +53,102 @@ TESTS = {  # each with the fault whose smallest share is said
 }
 
 
+class Sampled(NamedTuple):
+    """A question, and both servers' replies to it, one a seed."""
+
+    question: Question
+    ours: list[Reply]
+    theirs: list[Reply]
+
+    @property
+    def texts(self) -> tuple[list[str], list[str]]:
+        """As many answers of either server, without the requests that failed."""
+        ours, theirs = ([reply.text for reply in side if not reply.error] for side in (self.ours, self.theirs))
+        count = min(len(ours), len(theirs))
+        return ours[:count], theirs[:count]
+
+    @property
+    def whole(self) -> bool:
+        """Whether at least half of the requests were answered by both servers."""
+        return 2 * len(self.texts[0]) >= len(self.ours)
+
+    @property
+    def errors(self) -> tuple[list[str], list[str]]:
+        """Either server's errors."""
+        ours, theirs = ([reply.error for reply in side if reply.error] for side in (self.ours, self.theirs))
+        return ours, theirs
+
+
 def sampling(audit: Audit, check: str) -> Finding:
     """Sample both servers' answers to a few prompts, each with a seed of its own, and test that they agree.
 
     Where they look as if they did not, AGAIN times as many are sampled, and those alone decide.
     """
     settings = {**SETTINGS[check], "max_tokens": audit.auditor.sample_tokens}
-    prompts = audit.questions[:PROMPTS]
+    questions = [question.having("sampled", **settings) for question in audit.questions[:PROMPTS]]
     rng = np.random.default_rng(audit.seed)
     bound = audit.auditor.alpha / (len(TESTS) * len(SETTINGS))
-    answers = audit.asker.taken(_sampled(audit, prompts, settings, 0, audit.auditor.samples))
-    if not answers:
+    sampled = audit.asker.taken(_sampled(audit, questions, 0, audit.auditor.samples))
+    if not sampled:
         return Finding(check, NOT_RUN, "no answers")
-    ps = _tested(answers, rng, 1.0)
-    rounds = [(len(answers), ps)]
-    shares = smallest_shares(answers, bound, rng) if ps else {}
-    if ps and min(ps.values()) <= SUSPECT:
+    if (failing := _failing(check, sampled)) is not None:
+        return failing
+    compared = [one for one in sampled if one.whole]
+    ps = _tested(compared, rng, 1.0)
+    shares = smallest_shares([one.texts for one in compared], bound, rng)
+    rounds = [(sampled, ps)]
+    if min(ps.values()) <= SUSPECT:
         count = AGAIN * audit.auditor.samples
-        if more := audit.asker.taken(_sampled(audit, prompts, settings, 2 * audit.auditor.samples, count)):
-            answers, ps = more, _tested(more, rng, bound)
-            rounds.append((len(answers), ps))
-    if not ps:
-        return _failing(check, [question.having("sampled", **settings) for question in prompts], answers)
+        if more := audit.asker.taken(_sampled(audit, questions, 2 * audit.auditor.samples, count)):
+            if (failing := _failing(check, more)) is not None:
+                return failing
+            compared = [one for one in more if one.whole]
+            ps = _tested(compared, rng, bound)
+            rounds.append((more, ps))
     figures = {"p": [values for _, values in rounds], "smallest_shares": shares}
-    summary = _summary(rounds, shares, audit.auditor.samples)
+    summary = _summary(rounds, shares)
     if len(rounds) == 1 or min(ps.values()) > bound:
         return Finding(check, PASSED, summary, [], figures)
-    kernels = kernels_of(answers)[min(ps, key=lambda test: ps[test])]
-    clearest = int(np.argmax([_form(kernel) for kernel in kernels]))
-    ours, theirs = (_common(side) for side in answers[clearest])
+    kernels = kernels_of([one.texts for one in compared])[min(ps, key=lambda test: ps[test])]
+    clearest = compared[int(np.argmax([_form(kernel) for kernel in kernels]))]
+    ours, theirs = (_common(side) for side in clearest.texts)
     fault = "distribution" if check == "sampling" else "top_p"
-    difference = Difference(prompts[clearest].having("sampled", **settings), ours, theirs, 0, None, FAULT, fault)
-    return Finding(check, FAILED, summary, [difference], figures)
+    return Finding(
+        check, FAILED, summary, [Difference(clearest.question, ours, theirs, 0, None, FAULT, fault)], figures
+    )
 
 
-def _failing(check: str, questions: Sequence[Question], answers: Sequence[tuple[list[str], list[str]]]) -> Finding:
-    """Return the finding on servers of which one does not answer."""
-    for question, (ours, theirs) in zip(questions, answers, strict=False):
-        if theirs and not ours:
-            note = "the server fails where the baseline answers"
-            return Finding(check, FAILED, note, [breach(question, "", "", "error", note)])
-    return Finding(check, NOT_OFFERED, "the baseline does not sample with these settings")
+def _failing(check: str, sampled: Sequence[Sampled]) -> Finding | None:
+    """Return the finding on servers that fail, None where enough is answered by both to be compared."""
+    for one in sampled:
+        ours, theirs = one.errors
+        if ours and (not theirs or len(theirs) < len(one.theirs) / 2 < len(ours)):
+            note = f"it fails: {ours[0]}"
+            return Finding(check, FAILED, note, [breach(one.question, "", "", "error", note)])
+    if 2 * sum(one.whole for one in sampled) >= len(sampled):
+        return None
+    error = next(error for one in sampled for error in one.errors[1])
+    if all(reply.error for one in sampled for reply in one.theirs):
+        return Finding(check, NOT_OFFERED, f"the baseline does not sample with these settings: {error}")
+    return Finding(check, UNDECIDED, f"most requests fail: {error}")
 
 
-def _tested(answers: Sequence[tuple[list[str], list[str]]], rng: np.random.Generator, bound: float) -> dict[str, float]:
-    """Return the p-value of each test, no finer than needed once one is at the bound; none where a server failed."""
-    if any(not ours or not theirs for ours, theirs in answers):
-        return {}
+def _tested(sampled: Sequence[Sampled], rng: np.random.Generator, bound: float) -> dict[str, float]:
+    """Return the p-value of each test, no finer than needed once one is at the bound."""
     ps: dict[str, float] = {}
-    for test, kernels in kernels_of(answers).items():
+    for test, kernels in kernels_of([one.texts for one in sampled]).items():
         ps[test] = p_value(kernels, rng, MANY if min(ps.values(), default=1.0) > bound else 0)
     return ps
 
 
-def _summary(rounds: Sequence[tuple[int, dict[str, float]]], shares: dict[str, float | None], samples: int) -> str:
-    counts = (samples, AGAIN * samples)
-    texts = [
-        f"{count} answers of each server to each of {prompts} prompts: "
-        + ", ".join(f"{test} p = {p:.2g}" for test, p in ps.items())
-        for count, (prompts, ps) in zip(counts, rounds, strict=False)
-    ]
+def _summary(rounds: Sequence[tuple[list[Sampled], dict[str, float]]], shares: dict[str, float | None]) -> str:
+    texts = []
+    for sampled, ps in rounds:
+        count, prompts = len(sampled[0].ours), sum(one.whole for one in sampled)
+        tested = ", ".join(f"{test} p = {p:.2g}" for test, p in ps.items())
+        errors = [error for one in sampled for side in one.errors for error in side]
+        failed = f" (without {len(errors)} that failed: {errors[0]})" if errors else ""
+        texts.append(f"{count} answers of each server to each of {prompts} prompts{failed}: {tested}")
     least = [
         f"{fault} in {f'more than {SHARES[-1]:.0%}' if shares[test] is None else f'{shares[test]:.0%}'}"
         for test, fault in TESTS.items()
@@ -108,22 +156,20 @@ def _summary(rounds: Sequence[tuple[int, dict[str, float]]], shares: dict[str, f
     return "; ".join([*texts, f"with probability {POWER} it sees {', '.join(least)} of the answers"])
 
 
-def _sampled(
-    audit: Audit, prompts: Sequence[Question], settings: dict[str, Any], first: int, count: int
-) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield both servers' answers to each prompt, none where one fails; `first` is added to the seed."""
+def _sampled(audit: Audit, questions: Sequence[Question], first: int, count: int) -> Iterator[Sampled]:
+    """Yield both servers' replies to each question, `count` of either; `first` is added to the seed."""
 
-    def answers(side: str, question: Question, seed: int) -> list[str]:
-        questions = [question.having(f"sample {seed + i}", seed=seed + i, **settings) for i in range(count)]
-        replies = audit.asker.all(side, questions, min(IN_FLIGHT, max(audit.auditor.concurrency)))
-        whole = [reply for reply in replies if reply is not None]
+    def replies(side: str, question: Question, seed: int) -> list[Reply]:
+        several = [question.having(f"sample {seed + i}", seed=seed + i) for i in range(count)]
+        answers = audit.asker.all(side, several, min(IN_FLIGHT, max(audit.auditor.concurrency)))
+        whole = [reply for reply in answers if reply is not None]
         if len(whole) < count:
             raise SpentError(audit.asker.ended)
-        return [] if any(reply.error for reply in whole) else [reply.text for reply in whole]
+        return whole
 
     seed = audit.seed + first
-    for question in prompts:
-        yield answers(AUDITED, question, seed), answers(BASELINE, question, seed + count)
+    for question in questions:
+        yield Sampled(question, replies(AUDITED, question, seed), replies(BASELINE, question, seed + count))
 
 
 def words_of(text: str) -> list[str]:
@@ -221,7 +267,8 @@ def smallest_shares(
     Both servers' answers are sampled anew from the baseline's, and a share of the audited one's is replaced: in the
     test of lengths by their first halves, in the others by answers to another prompt.
     """
-    right = [theirs for _, theirs in answers]
+    size = min(len(theirs) for _, theirs in answers)
+    right = [theirs[:size] for _, theirs in answers]
     halves = [["".join(words[: len(words) // 2]) for words in map(words_of, texts)] for texts in right]
     other, half = (kernels_of(list(zip(right, wrong, strict=True))) for wrong in ([*right[1:], right[0]], halves))
     return {test: _smallest_share((half if test == "lengths" else other)[test], bound, rng) for test in TESTS}
