@@ -26,7 +26,7 @@ STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 class Answer(NamedTuple):
     """An answer: text, tokens as the server counts them, seconds to the last and to the first token, its passes.
 
-    `ttft_s` is None where the server does not stream, `passes` where the server does not count those of each request.
+    `ttft_s` is None where the answer came at once, `passes` where the server does not count those of each request.
     `weight` is the share of its seconds that count, below 1 where requests are concurrent. Of requests that arrive at a
     rate, seconds count from the arrival: `arrived`, from the round's first one, and `queue_s` until it was sent.
     """
@@ -52,7 +52,7 @@ class Answer(NamedTuple):
 
     @property
     def decode_s(self) -> float | None:
-        """Seconds from the first token to the last; None without streaming."""
+        """Seconds from the first token to the last; None where it came at once."""
         return None if self.ttft_s is None else (self.latency_s - self.ttft_s) * self.weight
 
 

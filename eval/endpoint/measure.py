@@ -61,6 +61,7 @@ def measure(
             runs = _runs(servers, job, _settings(config, temperature), measurement, repeats)
             measured.append(Measured(measurement, ids, runs))
     gates = _gates(measured) if served.baseline is not None else {}
+    warnings = _whole(servers, measured)
     return Report(
         target={"name": server.model, "path": server.model},
         device={
@@ -73,7 +74,21 @@ def measure(
         settings=_report_settings(served, prompts, config, repeats, jobs),
         gates=gates,
         rows=[row for one in measured for row in rows(one.runs, gates, one.measurement)],
+        extras={"warnings": warnings} if warnings else {},
     )
+
+
+def _whole(servers: Servers, measured: Sequence[Measured]) -> list[str]:
+    """Return a warning for each server of which answers came at once."""
+    warnings = []
+    for name, server in servers.items():
+        firsts = [answer.ttft_s for one in measured for repeats in one.runs[name].answers for answer in repeats]
+        if whole := firsts.count(None):
+            warnings.append(
+                f"{server.url}: {whole} of {len(firsts)} answers came at once and not as they were written (it does "
+                "not stream, or a gateway before it holds streams back): their rows have speeds end to end alone"
+            )
+    return warnings
 
 
 def _settings(config: DecodingConfig, temperature: float) -> dict[str, Any]:

@@ -10,6 +10,8 @@ LARGEST_CHOICES = 16
 LONGEST = 2**20  # characters of a reply
 LEAST = -9999.0  # of a logprob, as vLLM writes that of a token that cannot come
 MOST = 2**31  # tokens that a server counts
+# A stream came at once if so many tokens or more took less than either after the first: a gateway held it back.
+AT_ONCE, AT_ONCE_SHARE, AT_ONCE_S = 16, 0.01, 0.0005  # of the latency, and seconds a token
 
 
 class Token(NamedTuple):
@@ -24,7 +26,8 @@ class Reply(NamedTuple):
     """An answer; `error` is the server's, in one line, where there is none.
 
     `calls` are tool calls, name and arguments as they were sent; `tokens` is empty without logprobs; `steps` are the
-    tokens of each event of a stream, as far as it has logprobs. Seconds are from the request on.
+    tokens of each event of a stream, as far as it has logprobs. Seconds are from the request on; `ttft_s` is None of a
+    reply that came at once, streamed or not.
     """
 
     text: str = ""
@@ -128,10 +131,15 @@ def read_replies(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) 
             tuple(choice.tokens),
             tuple(choice.steps),
             end,
-            (choice.first or end) if count > 1 else None,
+            None if count == 1 or _at_once(choice.first or end, end, completion or 0) else choice.first or end,
         )
         for _, choice in sorted(choices.items())
     ]
+
+
+def _at_once(first: float, end: float, tokens: int) -> bool:
+    """Whether a stream's events came faster than any server writes them, given the seconds of its first text."""
+    return tokens >= AT_ONCE and end - first < min(AT_ONCE_SHARE * end, AT_ONCE_S * tokens)
 
 
 def _count(usage: Mapping[str, Any], key: str) -> int | None:

@@ -184,7 +184,8 @@ def test_a_difference_is_a_near_tie_only_from_where_the_baseline_wavers() -> Non
 
 def test_a_server_that_does_not_stream_has_whole_times_alone(plain: Served, log: Path) -> None:
     with Served(stream=False) as served:
-        evaluate(config(served, log, baseline=plain.url))
+        made = evaluate(config(served, log, baseline=plain.url))
+    assert made.warnings()[0].startswith(f"{served.url}: {PROMPTS} of {PROMPTS} answers came at once")
     row = rows_of(log)[1]
     assert (row["tokens_per_second"], row["speedup"]) == (None, None)
     assert row["whole_speedup"] > 0

@@ -147,6 +147,25 @@ def test_an_answer_out_of_pieces() -> None:
 
 
 @pytest.mark.parametrize(
+    ("count", "step_s", "whole"),
+    [
+        (24, 1e-5, True),  # read from a buffer
+        (24, 0.01, False),
+        (24, 1e-3, False),  # fewer seconds than 1 % of the prompt's, but a server's
+        (12, 1e-5, False),  # few tokens may be those of a pass
+    ],
+)
+def test_a_stream_that_a_gateway_held_back_has_no_time_of_its_first_token(
+    count: int, step_s: float, whole: bool
+) -> None:
+    events: list[dict[str, Any]] = [{"model": MODEL, "choices": [{"delta": {"content": "a"}}]} for _ in range(count)]
+    events[-1]["choices"][0]["finish_reason"] = "length"
+    events.append({"model": MODEL, "choices": [], "usage": {"completion_tokens": count}})
+    found = read_answer([(3.0 + at * step_s, event) for at, event in enumerate(events)], MODEL)
+    assert (found.ttft_s, found.decode_s is None) == (None if whole else 3.0, whole)
+
+
+@pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"baseline": "http://localhost:1"}, "baseline is http://localhost:1, but there is no endpoint"),
