@@ -27,11 +27,15 @@ LONGEST_TOKEN = 24  # characters
 SHOWN = 400  # characters of a note
 
 
+class Bound(float):
+    """A gap of which no more is known than that it is at least so many nats: the token is not among those listed."""
+
+
 class Difference(NamedTuple):
     """An answer of the audited server that is none of the baseline's.
 
     `at` is the first differing byte of both texts, `gap` how many nats the audited server's token lies below the
-    baseline's choice there (at least; None: not known). `fault` is a key of FAULTS, empty where it looks like none.
+    baseline's choice there (None: not known). `fault` is a key of FAULTS, empty where it looks like none.
     `before` are questions to ask first to see it, `in_flight` how many requests at a time; `note` says what is wrong
     where that is not the text.
     """
@@ -243,7 +247,9 @@ def breach(question: Question, ours: str, theirs: str, fault: str, note: str) ->
 
 def kind_of(gap: float | None, near_tie: float) -> str:
     """Return what a difference is, given by how many nats the baseline's choice was likelier."""
-    return UNEXPLAINED if gap is None else FAULT if gap > near_tie else NEAR_TIE
+    if gap is not None and gap > near_tie:
+        return FAULT
+    return UNEXPLAINED if gap is None or isinstance(gap, Bound) else NEAR_TIE
 
 
 def with_logprobs(question: Question) -> Question:
@@ -260,8 +266,8 @@ def first_difference(one: str, other: str) -> int:
 def gap_at(theirs: Reply, ours: str, body: Mapping[str, Any]) -> tuple[int, float | None]:
     """Return where a text leaves an answer with logprobs, and by how many nats the answer's token is likelier there.
 
-    A token that is not among the most probable is at least as far below as the last of them. None where the tokens are
-    not those of the text, or end before.
+    Of a token that is not among the most probable it is a Bound, since it lies below the last of them. None where the
+    tokens are not those of the text, or end before.
     """
     text, other = theirs.text.encode(), ours.encode()
     at, offset = first_difference(theirs.text, ours), 0
@@ -284,7 +290,7 @@ def lead(logprob: float, top: Mapping[bytes, float], chosen: bytes, rest: bytes)
     if not rest:
         return logprob - max(others.values())
     going_on = [text for text in others if text and rest.startswith(text)]
-    return logprob - (others[max(going_on, key=len)] if going_on else min(others.values()))
+    return logprob - others[max(going_on, key=len)] if going_on else Bound(logprob - min(others.values()))
 
 
 def penalized(tokens: Sequence[Token], body: Mapping[str, Any]) -> list[tuple[float, dict[bytes, float]]]:

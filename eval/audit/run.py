@@ -19,6 +19,7 @@ from eval.audit.compare import (
     PASSED,
     UNDECIDED,
     Audit,
+    Bound,
     Comparer,
     Difference,
     Finding,
@@ -236,6 +237,7 @@ def difference_record(difference: Difference) -> dict[str, Any]:
     """Return a difference in audit.json; of its prompt the end."""
     return {
         **{key: getattr(difference, key) for key in ("kind", "at", "gap", "fault", "note", "in_flight")},
+        "at_least": isinstance(difference.gap, Bound),
         "id": difference.question.id,
         "prompt": difference.question.prompt[-PROMPT:],
         AUDITED: difference.ours,

@@ -19,7 +19,8 @@ WIDTH, HEIGHT, EDGE = 640, 260, 56  # of the plot, in its own units
 
 STATUSES = {PASSED: "passed", FAILED: "FAILED", UNDECIDED: "undecided", NOT_OFFERED: "not offered",
             NOT_RUN: "not run"}  # fmt: skip
-KINDS = {FAULT: "a fault", NEAR_TIE: "a near tie", UNEXPLAINED: "not explained: no logprobs of the baseline's"}
+KINDS = {FAULT: "a fault", NEAR_TIE: "a near tie",
+         UNEXPLAINED: "not explained: the baseline's logprobs do not say how near"}  # fmt: skip
 
 
 def headline(record: dict[str, Any]) -> str:
@@ -62,8 +63,13 @@ def one_line(difference: dict[str, Any]) -> str:
     if difference["note"]:
         return f"prompt {difference['id']}: {difference['note']}"
     ours, theirs = (difference[side].encode()[at : at + SHOWN].decode(errors="replace") for side in SIDES)
-    gap = "" if difference["gap"] is None else f", {difference['gap']:.2f} nats less likely to the baseline"
-    return f"prompt {difference['id']}, byte {at}: {ours!r} instead of {theirs!r}{gap}"
+    return f"prompt {difference['id']}, byte {at}: {ours!r} instead of {theirs!r}{gap_of(difference)}"
+
+
+def gap_of(difference: dict[str, Any]) -> str:
+    """Return by how much the baseline prefers its own answer, as the end of a sentence; empty where it is not known."""
+    least = " at least" if difference["at_least"] else ""
+    return "" if difference["gap"] is None else f",{least} {difference['gap']:.2f} nats less likely to the baseline"
 
 
 def page(record: dict[str, Any]) -> str:
@@ -79,6 +85,7 @@ def page(record: dict[str, Any]) -> str:
         kinds=KINDS,
         failed=FAILED,
         cut=cut,
+        gap_of=gap_of,
         plot=plot(record),
         sides=SIDES,
         style=Markup(STYLE.read_text(encoding="utf-8")),

@@ -5,12 +5,24 @@ from typing import Any
 
 import pytest
 
-from eval.audit.compare import FAILED, NOT_OFFERED, PASSED, UNDECIDED, Audit, Finding
-from eval.audit.run import verdict_of
+from eval.audit.compare import (
+    FAILED,
+    FAULT,
+    NEAR_TIE,
+    NOT_OFFERED,
+    PASSED,
+    UNDECIDED,
+    UNEXPLAINED,
+    Audit,
+    Comparer,
+    Finding,
+)  # fmt: skip
+from eval.audit.run import difference_record, verdict_of
 from eval.audit.sampling import CHUNK, sampling
+from eval.audit.view import one_line
 from eval.config import AuditorConfig
 from eval.endpoint.questions import Question
-from eval.endpoint.replies import Reply
+from eval.endpoint.replies import Reply, Token
 from tests.eval.test_audit import AUDITOR
 
 Answer = Callable[[str, int], Reply]
@@ -83,3 +95,26 @@ def test_the_verdict_says_what_cannot_be_judged() -> None:
     verdict = verdict_of([*findings, Finding("speed", PASSED, "", figures={"drafts": 1})], "", 0.5)
     assert verdict.status == UNDECIDED
     assert verdict.sentence == "no fault in 1 checks, but sampling cannot be judged: most requests fail: http_503"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "shown"),
+    [
+        ("ax", NEAR_TIE, ", 0.10 nats less likely"),
+        ("ay", FAULT, ", 3.00 nats less likely"),
+        ("az", FAULT, ", at least 3.00 nats less likely"),
+        ("bz", UNEXPLAINED, ", at least 0.20 nats less likely"),  # any token may lie as near as the last one listed
+        ("bx", NEAR_TIE, ", 0.20 nats less likely"),
+    ],
+)
+def test_a_token_that_is_not_listed_is_no_near_tie(text: str, kind: str, shown: str) -> None:
+    tops = {"a": {b"x": -0.6, b"y": -3.5}, "b": {b"v": -0.6, b"x": -0.7}}
+    tokens = (Token(text[0].encode(), 0.0, {}), Token(b"w", -0.5, {b"w": -0.5, **tops[text[0]]}))
+    question = Question("q", "/completions", {"prompt": "q"})
+    listed = Reply(f"{text[0]}w", tokens=tokens)
+    comparer = Comparer(audit_of(lambda _, __: listed).asker, 0.5)
+    comparer.learn(question, listed)
+    difference = comparer.difference(question, Reply(text))
+    assert difference is not None
+    assert difference.kind == kind
+    assert one_line(difference_record(difference)).endswith(f"{shown} to the baseline")
