@@ -232,7 +232,7 @@ def judged(
     summary = "; ".join([f"{len(answered) - len(differences)} of {len(answered)} answers are the baseline's", *shown])
     if varied:
         summary += f"; the baseline itself answered {varied} of them in several ways"
-    return Finding(check, status_of(counts), summary, differences)
+    return Finding(check, status_of(counts), summary, differences, {"answers": len(answered)})
 
 
 def status_of(counts: Mapping[str, int]) -> str:

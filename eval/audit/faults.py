@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from eval.audit.compare import FAILED, PASSED, Finding
+from eval.audit.compare import FAILED, FAULT, PASSED, Finding
 
 ISSUES = {"vllm": "vllm-project/vllm", "sglang": "sgl-project/sglang", "llama.cpp": "ggml-org/llama.cpp",
           "ik_llama.cpp": "ikawrakow/ik_llama.cpp", "TensorRT-LLM": "NVIDIA/TensorRT-LLM",
@@ -63,13 +63,19 @@ def diagnosed(findings: Sequence[Finding]) -> str:
     """Return the fault that the failed checks together look like, a key of FAULTS; empty if none failed.
 
     Checks come in the order in which a fault that one shows makes later ones fail too, so the first failure says it,
-    but for those that another check tells from it.
+    but for those that another check tells from it. A server that fails is told by that alone.
     """
     statuses = {finding.check: finding.status for finding in findings}
     first = next((finding for finding in findings if finding.status == FAILED), None)
     if first is None:
         return ""
-    for look, other, status, fault in DISTINCTIONS:
-        if look in (first.fault, first.check) and statuses.get(other) == status:
+    for look, other, status, fault in DISTINCTIONS if first.fault not in ("error", "crash") else ():
+        distinct = look in (first.fault, first.check) and statuses.get(other) == status
+        if distinct and (fault != "streaming" or _most(first)):
             return fault
     return first.fault or ("wrong_token" if first.check == "identity" else first.check)
+
+
+def _most(finding: Finding) -> bool:
+    """Whether most answers have a fault; whole replies may be without one that is rarer by chance."""
+    return 2 * sum(d.kind == FAULT for d in finding.differences) > finding.figures.get("answers", 0)

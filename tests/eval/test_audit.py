@@ -463,9 +463,16 @@ def test_the_diagnosis_is_of_the_first_failure_but_for_telling_ones() -> None:
 
     assert diagnosed([finding("identity", PASSED)]) == ""
     assert diagnosed([finding("identity"), finding("streaming")]) == "wrong_token"
-    assert diagnosed([finding("identity"), finding("streaming", PASSED)]) == "streaming"
     assert diagnosed([finding("tool_calls"), finding("schemas")]) == "schema"
     nothing: Any = None
+    for look, differing, named in (
+        ("", 9, "streaming"), ("limit", 9, "streaming"), ("", 1, "wrong_token"), ("error", 9, "error"),
+    ):  # fmt: skip
+        wrong = [Difference(nothing, "", "", 0, None, FAULT, look)] * differing
+        first = Finding("identity", FAILED, "", wrong, {"answers": 16})
+        assert diagnosed([first, finding("streaming", PASSED)]) == named
+    failing = Finding("tool_calls", FAILED, "", [Difference(nothing, "", "", 0, None, FAULT, "error")])
+    assert diagnosed([failing, finding("schemas")]) == "error"
     unseeded = Difference(nothing, "", "", 0, None, FAULT, "seed")
     seeded = Finding("choices", FAILED, "", [unseeded])
     assert diagnosed([seeded, finding("sampling", PASSED)]) == "seed"
