@@ -215,6 +215,35 @@ def test_two_choices_are_checked_though_the_baseline_refuses_them_at_temperature
         assert (shown.returncode, same.returncode) == (1, 0), shown.stdout + same.stdout + shown.stderr + same.stderr
 
 
+def without_logprobs(_: Body, events: list[Body]) -> None:
+    for choice in (choice for event in events for choice in event["choices"]):
+        choice["logprobs"] = None
+
+
+def of_other_tokens(_: Body, events: list[Body]) -> None:
+    for choice in (choice for event in events for choice in event["choices"]):
+        for entry in (choice.get("logprobs") or {}).get("content") or []:
+            entry.update(token="x", bytes=[120])
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [(without_logprobs, "no logprobs"), (of_other_tokens, "the tokens of the logprobs are not those of the text")],
+)
+def test_missing_and_foreign_logprobs_are_reproduced(
+    change: Any, note: str, tmp_path: Path, server: AuditServer, baseline: AuditServer, only: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    only("logprobs")
+    changing(server, monkeypatch, change)
+    finding = finding_of(ask(tmp_path, server.url, baseline.url), "logprobs")
+    assert (finding["status"], finding["differences"][0]["note"]) == (FAILED, note)
+    script = [sys.executable, str(tmp_path / REPRODUCTION)]
+    shown = subprocess.run([*script, server.url, baseline.url], capture_output=True, text=True, check=False)
+    same = subprocess.run([*script, baseline.url, baseline.url], capture_output=True, text=True, check=False)
+    assert (shown.returncode, same.returncode) == (1, 0), shown.stdout + same.stdout + shown.stderr + same.stderr
+
+
 def test_choices_that_ignore_their_seed_are_named(
     tmp_path: Path, server: AuditServer, baseline: AuditServer, only: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
