@@ -28,7 +28,8 @@ class Answer(NamedTuple):
 
     `ttft_s` is None where the answer came at once, `passes` where the server does not count those of each request.
     `weight` is the share of its seconds that count, below 1 where requests are concurrent. Of requests that arrive at a
-    rate, seconds count from the arrival: `arrived`, from the round's first one, and `queue_s` until it was sent.
+    rate, `latency_s` and `ttft_s` count from the arrival: `arrived`, from the round's first one, and `queue_s` until it
+    was sent.
     """
 
     text: str
@@ -47,8 +48,8 @@ class Answer(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds from the request to the last token."""
-        return self.latency_s * self.weight
+        """Seconds from the sending to the last token."""
+        return (self.latency_s - self.queue_s) * self.weight
 
     @property
     def decode_s(self) -> float | None:
@@ -155,8 +156,9 @@ class Server:
             arrivals = when if when is not None else [None] * len(requests)
             answers = list(pool.map(send, requests, arrivals))  # a failure cancels others
         wall = time.perf_counter() - begin
-        weight = wall / sum(answer.latency_s for answer in answers) if in_flight > 1 else 1.0
-        answers = [answer._replace(weight=weight) for answer in answers]
+        if in_flight > 1:
+            weight = (wall if when is None else busy_s(answers)) / sum(answer.seconds for answer in answers)
+            answers = [answer._replace(weight=weight) for answer in answers]
         if self.is_baseline:
             if any(answer.passes is not None for answer in answers):
                 raise ValueError(self._speculates())
@@ -217,6 +219,17 @@ class Server:
                 "--speculative-config, SGLang: --speculative-algorithm, llama.cpp: --spec-type), or give it as baseline"
             )
         return after
+
+
+def busy_s(answers: Iterable[Answer]) -> float:
+    """Return the seconds in which any of the requests that arrived at a rate was under way."""
+    total = until = 0.0
+    for begin, end in sorted(
+        (answer.arrived + answer.queue_s, answer.arrived + answer.latency_s) for answer in answers
+    ):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
 
 
 def within(client: Client, seconds: float) -> Client:

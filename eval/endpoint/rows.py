@@ -1,7 +1,8 @@
 """Results of served answers as rows of the report, and the losslessness check of their texts: pure functions.
 
 Counts of passes and tokens are sums over all repeats; times are those of each request's median repeat. Concurrent
-requests count with a share of the elapsed time each, and the shares add up to it.
+requests count with a share of the elapsed time each, and the shares add up to it, without the time in which none was
+under way.
 """
 
 from collections.abc import Mapping, Sequence

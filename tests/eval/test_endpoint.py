@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from data.text.records import parse
-from eval.endpoint.client import Answer
+from eval.endpoint.client import Answer, Server, busy_s
 from eval.endpoint.counters import verified
 from eval.endpoint.questions import Question, questions_of
 from eval.endpoint.rows import Runs, differs, rows, text_gate
@@ -266,6 +266,24 @@ def test_speedups_and_their_intervals_are_the_servers_over_the_baselines() -> No
     assert (row.whole_tokens_per_second, row.whole_speedup, row.whole_speedup_ci) == (5.5, 2.5, (2.5, 2.5))
     assert row.by_request["speedup"]["p50"] == 4.0
     assert (row.tau, row.tau_ci, row.prefill_s) == (2.0, (2.0, 2.0), 4.0)
+
+
+def test_waiting_in_the_queue_is_neither_prefill_nor_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = object.__new__(Server)
+    server.is_baseline = True
+    monkeypatch.setattr(server, "send", lambda *_: Answer("x", 11, 1.0, 0.25, None))
+    arrived = [-9.0, -9.0, -5.0]  # long before they are sent
+    answers, _ = server.send_all([Question("", "", {})] * 3, {}, 2, arrived)
+    assert all(answer.queue_s >= 5 for answer in answers)
+    assert sum(answer.seconds for answer in answers) == pytest.approx(busy_s(answers))
+    for answer in answers:
+        assert answer.decode_s == pytest.approx(0.75 * answer.weight)
+        assert answer.seconds == pytest.approx(answer.weight)
+
+
+def test_seconds_without_requests_do_not_count() -> None:
+    spans = [(0.0, 2.0, 3.0), (4.0, 0.0, 4.0), (4.5, 1.0, 1.5), (9.0, 0.0, 1.0)]  # arrived, then the queue, the latency
+    assert busy_s([Answer("", 1, latency, None, None, 1.0, *at) for *at, latency in spans]) == 1.0 + 4.0 + 1.0
 
 
 def test_requests_without_a_category_join_those_of_the_category_other() -> None:
