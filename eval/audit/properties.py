@@ -192,8 +192,10 @@ def checked(audit: Audit, check: str, fault: str, questions: Sequence[Question],
     if not count:
         error = outcomes[-1][1] if outcomes else ""
         return Finding(check, NOT_OFFERED, f"the baseline does not offer it: {error}" if error else "no such questions")
-    summary = f"{count - counts['breached']} of {count} replies hold"
-    if counts["of the baseline too"]:
-        summary += f"; {counts['of the baseline too']} breaches are the baseline's too"
+    summary = f"{counts['holds']} of {count} replies hold"
+    if common := counts["of the baseline too"]:
+        summary += f"; {common} breaches are the baseline's too"
+    if common == count:
+        return Finding(check, NOT_OFFERED, f"the baseline does not hold it: {summary}")
     differences = [difference for _, _, difference in outcomes if difference is not None]
     return Finding(check, status_of({FAULT: len(differences)}), summary, differences)

@@ -17,6 +17,7 @@ from eval.audit.compare import (
     Comparer,
     Finding,
 )  # fmt: skip
+from eval.audit.properties import checked
 from eval.audit.run import difference_record, verdict_of
 from eval.audit.sampling import CHUNK, sampling
 from eval.audit.view import one_line
@@ -118,3 +119,31 @@ def test_a_token_that_is_not_listed_is_no_near_tie(text: str, kind: str, shown: 
     assert difference is not None
     assert difference.kind == kind
     assert one_line(difference_record(difference)).endswith(f"{shown} to the baseline")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "status", "summary"),
+    [
+        (
+            ["no"],
+            ["no"],
+            NOT_OFFERED,
+            "the baseline does not hold it: 0 of 8 replies hold; 8 breaches are the baseline's",
+        ),
+        (["no", "yes"], ["no", "yes"], PASSED, "4 of 8 replies hold; 4 breaches are the baseline's too"),
+        (["yes"], ["yes", "no"], FAILED, "4 of 8 replies hold"),
+    ],
+)
+def test_what_the_baseline_breaks_too_does_not_hold(
+    theirs: list[str], ours: list[str], status: str, summary: str
+) -> None:
+    replies = {"baseline": theirs, "audited": ours}
+
+    def answer(side: str, question: Question) -> Reply:
+        return Reply(text=replies[side][int(question.id[1:]) % len(replies[side])])
+
+    audit = audit_of(lambda _, __: Reply(), prompts=8)
+    audit.asker.one = answer
+    finding = checked(audit, "schemas", "schema", audit.questions, lambda _, r, __: None if r.text == "yes" else "not")
+    assert finding.status == status
+    assert finding.summary.startswith(summary)
