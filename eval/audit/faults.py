@@ -38,7 +38,10 @@ FAULTS = {
     "cancelled": Fault("a cancelled request changes its neighbours", ()),
     "streaming": Fault("a streamed answer and a whole one differ", ()),
     "penalty": Fault("penalties miss some of the tokens of a pass", ("sglang#33643", "vllm#18902")),
-    "limit": Fault("max_tokens is not kept to by answers that cross it within a pass", ("ik_llama.cpp#2358",)),
+    "limit": Fault(
+        "answers that cross max_tokens within a pass do not end there, or give another finish_reason",
+        ("ik_llama.cpp#2358",),
+    ),
     "stop_string": Fault("text after a stop string is delivered", ("sglang#31599", "vllm#47616")),
     "logprobs": Fault("logprobs are not the target's", ("llama.cpp#27972", "vllm#17876")),
     "usage": Fault("tokens are counted wrongly", ("sglang#39826", "ik_llama.cpp#2358")),

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from data.answers.client import FINISH_REASONS
 from eval.audit.ask import AUDITED, BASELINE, ask_text
 from eval.audit.compare import FAULT, NOT_OFFERED, Audit, Difference, Finding, breach, status_of, with_logprobs
 from eval.audit.greedy import MANY
@@ -33,7 +34,7 @@ CITIES = ("Paris", "Lima", "Oslo", "Cairo", "Delhi", "Quito")
 
 
 def limits(audit: Audit) -> Finding:
-    """Ask for a few tokens: as many come, and they begin the longer answer."""
+    """Ask for a few tokens: as many come, they begin the longer answer, and end for the baseline's reason."""
     questions = [
         question.having(f"of {limit} tokens", max_tokens=limit)
         for question, limit in zip(audit.questions[:MANY], LIMITS * MANY, strict=False)
@@ -41,8 +42,12 @@ def limits(audit: Audit) -> Finding:
 
     def holds(question: Question, ours: Reply, theirs: Reply) -> str | None:
         limit, count = question.body["max_tokens"], ours.completion_tokens
-        if ours.text == theirs.text or count is None:
-            return None  # how it is counted is a check of its own
+        if ours.text == theirs.text:  # how it is counted is a check of its own
+            if ours.finish == theirs.finish or theirs.finish not in FINISH_REASONS:
+                return None
+            return f"the baseline's text of {limit} tokens, finish_reason {ours.finish} and not {theirs.finish}"
+        if count is None:
+            return None
         if count == limit or (count < limit and ours.finish == "stop"):
             short = theirs.text.startswith(ours.text) and ours.finish == "length"
             return f"{limit} tokens: {ours.text!r} is cut short" if short else None

@@ -17,7 +17,7 @@ from eval.audit.compare import (
     Comparer,
     Finding,
 )  # fmt: skip
-from eval.audit.properties import checked
+from eval.audit.properties import checked, limits
 from eval.audit.run import difference_record, verdict_of
 from eval.audit.sampling import CHUNK, sampling
 from eval.audit.view import one_line
@@ -147,3 +147,22 @@ def test_what_the_baseline_breaks_too_does_not_hold(
     finding = checked(audit, "schemas", "schema", audit.questions, lambda _, r, __: None if r.text == "yes" else "not")
     assert finding.status == status
     assert finding.summary.startswith(summary)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "status"),
+    [
+        ("length", "length", PASSED),
+        ("length", "stop", FAILED),
+        ("stop", "length", FAILED),
+        ("length", None, FAILED),
+        (None, "length", PASSED),  # the baseline gives none
+    ],
+)
+def test_an_answer_cut_by_max_tokens_says_so_as_the_baseline_s_does(
+    theirs: str | None, ours: str | None, status: str
+) -> None:
+    finishes = {"baseline": theirs, "audited": ours}
+    audit = audit_of(lambda side, _: Reply(text="a b", completion_tokens=2, finish=finishes[side]))
+    finding = limits(audit)
+    assert (finding.status, finding.fault) == (status, "limit" if status == FAILED else "")
