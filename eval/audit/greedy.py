@@ -95,6 +95,8 @@ def borders(audit: Audit) -> Finding:
     pairs = audit.asker.taken(
         pair for border in audit.auditor.borders for pair in in_order(audit, around(audit, border))
     )
+    if not audit.auditor.borders:
+        return Finding("borders", NOT_OFFERED, "no borders were to be tried: auditor.borders is empty")
     if not pairs:
         return Finding("borders", NOT_OFFERED, "the server takes no prompts that long, or does not count their tokens")
     lengths = {reply.prompt_tokens for _, reply in pairs if reply.prompt_tokens}

@@ -152,8 +152,12 @@ def _summary(rounds: Sequence[tuple[list[Sampled], dict[str, float]]], shares: d
     least = [
         f"{fault} in {f'more than {SHARES[-1]:.0%}' if shares[test] is None else f'{shares[test]:.0%}'}"
         for test, fault in TESTS.items()
+        if test in shares
     ]
-    return "; ".join([*texts, f"with probability {POWER} it sees {', '.join(least)} of the answers"])
+    seen = f"with probability {POWER} it sees {', '.join(least)} of the answers"
+    unknown = [fault for test, fault in TESTS.items() if test not in shares]
+    seen += f"; not known from one prompt: {', '.join(unknown)}" if unknown else ""
+    return "; ".join([*texts, seen])
 
 
 def _sampled(audit: Audit, questions: Sequence[Question], first: int, count: int) -> Iterator[Sampled]:
@@ -265,13 +269,14 @@ def smallest_shares(
     """Return the smallest share of wrong answers that each test shows by itself with POWER; None for none of SHARES.
 
     Both servers' answers are sampled anew from the baseline's, and a share of the audited one's is replaced: in the
-    test of lengths by their first halves, in the others by answers to another prompt.
+    test of lengths by their first halves, in the others, left out of a single prompt's, by answers to another prompt.
     """
     size = min(len(theirs) for _, theirs in answers)
     right = [theirs[:size] for _, theirs in answers]
     halves = [["".join(words[: len(words) // 2]) for words in map(words_of, texts)] for texts in right]
     other, half = (kernels_of(list(zip(right, wrong, strict=True))) for wrong in ([*right[1:], right[0]], halves))
-    return {test: _smallest_share((half if test == "lengths" else other)[test], bound, rng) for test in TESTS}
+    replaced = {test: half if test == "lengths" else other for test in TESTS if test == "lengths" or len(right) > 1}
+    return {test: _smallest_share(kernels[test], bound, rng) for test, kernels in replaced.items()}
 
 
 def _smallest_share(both: Sequence[Array], bound: float, rng: np.random.Generator) -> float | None:

@@ -17,6 +17,7 @@ from eval.audit.compare import (
     Comparer,
     Finding,
 )  # fmt: skip
+from eval.audit.greedy import borders
 from eval.audit.properties import checked, limits
 from eval.audit.run import difference_record, verdict_of
 from eval.audit.sampling import CHUNK, sampling
@@ -89,6 +90,22 @@ def test_what_servers_that_fail_on_samples_come_to(failing: Any, status: str, su
     assert finding.status == status
     assert summary in finding.summary
     assert [difference.fault for difference in finding.differences] == (["error"] if status == FAILED else [])
+
+
+def test_from_one_prompt_the_share_of_another_one_s_answers_is_not_known() -> None:
+    def answer(_: str, number: int) -> Reply:
+        return Reply(text=f"w{number * 5 % 8} and more")
+
+    finding = sampling(audit_of(answer, prompts=1), "sampling")
+    unknown = "not known from one prompt: another answer's beginning, another answer's words"
+    assert finding.summary.endswith(unknown)
+    assert set(finding.figures["smallest_shares"]) == {"lengths"}
+    assert "not known" not in sampling(audit_of(answer, prompts=2), "sampling").summary
+
+
+def test_without_borders_none_were_asked_for() -> None:
+    finding = borders(audit_of(lambda _, __: Reply(), borders=[]))
+    assert (finding.status, finding.summary) == (NOT_OFFERED, "no borders were to be tried: auditor.borders is empty")
 
 
 def test_the_verdict_says_what_cannot_be_judged() -> None:
