@@ -351,7 +351,8 @@ def within_budget(run: RunConfig) -> float | None:
     planned, given = run.plan, {launch.key_of(word) for word in launch.overrides()}
     named = [f"{key}={getattr(run, key)}" for key in ("resume", "overwrite")]
     named += [] if "name" in given else ["name=${model.name}-forecast"]
-    run = replace(run_config(compose("train", [*words, *named])), budget=run.budget, forecast=run.forecast)
+    composed = run_config(compose("train", [*words, *named]))
+    run = replace(composed, budget=run.budget, forecast=run.forecast, log=run.log)
     candidates = {one: run_config(compose("train", [*words, *overrides_of(one)])) for one in run.forecast.candidates}
     if planned:
         check_first_records(run)

@@ -3,15 +3,19 @@
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
+from data.text.files import META, OPENERS, check_file
 from data.text.prompts import TrainingData, load_training
+from data.text.sources import Files, open_source
 from eval.tuning.grid import halves
 from heads.common.command import quoted
+from heads.common.files import replacing
 from inference.target.config import default_device
 from inference.target.embeddings_only import load_target
 from train.distributed import processes
@@ -20,6 +24,7 @@ from train.forecast.pilots import FOLDER, STATE, Pilots
 
 ROWS = 32  # packed rows along which the target's entropy is taken
 LEAST = 4  # held-out prompts
+LOG = "log"  # in the forecast's folder
 
 
 def check(run: Any) -> None:
@@ -45,11 +50,18 @@ def train_within(run: Any, train: Callable[[list[str]], None]) -> None:
         for path in (out / FOLDER, out / "checkpoints"):
             shutil.rmtree(path, ignore_errors=True)
         (out / STATE).unlink(missing_ok=True)
+    if run.log is not None:
+        path = kept_log(run.log, run.data.split, out)
+        run, train = replace(run, data=replace(run.data, path=path)), followed(train, f"data.path={quoted(path)}")
     bench = Bench(run)
     pilots = Pilots(out, run.forecast, run.budget, run.trainer.batch_tokens, train, bench.measure)
     pilots.load()
     if "log" not in pilots.state:
-        pilots.state |= bench.examined()
+        try:
+            pilots.state |= bench.examined()
+        except ValueError as error:  # of a line of the copy, which is none to mend
+            copied = str(out / FOLDER / LOG) in str(error)
+            raise ValueError(f"{error} in log={run.log}, of which this is a copy" if copied else str(error)) from error
     bench.answered = pilots.state.get("answered")
     out.mkdir(parents=True, exist_ok=True)
     pilots.save()
@@ -68,6 +80,34 @@ def train_within(run: Any, train: Callable[[list[str]], None]) -> None:
     speedup = acceptance.tau(result) / acceptance.pass_cost([result], np.ones((1, len(result["head"]))))[0]
     line = text.outcome(choice, acceptance.tau(result), speedup, others)
     say(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def followed(train: Callable[[list[str]], None], word: str) -> Callable[[list[str]], None]:
+    """Return what runs a training with one more override behind the others."""
+    return lambda more: train([*more, word])
+
+
+def kept_log(log: str, split: str, out: Path) -> str:
+    """Return where the log is kept as it was when the forecast began, since it may grow; a Hub data set's name.
+
+    Until a state says that it could be read, it is copied anew.
+
+    Raises:
+        ValueError: it is not there, or of no known format.
+    """
+    folder = out / FOLDER / LOG
+    if not (out / STATE).exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        source = open_source(log, split)
+        if isinstance(source, Files):
+            with replacing(folder) as copies:
+                for number, file in enumerate(source.files):
+                    packed = file.suffix if file.suffix in OPENERS else ""
+                    copy = copies / f"{number:06d}{check_file(file)}{packed}"  # in their order; it names no split
+                    shutil.copyfile(file, copy)
+                    if (about := file.with_name(f"{file.name}{META}")).is_file():
+                        shutil.copyfile(about, copy.with_name(f"{copy.name}{META}"))
+    return str(folder) if folder.is_dir() else log
 
 
 class Bench:
