@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from hydra import initialize_config_dir
 from torch import Tensor, nn
 
 from heads.common.files import read_checked, write_checked
+from heads.common.resolvers import ROOT
 from train.checkpoints import format, resume
 from train.checkpoints.saver import Saver, partition
 from train.checkpoints.state import TrainState
@@ -293,6 +295,8 @@ def test_a_setting_that_the_run_did_not_know_had_its_default() -> None:
     assert resume.differences(then, now) == ""
     assert resume.differences(then, now | {"head.layer": "target"}) == 'head.layer ("llama", now "target")'
     assert resume.differences(then | {"head.length": 64}, now) == "head.length (64, now 512)"
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):  # as within a command
+        assert resume.differences(then, now) == ""
 
 
 def test_a_setting_that_a_head_has_lost_is_no_change() -> None:

@@ -1,11 +1,13 @@
 """Settings that must not change on resume, because the losses or the order of the data depend on them."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from torch import Tensor
 
@@ -106,7 +108,8 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> str:
 def defaults(now: dict[str, Any]) -> dict[str, Any]:
     """Return the values in conf/ of settings that have one, those of a head by its name and its rows' length."""
     chosen = {"head": now.get("head.name"), "data.length": now.get("data.length")}
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    begun = GlobalHydra.instance().is_initialized()  # as within a command
+    with nullcontext() if begun else initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         composed = compose("train", [f"{key}={value}" for key, value in chosen.items() if value is not None])
     in_conf = {key: OmegaConf.select(composed, key) for key in now if "." in key}
     values: Any = OmegaConf.to_container(OmegaConf.create(in_conf))
