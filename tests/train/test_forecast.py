@@ -416,6 +416,8 @@ def staged(composing: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     stage = Stage(tmp_path / "out", {"mlp": (2.0, 2.5, 1.2)}, least=100.0)
     monkeypatch.setattr("train.forecast.command.Bench", StubBench)
     monkeypatch.setattr(StubBench, "stage", stage, raising=False)
+    stub = SimpleNamespace(spec=SimpleNamespace(fingerprint="planted"))
+    monkeypatch.setattr("train.forecast.command.load_target", lambda *_, **__: stub)
     run = run_config(compose("train", [f"out={tmp_path / 'out'}", "trainer=debug"]))
     (tmp_path / "log.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     pilots = stage.pilots
@@ -445,6 +447,31 @@ def test_a_log_that_grows_is_for_all_trainings_what_it_was_at_the_beginning(stag
     log.unlink()
     train_within(replace(run, resume=True), train)
     assert begun + seen == [whole] * 4
+
+
+def test_a_forecast_that_goes_on_measures_as_before(staged: tuple[Any, Stage], monkeypatch: pytest.MonkeyPatch) -> None:
+    run, stage = staged
+    train_within(run, stage.train)
+    kept, again = Path(run.out, STATE).read_bytes(), replace(run, resume=True)
+    other = SimpleNamespace(spec=SimpleNamespace(fingerprint="other"))
+    for changed, named in (
+        ({"forecast": replace(run.forecast, prompts=8)}, r"forecast\.prompts \(32, now 8\)"),
+        ({"forecast": replace(run.forecast, tokens=8)}, r"forecast\.tokens \(64, now 8\)"),
+        ({"tree": replace(run.tree, top_k=run.tree.top_k + 1)}, r"tree\.top_k \("),
+        ({"workload": "tiny"}, r'workload \(null, now "tiny"\)'),
+        ({"data": replace(run.data, held_out=3)}, r"data\.held_out \("),
+        ({"log": "b.jsonl"}, r'log \(".*, now "b\.jsonl"\)'),
+        ({"model": replace(run.model, path="b")}, r'target\'s fingerprint \(".*", now "other"\)'),
+    ):
+        with monkeypatch.context() as patch:
+            if "model" in changed:
+                patch.setattr("train.forecast.command.load_target", lambda *_, **__: other)
+            with pytest.raises(
+                ValueError, match=rf"{STATE}: resume=true goes on .* here differ {named}.*; give the old"
+            ):
+                train_within(replace(again, **changed), stage.train)
+        assert Path(run.out, STATE).read_bytes() == kept
+    train_within(replace(again, forecast=replace(run.forecast, worth=0.1, points=2)), stage.train)
 
 
 def test_a_log_that_cannot_be_read_is_named_and_copied_anew(staged: tuple[Any, Stage]) -> None:

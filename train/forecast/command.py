@@ -3,7 +3,7 @@
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +50,13 @@ def train_within(run: Any, train: Callable[[list[str]], None]) -> None:
         for path in (out / FOLDER, out / "checkpoints"):
             shutil.rmtree(path, ignore_errors=True)
         (out / STATE).unlink(missing_ok=True)
+    settings = settings_of(run)
     if run.log is not None:
         path = kept_log(run.log, run.data.split, out)
         run, train = replace(run, data=replace(run.data, path=path)), followed(train, f"data.path={quoted(path)}")
     bench = Bench(run)
     pilots = Pilots(out, run.forecast, run.budget, run.trainer.batch_tokens, train, bench.measure)
-    pilots.load()
+    pilots.load(settings)
     if "log" not in pilots.state:
         try:
             pilots.state |= bench.examined()
@@ -80,6 +81,15 @@ def train_within(run: Any, train: Callable[[list[str]], None]) -> None:
     speedup = acceptance.tau(result) / acceptance.pass_cost([result], np.ones((1, len(result["head"]))))[0]
     line = text.outcome(choice, acceptance.tau(result), speedup, others)
     say(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def settings_of(run: Any) -> dict[str, Any]:
+    """Return the settings by which points of one curve compare, beside those that its trainings refuse a change of."""
+    target = load_target(run.model, run.model.device or default_device(), whole=False)
+    chosen = {"forecast": ("prompts", "tokens", "warmup", "cooldown"), "data": ("prompts", "held_out")}
+    nested = {f"{key}.{name}": getattr(getattr(run, key), name) for key, names in chosen.items() for name in names}
+    tree = {f"tree.{name}": value for name, value in asdict(run.tree).items()}
+    return {"log": run.log, "workload": run.workload, "target's fingerprint": target.spec.fingerprint, **nested, **tree}
 
 
 def followed(train: Callable[[list[str]], None], word: str) -> Callable[[list[str]], None]:

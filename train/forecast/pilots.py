@@ -20,6 +20,7 @@ from heads.common.command import quoted
 from heads.common.files import write_whole
 from heads.common.untrusted import parse_json
 from train.checkpoints import format
+from train.checkpoints.resume import differences, plain
 from train.config import Budget, ForecastConfig
 from train.distributed.launch import REPORTED
 from train.forecast import acceptance
@@ -60,8 +61,9 @@ class Pilots:
         measure: returns `acceptance.measured` of the heads in these folders, on the prompts for candidates.
 
     Attributes:
-        state: what is written; `overhead` has the seconds of measuring a head, about; by candidate `cost` those of a
-            step and its operations, `call` those of a training beside its steps, `most` the steps the budget takes.
+        state: what is written; `settings` has those that `load` compares, `overhead` the seconds of measuring a head,
+            about; by candidate `cost` those of a step and its operations, `call` those of a training beside its steps,
+            `most` the steps the budget takes.
     """
 
     def __init__(
@@ -76,9 +78,10 @@ class Pilots:
         }  # fmt: skip
         self.begun = time.monotonic()
 
-    def load(self) -> None:
-        """Go on from the state of an earlier run; refuse one of another budget or of other candidates."""
+    def load(self, settings: dict[str, Any]) -> None:
+        """Go on from the state of an earlier run; refuse one of another budget, other candidates or settings."""
         path = self.out / STATE
+        self.state["settings"] = plain(settings)
         if not path.exists():
             return
         state = parse_json(path.read_bytes())
@@ -86,6 +89,11 @@ class Pilots:
             raise ValueError(
                 f"{path} is of budget={state.get('budget')} and candidates {state.get('candidates')}: give the same "
                 "with resume=true, or overwrite=true to begin anew"
+            )
+        if changed := differences(state.get("settings", {}), self.state["settings"]):
+            raise ValueError(
+                f"{path}: resume=true goes on with the settings that the forecast began with, and here differ "
+                f"{changed}; give the old ones, or overwrite=true to begin anew"
             )
         self.state = state
 
