@@ -68,6 +68,7 @@ from train.planning.check import (
     check_run,
     check_settings,
     check_target,
+    clear_out,
     evaluation,
     reads_target,
 )
@@ -89,10 +90,6 @@ DECIDED = {  # overrides that such a training cannot take, with what to do inste
 }
 DEBUG = "debug"  # of conf/trainer/
 T = TypeVar("T", bound=Any)  # a run's configuration
-WRITTEN = (  # by a run, beside its weights
-    "checkpoints", "bad", "tensorboard", "wandb", "metrics.jsonl", "report.json", "report.md", "report.html",
-    "training.json", "prompts.jsonl", "wandb-id.txt",
-)  # fmt: skip
 
 
 def prepare_out(
@@ -114,11 +111,7 @@ def prepare_out(
     format.clear(out / "checkpoints")
     shutil.rmtree(out / RANKS, ignore_errors=True)
     if run.overwrite and not run.resume:
-        for path in (out / name for name in (weights, f".{weights}.old", *WRITTEN)):
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+        clear_out(out, weights)
     write_whole(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(values_of(run))).encode())
     if data.held_out:
         save_prompts(data.held_out, out / "prompts.jsonl")

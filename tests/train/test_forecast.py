@@ -474,6 +474,24 @@ def test_a_forecast_that_goes_on_measures_as_before(staged: tuple[Any, Stage], m
     train_within(replace(again, forecast=replace(run.forecast, worth=0.1, points=2)), stage.train)
 
 
+def test_a_forecast_in_place_of_a_run_leaves_nothing_of_it_unless_it_cannot_begin(staged: tuple[Any, Stage]) -> None:
+    run, stage = staged
+    out = Path(run.out)
+    files = ("training.json", "metrics.jsonl", "report.json", "config.yaml", "provenance.json", "head/config.json")
+    for path in (out / name for name in (*files, ".head.old/config.json", "checkpoints/step-00000004/index.json")):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    before = sorted(out.iterdir())
+    whole = Path(run.log).read_text()
+    Path(run.log).write_text("none")
+    with pytest.raises(ValueError, match="is no JSON"):
+        train_within(replace(run, overwrite=True), stage.train)
+    assert set(before) <= {*out.iterdir()}
+    Path(run.log).write_text(whole)
+    train_within(replace(run, overwrite=True), stage.train)  # and no candidate pays
+    assert sorted(path.name for path in out.iterdir()) == ["forecast", STATE]
+
+
 def test_a_log_that_cannot_be_read_is_named_and_copied_anew(staged: tuple[Any, Stage]) -> None:
     run, stage = staged
     log = Path(run.log)

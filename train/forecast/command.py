@@ -21,6 +21,7 @@ from inference.target.embeddings_only import load_target
 from train.distributed import processes
 from train.forecast import acceptance, log, text
 from train.forecast.pilots import FOLDER, STATE, Pilots
+from train.planning.check import clear_out
 
 ROWS = 32  # packed rows along which the target's entropy is taken
 LEAST = 4  # held-out prompts
@@ -46,9 +47,9 @@ def train_within(run: Any, train: Callable[[list[str]], None]) -> None:
         ValueError: an empty or unreadable log, too few prompts, a budget that is too small.
     """
     out, say = Path(run.out), Console().print
-    if run.overwrite and not run.resume:
-        for path in (out / FOLDER, out / "checkpoints"):
-            shutil.rmtree(path, ignore_errors=True)
+    anew = run.overwrite and not run.resume
+    if anew:
+        shutil.rmtree(out / FOLDER, ignore_errors=True)
         (out / STATE).unlink(missing_ok=True)
     settings = settings_of(run)
     if run.log is not None:
@@ -63,6 +64,8 @@ def train_within(run: Any, train: Callable[[list[str]], None]) -> None:
         except ValueError as error:  # of a line of the copy, which is none to mend
             copied = str(out / FOLDER / LOG) in str(error)
             raise ValueError(f"{error} in log={run.log}, of which this is a copy" if copied else str(error)) from error
+        if anew:  # once the log and the target are known to be right: a mistake costs no earlier run
+            clear_out(out)
     bench.answered = pilots.state.get("answered")
     out.mkdir(parents=True, exist_ok=True)
     pilots.save()

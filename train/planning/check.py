@@ -1,6 +1,7 @@
 """Checks of a run before anything is loaded, by its configuration, the file system and the target's configuration."""
 
 import logging
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,10 @@ from train.start import AUTO, CHECKPOINT, LAST_LAYER, STARTS, check_start
 
 log = logging.getLogger(__name__)
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")  # files, one of which every tokenizer has
+WRITTEN = (  # by a run, beside its weights
+    "checkpoints", "bad", "tensorboard", "wandb", "metrics.jsonl", "report.json", "report.md", "report.html",
+    "training.json", "prompts.jsonl", "wandb-id.txt", "config.yaml", "provenance.json",
+)  # fmt: skip
 
 
 def reads_target(run: RunConfig) -> bool:
@@ -88,6 +93,15 @@ def check_out(out: Path, *, replaces: bool) -> None:
         raise ValueError(
             f"{out} holds a run already: resume=true goes on with it, overwrite=true replaces it, name=… keeps both"
         )
+
+
+def clear_out(out: Path, weights: str = "head") -> None:
+    """Delete what a run wrote into its output folder."""
+    for path in (out / name for name in (weights, f".{weights}.old", *WRITTEN)):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def evaluation(run: RunConfig) -> dict[str, Any]:
