@@ -42,7 +42,8 @@ from eval.tune import tune
 from eval.tuning.estimate import TunePlan
 from eval.tuning.results import TUNED, is_tuned
 from eval.watch.run import Player, follow
-from heads.common.command import command
+from heads.common.command import command, ending_alone
+from heads.common.errors import user_errors
 from heads.common.files import check_writable
 from heads.common.target_config import experts_of
 from heads.common.typed import bracketed, typed
@@ -381,13 +382,14 @@ def publish(report: Report, out: Path) -> None:
 @command("eval")
 def main(cfg: DictConfig) -> None:
     """Evaluate; exit with 1 if a drafter is not lossless or a watch has an alarm, 2 for a mistake, 3 if undecided."""
-    config = typed(EvalConfig, cfg)
-    if config.audit is not None:
-        raise SystemExit(audit(config))
-    if config.watch is not None:
-        raise SystemExit(watch(config))
-    if not (tuned(config) if config.tune else evaluate(config).passed):
-        raise SystemExit(1)
+    with ending_alone(), user_errors():
+        config = typed(EvalConfig, cfg)
+        if config.audit is not None:
+            raise SystemExit(audit(config))
+        if config.watch is not None:
+            raise SystemExit(watch(config))
+        if not (tuned(config) if config.tune else evaluate(config).passed):
+            raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from eval.inputs.workloads import ROOM
 from eval.live.interleaved import PLAIN
 from eval.measures.machine import revision
 from heads.base import frozen_count, parameter_count
-from heads.common.command import BEST, command, quoted, report_best_head
+from heads.common.command import BEST, command, ending_alone, quoted, report_best_head, sweeping
 from heads.common.errors import user_errors
 from heads.common.files import write_whole
 from heads.common.redact import redacted_values, redacted_words
@@ -339,7 +339,7 @@ def within_budget(run: RunConfig) -> float | None:
     if os.environ.pop(BEST, None):  # no head is named, and the candidates take the place of the best one
         words = [word for word in words if launch.key_of(word) != "head"]
     words = shared_words(words, run.log)
-    if sweep.sweeping() or started.launched() or launch.leaves(run.launcher):
+    if sweeping() or started.launched() or launch.leaves(run.launcher):
         raise ValueError("a budget is of one run, which starts its own processes: leave -m and other launchers out")
     planned, given = run.plan, {launch.key_of(word) for word in launch.overrides()}
     named = [f"{key}={getattr(run, key)}" for key in ("resume", "overwrite")]
@@ -417,7 +417,7 @@ def main(cfg: DictConfig) -> float | None:
     with user_errors(), launch.main_first():
         started.take_over(cfg.launcher, accelerators(cfg.model.device))
         launch.check_mode()
-    with sweep.alone(), user_errors(), launch.main_first():
+    with ending_alone(), user_errors(), launch.main_first():
         run = run_config(cfg)
         if run.loop is not None:
             from train.maintenance.stages import maintain

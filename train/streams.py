@@ -33,7 +33,8 @@ from data.config import DataConfig
 from data.features.source import Live
 from data.text.prompts import load_training
 from heads.base import Features, parameter_count, to_device
-from heads.common.command import command
+from heads.common.command import command, ending_alone
+from heads.common.errors import user_errors
 from heads.common.ranges import Count, Within
 from heads.common.target_config import check_rows, context_of
 from heads.common.typed import typed
@@ -268,6 +269,7 @@ def main(cfg: DictConfig) -> None:
     """Compose, check, and launch or train."""
     with launch.main_first():
         launch.check_mode()
+    with ending_alone(), user_errors(), launch.main_first():
         run = streams_config(cfg)
         if launch.missing(run.launcher):
             raise SystemExit(launch.start(run.launcher, os.path.abspath(__file__), launch.overrides()))

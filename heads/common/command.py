@@ -11,14 +11,17 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 
 import hydra
 from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -32,6 +35,7 @@ CONF = str(ROOT / "conf")
 SWEEP = {"-m", "--multirun"}
 HELP = {"-h", "--help", "--hydra-help", "--info", "--version"}  # words by which nothing runs
 BEST = "HEADSTART_BEST_HEAD"  # holds the line about head=best until it is written, here or by a process started here
+STATUSES = (0, 1, 2, 3)  # that commands end with: done, failed or an alarm, a mistake, undecided
 VARIABLE = "HEADSTART_{}_SECRET"  # by which heads/common/redact.py knows its value for a secret
 
 
@@ -66,6 +70,23 @@ def command(config: str) -> Callable[[Callable[[DictConfig], object]], Callable[
         return main
 
     return decorate
+
+
+def sweeping() -> bool:
+    """Whether this run is one of a multirun."""
+    return HydraConfig.initialized() and bool(HydraConfig.get().mode == RunMode.MULTIRUN)
+
+
+@contextmanager
+def ending_alone() -> Iterator[None]:
+    """Let a run of a multirun end alone, with whatever status it has said: the others go on. A signal ends them all."""
+    try:
+        yield
+    except SystemExit as ended:
+        if not sweeping() or ended.code not in STATUSES:
+            raise
+        if ended.code:
+            raise HydraException("a run of the multirun failed") from None
 
 
 def without_secrets(words: Iterable[str]) -> list[str]:

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -13,11 +14,15 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
+from eval import run as evaluation
 from eval.measures.results import LIVE, TEACHER_FORCED
 from eval.report.write import Report
+from heads.common.command import ending_alone
 from heads.common.resolvers import ROOT, register_resolvers
 from tests.eval.stubs import ROW
 from tests.train import jobs
+from train import run as training
+from train import streams
 from train.config import run_config
 from train.distributed import launch
 from train.tracking import sweep
@@ -33,9 +38,11 @@ def mode(patch: pytest.MonkeyPatch, which: str) -> None:
 @pytest.mark.parametrize(
     ("which", "code", "raised"),
     [
+        ("one", 0, SystemExit),
         ("one", 2, SystemExit),
-        ("many", 2, HydraException),
         ("many", 1, HydraException),
+        ("many", 2, HydraException),
+        ("many", 3, HydraException),
         ("many", 143, SystemExit),
     ],
 )
@@ -43,8 +50,37 @@ def test_a_run_of_many_fails_alone(
     monkeypatch: pytest.MonkeyPatch, which: str, code: int, raised: type[BaseException]
 ) -> None:
     mode(monkeypatch, which)
-    with pytest.raises(raised), sweep.alone():
+    with pytest.raises(raised), ending_alone():
         raise SystemExit(code)
+
+
+@pytest.mark.parametrize(
+    ("command", "ends", "words"),
+    [
+        (evaluation, "eval.run.watch", ["watch=log.jsonl", "watcher.poll=1,2,3"]),
+        (training, "train.maintenance.stages.maintain", ["experiment=loop", "head=mlp", "trainer.seed=1,2,3"]),
+        (streams, "train.distributed.launch.start", ["launcher.num_processes=2", "trainer.seed=1,2,3"]),
+    ],
+)
+def test_every_run_of_many_is_begun_whatever_status_another_ends_with(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, command: Any, ends: str,
+    words: list[str],
+) -> None:  # fmt: skip
+    statuses = iter([0, ValueError("a mistake"), 3])
+
+    def end(*_: Any) -> int:
+        status = next(statuses)
+        if isinstance(status, ValueError):
+            raise status
+        return status
+
+    monkeypatch.setattr(ends, end)
+    monkeypatch.setattr("sys.argv", ["run.py", "-m", *words, f"hydra.sweep.dir={tmp_path}"])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 2
+    assert not list(statuses)
+    assert "error: a mistake" in capsys.readouterr().err
 
 
 def test_a_search_needs_prompts_to_measure_on(monkeypatch: pytest.MonkeyPatch) -> None:

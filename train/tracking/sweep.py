@@ -1,15 +1,11 @@
 """The runs of a Hydra multirun: one table of costs and results, and the τ that is optimised."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
-from hydra.types import RunMode
 from rich.console import Console
 from rich.table import Table
 
@@ -17,14 +13,10 @@ from eval.report.columns import SWEEP, results
 from eval.report.reading import read_report
 from eval.report.text import rich_table
 from eval.report.view import results_of
+from heads.common.command import sweeping
 
 TABLE, WIDTH = "table.json", 140
 COST = ("head", "parameters", "tokens", "GFLOP", "seconds")
-
-
-def sweeping() -> bool:
-    """Whether this run is one of a multirun."""
-    return HydraConfig.initialized() and bool(HydraConfig.get().mode == RunMode.MULTIRUN)
 
 
 def check(prompts: int, *, waits: bool) -> None:
@@ -46,17 +38,6 @@ def best_tau(out: Path) -> float | None:
     """Return the best τ that a finished run measured while it trained; None where it measured none."""
     cost = json.loads((out / "training.json").read_text())
     return float(cost["best_tau"]) or None
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """Let a run of a multirun that fails, and has said why, fail alone: the others go on. A signal ends them all."""
-    try:
-        yield
-    except SystemExit as ended:
-        if sweeping() and ended.code in (1, 2):
-            raise HydraException("a run of the multirun failed") from None
-        raise
 
 
 def note(name: str, drafter: str, out: Path) -> None:
