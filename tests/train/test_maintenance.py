@@ -439,10 +439,10 @@ def test_the_proof_has_the_last_requests_and_training_none_of_them(tmp_path: Pat
     records = logged(40)
     log = write(tmp_path / "log.jsonl", records)
     names = ("new", "proof_new", "old", "proof_old")
-    split(log, 20, Hygiene(toys.target(), "log", 64), 0.25, 8, tmp_path / "x", names)
+    split(log, 20, Hygiene(toys.target(), "log", 64), 0.4, 8, tmp_path / "x", names)
     parts = {name: (tmp_path / "x" / name).read_bytes().splitlines(keepends=True) for name in names}
     assert parts["old"] + parts["proof_old"] + parts["new"] + parts["proof_new"] == lines(records)
-    assert [len(parts[name]) for name in names] == [15, 5, 15, 5]
+    assert [len(parts[name]) for name in names] == [12, 8, 12, 8]
 
 
 def test_a_prompt_that_is_trained_on_proves_nothing(tmp_path: Path) -> None:
@@ -450,9 +450,29 @@ def test_a_prompt_that_is_trained_on_proves_nothing(tmp_path: Path) -> None:
     again = [{**records[i], "token_ids": records[i]["token_ids"][:-1]} for i in (0, 18)]  # other answers, sampled
     log = write(tmp_path / "log.jsonl", [*records, *again])
     names = ("new", "proof_new", "old", "proof_old")
-    counts = split(log, 0, Hygiene(toys.target(), "log", 64), 0.25, 8, tmp_path / "x", names)
-    assert (tmp_path / "x" / "proof_new").read_bytes() == b"".join(lines(records[16:20]))
+    counts = split(log, 0, Hygiene(toys.target(), "log", 64), 0.5, 8, tmp_path / "x", names)
+    assert (tmp_path / "x" / "proof_new").read_bytes() == b"".join(lines(records[11:20]))
     assert counts["remarks"] == ["proof_new: left out 2 requests whose prompt another one has"]
+
+
+def test_requests_that_are_all_asked_again_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    records = logged(10)
+    again = [{**one, "token_ids": one["token_ids"][:-1]} for one in records]
+    log, names = write(tmp_path / "log.jsonl", [*records, *again]), ("new", "proof_new", "old", "proof_old")
+    with pytest.raises(ValueError, match=r"of the 10 new requests .* 0 have a prompt that no other one has, and 8 are"):
+        split(log, 0, Hygiene(toys.target(), "log", 64), 0.5, 8, tmp_path / "x", names)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_proof_without_requests_is_not_of_the_targets_own_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(prove, "evaluate", given.append)
+    for name in prove.PROOFS:
+        (tmp_path / name).touch()
+    prove.compared(Path("f"), Path("a"), tmp_path, {"path": "t"}, {}, run_config_of(tmp_path, []), tmp_path)
+    assert given[0].workload == [str(tmp_path / prove.NEW)], "which is refused, as an empty file is"
 
 
 def test_the_target_that_reads_the_log_is_gone_when_the_training_loads_its_own(

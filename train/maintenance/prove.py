@@ -33,7 +33,7 @@ def compared(
 
     Both draft by `tree`, or by those that they are saved with where it is empty.
     """
-    workloads = [str(traffic / name) for name in PROOFS if (traffic / name).stat().st_size]
+    workloads = [str(traffic / name) for name in PROOFS if name == NEW or (traffic / name).stat().st_size]
     settings = {"max_new_tokens": run.eval.max_new_tokens, "repeats": run.eval.repeats, "hf": False, "warmup": 1}
     dtypes = {key: given for key in ("dtype", "gate_dtype") if (given := getattr(run.eval, key)) != AUTO}
     config = eval_config(

@@ -23,6 +23,7 @@ from heads.common.files import write_whole
 from heads.common.redact import SHAPES
 from heads.common.untrusted import parse_json
 from inference.target.target import Target
+from train.maintenance.prove import LEAST
 
 REPEATS = 0.12  # of an answer's length, packed: one that packs to less repeats itself
 LONG = 400  # bytes of an answer that is looked at for this
@@ -152,7 +153,7 @@ def split(
     The proof leaves out a request whose prompt is trained on, with another answer or in the same dialogue.
 
     Raises:
-        ValueError: too few of them can be used.
+        ValueError: too few of them can be used, or are left for the proof.
     """
     lines = growing(log, follow=False, poll=1.0)
     old = hygiene.entries(islice(lines, since))
@@ -166,6 +167,11 @@ def split(
     for (trained, proof), entries in zip((names[:2], names[2:]), (new, old), strict=True):
         cut = len(entries) - round(held_out * len(entries))
         anew = asked_anew(entries[cut:], entries[:cut])
+        if entries is new and len(anew) < LEAST:
+            raise ValueError(
+                f"{log}: of the {len(new) - cut} new requests held out for the proof, {len(anew)} have a prompt that "
+                f"no other one has, and {LEAST} are needed: wait for more that ask anew, or raise loop.held_out"
+            )
         if again := len(entries) - cut - len(anew):
             counts["remarks"].append(f"{proof}: left out {again:,} requests whose prompt another one has")
         for name, some in ((trained, entries[:cut]), (proof, anew)):
