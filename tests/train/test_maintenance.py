@@ -223,6 +223,26 @@ def test_going_back_amid_a_swap_leaves_the_former_head(folder: Path) -> None:
     assert "has the head of" in decisions(folder)[-2][1]
 
 
+def test_going_back_from_a_killed_command_touches_no_head_of_an_engine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, published = folder / "loop", folder / "published"
+    shutil.copytree(folder / "served" / "head", loop / "round-1" / "former" / "head")
+    (folder / "served" / "head").rename(published)
+    link = folder / "served" / "head"
+    link.symlink_to(published)  # as train/publish.py serves it
+    monkeypatch.setattr(stages, "is_published", lambda _: True)
+    State(str(folder / "served")).decide(loop, "better", {"new": []}, SWAP, since=NEW_FROM)
+    with pytest.raises(ValueError, match="no head was swapped in yet"):
+        go(folder, "loop.rollback=true")
+    with pytest.raises(ValueError, match=r"former is not in service again: .* ended with status 3"):
+        go(folder, "loop.rollback=true", "loop.command='exit 3'")
+    assert go(folder, "loop.rollback=true", f"loop.command='echo $RUN > {folder / 'loaded'}'") == 0
+    assert (folder / "loaded").read_text() == f"{loop / 'round-1' / 'former'}\n"
+    assert link.readlink() == published
+    assert decisions(folder)[-1][1] == f"loop.command has put {loop / 'round-1' / 'former'} into service"
+
+
 class StoppedError(Exception):
     """What stops a stage."""
 

@@ -76,6 +76,11 @@ class Maintenance:
         """The folder of this round."""
         return self.state.folder(self.out)
 
+    @property
+    def ours(self) -> bool:
+        """Whether the head in service is a folder here that a swap replaces: not on the Hub, nor of an engine."""
+        return last_good(Path(self.run.serve).expanduser()).is_dir() and not self.published
+
     def go(self) -> int:
         """Run stage after stage until a round ends, or there is nothing to do yet."""
         if self.run.loop.rollback:
@@ -182,15 +187,14 @@ class Maintenance:
 
     def swap(self) -> int:
         """Replace the head in service, whole, unless it is on the Hub or in an engine's format; run the command."""
-        run, served = self.folder / ADAPTED, Path(self.run.serve).expanduser()
-        ours = last_good(served).is_dir() and not self.published
-        if ours:
+        run = self.folder / ADAPTED
+        if self.ours:
             copy_head(run / "head", resolve_head(self.run.serve))
         if failed := self._command(run):
-            if ours:
+            if self.ours:
                 copy_head(self.folder / FORMER / "head", resolve_head(self.run.serve))
             return self._not_swapped(failed, {})
-        if ours:
+        if self.ours:
             self._end_round(f"{self.run.serve} has the adapted head; back: loop.rollback=true", {"from": str(run)})
         elif self.run.loop.command is None:
             publish = f"python train/publish.py run={run} repo=OWNER/NAME format=vllm"
@@ -209,14 +213,17 @@ class Maintenance:
     def roll_back(self) -> int:
         """Put the former head of the last swap back into service; a round begins behind what the other one served."""
         swaps = (one for one in reversed(self.state.decisions) if one["stage"] == SWAP and "from" in one["evidence"])
-        last = self.state.round if self.state.stage == SWAP else next((one["round"] for one in swaps), None)
+        begun = self.state.stage == SWAP and (self.ours or self.run.loop.command is not None)
+        last = self.state.round if begun else next((one["round"] for one in swaps), None)
         if last is None:
             raise ValueError(f"{self.out}: no head was swapped in yet, so there is none to go back to")
         former = self.out / f"round-{last}" / FORMER
-        copy_head(resolve_head(str(former)), resolve_head(self.run.serve))
+        if self.ours:  # else what a killed swap may have done is its command's alone
+            copy_head(resolve_head(str(former)), resolve_head(self.run.serve))
+        has = f"{self.run.serve} has the head of {former} again"
         if failed := self._command(former):
-            raise ValueError(f"{self.run.serve} has the head of {former} again, but {failed}")
-        self._end_round(f"{self.run.serve} has the head of {former} again", {"former": str(former)})
+            raise ValueError(f"{has}, but {failed}" if self.ours else f"{former} is not in service again: {failed}")
+        self._end_round(has if self.ours else f"loop.command has put {former} into service", {"former": str(former)})
         return 0
 
     def _not_swapped(self, why: str, evidence: dict[str, Any]) -> int:
