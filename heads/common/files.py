@@ -20,13 +20,23 @@ CHECKSUM = "sha256"
 
 
 def last_good(folder: Path) -> Path:
-    """Return the path of the last complete `folder`: the one set aside, if saving was cut off amid the swap."""
-    aside = _aside(folder)
+    """Return the path of the last complete `folder`: the one set aside, if saving was cut off amid the swap.
+
+    Of a link it is the one beside what the link leads to.
+    """
+    aside = _aside(folder.resolve() if folder.is_symlink() else folder)
     return aside if aside.is_dir() and not folder.exists() else folder
 
 
 def _aside(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.old")
+
+
+def _discard(aside: Path) -> None:
+    """Delete what was set aside; of a link the link alone."""
+    if aside.is_symlink():
+        aside.unlink()
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def check_writable(folder: Path, key: str) -> None:
@@ -63,7 +73,7 @@ def swap(new: Path, folder: Path) -> None:
     """Move `new` to `folder`, setting the old one aside; between the two moves `last_good` finds the old one."""
     aside = _aside(folder)
     if folder.exists():
-        shutil.rmtree(aside, ignore_errors=True)
+        _discard(aside)
         os.replace(folder, aside)
     try:
         os.replace(new, folder)
@@ -72,7 +82,7 @@ def swap(new: Path, folder: Path) -> None:
             os.replace(aside, folder)
         raise
     flush(folder.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    _discard(aside)
 
 
 def flush(path: Path) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from heads import HEADS
+from heads.common.files import replacing
 from heads.formats import store
 from heads.formats.store import TargetSpec, load_head, read_config, read_tensors, save_head
 from tests import toys
@@ -289,6 +290,17 @@ def test_a_crash_at_any_point_leaves_a_whole_head(saved: Path, monkeypatch: pyte
     save_head(saved, head(2), SPEC, TREE)
     assert same(head(2), load_head(saved, TinyEnds(), SPEC))
     assert [path.name for path in saved.parent.iterdir()] == ["head"]
+
+
+def test_a_link_is_replaced_by_a_folder_and_not_set_aside_for_ever(tmp_path: Path) -> None:
+    folder = tmp_path / "head"
+    (tmp_path / "other").mkdir()
+    folder.symlink_to(tmp_path / "other")
+    for _ in range(3):
+        with replacing(folder):
+            pass
+    assert not folder.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["head", "other"]
 
 
 def test_a_swap_that_fails_puts_the_old_head_back(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

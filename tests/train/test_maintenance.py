@@ -24,8 +24,9 @@ from eval.measures.losslessness import Gate
 from eval.measures.metrics import counted
 from eval.measures.results import Measurement, Request, Source, result
 from eval.report.write import Report
-from heads.common.files import read_checked
+from heads.common.files import last_good, read_checked
 from heads.common.resolvers import ROOT, register_resolvers
+from heads.formats.hub import resolve_head
 from heads.formats.store import read_config, save_head
 from inference.decode import Settings, autoregress
 from inference.target.target import Target
@@ -221,6 +222,26 @@ def test_going_back_amid_a_swap_leaves_the_former_head(folder: Path) -> None:
     assert go(folder) == 0, "the log that the other head served is behind"
     assert same(served, folder / "before")
     assert "has the head of" in decisions(folder)[-2][1]
+
+
+def test_a_link_to_the_head_in_service_stays_one_however_often_it_is_swapped(tmp_path: Path) -> None:
+    for name in ("first", "second", "heads/current"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text(name)
+    link = tmp_path / "link"
+    link.symlink_to(Path("heads", "current"))
+    for name in ("second", "first", "second"):
+        stages.copy_head(tmp_path / name, link)
+        assert link.is_symlink()
+        assert (link / "config.json").read_text() == name
+    current = tmp_path / "heads" / "current"
+    assert [*current.parent.iterdir()] == [current]
+    current.rename(current.with_name(".current.old"))  # as a swap that is killed between its two moves leaves it
+    assert resolve_head(str(link)) == link
+    assert (last_good(link) / "config.json").read_text() == "second"
+    stages.copy_head(tmp_path / "first", link)
+    assert (link / "config.json").read_text() == "first"
+    assert [*current.parent.iterdir()] == [current]
 
 
 def test_going_back_from_a_killed_command_touches_no_head_of_an_engine(

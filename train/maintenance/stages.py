@@ -239,8 +239,11 @@ class Maintenance:
 
 
 def copy_head(head: Path, served: Path) -> None:
-    """Replace a folder that a head is served from by a copy of another one: a reader finds one of them, whole."""
-    with replacing(served) as folder:
+    """Replace a folder that a head is served from by a copy of another one: a reader finds one of them, whole.
+
+    A link to the folder stays one.
+    """
+    with replacing(served.resolve()) as folder:
         shutil.copytree(last_good(head), folder, dirs_exist_ok=True)
 
 
