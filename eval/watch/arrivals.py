@@ -3,13 +3,14 @@
 import logging
 import os
 import time
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from data.text.exact import reply_in
-from data.text.files import LONGEST
+from data.text.files import LONGEST, OPENERS
 from data.text.records import label
 from eval.config import WatcherConfig
 from eval.endpoint.client import Server
@@ -26,9 +27,11 @@ TRIES = 20  # records without acceptance that may come before half of all must h
 
 
 def check_log(path: Path) -> None:
-    """Refuse a log that is not there, or no file."""
+    """Refuse a log that is not there, no file, or packed."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file; give the log that the service writes")
+    if path.suffix in OPENERS:
+        raise ValueError(f"{path}: a log that grows is read as it is, not packed; unpack it")
 
 
 def growing(path: Path, *, follow: bool, poll: float) -> Iterator[bytes]:
@@ -38,7 +41,7 @@ def growing(path: Path, *, follow: bool, poll: float) -> Iterator[bytes]:
     `follow` it ends where the file does.
 
     Raises:
-        ValueError: there is no such file at first, or a line is too long for a record.
+        ValueError: there is no such file at first, it is packed, or a line is too long for a record.
     """
     check_log(path)
     file = path.open("rb")
@@ -49,7 +52,7 @@ def growing(path: Path, *, follow: bool, poll: float) -> Iterator[bytes]:
             if len(line) > LONGEST:
                 raise ValueError(f"{path}: a line has more than {LONGEST} bytes: write a record a line")
             if line.endswith(b"\n") or (line and (replaced or not follow)):
-                yield line
+                yield line if start else line.removeprefix(BOM_UTF8)
             elif replaced:
                 file.close()
                 file = path.open("rb")

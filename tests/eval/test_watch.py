@@ -4,6 +4,7 @@ import json
 import os
 import threading
 import time
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -186,6 +187,20 @@ def test_lines_that_say_nothing_are_left_out_until_they_are_most(tmp_path: Path,
     path.write_text('{"prompt": "a", "answer": "b"}\n' * 50, encoding="utf-8")
     with pytest.raises(ValueError, match="give run="):
         list(Log(path, config(), None))
+
+
+def test_a_mark_of_the_byte_order_is_no_part_of_the_first_record(tmp_path: Path) -> None:
+    write(path := tmp_path / "log.jsonl", [[1], [2]])
+    whole = path.read_bytes()
+    path.write_bytes(BOM_UTF8 + whole)
+    assert list(growing(path, follow=False, poll=1.0)) == whole.splitlines(keepends=True)
+
+
+@pytest.mark.parametrize("name", ["log.jsonl.gz", "log.jsonl.xz"])
+def test_a_packed_log_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ValueError, match=rf"{name}: a log that grows is read as it is, not packed; unpack it$"):
+        list(growing(tmp_path / name, follow=False, poll=1.0))
 
 
 def test_a_missing_log_is_refused(tmp_path: Path) -> None:
