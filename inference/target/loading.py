@@ -135,6 +135,8 @@ def load(
         if not trust_remote_code:
             check_files(path, configured)
         options |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}  # a pickle can hold code
+        if getattr(configured.get_text_config(), "attn_logit_softcapping", None) is not None:
+            options["attn_implementation"] = "eager"  # sdpa, transformers' choice before 5.24, leaves the cap out
         if has_text_tower(read_target_values(path, trust_remote_code, cached_alone=False)):
             options |= {"config": configured, "key_mapping": RENAMED}
         with _quiet():

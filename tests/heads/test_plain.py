@@ -197,6 +197,8 @@ def test_a_batch_is_written_row_by_row(tmp_path: Path) -> None:
     assert (plain == 1).any()
     found = drafted(target, ids, head=str(folder), **asked)
     assert torch.equal(found.sequences, plain)
+    penalised = {"attention_mask": mask, "repetition_penalty": 1.5}  # of the tokens behind each row's padding
+    assert torch.equal(drafted(target, ids, head=str(folder), **penalised).sequences, plainly(target, ids, **penalised))
     torch.manual_seed(0)
     sampled = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 6}
     assert drafted(target, ids[1:], head=str(folder), **sampled).sequences.shape == (3, 13)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from eval.inputs.runs import model_of
 from heads.formats.store import QUANTISED, load_head, save_head
@@ -148,3 +149,12 @@ def test_the_command_on_the_embedded_target() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "8 tokens in 7 target passes" in done.stdout
+
+
+def test_scores_that_a_target_caps_are_capped_whatever_attention_transformers_would_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = assistants.save(toys.target("gemma2").model, toys.tokenizer(), tmp_path)
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)  # as before transformers 5.24
+    model, _ = loading.load(folder, torch.float32, torch.device("cpu"), False, None)
+    assert model.config._attn_implementation == "eager"

@@ -6,6 +6,7 @@ import shutil
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hydra import initialize_config_dir
 from torch import Tensor, nn
 
 from heads.common.files import read_checked, write_checked
-from heads.common.resolvers import ROOT
+from heads.common.resolvers import ROOT, register_resolvers
 from train.checkpoints import format, resume
 from train.checkpoints.saver import Saver, partition
 from train.checkpoints.state import TrainState
@@ -315,3 +316,11 @@ def test_another_head_is_named_and_not_a_start_that_nobody_gave(tmp_path: Path) 
     assert resume.first_init(tmp_path, "mtp") == "last_layer"
     with pytest.raises(ValueError, match=r'here differ head\.name \("mtp", now "medusa"\); give the old ones'):
         resume.first_init(tmp_path, "medusa")
+
+
+def test_other_libraries_are_a_change_that_is_said_and_a_checkpoint_that_names_none_had_the_same() -> None:
+    register_resolvers()
+    config: Any = Mock(spec_set=resume.STEERING, **dict.fromkeys(resume.STEERING, 1))
+    now = resume.numerics(config, {}, "ddp", 1)
+    assert resume.differences({key: value for key, value in now.items() if key not in resume.VERSIONS}, now) == ""
+    assert resume.differences(now | {"torch": "2.11.0"}, now) == f'torch ("2.11.0", now "{torch.__version__}")'

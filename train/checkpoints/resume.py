@@ -6,6 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+import transformers
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
@@ -25,6 +27,7 @@ STEERING = (
     "steps", "lr", "lr_width", "min_lr", "warmup", "cooldown", "betas", "momentum", "weight_decay", "clip",
     "precision", "micro_tokens", "spike",
 )  # fmt: skip
+VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
 SHOWN = 60  # characters of a value in a message
 
 
@@ -57,9 +60,9 @@ def data_settings(trainer: TrainerConfig, batches: Batches) -> dict[str, Any]:
 
 
 def numerics(trainer: TrainerConfig, loss: dict[str, Any], strategy: str, world: int) -> dict[str, Any]:
-    """Return the settings that affect the losses but may change on resume: schedule, the loss's own, processes."""
+    """Return what affects the losses but may change on resume: schedule, the loss's own, processes, libraries."""
     steering = {f"trainer.{key}": getattr(trainer, key) for key in STEERING}
-    return plain({**steering, **loss, "processes": world, "strategy": strategy})
+    return plain({**steering, **loss, "processes": world, "strategy": strategy, **VERSIONS})
 
 
 def check(out: Path, now: dict[str, Any]) -> None:
@@ -106,14 +109,19 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def defaults(now: dict[str, Any]) -> dict[str, Any]:
-    """Return the values in conf/ of settings that have one, those of a head by its name and its rows' length."""
+    """Return the values in conf/ of settings that have one, those of a head by its name and its rows' length.
+
+    Libraries of a checkpoint that does not name them are taken for today's.
+    """
     chosen = {"head": now.get("head.name"), "data.length": now.get("data.length")}
     begun = GlobalHydra.instance().is_initialized()  # as within a command
     with nullcontext() if begun else initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         composed = compose("train", [f"{key}={value}" for key, value in chosen.items() if value is not None])
     in_conf = {key: OmegaConf.select(composed, key) for key in now if "." in key}
     values: Any = OmegaConf.to_container(OmegaConf.create(in_conf))
-    return plain({key: value for key, value in values.items() if value is not None})
+    return plain({key: value for key, value in values.items() if value is not None}) | {
+        key: VERSIONS[key] for key in VERSIONS.keys() & now.keys()
+    }
 
 
 def short(value: Any) -> str:

@@ -176,9 +176,19 @@ def _rows(
         target = Target(model, head.drafts.feature_layers)
         head.drafts.restart()
         with target.noting():
-            sequence = Sequence(input_ids[i : i + 1], settings)
+            processors = LogitsProcessorList(_of_row(step, i) for step in settings.processors)
+            sequence = Sequence(input_ids[i : i + 1], settings._replace(processors=processors))
             written.append(decode(target, head.drafts, head.embeddings, prompt.to(head.embeddings.device), sequence))
     return written
+
+
+def _of_row(processor: Any, row: int) -> Any:
+    """Return a processor for one row of a batch: a repetition penalty holds each row's padding, from 5.24 on."""
+    padding = getattr(processor, "prompt_ignore_length", None)
+    if isinstance(padding, Tensor):
+        processor = copy(processor)
+        processor.prompt_ignore_length = padding[row : row + 1]
+    return processor
 
 
 def _answer(rows: list[Written], config: GenerationConfig) -> Any:
