@@ -4,6 +4,7 @@ Started as a script, it prints as JSON what each case in its arguments launches:
 many documents are packed in each of two rows. Registering a device is for good, so it has a process of its own.
 """
 
+import inspect
 import json
 import sys
 from collections import Counter
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from heads.modules import flex
@@ -42,7 +44,7 @@ def counted(target: Any, kernel: str, documents: int) -> dict[str, int]:
         return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
     def offered(_device: torch.device) -> frozenset[str]:
-        return frozenset({*attention.NEEDED, "enable_gqa"})
+        return frozenset(inspect.signature(varlen_attn).parameters)
 
     size = LENGTH // documents
     spans = [Span(row, begin, begin + size) for row in range(ROWS) for begin in range(0, LENGTH, size)]

@@ -319,7 +319,9 @@ def test_the_budget_of_a_step(counts: dict[str, Any]) -> None:
 
 def test_a_read_would_be_seen(counts: dict[str, Any]) -> None:
     read, copy = "DataDependentOutputException", "RuntimeError"
-    assert counts["refused"] == [read, read, copy, copy, "FakeTensorDeviceMismatchError"]
+    *waits, mixed = counts["refused"]
+    assert waits == [read, read, copy, copy]
+    assert mixed in ("FakeTensorDeviceMismatchError", "RuntimeError"), "the latter before torch 2.12"
 
 
 @pytest.mark.parametrize(
@@ -344,6 +346,8 @@ def test_the_step_is_one_graph_that_serves_all_that_come_and_go(cases: list[str]
     The stages of the head compiled alone are three graphs: its draft, and its new rows with and without idle slots; in
     static shapes two, beside the target's three layers.
     """
+    if torch.__version__ < "2.12":  # whose dynamo takes the stages that are compiled, but not the step as a whole
+        cases = [case for case in cases if not case.endswith(":compiled")]
     run = subprocess.run([sys.executable, step_graph.__file__, *cases], capture_output=True, text=True, check=True)
     found = [json.loads(line) for line in run.stdout.splitlines()]
     counts = {"compiled": 1, "drafts": 3, "layers": 5}
