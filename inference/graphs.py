@@ -6,6 +6,7 @@ follow from the step's key. So it can be compiled once, and a graph of it that i
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -116,6 +117,13 @@ class Graphs:
         with torch.cuda.device(self.device):
             self.pool = torch.cuda.graph_pool_handle() if self.pool is None else self.pool
             self.stream = torch.cuda.Stream(self.device) if self.stream is None else self.stream
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                result = stage(*args)
+            before = torch.cuda.current_stream(self.device)
+            try:
+                with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                    result = stage(*args)
+            except RuntimeError:  # what torch leaves as it is where a capture cannot be ended
+                torch.cuda.set_stream(before)
+                with suppress(RuntimeError):
+                    torch._C._cuda_endAllocateToPool(before.device_index, self.pool)
+                raise
         return graph, result

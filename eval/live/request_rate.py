@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 
 from data.text.prompts import Prompt
-from eval.live.interleaved import PLAIN, Runs, Setup, in_turns, timed, warm_up
+from eval.live.interleaved import PLAIN, Runs, Setup, in_turns, timed
 from eval.measures import metrics
 from eval.measures.results import Measurement, Request, Row, Subset, by_request
-from inference.batch import Batch, batch_of
+from inference.batch import Batch, give_back, lend
 from inference.decode import Generation, Settings
 
 
@@ -94,14 +94,23 @@ def measure(setup: Setup, repeats: int, warmup: Sequence[Prompt], batch_size: in
     begins every round with nothing. The `warmup` prompts run before, without waiting.
     """
     sources, settings = setup.sources(), setup.settings
-    warm_up(setup, warmup, batch_size)
     tokens, gaps = [prompt.token for prompt in setup.prompts], random.Random(settings.seed)
     when = [arrivals(len(tokens), request_rate, gaps) for _ in range(repeats)]
+    size, first = min(batch_size, len(tokens)), [prompt.token for prompt in warmup]
+    requests = [(token, settings) for token in (*tokens, *first)]
+
+    def served(name: str, prompts: Sequence[list[int]], times: Sequence[float]) -> list[Served]:
+        batch = lend(setup.target, sources[name], size, requests)  # with room for all, or its graphs would be dropped
+        answered = serve(batch, prompts, times, settings)
+        give_back(setup.target, sources[name], batch)
+        return answered
 
     def answers(name: str, _: Sequence[int], number: int) -> list[Served]:
-        batch = batch_of(setup.target, sources[name], min(batch_size, len(tokens)))
-        return serve(batch, tokens, when[number], settings)
+        return served(name, tokens, when[number])
 
+    for name in sources if first else ():
+        count = max(size, len(first))  # a full batch at least
+        served(name, (first * count)[:count], [0.0] * count)
     return in_turns(list(sources), answers, [range(len(tokens))], repeats, settings.seed, setup.resets())
 
 

@@ -6,6 +6,7 @@ import resource
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,9 @@ def device_facts(device: torch.device, dtype: torch.dtype | None) -> dict[str, A
 def clock_mhz(device: torch.device) -> float | None:
     """Return the device's current clock, a processor's as the mean of its cores; None where it is unknown."""
     if device.type == "cuda":
-        try:
+        with suppress(Exception):  # torch asks the driver's library, whose Python package may lack or raises its own
             return float(torch.cuda.clock_rate(device))
-        except (ImportError, RuntimeError):  # torch queries the driver's library, whose Python package may be missing
-            return None
+        return None
     clocks = [float(clock) for clock in _from_linux("cpuinfo", "cpu MHz")]
     return round(sum(clocks) / len(clocks), 1) if clocks else None
 

@@ -15,19 +15,34 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 TILE = 128  # queries, and keys, of a block of the mask
-WIDTHS = range(16, 257)  # of a head that the kernel takes
+NARROWEST = 16  # head that the kernel takes
+NARROW, WIDE = 128, 256
+# Bytes of shared memory for heads wider than NARROW, in 16 bits and in 32: the backward pass's least blocks (pytorch
+# issue 198224) and the forward's. Smaller ones torch does not try, and compiling fails.
+FOR_WIDE = {2: 112 * 2**10, 4: 192 * 2**10}
 KERNELS = 64  # for as many shapes of heads, one run after another
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # that it takes
 
 
 def takes(query: Tensor, value: Tensor) -> bool:
-    """Whether the kernel takes such heads: on CUDA.
+    """Whether the kernel takes such heads: on CUDA, where its blocks fit the device.
 
     A dispatch mode, such as the counter of operations, keeps torch from compiling; flex_attention would then make all
     scores at once.
     """
-    fits = query.shape[-1] in WIDTHS and value.shape[-1] in WIDTHS and query.dtype in DTYPES
-    return query.device.type == "cuda" and fits and _get_current_dispatch_mode() is None
+    if query.device.type != "cuda" or query.dtype not in DTYPES or _get_current_dispatch_mode() is not None:
+        return False
+    narrow, wide = sorted((query.shape[-1], value.shape[-1]))
+    return narrow >= NARROWEST and wide <= widest(query.device.index, query.dtype.itemsize)
+
+
+@torch.compiler.assume_constant_result  # asked anew, a device is not one that torch could compile
+def widest(index: int | None, item: int) -> int:
+    """Return the widest head that the kernel takes on a CUDA device in values of `item` bytes; 0 where it has none."""
+    if torch.cuda.get_device_capability(index) < (8, 0):  # torch compiles nothing in bf16 there
+        return 0
+    shared: int = torch.cuda.get_device_properties(index).shared_memory_per_block_optin
+    return WIDE if shared >= FOR_WIDE[item] else NARROW
 
 
 def runs(query: Tensor, value: Tensor) -> bool:

@@ -104,7 +104,12 @@ def use_device(name: str | None) -> torch.device:
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
-    """Return bf16 where the device multiplies it natively, else fp32: a CPU without such units emulates it slowly."""
+    """Return bf16 where the device multiplies it natively, else fp32: without such units it is emulated, slowly.
+
+    A GPU that is not here, as of a plan, is taken for one that does.
+    """
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     if device.type != "cpu":
         return torch.bfloat16
     able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}

@@ -22,6 +22,8 @@ from inference.batch import Batch, Running
 from inference.decode import Generation, Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
+from inference.graphs import Graphs
+from inference.step import DeviceStep
 from inference.verification.sample import GREEDY
 from tests import toys
 from tests.eval.small import small
@@ -128,6 +130,8 @@ def test_all_drafters_meet_the_same_arrivals_and_each_round_has_its_own(monkeypa
     prompts = [Prompt(f"p{i}", toys.prompt(i, 6), "") for i in range(3)]
     drafters = {name: Noted(target.device) for name in ("one", "two")}
     rounds = measure(Setup(target, drafters, prompts, replace(SETTINGS, max_new_tokens=2)), 2, prompts[:1], 1, 5.0)
+    assert seen[:3] == [[0.0]] * 3, "every source's warm-up"
+    del seen[:3]
     assert len(seen) == 6
     assert seen[0] == seen[1] == seen[2] != seen[3] == seen[4] == seen[5]
     assert {drafter.forgot for drafter in drafters.values()} == {2}
@@ -135,6 +139,37 @@ def test_all_drafters_meet_the_same_arrivals_and_each_round_has_its_own(monkeypa
     assert all([len(each) for each in found] == [2, 2, 2] for found in rounds.values())
     measure(Setup(target, {"one": drafters["one"]}, prompts, replace(SETTINGS, max_new_tokens=2)), 2, [], 1, 5.0)
     assert (seen[6], seen[9]) == (seen[0], seen[3])  # whoever else is measured
+
+
+def test_graphs_are_captured_before_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By stages that say where they are run first or captured: in a round its time would count."""
+    target, where, begun = toys.target(), list[str](), DeviceStep.__init__
+    monkeypatch.setattr(target, "captures", True)
+
+    class Noting(Graphs):
+        def __call__(self, key: Any, stage: Any, *args: Any) -> Any:
+            where.append("again" if key in self.captured else "new")
+            self.captured[key] = None, None
+            return stage(*args)
+
+    def static(self: DeviceStep, *args: Any) -> None:
+        begun(self, *args)
+        self.static = True
+
+    def noted(*args: Any) -> list[Served]:
+        where.append("served")
+        return serve(*args)
+
+    monkeypatch.setattr("inference.step.Graphs", Noting)
+    monkeypatch.setattr(DeviceStep, "__init__", static)
+    monkeypatch.setattr(request_rate, "serve", noted)
+    prompts = [Prompt(f"p{i}", toys.prompt(i, size), "") for i, size in enumerate((12, 70, 30))]
+    drafters = {"eagle": HeadDrafter(toys.head("eagle", target), toys.TREES["chain"], "eagle")}
+    measure(Setup(target, drafters, prompts, SETTINGS), 2, [Prompt("w", toys.prompt(9, 20), "")], 2, 300.0)
+    target.idle.clear()
+    rounds = [i for i, what in enumerate(where) if what == "served"]
+    assert "new" in where[: rounds[2]], "the warm-up of two sources"
+    assert set(where[rounds[2] :]) == {"served", "again"}
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -69,3 +70,11 @@ def test_a_training_run_needs_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", absent)
     data = TrainingData([], [], Counts())
     assert train_provenance(1, "none", data, toys.target().tokenizer)["git_revision"] is None
+
+
+def test_a_clock_that_the_driver_does_not_tell_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NVMLError(Exception):
+        """The errors of the driver's library, which are no RuntimeError."""
+
+    monkeypatch.setattr(torch.cuda, "clock_rate", Mock(side_effect=NVMLError("Not Supported")))
+    assert machine.clock_mhz(torch.device("cuda")) is None

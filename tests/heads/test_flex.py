@@ -1,6 +1,7 @@
 """The fused kernel gives what the blocks give, its mask is exact tile by tile, and the host says where it runs."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -158,6 +159,13 @@ def test_many_heads_have_a_kernel_each(counter: CompileCounterWithBackend) -> No
     assert counter.frame_count == 9
 
 
+def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kib: int) -> None:
+    """Make CUDA devices ones of this compute capability, with so much shared memory for a block."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    properties = SimpleNamespace(shared_memory_per_block_optin=kib * 2**10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "width", "trained", "fused"),
     [
@@ -169,10 +177,37 @@ def test_many_heads_have_a_kernel_each(counter: CompileCounterWithBackend) -> No
         ("cpu", torch.float32, 64, True, False),
     ],
 )
-def test_where_the_kernel_runs(device: str, dtype: torch.dtype, width: int, trained: bool, fused: bool) -> None:
+def test_where_the_kernel_runs(
+    device: str, dtype: torch.dtype, width: int, trained: bool, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(monkeypatch, (9, 0), 227)
     with FakeTensorMode():
         query = torch.empty(1, 4, 32, width, dtype=dtype, device=device, requires_grad=trained)
         assert not flex.runs(query, query)  # under a mode
     assert flex.runs(query, query) == fused
     with torch.no_grad():
         assert not flex.runs(query, query)
+
+
+@pytest.mark.parametrize(
+    ("capability", "kib", "dtype", "widest"),
+    [
+        ((9, 0), 227, torch.bfloat16, 256), ((9, 0), 227, torch.float32, 256), ((8, 0), 163, torch.bfloat16, 256),
+        ((8, 0), 163, torch.float32, 128), ((8, 9), 99, torch.bfloat16, 128), ((12, 0), 99, torch.float16, 128),
+        ((7, 5), 64, torch.float16, 0),
+    ],
+)  # fmt: skip
+def test_wide_heads_are_left_to_the_blocks_where_the_kernels_do_not_fit(
+    capability: tuple[int, int], kib: int, dtype: torch.dtype, widest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(monkeypatch, capability, kib)
+    for width in (64, 128, 192, 256):
+        with FakeTensorMode():
+            query = torch.empty(1, 4, 32, width, dtype=dtype, device="cuda")
+        assert flex.takes(query, query) == (width <= widest)
+
+
+def test_a_layer_that_asks_the_device_is_compiled_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, (8, 9), 99)
+    compiled = torch.compile(lambda x: x * flex.widest(0, 2), fullgraph=True, backend="eager")
+    assert compiled(torch.ones(2)).tolist() == [128, 128]

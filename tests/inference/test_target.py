@@ -2,6 +2,7 @@
 
 import weakref
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -151,6 +152,10 @@ def test_fingerprint_knows_the_weights_not_the_dtype() -> None:
     assert other.spec.fingerprint != toys.target("llama").spec.fingerprint
 
 
-def test_fast_dtype_is_one_the_device_multiplies() -> None:
-    assert fast_dtype(torch.device("cuda")) == torch.bfloat16
+def test_fast_dtype_is_one_the_device_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fast_dtype(torch.device("cuda")) == torch.bfloat16, "of a plan"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for able, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", Mock(return_value=able))
+        assert fast_dtype(torch.device("cuda")) == dtype
     assert fast_dtype(torch.device("cpu")) in (torch.bfloat16, torch.float32)

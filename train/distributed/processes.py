@@ -132,7 +132,8 @@ def check_machine(launcher: LauncherConfig, model: ModelConfig) -> None:
     if device_named(model.device).type == "cuda" and processes > torch.cuda.device_count():
         raise ValueError(
             f"launcher.num_processes is {processes} and this machine has {torch.cuda.device_count()} accelerators: "
-            "give launcher.num_processes= that many"
+            "give launcher.num_processes= that many; under srun each task must see all of its node's, "
+            "--gpus-per-node=N --gpu-bind=none"
         )
     if launcher.strategy.startswith("zero") and find_spec("deepspeed") is None:
         raise ValueError(
