@@ -71,6 +71,7 @@ from train.planning.check import (
     clear_out,
     evaluation,
     reads_target,
+    unserved,
 )
 from train.planning.choice import accelerators, alone_on_cpu, chosen, in_words, with_processes
 from train.planning.plan import SHARE, plan, plan_inputs, rated, resolved, sized, work
@@ -273,8 +274,9 @@ def train_head(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> RunCo
             f"samples, {len(packed.token):,} rows of {run.data.length} tokens ({filled:.0%} filled)",
             highlight=False,
         )
-        if not alone_on_cpu(run):
-            Console().print(in_words(run), highlight=False, soft_wrap=True)
+        placed = None if alone_on_cpu(run) else in_words(run)
+        for line in filter(None, (unserved(run.model.path, target.embeddings.beyond_tables()), placed)):
+            Console().print(line, highlight=False, soft_wrap=True, markup=False)
 
     on_main(accelerator, begin)
     logging.disable(logging.NOTSET)

@@ -44,6 +44,18 @@ class TargetEmbeddings(nn.Module):
                 "and no head is built for both: draft without a head, for example with drafter=suffix"
             )
 
+    def beyond_tables(self) -> str | None:
+        """Return what the target does to its embedding or logits beside reading its tables; None for nothing.
+
+        The classes say it, so that the weights need not be there.
+        """
+        if type(self.embedding).forward is not nn.Embedding.forward:
+            return "its embedding is scaled"
+        plain = type(self.lm_head).forward is nn.Linear.forward and self.lm_head.bias is None
+        if plain and self.factor == 1 and self.softcap is None:
+            return None
+        return "its logits have a bias, a cap or a scale"
+
     def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
         """Return the input embeddings."""
         return self.embedding(token)

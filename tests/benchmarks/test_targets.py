@@ -1,8 +1,10 @@
 """The table of targets: each cell is a run's, and a reason stands for what is refused."""
 
+from pathlib import Path
+
 import pytest
 
-from benchmarks.targets import COLUMNS, measured, table
+from benchmarks.targets import COLUMNS, Toy, measured, table
 from heads.common.resolvers import register_resolvers
 
 pytestmark = pytest.mark.slow
@@ -20,6 +22,12 @@ def test_a_familys_cells_are_those_of_runs() -> None:
     for refused, remedy in (("tree", "tree=chain"), ("batch", "batch_size=1"), ("compiled", "engine.compile=false")):
         assert cells[refused].startswith("refused: ")
         assert cells[refused].endswith(remedy)
+
+
+def test_no_engine_is_named_where_publishing_refuses_the_target(tmp_path: Path) -> None:
+    toy = Toy("granite", tmp_path, 0)
+    with pytest.raises(ValueError, match="its logits have a bias, a cap or a scale, which engines do not know"):
+        toy.exports()
 
 
 def test_a_reason_stands_once_below_the_table() -> None:

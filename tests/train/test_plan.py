@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from benchmarks import planner
 from heads.common.resolvers import ROOT, register_resolvers
+from tests import families
 from train.config import RunConfig, run_config
 from train.planning import shapes
 from train.planning.choice import chosen, in_words
@@ -250,6 +251,17 @@ def test_what_cannot_be_made_to_fit_is_said() -> None:
     with console.capture() as shown:
         console.print(table(given, found))
     assert "this is not enough" in shown.get()
+
+
+@pytest.mark.parametrize(("name", "said"), [("granite", True), ("llama", False)])
+def test_a_target_of_which_no_engine_serves_a_head_is_named(name: str, said: bool, tmp_path: Path) -> None:
+    families.config(name).save_pretrained(tmp_path)
+    given = run(f"model.path={tmp_path}", "head=mtp", *SMALL)
+    console = Console(width=400)
+    with console.capture() as shown:
+        console.print(table(given, plan(given)))
+    line = f"{tmp_path}: its logits have a bias, a cap or a scale, which engines do not know when they draft: no head"
+    assert (line in shown.get()) == said
 
 
 @pytest.mark.usefixtures("offline")

@@ -10,6 +10,7 @@ import torch
 from gguf import GGUFWriter
 from huggingface_hub import HfApi
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from heads import HEADS
 from heads.common.resolvers import ROOT
@@ -18,11 +19,11 @@ from heads.formats.hub import kind_of, load_found, resolve_head
 from heads.formats.store import RETIRED, TargetSpec, save_head
 from inference.target.embeddings import TargetEmbeddings
 from inference.target.embeddings_only import EmbeddingsOnly
-from tests import toys
+from tests import families, toys
 from tests.train.publishing import VALUES
 from train.publish import PublishConfig, publish
 from train.release import folder
-from train.release.folder import _assert_plain
+from train.release.folder import assert_plain
 
 TARGET = ROOT / "examples" / "tiny"
 LAYER = {**toys.LAYER, "length": None}
@@ -178,13 +179,24 @@ def test_values_that_mean_nothing_are_refused(changes: dict[str, Any], named: st
         config(Path("run"), **{"form": "vllm"} | changes)
 
 
-@pytest.mark.parametrize(("name", "named"), [("gemma3", "embedding is scaled"), ("gemma2", "embedding is scaled")])
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("gemma2", "embedding is scaled"),
+        ("gemma3", "embedding is scaled"),
+        ("gemma4", "embedding is scaled"),
+        ("granite", "logits have a bias, a cap or a scale"),
+        ("granitemoehybrid", "logits have a bias, a cap or a scale"),
+        ("falcon_h1", "logits have a bias, a cap or a scale"),
+    ],
+)
 def test_a_target_whose_ends_are_more_than_tables_is_refused(name: str, named: str) -> None:
-    embeddings: Any = toys.target(name).embeddings
+    with torch.device("meta"):
+        embeddings = TargetEmbeddings(AutoModelForCausalLM.from_config(families.config(name)))
     with pytest.raises(ValueError, match=f"target: its {named}, .*publish without format"):
-        _assert_plain(embeddings, "target")
-    _assert_plain(toys.target().embeddings, "target")
+        assert_plain(embeddings, "target")
+    assert_plain(toys.target().embeddings, "target")
     capped = TargetEmbeddings(toys.target().model)
     capped.softcap = 5.0
     with pytest.raises(ValueError, match="its logits have a bias, a cap or a scale"):
-        _assert_plain(capped, "target")
+        assert_plain(capped, "target")

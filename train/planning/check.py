@@ -81,6 +81,11 @@ def check_first_records(run: RunConfig) -> None:
             first_samples(open_source(name, run.data.split), run.data, tokenizer)
 
 
+def unserved(path: str, beyond: str | None) -> str | None:
+    """Return the line that no engine serves a head of a target, by its `beyond_tables`; None where engines can."""
+    return beyond and f"{path}: {beyond}, which engines do not know when they draft: no head of it is exported to one"
+
+
 def check_out(out: Path, *, replaces: bool) -> None:
     """Refuse an output folder that holds a run, unless the run is resumed or overwritten.
 

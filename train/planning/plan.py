@@ -32,7 +32,7 @@ from inference.target.placement import (
 )
 from train.config import DeviceConfig, RunConfig
 from train.planning import memory
-from train.planning.check import reads_target
+from train.planning.check import reads_target, unserved
 from train.planning.memory import Layout, MemoryUse
 from train.planning.shapes import (
     TargetShape,
@@ -424,6 +424,7 @@ def plan(run: RunConfig) -> dict[str, Any]:
         "host": None if inputs.heap else host_use(inputs),
         "disk": disk(inputs),
         "quantization": quantization_note(run.model, str(inputs.device.type)),
+        "unserved": unserved(run.model.path, shape.beyond),
         "host_capacity": host_capacity(inputs),
         "fits": all(device.fits for device in devices) and host_share(inputs) <= 1,
         "device": asdict(inputs.device),

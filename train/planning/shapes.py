@@ -16,6 +16,7 @@ from heads.common.target_config import UNFIT, cache_argument, experts_of, read_t
 from inference.target.attention import packing
 from inference.target.cache import recurrence
 from inference.target.config import ModelConfig
+from inference.target.embeddings import TargetEmbeddings
 from inference.target.loading import saved_quantization
 
 QUANTIZED = {"int8": 1.0, "torchao_int8": 1.0, "bnb_int8": 1.0, "bnb_nf4": 0.56}  # bytes a weight, scales included
@@ -40,6 +41,7 @@ class TargetShape:
     packs: bool  # whether attention runs document by document, without a mask of a row's length squared
     caching: int  # layers that keep keys and values
     states: int  # bytes of a sequence's recurrent states, in 16 bits where they follow the target's dtype
+    beyond: str | None  # what it does beside reading its embedding and lm_head, as `beyond_tables`
 
     @property
     def parameters(self) -> int:
@@ -206,7 +208,7 @@ def _shape(model: ModelConfig) -> TargetShape:
         text.num_hidden_layers, text.hidden_size, text.vocab_size,
         sum(weight.numel() for weight in embeddings.values()), sum(inner.values()),
         sum(inner.values()) - experts + experts * chosen // available, is_recurrent or packing(built) is not None,
-        caching, states,
+        caching, states, TargetEmbeddings(built).beyond_tables(),
     )  # fmt: skip
 
 

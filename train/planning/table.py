@@ -62,6 +62,8 @@ def table(run: RunConfig, planned: dict[str, Any]) -> Group:
     for line in _hours(planned):
         totals.add_row(*line)
     parts: list[Any] = [totals, in_words(run)]
+    if planned["unserved"] is not None:
+        parts.append(escape(visible(planned["unserved"])))
     for names, memory in _grouped(planned["devices"]):
         fit = "fits" if memory.fits else "does NOT fit"
         title = f"{names}: {gib(memory.peak)} of {gib(memory.capacity)}, {fit}"
