@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import transformers
@@ -162,24 +163,49 @@ def best_head(path: str, shape: Mapping[str, Any] | None, trust_remote_code: boo
     """
     try:
         if shape is not None and shape["of"] == path:
-            layers = shape["num_hidden_layers"]
+            values = dict(shape)
         else:
-            layers = _layers(path, trust_remote_code)
-    except ValueError as error:
-        raise ValueError(f"model.path={path}: {error}") from error
+            values = read_target_values(path, trust_remote_code, cached_alone=False)
+        text = values.get("text_config", values)
+        layers = text.get("num_hidden_layers")
+        if not isinstance(layers, int):
+            layers = read_target_config(path, trust_remote_code).get_text_config().num_hidden_layers
+        scaled, fits = _is_scaled(text), _takes_mimo(text)
+    except UNFIT as error:
+        raise ValueError(f"model.path={path}: {reason(error)}") from error
+    head, why, served = "mtp", f"since it drafts best for a target of {layers} layers", "vLLM serves it"
     if layers < DEEP:
+        head, served = "mlp", "no engine serves it"
         why = f"since a pass of this target, {layers} layers, costs little more than a layer of a head"
-        return "mlp", f"{why}; no engine serves it; all engines serve eagle3"
-    return "mtp", f"since it drafts best for a target of {layers} layers; vLLM serves it; all engines serve eagle3"
+    elif not fits:
+        served = "no engine is known to serve it for this target"
+    if scaled:
+        return head, f"{why}; no engine serves a head of this target, which scales its embedding or logits"
+    return head, f"{why}; {served}; most engines serve eagle3"
 
 
-def _layers(path: str, trust_remote_code: bool) -> int:
-    """Return a target's number of layers, by its config.json alone where that has the usual key."""
-    values = read_target_values(path, trust_remote_code, cached_alone=False)
-    layers = values.get("text_config", values).get("num_hidden_layers")
-    if not isinstance(layers, int):
-        layers = read_target_config(path, trust_remote_code).get_text_config().num_hidden_layers
-    return int(layers)
+def _is_scaled(text: Mapping[str, Any]) -> bool:
+    """Whether a target scales its embedding or logits, which engines do not know when they draft, by its config.json.
+
+    No key says so of Gemma's embedding.
+    """
+    capped = text.get("final_logit_softcapping") is not None
+    return capped or logit_factor(SimpleNamespace(**text)) != 1 or str(text.get("model_type")).startswith("gemma")
+
+
+def _takes_mimo(text: Mapping[str, Any]) -> bool:
+    """Whether vLLM makes MiMo's module (heads/formats/published/mimo.py) as head=mtp is for a target's config.json."""
+    width, heads = text.get("hidden_size"), text.get("num_attention_heads")
+    if not isinstance(width, int) or not isinstance(heads, int):
+        return False
+    head_dim = text.get("head_dim") or text.get("qk_rope_head_dim") or width // heads
+    return heads * head_dim == width and rotated_share(text) == 1
+
+
+def rotated_share(config: Mapping[str, Any]) -> float:
+    """Return how much of an attention head's width is rotated by a config.json; heads here rotate all of it, 1."""
+    shares = [(where or {}).get("partial_rotary_factor") for where in (config, config.get("rope_parameters"))]
+    return float(next((share for share in shares if share not in (None, 1)), 1))
 
 
 def check_rows(length: int, context: int, name: str) -> None:

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -188,6 +189,36 @@ def test_the_best_head_is_named_by_the_targets_depth(tmp_path: Path, capsys: pyt
     for layers, head in ((19, "mlp"), (20, "mtp")):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": layers}))
         assert f"head={head}" in with_best_head("data", [f"model.path={tmp_path}", "head=best"])
+
+
+@pytest.mark.parametrize(
+    ("values", "served"),
+    [
+        ({}, "vLLM serves it; most engines serve eagle3"),
+        ({"head_dim": 64}, "no engine is known to serve it for this target; most engines serve eagle3"),
+        ({"partial_rotary_factor": 0.5}, "no engine is known to serve it for this target; most engines serve eagle3"),
+        ({"num_hidden_layers": 2}, "no engine serves it; most engines serve eagle3"),
+        ({"logits_scaling": 8.0}, "no engine serves a head of this target, which scales its embedding or logits"),
+        ({"model_type": "gemma3_text"}, "no engine serves a head of this target, which scales its embedding or logits"),
+    ],
+)
+def test_the_best_heads_line_says_which_engine_serves_it(
+    values: dict[str, Any], served: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"model_type": "llama", "num_hidden_layers": 24, "hidden_size": 128, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | values))
+    with_best_head("train", [f"model.path={tmp_path}"])
+    report_best_head()
+    assert capsys.readouterr().err.endswith(f"; {served}\n")
+
+
+def test_no_engine_serves_the_best_head_of_a_bundled_target_that_is_not_as_wide_as_its_heads(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for model, served in (("qwen3_0.6b", "no engine is known to serve it"), ("qwen3_8b", "vLLM serves it")):
+        with_best_head("train", [f"model={model}"])
+        report_best_head()
+        assert f"layers; {served}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

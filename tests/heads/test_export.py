@@ -223,7 +223,7 @@ def test_an_identity_head_drafts_the_targets_own_next_token(name: str, tmp_path:
         ("mtp", {"qk_norm": True}, "sglang", "qk_norm=true"),
         ("mtp", {"intermediate_size": 24}, "vllm", "intermediate_size 24, and .* 48; .*init=auto"),
         ("mtp", {"rope_theta": 5e5}, "vllm", "positions .*500000.*and vLLM takes the target's"),
-        ("mtp", {"head_dim": 4}, "sglang", "4 heads of 4, and engines make them 8 wide"),
+        ("mtp", {"head_dim": 4}, "sglang", "4 heads of 4, .* 8 wide; train head=eagle3, or .*head.head_dim=8"),
         ("eagle3", {"norm_output": True}, "gguf", "norm_output=true"),
         ("eagle3", {"feature_layers": [2, 5]}, "gguf", "2 feature layers, and llama.cpp reads three"),
         ("block", {**BLOCK, **DFLASH2}, "gguf", "selector_rank=6"),

@@ -29,8 +29,8 @@ BETTER, OTHER = Outcome("mlp", "f00d", 1.6, 1.7, 60.0, 100), Outcome("medusa", "
             "mtp",
             "eagle reached 1.20x in 90 s of training\nworth trying: head=mtp, which docs/heads.md favours, about ",
         ),
-        ([OTHER], "mlp", "90 s of training\nworth trying: head=eagle3, which all engines serve, about "),
-        ([BETTER._replace(head="mtp", speedup=1.25)], "mtp", "head=eagle3, which all engines serve, about "),
+        ([OTHER], "mlp", "90 s of training\nworth trying: head=eagle3, which most engines serve, about "),
+        ([BETTER._replace(head="mtp", speedup=1.25)], "mtp", "head=eagle3, which most engines serve, about "),
         ([BETTER._replace(head=head, speedup=1.25) for head in ("mtp", "eagle3")], "mtp", "none of the 3 heads"),
     ],
 )

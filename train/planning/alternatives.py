@@ -20,7 +20,7 @@ from train.losses import ObjectiveConfig
 from train.planning.plan import plan_inputs, sized, work
 
 FREE = "suffix"  # drafts from text, by engines too, and is cheap to try (docs/choosing.md)
-SERVED = "eagle3"  # the head that all engines serve (docs/heads.md, "Which head")
+SERVED = "eagle3"  # the head that most engines serve (docs/heads.md, "Which head")
 
 
 class Outcome(NamedTuple):
@@ -94,7 +94,7 @@ def _other_heads(run: RunConfig, mine: Outcome) -> str:
     if untried := [head for head in candidates if head not in measured]:
         all_steps = mine.seconds / mine.steps * run.trainer.steps
         seconds = all_steps * _operations(_with_head(run, untried[0])) / _operations(run)
-        why = "docs/heads.md favours" if untried[0] == favoured else "all engines serve"
+        why = "docs/heads.md favours" if untried[0] == favoured else "most engines serve"
         return f"{mine}\nworth trying: head={_named(untried[0])}, which {why}, about {seconds:,.0f} s by the plan"
     return f"{mine}; none of the {len(measured)} heads that are measured here is clearly faster"
 

@@ -49,7 +49,7 @@ def export(head: nn.Module, form: str, served: Served, folder: Path) -> None:
         others = ", ".join(other for other, heads in FORMATS.items() if name in heads)
         if not others:
             raise ValueError(
-                f"format={form}: no engine loads a head of kind {name}; train head=eagle3, which all load, or leave "
+                f"format={form}: no engine loads a head of kind {name}; train head=eagle3, which most load, or leave "
                 "format out for our own engine"
             )
         raise ValueError(f"format={form}: not one of a head of kind {name}, which can take the form of {others}")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from heads.base import Embeddings, LayerShape, embedding_of, layer_shape
+from heads.common.target_config import rotated_share
 from heads.formats.published.exporting import Export, Foreign, Shapes, layer_shapes
 from heads.formats.published.plan import (
     EMBEDDING,
@@ -24,7 +25,6 @@ from heads.formats.published.plan import (
     check_width,
     decoder,
     positions_of,
-    rotated_share,
 )
 from heads.modules.rope import Rope
 

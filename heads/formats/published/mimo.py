@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from heads.base import Embeddings, layer_shape
+from heads.common.target_config import rotated_share
 from heads.formats.mtp_layouts import COUNT, LAYOUTS, swapped
 from heads.formats.published.exporting import EngineClass, Export, Foreign, Shapes, layer_shapes
-from heads.formats.published.plan import Plan, Source, check_width, decoder, positions_of, rotated_share
+from heads.formats.published.plan import Plan, Source, check_width, decoder, positions_of
 
 LAYER = "mtp_layers.0."
 SIGNATURE = (r"mtp_layers\.0\.input_proj\.weight",)
@@ -87,7 +88,10 @@ def _check_sizes(source: Export, config: dict[str, Any]) -> None:
     """Refuse sizes and positions by which no engine, or not vLLM, makes the module."""
     width, heads, head_dim = (config[key] for key in ("hidden_size", "num_attention_heads", "head_dim"))
     if head_dim * heads != width:
-        raise source.refusal(f"{heads} heads of {head_dim}", f"and engines make them {width // heads} wide")
+        raise source.refusal(
+            f"{heads} heads of {head_dim}", f"and engines make them {width // heads} wide; train head=eagle3, or for "
+            f"format=sglang with head.head_dim={width // heads}"
+        )  # fmt: skip
     if source.form != "vllm":
         return
     target, shape = source.served.config, layer_shape(source.config, source.embeddings)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from heads import HEADS
 from heads.base import Embeddings, embedding_of
+from heads.common.target_config import rotated_share
 from heads.common.typed import typed
 from heads.common.untrusted import shown
 from heads.formats.weights import outline
@@ -197,12 +198,6 @@ def positions_of(config: Mapping[str, Any], default: float | None = None) -> Rop
     parameters = config.get("rope_parameters") or {}
     theta = config.get("rope_theta") or parameters.get("rope_theta") or default
     return None if theta is None else Rope(float(theta), scaling_of(config.get("rope_scaling") or parameters))
-
-
-def rotated_share(config: Mapping[str, Any]) -> float:
-    """Return how much of an attention head's width is rotated by a config.json; heads here rotate all of it, 1."""
-    shares = [(where or {}).get("partial_rotary_factor") for where in (config, config.get("rope_parameters"))]
-    return float(next((share for share in shares if share not in (None, 1)), 1))
 
 
 def _rope(source: Source) -> dict[str, Any]:
