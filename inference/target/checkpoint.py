@@ -1,9 +1,8 @@
 """A checkpoint's own tensors, for what transformers does not load or does not keep as it was; and its fingerprint."""
 
-import re
 import subprocess
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,12 @@ MOST_OF_ONE = 1_000  # characters or tokens that they make of a single one
 MOST_OF_A_BYTE = 16  # parameters, beyond any quantisation; tied ones aside
 # In a process of its own, which a damaged map of characters (SentencePiece's) may abort.
 ENCODING = "import sys, tokenizers; tokenizers.Tokenizer.from_file(sys.argv[1]).encode('a \ufb01 \uff71 \u65e5')"
-# Where a text tower's parameters stand in checkpoints that read images too.
-STORED = {"model.": ("language_model.model.", "model.language_model."), "lm_head.": ("language_model.lm_head.",)}
-RENAMED = {f"^{re.escape(stored)}": ours for ours, others in STORED.items() for stored in others}
-# What begins experts' matrices as transformers stacks them.
-FIRST = {"gate_up_proj": "gate_proj", "down_proj": "down_proj"}
+# What the parameters of a text tower are called in checkpoints that read images too, and by itself.
+RENAMED = {
+    r"^language_model\.model\.": "model.",
+    r"^model\.language_model\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+}
 
 
 def tensor_files(checkpoint: str) -> dict[str, Path]:
@@ -51,16 +51,40 @@ def tensor_files(checkpoint: str) -> dict[str, Path]:
         return dict.fromkeys(opened.keys(), file)
 
 
-def stored_name(name: str, files: Container[str]) -> str:
-    """Return what a parameter is called in a checkpoint's files, for a stack of experts its first.
+def stored_names(model: "transformers.PreTrainedModel", files: Collection[str]) -> dict[str, str]:
+    """Return the tensor of a checkpoint's files that each parameter begins with, by the names that transformers maps.
 
-    RENAMED is the way back of the others.
+    Parameters that none of them begins with, because it is cut up while loading, are left out.
     """
-    stack, _, matrix = name.rpartition(".")
-    if name not in files and (first := f"{stack}.0.{FIRST.get(matrix)}.weight") in files:
-        return first
-    others = (stored + name.removeprefix(ours) for ours in STORED if name.startswith(ours) for stored in STORED[ours])
-    return name if name in files else next((other for other in others if other in files), name)
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        Concatenate,
+        MergeModulelist,
+        Transpose,
+        WeightConverter,
+        WeightRenaming,
+        rename_source_key,
+    )
+
+    parameters = dict(model.named_parameters())
+    same = {name: name for name in files if name in parameters}
+    if not (missing := parameters.keys() - same.keys()):
+        return same
+    rules = get_model_conversion_mapping(model, RENAMED)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    parts = {
+        pattern: (index, converter.operations)
+        for converter in converters
+        for index, pattern in enumerate(converter.source_patterns)
+    }
+    first: dict[str, tuple[int, str]] = {}  # by the index among the tensors that are joined, then by the expert
+    for stored in set(files) - parameters.keys():
+        name, pattern = rename_source_key(stored, renamings, converters, model.base_model_prefix, parameters)
+        index, steps = (0, []) if pattern is None else parts[pattern]
+        if name in missing and all(isinstance(step, MergeModulelist | Concatenate | Transpose) for step in steps):
+            first[name] = min(first.get(name, (index, stored)), (index, stored))
+    return same | {name: stored for name, (_, stored) in first.items()}
 
 
 def check_index(checkpoint: str) -> None:
@@ -89,7 +113,8 @@ def check_files(checkpoint: str, config: PreTrainedConfig) -> None:
     if getattr(config, "quantization_config", None) is not None:
         return
     parameters = model.named_parameters()
-    floating = {stored_name(name, files) for name, parameter in parameters if parameter.is_floating_point()}
+    stored = stored_names(model, files)
+    floating = {stored[name] for name, parameter in parameters if name in stored and parameter.is_floating_point()}
     for file in shards:
         with safe_open(file, "pt") as opened:
             kinds = {name: str(opened.get_slice(name).get_dtype()) for name in floating.intersection(opened.keys())}
@@ -145,7 +170,7 @@ def fingerprint(model: "transformers.PreTrainedModel", checkpoint: str) -> str:
     prefix = ""
     if getattr(model, "hf_quantizer", None) is not None:
         try:
-            few |= _originals(checkpoint, quantised)
+            few |= _originals(model, checkpoint, quantised)
         except (OSError, ValueError, KeyError, SafetensorError):
             prefix = QUANTISED
     return prefix + digest(few)
@@ -157,7 +182,7 @@ def fingerprint_on_disk(model: "transformers.PreTrainedModel", checkpoint: str) 
     Raises:
         OSError, ValueError, KeyError, SafetensorError: a parameter cannot be read there, or is quantised.
     """
-    return digest(_originals(checkpoint, {name for name, _ in model.named_parameters()}))
+    return digest(_originals(model, checkpoint, {name for name, _ in model.named_parameters()}))
 
 
 def _plain(parameter: Tensor) -> bool:
@@ -165,16 +190,24 @@ def _plain(parameter: Tensor) -> bool:
     return type(parameter) is nn.Parameter and parameter.is_floating_point() and parameter.element_size() > 1
 
 
-def _originals(checkpoint: str, names: set[str]) -> dict[str, Shaped[Tensor, "N"]]:
+def _originals(
+    model: "transformers.PreTrainedModel", checkpoint: str, names: set[str]
+) -> dict[str, Shaped[Tensor, "N"]]:
     """Return the first values of these parameters as the checkpoint holds them; quantised ones it must not hold."""
     if not names:
         raise ValueError(f"{checkpoint}: no parameter is quantised, so the weights that are must be buffers")
     files, few = tensor_files(checkpoint), {}
-    for name in names:
-        stored = stored_name(name, files)
+    all_stored = stored_names(model, files)
+    for name, parameter in model.named_parameters():
+        if name not in names:
+            continue
+        if (stored := all_stored.get(name)) is None:
+            raise ValueError(f"its files hold no {name} that can be read by itself")
         with safe_open(files[stored], "pt") as opened:
             tensor = opened.get_slice(stored)
             shape = tensor.get_shape()
+            if sorted(shape) == sorted(parameter.shape) and tuple(shape) != tuple(parameter.shape):
+                raise ValueError(f"its files hold {name} with rows and columns exchanged")
             rows = -(-FEW // max(1, prod(shape[1:])))
             few[name] = tensor[: min(rows, shape[0])].flatten()[:FEW]
         if not _plain(nn.Parameter(few[name], requires_grad=False)):

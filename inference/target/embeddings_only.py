@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from heads.common.target_config import UNFIT, read_target_config, reason
-from inference.target.checkpoint import fingerprint_on_disk, stored_name, tensor_files
+from inference.target.checkpoint import fingerprint_on_disk, stored_names, tensor_files
 from inference.target.config import ModelConfig, device_named, dtype_named
 from inference.target.embeddings import TargetEmbeddings, final_norm
 from inference.target.loading import load_tokenizer
@@ -68,17 +68,21 @@ class EmbeddingsOnly:
             raise ValueError(f"model.path={path}: {problem}") from error
 
 
-def _fill(model: nn.Module, parts: list[nn.Module], path: str, dtype: torch.dtype, device: torch.device) -> None:
+def _fill(
+    model: "transformers.PreTrainedModel", parts: list[nn.Module], path: str, dtype: torch.dtype, device: torch.device
+) -> None:
     """Give some modules of a model on the meta device their weights from the checkpoint; tied ones stay tied."""
     if any(len(list(module.buffers())) for module in parts):
         raise ValueError("they compute with more than weights")
     parameters = {id(parameter) for module in parts for parameter in module.parameters()}
     files, loaded = tensor_files(path), {}
+    stored = stored_names(model, files)
     for name, parameter in model.named_parameters():
         if id(parameter) in parameters:
-            stored = stored_name(name, files)
-            with safe_open(files[stored], "pt") as opened:
-                tensor = opened.get_tensor(stored).to(device, dtype)
+            if name not in stored:
+                raise ValueError(f"its files hold no {name} that can be read by itself")
+            with safe_open(files[stored[name]], "pt") as opened:
+                tensor = opened.get_tensor(stored[name]).to(device, dtype)
             loaded[id(parameter)] = nn.Parameter(tensor, requires_grad=False)
     for module in parts:
         for name, parameter in list(module.named_parameters(recurse=False)):

@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from inference.target.checkpoint import fingerprint
 from inference.target.embeddings import final_norm
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
-from tests import assistants, toys
+from tests import assistants, families, toys
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
@@ -25,6 +28,30 @@ def test_the_ends_are_the_whole_targets(tmp_path: Path, name: str, dtype: str) -
     count = whole.spec.num_layers
     assert torch.equal(bare.norm(state), final_norm(whole.base, count)(state))
     assert bare.tokenizer("w3 w5")["input_ids"] == whole.tokenizer("w3 w5")["input_ids"]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_neox", "kimi_linear", "nemotron_h", "granitemoehybrid", "qwen3_moe"])
+def test_the_ends_load_under_the_names_that_a_family_has_on_disk(tmp_path: Path, name: str) -> None:
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(families.config(name))
+    path = assistants.save(model, toys.tokenizer(), tmp_path / "target")
+    bare = EmbeddingsOnly.load(str(path), "float32", "cpu", False)
+    assert bare.spec.fingerprint == fingerprint(model, str(path)), "each parameter's first values"
+    assert torch.equal(bare.embeddings.head_weight(), model.get_output_embeddings().weight)
+    assert torch.equal(bare.embeddings.embedding.weight, model.get_input_embeddings().weight)
+
+
+def test_a_parameter_that_cannot_be_read_by_itself_is_named_in_words(tmp_path: Path) -> None:
+    path = assistants.save(toys.target().model, toys.tokenizer(), tmp_path / "target")
+    file, name = Path(path, "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(file)
+    turned = tensors.pop(name).T.contiguous()
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"\(its files hold no {name} that can be read by itself\)"):
+        EmbeddingsOnly.load(str(path), "float32", "cpu", False)
+    save_file(tensors | {name: turned}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"\(its files hold {name} with rows and columns exchanged\)"):
+        EmbeddingsOnly.load(str(path), "float32", "cpu", False)
 
 
 @pytest.mark.parametrize("name", toys.ARCHITECTURES)

@@ -36,7 +36,7 @@ Counter: Any = Flops  # a dispatch mode is a context of an untyped kind
 ON_POLICY = OnPolicyConfig(0, 1, 64, 0.0, "text", 1.0, None)
 OBJECTIVE = ObjectiveConfig({"soft_ce": 1.0}, "decay", 1.0, 0.5, 4, "token", None, 0.0, 3.0, 10, None, ON_POLICY)
 SHAPE = TargetShape(
-    LayerShape(8, 2, 16, 512), 512, 10, 128, 1000, 2 * 128 * 1000, 10_000_000, 4_000_000, True, 10, 0, None,
+    LayerShape(8, 2, 16, 512), 512, 10, 128, 1000, 2 * 128 * 1000, 10_000_000, 4_000_000, True, 10, 0, True, None,
 )  # fmt: skip
 
 

@@ -298,6 +298,14 @@ def test_from_a_store_only_the_ends_are_loaded() -> None:
     assert [served[key] for key in same] == [stored[key] for key in same]
 
 
+@pytest.mark.parametrize(("name", "layers"), [("gemma3", True), ("mixtral", False)])
+def test_a_target_whose_ends_do_not_load_alone_counts_whole(name: str, layers: bool, tmp_path: Path) -> None:
+    families.config(name).save_pretrained(tmp_path)
+    words = ("head=eagle3", "features=stored", "trainer.eval_prompts=0", "eval.prompts=0", *SMALL)
+    resident = plan(run(f"model.path={tmp_path}", *words))["devices"][0].held.resident
+    assert ("target: layers" in resident) == layers
+
+
 def test_the_final_evaluation_needs_room_for_the_target_in_fp32() -> None:
     held, planned = plan(run("head=medusa"))["devices"][0].held, plan(run())
     assert total(held.evaluation) == 4 * planned["target_parameters"]

@@ -200,8 +200,8 @@ def plan_inputs(run: RunConfig) -> PlanInputs:
         target_shape(run.model)  # whose error comes before those of a head on it
         raise
     shape = target_shape(run.model)
-    # A quantised checkpoint's embeddings are not loaded without its layers.
-    loaded = reads_target(run) or saved_quantization(configuration(run.model)) is not None
+    # A quantised checkpoint's embeddings are not loaded without its layers, nor those that compute with buffers.
+    loaded = reads_target(run) or saved_quantization(configuration(run.model)) is not None or not shape.apart
     layers = int(weight_bytes(run.model, dtype.itemsize, str(device.type)) * shape.inner) if loaded else 0
     return PlanInputs(run, device, shape, job, traced, layout, dtype.itemsize, rows, micro, layers)
 

@@ -41,6 +41,7 @@ class TargetShape:
     packs: bool  # whether attention runs document by document, without a mask of a row's length squared
     caching: int  # layers that keep keys and values
     states: int  # bytes of a sequence's recurrent states, in 16 bits where they follow the target's dtype
+    apart: bool  # whether its embedding and lm_head are weights alone, which load without the layers
     beyond: str | None  # what it does beside reading its embedding and lm_head, as `beyond_tables`
 
     @property
@@ -193,9 +194,8 @@ def _shape(model: ModelConfig) -> TargetShape:
             f"model.path={model.path}: no model can be made of its config.json ({reason(error)})"
         ) from error
     text: Any = config.get_text_config()
-    embeddings = {
-        id(module.weight): module.weight for module in (built.get_input_embeddings(), built.get_output_embeddings())
-    }
+    ends = built.get_input_embeddings(), built.get_output_embeddings()
+    embeddings = {id(module.weight): module.weight for module in ends}
     inner = {name: p.numel() for name, p in built.named_parameters() if id(p) not in embeddings}
     experts = sum(count for name, count in inner.items() if ".experts." in name)
     available, chosen = experts_of(text) or (1, 0)
@@ -208,7 +208,7 @@ def _shape(model: ModelConfig) -> TargetShape:
         text.num_hidden_layers, text.hidden_size, text.vocab_size,
         sum(weight.numel() for weight in embeddings.values()), sum(inner.values()),
         sum(inner.values()) - experts + experts * chosen // available, is_recurrent or packing(built) is not None,
-        caching, states, TargetEmbeddings(built).beyond_tables(),
+        caching, states, not any(list(module.buffers()) for module in ends), TargetEmbeddings(built).beyond_tables(),
     )  # fmt: skip
 
 
