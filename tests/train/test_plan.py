@@ -17,6 +17,7 @@ from heads.common.resolvers import ROOT, register_resolvers
 from tests import families
 from train.config import RunConfig, run_config
 from train.planning import shapes
+from train.planning.check import check_first_records
 from train.planning.choice import chosen, in_words
 from train.planning.memory import total
 from train.planning.plan import GIB, SAFE, plan, preset, sized
@@ -291,11 +292,33 @@ def test_from_a_store_only_the_ends_are_loaded() -> None:
     assert "target: layers" not in stored["devices"][0].held.resident
     assert stored["devices"][0].held.resident["target: embedding, lm_head"].total() == 2 * 2 * 128256 * 4096
     assert stored["disk"]["features, if no row comes twice"] == stored["tokens"] * 2 * 4096
-    served = plan(run(*words[:-1], "features=engine", "eval.prompts=0", "trainer.eval_prompts=0"))
+    served = plan(
+        run(*words[:-1], "features=engine", "features.vllm_layers=[32]", "eval.prompts=0", "trainer.eval_prompts=0")
+    )
     assert "features, if no row comes twice" not in served["disk"]
     assert "gpu_hours_of_extraction" not in served
     same = ("devices", "gpu_hours", "hours", "peak_bytes", "fits")
     assert [served[key] for key in same] == [stored[key] for key in same]
+
+
+def test_an_engine_started_without_the_heads_layers_is_refused_by_a_plan() -> None:
+    words = ("head=eagle3", "features=engine", "eval.prompts=0", "trainer.eval_prompts=0", *SMALL)
+    with pytest.raises(ValueError, match=r"features.vllm_layers is \[2\], without \[12, 21, 24\]: "):
+        plan(run(*words, "features.vllm_layers=[2]"))
+
+
+def test_a_plan_names_the_store_that_is_still_to_be_extracted(tmp_path: Path) -> None:
+    words = ("head=eagle3", "features=stored", f"features.path={tmp_path / 'store'}", "trainer.eval_prompts=0")
+    given = run(*words, "eval.prompts=0", *SMALL)
+    for there in (False, True):
+        console = Console(width=400)
+        with console.capture() as shown:
+            console.print(table(given, plan(given)))
+        line = f"the same command runs it, once features.path={tmp_path / 'store'} is extracted"
+        assert (line in shown.get()) != there
+        (tmp_path / "store").mkdir(exist_ok=True)
+    with pytest.raises(ValueError, match=f"{tmp_path / 'store'}: "):
+        check_first_records(given)
 
 
 @pytest.mark.parametrize(("name", "layers"), [("gemma3", True), ("mixtral", False)])

@@ -68,7 +68,12 @@ def check_settings(run: RunConfig) -> None:
 
 
 def check_first_records(run: RunConfig) -> None:
-    """Refuse data that is not there, or whose first records cannot be trained on; asks and downloads nothing."""
+    """Refuse data that is not there, or whose first records cannot be trained on; asks and downloads nothing.
+
+    A store of features that is there and cannot be read is refused too; one may be planned before it is extracted.
+    """
+    if run.features.path and not run.features.runs_target and run.features.folder.exists():
+        FeatureStore(run.features.folder)
     for name in filter(None, [*run.data.paths, run.data.prompts]):
         check_name(name)
     local, folder = [name for name in run.data.paths if Path(name).expanduser().exists()], Path(run.model.path)

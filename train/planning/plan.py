@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from data.features.quantize import size
 from data.features.store import TOP_BYTES
+from data.features.vllm_features import LayerIds
 from heads.common.resolvers import ROOT
 from heads.common.typed import typed
 from inference.target.config import DTYPES, default_device, fast_dtype
@@ -42,7 +43,7 @@ from train.planning.shapes import (
     target_shape,
     weight_bytes,
 )
-from train.planning.trace import NONE, Job, Size, Trace, blocks, times, trace
+from train.planning.trace import NONE, Job, Size, Trace, blocks, head_of, times, trace
 from train.start import AUTO, STARTS, check_copied
 
 GIB = 2**30
@@ -400,13 +401,16 @@ def plan(run: RunConfig) -> dict[str, Any]:
     """Return the plan of a run: counts, bytes, floating-point operations, hours, and the memory of every device.
 
     Raises:
-        ValueError: the target's configuration cannot be read, the head does not fit it, or would have to be loaded.
+        ValueError: the target's configuration cannot be read, the head does not fit it, or would have to be loaded, or
+            the engine's layers are not those that it reads.
     """
     if run.init not in STARTS:
         raise ValueError(f"init={run.init} brings the head's numbers, and plan=true loads nothing: leave init out")
     run = sized(run)
     inputs = rated(plan_inputs(run))
     traced, shape, devices = inputs.traced, inputs.shape, device_memories(inputs)
+    if run.features.mode == "engine":
+        LayerIds.of(run.features.vllm_layers, head_of(inputs.job)[0].feature_layers, shape.layers)
     loaded, _, _ = memory.target_state(shape, inputs.layout, inputs.layers, inputs.item)
     return {
         "target_parameters": shape.parameters,

@@ -22,7 +22,7 @@ from train.planning.memory import MemoryUse, total
 from train.planning.plan import GIB, SHARE, DeviceMemory, plan, sized
 
 SHOWN = 2**20 / 20  # bytes: what is less would read as nothing
-FITS = "it fits{}; without plan=true the same command runs it"
+FITS = "it fits{}; without plan=true the same command runs it{}"
 PRUNED = 32000  # EAGLE-3's draft vocabulary
 # The values of features=stored; where the store lies is of no matter to a plan.
 STORED = "features.mode=stored features.on_missing=fail features.path=store"
@@ -76,7 +76,14 @@ def table(run: RunConfig, planned: dict[str, Any]) -> Group:
         else:
             title += f": {gib(peak)} of {gib(room)}, {'fits' if peak <= room else 'does NOT fit'}"
         parts.append(_memory_table(title, host, peak))
-    return Group(*parts, *([FITS.format(needs)] if planned["fits"] else _remedies(run, planned)))
+    return Group(*parts, *([FITS.format(needs, _later(run))] if planned["fits"] else _remedies(run, planned)))
+
+
+def _later(run: RunConfig) -> str:
+    """Return what has to be made before a run that fits starts: its store of features, where it is not there."""
+    features = run.features
+    there = not features.path or features.runs_target or features.folder.exists()
+    return "" if there else f", once features.path={escape(visible(str(features.path)))} is extracted"
 
 
 def _table(title: str) -> Table:
