@@ -32,17 +32,25 @@ def takes(query: Tensor, value: Tensor) -> bool:
     """
     if query.device.type != "cuda" or query.dtype not in DTYPES or _get_current_dispatch_mode() is not None:
         return False
-    narrow, wide = sorted((query.shape[-1], value.shape[-1]))
-    return narrow >= NARROWEST and wide <= widest(query.device.index, query.dtype.itemsize)
+    return fits(query, value, widest(query.device.index, query.dtype.itemsize))
 
 
-@torch.compiler.assume_constant_result  # asked anew, a device is not one that torch could compile
-def widest(index: int | None, item: int) -> int:
+def fits(query: Tensor, value: Tensor, wide: int) -> bool:
+    """Whether the kernel takes such heads in general, the widest of which are `wide`."""
+    widths = range(NARROWEST, wide + 1)
+    return query.shape[-1] in widths and value.shape[-1] in widths and query.dtype in DTYPES
+
+
+def _widest(index: int | None, item: int) -> int:
     """Return the widest head that the kernel takes on a CUDA device in values of `item` bytes; 0 where it has none."""
     if torch.cuda.get_device_capability(index) < (8, 0):  # torch compiles nothing in bf16 there
         return 0
-    shared: int = torch.cuda.get_device_properties(index).shared_memory_per_block_optin
-    return WIDE if shared >= FOR_WIDE[item] else NARROW
+    properties: Any = torch.cuda.get_device_properties(index)
+    return WIDE if properties.shared_memory_per_block_optin >= FOR_WIDE[item] else NARROW
+
+
+# A constant in what is compiled: torch could not follow a question about the device.
+widest: Callable[[int | None, int], int] = torch.compiler.assume_constant_result(_widest)
 
 
 def runs(query: Tensor, value: Tensor) -> bool:

@@ -38,8 +38,8 @@ def path_of(device: str) -> Iterator[None]:
 
 
 def runs_fused(query: Tensor, value: Tensor) -> bool:
-    """Whether a head's rows in training are what the fused kernel takes."""
-    return query.shape[-1] in flex.WIDTHS and value.shape[-1] in flex.WIDTHS and query.dtype in flex.DTYPES
+    """Whether a head's rows in training are what the fused kernel takes on a device with room for all its blocks."""
+    return flex.fits(query, value, flex.WIDE)
 
 
 def attend_fused(query: Tensor, pairs: list[tuple[Tensor, Tensor]], seen: attention.Pattern) -> Tensor:
