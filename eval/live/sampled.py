@@ -2,11 +2,13 @@
 
 Under coupled noise (arXiv 2408.07978) a token depends on the text before it and the seed alone, so every drafter must
 emit the tokens of autoregressive decoding, one for one: that covers the engine. The rule's own coins and residuals are
-covered by sampling: many verifications after fixed prefixes, whose first tokens must follow the target's probs there.
-As many samples of a rule that is known to be broken, which samples from p again after a rejection, must fail that test.
+covered by sampling: many steps after fixed prefixes, in the engine that decodes the drafts, whose first tokens must
+follow the target's probs there. As many samples of a rule that is known to be broken, which samples from p again after
+a rejection, must fail that test.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,10 +22,13 @@ from eval.measures import chi_square
 from eval.measures.chi_square import Cells, ChiSquareTest
 from eval.measures.losslessness import EPSILON, Divergence, Gate, SampledGate, divergence, gate_of, worst
 from heads.common.progress import progress
+from inference.batch import Running, entries, give_back, lend
 from inference.decode import Generation, Settings, reference
 from inference.drafters.plain import Plain
 from inference.protocol import Commit, Context, Drafter, Proposal
 from inference.session import Session
+from inference.step import fits
+from inference.target.cache import TargetCache
 from inference.target.target import Target
 from inference.verification import tree as trees
 from inference.verification.rng import Coupled, Generator, Rng, hashed
@@ -33,7 +38,8 @@ from inference.verification.verify import COUPLED, decide
 
 PREFIXES = 2  # texts after which tokens are sampled
 CANDIDATES = 12  # texts considered for them
-DEPTH = 2  # of drafts that are sampled again for every token: deeper nodes cannot change the first one
+DEPTH = 2  # of drafts that the host samples again for every token: deeper nodes cannot change the first one
+TOGETHER = 16  # sequences that stand at a prefix in one step of the engine, where there is memory for so many
 
 
 class Prefix(NamedTuple):
@@ -61,8 +67,7 @@ def sampled_gates(setup: Setup, tv: float, tests: int, sizes: Sequence[int] = (1
 
     Coupled tokens are compared with autoregressive decoding of each prompt alone by the reference engine, at batch size
     1 and at all `sizes`: a token's noise depends on its text and the seed, not on the rest of the batch. The chi-square
-    test samples one sequence, and must detect a total variation of `tv`; the `tests` of a report share the error
-    probability.
+    test must detect a total variation of `tv`; the `tests` of a report share the error probability.
     """
     target, drafters, prompts, settings = setup
     coupled = replace(settings, rule=COUPLED, lossy=False, gaps=True)
@@ -112,14 +117,19 @@ def race_gap(target: Target, prompt: list[int], answer: list[int], how: Settings
 
 
 def texts(prompts: Sequence[Prompt], plain: Sequence[Generation]) -> list[tuple[list[int], list[int]]]:
-    """Return prompts with their answers up to the token of the smallest logit gap, those of the smallest gap first."""
-    prefixes = []
+    """Return prompts with their answers up to the token of the smallest logit gap, those of the smallest gap first.
+
+    No two are equal.
+    """
+    prefixes: list[tuple[float, tuple[list[int], list[int]]]] = []
     for prompt, run in zip(prompts, plain, strict=True):
         gaps = run.gaps[1:]  # the first draft comes after one token of the answer
         if gaps:
             at = min(range(len(gaps)), key=gaps.__getitem__) + 1
-            prefixes.append((run.gaps[at], prompt.token, run.tokens[:at]))
-    return [(prompt, answer) for _, prompt, answer in sorted(prefixes, key=lambda prefix: prefix[0])[:CANDIDATES]]
+            prefix = prompt.token, run.tokens[:at]
+            if prefix not in (other for _, other in prefixes):  # a log has the same question twice
+                prefixes.append((run.gaps[at], prefix))
+    return [prefix for _, prefix in sorted(prefixes, key=lambda prefix: prefix[0])[:CANDIDATES]]
 
 
 @torch.inference_mode()
@@ -142,34 +152,47 @@ def chi_square_test(
     freedom = sum(prefix.cells.freedom for prefix in prefixes)
     rng = Generator(hashed(f"{settings.seed} control"), target.device)
     total = control = 0.0
-    for prefix in prefixes:
-        total += chi_square.statistic(prefix.cells, _samples(prefix, settings, count))
+    for number, prefix in enumerate(prefixes):
+        seeds = f"{settings.seed} law {number}"  # its own: of numbers in common the statistics would be alike
+        total += chi_square.statistic(prefix.cells, _samples(prefix, settings, seeds, count))
         control += chi_square.statistic(prefix.cells, resampled(prefix.probs, rng, count))
     p, control_p = chi_square.p_value(total, freedom), chi_square.p_value(control, freedom)
     size, power = count * len(prefixes), chi_square.POWER
     return ChiSquareTest(size, len(prefixes), freedom, total, p, tv, power, alpha, control_p), ""
 
 
-def _session(target: Target, drafter: Drafter, prompt: list[int], answer: list[int], how: Settings) -> Session:
-    """Return a session with the tokens of a prompt and of its answer so far, and an empty KV cache."""
-    session = Session(target, drafter, prompt, how)
+def _session(
+    target: Target,
+    drafter: Drafter,
+    prompt: list[int],
+    answer: list[int],
+    how: Settings,
+    cache: TargetCache | None = None,
+) -> Session:
+    """Return a session with the tokens of a prompt and of its answer so far, and an empty KV cache or a given one."""
+    session = Session(target, drafter, prompt, how, cache)
     session.context.extend(answer)
     session.generation.tokens.extend(answer)
     return session
 
 
+def _enter(session: Session) -> None:
+    """Prefill all of a session's text but its last token, the root of the first draft."""
+    text, drafter = session.context, session.drafter
+    session.state = drafter.start(text[:-1])
+    token = torch.tensor(text, device=session.target.device)
+    out = session.target.prefill(token[:-1], session.cache, drafter.feature_layers)
+    session.state.update(Commit(token[1:], out, None))
+
+
 def _prefix(target: Target, drafter: Drafter, prompt: list[int], answer: list[int], settings: Settings) -> Prefix:
     """Prefill a text, draft after it, and let the target score the draft in one tree pass."""
     session = _session(target, drafter, prompt, answer, settings)
-    text = session.context
-    session.state = drafter.start(text[:-1])
-    token = torch.tensor(text, device=target.device)
-    out = target.prefill(token[:-1], session.cache, drafter.feature_layers)
-    session.state.update(Commit(token[1:], out, None))
-    root = trees.root(text[-1], target.device)
+    _enter(session)
+    root = trees.root(session.context[-1], target.device)
     expected = distribution(_scored(session, Proposal(root)), settings.sampling)[0]
     proposal = session.draft()
-    if proposal.q is not None and drafter.redraws:  # deep nodes only cost time
+    if proposal.q is not None and drafter.redraws and not _batched(session):  # deep nodes only cost time
         session.limit = min(session.limit, len(answer) + 1 + DEPTH)
         proposal = session.draft()
     logits = _scored(session, proposal)
@@ -188,18 +211,74 @@ def _scored(session: Session, proposal: Proposal) -> Float[Tensor, "N V"]:
     return session.processed(out.logits[0, : len(proposal.tree.token)], proposal.tree)
 
 
-def _samples(prefix: Prefix, settings: Settings, count: int) -> list[int]:
-    """Return first tokens as the rule in use emits them."""
+def _batched(session: Session) -> bool:
+    """Whether the drafts of a session's source are verified for whole batches on the device, by rules of their own."""
+    return fits(session.target, [session]) and session.drafter.clones(1)[1] is not None
+
+
+def _samples(prefix: Prefix, settings: Settings, seeds: str, count: int) -> list[int]:
+    """Return first tokens as the engine emits them by the rule in use; `seeds` is the key of all randomness."""
+    if not _batched(prefix.session):
+        return _decided(prefix, settings, seeds, count)
+    with suppress(ValueError, torch.OutOfMemoryError):  # there may be no memory for so many
+        if sampled := _stepped(prefix, settings, seeds, count, TOGETHER):
+            return sampled
+    return _stepped(prefix, settings, seeds, count, 1)
+
+
+def _stepped(prefix: Prefix, settings: Settings, seeds: str, count: int, size: int) -> list[int]:
+    """Return first tokens as the steps of a batch emit them, of `size` sequences that stand at the prefix.
+
+    Before each step they are back there, and have new seeds. Of several at once there are none if nothing is drafted,
+    as a schedule may have it.
+    """
+    session = prefix.session
+    target, text, answer = session.target, session.context, session.generation.tokens
+    prompt = text[: len(text) - len(answer)]
+    room = text, replace(settings, max_new_tokens=1, min_new_tokens=0)
+    batch = lend(target, session.drafter, size, [room])
+    batch.reserve(entries(target, *room))
+    for slot in range(size):
+        one = _session(target, batch.free.pop(), prompt, answer, settings, batch.cache.enter(slot))
+        _enter(one)
+        batch.slots.append(Running(slot, one, 0.0))
+    assert batch.drafts is not None
+    buffers = batch.drafts.tensors()
+    before = [buffer.clone() for buffer in buffers]
+    sampled: list[int] = []
+    while len(sampled) < count:
+        for slot, one in enumerate(sequence.session for sequence in batch.running):
+            how = replace(settings, seed=hashed(f"{seeds} {len(sampled) + slot}"))
+            again = _session(target, one.drafter, prompt, answer, how, one.cache)
+            again.state = one.state
+            again.cache.set_length(len(text) - 1)
+            batch.slots[slot] = Running(slot, again, 0.0)
+        batch.step()
+        stepped = [sequence.session.generation for sequence in batch.running]
+        if size > 1 and not any(generation.steps[-1].drafted for generation in stepped):
+            break
+        sampled += [generation.tokens[len(answer)] for generation in stepped]
+        for buffer, old in zip(buffers, before, strict=True):
+            buffer.copy_(old)
+    for sequence in batch.running:
+        sequence.session.generation.finish = "length"
+    batch.release()
+    give_back(target, session.drafter, batch)
+    return sampled[:count]
+
+
+def _decided(prefix: Prefix, settings: Settings, seeds: str, count: int) -> list[int]:
+    """Return first tokens as a session decides them on the host."""
     session, sampling = prefix.session, settings.sampling
     device, start = session.target.device, len(session.context)
     room = session.limit - len(session.generation.tokens) - 1
     cached: dict[tuple[int, ...], Tensor] = {(): prefix.logits[0]}
     sampled: list[int] = []
-    rng: Rng = Generator(hashed(f"{settings.seed} law"), device)
+    rng: Rng = Generator(hashed(seeds), device)
     proposal, logits = prefix.proposal, prefix.logits
     for i in range(count):
         if settings.rule == COUPLED:  # its noise depends on the seed, so every sample has a seed of its own
-            rng = Coupled(hashed(f"{settings.seed} law {i}"), device, range(start))
+            rng = Coupled(hashed(f"{seeds} {i}"), device, range(start))
         if proposal.q is not None:
             proposal = session.state.propose(Context(session.context, sampling, rng, room, session.cache))
             logits = _looked_up(session, proposal, cached)

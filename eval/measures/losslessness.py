@@ -108,7 +108,7 @@ class SampledGate:
     drafter: str
     temperature: float
     coupled: Gate  # prompts with the same tokens as the baseline under coupled noise, at all batch sizes
-    distribution: ChiSquareTest | None  # at batch size 1; None where nothing could be sampled
+    distribution: ChiSquareTest | None  # None where nothing could be sampled
     why: str  # the reason for that
     batch_sizes: tuple[int, ...] = (1,)  # at which the tokens under coupled noise were compared
     failed_at: int | None = None  # the first of them at which tokens differ, where `coupled.first` was seen

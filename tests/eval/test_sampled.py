@@ -16,7 +16,10 @@ from inference import step
 from inference.decode import Generation, Settings, autoregress
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
+from inference.drafters.prompt_lookup import PromptLookup
 from inference.protocol import Drafter
+from inference.tree_config import Schedule, Scheduled
+from inference.verification import device
 from inference.verification.rng import key_of
 from inference.verification.sample import Sampling
 from inference.verification.verify import COUPLED, Verdict, decide
@@ -55,15 +58,124 @@ def test_a_wrong_step_fails_though_the_baseline_takes_it_too(monkeypatch: pytest
     assert found.coupled.failed == 3
 
 
-@pytest.mark.parametrize("tree", ["chain", "dynamic"])
-def test_a_rule_that_likes_its_drafts_too_much_is_caught(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def drawn(tree: str, tv: float = 0.1, temperature: float = 2.0, schedule: Schedule | None = None) -> ChiSquareTest:
+    """Return the test of the toy MTP head's draws; about half of them are accepted."""
+    target, how = toys.target(), replace(HOT, sampling=Sampling(temperature, 0, 1.0), gaps=True)
+    head: Any = toys.head("mtp", target)
+    candidates = sampled.texts(PROMPTS, [autoregress(target, prompt.token, how) for prompt in PROMPTS])
+    drafter = HeadDrafter(head, toys.TREES[tree], tree, schedule)
+    found, why = sampled.chi_square_test(target, drafter, candidates, replace(how, gaps=False), tv, 1e-3)
+    assert found is not None, why
+    return found
+
+
+def easier_coins(coins: device.Coins, probability: torch.Tensor, tossing: torch.Tensor) -> torch.Tensor:
+    """Toss coins that fall on the draft's side twice as often."""
+    point = coins.point.gather(1, coins.tossed[:, None])[:, 0]
+    coins.tossed = coins.tossed + tossing
+    return tossing & (point * 0.5 < probability)
+
+
+@pytest.mark.parametrize("tree", ["chain", "sampled"])
+def test_easier_coins_on_the_device_are_caught(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert drawn(tree).passed
+    monkeypatch.setattr(device.Coins, "toss", easier_coins)
+    found = drawn(tree)
+    assert found.caught
+    assert found.p_value < found.alpha
+
+
+def test_numbers_that_drafts_and_coins_share_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "DRAFTS", step.COINS)
+    found = drawn("chain", 0.08, 3.0)
+    assert found.caught
+    assert found.p_value < found.alpha
+
+
+def test_a_walk_that_likes_its_drafts_too_much_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of drafts that are chosen: the score of the first drafted token is raised."""
+    assert drawn("dynamic").passed
+    choose = step.DeviceStep.choose
+
+    def lenient(self: Any, slots: Any, drafted: Any, scores: Any, *others: Any) -> torch.Tensor:
+        if drafted.tree.token.shape[1] > 1:
+            scores = scores.clone()
+            scores[torch.arange(len(scores)), 0, drafted.tree.token[:, 1]] += 12
+        return choose(self, slots, drafted, scores, *others)
+
+    monkeypatch.setattr(step.DeviceStep, "choose", lenient)
+    assert not drawn("dynamic").passed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", ["chain", "sampled"])
+def test_slightly_easier_coins_are_caught_by_as_many_draws_as_a_report_has(
+    tree: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert drawn(tree, 0.02).passed
+    toss = device.Coins.toss
+    monkeypatch.setattr(device.Coins, "toss", lambda self, probability, tossing: toss(self, probability * 1.2, tossing))
+    assert not drawn(tree, 0.02).passed
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_a_batch_that_drafts_nothing_or_finds_no_memory_leaves_the_draws_to_one_sequence(
+    paused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, lend = list[int](), sampled.lend
+
+    def noted(target: Any, drafter: Any, size: int, requests: Any) -> Any:
+        sizes.append(size)
+        if size > 1 and not paused:
+            raise ValueError("no memory")
+        return lend(target, drafter, size, requests)
+
+    monkeypatch.setattr(sampled, "lend", noted)
+    tree = toys.TREES["chain"]
+    found = drawn("chain", 0.2, 1.0, Schedule([Scheduled(1, tree), Scheduled(2, None if paused else tree)]))
+    assert found.passed
+    assert sizes == [sampled.TOGETHER, 1] * found.prefixes
+
+
+def test_prefixes_share_no_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = list[str]()
+
+    def noted(_prefix: Any, _settings: Any, of_prefix: str, count: int) -> list[int]:
+        seeds.append(of_prefix)
+        return [0] * count
+
+    monkeypatch.setattr(sampled, "_samples", noted)
+    assert drawn("chain", 0.06, 4.0).prefixes == 2
+    assert len({*seeds}) == 2
+
+
+def test_a_question_that_was_asked_twice_is_one_prefix() -> None:
+    plain = [autoregress(toys.target(), prompt.token, replace(HOT, gaps=True)) for prompt in PROMPTS]
+    once = sampled.texts(PROMPTS, plain)
+    assert len(once) == 3
+    assert sampled.texts([*PROMPTS, *PROMPTS], [*plain, *plain]) == once
+
+
+@pytest.mark.parametrize("source", ["chain", "lookup"])
+def test_a_rule_on_the_host_that_likes_its_drafts_too_much_is_caught(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a head on a target that takes no masks, and of a source without a head."""
+
     def lenient(drafted: Any, *args: Any, **how: Any) -> Verdict:
         found = decide(drafted, *args, **how)
         liked = len(drafted.token) > 1 and args[3].accept(0.4)
         return Verdict([0, 1], found.token, found.rule) if liked else found
 
+    target, drafters = toys.target(), heads("chain")
+    monkeypatch.setattr(target, "takes_trees", source == "lookup")
+    if source == "lookup":
+        drafters = {"lookup": PromptLookup(PromptLookup.Config(1, 1, 3, "last"), target, "lookup")}
+    prompts = [prompt._replace(token=[*range(toys.VOCAB), *prompt.token]) for prompt in PROMPTS]
+    setup = Setup(target, drafters, prompts, HOT)
+    assert sampled_gates(setup, TV, 1)[0].passed
     monkeypatch.setattr(sampled, "decide", lenient)
-    (found,) = verdicts(tree)
+    (found,) = sampled_gates(setup, TV, 1)
     assert found.distribution is not None
     assert found.distribution.caught
     assert not found.passed
