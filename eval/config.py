@@ -221,7 +221,7 @@ class EvalConfig(SourcesConfig, Selection, DecodingConfig, EndpointConfig, Audit
     model: dict[str, Any]
     dtype: Annotated[str, OneOf(("auto", *DTYPES))]
     gate_dtype: Annotated[str, OneOf(tuple(DTYPES))]
-    gate_tv: Annotated[float, Within(0, 1, above=True, below=True)]
+    gate_tv: Annotated[float, Within(0, 0.25, above=True, below=True)]  # a control is off by p (1 - p) at most
     engine: EngineConfig
     minutes: Positive | None
     repeats: Count

@@ -20,7 +20,7 @@ TUNER = {
     "depths": [1, 3], "top_k": [2], "nodes": [1, 3, 6], "contexts": [], "samples": 1, "prompts": 2,
     "batch_sizes": [1, 2],
 }  # fmt: skip
-SIZE = {"prompts": 2, "max_new_tokens": 8, "repeats": 1, "warmup": 0, "gate_tv": 0.3, "tier": "live", "tuner": TUNER}
+SIZE = {"prompts": 2, "max_new_tokens": 8, "repeats": 1, "warmup": 0, "gate_tv": 0.2, "tier": "live", "tuner": TUNER}
 
 
 def small(runs: Path, out: Path, **values: Any) -> EvalConfig:

@@ -202,6 +202,7 @@ def test_a_mistake_is_named_in_one_line(runs: Path, tmp_path: Path, values: dict
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"gate_dtype": "auto"}, "gate_dtype is 'auto'"),
         ({"gate_tv": 0.0}, "gate_tv is 0.0"),
+        ({"gate_tv": 0.25}, "gate_tv is 0.25: give a number below 0.25"),
         ({"turns": "last"}, "turns is 'last'"),
         ({"budget": 0}, "budget is 0"),
         ({"workload": [3]}, "workload is"),
