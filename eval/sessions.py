@@ -35,6 +35,7 @@ from inference.drafters.registry import reads_text_alone
 from inference.protocol import Drafter
 from inference.target.placement import TOGETHER
 from inference.target.target import Target
+from inference.verification.verify import is_lossy
 
 FLOOR = 4  # prompts of a workload that the losslessness check keeps, of as many
 TREES = 20_000  # steps of the baseline that a head's tiers without a clock take: measured with the embedded target
@@ -81,7 +82,8 @@ def timed_rows(
                 config.seed,
                 memory_bytes=peak_memory(target.device),
                 start=start,
-                coupled={check.drafter: check.coupled for check in checks},
+                # Coupled noise replaces the rule: it says nothing of one that is lossy.
+                coupled={} if is_lossy(config.rule) else {check.drafter: check.coupled for check in checks},
                 not_lossless=frozenset(check.drafter for check in checks if not check.passed),
                 agreement=agreement(setup, runs) if temperature == 0 and size == 1 else {},
                 request_rate=rate,

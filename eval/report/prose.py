@@ -89,7 +89,9 @@ NOTES = (
 ABOVE_0 = (
     "At temperatures above 0 lossless counts the prompts whose tokens are the baseline's under coupled noise, "
     "at batch size 1 and at every one asked for; the distribution of tokens sampled with the rule in use is tested "
-    "too. That rules keep it, exact enumeration proves in the tests."
+    "too. That rules keep it, exact enumeration proves in the tests. A lossy rule has no such count. What is timed is "
+    "verified by the rule in use: where that samples anew after a rejection, its text is another, of the same "
+    "distribution."
 )
 AT_A_RATE = (
     "2 req/s behind a name: requests came at random (Poisson), so many a second on average, at the same moments for "

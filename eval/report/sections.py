@@ -13,6 +13,7 @@ from eval.report.columns import Table, topic
 from eval.report.plots import Plot
 from eval.report.tree_plot import tree
 from eval.report.view import PAGE, TEXT, Record, Result, origin, results_of
+from inference.verification.verify import emits_samples
 
 LITTLE = 0.02  # of the speedup: costs are not known closer
 OVER = "the same engine without drafts"  # what a speedup is over
@@ -99,17 +100,21 @@ def sentence(report: Record) -> str:
     low, high = row.get("speedup_ci") or (None, None)
     between = "" if low is None else f" ({low:.2f} to {high:.2f})"
     source = "speculation" if row["drafter"] == ENDPOINT else row["drafter"]  # whatever a server drafts with
-    text = f"With {source}, {name} writes the same text {row['speedup']:.2f} times as fast{between} as {OVER}"
+    # Above 0 the counts are those under coupled noise, and the text timed is the baseline's by some rules alone.
+    is_same = row["temperature"] == 0 or all(emits_samples(rule) for rule in row["rule"].split(" + "))
+    what = " the same text" if is_same else " text of the same distribution"
+    text = f"With {source}, {name} writes{what} {row['speedup']:.2f} times as fast{between} as {OVER}"
     if low is not None and low <= 1 < row["speedup"]:
         text += " (not shown to be faster; more prompts narrow the interval)"
     text += over_hf(row)
     if not counts.get("checked"):
-        return f"{text.replace(' the same text', '')}; whether the text is the same was not checked."
+        return f"{text.replace(what, '', 1)}; whether the text is the same was not checked."
     ties = f", {counts['near_tie']} the same but for rounding" if counts.get("near_tie") else ""
     there, dtype = row.get("agreement") or {}, session["settings"].get("gate_dtype")
     if dtype and there.get("identical", counts["checked"]) < there.get("checked", 0):
         ties += f" (in {dtype}; {there['identical']} in {there['dtype']}, as timed)"
-    return f"{text}; {counts['identical']} of {counts['checked']} answers identical{ties}."
+    noise = "" if is_same else " under coupled noise"
+    return f"{text}; {counts['identical']} of {counts['checked']} answers identical{noise}{ties}."
 
 
 def over_hf(row: Record) -> str:

@@ -85,6 +85,14 @@ def is_lossy(rule: str) -> bool:
     return rule != AUTO and RULES[rule].lossy
 
 
+def emits_samples(rule: str) -> bool:
+    """Return whether a rule emits what the target samples, drafts or not: then the text is that of the baseline.
+
+    The other lossless rules sample anew where they reject: the text is another, of the same distribution.
+    """
+    return rule in (GREEDY_WALK, NOTHING) or (rule in RULES and not RULES[rule].sampled and not RULES[rule].lossy)
+
+
 def label(rule: str) -> str:
     """Return what reports call a rule."""
     return f"{rule} (lossy)" if is_lossy(rule) else rule

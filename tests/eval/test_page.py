@@ -184,6 +184,27 @@ def test_the_page_begins_with_a_sentence_for_everybody(folder: Path) -> None:
     assert sentence({**content, "settings": {"gate": {name: RED.as_dict() for name in TREES}}}) == ""
 
 
+@pytest.mark.parametrize(
+    ("rule", "what", "counted"),
+    [
+        ("point_mass", "the same text", ""),
+        ("coupled", "the same text", ""),
+        ("traversal", "text of the same distribution", " under coupled noise"),
+        ("block + point_mass", "text of the same distribution", " under coupled noise"),
+    ],
+)
+def test_above_temperature_0_the_text_is_the_same_by_a_rule_that_emits_samples(
+    rule: str, what: str, counted: str
+) -> None:
+    content = report(temperatures=(1.0,), sizes=(1,)).as_dict()
+    counts = {"checked": 2, "identical": 2, "near_tie": 0, "failed": 0}
+    content["rows"] = [{**row, "rule": rule, "lossless": counts} for row in content["rows"]]
+    assert f" writes {what} " in sentence(content)
+    assert sentence(content).endswith(f"; 2 of 2 answers identical{counted}.")
+    content["rows"] = [{**row, "lossless": {}} for row in content["rows"]]
+    assert re.search(r" writes \d\.\d\d times as fast.* was not checked\.$", sentence(content))
+
+
 def test_names_on_the_page_are_in_words(folder: Path) -> None:
     heads = re.findall(r"<th scope=[^>]*><button[^>]*>([^<]*)<", (folder / "report.html").read_text(encoding="utf-8"))
     assert len(heads) > 50

@@ -127,6 +127,7 @@ def test_a_lossy_rule_is_red_whatever_it_emits(runs: Path, tmp_path: Path, capsy
     rows = [row for row in told["rows"] if row["drafter"] == "eagle"]
     assert [row["rule"] for row in rows] == ["typical (lossy)"] * 2
     assert [row["speedup"] for row in rows] == [None, None]
+    assert [row["lossless"]["checked"] for row in rows] == [2, 0], "coupled noise says nothing of a lossy rule"
     assert (told["settings"]["rule"], told["settings"]["lossy"]) == ("typical", True)
 
 
