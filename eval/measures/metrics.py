@@ -30,7 +30,7 @@ DEFINITIONS = {
     "accepted_per_pass": "drafted tokens that a pass accepts, the bonus token left out, all passes pooled",
     "accepted_per_pass_by_request": "the mean of each request's own accepted tokens per pass",
     "draft_acceptance_rate": "drafted tokens accepted, of those drafted (vLLM); it falls as drafts grow",
-    "committed_per_verified": "accepted and bonus tokens, of all that the target verified (AIPerf); the rest is waste",
+    "committed_per_verified": "tokens committed, of all that the target verified (AIPerf); the rest is waste",
 }
 
 Interval = tuple[float, float]
@@ -49,6 +49,7 @@ class Passes:
     drafted: Number | None  # tokens of all drafts; None where nobody counts them
     accepted: Number  # of these
     by_depth: Sequence[Number]  # passes that accepted 1, 2, … drafted tokens or more; empty where nobody counts them
+    ended: Sequence[Number] = ()  # passes that committed 1, 2, … accepted tokens and no bonus: they end an answer
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Acceptance:
     tau_request_mean: float | None  # the mean of each request's own tau
     accepted_by_depth: list[float]  # P(a >= d)
     conditional_by_depth: list[float]  # P(a >= d | a >= d - 1)
+    tau_within_depth: list[float]  # τ with every draft cut off at d, see `_tau_within`
     draft_tokens: int
     accepted_per_draft_token: float | None
     definitions: dict[str, float | None]  # by the names of `DEFINITIONS`
@@ -91,9 +93,12 @@ def passes(run: Generation) -> Passes:
 
 
 def counted(accepted: Sequence[int], drafted: int, tokens: int) -> Passes:
-    """Return the counts of passes that accepted so many drafted tokens each."""
-    by_depth = [sum(count >= depth for count in accepted) for depth in range(1, max(accepted, default=0) + 1)]
-    return Passes(tokens, len(accepted), drafted, sum(accepted), by_depth)
+    """Return the counts of an answer's passes that accepted so many drafted tokens each."""
+    depths = range(1, max(accepted, default=0) + 1)
+    by_depth = [sum(count >= depth for count in accepted) for depth in depths]
+    missing = sum(accepted) + len(accepted) - tokens  # only the last pass can have committed no bonus
+    ended = [missing * (depth == accepted[-1]) for depth in depths]
+    return Passes(tokens, len(accepted), drafted, sum(accepted), by_depth, ended)
 
 
 def pooled(requests: Sequence[Passes], whole: Passes | None = None) -> Acceptance:
@@ -110,6 +115,7 @@ def pooled(requests: Sequence[Passes], whole: Passes | None = None) -> Acceptanc
         tau_request_mean=tau_mean,
         accepted_by_depth=[count / total.steps for count in reached],
         conditional_by_depth=[count / above for above, count in pairwise([total.steps, *reached])],
+        tau_within_depth=[_tau_within(total, depth) for depth in range(1, len(reached) + 1)],
         draft_tokens=round(drafted),
         accepted_per_draft_token=ratio(total.accepted, drafted),
         definitions={
@@ -118,9 +124,7 @@ def pooled(requests: Sequence[Passes], whole: Passes | None = None) -> Acceptanc
             "accepted_per_pass": ratio(total.accepted, total.steps),
             "accepted_per_pass_by_request": _mean([ratio(request.accepted, request.steps) for request in requests]),
             "draft_acceptance_rate": ratio(total.accepted, drafted),
-            "committed_per_verified": (
-                None if total.drafted is None else ratio(total.accepted + total.steps, drafted + total.steps)
-            ),
+            "committed_per_verified": None if total.drafted is None else ratio(total.tokens, drafted + total.steps),
         },
     )
 
@@ -136,6 +140,7 @@ def together(requests: Sequence[Passes]) -> Passes:
         drafted=math.fsum(drafted) if len(drafted) == len(requests) else None,
         accepted=math.fsum(request.accepted for request in requests),
         by_depth=tuple(math.fsum(counts) for counts in zip_longest(*by_depth, fillvalue=0)),
+        ended=tuple(math.fsum(counts) for counts in zip_longest(*(request.ended for request in requests), fillvalue=0)),
     )
 
 
@@ -144,12 +149,12 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return ratio(math.fsum(measured), len(measured))
 
 
-def tau_within(acceptance: Acceptance, depth: int) -> float | None:
+def _tau_within(total: Passes, depth: int) -> float:
     """Return τ with every draft cut off at a depth: deeper tokens would have been the passes' bonus.
 
     Exact where the target's choices after a step do not depend on how long the step was, as on recorded text.
     """
-    return None if acceptance.tau is None else 1 + sum(acceptance.accepted_by_depth[:depth])
+    return 1 + (math.fsum(total.by_depth[:depth]) - math.fsum(total.ended[:depth])) / total.steps
 
 
 def quantiles(values: Sequence[float | None]) -> dict[str, float]:

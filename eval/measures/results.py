@@ -154,7 +154,6 @@ def result(source: Source, subset: Subset, requests: Sequence[Request], whole: P
     """
     measurement, counts = subset.measurement, _known(requests, "passes")
     acceptance = metrics.pooled(counts, whole)
-    deepest = len(acceptance.accepted_by_depth)
     seconds = {key: sum(request.seconds[key] for request in requests) for key in UNTIMED}
     latencies = [wait for request in requests if (wait := request.waits.get("latency_s")) is not None]
     return Row(
@@ -178,7 +177,6 @@ def result(source: Source, subset: Subset, requests: Sequence[Request], whole: P
         category=subset.category,
         prompts=len(requests),
         state=source.state,
-        tau_within_depth=[metrics.tau_within(acceptance, depth) for depth in range(1, deepest + 1)],
         by_request=by_request(requests),
         prefill_s=sum(_known(requests, "prefill_s"), 0.0),
         whole_tokens_per_second=metrics.speed(_known(requests, "end_to_end")),

@@ -235,7 +235,7 @@ def expected(of: Overlap, depth: int) -> Passes:
     depth = min(depth, of.share.shape[1])
     begins = [0.0] * (text.generated + 1)  # the probability that a step begins after so many tokens
     begins[1] = 1.0
-    reached = [0.0] * depth
+    reached, ended = [0.0] * depth, [0.0] * depth
     drafted = 0.0
     for written in range(1, text.generated):
         begin = begins[written]
@@ -245,7 +245,10 @@ def expected(of: Overlap, depth: int) -> Passes:
         for d in range(deepest + 1):
             accept = float(of.share[written - 1, d]) if d < deepest else 0.0
             begins[min(written + d + 1, text.generated)] += begin * survive * (1 - accept)
+            if d and written + d == text.generated:  # the draft has the text's last token
+                ended[d - 1] += begin * survive * (1 - accept)
             survive *= accept
             if d < deepest:
                 reached[d] += begin * survive
-    return Passes(float(text.generated - 1), sum(begins[1 : text.generated], 0.0), drafted, math.fsum(reached), reached)
+    steps = sum(begins[1 : text.generated], 0.0)
+    return Passes(float(text.generated - 1), steps, drafted, math.fsum(reached), reached, ended)

@@ -41,7 +41,8 @@ END_TO_END = (
 )
 WITHIN = (
     "τ, had every draft ended at that depth: the sum of P(a≥d) up to it and the bonus token, from the passes that "
-    "were made. `budget=K` measures it: then no source drafts deeper than K."
+    "were made; a pass whose draft ends the answer commits no bonus token. `budget=K` measures it: "
+    "then no source drafts deeper than K."
 )
 BREAKDOWN = (
     "The breakdown leads from τ to the speedup: what would be left if only the dearer pass counted, then the draft "

@@ -32,8 +32,16 @@ def test_tau_is_one_plus_the_sum_over_depths_where_nothing_is_cut_off() -> None:
 
 def test_tau_had_drafts_ended_at_a_depth() -> None:
     found = metrics.acceptance([generation(8, [(2, 2), (2, 2), (2, 1), (2, 0)])])  # P(a >= 1) is 3/4, P(a >= 2) 2/4
-    assert [metrics.tau_within(found, depth) for depth in (1, 2, 3)] == [1.75, 2.25, 2.25]
-    assert metrics.tau_within(metrics.acceptance([generation(1)]), 1) is None
+    assert found.tau_within_depth == [1.75, 2.25]
+    assert metrics.acceptance([generation(1)]).tau_within_depth == []
+
+
+def test_a_pass_whose_draft_ends_the_answer_commits_no_bonus() -> None:
+    """The last pass accepts two tokens, the second of which ends the answer: cut at depth 1 it would be the bonus."""
+    found = metrics.acceptance([generation(6, [(3, 2), (3, 2)]), generation(3, [(3, 0), (3, 0)])])
+    assert (found.tokens, found.steps, found.draft_tokens) == (7, 4, 12)
+    assert found.tau_within_depth == [1 + 2 / 4, 7 / 4]
+    assert found.definitions["committed_per_verified"] == 7 / 16
 
 
 def test_tokens_cut_off_at_a_stop_are_not_counted() -> None:

@@ -48,6 +48,14 @@ def test_sampled_tiers_agree_along_the_same_text(kind: str) -> None:
     assert accepted[0] > 0.04, "too little was accepted to compare"
 
 
+def test_the_expected_passes_that_draft_the_end_of_a_text_commit_no_bonus() -> None:
+    text = Text(list(range(7)), 2, 8)  # 5 tokens written, where 8 are allowed: drafts reach beyond the end
+    share = torch.tensor([[0.9, 0.5], [0.2, 0.4], [0.7, 0.3], [0.6, 0.0]])
+    found = metrics.pooled([expected(Overlap(text, share, share), 2)])
+    assert found.tau_within_depth[1] == pytest.approx(found.tau)
+    assert found.tau_within_depth[1] < 1 + sum(found.accepted_by_depth) - 0.1
+
+
 def test_what_passes_are_expected_is_the_sum_over_all_verdicts() -> None:
     text = Text(list(range(9)), 2, 6)  # 7 tokens written, but only 6 allowed: the last draft is cut
     share = torch.tensor([[0.9, 0.5], [0.2, 0.4], [0.7, 0.3], [0.6, 1.0], [1.0, 0.8], [0.5, 0.0]])
