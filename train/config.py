@@ -25,6 +25,7 @@ from inference.target.loading import AS_IT_IS
 from inference.target.placement import AUTO, check_weights
 from train.adapt import AdaptConfig, peft_config
 from train.losses import ObjectiveConfig
+from train.start import STARTS
 from train.tracking.trackers import TRACKERS
 
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
@@ -289,6 +290,8 @@ def checked(run: RunConfig) -> RunConfig:
     if run.log is not None and (run.budget is None) == (run.loop is None):
         raise ValueError("log is read by a budget or by the loop: give one of budget=1h and experiment=loop with it")
     _check_together(run)
+    if run.init in STARTS:  # else the head that it names has a configuration of its own
+        _check_confidence(run.head, run.objective)
     check_batch_and_name(run.name, run.trainer, run.data.length)
     return run
 
@@ -303,6 +306,22 @@ def check_batch_and_name(name: str, trainer: TrainerConfig, length: int) -> None
         tokens = getattr(trainer, key)
         if tokens is not None and tokens < length:
             raise ValueError(f"trainer.{key} is {tokens}, less than a row of data.length={length}: raise it")
+
+
+def _check_confidence(head: HeadConfig, objective: ObjectiveConfig) -> None:
+    """Refuse a head that predicts acceptance and is not taught to, which would be noise, and the loss without it."""
+    predicts = getattr(head, "confidence", False)
+    if predicts and not objective.losses.get("confidence"):
+        raise ValueError(
+            "head.confidence=true predicts each draft's acceptance, and no loss teaches it: give "
+            "+objective.losses.confidence=1.0, or head.confidence=false"
+        )
+    for key, losses in (("losses", objective.losses), ("on_policy.losses", objective.on_policy.losses or {})):
+        if not predicts and "confidence" in losses:
+            raise ValueError(
+                f"objective.{key}.confidence: head={head.name} predicts no acceptance; give head=block with "
+                "head.confidence=true, or leave the loss out"
+            )
 
 
 def _check_together(run: RunConfig) -> None:

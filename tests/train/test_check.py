@@ -68,6 +68,25 @@ def test_a_mistake_is_named_before_anything_is_loaded(
     assert not Path(run.out).exists()
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["head.confidence=true"], "head.confidence=true predicts each draft's acceptance, and no loss teaches it"),
+        (["head.confidence=true", "+objective.losses.confidence=0"], "and no loss teaches it: give"),
+        (["+objective.losses.confidence=1.0"], "objective.losses.confidence: head=block predicts no acceptance; give"),
+        (["+objective.on_policy.losses={confidence:1.0}"], "objective.on_policy.losses.confidence: head=block"),
+        (["head=mlp", "+objective.losses.confidence=1.0"], "head=mlp predicts no acceptance; give head=block"),
+    ],
+)
+def test_a_predicted_acceptance_and_its_loss_come_together(toy: list[str], overrides: list[str], told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)) as error:
+        configured([*toy, "head=block", *overrides])
+    assert "\n" not in str(error.value)
+    both = ["head=block", "head.confidence=true", "+objective.losses.confidence=0.5"]
+    assert configured([*toy, *both]).objective.losses["confidence"] == 0.5
+    assert configured([*toy, "head=block", "head.confidence=true", "init=/a/head"]), "whose own configuration it has"
+
+
 @pytest.mark.parametrize("name", ["../evil", "a/../../b", "/elsewhere"])
 def test_a_name_stays_below_the_folder_of_runs(toy: list[str], name: str) -> None:
     with pytest.raises(ValueError, match=r"name is '.*', a folder below outputs: give it without \.\., and another"):
