@@ -220,4 +220,5 @@ LOSSES: dict[str, Callable[[Rows, ObjectiveConfig], Tensor]] = {
     "ce": ce, "soft_ce": soft_ce, "kl": kl, "reverse_kl": reverse_kl, "jsd": jsd, "tv": tv, "nla": nla, "lk": lk,
     "top_k": top_k, "smooth_l1": smooth_l1, "confidence": confidence,
 }  # fmt: skip
+NOT_OF_LOGITS = {"smooth_l1", "confidence"}  # which teach what else a head predicts: `base` has no share of them
 READ_P = {"ce", "soft_ce", "smooth_l1"}  # which never read the target's log-probs, so that no memory is kept for them

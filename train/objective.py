@@ -19,7 +19,7 @@ from heads import rows
 from heads.base import Draft, DraftHead, Features, to_device
 from heads.modules.top_k import TopLogProbs, argmax, log_probs, most_likely
 from heads.modules.vocab import SummedGradient
-from train.losses import LOSSES, READ_P, ObjectiveConfig, Rows, TeacherProbs
+from train.losses import LOSSES, NOT_OF_LOGITS, READ_P, ObjectiveConfig, Rows, TeacherProbs
 
 ROWS = 2048  # of a chunk at most: they keep an accelerator's matrix products busy
 SHARE = 16  # of the rows of all depths at most one in so many is in a chunk: then it takes no sixth of their memory
@@ -48,7 +48,7 @@ def objective(
         chunks: the rows to score, by `chunked`; None takes all rows of a weight at once by plain autograd: the
             reference.
         top: the teacher where a store kept the top-k tokens of each row; None computes it from `last`.
-        base: the share of the loss that the drafts' `base` has, where there is one.
+        base: the share of the losses of logits that the drafts' `base` has, where there is one.
     """
     flat: list[list[Tensor | None]] = [
         [None if field is None else field.flatten(0, 1) for field in draft] for draft in drafts
@@ -225,15 +225,17 @@ class Work(NamedTuple):
     def depth(self, d: int, fields: Sequence[Tensor | None], pick: Pick, probs: TeacherProbs) -> tuple[Tensor, Tensor]:
         """Return the weighted loss of the picked rows, and the sums of each loss and of right guesses."""
         x, total, sums = self.rows(d, fields, pick, probs), self.weight.new_zeros(()), []
-        weight, base = self.weight[d][pick.source], fields[-1]
+        whole, base = self.weight[d][pick.source], fields[-1]
+        weight = whole
         if base is not None:
             uncorrected = self.rows(d, [base, *fields[1:]], pick, probs)
             for name, factor in self.config.losses.items():
-                total = total + self.base * factor * (LOSSES[name](uncorrected, self.config) * weight).sum()
-            weight = weight * (1 - self.base)
+                if name not in NOT_OF_LOGITS:
+                    total = total + self.base * factor * (LOSSES[name](uncorrected, self.config) * whole).sum()
+            weight = whole * (1 - self.base)
         for name, factor in self.config.losses.items():
             value = LOSSES[name](x, self.config)
-            total = total + factor * (value * weight).sum()
+            total = total + factor * (value * (whole if name in NOT_OF_LOGITS else weight)).sum()
             sums.append(value.detach().sum())
         # The guess is right if nothing exceeds its log q: several times faster on a CPU than an argmax.
         right = x.log_q.detach().gather(-1, x.best.clamp_min(0)[:, None])[:, 0] >= x.log_q.detach().amax(-1)

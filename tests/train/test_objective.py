@@ -271,3 +271,23 @@ def test_the_uncorrected_logits_have_their_share_of_the_loss(chunk: int | None) 
     assert of.base_share(0.5) == pytest.approx(0.5)
     both = 0.25 * gradient(0.0, uncorrected=True) + 0.75 * gradient(0.0)
     torch.testing.assert_close(gradient(0.25), both)
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_the_uncorrected_logits_have_no_share_of_the_predicted_acceptance(chunk: int | None) -> None:
+    """It predicts that of what is drafted: the corrected logits."""
+    head: Any = toys.head("block of DSpark", toys.target("llama", torch.float64)).requires_grad_()
+    torch.nn.init.normal_(head.bias.weight, std=2.0)
+    features, mask = batch(head.feature_layers, torch.float64)
+    of = replace(config(confidence=1.0), depths=4)
+    weight = weights(features.document, mask, None, of).row
+    chunks = None if chunk is None else chunked(weight > 0, chunk, weight.device)
+
+    def gradient(base: float) -> torch.Tensor:
+        head.zero_grad()
+        objective(head, head.unroll(features, 4), features, weight, of, chunks, None, base)[0].backward()
+        grad: torch.Tensor = head.confidence.bias.grad.clone()
+        return grad
+
+    torch.testing.assert_close(gradient(0.5), gradient(0.0), rtol=1e-9, atol=0)
+    torch.testing.assert_close(gradient(1.0), gradient(0.0), rtol=1e-9, atol=0)
