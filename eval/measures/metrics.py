@@ -266,9 +266,9 @@ def bootstrap(
 
     Steps of one request depend on each other, so requests are resampled and not steps; see `within` for conversations.
     `columns` are k numbers of each of n clusters, `statistic` is of their sums, for r resamples at once. None where one
-    cluster or less leaves nothing to resample.
+    cluster or less has counts, which leaves nothing to resample.
     """
-    if len(columns) < 2:
+    if columns.any(1).sum() < 2:
         return None
     generator = torch.Generator().manual_seed(seed)
     sampled = torch.randint(len(columns), (RESAMPLES, len(columns)), generator=generator)

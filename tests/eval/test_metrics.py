@@ -73,6 +73,17 @@ def test_seconds_are_those_of_the_steps() -> None:
     assert metrics.seconds([LONG, SHORT]) == pytest.approx({"draft": 0.625, "verify": 1.25, "other": 0.625})
 
 
+def test_where_one_request_alone_decoded_there_is_no_interval() -> None:
+    """Whichever were resampled, the ratio would be that request's: an interval of no width."""
+    ended = [generation(1, seconds=0.0)] * 3
+    plain = [generation(8, seconds=3.0), *ended]
+    pairs, base = metrics.decoding([LONG, *ended]), metrics.decoding(plain)
+    assert metrics.tau_interval([LONG, *ended], 0) is None
+    assert metrics.paired_interval(pairs, base, 0) is None
+    assert metrics.difference(pairs, base, 0) is None
+    assert metrics.tau_interval([LONG, SHORT, *ended], 0) is not None
+
+
 def test_nothing_decoded_is_none_and_not_a_division_by_zero() -> None:
     ended = [generation(1, seconds=0.0), generation(1, seconds=0.0)]
     found = metrics.acceptance(ended)
