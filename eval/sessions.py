@@ -24,6 +24,7 @@ from eval.live import request_rate
 from eval.live.answers import answers
 from eval.live.extras import paired, training, trees
 from eval.live.interleaved import PLAIN, Setup, measure, rows
+from eval.measures import chi_square
 from eval.measures.losslessness import Gate, SampledGate
 from eval.measures.machine import peak_memory
 from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED, Row
@@ -39,6 +40,8 @@ from inference.verification.verify import is_lossy
 
 FLOOR = 4  # prompts of a workload that the losslessness check keeps, of as many
 TREES = 20_000  # steps of the baseline that a head's tiers without a clock take: measured with the embedded target
+DRAW = 1 / 8  # of such a step, that a draw of the chi-square test takes: likewise
+FREEDOM = 26  # of that test where nobody has seen the texts
 
 
 class Timed(NamedTuple):
@@ -167,8 +170,9 @@ def in_proportion(config: EvalConfig, target: Target, workloads: list[Workload[P
         reduced = smaller
         if (seconds := _estimate(reduced, len(workloads), answer)) <= most:
             return Reduced(reduced, seconds, _left_out(config, reduced))
-    least = min(FLOOR, config.prompts)
-    reduced = replace(reduced, prompts=max(least, int(config.prompts * most / seconds)))
+    least, draws = min(FLOOR, config.prompts), answer * _draws(config)
+    share = max(0.0, most - draws) / (seconds - draws)  # as many are drawn, however few the prompts
+    reduced = replace(reduced, prompts=max(least, int(config.prompts * share)))
     return Reduced(reduced, _estimate(reduced, len(workloads), answer), _left_out(config, reduced))
 
 
@@ -187,8 +191,19 @@ def _estimate(config: EvalConfig, workloads: int, answer: float) -> float:
     sizes, sessions = len(config.batch_sizes()), len(config.temperatures()) * len(config.request_rates())
     checked = config.prompts * (1 + sizes * (1 + heads))
     timed = (config.prompts * config.repeats + config.warmup) * (1 + heads + config.hf) * sizes * sessions
+    hot = sum(temperature > 0 for temperature in config.temperatures())
+    checked += config.prompts * hot * (1 + len({1, *config.batch_sizes()}) * (1 + heads))  # under coupled noise
     trees = heads * TREES / config.max_new_tokens if config.tiers() != [LIVE] else 0
-    return answer * (workloads * (checked + timed) + trees)
+    return answer * (workloads * (checked + timed) + trees + _draws(config))
+
+
+def _draws(config: EvalConfig) -> float:
+    """Return the answers of the baseline that take as long as the draws of every source at every temperature."""
+    tests = sum(temperature > 0 for temperature in config.temperatures()) * (len(config.drafter) + len(config.compare))
+    if not tests:
+        return 0.0
+    draws = chi_square.samples_needed(FREEDOM, config.gate_tv, chi_square.ALPHA / tests)
+    return tests * draws * DRAW / config.max_new_tokens
 
 
 def _left_out(full: EvalConfig, reduced: EvalConfig) -> str:

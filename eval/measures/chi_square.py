@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from jaxtyping import Float
@@ -111,6 +112,7 @@ def power(noncentrality: float, freedom: int, alpha: float) -> float:
     return float((weight * torch.special.gammaincc(freedom / 2 + terms, torch.full_like(terms, bar / 2))).sum())
 
 
+@cache
 def samples_needed(freedom: int, tv: float, alpha: float) -> int:
     """Return the number of samples that reject a distribution at total variation `tv` with POWER."""
     noncentrality = _root(lambda value: power(value, freedom, alpha) - POWER)

@@ -43,6 +43,26 @@ def test_what_does_not_fit_is_left_out(
     assert ("python eval/run.py run=outputs/x" in str(reduced)) == (kept != FULL)
 
 
+def test_the_checks_above_temperature_0_are_counted_and_as_many_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With answers of a second: 16 prompts once more as they are, alone and by baseline and head, and 30,000 draws."""
+    monkeypatch.setattr(sessions, "_answer_seconds", lambda *_: 1.0)
+    workload = SimpleNamespace(prompts=[None] * 16)
+
+    def seconds(minutes: float, **values: Any) -> tuple[float, int]:
+        config = eval_config(run="outputs/x", minutes=minutes, prompts=64, tier=["live"], hf=False, **values)
+        reduced = in_proportion(config, SimpleNamespace(), [workload])
+        return reduced.seconds, reduced.config.prompts
+
+    cold, hot = (seconds(60.0, temperature=temperature)[0] for temperature in (0.0, 0.7))
+    draws = hot - cold - 16 * 3
+    assert draws == pytest.approx(30_000 * sessions.DRAW / eval_config(run="x").max_new_tokens, rel=0.05)
+    assert seconds(60.0, temperature=0.7, gate_tv=0.04)[0] == pytest.approx(hot - 0.75 * draws, rel=0.001)
+    assert seconds(draws / 60, temperature=0.7)[1] == FLOOR
+    found, prompts = seconds((draws + 70) / 60, temperature=0.7)
+    assert FLOOR < prompts < 16
+    assert draws + 50 < found <= draws + 70
+
+
 @pytest.mark.parametrize(
     ("workload", "word"), [("my.jsonl", "my.jsonl"), (["my.jsonl", "gsm8k"], "[my.jsonl,gsm8k]")], ids=["one", "two"]
 )
