@@ -49,8 +49,10 @@ def _widest(index: int | None, item: int) -> int:
     return WIDE if properties.shared_memory_per_block_optin >= FOR_WIDE[item] else NARROW
 
 
-# A constant in what is compiled: torch could not follow a question about the device.
-widest: Callable[[int | None, int], int] = torch.compiler.assume_constant_result(_widest)
+# A constant in what is compiled, since torch cannot follow a question about the device; marked as
+# torch.compiler.assume_constant_result does, which imports dynamo, half a second of every command's start.
+widest: Any = _widest
+widest._dynamo_marked_constant = True
 
 
 def runs(query: Tensor, value: Tensor) -> bool:

@@ -41,8 +41,10 @@ OFFERED = {"with groups": frozenset({*NEEDED, "enable_gqa"}), "without": frozens
     ],
 )
 def test_the_kernel_follows_from_device_dtype_and_widths(
-    device: str, dtype: torch.dtype, widths: tuple[int, int], options: str | None, expected: str
-) -> None:
+    device: str, dtype: torch.dtype, widths: tuple[int, int], options: str | None, expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(flex, "widest", lambda *_: flex.WIDE)
     with FakeTensorMode():
         query, value = (torch.empty(1, 4, 32, width, dtype=dtype, device=device) for width in widths)
     assert route(query, value, OFFERED[options] if options else frozenset()) == expected
