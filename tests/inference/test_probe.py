@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from transformers import AutoModelForCausalLM, GPTNeoConfig, MptConfig, PreTrainedConfig
 
 from data.answers.chats import AnswerSettings
@@ -44,6 +45,7 @@ LONGROPE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LLAMA4 = SIZES | EXPERTS | {"intermediate_size_mlp": 48}
 RECURRENT = "it keeps a recurrent state"
+BEFORE = Version(transformers.__version__) < Version("5.24")
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama4 chunked": ("Llama4TextConfig", LLAMA4 | {"attention_chunk_size": 8}, "kind chunked_attention"),
     "llama4 without rope": ("Llama4TextConfig", LLAMA4 | {"no_rope_layers": [1, 0]}, "kind chunked_attention"),
@@ -75,7 +77,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "RecurrentGemmaConfig",
         {key: value for key, value in SIZES.items() if key != "max_position_embeddings"}
         | {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8},
-        "cannot be rolled back",
+        "cannot be rolled back|does not run this architecture",  # as its states are known, or not
     ),
     "gemma3 both ways": (
         "Gemma3TextConfig",
@@ -134,6 +136,7 @@ def test_trees_and_batches_that_a_target_masks_by_itself_are_refused_by_name(
         Engine(target, Plain(target.device), asked, 2)
 
 
+@pytest.mark.skipif(BEFORE, reason="generate reads one token alone at the switch")
 @pytest.mark.parametrize("name", LONGROPE)
 def test_a_text_that_crosses_longropes_switch_is_transformers(name: str) -> None:
     kind, values = LONGROPE[name]
@@ -153,6 +156,8 @@ def test_a_text_that_crosses_longropes_switch_is_transformers(name: str) -> None
 @pytest.mark.parametrize("name", REFUSED)
 def test_families_that_it_does_not_run_are_refused_by_name(name: str) -> None:
     kind, values, words = REFUSED[name]
+    if BEFORE and name == "jamba":
+        pytest.skip("it passes several tokens behind its states, and is run")
     with pytest.raises(ValueError, match=words) as error:
         made_of(getattr(transformers, kind)(**values), name)
     assert "\n" not in str(error.value)
