@@ -40,7 +40,7 @@ from inference.verification.verify import is_lossy
 
 FLOOR = 4  # prompts of a workload that the losslessness check keeps, of as many
 TREES = 20_000  # steps of the baseline that a head's tiers without a clock take: measured with the embedded target
-DRAW = 1 / 8  # of such a step, that a draw of the chi-square test takes: likewise
+DRAW = 0.4  # of such a step, that a draw of the chi-square test takes: likewise, MTP in trees of 20 nodes
 FREEDOM = 26  # of that test where nobody has seen the texts
 
 
