@@ -171,7 +171,7 @@ def in_proportion(config: EvalConfig, target: Target, workloads: list[Workload[P
         if (seconds := _estimate(reduced, len(workloads), answer)) <= most:
             return Reduced(reduced, seconds, _left_out(config, reduced))
     least, draws = min(FLOOR, config.prompts), answer * _draws(config)
-    share = max(0.0, most - draws) / (seconds - draws)  # as many are drawn, however few the prompts
+    share = max(0.0, most - draws) / (seconds - draws)  # as many tokens are sampled, however few the prompts
     reduced = replace(reduced, prompts=max(least, int(config.prompts * share)))
     return Reduced(reduced, _estimate(reduced, len(workloads), answer), _left_out(config, reduced))
 

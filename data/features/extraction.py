@@ -2,8 +2,8 @@
 
 Shard k holds rows k·R to (k+1)·R - 1, always computed in the same groups: shards that a killed extraction lacks are
 written by the next one, and the store has the bytes of an undisturbed one. Rows that a hybrid run has kept are left out
-of their shards. Each process claims the shards that it
-writes, first every world-th one, then the remaining ones, so any number of them share a store, started together or not.
+of their shards. Each process claims the shards that it writes, first every world-th one, then the remaining ones, so
+any number of them share a store, started together or not.
 A shard is hashed and written in a thread, while the next ones are computed; its claim is held until it is written.
 """
 

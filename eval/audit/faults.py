@@ -66,7 +66,7 @@ def diagnosed(findings: Sequence[Finding]) -> str:
     """Return the fault that the failed checks together look like, a key of FAULTS; empty if none failed.
 
     Checks come in the order in which a fault that one shows makes later ones fail too, so the first failure says it,
-    but for those that another check tells from it. A server that fails is told by that alone.
+    but for those that another check tells from it. A server that fails is named so.
     """
     statuses = {finding.check: finding.status for finding in findings}
     first = next((finding for finding in findings if finding.status == FAILED), None)

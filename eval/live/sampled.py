@@ -153,7 +153,7 @@ def chi_square_test(
     rng = Generator(hashed(f"{settings.seed} control"), target.device)
     total = control = 0.0
     for number, prefix in enumerate(prefixes):
-        seeds = f"{settings.seed} law {number}"  # its own: of numbers in common the statistics would be alike
+        seeds = f"{settings.seed} distribution {number}"  # its own: of numbers in common the statistics would be alike
         total += chi_square.statistic(prefix.cells, _samples(prefix, settings, seeds, count))
         control += chi_square.statistic(prefix.cells, resampled(prefix.probs, rng, count))
     p, control_p = chi_square.p_value(total, freedom), chi_square.p_value(control, freedom)
@@ -220,7 +220,7 @@ def _samples(prefix: Prefix, settings: Settings, seeds: str, count: int) -> list
     """Return first tokens as the engine emits them by the rule in use; `seeds` is the key of all randomness."""
     if not _batched(prefix.session):
         return _decided(prefix, settings, seeds, count)
-    with suppress(ValueError, torch.OutOfMemoryError):  # there may be no memory for so many
+    with suppress(torch.OutOfMemoryError):  # of so many sequences
         if sampled := _stepped(prefix, settings, seeds, count, TOGETHER):
             return sampled
     return _stepped(prefix, settings, seeds, count, 1)
@@ -229,14 +229,19 @@ def _samples(prefix: Prefix, settings: Settings, seeds: str, count: int) -> list
 def _stepped(prefix: Prefix, settings: Settings, seeds: str, count: int, size: int) -> list[int]:
     """Return first tokens as the steps of a batch emit them, of `size` sequences that stand at the prefix.
 
-    Before each step they are back there, and have new seeds. Of several at once there are none if nothing is drafted,
-    as a schedule may have it.
+    Before each step they are back there, and have new seeds. Of several at once there are none where memory is short,
+    or if nothing is drafted, as a schedule may have it.
     """
     session = prefix.session
     target, text, answer = session.target, session.context, session.generation.tokens
     prompt = text[: len(text) - len(answer)]
     room = text, replace(settings, max_new_tokens=1, min_new_tokens=0)
-    batch = lend(target, session.drafter, size, [room])
+    try:
+        batch = lend(target, session.drafter, size, [room])
+    except ValueError:  # as one is refused for which memory is short; an error of a step is none of these
+        if size == 1:
+            raise
+        return []
     batch.reserve(entries(target, *room))
     for slot in range(size):
         one = _session(target, batch.free.pop(), prompt, answer, settings, batch.cache.enter(slot))

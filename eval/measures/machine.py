@@ -39,7 +39,9 @@ def device_facts(device: torch.device, dtype: torch.dtype | None) -> dict[str, A
 def clock_mhz(device: torch.device) -> float | None:
     """Return the device's current clock, a processor's as the mean of its cores; None where it is unknown."""
     if device.type == "cuda":
-        with suppress(Exception):  # torch asks the driver's library, whose Python package may lack or raises its own
+        with suppress(
+            Exception
+        ):  # torch asks the driver's library, whose Python package may be missing or raises its own
             return float(torch.cuda.clock_rate(device))
         return None
     clocks = [float(clock) for clock in _from_linux("cpuinfo", "cpu MHz")]

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 TILE = 128  # queries, and keys, of a block of the mask
-NARROWEST = 16  # head that the kernel takes
-NARROW, WIDE = 128, 256
+NARROWEST, NARROW, WIDE = 16, 128, 256  # widths of a head: the least, one that fits everywhere, the largest
 # Bytes of shared memory for heads wider than NARROW, in 16 bits and in 32: the backward pass's least blocks (pytorch
 # issue 198224) and the forward's. Smaller ones torch does not try, and compiling fails.
 FOR_WIDE = {2: 112 * 2**10, 4: 192 * 2**10}
@@ -43,14 +42,14 @@ def fits(query: Tensor, value: Tensor, wide: int) -> bool:
 
 def _widest(index: int | None, item: int) -> int:
     """Return the widest head that the kernel takes on a CUDA device in values of `item` bytes; 0 where it has none."""
-    if torch.cuda.get_device_capability(index) < (8, 0):  # torch compiles nothing in bf16 there
-        return 0
     properties: Any = torch.cuda.get_device_properties(index)
+    if properties.major < 8:  # torch compiles nothing in bf16 there
+        return 0
     return WIDE if properties.shared_memory_per_block_optin >= FOR_WIDE[item] else NARROW
 
 
 # A constant in what is compiled, since torch cannot follow a question about the device; marked as
-# torch.compiler.assume_constant_result does, which imports dynamo, half a second of every command's start.
+# torch.compiler.assume_constant_result does, which imports dynamo at every command's start.
 widest: Any = _widest
 widest._dynamo_marked_constant = True
 

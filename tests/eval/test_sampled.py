@@ -58,7 +58,9 @@ def test_a_wrong_step_fails_though_the_baseline_takes_it_too(monkeypatch: pytest
     assert found.coupled.failed == 3
 
 
-def drawn(tree: str, tv: float = 0.1, temperature: float = 2.0, schedule: Schedule | None = None) -> ChiSquareTest:
+def sampled_test(
+    tree: str, tv: float = 0.1, temperature: float = 2.0, schedule: Schedule | None = None
+) -> ChiSquareTest:
     """Return the test of the toy MTP head's draws; about half of them are accepted."""
     target, how = toys.target(), replace(HOT, sampling=Sampling(temperature, 0, 1.0), gaps=True)
     head: Any = toys.head("mtp", target)
@@ -78,23 +80,23 @@ def easier_coins(coins: device.Coins, probability: torch.Tensor, tossing: torch.
 
 @pytest.mark.parametrize("tree", ["chain", "sampled"])
 def test_easier_coins_on_the_device_are_caught(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert drawn(tree).passed
+    assert sampled_test(tree).passed
     monkeypatch.setattr(device.Coins, "toss", easier_coins)
-    found = drawn(tree)
+    found = sampled_test(tree)
     assert found.caught
     assert found.p_value < found.alpha
 
 
 def test_numbers_that_drafts_and_coins_share_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "DRAFTS", step.COINS)
-    found = drawn("chain", 0.08, 3.0)
+    found = sampled_test("chain", 0.08, 3.0)
     assert found.caught
     assert found.p_value < found.alpha
 
 
 def test_a_walk_that_likes_its_drafts_too_much_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of drafts that are chosen: the score of the first drafted token is raised."""
-    assert drawn("dynamic").passed
+    assert sampled_test("dynamic").passed
     choose = step.DeviceStep.choose
 
     def lenient(self: Any, slots: Any, drafted: Any, scores: Any, *others: Any) -> torch.Tensor:
@@ -104,7 +106,7 @@ def test_a_walk_that_likes_its_drafts_too_much_is_caught(monkeypatch: pytest.Mon
         return choose(self, slots, drafted, scores, *others)
 
     monkeypatch.setattr(step.DeviceStep, "choose", lenient)
-    assert not drawn("dynamic").passed
+    assert not sampled_test("dynamic").passed
 
 
 @pytest.mark.slow
@@ -112,10 +114,10 @@ def test_a_walk_that_likes_its_drafts_too_much_is_caught(monkeypatch: pytest.Mon
 def test_slightly_easier_coins_are_caught_by_as_many_draws_as_a_report_has(
     tree: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert drawn(tree, 0.02).passed
+    assert sampled_test(tree, 0.02).passed
     toss = device.Coins.toss
     monkeypatch.setattr(device.Coins, "toss", lambda self, probability, tossing: toss(self, probability * 1.2, tossing))
-    assert not drawn(tree, 0.02).passed
+    assert not sampled_test(tree, 0.02).passed
 
 
 @pytest.mark.parametrize("paused", [True, False])
@@ -132,7 +134,7 @@ def test_a_batch_that_drafts_nothing_or_finds_no_memory_leaves_the_draws_to_one_
 
     monkeypatch.setattr(sampled, "lend", noted)
     tree = toys.TREES["chain"]
-    found = drawn("chain", 0.2, 1.0, Schedule([Scheduled(1, tree), Scheduled(2, None if paused else tree)]))
+    found = sampled_test("chain", 0.2, 1.0, Schedule([Scheduled(1, tree), Scheduled(2, None if paused else tree)]))
     assert found.passed
     assert sizes == [sampled.TOGETHER, 1] * found.prefixes
 
@@ -145,7 +147,7 @@ def test_prefixes_share_no_random_numbers(monkeypatch: pytest.MonkeyPatch) -> No
         return [0] * count
 
     monkeypatch.setattr(sampled, "_samples", noted)
-    assert drawn("chain", 0.06, 4.0).prefixes == 2
+    assert sampled_test("chain", 0.06, 4.0).prefixes == 2
     assert len({*seeds}) == 2
 
 

@@ -161,8 +161,7 @@ def test_many_heads_have_a_kernel_each(counter: CompileCounterWithBackend) -> No
 
 def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kib: int) -> None:
     """Make CUDA devices ones of this compute capability, with so much shared memory for a block."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    properties = SimpleNamespace(shared_memory_per_block_optin=kib * 2**10)
+    properties = SimpleNamespace(major=capability[0], shared_memory_per_block_optin=kib * 2**10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
 
 

@@ -61,7 +61,7 @@ def train_within(run: Any, train: Callable[[list[str]], None]) -> None:
     if "log" not in pilots.state:
         try:
             pilots.state |= bench.examined()
-        except ValueError as error:  # of a line of the copy, which is none to mend
+        except ValueError as error:  # of a line of the copy, which is not the one to correct
             copied = str(out / FOLDER / LOG) in str(error)
             raise ValueError(f"{error} in log={run.log}, of which this is a copy" if copied else str(error)) from error
         if anew:  # once the log and the target are known to be right: a mistake costs no earlier run
