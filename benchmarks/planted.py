@@ -71,12 +71,6 @@ BUGS = [
         ["tests/inference/test_batch.py"],
     ),
     Bug(
-        "heads/modules/top_k.py",
-        "/ max(1, others)",
-        "/ vocab_size",
-        ["tests/heads/test_law.py"],
-    ),
-    Bug(
         "heads/modules/rope.py",
         "((waves - low) / (high - low))",
         "((waves - low) / high)",

@@ -255,7 +255,7 @@ def train_head(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> RunCo
     if not goes_on:
         fit_start(head, run.init, target, batches)
     adapt.adapt(head, run.peft)
-    source = source_for(run.features, run.objective, target, head, batches)
+    source = source_for(run.features, target, head, batches)
 
     def begin() -> None:
         origin = {

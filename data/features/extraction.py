@@ -63,14 +63,12 @@ class Layers(NamedTuple):
 def spec_of(
     target: Target | EmbeddingsOnly, packed: Packed, layers: tuple[int, ...], config: FeaturesConfig
 ) -> StoreSpec:
-    """Return the spec of a new store of these rows; refuse a features.k that is larger than the vocabulary."""
-    spec, k = target.spec, config.k if config.teacher == "top_k" else 0
-    if k > spec.vocab_size:
-        raise ValueError(f"features.k is {k}, but {target.name} has {spec.vocab_size} tokens: lower it")
+    """Return the spec of a new store of these rows."""
+    spec = target.spec
     rows, length = packed.token.shape
     store = StoreSpec(
         spec.fingerprint, str(spec), target.quantized, layers, spec.hidden_size, spec.vocab_size,
-        packed_fingerprint(packed), rows, length, config.dtype, config.teacher, k, 1,
+        packed_fingerprint(packed), rows, length, config.dtype, 1,
     )  # fmt: skip
     return replace(store, shard_rows=max(1, config.shard_mb * MB // store.row_bytes))
 
@@ -108,7 +106,7 @@ def estimate(folder: Path, spec: StoreSpec, budget_gb: float | None) -> Estimate
         spec, left, held = store.spec, len(store.missing()), store.bytes()
     parent = next(path for path in [folder, *folder.absolute().parents] if path.exists())
     work = Estimate(spec, left, left * spec.row_bytes, shutil.disk_usage(parent).free)
-    smaller = "give features.dtype=int8, fewer layers or less data (data.limit), or more room"
+    smaller = "give features.dtype=fp8, fewer layers or less data (data.limit), or more room"
     if work.bytes > work.free:
         raise ValueError(
             f"{folder}: {work.rows} rows take {work.bytes / GB:.3f} GB, and the disk has {work.free / GB:.3f} GB "
@@ -218,11 +216,11 @@ def _maker(target: Target | EmbeddingsOnly, packed: Packed, spec: StoreSpec, con
     if isinstance(target, Target) and config.vllm is None:
         whole = target
         return lambda rows: start(whole, packed.token[rows].long(), packed.document[rows].long(), spec)
-    count, embeddings, norm = target.spec.num_layers, target.embeddings, norm_of(target)
+    count, norm = target.spec.num_layers, norm_of(target)
     files = VllmFiles(Path(str(config.vllm)), LayerIds.of(config.vllm_layers, spec.layers, count))
 
     def read(rows: list[int]) -> Copying:
         states = (files.row(packed, row, norm, spec.width) for row in rows)
-        return copying(States(*map(torch.cat, zip(*states, strict=True))), embeddings, spec)
+        return copying(States(*map(torch.cat, zip(*states, strict=True))), spec)
 
     return read

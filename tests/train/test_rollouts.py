@@ -51,7 +51,7 @@ def trained(micro: MicroBatch) -> list[tuple[int, int, int, list[int]]]:
 @pytest.mark.parametrize("nodes", ["text", "accepted", "refused", "all"])
 def test_a_node_teaches_what_the_target_says_behind_its_tokens(nodes: str) -> None:
     target, _, [micro], read = rollout("eagle3", nodes)
-    features, seen = micro.read().features, set()
+    features, seen = micro.read(), set()
     for b, _, t, path in trained(micro):
         token = micro.batch.token[b, [*range(t + 1), *path]][None]
         torch.testing.assert_close(features.last[b, path[-1]], target.features(token, token * 0, ()).last[0, -1])
@@ -67,7 +67,7 @@ def test_a_node_teaches_what_the_target_says_behind_its_tokens(nodes: str) -> No
 def test_a_head_unrolls_a_draft_as_it_unrolls_text(name: str) -> None:
     """And the loss takes these rows, in chunks as by plain autograd."""
     target, head, [micro], _ = rollout(name, "all")
-    given = micro.read().features
+    given = micro.read()
     drafts = head.unroll(given, DEPTHS)
     nodes, final = trained(micro), len(given.token) - 1
     for b, d, t, path in nodes[::15] + [node for node in nodes if node[0] == final]:
@@ -93,8 +93,8 @@ def test_micro_batches_hold_no_more_sequences_than_static_ones() -> None:
     _, _, parts, _ = rollout("eagle", "text", micro_rows=1)
     assert [len(micro.batch.token) for micro in parts] == [1, 1]
     for row, part in enumerate(parts):
-        one = part.read().features
-        torch.testing.assert_close(one.last[0], whole.read().features.last[row, : one.last.shape[1]])
+        one = part.read()
+        torch.testing.assert_close(one.last[0], whole.read().last[row, : one.last.shape[1]])
 
 
 def stepper() -> Stepper:
