@@ -10,9 +10,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from heads import HEADS, rows
 from heads.base import DraftHead, Features, LayerShape
+from heads.common.rope import Rope, Rotary
 from heads.mlp import EPS, ShiftedNorm
 from heads.modules.layers import Block, LayerInputs, LayerSpec, grouped_attention
-from heads.modules.rope import Rope, Rotary, scaling_of
 from inference.drafters.policy import Expander
 from tests import drafting, toys
 
@@ -137,7 +137,7 @@ def test_block_is_the_llama_layer(scaling: dict[str, Any] | None) -> None:
     config.rope_parameters = {"rope_type": "default", "rope_theta": 500.0, **(scaling or {})}
     torch.manual_seed(0)
     theirs = LlamaDecoderLayer(config, 0).double()
-    rope = Rope(500.0, scaling_of(config.rope_parameters))
+    rope = Rope(500.0, scaling)
     ours = Block(LayerSpec(32, LayerShape(4, 2, 8, 48), rope, config.rms_norm_eps)).double()
     ours.load_state_dict(theirs.state_dict())
     x, position = torch.randn(2, 9, 32, dtype=torch.float64), 20 * torch.arange(9).expand(2, 9)
