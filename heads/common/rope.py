@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -81,21 +80,23 @@ def positions_of(config: Mapping[str, Any]) -> Rope | None:
     Raises:
         ValueError: transformers does not take the values; in one line.
     """
-    said = {key: copy.deepcopy(config[key]) for key in SAID if config.get(key) is not None}  # it writes into them
-    if not said:
+    declared = {key: copy.deepcopy(config[key]) for key in SAID if config.get(key) is not None}  # it writes into them
+    if not declared:
         return None
     kinds = set(config.get("layer_types") or ())
     kind = kinds.pop() if len(kinds) == 1 else FULL
     for key in ("rope_scaling", "rope_parameters"):
-        by_kind = [value for value in (said.get(key) or {}).values() if isinstance(value, dict)]
+        by_kind = [value for value in (declared.get(key) or {}).values() if isinstance(value, dict)]
         if by_kind:
-            said[key] = said[key].get(kind) or by_kind[0]
+            declared[key] = declared[key].get(kind) or by_kind[0]
     try:
-        read = transformers.LlamaConfig(**said, **{key: config[key] for key in LENGTHS if config.get(key) is not None})
+        read = transformers.LlamaConfig(
+            **declared, **{key: config[key] for key in LENGTHS if config.get(key) is not None}
+        )
         read.standardize_rope_params()  # again, as models do: a length outside of them has the last word
         parameters: dict[str, Any] = read.rope_parameters
         theta, share = float(parameters.pop("rope_theta")), float(parameters.pop("partial_rotary_factor", 1))
-    except (ValueError, TypeError, LookupError, AttributeError, StrictDataclassError) as error:
+    except Exception as error:  # whatever a library raises at values that it did not expect
         raise ValueError(f"rotary positions that transformers does not read ({one_line(error)})") from error
     scaling = {key: value for key, value in parameters.items() if value is not None and key != "type"}
     return Rope(theta, None if scaling["rope_type"] == "default" else scaling, share)

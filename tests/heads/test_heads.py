@@ -128,7 +128,14 @@ LLAMA3 = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 4.0}, LLAMA3])
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [None, {"rope_type": "linear", "factor": 4.0}, LLAMA3, YARN, {**YARN, "beta_fast": 8.0, "truncate": False},
+     {**YARN, "attention_factor": 0.8}, {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}],
+)  # fmt: skip
 def test_block_is_the_llama_layer(scaling: dict[str, Any] | None) -> None:
     config = LlamaConfig(
         hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8,

@@ -26,7 +26,7 @@ PACKAGE = __name__.rpartition(".")[0]
 HEADS_PACKAGE = PACKAGE.removesuffix(".formats.custom_generate")  # heads, or headstart.heads where it is installed
 ENTRY = (f"{PACKAGE}.generate", "generate")
 INSTEAD = {f"{HEADS_PACKAGE}.common.typed": f"{PACKAGE}.typed"}
-LIBRARIES = {*sys.stdlib_module_names, "torch", "transformers", "huggingface_hub", "safetensors"}
+LIBRARIES = {*sys.stdlib_module_names, "torch", "transformers", "safetensors"}
 FORMAT = re.compile(r'^    "(\w+)": Format\(.*\n', re.MULTILINE)  # a line of the table
 ROOT = Path(__file__).parents[3]
 

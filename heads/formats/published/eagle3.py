@@ -119,15 +119,13 @@ def _feeds_normed(source: Source, normed: bool) -> bool:
     SpecForge has the same key, true by default, for the norm before the lm_head, and feeds back the state before it
     (specforge/modeling/draft/llama3_eagle.py, compute_logits); it writes no speculators format.
     """
-    fed, said = (
-        (source.config.get("eagle_config") or {}).get("return_hidden_post_norm"),
-        source.config.get("norm_output"),
-    )
-    if said and not (fed or normed or "speculators_model_type" in source.config):
+    nested, flag = source.config.get("eagle_config") or {}, source.config.get("norm_output")
+    fed = nested.get("return_hidden_post_norm")  # TensorRT-LLM's name of it
+    if flag and not (fed or normed or "speculators_model_type" in source.config):
         log.warning("%s: norm_output=true without fc_norm is SpecForge's norm before the lm_head, and read so; engines "
                     "feed the normed output back: set it to false for them", source.folder)  # fmt: skip
         return False
-    return bool(fed or said)
+    return bool(fed or flag)
 
 
 def _norm_before_residual(source: Source) -> bool:

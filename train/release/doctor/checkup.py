@@ -72,9 +72,8 @@ def measure(head: Examined, against: Against, loaded: Any, config: CheckupConfig
     answered = [of_answer(target, prompt, generation.tokens, decoded.settings) for prompt, generation in pairs]
     trials = Trials(target, drafting, [text for text in answered if text.generated > 1])
     by_layers = _layers(head, trials) if trials.head.feature_layers else _norm(trials)
-    tried = zip(
-        CHECKS, (by_layers, _tokens(trials), _moved(trials), _rope(head, against, drafting, decoded)), strict=False
-    )
+    rope = _rope(head, against, drafting, decoded)
+    tried = zip(CHECKS, (by_layers, _tokens(trials), _moved(trials), rope), strict=False)
     findings = [finding._replace(check=check) for check, finding in tried]
     drafted = _acceptance(head, reported, decoded, against.sibling)
     return findings + [finding._replace(check=CHECKS[-1]) for finding in drafted]
@@ -187,7 +186,8 @@ def _rope(head: Examined, against: Against, drafting: Any, measured: Measured) -
     best = max(taus, key=lambda name: taus[name][0])
     if taus[best][1][0] > mine[1][1]:
         costs = f"it was trained by other angles than {CONFIG} says; {SILENT}"
-        return wrong(f"{best} accepts more: {says}", costs, f"set {positions.remedy(others[best])} in {CONFIG}")
+        more = f"{best} accepts more than {positions.shown(declared)}: {says}"
+        return wrong(more, costs, f"set {positions.remedy(others[best])} in {CONFIG}")
     if all(tau is mine or tau[1][1] < mine[1][0] for tau in taus.values()):
         return ok(says)
     return unknown(f"they differ too little here to tell by which it was trained: {says}")
@@ -233,12 +233,12 @@ def _tree(head: Examined, label: str) -> TreeConfig | None:
 
 def _acceptance(head: Examined, reported: Row | None, measured: Measured, sibling: bool) -> Findings:
     """Whether the card's interval and the measured one overlap, and whether the head is accepted at all."""
-    found = _tau(measured.generations, measured.prompts)
-    if found is None:
+    tau = _tau(measured.generations, measured.prompts)
+    if tau is None:
         yield unknown("no answer is longer than a token; give checkup.workload=FILE with other prompts")
         return
-    bounds, count, label = found[1], len(measured.generations), measured.tree.label
-    here = f"τ {_shown(*found)} on {count} prompts of {measured.workload}, tree {label}"
+    bounds, count, label = tau[1], len(measured.generations), measured.tree.label
+    here = f"τ {_shown(*tau)} on {count} prompts of {measured.workload}, tree {label}"
     if bounds[1] < NOTHING:
         yield wrong(
             f"next to nothing is accepted: {here}",

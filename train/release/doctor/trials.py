@@ -135,7 +135,7 @@ class Trials:
 @contextmanager
 def rotated(head: Any, make: Callable[[Attention], Any]) -> Iterator[None]:
     """Give each attention of a head other rotary positions within the block."""
-    before = {each: each.rotary for each in head.modules() if isinstance(each, Attention)}
+    before = {module: module.rotary for module in head.modules() if isinstance(module, Attention)}
     try:
         for attention in before:
             attention.rotary = make(attention)
