@@ -90,11 +90,11 @@ def positions_of(config: Mapping[str, Any]) -> Rope | None:
         if by_kind:
             declared[key] = declared[key].get(kind) or by_kind[0]
     try:
-        read = transformers.LlamaConfig(
+        read: Any = transformers.LlamaConfig(
             **declared, **{key: config[key] for key in LENGTHS if config.get(key) is not None}
         )
         read.standardize_rope_params()  # again, as models do: a length outside of them has the last word
-        parameters: dict[str, Any] = read.rope_parameters
+        parameters = dict(read.rope_parameters)
         theta, share = float(parameters.pop("rope_theta")), float(parameters.pop("partial_rotary_factor", 1))
     except Exception as error:  # whatever a library raises at values that it did not expect
         raise ValueError(f"rotary positions that transformers does not read ({one_line(error)})") from error

@@ -176,12 +176,16 @@ def _rope(head: Examined, against: Against, drafting: Any, measured: Measured) -
     declared, mine = positions.effective(head), _tau(measured.generations, measured.prompts)
     if declared is None or mine is None or head.form == OWN:
         return ok("as it was trained" if head.form == OWN else "none" if declared is None else "no drafts to compare")
+
+    def tau_at(rope: Rope) -> tuple[float, tuple[float, float]] | None:
+        with rotated(drafting, lambda attention: Rotary(attention.shape.head_dim, rope)):
+            return _tau(measured.again(), measured.prompts)
+
     others = {positions.shown(rope): rope for rope in (against.rope, Rope(declared.theta), PLAIN) if rope is not None}
     taus = {positions.shown(declared): mine}
     for name, rope in others.items():
         if name not in taus and not rope.unsupported:
-            with rotated(drafting, lambda attention, rope=rope: Rotary(attention.shape.head_dim, rope)):
-                taus[name] = _tau(measured.again(), measured.prompts) or mine
+            taus[name] = tau_at(rope) or mine
     says = "; ".join(f"τ {_shown(*tau)} at {name}" for name, tau in taus.items())
     best = max(taus, key=lambda name: taus[name][0])
     if taus[best][1][0] > mine[1][1]:

@@ -32,7 +32,7 @@ def theta(head: Examined, against: Against) -> Findings:
     if older not in (None, declared):
         right = recorded or against.rope
         yield wrong(
-            f"rope_parameters says {shown(declared)} and rope_theta with rope_scaling {shown(older or PLAIN)}",
+            f"rope_parameters says {shown(declared)} and rope_theta with rope_scaling {shown(older)}",
             "engines on transformers 5 take the one, older SGLang and TensorRT-LLM the other: in one of them attention "
             "is turned by wrong angles, and acceptance falls with the distance",
             f"set both to what it was trained with{'' if right is None else f', {shown(right)} by all that is known'}",
