@@ -71,10 +71,10 @@ BUGS = [
         ["tests/inference/test_batch.py"],
     ),
     Bug(
-        "heads/modules/rope.py",
-        "((waves - low) / (high - low))",
-        "((waves - low) / high)",
-        ["tests/heads/test_plain_heads.py", "tests/heads/test_export.py", "tests/heads/test_published.py"],
+        "heads/common/rope.py",
+        "self.factor * torch.stack",
+        "torch.stack",
+        ["tests/heads/test_heads.py", "tests/heads/test_export.py"],
     ),
     Bug(
         "inference/verification/sample.py",

@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 from heads.common.connection import check_reachable
 from heads.common.errors import one_line
 from heads.common.ranges import LARGEST
+from heads.common.rope import positions_of
 from heads.common.untrusted import entries, parse_json, regular, shown
 
 DEEP = 20  # layers of a target, to which a layer of a head for each drafted token is cheap enough
@@ -199,13 +200,8 @@ def _takes_mimo(text: Mapping[str, Any]) -> bool:
     if not isinstance(width, int) or not isinstance(heads, int):
         return False
     head_dim = text.get("head_dim") or text.get("qk_rope_head_dim") or width // heads
-    return heads * head_dim == width and rotated_share(text) == 1
-
-
-def rotated_share(config: Mapping[str, Any]) -> float:
-    """Return how much of an attention head's width is rotated by a config.json; heads here rotate all of it, 1."""
-    shares = [(where or {}).get("partial_rotary_factor") for where in (config, config.get("rope_parameters"))]
-    return float(next((share for share in shares if share not in (None, 1)), 1))
+    rope = positions_of(text)
+    return heads * head_dim == width and (rope is None or rope.share == 1)
 
 
 def check_rows(length: int, context: int, name: str) -> None:

@@ -150,6 +150,31 @@ def test_what_was_exported_is_read_back(name: str, tmp_path: Path, caplog: pytes
         assert torch.equal(tensor, theirs[key]), key
 
 
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 16}
+SCALINGS = {"linear": {"rope_type": "linear", "factor": 4.0}, "llama3": LLAMA3["rope_scaling"], "yarn": YARN,
+            "yarn with all numbers": {**YARN, "attention_factor": 0.8, "beta_fast": 8.0}}  # fmt: skip
+SCALED = [
+    *(("EAGLE-3 vLLM", scaling) for scaling in SCALINGS),
+    *((name, "yarn") for name in ("P-EAGLE vLLM", "EAGLE-1 SGLang", "MTP SGLang", "DFlash", "EAGLE-3 of llama.cpp")),
+]
+
+
+@pytest.mark.parametrize(("name", "scaling"), SCALED)
+def test_scaled_positions_draft_as_transformers_rotates_and_are_read_back(
+    name: str, scaling: str, tmp_path: Path
+) -> None:
+    """The reading rotates by transformers' LlamaRotaryEmbedding of the exported config.json."""
+    case, positions = CASES[name], {"rope_theta": 5e5, "rope_scaling": SCALINGS[scaling]}
+    head = masked(made(case.kind, **case.options | positions))
+    folder = exported(head, case.form, tmp_path / "head")
+    ours = chain(head, 4)
+    assert_same(case.reading(folder, told(), TOKENS[1:], 4), ours)
+    plain = chain(masked(made(case.kind, **case.options | {**positions, "rope_scaling": None})), 4)
+    assert not torch.allclose(plain[0], ours[0], rtol=1e-3), "the scaling changes nothing here"
+    loaded: Any = load_published(folder, target().embeddings)
+    assert (loaded.config.rope_theta, loaded.config.rope_scaling) == tuple(positions.values())
+
+
 def test_every_format_and_head_is_tried() -> None:
     tried = {(case.form, case.kind) for case in CASES.values()}
     same = {("vllm", "hass"): "eagle", ("sglang", "hass"): "eagle"}
@@ -225,6 +250,10 @@ def test_an_identity_head_drafts_the_targets_own_next_token(name: str, tmp_path:
         ("mtp", {"rope_theta": 5e5}, "vllm", "positions .*500000.*and vLLM takes the target's"),
         ("mtp", {"head_dim": 4}, "sglang", "4 heads of 4, .* 8 wide; train head=eagle3, or .*head.head_dim=8"),
         ("eagle3", {"norm_output": True}, "gguf", "norm_output=true"),
+        (
+            "eagle3", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64,
+                                        "mscale": 1.0}}, "gguf", "yarn with mscale, which is not written",
+        ),
         ("eagle3", {"feature_layers": [2, 5]}, "gguf", "2 feature layers, and llama.cpp reads three"),
         ("block", {**BLOCK, **DFLASH2}, "gguf", "selector_rank=6"),
         ("medusa", {"draft_vocab": 30}, "vllm", "draft_vocab=30"),

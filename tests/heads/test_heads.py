@@ -10,9 +10,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from heads import HEADS, rows
 from heads.base import DraftHead, Features, LayerShape
+from heads.common.rope import Rope, Rotary
 from heads.mlp import EPS, ShiftedNorm
 from heads.modules.layers import Block, LayerInputs, LayerSpec, grouped_attention
-from heads.modules.rope import Rope, Rotary, scaling_of
 from inference.drafters.policy import Expander
 from tests import drafting, toys
 
@@ -128,7 +128,14 @@ LLAMA3 = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 4.0}, LLAMA3])
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [None, {"rope_type": "linear", "factor": 4.0}, LLAMA3, YARN, {**YARN, "beta_fast": 8.0, "truncate": False},
+     {**YARN, "attention_factor": 0.8}, {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}],
+)  # fmt: skip
 def test_block_is_the_llama_layer(scaling: dict[str, Any] | None) -> None:
     config = LlamaConfig(
         hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -137,7 +144,7 @@ def test_block_is_the_llama_layer(scaling: dict[str, Any] | None) -> None:
     config.rope_parameters = {"rope_type": "default", "rope_theta": 500.0, **(scaling or {})}
     torch.manual_seed(0)
     theirs = LlamaDecoderLayer(config, 0).double()
-    rope = Rope(500.0, scaling_of(config.rope_parameters))
+    rope = Rope(500.0, scaling)
     ours = Block(LayerSpec(32, LayerShape(4, 2, 8, 48), rope, config.rms_norm_eps)).double()
     ours.load_state_dict(theirs.state_dict())
     x, position = torch.randn(2, 9, 32, dtype=torch.float64), 20 * torch.arange(9).expand(2, 9)

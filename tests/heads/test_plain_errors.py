@@ -87,9 +87,9 @@ def test_a_kind_that_is_not_known_is_refused(folder: Path) -> None:
 
 
 def test_a_scaling_that_is_not_known_is_refused(folder: Path) -> None:
-    yarn = {"rope_type": "yarn", "factor": 2.0}
-    assert "head.rope_scaling.rope_type is 'yarn': choose one of linear, llama3" in said(
-        rewritten(folder, rope_scaling=yarn)
+    dynamic = {"rope_type": "dynamic", "factor": 2.0}
+    assert "head.rope_scaling.rope_type is 'dynamic': choose one of linear, llama3, yarn" in said(
+        rewritten(folder, rope_scaling=dynamic)
     )
 
 
