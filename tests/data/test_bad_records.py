@@ -20,7 +20,7 @@ from data.text.prompts import (
 )
 from data.text.reasoning import is_empty, without
 from data.text.records import parse
-from data.text.sources import open_source, read_all
+from data.text.sources import open_source
 
 Write = Callable[..., str]
 Config = Callable[..., DataConfig]
