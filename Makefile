@@ -8,6 +8,7 @@ STAMP := $(VENV)/.installed
 # The engines' own environment: they ask for other versions than we do, and nothing of ours imports them.
 SERVING := .venv-serving
 SERVED := $(SERVING)/.installed
+INTEL := $(SERVING)/intel# OpenVINO's converter asks for another transformers again
 LLAMA := $(SERVING)/llama-server# llama.cpp's, built once from the sources that llama-cpp-python carries
 LLAMA_FLAGS := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF
 
@@ -46,6 +47,13 @@ $(SERVED): $(addprefix tests/serving/,requirements.txt versions.txt engines.txt 
 	rm -r $(SERVING)/wheels
 	@touch $(SERVED)
 
+# torchvision, which optimum-intel asks for and no language model needs, must be of torch's own build.
+$(INTEL)/.installed: tests/serving/intel.txt | $(SERVED)
+	$(call environment,$(INTEL))
+	$(INTEL)/bin/python -m pip install -r $<
+	$(INTEL)/bin/python -m pip uninstall --yes torchvision
+	@touch $@
+
 $(LLAMA): tests/serving/llama.txt $(SERVED)
 	$(SERVING)/bin/python -m pip download --no-deps --no-binary=llama-cpp-python -d $(SERVING)/wheels $$(cat $<)
 	mkdir -p $(SERVING)/llama && tar -xzf $(SERVING)/wheels/*.tar.gz --strip-components=3 -C $(SERVING)/llama --wildcards '*/vendor/llama.cpp'
@@ -68,7 +76,7 @@ test: setup ## every test that needs no accelerator and no patience
 test-slow: setup ## the tests that take minutes
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile -m "slow and not gpu and not serving"
 
-test-serving: setup $(SERVED) $(LLAMA) ## heads of ours in the engines that serve them, on the CPU; an environment of its own
+test-serving: setup $(SERVED) $(LLAMA) $(INTEL)/.installed ## heads of ours in the engines that serve them, on the CPU; an environment of its own
 	$(RUN) -m pytest -m "serving and not slow" tests/serving
 
 fuzz: setup ## readers of files from outside, fed 100,000 broken ones

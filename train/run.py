@@ -70,6 +70,7 @@ from train.planning.check import (
     check_target,
     clear_out,
     evaluation,
+    ordinary_mask,
     reads_target,
     unserved,
 )
@@ -275,7 +276,8 @@ def train_head(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> RunCo
             highlight=False,
         )
         placed = None if alone_on_cpu(run) else in_words(run)
-        for line in filter(None, (unserved(run.model.path, target.embeddings.beyond_tables()), placed)):
+        mask = ordinary_mask(getattr(run.head, "mask_token", None), target.embeddings.vocab_size, target.tokenizer)
+        for line in filter(None, (unserved(run.model.path, target.embeddings.beyond_tables()), mask, placed)):
             Console().print(line, highlight=False, soft_wrap=True, markup=False)
 
     on_main(accelerator, begin)

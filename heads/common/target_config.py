@@ -157,6 +157,19 @@ def row_length(path: str, length: int) -> int:
         return length
 
 
+def up_to_width(path: str, rank: int) -> int:
+    """Return the rank of a term over the vocabulary: `rank`, or the target's hidden size where it is known to be less.
+
+    Of a higher rank it has more parameters than the lm_head that it corrects.
+    """
+    try:
+        return min(
+            rank, read_target_config(path, trust_remote_code=False, cached_alone=True).get_text_config().hidden_size
+        )
+    except (ValueError, AttributeError):
+        return rank
+
+
 def best_head(path: str, shape: Mapping[str, Any] | None, trust_remote_code: bool) -> tuple[str, str]:
     """Return the head that evidence favours for a target (docs/heads.md, "Which head"), and the reason in words.
 

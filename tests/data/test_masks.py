@@ -96,6 +96,7 @@ def test_any_text_is_masked_exactly(family: str) -> None:
     rng = random.Random(family)
     for number in range(6):
         texts = ["".join(rng.choices(PARTS, k=rng.randint(1, 6))) for _ in range(4)]
+        texts = [text if text.strip() else f"It is.{text}" for text in texts]  # an empty answer is not trained
         told = ["user: " + texts[0], texts[1], "user: " + texts[2], texts[3]]
         roles = ["user", "assistant"] * 2
         record = Record(str(number), "", [{"role": r, "content": t} for r, t in zip(roles, told, strict=True)], "")
@@ -109,18 +110,6 @@ def test_any_text_is_masked_exactly(family: str) -> None:
             shown = marked(sample, family_tokenizer(family, False))
             assert len(re.findall("⟦", shown)) <= 2
             assert texts[3].strip() in shown[shown.rfind("⟦") :] or len(by_turns) > 1
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tagged", [False, True])
-def test_an_empty_answer_trains_its_end_alone(family: str, tagged: bool) -> None:
-    tokenizer = family_tokenizer(family, tagged)
-    messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": ""}]
-    (sample,) = masked(Record("a", "", messages, ""), tokenizer)
-    trained = [token for token, on in zip(sample.token, sample.mask, strict=True) if on]
-    assert 0 < len(trained) < 6
-    assert trained[-1] in turn_end_tokens(tokenizer)
-    assert "Why" not in tokenizer.decode(trained)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

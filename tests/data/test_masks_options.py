@@ -138,7 +138,6 @@ def test_bad_chats_fail_by_name_or_are_dropped_and_counted(
 ) -> None:
     bad = {
         "no answer": {"id": "no", "messages": told("Why?")},
-        "mask all zeros": {"id": "empty", "messages": told("Why?", "")},
         "answers beyond data.max_tokens": {"id": "long", "messages": told("Why?" * 20, "So.")},
     }
     tokenizer = tokenizer_with(NO_END)
