@@ -116,7 +116,16 @@ def stepper(**changed: Any) -> Stepper:
 
 
 def test_a_drafted_row_counts_for_its_weight_in_loss_and_normaliser() -> None:
-    """A whole step: with A, B the sums over n rows of text and m drafted ones, (A + w B) / (n + w m)."""
+    """A whole step: with A, B the sums over n rows of text and m drafted ones, (A + w B) / (n + w m).
+
+    And of text the sum over depths of decay times factor times the mean over that depth's own rows.
+    """
+    plain = stepper(depths=3, depth_decay=0.5)
+    plain.rollouts = None
+    deep = plain(5, halted=lambda: False).record or {}
+    assert plain.loss.progress == 0.25  # of 20 steps, by which the share of uncorrected logits goes
+    by_loss = {name: sum(0.5**d * mean for d, mean in enumerate(deep[name])) for name in ("soft_ce", "smooth_l1")}
+    assert deep["loss"] == pytest.approx(by_loss["soft_ce"] + 0.1 * by_loss["smooth_l1"], rel=1e-5)
     found, rows = [], []
     for weight in (None, 1.0, 0.5, 0.25):
         step = stepper(depths=1, on_policy=replace(CONFIG, weight=weight or 1.0))
