@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import GraniteConfig, GraniteModel, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from heads import HEADS, rows
 from heads.base import DraftHead, Features, LayerShape
 from heads.mlp import EPS, ShiftedNorm
 from heads.modules.layers import Block, LayerInputs, LayerSpec, grouped_attention
+from heads.modules.own_layer import OwnLayer
 from heads.modules.rope import Rope, Rotary, scaling_of
 from inference.drafters.policy import Expander
 from tests import drafting, toys
@@ -168,6 +169,21 @@ def test_block_is_the_llama_layer(scaling: dict[str, Any] | None) -> None:
     expected = theirs(x, attention_mask=additive, position_ids=position, position_embeddings=rotary)
     expected = expected[0] if isinstance(expected, tuple) else expected
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_layer_of_the_targets_kind_is_the_targets_with_its_own_scale_of_attention() -> None:
+    config = GraniteConfig(**toys.SIZES, attention_multiplier=0.9, residual_multiplier=0.5)
+    torch.manual_seed(0)
+    model = GraniteModel(config).double().eval()
+    ours, token = OwnLayer(config).double(), torch.tensor([toys.prompt(1, 9)])
+    ours.layer.load_state_dict(model.layers[-1].state_dict())
+    x = [torch.randn(1, 9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))]
+    model.layers[-1].register_forward_pre_hook(lambda _, given: (x[0], *given[1:]))
+    model.layers[-1].register_forward_hook(lambda _, __, out: x.append(out[0] if isinstance(out, tuple) else out))
+    model(token, use_cache=False)
+    seen = torch.ones(1, 9, 9, dtype=torch.bool).tril()
+    given = LayerInputs(torch.arange(9)[None], 9, lambda q, k, v: grouped_attention(q, k, v, seen[:, None]))
+    torch.testing.assert_close(ours(x[0], given), x[1], rtol=1e-6, atol=1e-6)
 
 
 def test_medusa_starts_as_the_targets_own_next_token() -> None:

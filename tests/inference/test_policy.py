@@ -39,6 +39,8 @@ TREES = {
     "level": TreeConfig("dynamic", 1, 4, 3, [], []),
     "best_first": TreeConfig("best_first", 4, 0, 6, [], []),
     "one": TreeConfig("best_first", 4, 0, 1, [], []),
+    "many": TreeConfig("best_first", 2, 0, 40, [], []),
+    "budget": TreeConfig("best_first", 9, 0, 25, [], []),
 }
 SAMPLINGS = {
     "greedy": Sampling(0.0, 0, 1.0),
