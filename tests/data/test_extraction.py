@@ -17,6 +17,7 @@ from data.features.store import FeatureStore
 from data.run import main
 from data.text.prompts import load_samples
 from inference.target.target import Target
+from tests.data import stores
 from tests.data.test_store import contents
 from tests.data.test_vllm_features import as_vllm
 from tests.train import jobs
@@ -99,6 +100,23 @@ def test_what_does_not_fit_is_refused_before_the_first_byte(
     monkeypatch.setattr(extraction.shutil, "disk_usage", lambda _: usage)
     assert "and the disk has 0.000 GB free" in error_of(call, capsys, *words)
     assert not folder.exists()
+
+
+def test_what_a_store_holds_already_counts_against_the_budget(tmp_path: Path) -> None:
+    store = FeatureStore.create(tmp_path, stores.spec())
+    extraction.extract(store, stores.ready, 2, 0, 2)
+    removed = sorted((tmp_path / "index").glob("*.json"))[3:]
+    for entry in removed:
+        entry.unlink()
+    store = FeatureStore(tmp_path)
+    left, held = 11 - 6, store.bytes()
+    whole = (held + left * store.spec.row_bytes) / extraction.GB
+    work = extraction.estimate(tmp_path, stores.spec(), whole * 1.001)
+    assert (work.rows, work.bytes) == (left, left * store.spec.row_bytes)
+    assert held >= 6 * store.spec.row_bytes
+    for budget in (whole * 0.999, 1.01 * work.bytes / extraction.GB):
+        with pytest.raises(ValueError, match=r"the store takes 0.000 GB, over features\.budget_gb"):
+            extraction.estimate(tmp_path, stores.spec(), budget)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch import nn
 
 from heads.formats.published import load_published
 from heads.formats.published.export import FORMATS, export
+from tests import toys
 from tests.heads import foreign
 from tests.heads.exporting import SAID, TOKENS, assert_same, chain, exported, made, served, target, told
 from tests.heads.stub import head as stub
@@ -113,10 +114,23 @@ CASES = {
 }  # fmt: skip
 
 
+LAYER = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "rope_theta", "rope_scaling", "norm_eps")
+NUMBERS = toys.all_pairs({name: toys.LAYERED[name] for name in LAYER})
+TAKES_THE_TARGETS = ("mtp", "hydra")  # of which the formats say no numbers
+
+
+def made_for(name: str) -> Any:
+    """Return a case's head, each with other numbers of its layers."""
+    case = CASES[name]
+    layered = "norm_eps" in toys.HEAD_CONFIGS[case.kind] and case.kind not in TAKES_THE_TARGETS
+    numbers = NUMBERS[[*CASES].index(name) % len(NUMBERS)] if layered else {}
+    return masked(made(case.kind, **numbers | case.options))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_an_engine_drafts_what_we_draft(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    head = masked(made(case.kind, **case.options))
+    head = made_for(name)
     folder = exported(head, case.form, tmp_path / "head")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["head"]
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
@@ -127,7 +141,7 @@ def test_an_engine_drafts_what_we_draft(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_what_was_exported_is_read_back(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     case = CASES[name]
-    head = masked(made(case.kind, **case.options))
+    head = made_for(name)
     with caplog.at_level(logging.WARNING):
         loaded: Any = load_published(exported(head, case.form, tmp_path), target().embeddings)
     assert caplog.text == ""

@@ -45,6 +45,8 @@ def test_a_head_under_foreign_names_drafts_the_same_bits(case: str, tmp_path: Pa
     assert format_of(folder) == form
     loaded: Any = load_published(folder, toys.target().embeddings)
     loaded.requires_grad_(False)  # a small product takes another kernel where it has a gradient
+    theirs = loaded.state_dict()  # a confidence too, which no draft shows
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in head.state_dict().items() if name in theirs)
     expected = drafts(head)
     assert not torch.equal(expected[0][0], expected[2][0])
     for one, other in zip(expected, drafts(loaded), strict=True):

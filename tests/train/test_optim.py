@@ -51,6 +51,14 @@ def test_decay_on_matrices_alone(config: TrainerConfig) -> None:
     assert [(group["weight_decay"], len(group["params"])) for group in groups] == [(0.5, 1), (0.0, 3)]
 
 
+def test_each_optimiser_has_the_numbers_of_the_configuration(config: TrainerConfig) -> None:
+    given = replace(config, optimizer="muon", lr=0.5, betas=(0.1, 0.2), momentum=0.3, weight_decay=0.4)
+    muon, matrices, vectors = optim.optimizer(toys.head("eagle3", toys.target()).requires_grad_(), given).param_groups
+    assert (muon["lr"], muon["momentum"], muon["weight_decay"], muon["nesterov"]) == (0.5, 0.3, 0.4, True)
+    for group, decay in ((matrices, 0.4), (vectors, 0.0)):
+        assert (group["lr"], group["betas"], group["weight_decay"]) == (0.5, (0.1, 0.2), decay)
+
+
 def test_average_follows_the_weights() -> None:
     module = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(module.weight, 0.0)

@@ -85,7 +85,8 @@ def test_a_head_unrolls_a_draft_as_it_unrolls_text(name: str) -> None:
     whole, _ = objective(head, head.unroll(given, DEPTHS, anchors), given, weight.row, loss.drafted)
     torch.testing.assert_close(value, whole)
     assert list(sums) == ["ce", "soft_ce", "accuracy"]
-    assert weight.row.max() == 0.5
+    torch.testing.assert_close(weight.row, 0.5 * weight.trained.float())
+    torch.testing.assert_close(weight.amount, weight.row.sum((1, 2)))
 
 
 def test_micro_batches_hold_no_more_sequences_than_static_ones() -> None:
@@ -97,9 +98,10 @@ def test_micro_batches_hold_no_more_sequences_than_static_ones() -> None:
         torch.testing.assert_close(one.last[0], whole.read().last[row, : one.last.shape[1]])
 
 
-def stepper() -> Stepper:
-    """Return the step of a run with a rollout in every second step."""
+def stepper(**changed: Any) -> Stepper:
+    """Return the step of a run with a rollout in every second step; `changed` of its objective."""
     run = strategy_job.run_of("eagle", "ddp")
+    run = replace(run, objective=replace(run.objective, **changed))
     step = strategy_job.stepper(run, "eagle", Accelerator(cpu=True))
     target = toys.target()
 
@@ -111,6 +113,31 @@ def stepper() -> Stepper:
     config = replace(CONFIG, every=2)
     step.rollouts = Rollouts(target, decoding, TREE, config, run.objective.depths, step.source.batches)
     return step
+
+
+def test_a_drafted_row_counts_for_its_weight_in_loss_and_normaliser() -> None:
+    """A whole step: with A, B the sums over n rows of text and m drafted ones, (A + w B) / (n + w m).
+
+    And of text the sum over depths of decay times factor times the mean over that depth's own rows.
+    """
+    plain = stepper(depths=3, depth_decay=0.5)
+    plain.rollouts = None
+    deep = plain(5, halted=lambda: False).record or {}
+    assert plain.loss.progress == 0.25  # of 20 steps, by which the share of uncorrected logits goes
+    by_loss = {name: sum(0.5**d * mean for d, mean in enumerate(deep[name])) for name in ("soft_ce", "smooth_l1")}
+    assert deep["loss"] == pytest.approx(by_loss["soft_ce"] + 0.1 * by_loss["smooth_l1"], rel=1e-5)
+    found, rows = [], []
+    for weight in (None, 1.0, 0.5, 0.25):
+        step = stepper(depths=1, on_policy=replace(CONFIG, weight=weight or 1.0))
+        step.rollouts = None if weight is None else step.rollouts
+        record = step(0, halted=lambda: False).record or {}
+        found.append(record["loss"])
+        rows.append(record["rows"])
+    n, m = rows[0], rows[1] - rows[0]
+    assert m > 4
+    text, drafted = n * found[0], (n + m) * found[1] - n * found[0]
+    assert drafted / m != pytest.approx(text / n, rel=0.02)
+    assert found[2:] == pytest.approx([(text + w * drafted) / (n + w * m) for w in (0.5, 0.25)], rel=1e-5)
 
 
 def test_a_rollouts_operations_are_those_of_the_steps_that_have_one() -> None:
