@@ -24,7 +24,7 @@ FORMATS = ("published", "published_eagle3", "export", "export_files", "export_tr
 UNSEEN = re.compile(r",? *\b(device|strict)=[\w.]+|, *(?=\))")
 GROUPS = {  # modules, and the test files that see them within seconds
     "rows": (["heads/rows.py"], ["heads/test_rows.py"]),
-    "masks": (["data/text/masks.py"], [f"data/test_{name}.py" for name in ("masks", "masks_options", "exact")]),
+    "masks": (["data/text/masks.py"], [f"data/test_{name}.py" for name in ("masks", "masks_options", "exact", "bad_records")]),
     "objective": (["train/objective.py", "train/losses.py"], ["train/test_losses.py", "train/test_objective.py"]),
     "verification": (["inference/verification/*.py"], [f"inference/test_{name}.py" for name in VERIFICATION]),
     "metrics": (["eval/measures/metrics.py"], ["eval/test_metrics.py"]),
