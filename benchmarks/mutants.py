@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("heads", "inference", "data", "eval", "train", "tests", "conf", "examples", "pyproject.toml")
 MEMORY = 12 * 2**30  # bytes of address space: a mutant that asks for more is killed
 VERIFICATION = ("verify", "tree", "sample", "device", "enumeration")
-FORMATS = ("published", "published_eagle3", "export", "export_files", "export_trtllm", "gguf")
+FORMATS = ("published", "published_eagle3", "published_files", "export", "export_files", "export_trtllm", "gguf")
 UNSEEN = re.compile(r",? *\b(device|strict)=[\w.]+|, *(?=\))")
 GROUPS = {  # modules, and the test files that see them within seconds
     "rows": (["heads/rows.py"], ["heads/test_rows.py"]),
