@@ -163,6 +163,32 @@ def test_chats_whose_later_samples_are_too_long_keep_the_others() -> None:
     assert kept == first
 
 
+REWRITTEN = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ 'ask: ' + (m.content if loop.last else 'x') + '\n' }}"
+    "{% else %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'say: ' }}{% endif %}"
+)
+
+
+def test_where_a_template_rewrites_the_question_its_marks_behind_it_are_the_answer(
+    tokenizer_with: Tokens, config: Config
+) -> None:
+    tokenizer, seen = tokenizer_with(REWRITTEN), Counter[str]()
+    record = Record("a", "", told("Why?", "So.", "How?", "It is."), "")
+    (sample,) = samples_of(record, tokenizer, "f", config("f"), seen)
+    assert marked(sample, tokenizer) == "ask: x\n⟦So.⟧ask: x\n⟦It is.<|im_end|>⟧"
+    assert seen["with an answer behind another text than its generation prompt"] == 2
+    (last,) = samples_of(record, tokenizer, "f", config("f", turns="last"), seen)
+    assert marked(last, tokenizer) == "ask: x\nSo.ask: x\n⟦It is.<|im_end|>⟧"
+
+
+def test_the_last_turn_of_a_chat_that_nobody_asked(tokenizer_with: Tokens, config: Config) -> None:
+    tokenizer = tokenizer_with(PLAIN)
+    messages = [{"role": "system", "content": "Greet."}, {"role": "assistant", "content": "So."}]
+    (sample,) = samples_of(Record("a", "", messages, ""), tokenizer, "f", config("f", turns="last"), Counter())
+    assert marked(sample, tokenizer).count("⟦") == 1
+
+
 @pytest.mark.parametrize("changed", [{"turns": "first"}, {"reasoning": "drop"}, {"on_bad": "warn"}])
 def test_an_unknown_choice_is_refused(config: Config, changed: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=rf"data\.{next(iter(changed))} is '\w+': choose \w+, \w+"):
