@@ -19,12 +19,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("heads", "inference", "data", "eval", "train", "tests", "conf", "examples", "pyproject.toml")
 MEMORY = 12 * 2**30  # bytes of address space: a mutant that asks for more is killed
-VERIFICATION = ("verify", "tree", "sample", "device", "enumeration")
+VERIFICATION = ("verify", "tree", "sample", "rng", "device", "enumeration")
 FORMATS = ("published", "published_eagle3", "published_files", "export", "export_files", "export_trtllm", "gguf")
 UNSEEN = re.compile(r",? *\b(device|strict)=[\w.]+|, *(?=\))")
 GROUPS = {  # modules, and the test files that see them within seconds
     "rows": (["heads/rows.py"], ["heads/test_rows.py"]),
-    "masks": (["data/text/masks.py"], [f"data/test_{name}.py" for name in ("masks", "masks_options", "exact", "bad_records")]),
+    "masks": (
+        ["data/text/masks.py"],
+        [f"data/test_{name}.py" for name in ("masks", "masks_options", "exact", "bad_records")],
+    ),
     "objective": (["train/objective.py", "train/losses.py"], ["train/test_losses.py", "train/test_objective.py"]),
     "verification": (["inference/verification/*.py"], [f"inference/test_{name}.py" for name in VERIFICATION]),
     "metrics": (["eval/measures/metrics.py"], ["eval/test_metrics.py"]),

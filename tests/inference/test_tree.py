@@ -147,3 +147,25 @@ def test_a_drafted_row_sees_its_own_path_and_no_sibling(name: str, temperature: 
     assert len(head.rows) > (0 if name == "chain" else 3)
     below = {tuple(grown.token[path[1:]].tolist()) for path in trees.paths(grown)}
     assert len(below) == len(trees.paths(grown))  # so paths are told apart by their tokens
+
+
+def test_a_chain_is_a_tree_of_one_path() -> None:
+    tree = trees.chain(torch.tensor([7, 8, 9]))
+    assert (tree.token.tolist(), tree.parent.tolist()) == ([7, 8, 9], [-1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("following", "count"), [([], 0), ([12, 15], 2), ([12, 15, 16, 0], 3), ([11, 14], 1), ([12, 14, 16], 2), ([13], 0)]
+)
+def test_a_text_agrees_with_a_path_of_the_tree(following: list[int], count: int) -> None:
+    assert trees.agreed(TREE, following) == count
+
+
+def test_look_ahead_tokens_see_what_they_say_and_no_node_sees_them() -> None:
+    position, seen = trees.layout(TREE, 2)
+    own = torch.tensor([[1, 0, 0, 0, 0, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0, 0, 1, 1]]).bool()
+    ahead = trees.LookAhead(torch.tensor([6, 7]), torch.tensor([1, 5]), own)
+    whole_position, whole = trees.layout(TREE, 2, ahead)
+    assert whole_position.tolist() == [*position.tolist(), 3, 7]
+    assert whole[:7].tolist() == [[*row, False, False] for row in seen.tolist()]
+    assert whole[7:].tolist() == [[True, True, *row] for row in own.tolist()]
