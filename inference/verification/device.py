@@ -78,7 +78,7 @@ def follow_on_host(
         if reached <= most:
             child.setdefault((parent, token), node)
     path = [0]
-    while node := child.get((path[-1], following[path[-1]]), 0):
+    while node := child.get((path[-1], following[path[-1]])):
         path.append(node)
     count, last = len(path), path[-1]
     committed = [*(tokens[node] for node in path[1:]), following[last]]

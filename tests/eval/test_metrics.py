@@ -189,7 +189,7 @@ def test_a_difference_has_the_interval_of_paired_sums() -> None:
 
 def test_an_interval_leaves_out_as_much_below_as_above() -> None:
     columns = torch.rand(20, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    up, down = (metrics.bootstrap(columns, lambda s: sign * s[:, 0], 3) for sign in (1, -1))
+    up, down = (metrics.bootstrap(sign * columns, lambda s: s[:, 0], 3) for sign in (1, -1))
     assert up is not None
     assert down == pytest.approx((-up[1], -up[0]))
 
