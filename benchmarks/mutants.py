@@ -22,7 +22,9 @@ SOURCES = ("heads", "inference", "data", "eval", "train", "tests", "conf", "exam
 MEMORY = 12 * 2**30  # bytes of address space: a mutant that asks for more is killed
 VERIFICATION = ("verify", "tree", "sample", "rng", "device")
 FORMATS = ("published", "published_eagle3", "published_files", "export", "export_files", "export_trtllm", "gguf")
-UNSEEN = re.compile(r",? *\b(device|strict)=[\w.]+|, *(?=\))")
+UNSEEN = re.compile(
+    r",? *\b(?:device|strict)=[\w.]+|, *(?=\))|(?:(?<=sum\()|(?<=mean\()|(?<=gather\()|(?<=shape\[))[-+](?=1\b)"
+)
 GROUPS = {  # modules, and the test files that see them within seconds
     "rows": (["heads/rows.py"], ["heads/test_rows.py"]),
     "masks": (
@@ -46,7 +48,7 @@ def is_sampled(mutant: str, every: int) -> bool:
 
 
 def is_unseen(diff: str) -> bool:
-    """Whether only a `device=`, the CPU here anyway, or a `strict=` of zip, which guards against a caller, differs."""
+    """Whether only `device=`, here the CPU, `strict=` of zip, a caller's guard, or the axis of a matrix differs."""
     lines = [UNSEEN.sub("", line[1:]) for line in diff.splitlines() if re.match(r"[-+](?![-+]{2} )", line)]
     return len(lines) == 2 and lines[0] == lines[1]
 
@@ -78,7 +80,7 @@ def run(group: str, every: int, again: bool) -> None:
     for name in [name for name, status in statuses.items() if status in ("survived", "no tests")]:
         diff = mutmut.get_diff_for_mutant(name)
         if is_unseen(diff):
-            statuses[name] = "not of this machine or a caller"
+            statuses[name] = "not to be seen here"
         else:
             print(f"{name}: {statuses[name]}\n{diff}\n")
     counts = {status: sum(each == status for each in statuses.values()) for status in sorted(set(statuses.values()))}
