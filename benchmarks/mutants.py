@@ -66,6 +66,8 @@ def run(group: str, every: int, again: bool) -> None:
         each for each in mutators.mutation_operators if each[1] is not mutators.operator_string
     ]
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    if again:
+        Path("mutants/mutmut-stats.json").unlink(missing_ok=True)  # which tests see what, as it was before they changed
     collect = mutmut.collect_source_file_mutation_data
 
     def sampled(**arguments: Any) -> Any:

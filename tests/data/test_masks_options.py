@@ -335,6 +335,9 @@ def test_a_text_is_cut_into_pieces_and_ends_once(tokenizer_with: Tokens) -> None
     for _ in range(2):
         assert masks._plain(Record("a", "", [], " \n"), tokenizer, 99, seen) == []
     assert seen == {"dropped, no question and no text": 2}
-    tokenizer.eos_token = None
+    both = Record("a", "", told("Why?", "So."), "So it is.")
+    assert not masks.is_plain(both, tokenizer)
+    tokenizer.eos_token = tokenizer.chat_template = None
+    assert masks.is_plain(both, tokenizer)
     (open_ended,) = masks._plain(Record("a", "", [], "So it is."), tokenizer, 99, seen)
     assert open_ended.token == whole
