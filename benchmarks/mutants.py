@@ -65,7 +65,7 @@ def run(group: str, every: int, again: bool) -> None:
     mutators.mutation_operators[:] = [
         each for each in mutators.mutation_operators if each[1] is not mutators.operator_string
     ]
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     if again:
         Path("mutants/mutmut-stats.json").unlink(missing_ok=True)  # which tests see what, as it was before they changed
     collect = mutmut.collect_source_file_mutation_data
