@@ -13,7 +13,7 @@ LLAMA := $(SERVING)/llama-server# llama.cpp's, built once from the sources that 
 LLAMA_FLAGS := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-kernels test-slow test-serving fuzz lint format types same-loss bench docs gpu-carry gpu
+.PHONY: help setup demo test test-kernels test-slow test-serving fuzz lint format types same-loss mutants bench docs gpu-carry gpu
 
 help: ## this list
 	@echo "make TARGET [PYTHON=python3.12] [TORCH_INDEX=https://download.pytorch.org/whl/cpu]"
@@ -95,6 +95,10 @@ types: setup ## mypy, strict
 
 same-loss: setup ## a refactor must leave the loss bit-identical
 	$(RUN) -m pytest tests/train/test_same_loss.py -m slow
+
+mutants: setup ## mutation testing of the core (docs/reliability.md); stopped, the same again goes on
+	$(RUN) -m pip install --quiet -e '.[mutants]'
+	OMP_NUM_THREADS=1 $(RUN) benchmarks/mutants.py
 
 bench: setup ## the baseline against HF generate, what the engine costs, batches; long_context.py by itself
 	$(RUN) benchmarks/plain.py

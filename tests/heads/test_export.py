@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from heads.formats.published import load_published
-from heads.formats.published.export import FORMATS, export
+from heads.formats.published import load_published, mimo
+from heads.formats.published.export import FORMATS, export, refusals
 from tests import toys
 from tests.heads import foreign
 from tests.heads.exporting import SAID, TOKENS, assert_same, chain, exported, made, served, target, told
@@ -280,6 +280,9 @@ def test_an_identity_head_drafts_the_targets_own_next_token(name: str, tmp_path:
         ("hydra", {"intermediate_size": 24}, "hydra", "intermediate_size=24, and the authors' code takes 48"),
         ("block", {**BLOCK, "mask_token": None}, "dflash", "a mask slot that was trained"),
         ("block", BLOCK, "dflash", "a mask slot that is not the target's embedding of token 7"),
+        ("eagle3", {"qk_norm": True}, "eagle", "qk_norm=true"),
+        ("eagle3", {"joint_norm": True}, "eagle", "joint_norm=true"),
+        ("eagle3", {"kv_injection": True}, "eagle", "kv_injection=true"),
         ("block", {**BLOCK, "qk_norm": False}, "vllm", "qk_norm=false"),
         ("block", {**BLOCK, "lm_head": "own"}, "vllm", "lm_head=own"),
         ("block", {**BLOCK, "draft_vocab": 30}, "sglang", "draft_vocab=30"),
@@ -328,6 +331,36 @@ def test_a_target_that_rotates_a_part_is_refused_where_its_positions_are_taken(t
     with pytest.raises(ValueError, match=r"partial_rotary_factor=1\.0, and the authors' code takes 0\.5"):
         exported(made("hydra"), "hydra", tmp_path, config=said)
     exported(made("mtp"), "sglang", tmp_path, config=said)
+
+
+def test_an_mtp_module_has_the_targets_eps_where_vllm_takes_it(tmp_path: Path) -> None:
+    exported(made("mtp"), "vllm", tmp_path / "unsaid", config={})
+    other = {**SAID, "rms_norm_eps": 1e-3}
+    with pytest.raises(ValueError, match=r"norm_eps 1e-05, and vLLM takes the target's, 0\.001"):
+        exported(made("mtp"), "vllm", tmp_path / "other", config=other)
+    exported(made("mtp"), "sglang", tmp_path / "other", config=other)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "form", "said"),
+    [
+        ("medusa", {}, "medusa", {"version": "1", "medusa_num_heads": 4}),
+        ("medusa", {"lm_head": "shared"}, "medusa", {"version": "2"}),
+        ("eagle3", OWN_PLACE, "eagle", {"bias": False, "tie_word_embeddings": False, "draft_vocab_size": 30}),
+        ("hydra", {"tied": True, "layers": 4, "lm_head_bias": True}, "hydra", {"rms_norm_eps": 1e-5}),
+    ],
+)
+def test_a_config_says(kind: str, options: dict[str, Any], form: str, said: dict[str, Any], tmp_path: Path) -> None:
+    config = json.loads((exported(made(kind, **options), form, tmp_path) / "config.json").read_text())
+    assert {key: config[key] for key in said} == said
+
+
+def test_the_readers_that_do_not_take_a_head_are_named_with_their_reason() -> None:
+    reasons = refusals(made("mtp", qk_norm=True), served())
+    assert reasons == {"sglang": "the head has qk_norm=true, which the format cannot say"}
+    assert refusals(made("medusa"), served()) == {}
+    assert mimo.overrides({"qk_norm": True}) == {"num_nextn_predict_layers": 1, "qk_norm": True}
+    assert mimo.overrides({}) == {"num_nextn_predict_layers": 1}
 
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:

@@ -107,6 +107,14 @@ def test_a_config_that_disagrees_is_told_and_not_followed(tmp_path: Path, caplog
     assert (loaded.config.heads, loaded.config.layers) == (5, 2)
     assert "medusa_num_heads=2" in caplog.text
     assert "medusa_num_layers=1" in caplog.text
+    _, tensors, config = eagle3_authors()
+    sizes = {"num_key_value_heads": 7, "intermediate_size": 5}
+    with caplog.at_level(logging.WARNING):
+        again: Any = load_published(publish(tmp_path / "sizes", tensors, config | sizes), toys.target().embeddings)
+    assert all(
+        f"{key}={value}, the tensors say {getattr(again.config, ours)}" in caplog.text
+        for (key, value), ours in zip(sizes.items(), ("num_kv_heads", "intermediate_size"), strict=True)
+    )
 
 
 @pytest.mark.parametrize(

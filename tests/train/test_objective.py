@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from heads import HEADS, rows
 from heads.base import Draft, Features, NewRows
 from tests import toys
 from train.losses import LOSSES, ObjectiveConfig, OnPolicyConfig
-from train.objective import chunked, objective, trainable, weights
+from train.objective import CPU_LOGITS, ROWS, SHARE, chunk_rows, chunked, objective, trainable, weights
 from train.tracking.flops import Flops
 
 CONFIG = ObjectiveConfig(
@@ -42,6 +43,40 @@ def loss_of(
     weight = weights(features.document, mask, None, of).row
     chunks = None if chunk is None else chunked(weight > 0, chunk, weight.device)
     return objective(head, drafts, features, weight, of, chunks)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "head_vocab", "trains", "expected"),
+    [
+        (2, None, False, ROWS),
+        (CPU_LOGITS // 5, None, False, 5),
+        (CPU_LOGITS // 5, None, True, 10),
+        (CPU_LOGITS // 5, 7, True, 10),
+        (CPU_LOGITS * 2, None, False, 1),
+    ],
+)
+def test_a_chunk_on_the_cpu_holds_as_many_logits_whatever_the_vocabulary(
+    vocab: int, head_vocab: int | None, trains: bool, expected: int
+) -> None:
+    """Twice as many where an lm_head is trained; a bias of that length, or another matrix, is none."""
+    size = head_vocab or vocab
+    frozen = [torch.empty(size, 1, device="meta", requires_grad=trains), torch.empty(size, device="meta")]
+    head = SimpleNamespace(
+        embeddings=SimpleNamespace(vocab_size=vocab),
+        vocab=None if head_vocab is None else SimpleNamespace(ids=range(head_vocab)),
+        parameters=lambda: [frozen[0], frozen[1].requires_grad_(), torch.empty(3, 1, requires_grad=True)],
+    )
+    assert chunk_rows(head, "cpu", 64) == expected
+
+
+def test_on_a_device_a_chunk_is_a_share_of_the_rows_in_powers_of_two() -> None:
+    found = [chunk_rows(None, "cuda", count) for count in (1, SHARE, 4 * SHARE, 7 * SHARE, 10**9)]
+    assert found == [1, 1, 4, 4, ROWS]
+
+
+def test_the_share_of_the_base_moves_from_the_first_to_the_last() -> None:
+    assert [CONFIG.base_share(at) for at in (0.0, 0.5, 1.0)] == [0, 0, 0]
+    assert [replace(CONFIG, base=[1.0, 0.25]).base_share(at) for at in (0.0, 0.5, 1.0)] == [1, 0.625, 0.25]
 
 
 @pytest.mark.parametrize("name", ["eagle3", "medusa"])
