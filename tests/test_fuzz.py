@@ -244,7 +244,7 @@ def read_of(root: Path) -> dict[str, Reader]:
 
 
 NAMES = [
-    "head config", "header", "published config", "safetensors index", "target index", "store meta", "store entry",
+    "head config", "header", "published config", "safetensors index", "store meta", "store entry",
     "checkpoint index", "parts of answers", "answers", "answers meta", "config.yaml", "report", "workload", "tree",
     "vllm states", "adapter config", "adapter", "log",
 ]  # fmt: skip

@@ -49,9 +49,7 @@ def names_of(folder: Path) -> set[str]:
     Raises:
         ValueError: a file is missing, truncated or damaged, or there are pickles alone.
     """
-    if (folder / INDEX).is_file() and not any((folder / name).is_file() for name in SAFE):
-        return {PREFIX.sub("", name) for name in weights.shards(folder / INDEX)}
-    return {PREFIX.sub("", name) for name in weights.header(_weights(folder))}
+    return {PREFIX.sub("", name) for name in _sharded(folder) or weights.header(_weights(folder))}
 
 
 def without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -61,17 +59,20 @@ def without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def stored_tensors(folder: Path) -> dict[str, Tensor]:
     """Return the tensors by their names as they stand in the files, with the errors of `names_of`."""
-    if (folder / INDEX).is_file() and not any((folder / name).is_file() for name in SAFE):
-        files = sorted(set(weights.shards(folder / INDEX).values()))
-        return {name: tensor for file in files for name, tensor in weights.read_weights(inside(folder, file)).items()}
-    return weights.read_weights(_weights(folder))
+    files = {inside(folder, file) for file in _sharded(folder).values()} or {_weights(folder)}
+    return {name: tensor for file in sorted(files) for name, tensor in weights.read_weights(file).items()}
 
 
 def further_files(folder: Path) -> list[str]:
     """Return which files a download of the small ones and WEIGHTS still lacks: the index's shards, else a pickle."""
-    if any((folder / name).is_file() for name in SAFE):
-        return []
-    return sorted(set(weights.shards(folder / INDEX).values())) if (folder / INDEX).is_file() else list(PICKLED)
+    whole = any((folder / name).is_file() for name in SAFE)
+    return [] if whole else sorted({*_sharded(folder).values()} or PICKLED)
+
+
+def _sharded(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor by the index; none where a whole file goes before it, as in transformers."""
+    whole = any((folder / name).is_file() for name in SAFE)
+    return {} if whole or not (folder / INDEX).is_file() else weights.shards(folder / INDEX)
 
 
 def _weights(folder: Path) -> Path:
