@@ -231,3 +231,13 @@ def test_end_to_end_the_prefills_token_and_seconds_count_too() -> None:
     runs = [replace(generation(6, [(0, 0)] * 5, seconds=1.0), prefill_s=0.5) for _ in range(2)]
     assert metrics.speed(metrics.end_to_end(runs)) == pytest.approx(6 / 1.5)
     assert metrics.speed(metrics.decoding(runs)) == pytest.approx(5 / 1.0)
+
+
+def test_an_interval_is_of_95_percent() -> None:
+    """Of many alike requests as wide as a normal one: 2 * 1.96 standard errors, where 90 % would take 2 * 1.64."""
+    tokens = 5.0 + torch.randn(400, 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    columns = torch.cat([tokens, torch.ones(400, 1, dtype=torch.float64)], 1)
+    found = metrics.bootstrap(columns, lambda total: total[:, 0] / total[:, 1], 0)
+    assert found is not None
+    assert found[1] - found[0] == pytest.approx(2 * 1.96 * float(tokens.std()) / 20, rel=0.08)
+    assert sum(found) / 2 == pytest.approx(float(tokens.mean()), rel=0.01)
