@@ -68,6 +68,9 @@ def test_round_trip(tmp_path: Path) -> None:
     assert list(ours) == list(theirs)
     assert len(theirs) == 4 + 2 * 3 + 2
     assert all(ours[name].equal(theirs[name]) and ours[name].dtype == theirs[name].dtype for name in ours)
+    kept = resume.kept_weights(path)
+    assert not any(kept[name].equal(theirs[f"weight/{name}"]) for name in one.average.weights)
+    assert {name: kept[name].equal(tensor) for name, tensor in one.weights().items()} == dict.fromkeys(kept, True)
 
 
 def test_a_checkpoint_has_what_it_had_when_it_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
