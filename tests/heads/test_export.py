@@ -13,6 +13,7 @@ from torch import nn
 
 from heads.formats.published import load_published, mimo
 from heads.formats.published.export import FORMATS, export, refusals
+from heads.modules.layers import LayerSpec
 from tests import toys
 from tests.heads import foreign
 from tests.heads.exporting import SAID, TOKENS, assert_same, chain, exported, made, served, target, told
@@ -145,6 +146,10 @@ def test_what_was_exported_is_read_back(name: str, tmp_path: Path, caplog: pytes
     with caplog.at_level(logging.WARNING):
         loaded: Any = load_published(exported(head, case.form, tmp_path), target().embeddings)
     assert caplog.text == ""
+    assert loaded.max_depth == head.max_depth
+    if head.keeps_rows:
+        numbers = [LayerSpec.of(each.config, target().embeddings) for each in (loaded, head)]
+        assert numbers[0] == numbers[1]
     assert sorted(loaded.feature_layers) == list(loaded.feature_layers)
     order = sorted(range(len(head.feature_layers)), key=lambda i: head.feature_layers[i])
     ours, theirs = head.state_dict(), loaded.state_dict()

@@ -1,6 +1,7 @@
 """Rollouts: heads unroll drafts as text, nodes teach what the target says there, and a resumed run drafts the same."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,6 +88,26 @@ def test_a_head_unrolls_a_draft_as_it_unrolls_text(name: str) -> None:
     assert list(sums) == ["ce", "soft_ce", "accuracy"]
     torch.testing.assert_close(weight.row, 0.5 * weight.trained.float())
     torch.testing.assert_close(weight.amount, weight.row.sum((1, 2)))
+
+
+def test_every_process_step_and_run_draws_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the same ones again: of the seeds that its answers are decoded with."""
+    target, seen = toys.target(), list[tuple[int, ...]]()
+
+    def decoded(_: Any, __: Any, prompts: list[list[int]], settings: list[Any], **___: Any) -> list[Any]:
+        seen.append(tuple(each.seed for each in settings))
+        return [SimpleNamespace(passes=[], steps=[]) for _ in prompts]
+
+    monkeypatch.setattr("train.rollouts.speculate", decoded)
+    monkeypatch.setattr("train.rollouts.copies", lambda *_: [])
+    monkeypatch.setattr("train.rollouts._micro_batch", lambda *_: None)
+    token = torch.tensor([toys.prompt(seed, 10) for seed in range(4)])
+    packed = Packed(token, torch.zeros_like(token), torch.ones_like(token))
+    for seed, rank, step in ((0, 0, 3), (1, 0, 3), (0, 1, 3), (0, 0, 4), (0, 0, 3)):
+        batches = Batches(packed, 2, 2, seed, rank, 2)
+        Rollouts(target, lambda _: toys.head("eagle", target), TREE, CONFIG, DEPTHS, batches)(step, batches(step), {})
+    assert len(set(seen[:4])) == 4
+    assert seen[4] == seen[0]
 
 
 def test_micro_batches_hold_no_more_sequences_than_static_ones() -> None:
