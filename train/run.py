@@ -42,7 +42,7 @@ from eval.live.interleaved import PLAIN
 from eval.measures.machine import revision
 from heads.base import frozen_count, parameter_count
 from heads.common.command import BEST, command, ending_alone, quoted, report_best_head, sweeping
-from heads.common.errors import user_errors
+from heads.common.errors import keeping, user_errors
 from heads.common.files import write_whole
 from heads.common.redact import redacted_values, redacted_words
 from heads.common.target_config import context_of
@@ -57,7 +57,7 @@ from train.acceptance import AcceptanceEvaluator
 from train.checkpoints import format, resume
 from train.config import RunConfig, run_config
 from train.distributed import launch, processes, started
-from train.distributed.control import RANKS, STOPPING, on_main
+from train.distributed.control import RANKS, on_main
 from train.distributed.processes import RunLock
 from train.features import origin_of, source_for
 from train.loop import COST, KeptHead, Loop
@@ -210,7 +210,12 @@ def alone(run: T, job: Callable[[T, Accelerator, RunLock], T]) -> T:
     """Run a job among its processes, holding the lock of its output folder; return what it returns."""
     accelerator = processes.accelerator_for(run.launcher, run.trainer, run.model)
     accelerator.wait_for_everyone()  # no process may see what another one starts to write
-    with RunLock(Path(run.out)) as lock:
+
+    def kept() -> str:
+        saved = format.checkpoints(Path(run.out) / "checkpoints")
+        return "the checkpoints are kept, and resume=true goes on" if saved else "nothing was trained"
+
+    with keeping(kept), RunLock(Path(run.out)) as lock:
         on_main(accelerator, lock.take)
         run = job(run, accelerator, lock)
     accelerator.end_training()
@@ -322,13 +327,7 @@ def launch_all(run: RunConfig, words: list[str]) -> None:
     """Start the run's processes; exit with their status unless it is 0, after which a multirun continues."""
     if run.launcher.slurm is None:
         check_run(run)
-    folder = Path(run.out) / "checkpoints"
-    saved = format.checkpoints(folder)
-    status = launch.start(run.launcher, os.path.abspath(__file__), words)
-    stops = {128 + number: number.name for number in STOPPING}
-    if status in stops and format.checkpoints(folder) == saved:  # else its processes have said so
-        sys.stderr.write(f"stopped by {stops[status]} before the first step; nothing was trained\n")
-    if status:
+    if status := launch.start(run.launcher, os.path.abspath(__file__), words):
         raise SystemExit(status)
     if run.eval.prompts and not launch.leaves(run.launcher):
         sweep.note(run.name, run.head.name, Path(run.out))

@@ -16,6 +16,7 @@ from torch.nn import functional
 from data.batches import Batches
 from heads import HEADS
 from heads.base import HeadConfig, to_device
+from heads.common.progress import progress, tick
 from heads.common.rope import Rope, positions_of
 from heads.eagle import Eagle
 from heads.eagle3 import Eagle3
@@ -249,7 +250,8 @@ def solved(
     sums: Any = weight.new_zeros(count, count + width, dtype=torch.float64)  # of inputs by inputs and labels
     steps = math.ceil(TOKENS_PER_INPUT * count / (batches.rows_per_step * batches.packed.token.shape[1]))
     try:
-        for batch in (batch for step in range(steps) for batch in batches(step)):
+        for batch in (batch for step in progress(range(steps), "fitting the head's start") for batch in batches(step)):
+            tick()
             features = target.features(batch.token, batch.document, (*head.feature_layers, *top))
             hidden, last, document = features.hidden.to(weight), features.last.to(weight), features.document
             head.unroll(features._replace(hidden=hidden[:, :, : -len(top)], last=last), 1)

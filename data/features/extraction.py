@@ -28,8 +28,9 @@ from data.features.vllm_features import LayerIds, VllmFiles, write_prompts
 from data.text.prompts import load_training
 from heads import HEADS
 from heads.base import HeadConfig
+from heads.common.errors import keeping
 from heads.common.files import claim
-from heads.common.progress import progress
+from heads.common.progress import Bar
 from heads.common.target_config import check_rows, context_of
 from inference.target.config import ModelConfig, use_device
 from inference.target.embeddings_only import EmbeddingsOnly, load_target, norm_of
@@ -140,9 +141,10 @@ def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) 
     spec, written = store.spec, 0
     mine = list(range(rank, spec.shards, world))
     others = [number for number in range(spec.shards) if number % world != rank]
-    with WriteQueue() as queue:
+    share = -(-len(store.missing()) // world)
+    with WriteQueue() as queue, Bar(share, "extracting rows") as bar:
         writer = FeatureStore(store.folder)  # of its own, since it is used in another thread
-        for number in progress(mine + others, "shards") if rank == 0 else mine + others:
+        for number in mine + others:
             name = f"{number:06d}"
             if all(map(store.has, spec.shard(number))):
                 continue
@@ -154,7 +156,10 @@ def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) 
                     continue
                 # It has other rows of the range, where the shard of a hybrid run that had these is gone.
                 name = store.free_name(name) if name in store.entries else name
-                groups = [make(rows[begin : begin + micro]) for begin in range(0, len(rows), micro)]
+                groups = []
+                for begin in range(0, len(rows), micro):
+                    groups.append(make(rows[begin : begin + micro]))
+                    bar.show(min(bar.done + len(rows[begin : begin + micro]), share))
                 queue.put(partial(_write, writer, name, rows, groups, claims.pop_all()))
                 written += 1
     store.refresh()
@@ -203,7 +208,14 @@ def extract_features(
         say(work.line(timed(make, work.spec, config.micro_rows), state.num_processes))
     state.wait_for_everyone()
     store = FeatureStore.create(folder, work.spec)
-    written = extract(store, make, config.micro_rows, state.process_index, state.num_processes)
+
+    def kept() -> str:
+        store.refresh()
+        held = work.spec.rows - len(store.missing())
+        return f"{held} of {work.spec.rows} rows are kept in {folder}; the same command goes on"
+
+    with keeping(kept):
+        written = extract(store, make, config.micro_rows, state.process_index, state.num_processes)
     state.wait_for_everyone()
     store.refresh()
     missing = len(store.missing())
