@@ -52,6 +52,7 @@ def test_rows_are_taken_and_put_back() -> None:
     assert taken.tolist() == [[[4, 5], [0, 1]], [[6, 7], [8, 9]]]
     assert rows.taken(X[..., 0], row).tolist() == [[4, 0], [6, 8]]
     assert rows.put_back(taken, row, 3).tolist() == [[[0, 1], [0, 0], [4, 5]], [[6, 7], [8, 9], [0, 0]]]
+    assert rows.put_back(taken[..., :1], row, 3).squeeze(-1).tolist() == [[0, 0, 4], [6, 8, 0]]
     assert rows.taken(X, None) is rows.put_back(X, None, 3) is X
 
 
