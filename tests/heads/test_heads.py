@@ -13,6 +13,7 @@ from heads import HEADS, rows
 from heads.base import DraftHead, Features, LayerShape
 from heads.common.rope import Rope, Rotary
 from heads.mlp import EPS, ShiftedNorm
+from heads.modules.dflash2 import Selector
 from heads.modules.layers import Block, LayerInputs, LayerSpec, grouped_attention
 from heads.modules.own_layer import OwnLayer
 from inference.drafters.policy import Expander
@@ -211,3 +212,19 @@ def test_far_positions_are_told_apart_in_bf16() -> None:
     position = torch.arange(1027, 1036)[None]
     exact = rotary(x.double(), position, 1036)
     torch.testing.assert_close(rotary(x.bfloat16(), position, 1036).double(), exact, rtol=0, atol=0.02)
+
+
+def test_a_selector_keeps_other_tokens_in_order_below_all_candidates() -> None:
+    """Also where the token before turns the candidates' order."""
+    torch.manual_seed(0)
+    selector = Selector(4, 2, 3, 8)
+    torch.nn.init.normal_(selector.successor.weight, std=5.0)
+    logits = torch.randn(64, 8)
+    scores = selector(logits, torch.randn(64, 2))
+    best = logits.topk(3).indices
+    turned = scores.gather(-1, best).argmin(-1) != 2
+    assert turned.any()
+    others = torch.ones_like(logits, dtype=torch.bool).scatter(-1, best, False)
+    below = scores[others].unflatten(0, (64, 5))
+    assert (below.amax(-1) < scores.gather(-1, best).amin(-1)).all()
+    assert below.argsort(-1).equal(logits[others].unflatten(0, (64, 5)).argsort(-1))

@@ -1,5 +1,6 @@
 """Rollouts: heads unroll drafts as text, nodes teach what the target says there, and a resumed run drafts the same."""
 
+import random
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +48,15 @@ def trained(micro: MicroBatch) -> list[tuple[int, int, int, list[int]]]:
     assert batch.trained is not None
     assert batch.path is not None
     return [(b, d, t, batch.path[b, t, : d + 1].tolist()) for d, b, t in batch.trained.nonzero().tolist()]
+
+
+def test_a_prompt_over_the_context_keeps_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    target: Any = toys.target("llama", torch.float64)
+    token, mask = torch.arange(10)[None], torch.tensor([[0] * 8 + [1, 1]])
+    batches = Batches(Packed(token, torch.zeros_like(token), mask), 1, 1, 0, 0, 1)
+    rollouts = Rollouts(target, lambda _: None, TREE, CONFIG, DEPTHS, batches)
+    monkeypatch.setattr(target, "context", 6)
+    assert rollouts.prompts(batches(0), random.Random(0)) == 2 * [[4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize("nodes", ["text", "accepted", "refused", "all"])
