@@ -93,6 +93,7 @@ def test_other_processes_than_the_first_are_silent(
 def test_a_terminal_gets_nested_bars_and_no_lines(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     monkeypatch.setattr(progress.CONSOLE, "_force_terminal", True)
+    monkeypatch.setattr(progress.CONSOLE, "is_interactive", True)
     monkeypatch.setattr(progress.CONSOLE, "_file", screen)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("RANK", raising=False)
