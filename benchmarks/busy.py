@@ -53,11 +53,11 @@ def main() -> None:
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before the first run, {asked.loops} loops")
     taken: dict[tuple[str, int], list[float]] = {(name, n): [] for n in (0, asked.loops) for name in VARIANTS}
     for _ in range(asked.repeats):
-        for name, loops in taken:
-            taken[name, loops].append(seconds(VARIANTS[name], loops, overrides))
+        for (name, loops), runs in taken.items():
+            runs.append(seconds(VARIANTS[name], loops, overrides))
     for name in VARIANTS:
         alone, beside = (statistics.median(taken[name, loops]) for loops in (0, asked.loops))
-        print(f"{name:24} alone {alone:6.1f} s, next to {asked.loops} loops {beside:6.1f} s, {beside / alone:.2f} times")
+        print(f"{name:24} alone {alone:6.1f} s, next to the loops {beside:6.1f} s, {beside / alone:.2f} times")
 
 
 if __name__ == "__main__":
