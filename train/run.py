@@ -197,25 +197,26 @@ def loop_of(
 
 def train(run: RunConfig) -> RunConfig:
     """Run the whole job on this process, alone in its output folder; return the run as it was started."""
-    run = with_processes(run)
-    check_settings(run)
-    report_best_head()
-    if started.is_main():
-        Console().print(f"{run.name}: head={run.head.name} for {run.model.path}", soft_wrap=True, markup=False)
-    check_target(run)
-    return alone(chosen(run), job)
+
+    def kept() -> str:
+        saved = format.checkpoints(Path(run.out) / "checkpoints")
+        return "the checkpoints are kept, and resume=true goes on" if saved else "nothing was trained"
+
+    with keeping(kept):
+        run = with_processes(run)
+        check_settings(run)
+        report_best_head()
+        if started.is_main():
+            Console().print(f"{run.name}: head={run.head.name} for {run.model.path}", soft_wrap=True, markup=False)
+        check_target(run)
+        return alone(chosen(run), job)
 
 
 def alone(run: T, job: Callable[[T, Accelerator, RunLock], T]) -> T:
     """Run a job among its processes, holding the lock of its output folder; return what it returns."""
     accelerator = processes.accelerator_for(run.launcher, run.trainer, run.model)
     accelerator.wait_for_everyone()  # no process may see what another one starts to write
-
-    def kept() -> str:
-        saved = format.checkpoints(Path(run.out) / "checkpoints")
-        return "the checkpoints are kept, and resume=true goes on" if saved else "nothing was trained"
-
-    with keeping(kept), RunLock(Path(run.out)) as lock:
+    with RunLock(Path(run.out)) as lock:
         on_main(accelerator, lock.take)
         run = job(run, accelerator, lock)
     accelerator.end_training()

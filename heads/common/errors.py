@@ -38,15 +38,15 @@ def terminate(number: int, _: object) -> None:
 
 
 @contextmanager
-def keeping(message: Callable[[], str]) -> Iterator[None]:
+def keeping(describe: Callable[[], str]) -> Iterator[None]:
     """Have the line of a command that Ctrl-C or SIGTERM stops in the block say what is kept; an inner block goes first.
 
-    `message` is called once the block has ended.
+    `describe` is called once the block has ended.
     """
     try:
         yield
     except KeyboardInterrupt as stop:
-        stop.args = stop.args or (message(),)
+        stop.args = stop.args or (describe(),)
         raise
 
 

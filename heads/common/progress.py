@@ -27,7 +27,7 @@ BARS = Progress(
     TimeRemainingColumn(), console=CONSOLE, transient=True, refresh_per_second=2,
 )  # fmt: skip
 OPEN: list["Bar"] = []  # the bars that are shown, the innermost last
-atexit.register(BARS.stop)  # which shows the cursor again
+atexit.register(BARS.live.stop)  # which shows the cursor again; of a log, `BARS.stop` would end with a blank line
 
 
 def say(text: str) -> None:
@@ -50,15 +50,15 @@ class Bar:
     def __init__(self, total: int | None, label: str, first: int = 0) -> None:
         self.total, self.label, self.first = total, label, first
         self.done, self.note = first, ""
-        self.begun, self.visible = time.monotonic(), False
+        self.begun, self.on_terminal = time.monotonic(), False
 
     def __enter__(self) -> "Bar":
         """Begin to show it."""
         self.begun = time.monotonic()
         if self.begun - Bar.last > PAUSE and not OPEN:
             Bar.last = self.begun
-        self.visible = CONSOLE.is_terminal and not CONSOLE.is_dumb_terminal and is_reporting_rank()
-        if self.visible:
+        self.on_terminal = CONSOLE.is_terminal and not CONSOLE.is_dumb_terminal and is_reporting_rank()
+        if self.on_terminal:
             self.task = BARS.add_task(self.label, total=self.total, completed=self.first, note="")
             BARS.start()
         OPEN.append(self)
@@ -67,7 +67,7 @@ class Bar:
     def __exit__(self, *_: object) -> None:
         """Take the bar away."""
         OPEN.remove(self)
-        if self.visible:
+        if self.on_terminal:
             BARS.remove_task(self.task)
             if not BARS.task_ids:
                 BARS.stop()
@@ -75,7 +75,7 @@ class Bar:
     def show(self, done: int, note: str = "") -> None:
         """Show that so much is done, with further numbers in a note."""
         self.done, self.note = done, note
-        if self.visible:
+        if self.on_terminal:
             BARS.update(self.task, completed=done, note=note)
         self.tick()
 
@@ -83,7 +83,7 @@ class Bar:
         """Print a line without a terminal, if it is time."""
         if time.monotonic() - Bar.last >= PAUSE:
             Bar.last = time.monotonic()
-            if not self.visible:
+            if not self.on_terminal:
                 say(self.line(Bar.last - self.begun))
 
     def line(self, seconds: float) -> str:
