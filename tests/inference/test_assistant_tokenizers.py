@@ -11,7 +11,7 @@ from torch import Tensor
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.assistant import AssistantState
 from inference.drafters.contrib.assistant_slem import AssistantSlem, SlemState
-from inference.drafters.vocabulary import encode
+from inference.drafters.vocabulary import SharedVocabulary, encode
 from inference.protocol import Commit, Context, Drafter, Proposal, Verified
 from inference.target.model import TargetOutput
 from inference.text_stream import decode
@@ -207,3 +207,11 @@ def test_a_bad_value_is_named_in_one_line(near: str, changes: dict[str, Any], na
     with pytest.raises(ValueError, match=named) as error:
         assistants.slem(near, toys.target(), **changes)
     assert "\n" not in str(error.value)
+
+
+def test_what_the_assistant_lacks_is_spelled_with_its_longest_tokens() -> None:
+    shared = SharedVocabulary.__new__(SharedVocabulary)
+    shared.one, shared.bytes = {7: 9}, {5: b"abc", 6: b"abd"}
+    shared.numbers = {b"a": 1, b"ab": 2, b"c": 3, b"b": 4, b"bc": 8}
+    assert shared.follow([5, 7, 5]) == [2, 3, 9, 2, 3]
+    assert shared.follow([6, 7, 8]) == [9], "what it cannot read it goes on without"
