@@ -8,6 +8,7 @@ import torch
 
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.assistant import AssistantState
+from inference.drafters.vocabulary import SharedVocabulary
 from inference.protocol import Context, Drafter, Proposal
 from inference.verification.sample import GREEDY, Sampling
 from tests import assistants, toys
@@ -89,3 +90,11 @@ def test_every_draft_is_that_of_a_model_without_a_cache(near: str, monkeypatch: 
     made = speculate(target, drafter, toys.prompt(1), Settings(TOKENS, GREEDY))
     assert [step.drafted for step in made.steps] == checked
     assert len({step.accepted for step in made.steps}) > 1
+
+
+def test_what_the_assistant_lacks_is_spelled_with_its_longest_tokens() -> None:
+    shared = SharedVocabulary.__new__(SharedVocabulary)
+    shared.one, shared.bytes = {7: 9}, {5: b"abc", 6: b"abd"}
+    shared.numbers = {b"a": 1, b"ab": 2, b"c": 3, b"b": 4, b"bc": 8}
+    assert shared.follow([5, 7, 5]) == [2, 3, 9, 2, 3]
+    assert shared.follow([6, 7, 8]) == [9], "what it cannot read it goes on without"

@@ -1,7 +1,9 @@
 """What a training decides and says of it: each branch with its numbers, at the limit and on either side of it."""
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,6 +120,21 @@ def test_the_best_head_is_kept_and_an_equal_one_is_no_better(tau: float, better:
 def test_what_is_measured_and_what_is_loaded() -> None:
     assert [step for step in range(1, 11) if Loop.due(run_of(), step)] == [4, 8, 10]
     assert resume.short("x" * 99) == '"' + "x" * 59 + "…"
+
+
+def test_a_trainings_cost_counts_the_tokens_of_its_rollouts_too(tmp_path: Path) -> None:
+    progress = {"rollout_tokens": 30, "skipped": 2, "best_tau": 2.5, "seconds": 9.0, "stall": 1.5}
+    step = SimpleNamespace(sizes=(11, 5), operations=lambda first, last: 100 * (last - first))
+    loop: Any = SimpleNamespace(
+        step=step, progress=progress, out=tmp_path, saver=SimpleNamespace(seconds=0.25),
+        source=SimpleNamespace(batches=SimpleNamespace(step_tokens=64)),
+        accelerator=SimpleNamespace(is_main_process=True),
+    )  # fmt: skip
+    Loop.write_cost(loop, 7)
+    assert json.loads((tmp_path / "training.json").read_text()) == {
+        "parameters": 11, "frozen_parameters": 5, "steps": 7, "tokens": 7 * 64 + 30, "rollout_tokens": 30,
+        "flops": 700, "skipped": 2, "best_tau": 2.5, "seconds": 9.0, "stall_seconds": 1.5, "save_seconds": 0.25,
+    }  # fmt: skip
 
 
 def test_a_target_that_verifies_chains_gets_the_deepest_path_of_a_tree(caplog: pytest.LogCaptureFixture) -> None:

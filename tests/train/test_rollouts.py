@@ -155,6 +155,11 @@ def test_a_drafted_row_counts_for_its_weight_in_loss_and_normaliser() -> None:
     plain.rollouts = None
     deep = plain(5, halted=lambda: False).record or {}
     assert plain.loss.progress == 0.25  # of 20 steps, by which the share of uncorrected logits goes
+    plain.trainer = replace(plain.trainer, log_every=2)  # a record is then of two steps, its rates of one
+    assert plain(6, halted=lambda: False).record is None
+    both = plain(7, halted=lambda: False).record or {}
+    rates = [both[name] * both["step_seconds"] for name in ("tokens_per_second", "rows_per_second")]
+    assert rates == pytest.approx([plain.source.batches.step_tokens, deep["rows"]])
     by_loss = {name: sum(0.5**d * mean for d, mean in enumerate(deep[name])) for name in ("soft_ce", "smooth_l1")}
     assert deep["loss"] == pytest.approx(by_loss["soft_ce"] + 0.1 * by_loss["smooth_l1"], rel=1e-5)
     found, rows = [], []
