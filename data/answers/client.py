@@ -97,9 +97,7 @@ class Client:
             raise ValueError(f"${config.api_key_env} holds what is no key: give printable ASCII only")
         self.url, self.config, self.key = url.rstrip("/"), config, key or HIDDEN
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.http = httpx.Client(
-            headers=headers, timeout=config.timeout, limits=httpx.Limits(max_connections=None)
-        )  # config.concurrency bounds the connections
+        self.http = httpx.Client(headers=headers, limits=httpx.Limits(max_connections=None))  # concurrency bounds them
         self.stop = threading.Event()  # set, it ends the pauses before retries, and there are no further ones
 
     def served(self) -> tuple[str, int]:
@@ -184,7 +182,7 @@ class Client:
     def _exchange(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[httpx.Response]:
         """Send a request and yield the open response; a failing connection is an EndpointError."""
         try:
-            with self.http.stream(method, self.url + path, json=body) as response:
+            with self.http.stream(method, self.url + path, json=body, timeout=self.config.timeout) as response:
                 yield response
         except httpx.TimeoutException as error:
             raise EndpointError("timeout", f"nothing arrived for {self.config.timeout:g} s", True) from error

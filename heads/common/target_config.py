@@ -213,7 +213,8 @@ def _takes_mimo(text: Mapping[str, Any]) -> bool:
     if not isinstance(width, int) or not isinstance(heads, int):
         return False
     head_dim = text.get("head_dim") or text.get("qk_rope_head_dim") or width // heads
-    rope = positions_of(text)
+    # To read positions takes an import of seconds, and without this key all dimensions are rotated.
+    rope = positions_of(text) if "partial_rotary_factor" in str(text) else None
     return heads * head_dim == width and (rope is None or rope.share == 1)
 
 

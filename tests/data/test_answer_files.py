@@ -160,7 +160,8 @@ def test_a_log_gets_a_line_each_half_minute_of_the_first_process(
 
     write_answers(work(records(7)), Quick(before=slow), tmp_path / "a")
     lines = ["answering chats: 2 of 7, 4.0/min, 0:01:15 left", "answering chats: 5 of 7, 5.0/min, 0:00:24 left"]
-    assert capfd.readouterr().err.splitlines() == (lines if rank == "0" else [])
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("answering")]
+    assert said == (lines if rank == "0" else [])
 
 
 def test_kill_after_kill_at_changing_world_sizes_gives_the_same_bytes(whole: bytes, tmp_path: Path) -> None:

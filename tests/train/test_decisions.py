@@ -94,7 +94,7 @@ def run_of(patience: int | None = 2) -> Any:
     loop: Any = SimpleNamespace(
         trainer=trainer, progress={"best_tau": 2.0, "best_step": 4, "stale": 1}, kept=[], lines=[]
     )
-    loop.tracker = SimpleNamespace(log=loop.lines.append, say=loop.lines.append)
+    loop.tracker = SimpleNamespace(log=loop.lines.append)
     loop.keep = loop.kept.append
     return loop
 
@@ -102,8 +102,11 @@ def run_of(patience: int | None = 2) -> Any:
 @pytest.mark.parametrize(
     ("tau", "better", "over"), [(2.0, False, True), (2.001, True, False), (1.5, False, True), (9.0, True, False)]
 )
-def test_the_best_head_is_kept_and_an_equal_one_is_no_better(tau: float, better: bool, over: bool) -> None:
+def test_the_best_head_is_kept_and_an_equal_one_is_no_better(
+    tau: float, better: bool, over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loop = run_of()
+    monkeypatch.setattr("train.loop.say", loop.lines.append)
     assert not Loop.exhausted(loop)
     Loop.note(loop, 8, {"tau": tau, "tau_ci": (tau - 0.5, tau + 0.5)}, {"w": torch.zeros(1)})
     assert bool(loop.kept) == better
