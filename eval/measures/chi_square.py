@@ -8,11 +8,10 @@ freedom exceeds the critical value that often. Several prefixes add up: statisti
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -93,29 +92,19 @@ def statistic(of: Cells, sampled: Sequence[int]) -> float:
 
 def p_value(value: float, freedom: int) -> float:
     """Return the probability that a chi-square variable exceeds a value."""
-    return float(torch.special.gammaincc(*torch.tensor([freedom / 2, value / 2], dtype=torch.float64)))
+    from scipy.stats import chi2
 
-
-def critical(freedom: int, alpha: float) -> float:
-    """Return the value that a chi-square variable exceeds with probability alpha."""
-    return _root(lambda value: alpha - p_value(value, freedom))
-
-
-def power(noncentrality: float, freedom: int, alpha: float) -> float:
-    """Return the probability that a noncentral chi-square variable, a Poisson mixture, exceeds the critical value.
-
-    That the mean of the mixture is half the noncentrality is its definition (Johnson, Kotz and Balakrishnan, 1995).
-    """
-    half, bar = noncentrality / 2, critical(freedom, alpha)
-    terms = torch.arange(int(half + 12 * math.sqrt(half) + 30), dtype=torch.float64)
-    weight = torch.exp(terms * math.log(max(half, 1e-300)) - half - torch.lgamma(terms + 1))
-    return float((weight * torch.special.gammaincc(freedom / 2 + terms, torch.full_like(terms, bar / 2))).sum())
+    return float(chi2.sf(value, freedom))
 
 
 @cache
 def samples_needed(freedom: int, tv: float, alpha: float) -> int:
     """Return the number of samples that reject a distribution at total variation `tv` with POWER."""
-    noncentrality = _root(lambda value: power(value, freedom, alpha) - POWER)
+    from scipy.optimize import brentq
+    from scipy.stats import chi2, ncx2
+
+    critical = chi2.isf(alpha, freedom)
+    noncentrality = brentq(lambda value: ncx2.sf(critical, freedom, value) - POWER, 1e-9, 1e6)
     return math.ceil(noncentrality / (4 * tv * tv))
 
 
@@ -124,14 +113,3 @@ def samples_for(prefixes: Sequence[Cells], tv: float, alpha: float) -> int:
     total = samples_needed(sum(prefix.freedom for prefix in prefixes), tv, alpha)
     rarest = min(min(prefix.expected) for prefix in prefixes)
     return max(math.ceil(total / len(prefixes)), math.ceil(LEAST / rarest))
-
-
-def _root(rising: Callable[[float], float]) -> float:
-    """Return the root of an increasing function of positive numbers, by bisection."""
-    low, high = 0.0, 1.0
-    while rising(high) < 0:
-        low, high = high, 2 * high
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if rising(middle) < 0 else (low, middle)
-    return high
