@@ -179,7 +179,7 @@ class Asker:
                 raise self._spent(f"the budget of {self.budget.requests} requests is used up")
             seconds = self._left()
             self.requests += 1
-            self.bar.show(min(self.requests, self.bar.pace.total))
+            self.bar.show(min(self.requests, self.bar.total or 0))
             return seconds
 
     def _left(self) -> float:

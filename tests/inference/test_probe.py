@@ -15,10 +15,11 @@ from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.drafters.policy import verifiable
+from inference.target import probe
 from inference.target.probe import LONGEST
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
-from tests import toys
+from tests import families, masks, toys
 from tests.inference import model_free
 from tests.inference.test_decode import Oracle
 
@@ -161,3 +162,45 @@ def test_families_that_it_does_not_run_are_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=words) as error:
         made_of(getattr(transformers, kind)(**values), name)
     assert "\n" not in str(error.value)
+
+
+def accepts(target: Target) -> bool:
+    """Return whether the probe lets a target verify trees and batches."""
+    try:
+        return probe.check(target)
+    except ValueError:  # not even a chain
+        return False
+
+
+QUICK = ("llama", "mistral", "gemma3", "gpt2")
+WITH_TREES = [name for name, family in families.FAMILIES.items() if not family.recurrent and name != "llama4"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in WITH_TREES]
+)
+def test_a_wrong_mask_is_refused_and_rounding_is_not(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    target = Target(AutoModelForCausalLM.from_config(families.config(name)).to(dtype), toys.tokenizer(), name)
+    assert target.takes_trees
+    for fault in masks.faults_of(target):
+        with masks.planted(fault):
+            assert not accepts(target), fault
+
+
+def test_logits_whose_common_part_is_rounded_refuse_no_tree() -> None:
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(families.config("gemma3"))
+    model.lm_head.weight.data.mul_(0.1).add_(4 * torch.randn(toys.SIZES["hidden_size"]))  # as in tied embeddings
+    assert Target(model.bfloat16(), toys.tokenizer(), "bf16").takes_trees
+
+
+@pytest.mark.parametrize("fault", masks.WINDOWS)
+def test_a_window_that_is_too_long_to_run_is_shortened_and_tried(fault: str) -> None:
+    values: dict[str, Any] = {**families.FAMILIES["gemma3"].values, "sliding_window": 2 * LONGEST}
+    target = made_of(transformers.Gemma3TextConfig(**values), "long")
+    assert target.takes_trees
+    with masks.planted(fault):
+        assert not accepts(target)
+    assert target.config.sliding_window == 2 * LONGEST

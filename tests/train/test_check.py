@@ -14,7 +14,7 @@ from tests import toys
 from tests.train import jobs
 from tests.train.test_features import configured
 from train.distributed.processes import RunLock
-from train.planning.check import check_first_records, check_out, check_run
+from train.planning.check import check_first_records, check_out, check_run, ordinary_mask
 from train.run import prepare_out, prompt_room
 
 
@@ -157,3 +157,16 @@ def test_the_first_records_are_looked_at(toy: list[str], tmp_path: Path) -> None
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "w1"}]}\n')
     with pytest.raises(ValueError, match=r"chats\.jsonl: holds chats, but the tokenizer .* has no chat template"):
         check_first_records(configured([*toy, f"data.path={tmp_path / 'chats.jsonl'}"]))
+
+
+def test_a_mask_token_that_texts_have_is_said() -> None:
+    tokenizer = toys.tokenizer()
+    size = len(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|reserved|>"], "eos_token": "<|end|>"})
+    reserved, end = tokenizer.convert_tokens_to_ids(["<|reserved|>", "<|end|>"])
+    word = repr(tokenizer.decode([size - 1]))
+    assert f"head.mask_token=-1: mask slots hold the embedding of token {size - 1}, {word}, which texts" in str(
+        ordinary_mask(-1, size, tokenizer)
+    )
+    assert f"token {end}, '<|end|>'" in str(ordinary_mask(end, size + 2, tokenizer))
+    assert not any(ordinary_mask(token, size + 9, tokenizer) for token in (None, -1, reserved))
