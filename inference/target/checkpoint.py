@@ -69,7 +69,7 @@ def all_tensor_files(checkpoint: str) -> dict[str, Path]:
     paths = {*files.values()}
     if [path.name for path in paths] != [WEIGHTS]:
         paths.update(min(paths).parent.glob("*.safetensors"))
-    held = {}
+    held: dict[str, Path] = {}
     for path in sorted(paths):
         with safe_open(path, "pt") as opened:
             held |= dict.fromkeys(opened.keys(), path)
