@@ -18,7 +18,7 @@ from heads.formats.mtp_layouts import BLOCK, LAYOUTS, PROJECTION, Layout, layout
 from heads.mtp import TARGET, Mtp
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig, verifiable
-from inference.target.checkpoint import tensor_files
+from inference.target.checkpoint import all_tensor_files
 from inference.target.target import Target
 
 
@@ -42,7 +42,7 @@ def load_mtp(target: Target, checkpoint: str) -> Mtp:
     It uses the target's embedding and lm_head. Refuse a checkpoint without one, or with one unlike the target's layer.
     """
     try:
-        files = tensor_files(checkpoint)
+        files = all_tensor_files(checkpoint)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(
             f"drafter.mtp.checkpoint: {checkpoint} holds no readable model.safetensors ({one_line(error)}); give the "

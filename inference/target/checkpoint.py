@@ -60,6 +60,22 @@ def tensor_files(checkpoint: str) -> dict[str, Path]:
     return {name: files[shard] for name, shard in named.items()}
 
 
+def all_tensor_files(checkpoint: str) -> dict[str, Path]:
+    """Return the same, with the tensors in the folder's files that the index leaves out, as some do an MTP module's.
+
+    The shards next to one whole file are of another save, and are not read.
+    """
+    files = tensor_files(checkpoint)
+    paths = {*files.values()}
+    if [path.name for path in paths] != [WEIGHTS]:
+        paths.update(min(paths).parent.glob("*.safetensors"))
+    held: dict[str, Path] = {}
+    for path in sorted(paths):
+        with safe_open(path, "pt") as opened:
+            held |= dict.fromkeys(opened.keys(), path)
+    return held | files
+
+
 @cache
 def _warn_of_shards(file: Path, left: str) -> None:
     """Say once that a folder holds weights of two saves."""

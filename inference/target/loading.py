@@ -6,6 +6,7 @@ verification keeps the quantised target's own distribution.
 """
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,11 +19,12 @@ import transformers
 from huggingface_hub.utils.tqdm import enable_progress_bars
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
 
 from heads.common.connection import check_reachable
 from heads.common.errors import panicked
 from heads.common.target_config import UNFIT, has_text_tower, read_target_config, read_target_values, reason
-from heads.common.untrusted import regular
+from heads.common.untrusted import parse_json, regular, shown
 from inference.target import placement
 from inference.target.checkpoint import RENAMED, check_files, check_tokenizer, tensor_files
 from inference.target.placement import HERE, Placement
@@ -31,6 +33,9 @@ log = logging.getLogger(__name__)
 LISTING = ("modeling_utils", "distributed.tensor_parallel")  # modules of transformers that list tensors
 
 AS_IT_IS = "none"
+MODELOPT = "hf_quant_config.json"  # where older versions of ModelOpt describe a quantisation, and config.json does not
+SCALE = re.compile(r"\.(weight_scale\w*|scales)$")  # a tensor of a quantised linear layer, next to its weight
+REMEDY = "give the checkpoint that it was quantised from, or one with quant_method fp8 or compressed-tensors"
 
 
 class Method(NamedTuple):
@@ -92,12 +97,44 @@ def saved_quantization(configured: PreTrainedConfig) -> dict[str, Any] | None:
 
 
 def check_quantized(path: str, configured: PreTrainedConfig, quantize: str | None) -> str | None:
-    """Return how a target's weights are quantised, None for not at all; refuse to quantise those that are already."""
+    """Return how a target's weights are quantised, None for not at all.
+
+    Raises:
+        ValueError: they are quantised already and `quantize` is set, or in a way that transformers does not know: it
+            would load FP8 weights without their scales.
+    """
     quantize, saved = None if quantize == AS_IT_IS else quantize, saved_quantization(configured)
+    name = _modelopt(path) if saved is None else _unknown_method(saved)
+    if name is not None:
+        raise ValueError(
+            f"model.path={path}: its weights are quantised as {name}, which this transformers does not read: {REMEDY}"
+        )
     if quantize is not None and saved is not None:
         name = saved.get("quant_method")
         raise ValueError(f"model.quantize={quantize}: {path} is quantised already ({name}); leave model.quantize out")
     return quantize if saved is None else "by its checkpoint"
+
+
+def _modelopt(path: str) -> str | None:
+    """Return the quantisation that ModelOpt's own file names, in a folder or the Hub's cache; None without one."""
+    file = cached_file(path, MODELOPT, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    try:
+        values: Any = {} if file is None else parse_json(Path(file).read_bytes())
+        algorithm = values.get("quantization", {}).get("quant_algo")
+    except UNFIT as error:
+        raise ValueError(f"model.path={path}: its {MODELOPT} is damaged ({reason(error)}); download it again") from None
+    return None if algorithm is None else f"{shown(algorithm)} ({MODELOPT})"
+
+
+def _unknown_method(saved: dict[str, Any]) -> str | None:
+    """Return the name of a quantisation that transformers skips with a warning, None for one that it reads."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    method, algorithm = saved.get("quant_method"), saved.get("quant_algo")
+    bitsandbytes = saved.get("load_in_8bit") or saved.get("load_in_4bit")  # older ones name no method
+    if bitsandbytes or method in [*AUTO_QUANTIZATION_CONFIG_MAPPING]:
+        return None
+    return f"quant_method={shown(method)}" + ("" if algorithm is None else f" quant_algo={shown(algorithm)}")
 
 
 def load(
@@ -122,6 +159,7 @@ def load(
     configured = configuration(path, trust_remote_code)
     with _errors(path):
         tokenizer = _tokenizer(path, trust_remote_code)
+        cached_file(path, MODELOPT, _raise_exceptions_for_missing_entries=False)  # else only the cache is asked
     quantized = check_quantized(path, configured, quantize)
     placement.check(where, quantized, None, device)
     with _errors(path):
@@ -144,6 +182,10 @@ def load(
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, output_loading_info=True, **options
             )
+        modules = {name for name, _ in loaded[0].named_modules()}
+        left = (key for key in loaded[1]["unexpected_keys"] if SCALE.sub("", key) in modules and SCALE.search(key))
+        if scale := min(left, default=None):  # of a layer that is loaded, so its weight is read without the scale
+            raise ValueError(f"its weights are quantised with scales such as {scale}, which are not read: {REMEDY}")
         if missing := sorted(loaded[1]["missing_keys"]):  # transformers makes them up at random
             raise ValueError(f"its files hold no {missing[0]}, nor {len(missing) - 1} others; download it again")
         model: transformers.PreTrainedModel = loaded[0]

@@ -20,9 +20,12 @@ from tests import toys
 from tests.heads.published import (
     CASES,
     dflash,
+    dflash2,
+    domino,
     drafts,
     dspark,
     eagle3_authors,
+    eagle3_sglang,
     eagle_authors,
     embedding,
     hydra_plain,
@@ -138,6 +141,39 @@ def test_wrong_counts_in_a_config_change_nothing(
         loaded = load_published(publish(tmp_path, tensors, {**config, key: value}), toys.target().embeddings)
     assert said in caplog.text
     assert all(torch.equal(one, other) for one, other in zip(drafts(head), drafts(loaded), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "key", "lost"),
+    [
+        (dspark, "markov_rank", "markov_head"),
+        (dspark, "enable_confidence_head", "confidence_head"),
+        (domino, "projector_type", "(prefix_gru|embed_proj)"),
+        (dflash2, "selector_rank", "candidate_selector"),
+        (dflash2, "conv_kernel_size", r"layers\.\d\.(attention|mlp)_conv"),
+        (dspark, "draft_vocab_size", "d2t|t2d"),
+        (eagle3_authors, "draft_vocab_size", "d2t|t2d"),
+        (eagle3_sglang, "fc_norm", "fc_norm"),
+    ],
+)
+def test_a_part_that_a_config_names_and_the_files_lack(
+    make: Callable[[], Any], key: str, lost: str, tmp_path: Path
+) -> None:
+    _, tensors, config = make()
+    nested = config.get("dflash_config") or {}
+    said = {
+        "draft_vocab_size": 30,
+        "markov_rank": 6,
+        "enable_confidence_head": True,
+        "selector_rank": 6,
+        "fc_norm": True,
+    }
+    config |= {key: (said | nested)[key]}
+    load_published(publish(tmp_path / "whole", tensors, config), toys.target().embeddings)
+    left = {name: tensor for name, tensor in tensors.items() if not re.match(lost, name)}
+    told = refused(tmp_path / "lost", left, config)
+    assert "the tensor " in told
+    assert f" is missing, and config.json gives {key}; download it again" in told
 
 
 def test_what_a_right_config_says_is_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from eval.inputs.runs import model_of
@@ -111,6 +112,41 @@ def test_a_checkpoint_that_is_quantised_loads_as_it_is(
     with caplog.at_level(logging.WARNING):
         load_head(tmp_path / "head", loaded.embeddings, loaded.spec)
     assert "cannot be told" in caplog.text
+
+
+@pytest.mark.parametrize("configured", [True, False])
+@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4"])
+def test_a_quantisation_that_transformers_skips_is_named(
+    plain: Target, tmp_path: Path, algorithm: str, configured: bool
+) -> None:
+    """ModelOpt describes it in config.json, or in older versions in a file of its own."""
+    assistants.save(plain.model, toys.tokenizer(), tmp_path)
+    described: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": algorithm}
+    file = tmp_path / ("config.json" if configured else loading.MODELOPT)
+    saved = json.loads(file.read_text()) | {"quantization_config": described} if configured else {}
+    file.write_text(json.dumps(saved or {"quantization": described}))
+    weights = tmp_path / "model.safetensors"
+    weights.unlink()  # no weight is read
+    with pytest.raises(ValueError, match=rf"model\.path=.* quantised as .*'{algorithm}'.*give the checkpoint") as error:
+        Target.load(str(tmp_path), "float32", "cpu")
+    assert "\n" not in str(error.value)
+    read = loading.configuration(str(tmp_path), trust_remote_code=False)
+    with pytest.raises(ValueError, match=algorithm):  # as plans ask
+        loading.check_quantized(str(tmp_path), read, None)
+
+
+def test_weights_without_their_scales_are_not_loaded(plain: Target, tmp_path: Path) -> None:
+    """Scales of the KV cache, and of modules that transformers leaves out, belong to no weight that is loaded."""
+    assistants.save(plain.model, toys.tokenizer(), tmp_path)
+    file, layer = tmp_path / "model.safetensors", "model.layers.1.self_attn.q_proj"
+    weights = load_file(file)
+    kept = {"model.layers.1.self_attn.k_proj.k_scale": torch.ones(()), "mtp.fc.weight_scale": torch.ones(())}
+    save_file(weights | kept, file, metadata={"format": "pt"})
+    assert Target.load(str(tmp_path), "float32", "cpu").quantized is None
+    quantised = {f"{layer}.weight": weights[f"{layer}.weight"].to(torch.float8_e4m3fn)}
+    save_file(weights | quantised | {f"{layer}.weight_scale": torch.ones(())}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"scales such as {layer}\.weight_scale.*give the checkpoint"):
+        Target.load(str(tmp_path), "float32", "cpu")
 
 
 def test_refusals_are_one_line(plain: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,6 +177,32 @@ def test_sampling_is_reproducible_and_varied(tmp_path: Path) -> None:
     assert toys.lively(first.tokens)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_module_that_the_index_leaves_out_is_read(tmp_path: Path, inside: bool) -> None:
+    """In a file of its own, or inside a shard that the index names."""
+    path = save(tmp_path, "behind", sharded=True)
+    target = toys.target()
+    expected = load_mtp(target, str(path)).state_dict()
+    listed = path / "model.safetensors.index.json"
+    index = json.loads(listed.read_text())["weight_map"]
+    kept = {name: file for name, file in index.items() if file == "model-1.safetensors"}
+    listed.write_text(json.dumps({"metadata": {}, "weight_map": kept}))
+    if inside:
+        parts = [path / f"model-{i}.safetensors" for i in (1, 2)]
+        save_file(load_file(parts[0]) | load_file(parts[1]), parts[0], metadata={"format": "pt"})
+        parts[1].unlink()
+    found = load_mtp(target, str(path)).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_a_module_of_another_save_is_not_read(tmp_path: Path) -> None:
+    """One whole file goes before the shards next to it, as in transformers."""
+    target, path = toys.target(), save(tmp_path, "behind", sharded=True)
+    save_file(load_file(path / "model-1.safetensors"), path / "model.safetensors", metadata={"format": "pt"})
+    assert "carries no module" in refused(target, path)
+
+
 def refused(target: Target, checkpoint: Path) -> str:
     with pytest.raises(ValueError, match=r"drafter\.mtp") as error:
         MtpDrafter(MtpDrafter.Config(str(checkpoint), toys.TREES["chain"]), target, "mtp")

@@ -144,13 +144,6 @@ def test_what_is_ranked_without_noise_leaves_the_coupled_text(tree: str) -> None
     assert tree == "plain" or 0 < accepted["auto"] < accepted["coupled"]
 
 
-def test_a_rule_that_is_not_for_the_drafts_is_refused() -> None:
-    target = toys.target("llama", DOUBLE)
-    for tree, rule, how in (("dynamic", "traversal", WARM), ("sampled", "block", WARM), ("static", "token", GREEDY)):
-        with pytest.raises(ValueError, match=f"rule={rule} .*choose rule=auto"):
-            speculate(target, source("eagle", tree, target), toys.prompt(1, 5), Settings(9, how, rule=rule))
-
-
 @contextmanager
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Note every read of a tensor's values by the host."""

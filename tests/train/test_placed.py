@@ -34,11 +34,16 @@ def records(out: Path) -> list[dict[str, Any]]:
 
 
 def same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> bool:
+    """Compare losses up to rounding: a pass cut up, or rows on two processes, add in another order.
+
+    Measured by tensor parallelism in four steps: 3e-7 of the loss in fp32, 5e-16 with target and head in fp64.
+    """
     assert [record.keys() for record in ours] == [record.keys() for record in theirs]
-    near = all(abs(a["loss"] - b["loss"]) < 1e-5 * b["loss"] for a, b in zip(ours, theirs, strict=True) if "loss" in a)
+    losses, expected = ([record["loss"] for record in run if "loss" in record] for run in (ours, theirs))
+    assert losses == pytest.approx(expected, rel=1e-5)
     assert [record["step"] for record in ours if "tau" in record] == [STEPS]
     assert [record["step"] for record in ours if "estimate" in record] == [2]
-    return near and all(a.get(key) == b.get(key) for a, b in zip(ours, theirs, strict=True) for key in ("tau", "step"))
+    return all(a.get(key) == b.get(key) for a, b in zip(ours, theirs, strict=True) for key in ("tau", "step"))
 
 
 @pytest.mark.slow

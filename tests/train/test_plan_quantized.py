@@ -48,7 +48,7 @@ def run(*overrides: str) -> Any:
         ({"quant_method": "compressed-tensors", "config_groups": GROUPS}, 1.0, "compressed-tensors, 1.00 bytes"),
         ({"quant_method": "mxfp4"}, 0.53, "mxfp4, 0.53 bytes"),
         ({"quant_method": "hqq", "bits": True}, 2.0, "hqq, counted in full: it names no bits"),
-        ({"quant_method": ["awq"], "config_groups": [3]}, 2.0, "counted in full: it names no bits"),
+        ({"quant_method": "quark", "config_groups": [3]}, 2.0, "counted in full: it names no bits"),
     ],
 )
 def test_a_weight_takes_what_its_checkpoint_says(

@@ -44,6 +44,13 @@ SIGNATURE = (r"fc\.weight", r"hidden_norm\.weight", r"layers\.0\.self_attn\.q_pr
 CONV, KERNEL = "layers.{}.{}_conv.{}", "kernel_projection.weight"
 ROUNDED = 2**-8  # of a value that training has rounded to bf16
 OURS = ("mask", "vocab.ids", "lm_head.weight")  # tensors that have another form there
+# Keys of config.json that say that a head has a part, and one of its tensors.
+PARTS = {
+    "markov_rank": NAMES["before.weight"],
+    "enable_confidence_head": NAMES["confidence.weight"],
+    "selector_rank": NAMES["selector.projection.weight"],
+    "conv_kernel_size": CONV.format(0, "attention", "base_kernel"),
+}
 
 
 def read(source: Source, embeddings: Embeddings) -> Plan:
@@ -59,6 +66,9 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
             raise source.refusal(f"{key}={options[key]}")
     if not isinstance(options.get("block_size"), int):
         raise source.error("config.json does not say block_size; download it again")
+    for key, name in PARTS.items():
+        if options.get(key):
+            source.tensor(name, key)
     ids = drafted_by_offsets(source, embeddings)
     markov = source.tensors.get(NAMES["before.weight"])
     terms = _domino(source, options) | _dflash2(source, options)
@@ -87,6 +97,8 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
 def _domino(source: Source, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of Domino; refuse another number of uncorrected slots than one, SGLang's only."""
     inner, rank = (source.tensors.get(NAMES[f"domino.{name}"]) for name in ("gru.weight_hh", "down.weight"))
+    if options.get("projector_type") == "domino":
+        source.tensor(NAMES["domino.gru.weight_hh"], "projector_type")
     if inner is not None and options.get("pure_draft_prefix_len") != 1:
         raise source.refusal(f"pure_draft_prefix_len={options.get('pure_draft_prefix_len')}")
     return {"domino": None if inner is None else inner.shape[1], "domino_rank": 1 if rank is None else len(rank)}

@@ -59,8 +59,8 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
     joint = f"{JOINT}.weight" in source.tensors or _norm_before_fc(source.config)
     ids = drafted_by_offsets(source, embeddings)
     source.compare("num_hidden_layers", layers)
-    source.compare("fc_norm", normed)
-    source.compare("draft_vocab_size", embeddings.vocab_size if ids is None else len(ids))
+    if source.config.get("fc_norm"):
+        source.tensor("fc_norm.0.weight", "fc_norm")
     config = {
         "layers": layers,
         "feature_layers": feature_layers(source, joined, embeddings),

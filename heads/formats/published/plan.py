@@ -35,10 +35,11 @@ class Source(NamedTuple):
     config: dict[str, Any]
     tensors: dict[str, Tensor]
 
-    def tensor(self, name: str) -> Tensor:
-        """Return one tensor; refuse a folder that lacks it."""
+    def tensor(self, name: str, key: str | None = None) -> Tensor:
+        """Return one tensor, which `key` of config.json says that there is; refuse a folder that lacks it."""
         if name not in self.tensors:
-            raise self.error(f"the tensor {name} is missing; download it again")
+            why = f", and config.json gives {key}" if key else ""
+            raise self.error(f"the tensor {name} is missing{why}; download it again")
         return self.tensors[name]
 
     def error(self, what: str) -> ValueError:
@@ -125,14 +126,19 @@ def drafted_by_offsets(source: Source, embeddings: Embeddings) -> Tensor | None:
     """Return the tokens that d2t and t2d name, None without them: token i of the draft's is i + d2t[i] of the target's.
 
     Raises:
-        ValueError: the two disagree, or d2t is no such offset.
+        ValueError: the two disagree, d2t is no such offset, or a reduced lm_head has none.
     """
     if OFFSETS not in source.tensors:
+        lm_head = source.tensors.get("lm_head.weight")
+        if lm_head is not None and len(lm_head) == source.config.get("draft_vocab_size") != embeddings.vocab_size:
+            source.tensor(OFFSETS, "draft_vocab_size")
+        source.compare("draft_vocab_size", embeddings.vocab_size)
         return None
     offset, mask = source.tensors[OFFSETS].flatten().long(), source.tensors.get(KNOWN)
     ids = drafted(source, torch.arange(len(offset)) + offset, OFFSETS, embeddings)
     if mask is not None and not are_masked(ids.sort().values, mask.flatten(), embeddings.vocab_size):
         raise source.error(f"{OFFSETS} and {KNOWN} do not name the same tokens; download it again")
+    source.compare("draft_vocab_size", len(ids))
     return ids
 
 
