@@ -23,7 +23,7 @@ TURNS = ("first", "all")
 # Keys that an endpoint decides itself or does not support, each with the only value that is allowed with one.
 NEUTRAL: dict[str, Any] = {
     "run": None, "compare": [], "tune": False, "budget": None, "truncate": False,
-    "rule": "auto", "lossy": False, "dtype": "auto", "minutes": None,
+    "rule": "auto", "lossy": False, "dtype": "auto",
 }  # fmt: skip
 
 
@@ -223,7 +223,6 @@ class EvalConfig(SourcesConfig, Selection, DecodingConfig, EndpointConfig, Audit
     gate_dtype: Annotated[str, OneOf(tuple(DTYPES))]
     gate_tv: Annotated[float, Within(0, 0.25, above=True, below=True)]  # a control is off by p (1 - p) at most
     engine: EngineConfig
-    minutes: Positive | None
     repeats: Count
     hf: bool
     tier: Any  # one of TIERS or a list of them

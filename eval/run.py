@@ -36,10 +36,9 @@ from eval.report.sections import compared, sentence
 from eval.report.side_by_side import folder_of, side_by_side
 from eval.report.text import terminal
 from eval.report.write import READ, Report
-from eval.sessions import Timed, along_texts, check_sources, in_proportion, timed_rows
+from eval.sessions import Timed, along_texts, check_sources, timed_rows
 from eval.tiers import recorded, replayed
-from eval.tune import tune
-from eval.tuning.estimate import TunePlan
+from eval.tune import TunePlan, tune
 from eval.tuning.results import TUNED, is_tuned
 from eval.watch.run import Player, follow
 from heads.common.command import command, ending_alone
@@ -154,12 +153,6 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
     dtype = dtype_for(config, model)
     target = load_target(model, config.gate_dtype if live else dtype, config.engine)
     workloads, remarks = read(config, target, names), remarks_of(config, target)
-    if live and config.minutes is not None and not config.from_log:
-        reduced = in_proportion(config, target, workloads)
-        if is_reporting_rank():
-            Console().print(visible(str(reduced)), soft_wrap=True, markup=False, highlight=False)
-        config, remarks = reduced.config, [*remarks, reduced.left_out] if reduced.left_out else remarks
-        workloads = read(config, target, names)
     # A log without answers is refused before anything is measured.
     logs = recorded(config, config, target, names) if config.from_log else []
     if live:
@@ -241,9 +234,9 @@ def tuned(config: EvalConfig) -> bool:
     target = load_target(model, dtype_for(config, model), config.engine)
     prompts = load_workload(names[0], target, config.prompts, config.truncate)
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
-    plan = TunePlan(config.runs()[0], config.tree, config.tuner, config, config.repeats, len(prompts), config.minutes)
+    plan = TunePlan(config.runs()[0], config.tree, config.tuner, config, config.repeats)
     with target.uncaptured():  # as the costs are measured that it predicts from
-        tuning = tune(plan, target, prompts, config.engine.label, lambda line: console.print(line, soft_wrap=True))
+        tuning = tune(plan, target, prompts, config.engine.label)
     tuning.write(out)
     tuning.show(console)
     console.print(visible(f"all numbers: {out / TUNED}"), soft_wrap=True, markup=False)

@@ -75,7 +75,7 @@ from train.planning.check import (
     unserved,
 )
 from train.planning.choice import accelerators, alone_on_cpu, chosen, in_words, with_processes
-from train.planning.plan import SHARE, plan, plan_inputs, rated, resolved, sized, work
+from train.planning.plan import plan, plan_inputs, rated, resolved, sized, work
 from train.planning.shapes import begin_shape
 from train.planning.table import table
 from train.rollouts import Rollouts
@@ -296,8 +296,6 @@ def train_head(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> RunCo
 def report(run: RunConfig, accelerator: Accelerator) -> None:
     """Evaluate the kept head beside those of `compare`; exit with status 1 if it is not lossless."""
     values, cost = evaluation(run), json.loads((Path(run.out) / COST).read_text())
-    if run.eval.minutes is None:
-        values["minutes"] = cost["seconds"] / 60 * SHARE
     if run.model.where.together:
         values["model"]["device"] = str(accelerator.device)
     from eval.run import evaluate  # late: a tenth of the start
