@@ -21,7 +21,7 @@ from data.text.prompts import Prompt, locate
 from data.text.sources import check_source
 from eval.audit.compare import FAILED, PASSED
 from eval.audit.run import audited
-from eval.config import OWN, RECORDED, EngineConfig, EvalConfig, listed
+from eval.config import RECORDED, EngineConfig, EvalConfig, listed
 from eval.endpoint import measure
 from eval.gates import check
 from eval.inputs.drafters import check_drafters, load_drafters
@@ -30,14 +30,14 @@ from eval.inputs.siblings import notes, saved_rows
 from eval.inputs.workloads import Workload, load_workload, named_apart, prompt_counts, read_workload
 from eval.measures.losslessness import FailedChecks, Gate, SampledGate
 from eval.measures.machine import device_facts, provenance
-from eval.measures.results import ENDPOINT, LIVE, REPLAY, TEACHER_FORCED
+from eval.measures.results import ENDPOINT, LIVE, TEACHER_FORCED
 from eval.measures.serving import CONFIG as SERVING
 from eval.report.sections import compared, sentence
 from eval.report.side_by_side import folder_of, side_by_side
 from eval.report.text import terminal
 from eval.report.write import READ, Report
 from eval.sessions import Timed, along_texts, check_sources, timed_rows
-from eval.tiers import recorded, replayed
+from eval.tiers import recorded
 from eval.tune import TunePlan, tune
 from eval.tuning.results import TUNED, is_tuned
 from eval.watch.run import Player, follow
@@ -55,7 +55,6 @@ from inference.target.config import DTYPES, ModelConfig, device_named, fast_dtyp
 from inference.target.loading import configuration, note_dtype
 from inference.target.placement import check_alone
 from inference.target.target import Target
-from inference.target.tokenizer import Reader
 
 PIPE_WIDTH = 140
 
@@ -78,8 +77,7 @@ def evaluate(config: EvalConfig, *, writes: bool = True) -> Report:
         return served(config)
     check_sources(config)
     model, names, out = prepared(config)
-    log_alone = config.from_log and config.tiers() == [REPLAY]
-    report = from_log(config, model, names) if log_alone else measured(config, model, names)
+    report = measured(config, model, names)
     if writes:
         publish(report, out)
     return report
@@ -102,8 +100,7 @@ def prepared(config: EvalConfig) -> tuple[ModelConfig, list[str], Path]:
     replaced = "" if config.tune else replacing(out)
     if is_reporting_rank():
         print(visible(f"evaluation on {', '.join(names)} with {model.path}, to {out}{replaced}"), file=sys.stderr)
-    if not config.from_log:
-        configuration(model.path, model.trust_remote_code)
+    configuration(model.path, model.trust_remote_code)
     return model, names, out
 
 
@@ -154,7 +151,7 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
     target = load_target(model, config.gate_dtype if live else dtype, config.engine)
     workloads, remarks = read(config, target, names), remarks_of(config, target)
     # A log without answers is refused before anything is measured.
-    logs = recorded(config, config, target, names) if config.from_log else []
+    logs = recorded(config, config, target, names) if config.text == RECORDED else []
     if live:
         prompts = [prompt for workload in workloads for prompt in workload.prompts]
         gates, sampled = check(target, load_drafters(config, target), prompts, config, config.gate_tv)
@@ -205,19 +202,6 @@ def _half_tuned(config: EvalConfig) -> list[str]:
     if not tuned or not others:
         return []
     return [f"the tree of {', '.join(tuned)} was tuned, that of {others} was not: tune it too, by tune=true"]
-
-
-def from_log(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Report:
-    """Play logs back to the sources that read text alone; no target is loaded."""
-    reader = Reader.load(model.path, model.trust_remote_code)
-    materials = recorded(config, config, reader, names)
-    return Report(
-        target={"name": model.name, "path": model.path},
-        device=device_facts(reader.device, None),
-        settings=settings_of(config, [material.workload for material in materials]),
-        gates={},
-        rows=replayed(config, config.seed, reader, materials),
-    )
 
 
 def tuned(config: EvalConfig) -> bool:
@@ -340,11 +324,10 @@ def settings_of(config: EvalConfig, workloads: Sequence[Workload[Any]]) -> dict[
     """Return the settings that the numbers depend on besides models and machine."""
     sampling = ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "lossy", "seed")
     protocol = ("gate_dtype", "repeats", "warmup", "truncate", "turns", "balanced", "budget", "gate_tv")
-    along_text = {REPLAY, TEACHER_FORCED} & set(config.tiers())
     return {
         **prompt_counts(workloads, "measured ones, halves swapped"),
         **{key: getattr(config, key) for key in ("max_new_tokens", "min_new_tokens", *sampling, *protocol)},
-        **({"text": RECORDED if config.from_log else OWN} if along_text else {}),
+        **({"text": config.text} if TEACHER_FORCED in config.tiers() else {}),
         "engine": config.engine.label,
         "provenance": provenance(),
     }

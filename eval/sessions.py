@@ -17,9 +17,8 @@ from eval.live.extras import paired, training, trees
 from eval.live.interleaved import PLAIN, Setup, measure, rows
 from eval.measures.losslessness import Gate, SampledGate
 from eval.measures.machine import peak_memory
-from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED, Row
-from eval.tiers import Material, answered, forced, other_trees, replayed, written
-from inference.drafters.registry import reads_text_alone
+from eval.measures.results import LIVE, TEACHER_FORCED, Row
+from eval.tiers import Material, answered, forced, other_trees, written
 from inference.protocol import Drafter
 from inference.target.target import Target
 from inference.verification.verify import is_lossy
@@ -94,32 +93,24 @@ def along_texts(
     materials: list[Material],
     not_lossless: Collection[str],
 ) -> tuple[list[Row], dict[str, Any]]:
-    """Return the rows of the tiers without a clock, and their extras by the report's keys.
+    """Return the rows of the heads along texts, and their extras by the report's keys.
 
     `materials` are recorded texts, or those that the baseline has just written; where there are none, the target
     answers the prompts. Sources that are `not_lossless` failed a losslessness check: no speedup is predicted for them.
     """
     tiers = config.tiers()
-    if not {REPLAY, TEACHER_FORCED} & set(tiers):
+    if TEACHER_FORCED not in tiers:
         return [], {}
     materials = materials or written(config, target, workloads)
-    replay_rows = replayed(config, config.seed, target, materials) if REPLAY in tiers else []
-    if TEACHER_FORCED not in tiers:
-        return replay_rows, {}
-    forced_rows, along = forced(config, target, drafters, materials)
+    rows, along = forced(config, target, drafters, materials)
     priced = set(drafters) - set(not_lossless) if LIVE in tiers else set()
     others = other_trees(config.tuner, config, target, drafters, materials, priced)
-    return replay_rows + forced_rows, {"teacher_forced": along, "other_trees": others}
+    return rows, {"teacher_forced": along, "other_trees": others}
 
 
 def check_sources(config: EvalConfig) -> None:
-    """Refuse sources that can be measured in none of the tiers that are asked for."""
-    tiers = config.tiers()
-    takes = {name for name, options in config.drafter.items() if REPLAY in tiers and reads_text_alone(name, options)}
-    takes |= {"head"} if TEACHER_FORCED in tiers else set()
-    without = [name for name in config.drafter if name not in takes and (name != PLAIN or not takes)]
-    if LIVE not in tiers and without:
+    """Refuse other sources than heads where nothing is decoded."""
+    if LIVE not in config.tiers() and (others := [name for name in config.drafter if name != "head"]):
         raise ValueError(
-            f"tier is {', '.join(tiers)}, in which drafter={', '.join(without)} cannot be measured: replay takes "
-            "prompt_lookup and suffix, teacher_forced takes head; leave out the others, or add live to tier"
+            f"tier is {TEACHER_FORCED}, which takes drafter=head: leave out {', '.join(others)}, or add live to tier"
         )
