@@ -26,7 +26,6 @@ from eval.endpoint import measure
 from eval.gates import check
 from eval.inputs.drafters import check_drafters, load_drafters
 from eval.inputs.runs import find_heads, model_of, own_prompts
-from eval.inputs.siblings import notes, saved_rows
 from eval.inputs.workloads import Workload, load_workload, named_apart, prompt_counts, read_workload
 from eval.measures.losslessness import FailedChecks, Gate, SampledGate
 from eval.measures.machine import device_facts, provenance
@@ -48,7 +47,7 @@ from heads.common.progress import Bar
 from heads.common.target_config import experts_of
 from heads.common.typed import bracketed, typed
 from heads.common.untrusted import visible
-from heads.formats.hub import resolve_head
+from heads.formats.hub import made_for, resolve_head
 from inference.decode import autoregress
 from inference.drafters.head import HeadDrafter, load_drafter
 from inference.target.config import DTYPES, ModelConfig, device_named, fast_dtype
@@ -164,9 +163,6 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
     failed = FailedChecks.of(gates, sampled)
     not_lossless = {name for name in drafters if failed.source(name, config.batch_sizes())}
     rows, extras = along_texts(config, target, workloads, drafters, logs or timed.materials, not_lossless)
-    others = saved_rows(find_heads([*config.runs(), *config.compare]), target.spec) if model.sibling else {}
-    if others:
-        remarks = [*remarks, *notes(others, target.spec, timed.rows)]
     if remarks:
         extras["warnings"] = remarks
     return Report(
@@ -181,7 +177,7 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
 
 
 def remarks_of(config: EvalConfig, target: Target) -> list[str]:
-    """Return what the report says of a losslessness check in a coarse dtype, and of a target that is sharded."""
+    """Return warnings: a losslessness check in a coarse dtype, a sharded target, heads made for another target."""
     remarks = []
     if config.gate_dtype in ("bfloat16", "float16"):
         remarks.append(f"losslessness is checked in {config.gate_dtype}, in which more of the tokens are near ties")
@@ -189,7 +185,12 @@ def remarks_of(config: EvalConfig, target: Target) -> list[str]:
         remarks.append(
             f"the target is sharded among {distributed.get_world_size()} processes, which all decode the same"
         )
-    return remarks + _half_tuned(config)
+    remarks += _half_tuned(config)
+    for name, folder in find_heads([*config.runs(), *config.compare]).items() if target.sibling else ():
+        saved = made_for(folder)
+        if saved is not None and saved.fingerprint != target.spec.fingerprint:
+            remarks.append(f"{name} was made for {saved} and is measured on {target.spec}")
+    return remarks
 
 
 def _half_tuned(config: EvalConfig) -> list[str]:
