@@ -67,7 +67,7 @@ HEADERS := import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_
 COMPILES = $(if $(shell command -v $${CXX:-g++} >/dev/null && $(PYTHON) -c '$(HEADERS)' && echo yes),true,false)
 demo: setup ## distill a head from the embedded target, verify it, write the report; bf16, as models are served
 	$(RUN) train/run.py head=best data.turns=text objective.depths=5 tree.depth=7 tree.top_k=3 tree.nodes=20 \
-		eval.dtype=bfloat16 eval.minutes=30 eval.engine.compile_drafts=$(COMPILES) overwrite=true
+		eval.dtype=bfloat16 eval.repeats=3 'eval.tier=[live,teacher_forced]' eval.engine.compile_drafts=$(COMPILES) overwrite=true
 
 # Two processes of one thread each: toy tensors gain nothing from threads.
 test: setup ## every test that needs no accelerator and no patience

@@ -27,7 +27,7 @@ USAGES = (
     "train/run.py trainer.trackers=[comet]", "train/run.py model.dtype=float33", "train/streams.py every=0",
     "eval/run.py run=nothere", "eval/run.py", "eval/run.py drafter=prompt_lookup temperature=[-1]",
     "eval/run.py drafter=[prompt_lookup,nope]", "eval/run.py endpoint=ftp://x",
-    "eval/run.py model=tiny tier=replay drafter=prompt_lookup", "eval/run.py drafter=prompt_lookup dtype=int3",
+    "eval/run.py model=tiny tier=teacher_forced drafter=prompt_lookup", "eval/run.py drafter=prompt_lookup dtype=int3",
     "eval/run.py drafter=prompt_lookup workload=empty", "eval/run.py drafter=prompt_lookup batch_size=[0]",
     "eval/run.py drafter=prompt_lookup compare=[nothere]", "eval/run.py drafter=prompt_lookup tune=true",
     "inference/run.py run=nothere prompt=hi", "inference/run.py prompt=hi max_new_tokens=-3",

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from omegaconf import OmegaConf
 
 from data.answers.client import check_url
-from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED, TIERS
+from eval.measures.results import LIVE, TEACHER_FORCED, TIERS
 from heads.common.ranges import Amount, Count, Decay, NewTokens, Number, OneOf, Positive, Within
 from heads.common.resolvers import ROOT
 from heads.common.typed import typed
@@ -17,13 +17,13 @@ from inference.session import RequestConfig
 from inference.target.config import DTYPES
 from inference.verification.verify import is_lossy
 
-AUTO, OWN, RECORDED = TEXTS = ("auto", "own", "recorded")
+OWN, RECORDED = TEXTS = ("own", "recorded")
 API = "/v1"  # the path of an endpoint's API
 TURNS = ("first", "all")
 # Keys that an endpoint decides itself or does not support, each with the only value that is allowed with one.
 NEUTRAL: dict[str, Any] = {
     "run": None, "compare": [], "tune": False, "budget": None, "truncate": False,
-    "rule": "auto", "lossy": False, "dtype": "auto", "minutes": None,
+    "rule": "auto", "lossy": False, "dtype": "auto",
 }  # fmt: skip
 
 
@@ -223,7 +223,6 @@ class EvalConfig(SourcesConfig, Selection, DecodingConfig, EndpointConfig, Audit
     gate_dtype: Annotated[str, OneOf(tuple(DTYPES))]
     gate_tv: Annotated[float, Within(0, 0.25, above=True, below=True)]  # a control is off by p (1 - p) at most
     engine: EngineConfig
-    minutes: Positive | None
     repeats: Count
     hf: bool
     tier: Any  # one of TIERS or a list of them
@@ -269,7 +268,7 @@ class EvalConfig(SourcesConfig, Selection, DecodingConfig, EndpointConfig, Audit
         if not tiers or not set(tiers) <= set(TIERS) or len(set(tiers)) < len(tiers):
             raise ValueError(f"tier is {self.tier!r}: choose {', '.join(TIERS)}, or a list of them, each once")
         if tiers == [LIVE] and self.text == RECORDED:
-            raise ValueError("text=recorded is for tiers without a clock: add replay or teacher_forced to tier=live")
+            raise ValueError("text=recorded is for teacher forcing: add teacher_forced to tier=live")
         if TEACHER_FORCED in tiers and LIVE not in tiers and not self.lawful:
             raise ValueError(
                 "tier=teacher_forced takes the target's probs as they are: leave repetition_penalty=1 and "
@@ -297,11 +296,6 @@ class EvalConfig(SourcesConfig, Selection, DecodingConfig, EndpointConfig, Audit
     def tiers(self) -> list[str]:
         """Return the configured tiers that can be measured."""
         return [tier for tier in listed(self.tier) if tier != TEACHER_FORCED or self.lawful]
-
-    @property
-    def from_log(self) -> bool:
-        """Whether the tiers without a clock measure along recorded answers."""
-        return self.text == RECORDED or (self.text == AUTO and listed(self.tier) == [REPLAY])
 
 
 def eval_config(**values: Any) -> EvalConfig:

@@ -21,25 +21,23 @@ from data.text.prompts import Prompt, locate
 from data.text.sources import check_source
 from eval.audit.compare import FAILED, PASSED
 from eval.audit.run import audited
-from eval.config import OWN, RECORDED, EngineConfig, EvalConfig, listed
+from eval.config import RECORDED, EngineConfig, EvalConfig, listed
 from eval.endpoint import measure
 from eval.gates import check
 from eval.inputs.drafters import check_drafters, load_drafters
 from eval.inputs.runs import find_heads, model_of, own_prompts
-from eval.inputs.siblings import notes, saved_rows
 from eval.inputs.workloads import Workload, load_workload, named_apart, prompt_counts, read_workload
 from eval.measures.losslessness import FailedChecks, Gate, SampledGate
 from eval.measures.machine import device_facts, provenance
-from eval.measures.results import ENDPOINT, LIVE, REPLAY, TEACHER_FORCED
+from eval.measures.results import ENDPOINT, LIVE, TEACHER_FORCED
 from eval.measures.serving import CONFIG as SERVING
 from eval.report.sections import compared, sentence
 from eval.report.side_by_side import folder_of, side_by_side
 from eval.report.text import terminal
 from eval.report.write import READ, Report
-from eval.sessions import Timed, along_texts, check_sources, in_proportion, timed_rows
-from eval.tiers import recorded, replayed
-from eval.tune import tune
-from eval.tuning.estimate import TunePlan
+from eval.sessions import Timed, along_texts, check_sources, timed_rows
+from eval.tiers import recorded
+from eval.tune import TunePlan, tune
 from eval.tuning.results import TUNED, is_tuned
 from eval.watch.run import Player, follow
 from heads.common.command import command, ending_alone
@@ -49,14 +47,13 @@ from heads.common.progress import Bar
 from heads.common.target_config import experts_of
 from heads.common.typed import bracketed, typed
 from heads.common.untrusted import visible
-from heads.formats.hub import resolve_head
+from heads.formats.hub import made_for, resolve_head
 from inference.decode import autoregress
 from inference.drafters.head import HeadDrafter, load_drafter
 from inference.target.config import DTYPES, ModelConfig, device_named, fast_dtype
 from inference.target.loading import configuration, note_dtype
 from inference.target.placement import check_alone
 from inference.target.target import Target
-from inference.target.tokenizer import Reader
 
 PIPE_WIDTH = 140
 
@@ -79,8 +76,7 @@ def evaluate(config: EvalConfig, *, writes: bool = True) -> Report:
         return served(config)
     check_sources(config)
     model, names, out = prepared(config)
-    log_alone = config.from_log and config.tiers() == [REPLAY]
-    report = from_log(config, model, names) if log_alone else measured(config, model, names)
+    report = measured(config, model, names)
     if writes:
         publish(report, out)
     return report
@@ -103,8 +99,7 @@ def prepared(config: EvalConfig) -> tuple[ModelConfig, list[str], Path]:
     replaced = "" if config.tune else replacing(out)
     if is_reporting_rank():
         print(visible(f"evaluation on {', '.join(names)} with {model.path}, to {out}{replaced}"), file=sys.stderr)
-    if not config.from_log:
-        configuration(model.path, model.trust_remote_code)
+    configuration(model.path, model.trust_remote_code)
     return model, names, out
 
 
@@ -154,14 +149,8 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
     dtype = dtype_for(config, model)
     target = load_target(model, config.gate_dtype if live else dtype, config.engine)
     workloads, remarks = read(config, target, names), remarks_of(config, target)
-    if live and config.minutes is not None and not config.from_log:
-        reduced = in_proportion(config, target, workloads)
-        if is_reporting_rank():
-            Console().print(visible(str(reduced)), soft_wrap=True, markup=False, highlight=False)
-        config, remarks = reduced.config, [*remarks, reduced.left_out] if reduced.left_out else remarks
-        workloads = read(config, target, names)
     # A log without answers is refused before anything is measured.
-    logs = recorded(config, config, target, names) if config.from_log else []
+    logs = recorded(config, config, target, names) if config.text == RECORDED else []
     if live:
         prompts = [prompt for workload in workloads for prompt in workload.prompts]
         gates, sampled = check(target, load_drafters(config, target), prompts, config, config.gate_tv)
@@ -174,9 +163,6 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
     failed = FailedChecks.of(gates, sampled)
     not_lossless = {name for name in drafters if failed.source(name, config.batch_sizes())}
     rows, extras = along_texts(config, target, workloads, drafters, logs or timed.materials, not_lossless)
-    others = saved_rows(find_heads([*config.runs(), *config.compare]), target.spec) if model.sibling else {}
-    if others:
-        remarks = [*remarks, *notes(others, target.spec, timed.rows)]
     if remarks:
         extras["warnings"] = remarks
     return Report(
@@ -191,7 +177,7 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
 
 
 def remarks_of(config: EvalConfig, target: Target) -> list[str]:
-    """Return what the report says of a losslessness check in a coarse dtype, and of a target that is sharded."""
+    """Return warnings: a losslessness check in a coarse dtype, a sharded target, heads made for another target."""
     remarks = []
     if config.gate_dtype in ("bfloat16", "float16"):
         remarks.append(f"losslessness is checked in {config.gate_dtype}, in which more of the tokens are near ties")
@@ -199,7 +185,12 @@ def remarks_of(config: EvalConfig, target: Target) -> list[str]:
         remarks.append(
             f"the target is sharded among {distributed.get_world_size()} processes, which all decode the same"
         )
-    return remarks + _half_tuned(config)
+    remarks += _half_tuned(config)
+    for name, folder in find_heads([*config.runs(), *config.compare]).items() if target.sibling else ():
+        saved = made_for(folder)
+        if saved is not None and saved.fingerprint != target.spec.fingerprint:
+            remarks.append(f"{name} was made for {saved} and is measured on {target.spec}")
+    return remarks
 
 
 def _half_tuned(config: EvalConfig) -> list[str]:
@@ -212,19 +203,6 @@ def _half_tuned(config: EvalConfig) -> list[str]:
     if not tuned or not others:
         return []
     return [f"the tree of {', '.join(tuned)} was tuned, that of {others} was not: tune it too, by tune=true"]
-
-
-def from_log(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Report:
-    """Play logs back to the sources that read text alone; no target is loaded."""
-    reader = Reader.load(model.path, model.trust_remote_code)
-    materials = recorded(config, config, reader, names)
-    return Report(
-        target={"name": model.name, "path": model.path},
-        device=device_facts(reader.device, None),
-        settings=settings_of(config, [material.workload for material in materials]),
-        gates={},
-        rows=replayed(config, config.seed, reader, materials),
-    )
 
 
 def tuned(config: EvalConfig) -> bool:
@@ -241,9 +219,9 @@ def tuned(config: EvalConfig) -> bool:
     target = load_target(model, dtype_for(config, model), config.engine)
     prompts = load_workload(names[0], target, config.prompts, config.truncate)
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
-    plan = TunePlan(config.runs()[0], config.tree, config.tuner, config, config.repeats, len(prompts), config.minutes)
+    plan = TunePlan(config.runs()[0], config.tree, config.tuner, config, config.repeats)
     with target.uncaptured():  # as the costs are measured that it predicts from
-        tuning = tune(plan, target, prompts, config.engine.label, lambda line: console.print(line, soft_wrap=True))
+        tuning = tune(plan, target, prompts, config.engine.label)
     tuning.write(out)
     tuning.show(console)
     console.print(visible(f"all numbers: {out / TUNED}"), soft_wrap=True, markup=False)
@@ -347,11 +325,10 @@ def settings_of(config: EvalConfig, workloads: Sequence[Workload[Any]]) -> dict[
     """Return the settings that the numbers depend on besides models and machine."""
     sampling = ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "lossy", "seed")
     protocol = ("gate_dtype", "repeats", "warmup", "truncate", "turns", "balanced", "budget", "gate_tv")
-    along_text = {REPLAY, TEACHER_FORCED} & set(config.tiers())
     return {
         **prompt_counts(workloads, "measured ones, halves swapped"),
         **{key: getattr(config, key) for key in ("max_new_tokens", "min_new_tokens", *sampling, *protocol)},
-        **({"text": RECORDED if config.from_log else OWN} if along_text else {}),
+        **({"text": config.text} if TEACHER_FORCED in config.tiers() else {}),
         "engine": config.engine.label,
         "provenance": provenance(),
     }

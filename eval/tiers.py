@@ -1,7 +1,7 @@
-"""The two tiers without a clock: heads along given texts, and sources that read text alone along a log.
+"""The tier without a clock: heads along given texts.
 
-All three tiers measure the same τ. What a lossless rule emits is the target's text whatever is drafted, so one text
-serves for all sources: the one that autoregressive decoding has just written, or one from a log.
+Both tiers measure the same τ. What a lossless rule emits is the target's text whatever is drafted, so one text serves
+for all heads: the one that autoregressive decoding has just written, or one from a log.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -11,14 +11,12 @@ from typing import Any
 import torch
 
 from data.text.prompts import Prompt
-from eval.config import DecodingConfig, Selection, SourcesConfig, TunerConfig
+from eval.config import DecodingConfig, Selection, TunerConfig
 from eval.explain import explained, price
-from eval.inputs.drafters import in_states
 from eval.inputs.texts import Text, of_answer
 from eval.inputs.workloads import Workload, check_known, read_log
 from eval.measures.metrics import Passes, median_run
-from eval.measures.results import REPLAY, TEACHER_FORCED, Request, Row, Source, text_results
-from eval.offline.replay import RULE, play
+from eval.measures.results import TEACHER_FORCED, Request, Row, Source, text_results
 from eval.offline.teacher_forced import Overlap, Record, expected, overlap, passes_along, record
 from eval.tuning.grid import simulate
 from eval.tuning.static_tree import acceptance
@@ -26,10 +24,8 @@ from heads.common.progress import progress
 from inference.decode import Generation, Settings, autoregress
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import CONFIDENT, TreeConfig
-from inference.drafters.registry import make, reads_text_alone
 from inference.protocol import Drafter
 from inference.target.target import Target
-from inference.target.tokenizer import Reads
 from inference.verification.sample import Sampling
 
 RANKS = 10  # ranks of a depth's guesses that are counted apart
@@ -69,16 +65,12 @@ def written(config: DecodingConfig, target: Target, workloads: Sequence[Workload
     return materials
 
 
-def recorded(
-    selection: Selection, config: DecodingConfig, reads: Reads | Target, names: Sequence[str]
-) -> list[Material]:
+def recorded(selection: Selection, config: DecodingConfig, target: Target, names: Sequence[str]) -> list[Material]:
     """Return the logs' own answers, for every temperature the same; refuse logs without, or beyond the context."""
     materials = []
     for name in names:
-        workload = read_log(name, reads, selection, config.max_new_tokens)
-        texts = [entry.text for entry in workload.prompts]
-        if isinstance(reads, Target):
-            texts = [within_context(text, id_, name, reads, selection.truncate) for id_, _, text in workload.prompts]
+        workload = read_log(name, target, selection, config.max_new_tokens)
+        texts = [within_context(text, id_, name, target, selection.truncate) for id_, _, text in workload.prompts]
         materials += [Material(workload, temperature, texts, False) for temperature in config.temperatures()]
     return materials
 
@@ -98,26 +90,6 @@ def within_context(text: Text, id_: str, name: str, target: Target, truncate: bo
         )
     start = text.start - over
     return Text(text.token[over:], start, min(text.limit, target.context - start))
-
-
-def replayed(config: SourcesConfig, seed: int, reads: Reads, materials: Sequence[Material]) -> list[Row]:
-    """Return the rows of the sources that read text alone, warm and cold, within the budget.
-
-    One that remembers meets the texts of a workload in their order, beginning with nothing.
-    """
-    given = {name: options for name, options in config.drafter.items() if reads_text_alone(name, options)}
-    drafters = {name: make(name, options, reads) for name, options in given.items()}
-    sources = in_states(drafters, config.cold, config.budget)
-    rows: list[Row] = []
-    for material in materials:
-        if not material.by_target and material.temperature != materials[0].temperature:
-            continue  # a recorded text does not depend on the temperature
-        measurement = material.workload.measurement(material.temperature, 1, seed, tier=REPLAY)
-        for drafter in sources.values():
-            drafter.reset()
-            requests = [play(drafter, text) for text in progress(material.texts, f"playing back to {drafter.name}")]
-            rows += text_results(Source(drafter.name, RULE, drafter.tree, drafter.memory), measurement, requests)
-    return rows
 
 
 def forced(

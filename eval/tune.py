@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from data.text.prompts import Prompt
+from eval.config import DecodingConfig, TunerConfig
 from eval.inputs.texts import Text, write
 from eval.live.interleaved import PLAIN, Setup, decoded_once, measure, rows
 from eval.measures.cost_model import Costs, at_context, cycled, rising
@@ -21,15 +22,14 @@ from eval.measures.losslessness import gate, labelled
 from eval.measures.machine import device_facts, provenance
 from eval.measures.results import Measurement, Row
 from eval.tuning import costs as costing
-from eval.tuning.estimate import TunePlan, fitted
-from eval.tuning.grid import AGAIN, FINALISTS, Tried, distinct, halves, hopeful, simulate, sizes_for
+from eval.tuning.grid import AGAIN, FINALISTS, SIZES, Tried, distinct, halves, hopeful, simulate, sizes_for
 from eval.tuning.results import AtBatch, Candidate, Measured, Tuning, conclude, fastest
 from heads.common.progress import progress
 from heads.formats.hub import kind_of, resolve_head
 from heads.formats.published import is_published
 from heads.formats.store import SCHEDULE, read_config, save_tree
 from inference.batch import Batch
-from inference.decode import autoregress
+from inference.decode import Settings
 from inference.drafters.head import HeadDrafter, load_for, saved_tree
 from inference.drafters.plain import Plain
 from inference.drafters.policy import TreeConfig
@@ -41,12 +41,34 @@ Group = Callable[[Tried], str]
 T = TypeVar("T")
 
 
-def tune(
-    plan: TunePlan, target: Target, prompts: Sequence[Prompt], engine: str, say: Callable[[str], object] = print
-) -> Tuning:
-    """Find the best tree for the head of a run at every batch size; `engine` is the engine's name in reports.
+@dataclass(frozen=True)
+class TunePlan:
+    """Settings of a tuning of the tree of one run's head."""
 
-    At first it says how long that takes, and what is left out for the minutes of the plan.
+    run: str  # a folder or Hub id
+    tree: dict[str, Any]  # overrides of that tree, where the search begins
+    grid: TunerConfig  # the values to try
+    decoding: DecodingConfig  # greedy decoding settings, and the batch sizes
+    repeats: int  # timed passes over the prompts
+
+    @property
+    def settings(self) -> Settings:
+        """The request settings of the recorded texts."""
+        return self.decoding.settings(0.0)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of drafted nodes whose verification pass is timed."""
+        return sorted({*SIZES, *self.grid.nodes})
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """The batch sizes, each once."""
+        return sorted(set(self.decoding.batch_sizes()))
+
+
+def tune(plan: TunePlan, target: Target, prompts: Sequence[Prompt], engine: str) -> Tuning:
+    """Find the best tree for the head of a run at every batch size; `engine` is the engine's name in reports.
 
     The one for the smallest is written into the head's config where it beats autoregressive decoding; of several sizes
     the schedule is too. Half of the prompts choose; the choice is predicted for the other half, and measured on it.
@@ -65,17 +87,10 @@ def tune(
         )
     head = load_for(folder, target)
     drafter = HeadDrafter(head, saved_tree(folder, plan.tree), "head")
-
-    def answer() -> int:
-        return len(autoregress(target, prompts[0].token, plan.settings).tokens)
-
-    whole = plan
-    plan, line = fitted(whole, drafter, target.takes_trees, answer)
-    say(line)
     grid = plan.grid
     answered = [
         (prompt, text)
-        for prompt in progress(prompts[: plan.prompts], "writing the texts")
+        for prompt in progress(prompts, "writing the texts")
         for text in write(target, [prompt.token], plan.settings)
     ]
     if not answered:
@@ -97,7 +112,7 @@ def tune(
             costs[batch] = bench.costs(finalists, AGAIN * grid.samples, batch, costs[batch])
             candidates = bench.measured(ranked(finalists, costs, batch, group), costs, batch)
             results.append(AtBatch(batch, costs[batch], candidates, fastest(candidates), ""))
-    settings = {**settings_of(plan, target, texts, engine), "left_out": plan.left_out(whole)}
+    settings = settings_of(plan, target, texts, engine)
     return Tuning(settings, table.tolist(), contexts, concluded(results, plan.run, folder))
 
 

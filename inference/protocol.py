@@ -222,7 +222,6 @@ class Drafter(Protocol):
         name: what reports and errors call it.
         tree: the shape of its proposals, for reports.
         feature_layers: the target layers whose outputs its commits must hold.
-        text_alone: whether it drafts from the text alone, so that it needs a tokenizer and no target.
         remembers: whether its drafts depend on earlier sequences.
         scores: whether its proposals say how many tokens are expected to be accepted.
         redraws: whether a state may propose again from where it stands, each time with fresh randomness.
@@ -234,7 +233,6 @@ class Drafter(Protocol):
     name: str
     tree: str
     feature_layers: tuple[int, ...] = ()
-    text_alone: bool = False
     remembers: bool = False
     scores: bool = False
     redraws: bool = False

@@ -133,7 +133,6 @@ class EvalSettings:
     """Configure the final evaluation, none with 0 prompts; `repeats` and `warmup` count timed and untimed passes."""
 
     prompts: Number
-    minutes: Positive | None
     max_new_tokens: NewTokens
     temperature: list[Amount]
     repeats: Count

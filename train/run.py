@@ -58,7 +58,6 @@ from train.distributed.control import on_main
 from train.distributed.processes import RunLock
 from train.features import origin_of, source_for
 from train.loop import COST, KeptHead, Loop
-from train.planning.alternatives import worth_trying
 from train.planning.check import (
     check_first_records,
     check_out,
@@ -72,7 +71,7 @@ from train.planning.check import (
     unserved,
 )
 from train.planning.choice import accelerators, alone_on_cpu, chosen, in_words, with_processes
-from train.planning.plan import SHARE, plan, plan_inputs, rated, resolved, sized, work
+from train.planning.plan import plan, plan_inputs, rated, resolved, sized, work
 from train.planning.table import table
 from train.rollouts import Rollouts
 from train.start import AUTO, STARTS, first_head, fit_start, resolve_init
@@ -190,8 +189,8 @@ def loop_of(
     return Loop(Path(run.out), stepper, kept_head, evaluator, this_run, resumes=run.resume, config=values_of(run))
 
 
-def train(run: RunConfig) -> RunConfig:
-    """Run the whole job on this process, alone in its output folder; return the run as it was started."""
+def train(run: RunConfig) -> None:
+    """Run the whole job on this process, alone in its output folder."""
 
     def kept() -> str:
         saved = format.checkpoints(Path(run.out) / "checkpoints")
@@ -204,22 +203,21 @@ def train(run: RunConfig) -> RunConfig:
         if started.is_main():
             Console().print(f"{run.name}: head={run.head.name} for {run.model.path}", soft_wrap=True, markup=False)
         check_target(run)
-        return alone(chosen(run), job)
+        alone(chosen(run), job)
 
 
-def alone(run: T, job: Callable[[T, Accelerator, RunLock], T]) -> T:
-    """Run a job among its processes, holding the lock of its output folder; return what it returns."""
+def alone(run: T, job: Callable[[T, Accelerator, RunLock], None]) -> None:
+    """Run a job among its processes, holding the lock of its output folder."""
     accelerator = processes.accelerator_for(run.launcher, run.trainer, run.model)
     accelerator.wait_for_everyone()  # no process may see what another one starts to write
     with RunLock(Path(run.out)) as lock:
         on_main(accelerator, lock.take)
-        run = job(run, accelerator, lock)
+        job(run, accelerator, lock)
     accelerator.end_training()
-    return run
 
 
-def job(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> RunConfig:
-    """Load, train, evaluate; return the run as it was started."""
+def job(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> None:
+    """Load, train, evaluate."""
     (run,) = broadcast_object_list([run])  # as the first process sees its device
     run = train_head(run, accelerator, lock)
     accelerator.free_memory()  # the evaluation loads the target anew
@@ -227,7 +225,6 @@ def job(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> RunConfig:
     accelerator.wait_for_everyone()
     if run.eval.prompts and (accelerator.is_main_process or run.model.where.together):
         report(run, accelerator)
-    return run
 
 
 def train_head(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> RunConfig:
@@ -291,8 +288,6 @@ def train_head(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> RunCo
 def report(run: RunConfig, accelerator: Accelerator) -> None:
     """Evaluate the kept head beside those of `compare`; exit with status 1 if it is not lossless."""
     values, cost = evaluation(run), json.loads((Path(run.out) / COST).read_text())
-    if run.eval.minutes is None:
-        values["minutes"] = cost["seconds"] / 60 * SHARE
     if run.model.where.together:
         values["model"]["device"] = str(accelerator.device)
     from eval.run import evaluate  # late: a tenth of the start
@@ -403,13 +398,6 @@ def ordinary(words: list[str]) -> None:
         train(run)
 
 
-def closing_lines(run: RunConfig) -> str | None:
-    """Return what to say after a run: what else is worth trying, or of a trial that its numbers are none."""
-    if HydraConfig.get().runtime.choices.get("trainer") == DEBUG:
-        return f"trainer={DEBUG}: {run.trainer.steps} steps show that it runs; no number of them means anything"
-    return worth_trying(run) if run.eval.prompts else None
-
-
 @command("train")
 def main(cfg: DictConfig) -> float | None:
     """Compose, check, and plan, launch or train; return the best τ, which a sweep may maximise."""
@@ -440,9 +428,10 @@ def main(cfg: DictConfig) -> float | None:
         if launch.missing(run.launcher):
             launch_all(run, launch.overrides())
         else:
-            run = train(run)
-            if started.is_main() and (lines := closing_lines(run)):
-                Console().print(lines, highlight=False, soft_wrap=True, markup=False)
+            train(run)
+            if started.is_main() and HydraConfig.get().runtime.choices.get("trainer") == DEBUG:
+                line = f"trainer={DEBUG}: {run.trainer.steps} steps show that it runs; no number of them means anything"
+                Console().print(line, highlight=False, soft_wrap=True)
         return None if launch.leaves(run.launcher) else sweep.best_tau(Path(run.out))
 
 

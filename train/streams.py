@@ -225,8 +225,8 @@ def train(run: StreamsRunConfig) -> None:
     alone(run, job)
 
 
-def job(run: StreamsRunConfig, accelerator: Accelerator, lock: RunLock) -> StreamsRunConfig:
-    """Load and train; return the run."""
+def job(run: StreamsRunConfig, accelerator: Accelerator, lock: RunLock) -> None:
+    """Load and train."""
     set_seed(run.trainer.seed)
     model = run.model
     if model.where.placement != REPLICATE:
@@ -252,7 +252,6 @@ def job(run: StreamsRunConfig, accelerator: Accelerator, lock: RunLock) -> Strea
     held_out = [prompt.token for prompt in data.held_out]
     loop_of(run, accelerator, target, streams, batches, held_out).train()
     accelerator.wait_for_everyone()
-    return run
 
 
 def streams_config(cfg: DictConfig) -> StreamsRunConfig:

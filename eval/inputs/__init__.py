@@ -3,6 +3,5 @@
 workloads.py  prompts to measure on
 texts.py      what the target writes after them, or a log has recorded
 runs.py       the head and the target of a run's folder
-siblings.py   heads made for another checkpoint than the one that they are measured on
 drafters.py   a configuration's draft sources; cold clones of those that remember, a limit on draft depth
 """

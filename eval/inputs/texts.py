@@ -15,7 +15,7 @@ from data.text.records import Message, Record, content_text
 from data.text.template import check_media, encode_plain
 from inference.decode import Settings, autoregress
 from inference.target.target import Target
-from inference.target.tokenizer import Reads, tokenize
+from inference.target.tokenizer import tokenize
 
 NO_ANSWER = "it has no answer to play back: give a log with answers, or text=own, for which the target writes them"
 
@@ -58,7 +58,7 @@ def of_answer(target: Target, prompt: list[int], answer: list[int], settings: Se
     return Text(prompt + answer, len(prompt), min(settings.max_new_tokens, target.context - len(prompt)))
 
 
-def recorded(record: Record, reads: Reads, turns: str, most: int) -> Iterator[RecordedText]:
+def recorded(record: Record, target: Target, turns: str, most: int) -> Iterator[RecordedText]:
     """Yield the first or all answers of a log's record, each after all messages before it, cut to `most` tokens.
 
     Tokens that the record gives are taken as they are. Other chats have those of the whole chat as the template renders
@@ -68,7 +68,7 @@ def recorded(record: Record, reads: Reads, turns: str, most: int) -> Iterator[Re
     Raises:
         ValueError: it has no answer, or none that can be distinguished from its prompt.
     """
-    answers = list(_answers(record, reads))
+    answers = list(_answers(record, target))
     for number, (token, start) in enumerate(answers if turns == "all" else answers[:1], 1):
         if len(token) == start:
             raise ValueError(f"record {record.id}: {NO_ANSWER}")
@@ -78,7 +78,7 @@ def recorded(record: Record, reads: Reads, turns: str, most: int) -> Iterator[Re
         yield RecordedText(id_, record.category, Text(token[: start + most], start, most))
 
 
-def _answers(record: Record, reads: Reads) -> Iterator[tuple[list[int], int]]:
+def _answers(record: Record, target: Target) -> Iterator[tuple[list[int], int]]:
     """Yield the tokens up to the end of each answer, and the index of the answer's first."""
     if record.exact:
         spans = [(document, span) for document in record.exact for span in document.answers()]
@@ -86,7 +86,7 @@ def _answers(record: Record, reads: Reads) -> Iterator[tuple[list[int], int]]:
             raise ValueError(f"record {record.id}: {NO_ANSWER}")
         yield from ((document.token[:end], start) for document, (start, end) in spans)
         return
-    tokenizer: Any = reads.tokenizer
+    tokenizer: Any = target.tokenizer
     if not record.messages:
         prompt = prompt_of(record, tokenizer).token
         _, rest = split_text(record.text, tokenizer)
@@ -98,7 +98,7 @@ def _answers(record: Record, reads: Reads) -> Iterator[tuple[list[int], int]]:
     elif tokenizer.chat_template:
         yield from _rendered(record, tokenizer)
     else:
-        yield from _joined(record.messages, reads)
+        yield from _joined(record.messages, target)
 
 
 def _rendered(record: Record, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], int]]:
@@ -112,16 +112,16 @@ def _rendered(record: Record, tokenizer: PreTrainedTokenizerBase) -> Iterator[tu
         yield from ((sample.token[:end], start) for start, end in Exact(sample.token, sample.mask).answers())
 
 
-def _joined(messages: Sequence[Message], reads: Reads) -> Iterator[tuple[list[int], int]]:
+def _joined(messages: Sequence[Message], target: Target) -> Iterator[tuple[list[int], int]]:
     """Yield the answers of a chat for a tokenizer without a template, its texts one after another."""
-    tokenizer: Any = reads.tokenizer
+    tokenizer: Any = target.tokenizer
     check_media(list(messages))
     before: list[str] = []
     for message in messages:
         if message["role"] == "assistant":
             prompt = encode_plain("\n\n".join(before), tokenizer)
             answer = tokenize(tokenizer, content_text(message), add_special_tokens=False)["input_ids"]
-            yield prompt + answer + sorted(reads.eos)[:1], len(prompt)
+            yield prompt + answer + sorted(target.eos)[:1], len(prompt)
         before.append(content_text(message))
 
 

@@ -17,7 +17,6 @@ from eval.measures import metrics
 from eval.measures.results import Measurement
 from inference.chat_template import RenderError
 from inference.target.target import Target
-from inference.target.tokenizer import Reads
 
 # Below this, generation would end at the context's edge and not at the answer's, and measure next to nothing.
 ROOM = 8
@@ -105,13 +104,13 @@ def read_workload(name: str, target: Target, selection: Selection, answer: Answe
     return gathered(name, selection, read, lambda prompt: tuple(prompt.token), swapped)
 
 
-def read_log(name: str, reads: Reads, selection: Selection, most: int) -> Workload[RecordedText]:
+def read_log(name: str, target: Target, selection: Selection, most: int) -> Workload[RecordedText]:
     """Read a log's texts as tokens, answers of at most `most`, without a warm-up; refuse a record without an answer."""
 
     def read(record: Readable, turns: str) -> Iterator[RecordedText]:
         if isinstance(record, Prompt):
             raise ValueError(f"prompt {record.id}: {NO_ANSWER}")
-        return recorded(record, reads, turns, most)
+        return recorded(record, target, turns, most)
 
     selection = replace(selection, warmup=0)
     workload = gathered(name, selection, read, lambda entry: tuple(entry.text.prompt), lambda entry: entry)

@@ -14,7 +14,7 @@ from eval.measures.losslessness import UNCHECKED, Gate
 from eval.measures.metrics import PARTS, Groups, Interval, Pair, Passes
 
 T = TypeVar("T")
-LIVE, TEACHER_FORCED, REPLAY = TIERS = ("live", "teacher_forced", "replay")  # the first alone has a clock
+LIVE, TEACHER_FORCED = TIERS = ("live", "teacher_forced")  # the first alone has a clock
 ENDPOINT = "endpoint"  # the drafter and the type of device of a server that is measured as it is
 UNTIMED = dict.fromkeys(PARTS, 0.0)  # seconds
 

@@ -9,10 +9,10 @@ TAU = (
     "than τ, since drafting and checking take time."
 )
 TIERS = (
-    "One τ, measured up to three times: live by decoding; teacher forced by one pass of target and head over the text; "
-    "replay by drafting along the text, without the target. What they count differs only where the text does, or the "
-    "rule. The intervals resample the prompts. The second counts a chain that is sampled token by token: block "
-    "verification, the rule of decoding unless asked otherwise, accepts as much or more."
+    "One τ, measured twice: live by decoding; teacher forced by one pass of target and head over the text. What they "
+    "count differs only where the text does, or the rule. The intervals resample the prompts. The second counts a "
+    "chain that is sampled token by token: block verification, the rule of decoding unless asked otherwise, accepts as "
+    "much or more."
 )
 CHECKED = "Greedy output against the baseline's, token for token, in the gate's dtype."
 SAMPLED = (

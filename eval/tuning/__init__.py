@@ -1,7 +1,6 @@
 """Search for the fastest tree on this device.
 
 static_tree.py  the static tree with the highest acceptance: Sequoia's dynamic programme
-estimate.py     how long a tuning takes, and what is left out for its minutes
 costs.py        the measured costs of a decoding step's parts
 grid.py         the trees that the tuner tries, simulated along recorded text
 results.py      the tuner's results: tune.json, the tables

@@ -7,14 +7,12 @@ import torch
 
 from heads.common.ranges import Count, OneOf
 from inference.protocol import Context, Drafter, DrafterState, Proposal
-from inference.target.tokenizer import Reads
+from inference.target.target import Target
 from inference.verification.tree import chain
 
 
 class PromptLookup(Drafter):
     """Drafts a chain copied from an earlier occurrence of the last n tokens, the longest n that occurs."""
-
-    text_alone = True
 
     @dataclass(frozen=True)
     class Config:
@@ -31,7 +29,7 @@ class PromptLookup(Drafter):
                     f"drafter.prompt_lookup.ngram_max is {self.ngram_max}: give at least ngram_min, {self.ngram_min}"
                 )
 
-    def __init__(self, config: Config, target: Reads, name: str) -> None:
+    def __init__(self, config: Config, target: Target, name: str) -> None:
         self.config, self.name = config, name
         self.tree = f"chain-{config.tokens}"
         self.device, self.eos = target.device, target.eos

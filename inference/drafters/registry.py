@@ -17,9 +17,8 @@ from inference.drafters.recycling import Recycling
 from inference.drafters.suffix import Suffix
 from inference.protocol import Drafter
 from inference.target.target import Target
-from inference.target.tokenizer import Reads
 
-# Each has a `Config` and is made of one, the target (a `Reads` is enough for `text_alone`) and a name.
+# Each has a `Config` and is made of one, the target and a name.
 SOURCES: dict[str, Any] = {
     "assistant": Assistant,
     "early_exit": EarlyExit,
@@ -34,29 +33,22 @@ SOURCES: dict[str, Any] = {
 }
 
 
-def make(name: str, options: Mapping[str, Any], target: Target | Reads) -> Drafter:
+def make(name: str, options: Mapping[str, Any], target: Target) -> Drafter:
     """Return a draft source with its options.
 
     Args:
         name: what reports call it.
         options: its configuration; `source`, where it differs from the name, is a key of SOURCES.
-        target: the target that it drafts for; a `Reads` will do for one that drafts from the text alone.
+        target: the target that it drafts for.
 
     Raises:
         ValueError: an unknown source, or an option that it does not have or cannot take.
     """
     source, config = configured(name, options)
     if hasattr(config, "tree"):
-        assert isinstance(target, Target)
         check_tree(target, config.tree, f"drafter.{name}")
     drafter: Drafter = source(config, target, name)
     return drafter
-
-
-def reads_text_alone(name: str, options: Mapping[str, Any]) -> bool:
-    """Whether a source of a configuration needs no target; false for `head` and others that are none of SOURCES."""
-    source = SOURCES.get(options.get("source", name))
-    return source is not None and source.text_alone
 
 
 def configured(name: str, options: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ import torch
 from heads.common.ranges import LARGEST, Amount, Count, Fraction, OneOf, Within
 from inference.drafters.suffix_tree import Locus, SuffixTree
 from inference.protocol import Context, Drafter, DrafterState, Proposal
-from inference.target.tokenizer import Reads
+from inference.target.target import Target
 from inference.verification.tree import DraftTree
 
 
@@ -34,7 +34,7 @@ class Suffix(Drafter):
     not report it.
     """
 
-    text_alone = scores = True
+    scores = True
 
     @dataclass(frozen=True)
     class Config:
@@ -49,7 +49,7 @@ class Suffix(Drafter):
         memory: bool
         memory_nodes: Count
 
-    def __init__(self, config: Config, target: Reads, name: str) -> None:
+    def __init__(self, config: Config, target: Target, name: str) -> None:
         if config.mode == "tree" and not target.takes_trees:
             raise ValueError(
                 f"drafter.suffix.mode is 'tree', but the attention of {target.name} does not honour a tree mask: give "

@@ -5,7 +5,7 @@ target.py           a target loaded, its masks and cache proven
 embeddings.py       its embedding and lm_head, all that a head needs besides
 embeddings_only.py  a target of which only these are loaded
 loading.py          what it is loaded with: transformers, and its quantisation
-tokenizer.py        its tokenizer without the model, for sources that read text alone
+tokenizer.py        its tokenizer: the tokens of a text, and those that end an answer
 placement.py        placement: replicated, tensor-parallel, over several devices, offloaded
 placed.py           a placed target: its device, whole embeddings, fingerprint and process group
 attention.py        its attention: grouped without copies of keys and values, and over packed documents

@@ -1,57 +1,10 @@
-"""A target's tokenizer without its model: enough for the draft sources that read the text and nothing else."""
+"""A target's tokenizer: the tokens of a text, and those that end an answer."""
 
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-import torch
 from transformers import BatchEncoding, GenerationConfig, PreTrainedTokenizerBase
 
 from heads.common.errors import one_line, panicked
-from heads.common.target_config import UNFIT, read_target_config, reason
-from inference.target import loading
-
-
-@runtime_checkable
-class Reads(Protocol):
-    """What a source that drafts from the text alone asks of a target; a `Target` has it too."""
-
-    name: str
-    tokenizer: PreTrainedTokenizerBase
-    eos: frozenset[int]
-    device: torch.device
-    takes_trees: bool
-
-
-@dataclass
-class Reader:
-    """A tokenizer, and the tokens that end an answer."""
-
-    name: str
-    tokenizer: PreTrainedTokenizerBase
-    eos: frozenset[int]
-    device: torch.device
-    takes_trees: bool
-
-    @classmethod
-    def load(cls, path: str, trust_remote_code: bool) -> "Reader":
-        """Load the tokenizer of a folder or Hub name, no weights; refuse a path that none loads from."""
-        tokenizer = loading.load_tokenizer(path, trust_remote_code)
-        configured = _configured(path, trust_remote_code)
-        return cls(path, tokenizer, end_tokens(configured, tokenizer), torch.device("cpu"), True)
-
-
-def _configured(path: str, trust_remote_code: bool) -> GenerationConfig | None:
-    """Return a model's generation config, as loading the model would make it; None where only a tokenizer is there."""
-    try:
-        return GenerationConfig.from_pretrained(path)
-    except OSError:
-        pass
-    except UNFIT as error:
-        raise ValueError(f"model.path={path}: its generation_config.json is damaged ({reason(error)})") from error
-    try:
-        return GenerationConfig.from_model_config(read_target_config(path, trust_remote_code))
-    except ValueError:
-        return None
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str | list[str], **options: Any) -> BatchEncoding:

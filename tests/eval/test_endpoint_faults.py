@@ -178,7 +178,10 @@ def test_a_stream_that_a_gateway_held_back_has_no_time_of_its_first_token(
         ({"endpoint": "http://h:1", "model": {"path": "x"}}, "model: an endpoint is measured as it is served"),
         ({"endpoint": "http://h:1", "tune": True, "dtype": "float32"}, "tune, dtype: an endpoint is measured"),
         ({"audit": "http://h:1", "baseline": "http://h:2", "request_rate": 2}, "request_rate: an audit asks a server"),
-        ({"endpoint": "http://h:1", "tier": "replay"}, "tier is 'replay': an endpoint is measured live alone"),
+        (
+            {"endpoint": "http://h:1", "tier": "teacher_forced"},
+            "tier is 'teacher_forced': an endpoint is measured live alone",
+        ),
         ({"endpoint": "http://h:1", "baseline": "http://h:2", "temperature": 1.0}, "texts can be compared at 0 alone"),
         ({"client": {"timeout": 0.0}}, "client.timeout is 0.0: give a number above 0"),
         ({"client": {"patience": -1.0}}, "client.patience is -1.0: give 0 or more"),

@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from eval.config import eval_config
 from eval.inputs.texts import Text
-from eval.measures.results import REPLAY, TEACHER_FORCED
+from eval.measures.results import TEACHER_FORCED
 from eval.offline.teacher_forced import overlap, unrolled
 from eval.run import evaluate
 from eval.tiers import within_context
 from inference.verification.sample import Sampling
 from tests import toys
-from tests.eval.small import SIZE, small
-from tests.eval.test_tiers import ALL, SUFFIX, told
+from tests.eval.small import small
+from tests.eval.test_tiers import ALL, told
 
 
 def test_a_log_without_answers_is_told_before_anything_is_measured(
@@ -46,19 +45,11 @@ def test_a_log_without_answers_is_told_before_anything_is_measured(
 def test_a_damaged_log_of_tokens_is_one_line(runs: Path, tmp_path: Path, line: dict[str, Any], message: str) -> None:
     log = tmp_path / "log.jsonl"
     log.write_text(json.dumps(line))
-    given = {**ALL, "tier": [TEACHER_FORCED, REPLAY], "text": "recorded", "workload": str(log)}
+    given = {**ALL, "text": "recorded", "workload": str(log)}
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         evaluate(small(runs, tmp_path / "out", **given))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_without_a_target_an_answer_needs_its_prompt_too(runs: Path, tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    log.write_text('{"prompt_token_ids": [], "token_ids": [1, 2]}')
-    given = SIZE | {"drafter": {"suffix": SUFFIX}, "tier": REPLAY, "workload": str(log), "out": str(tmp_path / "out")}
-    with pytest.raises(ValueError, match="record 0: its answer follows nothing"):
-        evaluate(eval_config(**given, model={"path": str(runs / "target")}))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -67,7 +58,8 @@ def test_answers_of_one_token_have_a_report(runs: Path, tmp_path: Path, temperat
     log.write_text('{"prompt_token_ids": [1, 2, 3], "token_ids": [4]}')
     given = {
         **ALL,
-        "tier": [TEACHER_FORCED, REPLAY],
+        "drafter": {"head": {}},
+        "tier": TEACHER_FORCED,
         "text": "recorded",
         "workload": str(log),
         "tree": {"kind": "chain"},

@@ -1,4 +1,4 @@
-"""The three tiers measure the same τ: by decoding, along the target's own text, and along a log."""
+"""The two tiers measure the same τ: by decoding, and along the target's own text or a log."""
 
 import json
 import re
@@ -8,26 +8,20 @@ from typing import Any
 
 import pytest
 
-from eval.config import eval_config
-from eval.inputs.texts import write
-from eval.inputs.workloads import load_workload
-from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED
+from eval.measures.results import LIVE, TEACHER_FORCED
 from eval.report.columns import flattened
 from eval.run import evaluate
-from inference.decode import Settings
 from inference.drafters.policy import TreeConfig
-from inference.verification.sample import GREEDY
 from tests import toys
-from tests.eval.small import SIZE, TUNER, small
+from tests.eval.small import TUNER, small
 
-LOOKUP = {"ngram_min": 1, "ngram_max": 3, "tokens": 4, "match": "first"}
 SUFFIX = {
     "mode": "path", "depth": 8, "tokens": 6, "factor": 2.0, "offset": 1.0, "min_probability": 0.1, "memory": True,
     "memory_nodes": 1000,
 }  # fmt: skip
 ALL: dict[str, Any] = {
-    "tier": [LIVE, TEACHER_FORCED, REPLAY], "hf": False,
-    "drafter": {"head": {}, "prompt_lookup": LOOKUP, "suffix": SUFFIX},
+    "tier": [LIVE, TEACHER_FORCED], "hf": False,
+    "drafter": {"head": {}, "suffix": SUFFIX},
 }  # fmt: skip
 
 
@@ -60,9 +54,8 @@ def test_the_tiers_agree_token_for_token_in_exact_arithmetic(greedy: Path) -> No
     assert {name: set(tiers) for name, tiers in rows.items()} == {
         "plain": {LIVE},
         "eagle": {LIVE, TEACHER_FORCED},
-        "prompt_lookup": {LIVE, REPLAY},
-        "suffix": {LIVE, REPLAY},
-        "suffix cold": {LIVE, REPLAY},
+        "suffix": {LIVE},
+        "suffix cold": {LIVE},
     }
     same = ("tau", "tau_ci", "tau_request_mean", "steps", "tokens", "draft_tokens", "accepted_by_depth")
     same += ("conditional_by_depth", "definitions", "tau_within_depth", "accepted_per_draft_token", "tree", "state")
@@ -74,43 +67,6 @@ def test_the_tiers_agree_token_for_token_in_exact_arithmetic(greedy: Path) -> No
             assert other["speedup"] is None
             assert other["ladder"] is None
         assert name == "plain" or live["tau"] > 1.02, "nothing was accepted: nothing was compared"
-
-
-def test_a_log_of_the_targets_answers_is_replayed_without_the_target(
-    runs: Path, greedy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = toys.target()
-    prompts = load_workload(str(runs / "prompts.jsonl"), target, 3)
-    texts = write(target, [each.token for each in prompts], Settings(40, GREEDY))
-    log = tmp_path / "log.jsonl"
-    lines = [
-        {"id": f"r{i}", "prompt_token_ids": each.token[: each.start], "token_ids": each.token[each.start :]}
-        for i, each in enumerate(texts)
-    ]
-    log.write_text("\n".join(map(json.dumps, lines)))
-
-    def refuse(*_: Any) -> None:
-        raise AssertionError("a target was loaded")
-
-    monkeypatch.setattr("inference.target.target.Target.load", refuse)
-    given = {**ALL, "drafter": {"prompt_lookup": LOOKUP, "suffix": SUFFIX}, "tier": REPLAY}
-    config = eval_config(
-        **(SIZE | given | {"prompts": 3, "max_new_tokens": 40, "workload": str(log), "out": str(tmp_path / "out")}),
-        model={"path": str(runs / "target")},
-    )
-    assert evaluate(config).passed
-    here, live = by_tier(told(tmp_path / "out")), by_tier(told(greedy))
-    assert set(here) == {"prompt_lookup", "suffix", "suffix cold"}
-    for name, tiers in here.items():
-        assert tiers[REPLAY]["tau"] == pytest.approx(live[name][LIVE]["tau"])
-        assert tiers[REPLAY]["steps"] == live[name][LIVE]["steps"]
-    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert "nothing was decoded" in page
-    assert "- tok/s" not in page
-    written = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
-    assert "None" not in written.splitlines()[0]
-    assert not re.search("Where the time goes|Peak memory", written)
-    assert told(tmp_path / "out")["settings"]["text"] == "recorded"
 
 
 def test_the_report_says_what_other_trees_would_give(greedy: Path) -> None:
@@ -157,11 +113,16 @@ def test_recorded_answers_serve_in_place_of_the_targets_own(runs: Path, tmp_path
     log = tmp_path / "log.jsonl"
     chats = [{"question": f"w{i} w3 w5 w7 w9 w11", "answer": "w4 w6 w8 w4 w6 w8 w4 w6 w8 w10"} for i in range(3)]
     log.write_text("\n".join(map(json.dumps, chats)))
-    given = {**ALL, "tier": [TEACHER_FORCED, REPLAY], "text": "recorded", "workload": str(log)}
+    given = {**ALL, "drafter": {"head": {}}, "tier": TEACHER_FORCED, "text": "recorded", "workload": str(log)}
     assert evaluate(small(runs, tmp_path, **given)).passed
-    rows = by_tier(told(tmp_path))
-    assert rows["eagle"][TEACHER_FORCED]["tokens"] == rows["suffix"][REPLAY]["tokens"] == 2 * 7  # 8 tokens each, cut
-    assert rows["suffix"][REPLAY]["tau"] > 1.3, "the answer repeats itself"
+    assert by_tier(told(tmp_path))["eagle"][TEACHER_FORCED]["tokens"] == 2 * 7  # 8 tokens each, cut
+    assert told(tmp_path)["settings"]["text"] == "recorded"
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "nothing was decoded" in page
+    assert "- tok/s" not in page
+    written = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "None" not in written.splitlines()[0]
+    assert not re.search("Where the time goes|Peak memory", written)
 
 
 def test_a_budget_cuts_the_trees_of_every_tier(runs: Path, tmp_path: Path) -> None:
@@ -184,16 +145,14 @@ def test_trees_that_the_context_cannot_hold_are_not_tried(runs: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"tier": "dead"}, "tier is 'dead': choose live, teacher_forced, replay"),
+        ({"tier": "dead"}, "tier is 'dead': choose live, teacher_forced"),
         ({"tier": []}, "tier is []"),
         ({"tier": [LIVE, LIVE]}, "each once"),
-        ({"text": "mine"}, "text is 'mine': choose auto, own, recorded"),
-        ({"tier": LIVE, "text": "recorded"}, "add replay or teacher_forced to tier=live"),
+        ({"text": "mine"}, "text is 'mine': choose own, recorded"),
+        ({"tier": LIVE, "text": "recorded"}, "add teacher_forced to tier=live"),
         ({"tier": TEACHER_FORCED, "repetition_penalty": 1.3}, "leave repetition_penalty=1"),
-        ({"tier": REPLAY, "drafter": {"head": {}}}, "takes prompt_lookup and suffix"),
-        ({"tier": TEACHER_FORCED, "drafter": {"suffix": SUFFIX}}, "teacher_forced takes head"),
-        ({"tier": REPLAY, "drafter": {"suffix": SUFFIX, "head": {}}}, "in which drafter=head cannot be measured"),
-        ({"tier": [TEACHER_FORCED, REPLAY], "text": "recorded"}, "no answer to play back"),
+        ({"tier": TEACHER_FORCED, "drafter": {"suffix": SUFFIX}}, "takes drafter=head: leave out suffix"),
+        ({"tier": TEACHER_FORCED, "drafter": {"head": {}}, "text": "recorded"}, "no answer to play back"),
     ],
 )
 def test_what_cannot_be_measured_is_said_in_one_line(

@@ -18,9 +18,8 @@ from eval.live.interleaved import PLAIN
 from eval.measures.cost_model import Costs, Prediction, Replayed, ReplayedStep, draft_key
 from eval.measures.serving import CONFIG
 from eval.run import main, tuned
-from eval.tune import Bench, concluded, halves, keep, merged, ranked
-from eval.tuning import costs, estimate, grid
-from eval.tuning.estimate import TunePlan, fitted
+from eval.tune import Bench, TunePlan, concluded, halves, keep, merged, ranked
+from eval.tuning import costs, grid
 from eval.tuning.grid import OWN, Tried, hopeful, proposed, sizes_for
 from eval.tuning.results import OFF, TUNED, AtBatch, Candidate, Measured, Tuning, conclude, fastest
 from heads.common.resolvers import ROOT, register_resolvers
@@ -323,7 +322,7 @@ def test_the_tree_that_is_predicted_best_of_all_is_decoded_with(
     known = replace(costs_of(chain, {0: 1.0}), draft={draft_key(one.tree): 0.0 for one in (first, second, other)})
     target = toys.target()
     config = configured(tmp_path)
-    plan = TunePlan("run", {}, config.tuner, config, config.repeats, 1)
+    plan = TunePlan("run", {}, config.tuner, config, config.repeats)
     bench = Bench(plan, target, HeadDrafter(toys.head("eagle", target), chain, "head"), [], [], {}, 0)
     asked: list[TreeConfig] = []
 
@@ -390,49 +389,3 @@ def test_a_head_that_no_engine_serves_has_no_schedule_for_one(tmp_path: Path) ->
     (tmp_path / CONFIG).touch()
     Tuning({"head": "mlp"}, [], {}, []).write(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == [TUNED]
-
-
-@pytest.mark.parametrize(
-    ("minutes", "words"),
-    [
-        (None, ""),
-        (1e6, ""),
-        (4.0, "1 of 3 repeats"),
-        (2.5, "8 of 16 prompts, 1 of 3 repeats"),
-        (1.15, "4 of 16 prompts, 1 of 3 repeats, every other depth, width and size of tree"),
-        (1e-6, "4 of 16 prompts, 1 of 3 repeats, 1 of 5 samples, every other depth, width and size of tree"),
-    ],
-)
-def test_a_tuning_for_its_minutes_leaves_out_repeats_then_prompts_then_trees(
-    minutes: float | None, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a clock by which an answer of 100 tokens takes a second."""
-    now: list[float] = [0.0]
-    monkeypatch.setattr(estimate.time, "perf_counter", lambda: now[0])
-
-    def answer() -> int:
-        now[0] += 1.0
-        return 100
-
-    target, config = toys.target(), eval_config(run="outputs/x")
-    full = TunePlan("outputs/x", {}, config.tuner, config, 3, 16, minutes)
-    drafter = HeadDrafter(toys.head("eagle", target), OWN_TREE, "head")
-    smaller, line = fitted(full, drafter, True, answer)
-    seconds = int(line.removeprefix("tuning: about ").split()[0])
-    assert line == f"tuning: about {seconds} s" + (f"; {words}, to take {60 * minutes:.0f} s at most" if words else "")
-    if minutes is not None and minutes > 1e-3:
-        assert seconds <= 60 * minutes
-    assert (smaller == full) is (not words)
-    unbounded = replace(full, minutes=None)
-    assert fitted(unbounded, drafter, True, answer)[0] == unbounded
-
-
-def test_a_tuning_says_first_how_long_it_takes_and_its_file_what_it_left_out(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tuned(configured(run, tuner=SMALL, prompts=1, repeats=2, minutes=1e-9))
-    settings = json.loads((run / "tune.json").read_text(encoding="utf-8"))["settings"]
-    assert (settings["repeats"], settings["left_out"]) == (1, "1 of 2 repeats, to take 0 s at most")
-    first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith("tuning: about ")
-    assert first.endswith(" s; 1 of 2 repeats, to take 0 s at most")

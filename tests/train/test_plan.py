@@ -452,6 +452,6 @@ def test_a_cpus_time_is_estimated_and_nothing_empty_is_listed() -> None:
         console.print(table(small, planned))
     assert planned["hours"] > 0
     assert planned["disk"]["target, in 16 bits"] == 2 * planned["target_parameters"]
-    for row in ("rough time, at an assumed", "then the final evaluation, at most", "loaded of the target by each"):
+    for row in ("rough time, at an assumed", "loaded of the target by each"):
         assert row in shown.get()
     assert " 0.0 MiB" not in shown.get()

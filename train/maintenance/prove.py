@@ -8,11 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eval.config import AUTO, eval_config
+from eval.config import eval_config
 from eval.measures.losslessness import FailedChecks
 from eval.measures.results import LIVE
 from eval.report.write import Report
 from eval.run import evaluate
+from inference.target.placement import AUTO
 
 LEAST = 8  # requests of a kind: of fewer, an interval says little
 PROOFS = NEW, OLD = "proof_new.jsonl", "proof_old.jsonl"

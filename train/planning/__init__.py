@@ -1,7 +1,6 @@
 """Checks and a cost estimate of a run before anything is loaded.
 
 check.py         checks of a run by its configuration, the file system and the target's configuration
-alternatives.py  what else would be worth trying after a run
 choice.py        what a run leaves open: placement, strategy, dtype of the losslessness check
 plan.py          the plan of plan=true: its device, memory, disk, operations, hours
 memory.py        memory of a process for head and target, by strategy and placement

@@ -50,7 +50,6 @@ DEVICES = ROOT / "conf" / "device"
 ROW_BYTES = 9  # a packed token: its number, its document, its mask
 SAFE = 0.9  # of a device's memory that micro-batches are sized for: what is measured may be a tenth above the plan
 GROWING = STEP, PASS = "head's step", "target's pass"  # stages whose memory grows with the rows of a micro-batch
-SHARE = 1 / 3  # of a training's time, that its evaluation takes at most
 SIDE = 1024  # of the matrices by which a CPU's operations a second are measured
 HOST_BASE = 1.5  # GiB of host memory of a process with torch's CUDA libraries
 
@@ -421,7 +420,6 @@ def plan(run: RunConfig) -> dict[str, Any]:
         "peak_bytes": max(device.peak for device in devices),
         "loaded_bytes": memory.total(loaded),
         **work(inputs),
-        "evaluation_minutes": run.eval.minutes if run.eval.prompts else 0.0,
         "devices": devices,
         "host": None if inputs.heap else host_use(inputs),
         "disk": disk(inputs),

@@ -19,7 +19,7 @@ from inference.target.placement import TOGETHER
 from train.config import RunConfig, checked
 from train.planning.choice import in_words
 from train.planning.memory import MemoryUse, total
-from train.planning.plan import GIB, SHARE, DeviceMemory, plan, sized
+from train.planning.plan import GIB, DeviceMemory, plan, sized
 
 SHOWN = 2**20 / 20  # bytes: what is less would read as nothing
 FITS = "it fits{}; without plan=true the same command runs it{}"
@@ -104,9 +104,6 @@ def _hours(planned: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [(f"{kind}, {what}", _time(planned["hours"]))]
     if device["type"] != "cpu":
         lines.insert(0, ("GPU hours", f"{planned['gpu_hours']:,.1f}"))
-    if planned["evaluation_minutes"] != 0:
-        minutes = planned["evaluation_minutes"] or 60 * SHARE * planned["hours"]
-        lines.append(("then the final evaluation, at most about", _time(minutes / 60)))
     if "gpu_hours_of_extraction" in planned:
         lines.append(("GPU hours of the extraction, elsewhere", f"{planned['gpu_hours_of_extraction']:,.1f}"))
     return lines

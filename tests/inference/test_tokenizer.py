@@ -1,4 +1,4 @@
-"""A tokenizer without its model ends answers where the model does."""
+"""The tokens of a text, those that end an answer, and tokenizers that fail."""
 
 import copy
 import re
@@ -10,21 +10,20 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from inference.target.loading import load_tokenizer
 from inference.target.target import Target
-from inference.target.tokenizer import Reader, Reads, text_ids, tokenize
+from inference.target.tokenizer import text_ids, tokenize
 from tests import toys
 from tests.tokenizers import trained
 
 
 @pytest.mark.parametrize("generation", [True, False])
-def test_the_same_tokens_end_an_answer_with_and_without_the_model(tmp_path: Path, generation: bool) -> None:
+def test_the_tokens_that_end_an_answer_are_the_configuration_s(tmp_path: Path, generation: bool) -> None:
     LlamaForCausalLM(LlamaConfig(**toys.SIZES | {"eos_token_id": [7, 9]})).save_pretrained(tmp_path)
     toys.tokenizer().save_pretrained(tmp_path)
     if not generation:
         (tmp_path / "generation_config.json").unlink()
-    read = Reader.load(str(tmp_path), False)
-    assert isinstance(read, Reads)
-    assert read.eos == Target.load(str(tmp_path), "float32", "cpu").eos == {7, 9}
+    assert Target.load(str(tmp_path), "float32", "cpu").eos == {7, 9}
 
 
 def test_a_tokenizer_that_fails_at_a_text_is_named(tmp_path: Path) -> None:
@@ -32,7 +31,7 @@ def test_a_tokenizer_that_fails_at_a_text_is_named(tmp_path: Path) -> None:
     made = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="[UNK]"))  # which is not in it
     made.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path)
-    found = Reader.load(str(tmp_path), False).tokenizer
+    found = load_tokenizer(str(tmp_path), False)
     assert tokenize(found, "a b")["input_ids"] == [0, 1]
     with pytest.raises(ValueError, match=f"^{re.escape(str(tmp_path))}: its tokenizer fails at a text") as caught:
         text_ids("a c", found)
@@ -43,7 +42,7 @@ def test_a_tokenizer_that_fails_at_a_text_is_named(tmp_path: Path) -> None:
     made.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no tokenizer loads from there"):
-        Reader.load(str(tmp_path), False)
+        load_tokenizer(str(tmp_path), False)
 
 
 def test_a_prompt_has_no_end_token_that_the_tokenizer_appends() -> None:
@@ -56,11 +55,3 @@ def test_a_prompt_has_no_end_token_that_the_tokenizer_appends() -> None:
     made.bos_token = "</s>"
     made.backend_tokenizer.post_processor = processors.ByteLevel()
     assert text_ids("</s>", made) == [1], "a text that is nothing else stays"
-
-
-def test_a_tokenizer_alone_is_enough(tmp_path: Path) -> None:
-    toys.tokenizer().save_pretrained(tmp_path)
-    assert Reader.load(str(tmp_path), False).eos == frozenset()
-    with pytest.raises(ValueError, match="no tokenizer loads from there") as caught:
-        Reader.load(str(tmp_path / "nowhere"), False)
-    assert "\n" not in str(caught.value)
