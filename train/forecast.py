@@ -1,0 +1,317 @@
+"""A training within a budget: short trainings of candidate heads, of which the better half goes on, then the best one.
+
+Successive halving (Jamieson and Talwalkar, arXiv 1502.07943): every round has the same share of the budget. A candidate
+trains at a constant rate, from which a cooldown branches off at the end of each round, so that each of its points is a
+whole training and the next one continues from before that cooldown (Hägele et al., arXiv 2405.18392). So does the run
+of the best candidate. A power function of the tokens through its points says what it will come to.
+"""
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console, Group
+
+from data.text.files import META, OPENERS, check_file
+from data.text.sources import Files, open_source
+from eval.report.text import rich_table
+from heads.common.command import quoted
+from heads.common.files import replacing, write_whole
+from heads.common.untrusted import parse_json
+from train.checkpoints import format
+from train.checkpoints.resume import differences, plain
+from train.config import Budget, DeviceConfig, RunConfig
+from train.distributed.launch import REPORTED
+from train.planning.check import clear_out
+from train.tracking import sweep
+
+FOLDER, STATE = "forecast", "forecast.json"  # in the run's folder: the short trainings, and the stages that are done
+PROBE = 6  # steps of the training that says what a step costs
+ROOM = 1.1  # of a budget that is advised: the next run's steps may take longer
+LEVEL = 0.9  # of the interval of a forecast
+FLOOR = 0.01  # the least standard error of a measured τ, as a share of it: no curve is exactly a power function
+EXPONENTS = (0.03, 3.0)
+Train = Callable[[list[str]], object]  # runs an ordinary training with these overrides, to its end
+
+
+class Predicted(NamedTuple):
+    """τ of a longer training, with the ends of its interval."""
+
+    tau: float
+    low: float
+    high: float
+
+
+def power_law(tokens: NDArray[np.float64], limit: float, rise: float, exponent: float) -> NDArray[np.float64]:
+    """Return τ after so many tokens: limit - rise tokens^-exponent (Hestness et al., arXiv 1712.00409)."""
+    return np.asarray(limit - rise * tokens**-exponent)
+
+
+def predict(
+    tokens: Sequence[float], tau: Sequence[float], error: Sequence[float], at: float, bound: float
+) -> Predicted:
+    """Return τ after `at` tokens by a power function through three points or more, with its interval of LEVEL.
+
+    The interval is that of the function, by the covariance of its three numbers; a new measurement varies more.
+
+    Args:
+        tokens: trained tokens of each point, increasing.
+        tau: measured there.
+        error: its standard errors.
+        at: a number of tokens, not below the last point's.
+        bound: the most tokens that a pass can commit.
+    """
+    from scipy.optimize import curve_fit  # late: half a second that no other run needs
+
+    x, y = np.asarray(tokens, dtype=float) / tokens[-1], np.asarray(tau, dtype=float)
+    rise = max(float(y[-1] - y[0]), 0.01)
+    values, covariance = curve_fit(
+        power_law, x, y, p0=(min(y[-1] + rise, bound), rise, 0.5), sigma=np.maximum(error, FLOOR * y),
+        absolute_sigma=True, bounds=((1.0, 1e-3, EXPONENTS[0]), (bound, 2 * bound, EXPONENTS[1])),
+    )  # fmt: skip
+    ratio, (_, rise, exponent) = at / tokens[-1], values
+    gradient = np.array([1.0, -(ratio**-exponent), rise * ratio**-exponent * math.log(ratio)])
+    middle = float(power_law(np.array(ratio), *values))
+    half = NormalDist().inv_cdf((1 + LEVEL) / 2) * math.sqrt(gradient @ covariance @ gradient)
+    return Predicted(*(min(max(end, 1.0), bound) for end in (middle, middle - half, middle + half)))
+
+
+class Forecast:
+    """The trainings of a run within its budget; `state` is what `forecast.json` holds.
+
+    Args:
+        run: the run, with its budget and candidates.
+        words: the overrides that all trainings have in common.
+        train: runs an ordinary training with further overrides, to its end.
+    """
+
+    def __init__(self, run: RunConfig, words: list[str], train: Train) -> None:
+        assert run.budget is not None
+        self.run, self.budget, self.config, self.out = run, run.budget, run.forecast, Path(run.out)
+        self.train = train
+        settings = plain({"budget": str(run.budget), "overrides": sorted(words), **asdict(run.forecast)})
+        self.state: dict[str, Any] = {
+            "settings": settings, "spent": 0.0, "cost": {}, "fixed": {}, "left_out": {}, "points": {}, "steps": None,
+        }  # fmt: skip
+        path = self.out / STATE
+        if run.overwrite and not run.resume:
+            path.unlink(missing_ok=True)
+        if path.exists():
+            if not run.resume:
+                raise ValueError(f"{run.out} holds a forecast already: give resume=true or overwrite=true")
+            state = parse_json(path.read_bytes())
+            if changed := differences(state["settings"], settings):
+                raise ValueError(
+                    f"{path}: resume=true needs the settings that it began with, and here differ {changed}"
+                )
+            self.state = state
+        else:
+            shutil.rmtree(self.out / FOLDER, ignore_errors=True)
+        if run.log is not None:
+            copied = keep_log(run.log, run.data.split, self.out)
+            self.train = lambda more: train([*more, f"data.path={quoted(copied)}"])
+
+    def save(self) -> None:
+        """Write the state."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        write_whole(self.out / STATE, (json.dumps(self.state, indent=1) + "\n").encode())
+
+    def folder(self, words: str) -> Path:
+        """Return the folder of a candidate's trainings."""
+        return self.out / FOLDER / str(self.config.candidates.index(words))
+
+    def overrides(self, words: str, steps: int, cooldown: float) -> list[str]:
+        """Return the overrides of a candidate's training that may be lengthened."""
+        schedule = [f"trainer.cooldown={cooldown}", f"trainer.warmup={min(1.0, self.config.warmup / steps)}"]
+        return [*overrides_of(words), f"trainer.steps={steps}", *schedule]
+
+    def stable(self, steps: int) -> int:
+        """Return the step with which the cooldown begins, as `train.optim.cooldown_begin` does."""
+        return steps - round(self.config.cooldown * steps)
+
+    def measure(self, words: str, steps: int, cooldown: float, begin: int) -> None:
+        """Train a candidate to `steps` from its checkpoint at step `begin`, evaluate it, and count what that costs."""
+        began, folder, config = time.monotonic(), self.folder(words), self.config
+        for path in format.checkpoints(folder / "checkpoints"):
+            if format.step_of(path) > begin:  # of a cooldown
+                shutil.rmtree(path)
+        save = max(1, steps - round(cooldown * steps))
+        self.train([
+            *self.overrides(words, steps, cooldown), f"out={quoted(folder)}", "name=pilot",
+            "resume=true" if format.checkpoints(folder / "checkpoints") else "overwrite=true",
+            "trainer.eval_prompts=0", "trainer.patience=null", "trainer.trackers=[jsonl]", "trainer.log_every=1",
+            f"trainer.eval_every={steps}", f"trainer.save_every={save}", f"trainer.keep={-(-steps // save) + 1}",
+            f"eval.prompts={config.prompts}", f"eval.max_new_tokens={config.tokens}", "eval.repeats=1",
+            "eval.hf=false", "eval.tier=[live]",
+        ])  # fmt: skip
+        cost, seconds = cost_of(folder), time.monotonic() - began
+        unit = cost["seconds" if self.budget.timed else "flops"]
+        if not unit:
+            raise ValueError("no operations were counted: give a budget in time")
+        self.state["cost"][words] = unit
+        taken = (steps - begin) * unit
+        self.state["fixed"][words] = max(0.0, seconds - taken) if self.budget.timed else 0.0
+        self.state["spent"] += seconds if self.budget.timed else taken
+
+    def probe(self) -> list[str]:
+        """Train every candidate for a few steps, to see what these cost; return those that the target takes."""
+        for words in self.config.candidates:
+            if words not in self.state["cost"] and words not in self.state["left_out"]:
+                try:
+                    self.measure(words, PROBE, 0.0, 0)
+                except ValueError as error:
+                    self.state["left_out"][words] = str(error)
+                except SystemExit as error:
+                    if error.code not in (1, REPORTED):  # as of a signal, which is no refusal
+                        raise
+                    self.state["left_out"][words] = f"its processes ended with status {error.code}, see above"
+                self.save()
+        for words, why in self.state["left_out"].items():
+            say(f"{words} is left out: {why}")
+        if not self.state["cost"]:
+            copies = "" if self.run.log is None else f"; {self.out / FOLDER} has a copy of log={self.run.log}"
+            why = "; ".join(dict.fromkeys(self.state["left_out"].values()))
+            raise ValueError(f"no candidate can be trained: {why}{copies}")
+        return list(self.state["cost"])
+
+    def choose(self) -> str:
+        """Train all candidates, then the faster half of them for longer, until one has enough points; return it.
+
+        Raises:
+            ValueError: the budget is too small for the first round.
+        """
+        running = self.probe()
+        rounds = max(self.config.points, math.ceil(math.log2(len(running))) + 1)
+        share, fixed = self.config.share * self.budget.amount / rounds, self.state["fixed"]
+        least = max(2, round(self.config.warmup / (1 - self.config.cooldown)))
+        needed = max(fixed[words] + least * self.state["cost"][words] for words in running) * len(running)
+        if needed > share and not self.state["points"]:
+            enough = Budget(ROOM * needed * rounds / self.config.share, self.budget.timed)
+            raise ValueError(
+                f"budget={self.budget} is too small for short trainings of {len(running)} candidates: about {enough} "
+                "would do, or fewer forecast.candidates, or a lower forecast.warmup, each with overwrite=true"
+            )
+        for number in range(rounds):
+            for words in running:
+                points = self.state["points"].setdefault(words, [])
+                if len(points) > number:
+                    continue
+                begin = self.stable(points[-1]["steps"]) if points else 0
+                more = int((share / len(running) - fixed[words]) / self.state["cost"][words])
+                steps = max(begin + more, points[-1]["steps"] + 2 if points else least)
+                self.measure(words, steps, self.config.cooldown, begin)
+                points.append({"steps": steps, **measured(self.folder(words), words)})
+                self.save()
+                tokens = steps * self.run.trainer.batch_tokens
+                say(f"{words}: {tokens:,} tokens, τ {points[-1]['tau']:.2f}, {points[-1]['speedup']:.2f}x")
+            running.sort(key=lambda words: -self.state["points"][words][number]["speedup"])
+            running = running[: math.ceil(len(running) / 2)]
+        return running[0]
+
+    def predicted(self, words: str, steps: int) -> tuple[Predicted, Predicted]:
+        """Return τ and the speedup of a candidate after so many steps, at the cost of a pass that was measured last."""
+        points, bound = self.state["points"][words], 1.0 + self.run.tree.deepest
+        tokens, tau, error = zip(*((point["steps"], point["tau"], point["error"]) for point in points), strict=True)
+        result = predict(tokens, tau, error, steps, bound)
+        scale = points[-1]["speedup"] / points[-1]["tau"]
+        return result, Predicted(*(scale * value for value in result))
+
+    def finish(self, words: str) -> None:
+        """Train a candidate for the rest of the budget, and say what was forecast of it and what came out."""
+        last = self.state["points"][words][-1]["steps"]
+        begin, folder = self.stable(last), self.out / "checkpoints"
+        if self.state["steps"] is None:
+            clear_out(self.out)
+            left = self.budget.amount - self.state["spent"] - self.state["fixed"][words]
+            steps = max(last, begin + int(left / self.state["cost"][words]))
+            shutil.copytree(self.folder(words) / "checkpoints" / format.folder_of(Path(), begin).name,
+                            format.folder_of(folder, begin))  # fmt: skip
+            for file in ("metrics.jsonl", "config.yaml"):  # the latter says what its head began as
+                shutil.copy(self.folder(words) / file, self.out / file)
+            self.state["steps"] = steps
+            self.save()
+        steps = self.state["steps"]
+        tau, speedup = self.predicted(words, steps)
+        promised = f"τ {shown(tau)}, {shown(speedup, 'x')} (interval of {LEVEL:.0%})"
+        say(f"{words} is trained on {steps * self.run.trainer.batch_tokens:,} tokens; forecast: {promised}")
+        self.train([*self.overrides(words, steps, self.config.cooldown), "resume=true", f"out={quoted(self.out)}",
+                    f"name={quoted(self.run.name)}"])  # fmt: skip
+        if self.run.eval.prompts:
+            came = measured(self.out, words)
+            say(f"forecast: {promised}; came out: τ {came['tau']:.2f}, {came['speedup']:.2f}x")
+
+
+def say(line: str) -> None:
+    """Print a line."""
+    Console().print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def shown(values: Predicted, unit: str = "") -> str:
+    """Return a forecast with its interval for reading."""
+    return f"{values.tau:.2f}{unit} [{values.low:.2f}, {values.high:.2f}]"
+
+
+def overrides_of(words: str) -> list[str]:
+    """Return the overrides of a candidate, a head's name with further ones behind it."""
+    return f"head={words}".split()
+
+
+def measured(folder: Path, words: str) -> dict[str, float]:
+    """Return τ, its standard error and the speedup that a finished training's report has of its head."""
+    row = sweep.rows_of("", words.split(maxsplit=1)[0], folder)[0]
+    if row["tau"] is None or row["speedup"] is None:
+        raise ValueError(f"{folder}: nothing was drafted, as every answer has one token; give other data.prompts")
+    low, high = row["tau_ci"] or (row["tau"], row["tau"])
+    return {"tau": row["tau"], "error": (high - low) / (2 * NormalDist().inv_cdf(0.975)), "speedup": row["speedup"]}
+
+
+def cost_of(folder: Path) -> dict[str, float]:
+    """Return a step's seconds, where the first may compile, and its operations, 0 if they are not counted."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    seconds = [record["step_seconds"] for record in lines if "step_seconds" in record]
+    total = json.loads((folder / "training.json").read_text())
+    return {"seconds": float(np.median(seconds[1:] or seconds)), "flops": (total["flops"] or 0.0) / total["steps"]}
+
+
+def keep_log(log: str, split: str, out: Path) -> str:
+    """Return where the log's files are kept as they were when the forecast began; a data set's name on the Hub.
+
+    All trainings read the same data, though a service may add lines meanwhile.
+
+    Raises:
+        ValueError: it is not there, or of no known format.
+    """
+    folder = out / FOLDER / "log"
+    if not folder.is_dir() and isinstance(source := open_source(log, split), Files):
+        with replacing(folder) as copies:
+            for number, file in enumerate(source.files):
+                packed = file.suffix if file.suffix in OPENERS else ""
+                copy = copies / f"{number:06d}{check_file(file)}{packed}"  # in their order; it names no split
+                shutil.copyfile(file, copy)
+                if (about := file.with_name(f"{file.name}{META}")).is_file():
+                    shutil.copyfile(about, copy.with_name(f"{copy.name}{META}"))
+    return str(folder) if folder.is_dir() else log
+
+
+def plan(budget: Budget, share: float, operations: dict[str, float], device: DeviceConfig) -> Group:
+    """Return what each candidate would cost by the operations of a token, and the assumed rate if there is one."""
+    rate = None if device.tflops is None else device.tflops * 1e12 * device.mfu
+    total = budget.amount if not budget.timed else None if rate is None else budget.amount * rate
+    body = [
+        [words, f"{flops:.3g}", "-" if total is None else f"{(1 - share) * total / flops:,.0f}"]
+        for words, flops in operations.items()
+    ]
+    header = ["head", "operations a token", "tokens of the run, if it is chosen"]
+    costs = rich_table(f"what would be trained for {budget}, measurements left out", header, body)
+    if rate is None:
+        return Group(costs, f"hours are not known: device={device.name} has no peak; give device.tflops")
+    takes = "" if budget.timed else f": {Budget(budget.amount / rate, True)} on one"
+    return Group(costs, f"at an assumed {device.mfu:.0%} of {device.tflops:.3g} TFLOP/s ({device.name}){takes}")
