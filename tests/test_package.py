@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from heads.formats.custom_generate import bundle
 from train.package.build import renamed
 from train.package.command import NEEDED, main
 
@@ -64,14 +63,6 @@ def test_an_installed_headstart_evaluates_generates_and_examines(folder: Path) -
 def test_processes_are_launched_from_the_wheel(folder: Path) -> None:
     run(folder, "headstart", "train", "head=mtp", "launcher=ddp", "launcher.num_processes=2", "name=two", *TINY.split())
     assert (folder / "outputs" / "two" / "head" / "config.json").is_file()
-
-
-@pytest.mark.slow
-def test_a_wheel_publishes_what_a_checkout_does(folder: Path) -> None:
-    code = "import json; from headstart.heads.formats.custom_generate.bundle import files"
-    assert json.loads(run(folder, sys.executable, "-c", f"{code}; print(json.dumps(files('mtp')))")) == bundle.files(
-        "mtp"
-    )
 
 
 @pytest.mark.slow

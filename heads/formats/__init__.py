@@ -1,7 +1,6 @@
 """Heads on disk and on the Hub: our own format, those that other projects publish, those that engines read.
 
-custom_generate/  a head in plain transformers: the code that a published repository carries as its
-                  custom_generate
+custom_generate/  decoding in plain transformers with the heads that no engine loads
 published/        draft heads as other projects publish them and engines read them, one format a file, read and
                   written by it
 mtp_layouts.py    how a target's checkpoint holds its own MTP module

@@ -24,7 +24,6 @@ from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from tests import toys
 from tests.families import EXPERTS
-from tests.heads.shipped import published
 
 LAYERS = 6
 SEES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": LAYERS, "num_attention_heads": 2,
@@ -139,10 +138,6 @@ def test_a_head_drafts_for_the_tower_and_is_exported_for_the_class_that_serves_i
     export(head, "vllm", Served("me/toy", target.config.to_dict(), torch.float32, 3), tmp_path / "vllm")
     written = json.loads((tmp_path / "vllm" / "config.json").read_text())
     assert written["speculators_config"]["verifier"]["architectures"] == [type(whole).__name__]
-    asked: Any = {"max_new_tokens": 40, "do_sample": False, "trust_remote_code": True}
-    served = published(tmp_path / "published", toys.head("eagle", target), target)
-    out = whole.generate(torch.tensor([prompt]), custom_generate=str(served), **asked)
-    assert out[0, len(prompt) :].tolist() == plain
 
 
 @pytest.mark.slow

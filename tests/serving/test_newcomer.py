@@ -49,13 +49,9 @@ def test_a_head_goes_to_the_hub_and_is_served_from_there(run_of: Callable[[str],
         served = asked("serve_vllm.py", {**job, "speculative": speculative}, hub=access)
         assert served["tokens"] == [families.generated(target, prompt, 64) for prompt in prompts]
         assert served["accepted_tokens"] > 0.1 * served["draft_tokens"]
-        answer = asked("generate_plain.py", {**job, "head": REPO}, hub=access)
         said = next(line for line in card.splitlines() if line.startswith("python eval/run.py"))
         said = said.replace("path/to/tiny", str(TARGET)).replace("my_log.jsonl", str(TARGET / "prompts.jsonl"))
         few = ["prompts=4", "max_new_tokens=48", "repeats=1", "tier=live", "hf=false", f"out={tmp_path / 'again'}"]
         command(*shlex.split(said)[1:], *few, **access)
     again = json.loads((tmp_path / "again" / "report.json").read_text())
     assert [row["lossless"]["failed"] for row in again["rows"] if row["drafter"] == "eagle3"] == [0]
-    assert answer["alone"]
-    assert answer["same"] == [True] * 4
-    assert answer["tau"] > 1.3

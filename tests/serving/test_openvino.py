@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.heads.shipped import shipped
 from tests.serving.engines import ENVIRONMENT
 from tests.serving.heads_of_ours import exported, made
 from tests.serving.test_loaders import DFLASH, PLAIN, PRUNED
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.serving
 
 @pytest.mark.parametrize(("kind", "options"), [("eagle3", PLAIN | PRUNED), ("block", DFLASH | {"causal": False})])
 def test_a_published_folder_is_converted(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
-    folder = shipped(exported(made(kind, **options), "vllm", tmp_path / "head"))
+    folder = exported(made(kind, **options), "vllm", tmp_path / "head")
     words = ["--task", "text-generation-with-past", "--trust-remote-code", str(tmp_path / "converted")]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(

@@ -42,7 +42,7 @@ def facts(
     settings = {"head": head, "target": target, "tree": {"kind": "chain", "depth": 3}}
     return Facts(
         config(Path("run"), repo="me/head", format=form), settings, served, tokenizer_sha256=None, report={},
-        provenance={}, settings={}, refused={} if refused is None else refused, base_id=None,
+        provenance={}, settings={}, refused={} if refused is None else refused, base_id=None, decodes=form is None,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from heads import HEADS, rows
 from heads.base import Draft, Features, NewRows
 from tests import toys
 from train.losses import LOSSES, ObjectiveConfig, OnPolicyConfig
-from train.objective import CPU_LOGITS, ROWS, SHARE, chunk_rows, chunked, objective, trainable, weights
+from train.objective import CPU_LOGITS, ROWS, SHARE, chunk_rows, chunked, labels, objective, trainable, weights
 from train.tracking.flops import Flops
 
 CONFIG = ObjectiveConfig(
@@ -72,6 +72,20 @@ def test_a_chunk_on_the_cpu_holds_as_many_logits_whatever_the_vocabulary(
 def test_on_a_device_a_chunk_is_a_share_of_the_rows_in_powers_of_two() -> None:
     found = [chunk_rows(None, "cuda", count) for count in (1, SHARE, 4 * SHARE, 7 * SHARE, 10**9)]
     assert found == [1, 1, 4, 4, ROWS]
+
+
+def test_a_label_is_the_token_of_the_next_row_down_the_path() -> None:
+    token = torch.tensor([[7, 5, 9, 4]])
+    features = Features(token, torch.empty(1, 4, 0, 2), torch.empty(1, 4, 2), torch.zeros_like(token))
+    target = toys.target()
+    head: Any = toys.head("eagle", target)
+    assert head.vocab is None
+    assert labels(head, features).tolist()[:3] == [5, 9, 4]
+    # Row 0 is followed by row 2, row 1 by row 3; the others end a path.
+    followed = features._replace(path=torch.tensor([[[2, 3], [3, 0], [0, 0], [0, 0]]]))
+    assert labels(head, followed).tolist() == [9, 4, -1, -1]
+    pruned: Any = toys.head("eagle pruned", target)
+    assert labels(pruned, followed).tolist() == pruned.vocab.index_of(torch.tensor([9, 4, -1, -1])).tolist()
 
 
 def test_the_share_of_the_base_moves_from_the_first_to_the_last() -> None:
@@ -289,7 +303,7 @@ def test_the_uncorrected_logits_have_their_share_of_the_loss(chunk: int | None) 
     features, mask = batch(head.feature_layers, torch.float64)
     weight = weights(features.document, mask, None, CONFIG).row
     chunks = None if chunk is None else chunked(weight > 0, chunk, weight.device)
-    of = replace(CONFIG, depths=4, base=[0.8, 0.2])
+    of = replace(config(soft_ce=0.5), depths=4, base=[0.8, 0.2])
 
     def gradient(base: float, *, uncorrected: bool = False) -> torch.Tensor:
         drafts = head.unroll(features, 4)

@@ -59,7 +59,7 @@ def test_the_published_folder_is_the_exported_one(tmp_path: Path, target: Embedd
     assert out == made / "publish"
     assert lines[-1].endswith(f"says me/tiny-eagle3 give {out}, and the target's folder where it says path/to/tiny")
     assert {path.name for path in out.iterdir()} == {
-        "config.json", "model.safetensors", "README.md", "tokenizer_reference.json", "custom_generate",
+        "config.json", "model.safetensors", "README.md", "tokenizer_reference.json",
     }  # fmt: skip
     said = json.loads((out / "config.json").read_text())
     assert said["eagle_aux_hidden_state_layer_ids"] == [2, 12, 21]

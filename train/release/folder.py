@@ -26,8 +26,7 @@ from heads.common.files import last_good, replacing
 from heads.common.resolvers import ROOT
 from heads.common.target_config import read_target_values
 from heads.common.untrusted import parse_json, parse_yaml, parsed_file
-from heads.formats import lora
-from heads.formats.custom_generate import bundle
+from heads.formats import custom_generate, lora
 from heads.formats.hub import REPO, base_head, on_hub, target_path
 from heads.formats.published import gguf
 from heads.formats.published.export import Served, export, refusals
@@ -49,7 +48,7 @@ TOKENIZER = "tokenizer_reference.json"
 COPIED = ("config.yaml", "report.json", "report.md", "report.html", PROFILE, SCHEDULE)
 READ = (*COPIED, "provenance.json", METRICS, "prompts.jsonl")  # all of a run, besides its head
 TENSORS = (WEIGHTS, gguf.FILE, *lora.FILES)
-FILES = (CONFIG, *TENSORS, TOKENIZER, "README.md", *COPIED, "plots/*", f"{bundle.FOLDER}/*")  # patterns
+FILES = (CONFIG, *TENSORS, TOKENIZER, "README.md", *COPIED, "plots/*", f"{custom_generate.FOLDER}/*")  # patterns
 TOKEN = re.compile(r"\bhf_(?:(?:jwt|oauth)_[\w.-]{20,}|[A-Za-z0-9]{20,})")
 
 
@@ -75,12 +74,14 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> Facts:
     with exported(head, config) as (source, refused):
         files: dict[str, str | bytes] = {TOKENIZER: json.dumps(reference, indent=2) + "\n"}
         files |= {name: (run / name).read_text(encoding="utf-8") for name in COPIED if (run / name).is_file()}
-        files |= {} if config.base else bundle.files(content["head"]["name"])  # which reads whole heads
+        if config.base is None and config.format is None:
+            files |= custom_generate.files(content["head"])
         files[CONFIG] = (source / CONFIG).read_text(encoding="utf-8")
         facts = Facts(
             config, content, served=json.loads(files[CONFIG]), tokenizer_sha256=reference["tokenizer_sha256"],
             report=read_report(report) if report.is_file() else {}, provenance=provenance,
             settings=_read(run / "config.yaml", parse_yaml), refused=refused, base_id=base_id(name),
+            decodes=any(name.startswith(custom_generate.FOLDER) for name in files),
         )  # fmt: skip
         try:
             files |= card(facts)
@@ -246,7 +247,9 @@ def stitched(run: Path, out: Path, config: PublishConfig) -> Facts:
     assert isinstance(head, Mtp)
     measured = read_report(report) if report.is_file() else {}
     stitch(head, path, layout, out)
-    return Facts(config, content, {}, given, measured, provenance={}, settings={}, refused={}, base_id=None)
+    return Facts(
+        config, content, {}, given, measured, provenance={}, settings={}, refused={}, base_id=None, decodes=False
+    )
 
 
 def _path_of(spec: dict[str, Any], config: PublishConfig) -> str:

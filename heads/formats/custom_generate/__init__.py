@@ -1,12 +1,17 @@
-"""A head in plain transformers: the code that a published repository carries as its custom_generate.
+"""The custom_generate of published heads that no engine loads, by which transformers decodes with them.
 
-It is these files and the modules of headstart that they import, down to the head's own, written into one folder by
-bundle.py. It runs with the standard library, torch, transformers and safetensors alone.
-
-generate.py  the function that transformers calls
-decoding.py  the chain: drafted by a head, scored in one forward pass, accepted or replaced
-target.py    the model's forward passes, and the hidden states that heads read of them
-reading.py   the head's folder or repository
-typed.py     a head's configuration, without OmegaConf
-bundle.py    the folder: modules, what of them is used, and their imports
+generate.py  the file that is published
 """
+
+from pathlib import Path
+from typing import Any
+
+FOLDER = "custom_generate"
+KINDS = ("medusa", "hydra", "mlp")
+
+
+def files(head: dict[str, Any]) -> dict[str, str]:
+    """Return a published folder's code by file name for the `head` of its config.json, empty where engines load it."""
+    if head["name"] not in KINDS or head.get("prefix"):
+        return {}
+    return {f"{FOLDER}/generate.py": Path(__file__).with_name("generate.py").read_text(encoding="utf-8")}

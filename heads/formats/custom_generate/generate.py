@@ -1,214 +1,280 @@
-"""Speculative decoding with the draft head of this repository, by transformers alone.
+"""Speculative decoding with this repository's draft head, by transformers, torch and safetensors only.
 
-model.generate(**inputs, custom_generate=REPOSITORY, trust_remote_code=True) writes what it writes without these two
-arguments, sooner: the same tokens without sampling, tokens of the same distribution with it. The repository or folder
-that the code was loaded from is the one whose config.json and model.safetensors are read.
+    model.generate(**inputs, custom_generate=REPOSITORY, trust_remote_code=True)
+
+returns what it returns without these two arguments, in fewer passes: the same tokens without sampling, tokens of the
+same distribution with it. The head drafts a chain, the model scores it in one pass. A token that was drafted with
+probability q and that the model gives p is accepted with probability min(1, p / q), and otherwise replaced by one
+sampled from max(0, p - q) (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).
 """
 
+import inspect
+import json
+import math
 import sys
-from copy import copy
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
-from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
+from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import (
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    SynthIDTextWatermarkLogitsProcessor,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
 )
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
-from transformers.utils.versions import require_version
+from transformers.utils.hub import cached_file
 
-from heads.formats.custom_generate.decoding import Sequence, Settings, Written, decode
-from heads.formats.custom_generate.reading import Head, load
-from heads.formats.custom_generate.target import Target, decoder_layers
-
-HUB = ("revision", "token", "cache_dir", "force_download", "proxies", "local_files_only", "repo_type")
-CACHE = ("past_key_values", "cache")  # before transformers 5.24, and since
-TAKEN = {"attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", *CACHE}
-OF_A_BATCH = (  # of guidance_scale, of watermarking_config, of the two options of an encoder
-    UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor, EncoderNoRepeatNGramLogitsProcessor,
+HUB = ("revision", "token", "cache_dir", "force_download", "proxies", "local_files_only")
+UNREAD = ("assistant_model", "past_key_values", "cache", "inputs_embeds", "synced_gpus")
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # layers whose cache can be cropped
+# Draft logits go through these too, to be near the model's. The output does not depend on them.
+SHARED = (
+    TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor,
 )  # fmt: skip
-ELSE = "does not go with this custom_generate, which continues text by a draft head: leave one of them out"
+
+Weights = dict[str, Tensor]
+Embed = Callable[[Tensor], Tensor]  # token ids (1,) to embeddings (1, D)
+States = Generator[Tensor, Tensor, None]  # yields the state (1, D) that lm_head d reads, is sent the token of depth d
+
+
+def medusa(config: dict[str, Any], weights: Weights, _embed: Embed, last: Tensor, _token: Tensor) -> States:
+    """Medusa: residual blocks on the last state (1, D), one stack a depth (Cai et al., arXiv 2401.10774)."""
+    for depth in range(config["heads"]):
+        state = last
+        for i in range(config["layers"]):
+            state = state + functional.silu(linear(weights, f"blocks.{depth}.{i}.linear", state))
+        yield state
+
+
+def hydra(config: dict[str, Any], weights: Weights, embed: Embed, last: Tensor, token: Tensor) -> States:
+    """Hydra: residual blocks on the last state and the drafted tokens' embeddings (Ankner et al., arXiv 2402.05109)."""
+    for depth in range(config["heads"]):
+        last = torch.cat([last, embed(token)], -1)
+        name = f"branches.{depth}"
+        state = linear(weights, f"{name}.entry.res_connection", last)
+        state = state + functional.silu(linear(weights, f"{name}.entry.linear", last))
+        for i in range(config["layers"] - 1):
+            block = 0 if config["tied"] else i
+            state = state + functional.silu(linear(weights, f"{name}.blocks.{block}.linear", state))
+        token = yield state
+
+
+def mlp(config: dict[str, Any], weights: Weights, _embed: Embed, last: Tensor, token: Tensor) -> States:
+    """The MLP speculator: a state that each drafted token is mixed into (Wertheimer et al., arXiv 2404.19124)."""
+    state, share = last, 0.5 ** (0.5 / config["heads"])
+    if config["scale_input"]:
+        state = functional.rms_norm(last, last.shape[-1:], eps=1e-6) / math.sqrt(2)
+    for depth in range(config["heads"]):
+        i = 0 if config["tied"] else depth
+        table = weights[f"emb.{i}.weight"]
+        mix = math.sqrt((1 - share**2) * table.shape[1] / 2) / share
+        state = linear(weights, f"proj.{min(depth, 1) if config['tied'] else depth}", state) + mix * table[token]
+        state = functional.rms_norm(state, state.shape[-1:], weights[f"ln.{i}.weight"], 1e-6)
+        state = functional.gelu(state + weights[f"ln.{i}.bias"])
+        token = yield state
+
+
+HEADS = {"medusa": medusa, "hydra": hydra, "mlp": mlp}
+
+
+def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
+    """Apply a linear layer (…, D) -> (…, W) by its name."""
+    return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+
+class Head:
+    """A head's folder or repository, read for a model, in the model's dtype and on its device.
+
+    Raises:
+        ValueError: the folder has no such head, or the head is one of another model.
+    """
+
+    def __init__(self, where: str, model: Any, hub: dict[str, Any]) -> None:
+        content = json.loads(Path(str(cached_file(where, "config.json", **hub))).read_text())
+        self.config, sizes = content.get("head", {}), model.config.get_text_config()
+        if self.config.get("name") not in HEADS:
+            raise ValueError(f"{where}: its config.json has no head of {', '.join(HEADS)}")
+        for name, size in (("hidden_size", sizes.hidden_size), ("num_layers", sizes.num_hidden_layers)):
+            if content["target"][name] != size:
+                raise ValueError(
+                    f"{where}: made for another model, {content['target']['name']}: its {name} is "
+                    f"{content['target'][name]}, this model's {size}"
+                )
+        read = load_file(str(cached_file(where, "model.safetensors", **hub)))
+        self.weights = {
+            name: tensor.to(model.device, model.dtype if tensor.is_floating_point() else None)
+            for name, tensor in read.items()
+        }
+        self.embed, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+        self.depth = content["tree"].get("depth") or self.config["heads"]
+
+    def logits(self, state: Tensor, depth: int) -> Tensor:
+        """Return the logits (1, V) of a state (1, D), minus infinity for tokens that the head never drafts."""
+        name = (
+            f"head.{0 if self.config.get('tied') else depth}" if self.config["name"] == "mlp" else f"lm_heads.{depth}"
+        )
+        ids = self.weights.get("vocab.ids")
+        if f"{name}.weight" not in self.weights:  # shared with the model
+            weight, bias = self.lm_head.weight, self.lm_head.bias
+            rows = slice(None) if ids is None else ids
+            logits = functional.linear(state, weight[rows], None if bias is None else bias[rows])
+        else:
+            down = f"{name}.down"
+            logits = linear(
+                self.weights, name, linear(self.weights, down, state) if f"{down}.weight" in self.weights else state
+            )
+        if ids is None:
+            return logits
+        return logits.new_full((1, self.lm_head.weight.shape[0]), -math.inf).index_copy(1, ids, logits)
+
+    def draft(
+        self, last: Tensor, ids: Tensor, count: int, processors: Any, sample: bool
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return up to `count` drafted tokens (1,) behind ids (1, T) and their distributions (V,).
+
+        `last` (1, D) is the model's state of the row before the last token.
+        """
+        drafts: list[tuple[Tensor, Tensor]] = []
+        states = HEADS[self.config["name"]](self.config, self.weights, self.embed, last, ids[0, -1:])
+        state = next(states)
+        while len(drafts) < count:
+            q = processors(ids, self.logits(state, len(drafts)).float())[0].softmax(-1)
+            token = torch.multinomial(q, 1) if sample else q.argmax(keepdim=True)
+            drafts.append((token, q))
+            ids = torch.cat([ids, token[None]], 1)
+            if len(drafts) < count:
+                state = states.send(token)
+        return drafts
 
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """The output of `return_dict_in_generate=True`: sequences, passes that verified drafts, and their tokens.
-
-    A pass gives the drafted tokens that stood and one more. The first token, which the prompt's own pass gives, is not
-    counted.
-    """
+    """The output of `return_dict_in_generate=True`: sequences (1, T), and the passes that scored a draft."""
 
     sequences: Any = None
-    scores: Any = None  # (1, V) a token, of which the class above is annotated to hold one alone
-    logits: Any = None
-    passes: int | None = None
-    tokens_per_pass: float | None = None
+    passes: Any = None
 
 
-def generate(
-    model: PreTrainedModel,
-    head: str | None = None,
-    draft_tokens: int | None = None,
-    streamer: Any = None,
-    tokenizer: Any = None,
-    **kwargs: Any,
-) -> Any:
-    """Generate as `model.generate` does, and return what it returns.
+def choose(scores: Tensor, draft: tuple[Tensor, Tensor] | None, sample: bool) -> tuple[Tensor, bool]:
+    """Return the next token (1,) by the model's processed logits (V,), and whether it is the drafted one, accepted."""
+    if not sample:
+        token = scores.argmax(keepdim=True)
+        return token, draft is not None and bool(token == draft[0])
+    p = scores.softmax(-1)
+    if draft is not None:
+        token, q = draft
+        if bool(torch.rand((), device=p.device) * q[token] < p[token]):
+            return token, True
+        rest = (p - q).clamp_min(0)
+        p = rest if bool(rest.sum() > 0) else p  # p and q are equal but for rounding
+    return torch.multinomial(p, 1), False
+
+
+def decode(model: Any, head: Head, ids: Tensor, count: int, prepared: dict[str, Any]) -> tuple[Tensor, int]:
+    """Continue ids (1, T) to their end; return them and the number of passes that scored a draft."""
+    processors, criteria, streamer = (prepared[name] for name in ("logits_processor", "stopping_criteria", "streamer"))
+    sample = prepared["generation_config"].do_sample
+    shared = LogitsProcessorList(step for step in processors if isinstance(step, SHARED))
+    limit = min(
+        criteria.max_length or sys.maxsize,
+        getattr(model.config.get_text_config(), "max_position_embeddings", sys.maxsize),
+    )
+    cache, argument = (
+        DynamicCache(),
+        "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values",
+    )
+    states: list[Tensor] = []
+    hook = head.lm_head.register_forward_pre_hook(lambda _module, inputs: states.append(inputs[0]))
+    pending, drafts, passes, done = ids, list[tuple[Tensor, Tensor]](), 0, False
+    try:
+        while not done:
+            tokens = torch.cat([pending, *(token[None] for token, _ in drafts)], 1)
+            more = (
+                {argument: cache, "logits_to_keep": len(drafts) + 1}
+                if model._supports_logits_to_keep()
+                else {argument: cache}
+            )
+            states.clear()
+            logits = model(input_ids=tokens, use_cache=True, return_dict=True, **more).logits[:, -len(drafts) - 1 :]
+            passes, accepted, going = passes + bool(drafts), 0, True
+            while going and not done:
+                scores = processors(ids, logits[:, accepted].to(copy=True, dtype=torch.float32))[0]
+                token, going = choose(scores, drafts[accepted] if accepted < len(drafts) else None, sample)
+                accepted += going
+                ids = torch.cat([ids, token[None]], 1)
+                if streamer is not None:
+                    streamer.put(token.cpu())
+                done = bool(criteria(ids, None).all())
+            if accepted < len(drafts):
+                cache.crop(accepted - len(drafts))
+            pending, left = ids[:, -1:], limit - ids.shape[1] - 1
+            last = states[-1][0, -len(drafts) - 1 :][accepted, None]
+            drafts = [] if done else head.draft(last, ids, min(count, left), shared, sample)
+    finally:
+        hook.remove()
+    return ids, passes
+
+
+def generate(model: Any, head: str | None = None, draft_tokens: int | None = None, **kwargs: Any) -> Any:
+    """Generate with a draft head; called by transformers.
 
     Args:
-        model: the model that the head was made for.
-        head: the folder or repository of the head; None for the one that custom_generate names.
-        draft_tokens: how many tokens are drafted a pass; None for what the head's config.json says.
-        streamer: as in generate.
-        tokenizer: as in generate: what stop_strings are read by.
-        kwargs: the other arguments of generate.
+        model: the model that the head was trained for.
+        head: another folder or repository to read the head from.
+        draft_tokens: tokens to draft for a pass, at most as many as the head has depths.
+        kwargs: as `model.generate` takes them.
 
     Raises:
-        ValueError: the head is not one of this model, or an argument asks for what is not decoded speculatively.
-        ImportError: transformers is too old.
+        ValueError: there is no head of this model, or an argument is not one of speculative decoding of one sequence.
     """
-    require_version("transformers>=5.17")
-    where = head or _named()
-    hub = {name: kwargs.pop(name) for name in HUB if name in kwargs}
-    if draft_tokens is not None and draft_tokens < 1:
-        raise ValueError(f"draft_tokens is {draft_tokens}: give 1 or more, or leave it out")
-    _check(kwargs)
-    decoder_layers(model)
-    loaded = load(where, model, hub)
-    if tokenizer is not None:
-        _stop_here(kwargs, tokenizer)
+    # transformers hands the name to nobody and copies this file elsewhere: it is in the frame of the caller.
+    where = head or sys._getframe(1).f_locals.get("custom_generate")
+    if not isinstance(where, str):
+        raise ValueError("the head is not named: give generate the argument head=FOLDER_OR_REPOSITORY")
+    given = [name for name in UNREAD if kwargs.get(name) not in (None, False)]
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ATTENTION)
+    if given or model.config.is_encoder_decoder or not kinds <= ATTENTION:
+        raise ValueError(
+            f"{', '.join(given) or type(model).__name__}: not with custom_generate, which decodes by attention only"
+        )
+    loaded = Head(where, model, {name: kwargs.pop(name) for name in HUB if name in kwargs})
+    tokenizer, strings = kwargs.pop("tokenizer", None), kwargs.pop("stop_strings", None)
+    if strings is not None:  # transformers hands no tokenizer to a function of ours, and wants one for them
+        stop = StopStringCriteria(tokenizer, strings)
+        kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), stop])
+    count = min(draft_tokens or loaded.depth, loaded.config["heads"])
 
     def decoding(
-        model: PreTrainedModel,
+        model: Any,
         input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
         **model_kwargs: Any,
     ) -> Any:
-        _check_mode(generation_config, model_kwargs, len(input_ids))
-        if len(input_ids) > 1:
-            _check_rows(kwargs, logits_processor)
-        settings = Settings(
-            logits_processor,
-            stopping_criteria,
-            streamer,
-            generation_config,
-            draft_tokens or loaded.draft_tokens,
-        )
-        rows = _rows(model, loaded, input_ids, model_kwargs.get("attention_mask"), settings)
-        if streamer is not None:
-            streamer.end()
-        return _answer(rows, generation_config)
+        mode, mask = generation_config.get_generation_mode(), model_kwargs.get("attention_mask")
+        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE) or generation_config.output_scores:
+            raise ValueError(f"{mode.value} or output_scores: not with custom_generate")
+        if len(input_ids) > 1 or (mask is not None and not mask.all()):
+            raise ValueError("custom_generate decodes one sequence without padding: generate the rows one by one")
+        prepared = {
+            "logits_processor": logits_processor, "stopping_criteria": stopping_criteria,
+            "generation_config": generation_config, "streamer": kwargs.get("streamer"),
+        }  # fmt: skip
+        ids, passes = decode(model, loaded, input_ids, count, prepared)
+        if prepared["streamer"] is not None:
+            prepared["streamer"].end()
+        return SpeculativeOutput(sequences=ids, passes=passes) if generation_config.return_dict_in_generate else ids
 
-    kind: Any = type(model)  # whose generate it is: a model that was loaded from such a repository has another generate
-    return kind.generate(model, streamer=streamer, custom_generate=decoding, **kwargs)
-
-
-def _named() -> str:
-    """Return the name in the call of generate: transformers hands the name to nobody, and copies the code elsewhere."""
-    named = sys._getframe(2).f_locals.get("custom_generate")
-    if not isinstance(named, str):
-        raise ValueError("which head is meant is not known here: give generate the argument head=FOLDER_OR_REPOSITORY")
-    return named
-
-
-def _stop_here(kwargs: dict[str, Any], tokenizer: Any) -> None:
-    """Make stop strings a criterion of their own: generate hands no tokenizer on to us, and wants one for them."""
-    config: GenerationConfig | None = kwargs.get("generation_config")
-    strings = kwargs.pop("stop_strings", None) or (None if config is None else config.stop_strings)
-    if strings is None:
-        return
-    if config is not None:
-        kwargs["generation_config"] = copy(config)
-        kwargs["generation_config"].stop_strings = None
-    stop = StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
-    kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), stop])
-
-
-def _check(kwargs: dict[str, Any]) -> None:
-    """Refuse arguments that are not read here."""
-    for name in ("assistant_model", *CACHE, "inputs_embeds", "negative_prompt_ids", "synced_gpus"):
-        value = kwargs.get(name)
-        if value is not None and value is not False:
-            raise ValueError(f"{name} {ELSE}")
-
-
-def _check_mode(config: GenerationConfig, model_kwargs: dict[str, Any], rows: int) -> None:
-    """Refuse ways to generate that are not speculative decoding of one sequence."""
-    mode = config.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise ValueError(f"{mode.value} {ELSE}")
-    for name in ("output_attentions", "output_hidden_states"):
-        if getattr(config, name):
-            raise ValueError(f"{name} {ELSE}")
-    # Models that read images have a mapping of what they saw, empty without any.
-    given = {name for name, value in model_kwargs.items() if value is not None and value != {}}
-    more = sorted(given - TAKEN)
-    if more:
-        raise ValueError(f"{more[0]} {ELSE}")
-    if rows > 1 and (config.output_scores or config.output_logits):
-        raise ValueError("output_scores and output_logits are given of one sequence: generate them one by one")
-
-
-def _check_rows(kwargs: dict[str, Any], processors: LogitsProcessorList) -> None:
-    """Refuse what is made for a batch as a whole: its rows are decoded one after the other."""
-    if kwargs.get("prefix_allowed_tokens_fn") is not None:
-        raise ValueError("prefix_allowed_tokens_fn asks by rows of a batch: generate them one by one")
-    for processor in processors:
-        if isinstance(processor, OF_A_BATCH):
-            raise ValueError(f"{type(processor).__name__} keeps a state of all rows: generate them one by one")
-
-
-def _rows(
-    model: PreTrainedModel, head: Head, input_ids: Tensor, mask: Tensor | None, settings: Settings
-) -> list[Written]:
-    """Decode one row of a batch after the other, each without its padding."""
-    written = []
-    for i in range(len(input_ids)):
-        prompt = input_ids[i] if mask is None else input_ids[i][mask[i].bool()]
-        target = Target(model, head.drafts.feature_layers)
-        head.drafts.restart()
-        with target.noting():
-            processors = LogitsProcessorList(_of_row(step, i) for step in settings.processors)
-            sequence = Sequence(input_ids[i : i + 1], settings._replace(processors=processors))
-            written.append(decode(target, head.drafts, head.embeddings, prompt.to(head.embeddings.device), sequence))
-    return written
-
-
-def _of_row(processor: Any, row: int) -> Any:
-    """Return a processor for one row of a batch: a repetition penalty holds each row's padding, from 5.24 on."""
-    padding = getattr(processor, "prompt_ignore_length", None)
-    if isinstance(padding, Tensor):
-        processor = copy(processor)
-        processor.prompt_ignore_length = padding[row : row + 1]
-    return processor
-
-
-def _answer(rows: list[Written], config: GenerationConfig) -> Any:
-    """Return the sequences, those that ended early padded, as a tensor or with what else was asked for."""
-    longest = max(row.ids.shape[1] for row in rows)
-    pad: Any = config._pad_token_tensor
-    if pad is None and any(row.ids.shape[1] < longest for row in rows):
-        raise ValueError("the sequences ended at different lengths: give generate a pad_token_id")
-    fill = 0 if pad is None else int(pad)
-    sequences = torch.cat([functional.pad(row.ids, (0, longest - row.ids.shape[1]), value=fill) for row in rows])
-    if not config.return_dict_in_generate:
-        return sequences
-    passes, tokens = sum(row.passes for row in rows), sum(row.verified for row in rows)
-    return SpeculativeOutput(
-        sequences=sequences,
-        scores=tuple(rows[0].scores) if config.output_scores else None,
-        logits=tuple(rows[0].logits) if config.output_logits else None,
-        passes=passes,
-        tokens_per_pass=tokens / passes if passes else None,
-    )
+    return type(model).generate(model, custom_generate=decoding, **kwargs)

@@ -23,6 +23,7 @@ class Facts:
     settings: dict[str, Any]  # the run's config.yaml
     refused: dict[str, str]  # why formats of engines do not take the exported head, by format
     base_id: str | None  # the Hub's id of a model, in the config.json of a target that is a folder
+    decodes: bool  # whether the folder carries custom_generate
 
     @property
     def kind(self) -> str:
