@@ -2,6 +2,7 @@
 
 checkpoints/   checkpoints: their content and format, asynchronous saving, resuming
 distributed/   the processes of a run: launching, watching, sharding strategies
+forecast/      a training within a budget: short trainings of candidates, and the fit of the best one's curve
 maintenance/   a head in service from its log: watch, adapt, prove, swap
 package/       the package headstart: its names in Python, its command, its build
 planning/      checks and a cost estimate of a run before anything is loaded
@@ -18,7 +19,6 @@ step.py        one optimiser step; detection of bad steps, which are skipped and
 acceptance.py  the head's acceptance during training: τ by the verifier, estimates between
 features.py    the feature source of a run, live or stored
 start.py       the initial weights of a head: random, another head's, the target's last layer
-forecast.py    a training within a budget: short trainings of candidates, and the fit of the best one's curve
 adapt.py       LoRA adapters on a head, and their merge
 streams.py     the command that trains speculative streams, and its loop
 publish.py     the command that publishes a trained head and verifies the download

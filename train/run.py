@@ -331,7 +331,7 @@ def launch_all(run: RunConfig, words: list[str]) -> None:
 
 def within_budget(run: RunConfig) -> float | None:
     """Plan, or train, the head that is fastest after a budget."""
-    from train.forecast import Forecast, overrides_of
+    from train.forecast.command import Forecast, overrides_of
 
     words = launch.overrides()
     if os.environ.pop(BEST, None):  # no head is named, and the candidates take the place of the best one
@@ -380,7 +380,7 @@ def shared_words(words: list[str], log: str | None) -> list[str]:
 
 def budget_plan(run: RunConfig, candidates: dict[str, RunConfig]) -> Group:
     """Return the plan of a budget: nothing is loaded."""
-    from train.forecast import plan as table_of
+    from train.forecast.command import plan as table_of
 
     device, operations = resolved(run.device, run.model.device), {}
     for words, candidate in candidates.items():

@@ -13,7 +13,7 @@ from rich.console import Console
 from inference.drafters.policy import TreeConfig, verifiable
 from train.checkpoints import resume
 from train.config import Budget
-from train.forecast import plan
+from train.forecast.command import plan
 from train.loop import Loop
 from train.planning import table
 

@@ -20,7 +20,8 @@ from tests.train import jobs
 from train import run as command
 from train.checkpoints import format
 from train.config import Budget, run_config
-from train.forecast import PROBE, STATE, Forecast, power_law, predict
+from train.forecast.command import PROBE, STATE, Forecast
+from train.forecast.curve import power_function, predict
 from train.optim import cooldown_begin, learning_rate, same_rates
 from train.run import within_budget
 
@@ -35,13 +36,13 @@ def composing() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("exponent", "noise"), [(0.2, 0.05), (0.5, 0.02), (1.0, 0.05)])
-def test_intervals_hold_the_power_laws_that_they_forecast(exponent: float, noise: float) -> None:
+def test_intervals_hold_the_power_functions_that_they_forecast(exponent: float, noise: float) -> None:
     rng, tokens, held, errors = np.random.default_rng(0), np.array([1.0, 2.5, 5.0, 9.0]), [], []
     for _ in range(40):
         limit = rng.uniform(2.5, 4.5)
         law = limit, limit - rng.uniform(1.2, 1.6), exponent
-        tau = power_law(tokens, *law) + noise * rng.normal(size=4)
-        seen, came = predict(list(tokens), list(tau), [noise] * 4, 60.0, BOUND), power_law(np.array(60.0), *law)
+        tau = power_function(tokens, *law) + noise * rng.normal(size=4)
+        seen, came = predict(list(tokens), list(tau), [noise] * 4, 60.0, BOUND), power_function(np.array(60.0), *law)
         held.append(seen.low <= came <= seen.high)
         errors.append(seen.tau - came)
     assert np.mean(held) >= 0.75  # 90 % are stated: three standard deviations below them
@@ -50,7 +51,7 @@ def test_intervals_hold_the_power_laws_that_they_forecast(exponent: float, noise
 
 def test_a_law_without_noise_is_found() -> None:
     tokens = np.array([1.0, 2.0, 4.0, 8.0])
-    seen = predict(list(tokens), list(power_law(tokens, 3.0, 1.8, 0.5)), [0.001] * 4, 64.0, BOUND)
+    seen = predict(list(tokens), list(power_function(tokens, 3.0, 1.8, 0.5)), [0.001] * 4, 64.0, BOUND)
     assert seen.tau == pytest.approx(3.0 - 1.8 / 8, abs=0.01)
     assert seen.low < seen.tau < seen.high < BOUND
 

@@ -10,14 +10,13 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console, Group
 
 from data.text.files import META, OPENERS, check_file
@@ -28,60 +27,16 @@ from heads.common.files import replacing, write_whole
 from heads.common.untrusted import parse_json
 from train.checkpoints import format
 from train.checkpoints.resume import differences, plain
-from train.config import Budget, DeviceConfig, RunConfig
+from train.config import Budget, DeviceConfig
 from train.distributed.launch import REPORTED
+from train.forecast.curve import LEVEL, Predicted, predict, shown
 from train.planning.check import clear_out
 from train.tracking import sweep
 
 FOLDER, STATE = "forecast", "forecast.json"  # in the run's folder: the short trainings, and the stages that are done
 PROBE = 6  # steps of the training that says what a step costs
 ROOM = 1.1  # of a budget that is advised: the next run's steps may take longer
-LEVEL = 0.9  # of the interval of a forecast
-FLOOR = 0.01  # the least standard error of a measured τ, as a share of it: no curve is exactly a power function
-EXPONENTS = (0.03, 3.0)
 Train = Callable[[list[str]], object]  # runs an ordinary training with these overrides, to its end
-
-
-class Predicted(NamedTuple):
-    """τ of a longer training, with the ends of its interval."""
-
-    tau: float
-    low: float
-    high: float
-
-
-def power_law(tokens: NDArray[np.float64], limit: float, rise: float, exponent: float) -> NDArray[np.float64]:
-    """Return τ after so many tokens: limit - rise tokens^-exponent (Hestness et al., arXiv 1712.00409)."""
-    return np.asarray(limit - rise * tokens**-exponent)
-
-
-def predict(
-    tokens: Sequence[float], tau: Sequence[float], error: Sequence[float], at: float, bound: float
-) -> Predicted:
-    """Return τ after `at` tokens by a power function through three points or more, with its interval of LEVEL.
-
-    The interval is that of the function, by the covariance of its three numbers; a new measurement varies more.
-
-    Args:
-        tokens: trained tokens of each point, increasing.
-        tau: measured there.
-        error: its standard errors.
-        at: a number of tokens, not below the last point's.
-        bound: the most tokens that a pass can commit.
-    """
-    from scipy.optimize import curve_fit  # late: half a second that no other run needs
-
-    x, y = np.asarray(tokens, dtype=float) / tokens[-1], np.asarray(tau, dtype=float)
-    rise = max(float(y[-1] - y[0]), 0.01)
-    values, covariance = curve_fit(
-        power_law, x, y, p0=(min(y[-1] + rise, bound), rise, 0.5), sigma=np.maximum(error, FLOOR * y),
-        absolute_sigma=True, bounds=((1.0, 1e-3, EXPONENTS[0]), (bound, 2 * bound, EXPONENTS[1])),
-    )  # fmt: skip
-    ratio, (_, rise, exponent) = at / tokens[-1], values
-    gradient = np.array([1.0, -(ratio**-exponent), rise * ratio**-exponent * math.log(ratio)])
-    middle = float(power_law(np.array(ratio), *values))
-    half = NormalDist().inv_cdf((1 + LEVEL) / 2) * math.sqrt(gradient @ covariance @ gradient)
-    return Predicted(*(min(max(end, 1.0), bound) for end in (middle, middle - half, middle + half)))
 
 
 class Forecast:
@@ -93,8 +48,7 @@ class Forecast:
         train: runs an ordinary training with further overrides, to its end.
     """
 
-    def __init__(self, run: RunConfig, words: list[str], train: Train) -> None:
-        assert run.budget is not None
+    def __init__(self, run: Any, words: list[str], train: Train) -> None:
         self.run, self.budget, self.config, self.out = run, run.budget, run.forecast, Path(run.out)
         self.train = train
         settings = plain({"budget": str(run.budget), "overrides": sorted(words), **asdict(run.forecast)})
@@ -252,11 +206,6 @@ class Forecast:
 def say(line: str) -> None:
     """Print a line."""
     Console().print(line, highlight=False, soft_wrap=True, markup=False)
-
-
-def shown(values: Predicted, unit: str = "") -> str:
-    """Return a forecast with its interval for reading."""
-    return f"{values.tau:.2f}{unit} [{values.low:.2f}, {values.high:.2f}]"
 
 
 def overrides_of(words: str) -> list[str]:
