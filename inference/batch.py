@@ -97,7 +97,6 @@ class Batch:
         for slot, sequence in enumerate(self.slots):
             if sequence is not None and sequence.session.generation.finish:
                 sequence.session.generation.latency_s = sequence.session.clock() - sequence.began
-                self.note(sequence.session)
                 self.free.append(sequence.session.drafter)
                 sequence.session.state.leave()
                 self.slots[slot] = None
@@ -109,11 +108,6 @@ class Batch:
             if self.drafts is not None:
                 self.drafts.move(source, slot, self.cache.active[slot].length)
         del self.cache.active[len(self.slots) :]
-
-    def note(self, session: Session) -> None:
-        """Tell the service what a sequence's passes with the drafter at hand accepted."""
-        if self.service is not None and (steps := session.generation.steps[session.before :]):
-            self.service.note(self.drafter, len(steps), sum(step.accepted for step in steps))
 
     def follow(self) -> None:
         """Go on with the drafter that is in service; with the one at hand if that fails."""
@@ -147,7 +141,6 @@ class Batch:
         sessions = [sequence.session for sequence in self.running]
         states = [session.state_of(clone) for session, clone in zip(sessions, clones, strict=False)]
         for session, clone, state in zip(sessions, clones, states, strict=False):
-            self.note(session)
             session.swap(clone, state)
         self.drafter, self.free, self.drafts = drafter, list(clones[len(sessions) :]), drafts
         self.device_step = None if drafts is None else DeviceStep(self.target, self.cache, drafts)

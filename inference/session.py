@@ -171,7 +171,6 @@ class Session:
         self.generation = Generation()
         self.draft_s = 0.0
         self.prefix = 0  # committed cache entries before the pass at hand
-        self.before = 0  # steps before the drafter at hand took over
 
     def clock(self) -> float:
         """Return seconds, after the device has finished what it was given."""
@@ -206,7 +205,6 @@ class Session:
         """Let another drafter propose from the next step on; `state` is its `state_of` the text so far."""
         self.state.leave()
         self.drafter, self.state, self.layers = drafter, state, drafter.feature_layers
-        self.before = len(self.generation.steps)
 
     def begin(self) -> Context:
         """Begin a step; return what its proposal may read."""

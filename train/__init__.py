@@ -2,7 +2,7 @@
 
 checkpoints/   checkpoints: their content and format, asynchronous saving, resuming
 distributed/   the processes of a run: launching, watching, sharding strategies
-forecast/      which head a budget is spent on, and for how long: short trainings, the fit of their curves
+forecast/      a training within a budget: short trainings of candidates, and the fit of the best one's curve
 maintenance/   a head in service from its log: watch, adapt, prove, swap
 package/       the package headstart: its names in Python, its command, its build
 planning/      checks and a cost estimate of a run before anything is loaded

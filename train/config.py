@@ -215,13 +215,11 @@ class ForecastConfig:
 
     candidates: list[str]
     share: Annotated[float, Within(0, 1, above=True, below=True)]
-    points: Annotated[int, Within(2, 8)]
+    points: Annotated[int, Within(3, 8)]
     warmup: Count
     cooldown: Annotated[float, Within(0, 1, above=True, below=True)]
     prompts: Annotated[int, Within(4, 4096)]
     tokens: NewTokens
-    least: Amount
-    worth: Amount
 
     def __post_init__(self) -> None:
         if not all(self.candidates) or len({*self.candidates}) < len(self.candidates) or not self.candidates:

@@ -326,8 +326,7 @@ def launch_all(run: RunConfig, words: list[str]) -> None:
 
 def within_budget(run: RunConfig) -> float | None:
     """Plan, or train, the head that is fastest after a budget."""
-    from train.forecast import command as forecast
-    from train.forecast.pilots import overrides_of
+    from train.forecast.command import Forecast, overrides_of
 
     words = launch.overrides()
     if os.environ.pop(BEST, None):  # no head is named, and the candidates take the place of the best one
@@ -347,10 +346,9 @@ def within_budget(run: RunConfig) -> float | None:
         return None
     run = chosen(with_processes(run))
     check_out(Path(run.out), replaces=run.resume or run.overwrite)
-    forecast.check(run)
-    forecast.train_within(run, lambda more: ordinary([*words, *more]))
-    trained = (Path(run.out) / COST).exists()  # not where no candidate pays
-    return sweep.best_tau(Path(run.out)) if trained else None
+    forecast = Forecast(run, words, lambda more: ordinary([*words, *more]))
+    forecast.finish(forecast.choose())
+    return sweep.best_tau(Path(run.out))
 
 
 def shared_words(words: list[str], log: str | None) -> list[str]:
@@ -377,7 +375,7 @@ def shared_words(words: list[str], log: str | None) -> list[str]:
 
 def budget_plan(run: RunConfig, candidates: dict[str, RunConfig]) -> Group:
     """Return the plan of a budget: nothing is loaded."""
-    from train.forecast import text
+    from train.forecast.command import plan as table_of
 
     device, operations = resolved(run.device, run.model.device), {}
     for words, candidate in candidates.items():
@@ -386,7 +384,7 @@ def budget_plan(run: RunConfig, candidates: dict[str, RunConfig]) -> Group:
         tokens = candidate.trainer.steps * candidate.trainer.batch_tokens
         operations[words] = (costs["head_flops"] + costs["target_flops"]) / tokens
     assert run.budget is not None
-    return text.plan(run.budget, run.forecast.share, operations, device)
+    return table_of(run.budget, run.forecast.share, operations, device)
 
 
 def ordinary(words: list[str]) -> None:

@@ -2,7 +2,6 @@
 
 import random
 import threading
-from collections import deque
 from dataclasses import asdict
 from itertools import cycle
 from pathlib import Path
@@ -18,7 +17,7 @@ from inference.decode import Generation, Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.protocol import Drafter
-from inference.service import ALPHA, LOOKS, Accepted, Service, is_less
+from inference.service import Service
 from inference.session import Session
 from inference.target.target import Target
 from inference.tree_config import TreeConfig, scheduled
@@ -84,7 +83,7 @@ def swapped(target: Target, drafters: list[Drafter], count: int, sampling: Sampl
         nonlocal calls, swaps
         calls += 1
         if calls % every == 0:
-            service.swap(next(others), roll_back=False)
+            service.swap(next(others))
             swaps += 1
 
     return speculate(target, service, prompts, settings, reported, batch_size=3), swaps
@@ -216,7 +215,7 @@ def test_a_drafter_that_fails_in_one_of_two_batches_is_out_of_service() -> None:
     service.swap(failing)
     service.working = failing  # in the other batch
     service.refuse(failing, ValueError("row 9 of 8"), former)
-    assert (service.drafter, service.working, service.proven) == (former, former, former)
+    assert (service.drafter, service.working) == (former, former)
 
 
 def test_a_rule_for_some_trees_alone_is_refused_before_another_tree_comes() -> None:
@@ -238,98 +237,6 @@ def test_a_tree_beyond_the_context_is_refused(caplog: pytest.LogCaptureFixture) 
     made = speculate(target, service, toys.prompt(0, 5), Settings(9, GREEDY))
     assert made.tokens == speculate(target, Plain(target.device), toys.prompt(0, 5), Settings(9, GREEDY)).tokens
     assert "plain is put back: wide fails (wide: a tree of" in caplog.text
-
-
-def test_the_old_drafter_is_put_back_where_it_accepted_more(caplog: pytest.LogCaptureFixture) -> None:
-    target = toys.target()
-    prompts, settings = [toys.prompt(seed, 6) for seed in range(12)], Settings(8, GREEDY)
-    old, new = head("eagle", target, "dynamic"), head("eagle", target, "chain")
-    service = Service(old)
-    speculate(target, service, prompts[:10], settings, batch_size=2)
-    service.swap(new)
-    made = speculate(target, service, prompts, settings, batch_size=2)
-    assert service.drafter is old
-    [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith("eagle dynamic is put back: eagle chain accepted 0.")
-    assert made[0].steps[0].drafted == 4 < made[-1].steps[0].drafted
-    assert made[-1].tokens == speculate(target, Plain(target.device), prompts[-1], settings).tokens
-
-
-class Named(Plain):
-    """A drafter that only has a name."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(torch.device("cpu"))
-        self.name = name
-
-
-def served(service: Service, means: dict[Drafter, float], count: int, random: random.Random) -> None:
-    """Let requests of many lengths and difficulties be decoded by whatever is in service."""
-    for _ in range(count):
-        passes, drafter = random.randint(5, 60), service.drafter
-        rate = means[drafter] * random.uniform(0.5, 1.5)
-        service.note(drafter, passes, max(0, round(random.gauss(rate * passes, (rate * passes) ** 0.5))))
-
-
-def put_back(seed: int, new: float) -> bool:
-    random_, old_drafter, drafter = random.Random(seed), Named("old"), Named("new")
-    service, means = Service(old_drafter), {old_drafter: 1.5, drafter: new}
-    served(service, means, 40, random_)
-    service.swap(drafter)
-    served(service, means, LOOKS[-1], random_)
-    return service.drafter is old_drafter
-
-
-@pytest.mark.parametrize("count", [200, pytest.param(4000, marks=pytest.mark.slow)])
-def test_it_is_put_back_by_mistake_as_rarely_as_stated_and_a_worse_one_nearly_always(count: int) -> None:
-    mistakes = sum(put_back(seed, 1.5) for seed in range(count))
-    assert mistakes <= ALPHA * count + 3 * (ALPHA * count) ** 0.5
-    assert sum(put_back(seed, 1.0) for seed in range(60)) >= 57
-    assert put_back(0, 0.0)
-
-
-def test_after_its_last_look_the_new_drafter_stays() -> None:
-    drafters = [Named(name) for name in "abc"]
-    means, service, numbers = dict.fromkeys(drafters, 1.5), Service(drafters[0]), random.Random(0)
-    served(service, means, 20, numbers)
-    service.swap(drafters[1])
-    served(service, means, LOOKS[-1], numbers)
-    assert service.proven is service.drafter is drafters[1]
-    means[drafters[1]] = 0.1
-    served(service, means, 100, numbers)
-    assert service.drafter is drafters[1]
-
-
-def test_what_goes_back_is_the_last_one_that_was_proven() -> None:
-    drafters = [Named(name) for name in "abc"]
-    means, service, numbers = dict(zip(drafters, (1.5, 1.5, 0.2), strict=True)), Service(drafters[0]), random.Random(0)
-    served(service, means, 30, numbers)
-    service.swap(drafters[1])
-    served(service, means, 5, numbers)
-    service.swap(drafters[2])
-    served(service, means, 70, numbers)
-    assert service.drafter is drafters[0]
-
-
-def test_without_roll_back_it_stays() -> None:
-    drafters = [Named(name) for name in "ab"]
-    means, service, numbers = dict(zip(drafters, (1.5, 0.2), strict=True)), Service(drafters[0]), random.Random(0)
-    served(service, means, 30, numbers)
-    service.swap(drafters[1], roll_back=False)
-    served(service, means, 100, numbers)
-    assert service.drafter is drafters[1]
-
-
-def test_a_mean_over_passes_and_its_variance() -> None:
-    one = Accepted.of(deque([(10, 5), (30, 45)]))
-    assert one.mean == 1.25
-    assert one.variance == pytest.approx((7.5**2 + 7.5**2) / 40**2 * 2)
-    still = Accepted(1.0, 0.0, 8)
-    assert is_less(Accepted(0.9, 0.0, 8), still, 0.01)
-    assert not is_less(still, still, 0.01)
-    # Student's t with 7 degrees of freedom exceeds 2.998 in 1 % of cases.
-    for distance, expected in ((2.98, False), (3.01, True)):
-        assert is_less(Accepted(1 - distance, 0.5, 8), Accepted(1.0, 0.5, 8), 0.01) is expected
 
 
 def test_another_thread_may_swap() -> None:

@@ -33,7 +33,6 @@ from tests.eval.stubs import ROW
 from train.release.config import CheckupConfig, DoctorConfig, SiblingConfig
 from train.release.doctor import TEMPLATE, examine
 from train.release.doctor.finding import WRONG, Finding
-from train.release.doctor.trials import Moved, rotated
 
 LAYERS, TOKENS, PROMPTS, DEPTHS = 8, 40, 3, 3
 CONTEXT = 4096  # more than the 2048 that a silent config.json stands for
@@ -84,13 +83,6 @@ def made(kind: str, target: Target, **options: Any) -> Any:
 
 
 @contextmanager
-def moved(head: Any, by: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
-    """Have a trainer's fault: drafted rows at other positions."""
-    with rotated(head, lambda each: each.rotary if by is None else Moved(each.rotary, by)):
-        yield
-
-
-@contextmanager
 def unchecked() -> Iterator[None]:
     """Leave out the checks of shapes, which are most of the time that a toy's training and decoding take."""
     before = jaxtyping.config.jaxtyping_disable
@@ -101,24 +93,21 @@ def unchecked() -> Iterator[None]:
         jaxtyping.config.update("jaxtyping_disable", before)
 
 
-def train(
-    head: Any, target: Target, texts: list[Text], steps: int = 80, unshifted: bool = False, by: Any = None
-) -> Any:
-    """Train a head on the target's answers until it drafts most of them, in the right way or with a trainer's fault."""
+def train(head: Any, target: Target, texts: list[Text], steps: int = 80) -> Any:
+    """Train a head on the target's answers until it drafts most of them."""
     token = torch.tensor([text.token for text in texts])
     with torch.no_grad():
         features = target.features(token, torch.zeros_like(token), head.feature_layers)
-    given = features._replace(token=torch.cat([token[:, :1], token[:, :-1]], 1)) if unshifted else features
     if head.vocab is not None:
         head.vocab.choose(token.flatten().bincount(minlength=toys.VOCAB))
     parameters = [each for name, each in head.named_parameters() if name != "mask"]
     optimizer = torch.optim.Adam(parameters, 0.015)
     depths = head.max_depth if head.max_depth <= 16 else DEPTHS
-    with moved(head, by), unchecked():
+    with unchecked():
         for _ in range(steps):
             optimizer.zero_grad()
             losses = []
-            for depth, draft in enumerate(head.unroll(given, depths), 1):
+            for depth, draft in enumerate(head.unroll(features, depths), 1):
                 label, logits = token[:, depth + 1 :].contiguous(), head.score(draft.state[:, : -depth - 1], depth)
                 place = label if head.vocab is None else head.vocab.index_of(label)
                 losses.append(functional.cross_entropy(logits.flatten(0, 1), place.flatten(), ignore_index=-1))
@@ -190,19 +179,19 @@ class Ward:
         self.texts = answers(self.target)
         self.heads: dict[str, Any] = {}
 
-    def head(self, kind: str, options: dict[str, Any], **faulty: Any) -> Any:
-        name = f"{kind} {options} {sorted(faulty)}"
+    def head(self, kind: str, options: dict[str, Any], steps: int = 80) -> Any:
+        name = f"{kind} {options} {steps}"
         if name not in self.heads:
             head = made(kind, self.target, **options)
             if "mask" in head.state_dict():
                 head.state_dict()["mask"].copy_(self.target.embeddings.embed(torch.tensor(7)))
-            self.heads[name] = train(head, self.target, self.texts, **faulty)
+            self.heads[name] = train(head, self.target, self.texts, steps)
         return self.heads[name]
 
-    def published(self, folder: Path, kind: str, form: str | None, options: dict[str, Any], **faulty: Any) -> Path:
-        kept = Path(self.target.name) / "published" / f"{kind} {form} {sorted(options)} {sorted(faulty)}"
+    def published(self, folder: Path, kind: str, form: str | None, options: dict[str, Any], steps: int = 80) -> Path:
+        kept = Path(self.target.name) / "published" / f"{kind} {form} {sorted(options)} {steps}"
         if not kept.is_dir():
-            published(kind, form, self.head(kind, options, **faulty), self.target, kept)
+            published(kind, form, self.head(kind, options, steps), self.target, kept)
         return Path(shutil.copytree(kept, folder))
 
 

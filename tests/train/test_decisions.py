@@ -2,12 +2,10 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -15,55 +13,9 @@ from rich.console import Console
 from inference.drafters.policy import TreeConfig, verifiable
 from train.checkpoints import resume
 from train.config import Budget
-from train.forecast import text
-from train.forecast.pilots import Choice
+from train.forecast.command import plan
 from train.loop import Loop
 from train.planning import table
-
-
-def constant(value: float) -> Any:
-    return np.full(200, value)
-
-
-CHOICE = Choice("head=mtp", 10, 40, constant(2.5), constant(1.4), constant(1.03))
-
-
-def pilots(least: float) -> Any:
-    config = SimpleNamespace(least=least, worth=0.05)
-    return SimpleNamespace(config=config, batch_tokens=100, pays=lambda choice: choice.speedup[0] >= least)
-
-
-@pytest.mark.parametrize(
-    ("least", "steps", "said"),
-    [
-        (
-            1.5, 10, "no candidate would be 1.5 times as fast as the target alone: the fastest, head=mtp, would reach "
-            "1.40x [1.40, 1.40]; the rest of the budget is not spent (forecast.least)",
-        ),
-        (
-            1.4, 40, "head=mtp is trained on 4,000 tokens: τ 2.50 [2.50, 2.50], 1.40x [1.40, 1.40]; that is all of the "
-            "budget",
-        ),
-        (
-            1.4, 10, "head=mtp is trained on 1,000 tokens: τ 2.50 [2.50, 2.50], 1.40x [1.40, 1.40]; the rest of the "
-            "budget, up to 4,000, would bring 3.0 % [3.0, 3.0] more and is not spent (forecast.worth=0.05)",
-        ),
-    ],
-)  # fmt: skip
-def test_a_forecast_says_what_is_trained_and_why_no_longer(least: float, steps: int, said: str) -> None:
-    assert text.decision(pilots(least), replace(CHOICE, steps=steps)) == said
-
-
-def test_what_came_out_lies_within_the_interval_or_outside_of_it() -> None:
-    spread = np.linspace(2.0, 3.0, 201)
-    low, high = 2.0 + (1 - text.LEVEL) / 2, 3.0 - (1 - text.LEVEL) / 2
-    choice = replace(CHOICE, tau=spread)
-    places = {low - 0.01: "outside", low + 0.01: "within", high - 0.01: "within", high + 0.01: "outside"}
-    for tau, where in places.items():
-        assert text.outcome(choice, tau, 1.2, 7) == (
-            f"forecast: τ 2.50 [{low:.2f}, {high:.2f}], 1.40x [1.40, 1.40]; came out: τ {tau:.2f}, {where} the "
-            "interval, and 1.20x, on 7 prompts that the forecast had not seen"
-        )
 
 
 def test_a_budget_is_shared_among_short_trainings_and_the_run() -> None:
@@ -71,10 +23,10 @@ def test_a_budget_is_shared_among_short_trainings_and_the_run() -> None:
     for budget in (Budget(1e15, False), Budget(1000.0, True)):  # of 1e12 operations a second
         shown = Console(width=200, no_color=True)
         with shown.capture() as captured:
-            shown.print(text.plan(budget, 0.4, {"head=a": 1e9, "head=b": 2e9}, device))
+            shown.print(plan(budget, 0.4, {"head=a": 1e9, "head=b": 2e9}, device))
         lines = [re.sub("[│┃|]", " ", line).split() for line in captured.get().splitlines() if "head=" in line]
-        # 0.4 of it is for the short trainings of the two, a half each, and the rest for the one that is chosen.
-        assert lines == [["head=a", "1e+09", "200,000", "600,000"], ["head=b", "2e+09", "100,000", "300,000"]]
+        # 0.4 of it is for the short trainings of the two, and the rest for the one that is chosen.
+        assert lines == [["head=a", "1e+09", "600,000"], ["head=b", "2e+09", "300,000"]]
         one = "" if budget.timed else ": 16.7 min on one"
         assert f"at an assumed 50% of 2 TFLOP/s (d){one}" in captured.get()
 

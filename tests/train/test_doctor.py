@@ -97,17 +97,11 @@ FAULTS = {
         "stands for 2048", '"max_position_embeddings": 4096',
     ),
     "d2t of ids": Fault(
-        {"tensors": turned("d2t", lambda d2t: d2t + torch.arange(len(d2t)))}, "vocabulary", "ids themselves",
-        "subtract torch.arange(30) from d2t",
-    ),
-    "d2t that goes back": Fault(
-        {"tensors": turned("d2t", lambda d2t: d2t.flip(0))}, "vocabulary", "do not increase", "write d2t again"
-    ),
-    "d2t below the first token": Fault(
-        {"tensors": turned("d2t", lambda d2t: d2t - 1)}, "vocabulary", "do not increase from 0", "write d2t again"
+        {"tensors": turned("d2t", lambda d2t: d2t + torch.arange(len(d2t)))}, "loads",
+        "d2t does not name 30 different tokens of the target's 40", "write it again",
     ),
     "t2d of other tokens": Fault(
-        {"tensors": turned("t2d", lambda t2d: ~t2d)}, "vocabulary", "t2d does not name", "write t2d again"
+        {"tensors": turned("t2d", lambda t2d: ~t2d)}, "loads", "d2t and t2d do not name the same", "download it again"
     ),
     "no d2t": Fault({"tensors": without("d2t", "t2d")}, "vocabulary", "there is no d2t", "add d2t, int64 (30,)"),
     "a d2t of all tokens": Fault(
@@ -170,10 +164,14 @@ FAULTS = {
         {"tensors": prefixed}, "tensors", "begin with model.", "take model. from the front"
     ),
     "a tensor of the trainer": Fault(
-        {"tensors": set_to(**{"verifier_norm.weight": torch.ones(32)})}, "tensors", "none of the format's",
-        "remove verifier_norm.weight",
+        {"tensors": set_to(**{"verifier_norm.weight": torch.ones(32)})}, "loads", "unknown verifier_norm.weight",
+        "write it again",
     ),
-    "a missing tensor": Fault({"tensors": without("norm.weight")}, "tensors", "norm.weight is missing", "(32,)"),
+    "a missing tensor": Fault({"tensors": without("norm.weight")}, "tensors", "norm.weight missing", "write it again"),
+    "no Markov head": Fault(
+        {"config": set_to(markov_rank=6)}, "tensors", "markov_w1.weight, markov_head.markov_w2.weight missing",
+        "write it again", "block", "dflash",
+    ),
     "a wrong number": Fault({"config": rope(intermediate_size=64)}, "tensors", "and 2 more", "config.json"),
     "NaN": Fault(
         {"tensors": turned("fc.weight", lambda fc: fc.index_fill(0, torch.tensor(3), torch.nan))}, "values",

@@ -1,194 +1,266 @@
-"""A training within a budget: the log's numbers, the candidates' short trainings, the choice, the run, the outcome."""
+"""A training within a budget: short trainings of candidate heads, of which the better half goes on, then the best one.
 
+Successive halving (Jamieson and Talwalkar, arXiv 1502.07943): every round has the same share of the budget. A candidate
+trains at a constant rate, from which a cooldown branches off at the end of each round, so that each of its points is a
+whole training and the next one continues from before that cooldown (Hägele et al., arXiv 2405.18392). So does the run
+of the best candidate. A power function of the tokens through its points says what it will come to.
+"""
+
+import json
+import math
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-from rich.console import Console
+from rich.console import Console, Group
 
 from data.text.files import META, OPENERS, check_file
-from data.text.prompts import TrainingData, load_training
 from data.text.sources import Files, open_source
-from eval.tuning.grid import halves
+from eval.report.text import rich_table
 from heads.common.command import quoted
-from heads.common.files import replacing
-from inference.target.config import default_device
-from inference.target.embeddings_only import load_target
-from train.distributed import processes
-from train.forecast import acceptance, log, text
-from train.forecast.pilots import FOLDER, STATE, Pilots
+from heads.common.files import replacing, write_whole
+from heads.common.untrusted import parse_json
+from train.checkpoints import format
+from train.checkpoints.resume import differences, plain
+from train.config import Budget, DeviceConfig
+from train.distributed.launch import REPORTED
+from train.forecast.curve import LEVEL, Predicted, predict, shown
 from train.planning.check import clear_out
+from train.tracking import sweep
 
-ROWS = 32  # packed rows along which the target's entropy is taken
-LEAST = 4  # held-out prompts
-LOG = "log"  # in the forecast's folder
-
-
-def check(run: Any) -> None:
-    """Refuse a forecast that is there already, and a target that no process can measure alone."""
-    begun = (Path(run.out) / STATE).exists()
-    if begun and not (run.resume or run.overwrite):
-        raise ValueError(f"{run.out} holds a forecast already: resume=true goes on, overwrite=true begins anew")
-    if run.model.where.together:
-        raise ValueError(
-            f"model.placement={run.model.placement} takes all processes for a pass, and a forecast measures in one: "
-            "give model.placement=replicate, device_map or offload"
-        )
+FOLDER, STATE = "forecast", "forecast.json"  # in the run's folder: the short trainings, and the stages that are done
+PROBE = 6  # steps of the training that says what a step costs
+ROOM = 1.1  # of a budget that is advised: the next run's steps may take longer
+Train = Callable[[list[str]], object]  # runs an ordinary training with these overrides, to its end
 
 
-def train_within(run: Any, train: Callable[[list[str]], None]) -> None:
-    """Train the candidate that is fastest after the budget; `train` runs an ordinary training with further overrides.
+class Forecast:
+    """The trainings of a run within its budget; `state` is what `forecast.json` holds.
 
-    Raises:
-        ValueError: an empty or unreadable log, too few prompts, a budget that is too small.
+    Args:
+        run: the run, with its budget and candidates.
+        words: the overrides that all trainings have in common.
+        train: runs an ordinary training with further overrides, to its end.
     """
-    out, say = Path(run.out), Console().print
-    anew = run.overwrite and not run.resume
-    if anew:
-        shutil.rmtree(out / FOLDER, ignore_errors=True)
-        (out / STATE).unlink(missing_ok=True)
-    settings = settings_of(run)
-    if run.log is not None:
-        path = kept_log(run.log, run.data.split, out)
-        run, train = replace(run, data=replace(run.data, path=path)), followed(train, f"data.path={quoted(path)}")
-    bench = Bench(run)
-    pilots = Pilots(out, run.forecast, run.budget, run.trainer.batch_tokens, train, bench.measure)
-    pilots.load(settings)
-    if "log" not in pilots.state:
-        try:
-            pilots.state |= bench.examined()
-        except ValueError as error:  # of a line of the copy, which is not the one to correct
-            copied = str(out / FOLDER / LOG) in str(error)
-            raise ValueError(f"{error} in log={run.log}, of which this is a copy" if copied else str(error)) from error
-        if anew:  # once the log and the target are known to be right: a mistake costs no earlier run
-            clear_out(out)
-    bench.answered = pilots.state.get("answered")
-    out.mkdir(parents=True, exist_ok=True)
-    pilots.save()
-    say(log.line(pilots.state["log"]), highlight=False, soft_wrap=True)
-    bound, others = 1.0 + run.tree.deepest, pilots.state["log"]["others"]
-    pilots.measured(bound, others)
-    for words, why in pilots.state["left_out"].items():
-        say(f"{words} is left out: {why}", highlight=False, soft_wrap=True, markup=False)
-    choice, every = pilots.choose(bound, others)
-    say(text.table(pilots, every))
-    say(text.decision(pilots, choice), highlight=False, soft_wrap=True, markup=False)
-    if not pilots.pays(choice):
-        return
-    train([*pilots.hand_over(choice), f"out={quoted(out)}", f"name={quoted(run.name)}"])
-    (result,) = bench.measure([out / "head"], others=True)
-    speedup = acceptance.tau(result) / acceptance.pass_cost([result], np.ones((1, len(result["head"]))))[0]
-    line = text.outcome(choice, acceptance.tau(result), speedup, others)
-    say(line, highlight=False, soft_wrap=True, markup=False)
+
+    def __init__(self, run: Any, words: list[str], train: Train) -> None:
+        self.run, self.budget, self.config, self.out = run, run.budget, run.forecast, Path(run.out)
+        self.train = train
+        settings = plain({"budget": str(run.budget), "overrides": sorted(words), **asdict(run.forecast)})
+        self.state: dict[str, Any] = {
+            "settings": settings, "spent": 0.0, "cost": {}, "fixed": {}, "left_out": {}, "points": {}, "steps": None,
+        }  # fmt: skip
+        path = self.out / STATE
+        if run.overwrite and not run.resume:
+            path.unlink(missing_ok=True)
+        if path.exists():
+            if not run.resume:
+                raise ValueError(f"{run.out} holds a forecast already: give resume=true or overwrite=true")
+            state = parse_json(path.read_bytes())
+            if changed := differences(state["settings"], settings):
+                raise ValueError(
+                    f"{path}: resume=true needs the settings that it began with, and here differ {changed}"
+                )
+            self.state = state
+        else:
+            shutil.rmtree(self.out / FOLDER, ignore_errors=True)
+        if run.log is not None:
+            copied = keep_log(run.log, run.data.split, self.out)
+            self.train = lambda more: train([*more, f"data.path={quoted(copied)}"])
+
+    def save(self) -> None:
+        """Write the state."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        write_whole(self.out / STATE, (json.dumps(self.state, indent=1) + "\n").encode())
+
+    def folder(self, words: str) -> Path:
+        """Return the folder of a candidate's trainings."""
+        return self.out / FOLDER / str(self.config.candidates.index(words))
+
+    def overrides(self, words: str, steps: int, cooldown: float) -> list[str]:
+        """Return the overrides of a candidate's training that may be lengthened."""
+        schedule = [f"trainer.cooldown={cooldown}", f"trainer.warmup={min(1.0, self.config.warmup / steps)}"]
+        return [*overrides_of(words), f"trainer.steps={steps}", *schedule]
+
+    def stable(self, steps: int) -> int:
+        """Return the step with which the cooldown begins, as `train.optim.cooldown_begin` does."""
+        return steps - round(self.config.cooldown * steps)
+
+    def measure(self, words: str, steps: int, cooldown: float, begin: int) -> None:
+        """Train a candidate to `steps` from its checkpoint at step `begin`, evaluate it, and count what that costs."""
+        began, folder, config = time.monotonic(), self.folder(words), self.config
+        for path in format.checkpoints(folder / "checkpoints"):
+            if format.step_of(path) > begin:  # of a cooldown
+                shutil.rmtree(path)
+        save = max(1, steps - round(cooldown * steps))
+        self.train([
+            *self.overrides(words, steps, cooldown), f"out={quoted(folder)}", "name=pilot",
+            "resume=true" if format.checkpoints(folder / "checkpoints") else "overwrite=true",
+            "trainer.eval_prompts=0", "trainer.patience=null", "trainer.trackers=[jsonl]", "trainer.log_every=1",
+            f"trainer.eval_every={steps}", f"trainer.save_every={save}", f"trainer.keep={-(-steps // save) + 1}",
+            f"eval.prompts={config.prompts}", f"eval.max_new_tokens={config.tokens}", "eval.repeats=1",
+            "eval.hf=false", "eval.tier=[live]",
+        ])  # fmt: skip
+        cost, seconds = cost_of(folder), time.monotonic() - began
+        unit = cost["seconds" if self.budget.timed else "flops"]
+        if not unit:
+            raise ValueError("no operations were counted: give a budget in time")
+        self.state["cost"][words] = unit
+        taken = (steps - begin) * unit
+        self.state["fixed"][words] = max(0.0, seconds - taken) if self.budget.timed else 0.0
+        self.state["spent"] += seconds if self.budget.timed else taken
+
+    def probe(self) -> list[str]:
+        """Train every candidate for a few steps, to see what these cost; return those that the target takes."""
+        for words in self.config.candidates:
+            if words not in self.state["cost"] and words not in self.state["left_out"]:
+                try:
+                    self.measure(words, PROBE, 0.0, 0)
+                except ValueError as error:
+                    self.state["left_out"][words] = str(error)
+                except SystemExit as error:
+                    if error.code not in (1, REPORTED):  # as of a signal, which is no refusal
+                        raise
+                    self.state["left_out"][words] = f"its processes ended with status {error.code}, see above"
+                self.save()
+        for words, why in self.state["left_out"].items():
+            say(f"{words} is left out: {why}")
+        if not self.state["cost"]:
+            copies = "" if self.run.log is None else f"; {self.out / FOLDER} has a copy of log={self.run.log}"
+            why = "; ".join(dict.fromkeys(self.state["left_out"].values()))
+            raise ValueError(f"no candidate can be trained: {why}{copies}")
+        return list(self.state["cost"])
+
+    def choose(self) -> str:
+        """Train all candidates, then the faster half of them for longer, until one has enough points; return it.
+
+        Raises:
+            ValueError: the budget is too small for the first round.
+        """
+        running = self.probe()
+        rounds = max(self.config.points, math.ceil(math.log2(len(running))) + 1)
+        share, fixed = self.config.share * self.budget.amount / rounds, self.state["fixed"]
+        least = max(2, round(self.config.warmup / (1 - self.config.cooldown)))
+        needed = max(fixed[words] + least * self.state["cost"][words] for words in running) * len(running)
+        if needed > share and not self.state["points"]:
+            enough = Budget(ROOM * needed * rounds / self.config.share, self.budget.timed)
+            raise ValueError(
+                f"budget={self.budget} is too small for short trainings of {len(running)} candidates: about {enough} "
+                "would do, or fewer forecast.candidates, or a lower forecast.warmup, each with overwrite=true"
+            )
+        for number in range(rounds):
+            for words in running:
+                points = self.state["points"].setdefault(words, [])
+                if len(points) > number:
+                    continue
+                begin = self.stable(points[-1]["steps"]) if points else 0
+                more = int((share / len(running) - fixed[words]) / self.state["cost"][words])
+                steps = max(begin + more, points[-1]["steps"] + 2 if points else least)
+                self.measure(words, steps, self.config.cooldown, begin)
+                points.append({"steps": steps, **measured(self.folder(words), words)})
+                self.save()
+                tokens = steps * self.run.trainer.batch_tokens
+                say(f"{words}: {tokens:,} tokens, τ {points[-1]['tau']:.2f}, {points[-1]['speedup']:.2f}x")
+            running.sort(key=lambda words: -self.state["points"][words][number]["speedup"])
+            running = running[: math.ceil(len(running) / 2)]
+        return running[0]
+
+    def predicted(self, words: str, steps: int) -> tuple[Predicted, Predicted]:
+        """Return τ and the speedup of a candidate after so many steps, at the cost of a pass that was measured last."""
+        points, bound = self.state["points"][words], 1.0 + self.run.tree.deepest
+        tokens, tau, error = zip(*((point["steps"], point["tau"], point["error"]) for point in points), strict=True)
+        result = predict(tokens, tau, error, steps, bound)
+        scale = points[-1]["speedup"] / points[-1]["tau"]
+        return result, Predicted(*(scale * value for value in result))
+
+    def finish(self, words: str) -> None:
+        """Train a candidate for the rest of the budget, and say what was forecast of it and what came out."""
+        last = self.state["points"][words][-1]["steps"]
+        begin, folder = self.stable(last), self.out / "checkpoints"
+        if self.state["steps"] is None:
+            clear_out(self.out)
+            left = self.budget.amount - self.state["spent"] - self.state["fixed"][words]
+            steps = max(last, begin + int(left / self.state["cost"][words]))
+            shutil.copytree(self.folder(words) / "checkpoints" / format.folder_of(Path(), begin).name,
+                            format.folder_of(folder, begin))  # fmt: skip
+            for file in ("metrics.jsonl", "config.yaml"):  # the latter says what its head began as
+                shutil.copy(self.folder(words) / file, self.out / file)
+            self.state["steps"] = steps
+            self.save()
+        steps = self.state["steps"]
+        tau, speedup = self.predicted(words, steps)
+        promised = f"τ {shown(tau)}, {shown(speedup, 'x')} (interval of {LEVEL:.0%})"
+        say(f"{words} is trained on {steps * self.run.trainer.batch_tokens:,} tokens; forecast: {promised}")
+        self.train([*self.overrides(words, steps, self.config.cooldown), "resume=true", f"out={quoted(self.out)}",
+                    f"name={quoted(self.run.name)}"])  # fmt: skip
+        if self.run.eval.prompts:
+            came = measured(self.out, words)
+            say(f"forecast: {promised}; came out: τ {came['tau']:.2f}, {came['speedup']:.2f}x")
 
 
-def settings_of(run: Any) -> dict[str, Any]:
-    """Return the settings by which points of one curve compare, beside those that its trainings refuse a change of."""
-    target = load_target(run.model, run.model.device or default_device(), whole=False)
-    chosen = {"forecast": ("prompts", "tokens", "warmup", "cooldown"), "data": ("prompts", "held_out")}
-    nested = {f"{key}.{name}": getattr(getattr(run, key), name) for key, names in chosen.items() for name in names}
-    tree = {f"tree.{name}": value for name, value in asdict(run.tree).items()}
-    return {"log": run.log, "workload": run.workload, "target's fingerprint": target.spec.fingerprint, **nested, **tree}
+def say(line: str) -> None:
+    """Print a line."""
+    Console().print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def followed(train: Callable[[list[str]], None], word: str) -> Callable[[list[str]], None]:
-    """Return what runs a training with one more override behind the others."""
-    return lambda more: train([*more, word])
+def overrides_of(words: str) -> list[str]:
+    """Return the overrides of a candidate, a head's name with further ones behind it."""
+    return f"head={words}".split()
 
 
-def kept_log(log: str, split: str, out: Path) -> str:
-    """Return where the log is kept as it was when the forecast began, since it may grow; a Hub data set's name.
+def measured(folder: Path, words: str) -> dict[str, float]:
+    """Return τ, its standard error and the speedup that a finished training's report has of its head."""
+    row = sweep.rows_of("", words.split(maxsplit=1)[0], folder)[0]
+    if row["tau"] is None or row["speedup"] is None:
+        raise ValueError(f"{folder}: nothing was drafted, as every answer has one token; give other data.prompts")
+    low, high = row["tau_ci"] or (row["tau"], row["tau"])
+    return {"tau": row["tau"], "error": (high - low) / (2 * NormalDist().inv_cdf(0.975)), "speedup": row["speedup"]}
 
-    Until a state says that it could be read, it is copied anew.
+
+def cost_of(folder: Path) -> dict[str, float]:
+    """Return a step's seconds, where the first may compile, and its operations, 0 if they are not counted."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    seconds = [record["step_seconds"] for record in lines if "step_seconds" in record]
+    total = json.loads((folder / "training.json").read_text())
+    return {"seconds": float(np.median(seconds[1:] or seconds)), "flops": (total["flops"] or 0.0) / total["steps"]}
+
+
+def keep_log(log: str, split: str, out: Path) -> str:
+    """Return where the log's files are kept as they were when the forecast began; a data set's name on the Hub.
+
+    All trainings read the same data, though a service may add lines meanwhile.
 
     Raises:
         ValueError: it is not there, or of no known format.
     """
-    folder = out / FOLDER / LOG
-    if not (out / STATE).exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        source = open_source(log, split)
-        if isinstance(source, Files):
-            with replacing(folder) as copies:
-                for number, file in enumerate(source.files):
-                    packed = file.suffix if file.suffix in OPENERS else ""
-                    copy = copies / f"{number:06d}{check_file(file)}{packed}"  # in their order; it names no split
-                    shutil.copyfile(file, copy)
-                    if (about := file.with_name(f"{file.name}{META}")).is_file():
-                        shutil.copyfile(about, copy.with_name(f"{copy.name}{META}"))
+    folder = out / FOLDER / "log"
+    if not folder.is_dir() and isinstance(source := open_source(log, split), Files):
+        with replacing(folder) as copies:
+            for number, file in enumerate(source.files):
+                packed = file.suffix if file.suffix in OPENERS else ""
+                copy = copies / f"{number:06d}{check_file(file)}{packed}"  # in their order; it names no split
+                shutil.copyfile(file, copy)
+                if (about := file.with_name(f"{file.name}{META}")).is_file():
+                    shutil.copyfile(about, copy.with_name(f"{copy.name}{META}"))
     return str(folder) if folder.is_dir() else log
 
 
-class Bench:
-    """The target, loaded for each measurement alone, and the held-out prompts: half are for candidates.
-
-    Attributes:
-        answered: the numbers of the prompts that are measured, None for all: where the first token ends an answer no
-            pass is taken, and resamples of such prompts alone would have no τ.
-    """
-
-    def __init__(self, run: Any) -> None:
-        self.run = run
-        self.answered: list[int] | None = None
-        self.halves: tuple[list[list[int]], list[list[int]]] | None = None
-
-    def target(self) -> Any:
-        """Return the target."""
-        return load_target(self.run.model, self.run.model.device or default_device(), whole=True)
-
-    def data(self, target: Any) -> TrainingData:
-        """Return the data; refuse too few held-out prompts."""
-        run = self.run
-        data = load_training(run.data, target.tokenizer, run.forecast.prompts, run.workload)
-        if len(data.held_out) < LEAST:
-            raise ValueError(
-                f"{len(data.held_out)} held-out prompts are too few for a forecast: raise data.held_out, or give more "
-                "data.prompts"
-            )
-        return data
-
-    def keep(self, data: TrainingData) -> None:
-        """Keep the prompts that are measured."""
-        prompts = enumerate(prompt.token for prompt in data.held_out)
-        self.halves = halves([token for i, token in prompts if self.answered is None or i in self.answered])
-
-    def examined(self) -> dict[str, Any]:
-        """Return the numbers of the log, the seconds that a measurement takes, about, and the prompts for it.
-
-        Raises:
-            ValueError: the target ends too many answers with their first token.
-        """
-        run, begun = self.run, time.monotonic()
-        target = self.target()
-        loaded = time.monotonic() - begun
-        data = self.data(target)
-        baseline = acceptance.baseline(target, [prompt.token for prompt in data.held_out], run.forecast.tokens)
-        self.answered = [i for i, (tokens, _) in enumerate(baseline) if tokens]
-        if len(self.answered) < LEAST:
-            raise ValueError(
-                f"the target answers {len(baseline) - len(self.answered)} of {len(baseline)} held-out prompts with one "
-                "token, so nothing is drafted, and the others are too few for a forecast: raise forecast.prompts and "
-                "data.held_out, or give other data.prompts"
-            )
-        self.keep(data)
-        mine, others = halves(self.answered)
-        numbers = log.statistics(data.samples, data.counts) | {"others": len(others)}
-        numbers |= log.certainty(target, data.samples, run.data.length, ROWS, run.trainer.seed)
-        overhead = loaded + 2 * sum(baseline[i][1] for i in mine)
-        return {"log": numbers, "overhead": overhead, "answered": self.answered}
-
-    def measure(self, folders: list[Path], *, others: bool = False) -> list[acceptance.Measured]:
-        """Return what the heads of these folders are worth, on the other prompts or on those for candidates."""
-        run, target = self.run, self.target()
-        if self.halves is None:
-            self.keep(self.data(target))
-        assert self.halves is not None
-        prompts = self.halves[others]
-        results = [acceptance.measured(target, folder, run.tree, prompts, run.forecast.tokens) for folder in folders]
-        del target  # a training loads its own
-        processes.release_freed()
-        return results
+def plan(budget: Budget, share: float, operations: dict[str, float], device: DeviceConfig) -> Group:
+    """Return what each candidate would cost by the operations of a token, and the assumed rate if there is one."""
+    rate = None if device.tflops is None else device.tflops * 1e12 * device.mfu
+    total = budget.amount if not budget.timed else None if rate is None else budget.amount * rate
+    body = [
+        [words, f"{flops:.3g}", "-" if total is None else f"{(1 - share) * total / flops:,.0f}"]
+        for words, flops in operations.items()
+    ]
+    header = ["head", "operations a token", "tokens of the run, if it is chosen"]
+    costs = rich_table(f"what would be trained for {budget}, measurements left out", header, body)
+    if rate is None:
+        return Group(costs, f"hours are not known: device={device.name} has no peak; give device.tflops")
+    takes = "" if budget.timed else f": {Budget(budget.amount / rate, True)} on one"
+    return Group(costs, f"at an assumed {device.mfu:.0%} of {device.tflops:.3g} TFLOP/s ({device.name}){takes}")

@@ -70,8 +70,6 @@ class ServeConfig:
     command: str | None
     url: str
     start_s: Positive
-    passes: Count
-    minutes: Positive
 
     def __post_init__(self) -> None:
         check_url("serve.url", self.url)

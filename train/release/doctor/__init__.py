@@ -1,8 +1,7 @@
 """The doctor: checks whether a head on disk or on the Hub will draft for its target, and in which engine.
 
 It examines a head in our own form or in any foreign one that is read here, damaged or not: files and keys by what each
-engine makes of them, and by measurement whether the head drafts best as its files declare it and as its card says. It
-reads and never writes.
+engine makes of them, and by a few decoded prompts whether it is accepted as its card says. It reads and never writes.
 
 examined.py    the head's files, from disk or the Hub, and the target as far as it loads
 finding.py     the findings of a check, for the terminal
@@ -10,8 +9,7 @@ declared.py    whose target it is; the keys of config.json by which engines find
 tensors.py     files, names, shapes, values, dtype; drafted tokens, lm_head, embedding
 layers.py      the layers that its config.json names
 positions.py   rotary positions and length
-trials.py      the head run on other layers, tokens and positions
-checkup.py     findings from the trials, and the measured acceptance against the card's
+checkup.py     the measured acceptance against the card's
 """
 
 from collections.abc import Callable
@@ -39,7 +37,7 @@ class Check(NamedTuple):
     faultless: str | Callable[[Examined, Against], str] = ""
 
 
-# In the order of the report; the checks by measurement follow.
+# In the order of the report; the check by measurement follows.
 CHECKS = {
     "files": Check(tensors.readable),
     "target": Check(declared.target),
@@ -47,7 +45,7 @@ CHECKS = {
     "chat template": Check(declared.template),
     "architectures": Check(declared.architectures, (CONFIG,), declared.classes),
     "name": Check(declared.named),
-    "tensors": Check(tensors.names, (CONFIG, WEIGHTS)),
+    "tensors": Check(tensors.names, (CONFIG, WEIGHTS), "the names and shapes that engines look for"),
     "values": Check(tensors.values, (WEIGHTS,), "all finite, no matrix all zero"),
     "dtype": Check(tensors.dtype, (CONFIG, WEIGHTS)),
     "keys": Check(declared.keys, (CONFIG,), "none that engines stumble over"),
@@ -78,9 +76,10 @@ def examine(config: DoctorConfig) -> list[Finding]:
     if target.embeddings is not None:
         findings.append(tensors.loads(why)._replace(check="loads"))
     if target.whole is None or loaded is None:
-        findings += [unknown(target.why or "the head does not load")._replace(check=name) for name in checkup.CHECKS]
+        results = [unknown(target.why or "the head does not load")]
     else:
-        findings += checkup.measure(head, target, loaded, config.checkup)
+        results = list(checkup.acceptance(head, target.whole, loaded, target.sibling, config.checkup))
+    findings += [finding._replace(check="acceptance") for finding in results]
     return [meant_for(finding, config.format) for finding in findings]
 
 

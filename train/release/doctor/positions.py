@@ -50,7 +50,7 @@ def theta(head: Examined, against: Against) -> Findings:
         assert against.rope is not None
         added = against.rope.scaling is None and declared.scaling == MODELOPT
         why = "NVIDIA modelopt adds this scaling to heads that were trained without it" if added else "right only if it"
-        why += ": τ with and without it is below" if added else " was trained so"
+        why += f": if so, set {remedy(against.rope)} in {CONFIG}" if added else " was trained so"
         yield unknown(f"{shown(declared)} where the target has {shown(against.rope)}: {why}")
 
 

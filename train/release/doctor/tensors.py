@@ -6,14 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads import HEADS
 from heads.common.errors import one_line
 from heads.formats.published import dflash, eagle, eagle3, mimo
 from heads.formats.published.exporting import Shapes
-from heads.formats.published.plan import EMBEDDING, KNOWN, OFFSETS, are_increasing, are_masked, is_targets_embedding
-from heads.formats.store import CONFIG, WEIGHTS, read_config
-from heads.formats.store import head_config as own_config
-from heads.formats.weights import outline
+from heads.formats.published.plan import EMBEDDING, KNOWN, OFFSETS, is_targets_embedding
+from heads.formats.store import CONFIG, WEIGHTS
 from heads.modules.fusion import EAGLE3_LAYERS
 from train.release.doctor.declared import PRUNED
 from train.release.doctor.examined import OWN, Against, Examined
@@ -22,18 +19,13 @@ from train.release.doctor.finding import Finding, Findings, ok, unknown, wrong
 LM_HEAD, IDS = "lm_head.weight", "vocab.ids"
 EXPORT = "write it again: python train/publish.py run=… format=…"
 LOST = "train again from an earlier checkpoint, or export again from a good one"
-# Tensors that engines create, or that another check covers.
-ELSEWHERE = (OFFSETS, KNOWN, LM_HEAD, EMBEDDING, "fc.bias", "mask_hidden")
-CONFIDENCE = [dflash.NAMES[f"confidence.{kind}"] for kind in ("weight", "bias")]
-SKIPPED = ("rotary_emb.inv_freq", ".q_norm.weight", ".k_norm.weight")  # by every loader, or of a Qwen3 draft
-FEW = 3  # names that are shown
+ELSEWHERE = {OFFSETS, KNOWN, LM_HEAD, EMBEDDING, "fc.bias", "mask_hidden"}  # of engines, or of another check
 SHAPES: dict[str, Callable[[dict[str, Any]], Shapes]] = {  # by a config.json that is complete
     "eagle": eagle.shapes, "eagle3": eagle3.shapes, "dflash": dflash.shapes, "mimo": mimo.shapes,
 }  # fmt: skip
 CHAINED = ("eagle", "eagle3", "dflash")  # the forms that engines read by names without a prefix
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 DTYPES = {"float32", "bfloat16", "float16"}
-TELLING = 64  # numbers that all increase are ids, for offsets stay equal over tokens with neighbouring ids
 WRONG_TOKENS = "every draft is another token than the head means: nothing is accepted, without an error"
 
 
@@ -50,8 +42,8 @@ def readable(head: Examined, _against: Against) -> Findings:
         yield ok(f"{CONFIG} and {len(head.tensors)} tensors, the form of {head.form}")
 
 
-def names(head: Examined, against: Against) -> Findings:
-    """Whether the names and shapes are those of the format."""
+def names(head: Examined, _against: Against) -> Findings:
+    """Whether the names are those that engines look for, and the shapes those that config.json makes."""
     prefixed = sorted(name for name in head.tensors if name.startswith("model."))
     if head.form in CHAINED and prefixed:
         yield wrong(
@@ -60,35 +52,30 @@ def names(head: Examined, against: Against) -> Findings:
             f"take model. from the front of every name in {WEIGHTS}",
             "vllm", "sglang",
         )  # fmt: skip
+    if head.form not in SHAPES:
+        return
     try:
-        shapes = expected(head, against)
+        shapes = SHAPES[head.form](completed(head))
     except (ValueError, OSError) as error:
         yield wrong(one_line(error), "no loader can make the head", f"correct {CONFIG}, or {EXPORT}")
         return
-    if shapes is None:  # the check of loading says it
-        return
-    findings = list(_differences(head, shapes))
-    yield from findings or (
-        [] if prefixed and head.form in CHAINED else [ok(f"{len(head.tensors)} as {CONFIG} has them")]
-    )
-
-
-def expected(head: Examined, against: Against) -> dict[str, tuple[int, ...]] | None:
-    """Return the shapes that config.json demands, None where it alone does not decide; refuse one without numbers."""
-    if head.form == OWN:
-        if against.embeddings is None:
-            return None
-        config = own_config(head.folder, read_config(head.folder))
-        tensors = outline(HEADS[config.name], config, against.embeddings, f"{head.folder}/{CONFIG}: ")
-        return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if head.form not in SHAPES:
-        return None
-    shapes = SHAPES[head.form](completed(head))
-    if head.form == "eagle3" and any(name.startswith(eagle3.MIDDLE) for name in head.stripped):
-        return {name.replace(eagle3.FIRST, eagle3.MIDDLE): shape for name, shape in shapes.items()}
-    if head.form == "dflash" and "markov_rank" in head.config:  # which does not say whether confidence is predicted
-        return shapes | {name: tuple(head.stripped[name].shape) for name in CONFIDENCE if name in head.stripped}
-    return shapes
+    if any(name.startswith(eagle3.MIDDLE) for name in head.stripped):
+        shapes = {name.replace(eagle3.FIRST, eagle3.MIDDLE): shape for name, shape in shapes.items()}
+    if missing := sorted(shapes.keys() - head.stripped.keys() - ELSEWHERE):
+        yield wrong(
+            f"{', '.join(missing)} missing",
+            "vLLM leaves it as memory happened to be, SGLang makes it random, llama.cpp drafts without it: no error",
+            EXPORT,
+        )
+    both = sorted(head.stripped.keys() & shapes.keys())
+    if other := [name for name in both if tuple(head.stripped[name].shape) != shapes[name]]:
+        name = other[0]
+        yield wrong(
+            f"{name} is {tuple(head.stripped[name].shape)} where {CONFIG} makes it {shapes[name]}"
+            + (f", and {len(other) - 1} more" if other[1:] else ""),
+            "engines stop at it",
+            f"correct the number in {CONFIG} that says so, or {EXPORT}",
+        )
 
 
 def completed(head: Examined) -> dict[str, Any]:
@@ -106,40 +93,6 @@ def completed(head: Examined) -> dict[str, Any]:
         "draft_vocab_size": config["vocab_size"],
     }
     return {**config, **{key: config.get(key) or value for key, value in silent.items()}}
-
-
-def _differences(head: Examined, shapes: dict[str, tuple[int, ...]]) -> Findings:
-    is_own = head.form == OWN
-    tensors = {name: tensor for name, tensor in head.stripped.items() if name in shapes or not name.endswith(SKIPPED)}
-    exempt = () if is_own else ELSEWHERE
-    missing = [name for name in sorted(shapes.keys() - tensors.keys()) if name not in exempt]
-    extra = [name for name in sorted(tensors.keys() - shapes.keys()) if is_own or not name.endswith(exempt)]
-    other = [name for name in sorted(tensors.keys() & shapes.keys()) if tuple(tensors[name].shape) != shapes[name]]
-    if missing:
-        yield wrong(
-            f"{_few(missing)} missing",
-            "vLLM leaves it as memory happened to be and SGLang makes it random: no draft is accepted, no error",
-            f"{EXPORT}, or add {', '.join(f'{name} {shapes[name]}' for name in missing[:FEW])}",
-        )
-    if extra:
-        yield wrong(
-            f"{_few(extra)} none of the format's",
-            "vLLM stops at it, SGLang passes over it",
-            f"remove {', '.join(extra)} from {WEIGHTS}",
-        )
-    if other:
-        name = other[0]
-        yield wrong(
-            f"{name} is {tuple(tensors[name].shape)} where {CONFIG} makes it {shapes[name]}"
-            + (f", and {len(other) - 1} more" if other[1:] else ""),
-            "engines stop at it",
-            f"correct the number in {CONFIG} that says so, or {EXPORT}",
-        )
-
-
-def _few(names: list[str]) -> str:
-    shown = ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if names[FEW:] else "")
-    return f"{shown} {'is' if len(names) == 1 else 'are'}"
 
 
 def values(head: Examined, _against: Against) -> Findings:
@@ -211,10 +164,8 @@ def drafted(head: Examined, against: Against) -> str:
 
 
 def vocabulary(head: Examined, against: Against) -> Findings:
-    """Whether the drafted tokens are tokens of the target, and the maps between both vocabularies agree."""
-    full, ids, offset = against.vocabulary, head.tensors.get(IDS), head.stripped.get(OFFSETS)
-    if head.form == OWN and ids is not None and not are_increasing(ids, full):
-        yield wrong(f"{IDS} does not increase from 0 to {full - 1}", WRONG_TOKENS, "train again, or from a checkpoint")
+    """Whether engines read the size of the draft's vocabulary, and find its map where they need one."""
+    full, offset = against.vocabulary, head.stripped.get(OFFSETS)
     if head.form not in PRUNED:
         return
     silent = full if offset is None else len(offset)
@@ -227,59 +178,19 @@ def vocabulary(head: Examined, against: Against) -> Findings:
         )  # fmt: skip
     declared = head.layer.get("draft_vocab_size", silent)
     size = declared if isinstance(declared, int) else full
-    if offset is not None:
-        yield from _maps(offset.long(), head.stripped.get(KNOWN), size, full)
-    elif size < full:
-        yield wrong(
-            f"draft_vocab_size is {size} of {full} and there is no {OFFSETS}",
-            f"vLLM takes the first {size} tokens for the drafted ones: {WRONG_TOKENS}",
-            f"add {OFFSETS}, int64 ({size},): of each drafted token its id less its index",
-        )
-
-
-def _maps(offset: Tensor, mask: Tensor | None, size: int, full: int) -> Findings:
-    ids = torch.arange(len(offset)) + offset
-    if size >= full and len(offset) >= full:
+    if offset is not None and size >= full and len(offset) >= full:
         yield wrong(
             f"{OFFSETS} is there though all {full} tokens are drafted",
             "vLLM refuses the head (ValueError)",
             f"remove {OFFSETS} and {KNOWN} from {WEIGHTS}",
             "vllm",
         )
-    elif len(offset) != size:
+    elif offset is None and size < full:
         yield wrong(
-            f"{OFFSETS} has {len(offset)} entries and draft_vocab_size is {size}",
-            "engines stop at its shape",
-            f'set "draft_vocab_size": {len(offset)} in {CONFIG}, if lm_head has as many rows',
+            f"draft_vocab_size is {size} of {full} and there is no {OFFSETS}",
+            f"vLLM takes the first {size} tokens for the drafted ones: {WRONG_TOKENS}",
+            f"add {OFFSETS}, int64 ({size},): of each drafted token its id less its index",
         )
-    elif _absolute(offset, mask, full):
-        yield wrong(
-            f"{OFFSETS} holds the tokens' ids themselves, not their offsets",
-            f"every engine adds the index to it, so that {WRONG_TOKENS}",
-            f"subtract torch.arange({len(offset)}) from {OFFSETS} in {WEIGHTS}",
-        )
-    elif not are_increasing(ids, full):
-        yield wrong(
-            f"{OFFSETS} leads to ids that do not increase from 0 to {full - 1}",
-            f"engines draft tokens twice or none of the target's, and stop or gather out of bounds; {WRONG_TOKENS}",
-            f"write {OFFSETS} again: entry i is the id of drafted token i less i, in the order of lm_head's rows",
-        )
-    elif mask is not None and not are_masked(ids, mask, full):
-        yield wrong(
-            f"{KNOWN} does not name the tokens that {OFFSETS} leads to",
-            "speculators and trainers that go on with it drop other tokens than the head drafts",
-            f"write {KNOWN} again: true at the {len(ids)} ids, {full} entries",
-            "speculators",
-        )
-
-
-def _absolute(offset: Tensor, mask: Tensor | None, full: int) -> bool:
-    """Say whether these are ids: increasing, of the vocabulary, and by the mask or by their range no offsets."""
-    if not len(offset) or not are_increasing(offset, full):
-        return False
-    if mask is not None and len(mask) == full:
-        return are_masked(offset, mask, full)
-    return int(offset[-1]) + len(offset) - 1 >= full or len(offset) >= TELLING
 
 
 def whose_lm_head(head: Examined, _against: Against) -> str:
