@@ -55,7 +55,7 @@ from inference.target.target import Target
 from train import adapt
 from train.acceptance import AcceptanceEvaluator
 from train.checkpoints import format, resume
-from train.config import RunConfig, run_config
+from train.config import IGNORE, RunConfig, run_config
 from train.distributed import launch, processes, started
 from train.distributed.control import RANKS, STOPPING, on_main
 from train.distributed.processes import RunLock
@@ -76,7 +76,7 @@ from train.planning.check import (
 from train.planning.choice import accelerators, alone_on_cpu, chosen, in_words, with_processes
 from train.planning.plan import SHARE, plan, plan_inputs, rated, resolved, sized, work
 from train.planning.shapes import begin_shape
-from train.planning.table import table
+from train.planning.table import check_memory, table
 from train.rollouts import Rollouts
 from train.start import AUTO, STARTS, first_head, fit_start, resolve_init
 from train.step import Loss, Stepper
@@ -201,8 +201,10 @@ def train(run: RunConfig) -> RunConfig:
     report_best_head()
     if started.is_main():
         Console().print(f"{run.name}: head={run.head.name} for {run.model.path}", soft_wrap=True, markup=False)
-    check_target(run)
-    return alone(chosen(run), job)
+    trained = check_target(run)
+    run = chosen(run)
+    check_memory(run, trained)
+    return alone(run, job)
 
 
 def alone(run: T, job: Callable[[T, Accelerator, RunLock], T]) -> T:
@@ -343,7 +345,7 @@ def within_budget(run: RunConfig) -> float | None:
     words = shared_words(words, run.log)
     if sweeping() or started.launched() or launch.leaves(run.launcher):
         raise ValueError("a budget is of one run, which starts its own processes: leave -m and other launchers out")
-    planned, given = run.plan, {launch.key_of(word) for word in launch.overrides()}
+    planned, given = run.plan is True, {launch.key_of(word) for word in launch.overrides()}
     named = [f"{key}={getattr(run, key)}" for key in ("resume", "overwrite")]
     named += [] if "name" in given else ["name=${model.name}-forecast"]
     composed = run_config(compose("train", [*words, *named]))
@@ -378,7 +380,9 @@ def shared_words(words: list[str], log: str | None) -> list[str]:
     if log is not None and "data.path" in keys:
         raise ValueError("log and data.path are both given: log takes the place of data.path, leave one out")
     rest = [
-        word for word, key in zip(words, keys, strict=True) if key not in BY_BUDGET and not key.startswith("forecast.")
+        word
+        for word, key in zip(words, keys, strict=True)
+        if word == f"plan={IGNORE}" or (key not in BY_BUDGET and not key.startswith("forecast."))
     ]
     return rest if log is None else [*rest, f"data.path={quoted(log)}"]
 
@@ -428,7 +432,7 @@ def main(cfg: DictConfig) -> float | None:
         if run.budget is not None:
             return within_budget(run)
         sweep.check(run.trainer.eval_prompts, waits=not launch.leaves(run.launcher))
-        if run.plan:
+        if run.plan is True:
             if not started.is_main():
                 return None
             gc.disable()  # it is over before there is garbage, and to look for it takes an eighth of it

@@ -14,8 +14,10 @@ from tests import toys
 from tests.train import jobs
 from tests.train.test_features import configured
 from train.distributed.processes import RunLock
-from train.planning.check import check_first_records, check_out, check_run
-from train.run import prepare_out, prompt_room
+from train.planning import plan
+from train.planning.check import check_first_records, check_out, check_run, check_target
+from train.planning.table import check_memory
+from train.run import prepare_out, prompt_room, train
 
 
 @pytest.fixture(scope="module")
@@ -157,3 +159,33 @@ def test_the_first_records_are_looked_at(toy: list[str], tmp_path: Path) -> None
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "w1"}]}\n')
     with pytest.raises(ValueError, match=r"chats\.jsonl: holds chats, but the tokenizer .* has no chat template"):
         check_first_records(configured([*toy, f"data.path={tmp_path / 'chats.jsonl'}"]))
+
+
+def test_a_run_that_does_not_fit_is_refused_before_anything_is_loaded(toy: list[str]) -> None:
+    little = [*toy, "model.device=cpu", "device.memory_gb=0.2"]
+    told = r"does not fit: it needs \d\.\d+ GiB of memory, and this machine has 0\.20 GiB free: give .*plan=ignore"
+    with pytest.raises(ValueError, match=told) as error:
+        train(configured(little))
+    assert "\n" not in str(error.value)
+    check_memory(configured([*little, "plan=ignore"]), 10**9)
+
+
+def test_a_run_that_takes_little_memory_waits_for_no_plan(toy: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = configured([*toy, "model.device=cpu"])
+    monkeypatch.setattr("train.planning.table.plan", lambda _: pytest.fail("a plan takes seconds"))
+    check_memory(run, check_target(run))
+
+
+def test_an_unknown_plan_is_refused_by_name(toy: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"plan is 'fit': give true, false, or ignore"):
+        configured([*toy, "plan=fit"])
+
+
+@pytest.mark.parametrize(("limit", "has"), [("max", 2**20), ("1000", 0)])
+def test_the_memory_of_a_machine_ends_at_that_of_a_container(
+    limit: str, has: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    monkeypatch.setattr(plan, "CGROUPS", tmp_path)
+    assert plan.host_bytes() > has
+    assert (plan.host_bytes() == 1000) == (limit == "1000")

@@ -15,6 +15,7 @@ from eval.config import eval_config
 from eval.inputs.runs import find_heads
 from eval.measures.results import LIVE
 from heads import HEADS
+from heads.base import parameter_count
 from heads.common.files import check_writable
 from heads.common.target_config import check_rows, context_of
 from heads.common.untrusted import regular
@@ -128,8 +129,11 @@ def evaluation(run: RunConfig) -> dict[str, Any]:
     return {"run": run.out, "compare": run.compare, "workload": run.workload, "model": model, **settings}
 
 
-def check_target(run: RunConfig) -> None:
-    """Refuse a target that is not there or reads shorter rows, and a head that does not fit, by its configuration."""
+def check_target(run: RunConfig) -> int:
+    """Refuse a target that is not there or reads shorter rows, and a head that does not fit, by its configuration.
+
+    Return how many parameters the configured head trains, 0 of one that `init` names.
+    """
     model = run.model
     check_method(model.quantize)
     if model.adapter not in (None, AS_IT_IS):
@@ -139,8 +143,8 @@ def check_target(run: RunConfig) -> None:
     check_rows(run.data.length, context_of(config), model.path)
     if run.init not in STARTS:
         kind_of(resolve_head(str(run.init)))
-        return
+        return 0
     text: Any = config.get_text_config()
     with torch.device("meta"):
         kind: Any = HEADS[run.head.name]
-        kind(run.head, embeddings_of(text, torch.float32))
+        return parameter_count(kind(run.head, embeddings_of(text, torch.float32)))

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +48,7 @@ from train.planning.trace import NONE, Job, Size, Trace, blocks, head_of, times,
 from train.start import AUTO, STARTS, check_copied
 
 GIB = 2**30
+CGROUPS = Path("/sys/fs/cgroup")  # version 2
 DEVICES = ROOT / "conf" / "device"
 ROW_BYTES = 9  # a packed token: its number, its document, its mask
 SAFE = 0.9  # of a device's memory that micro-batches are sized for: what is measured may be a tenth above the plan
@@ -137,8 +139,14 @@ def resolved(device: DeviceConfig, requested: str | None) -> DeviceConfig:
 
 
 def host_bytes() -> int:
-    """Return this machine's memory in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Return this machine's memory in bytes, or that of this process's control group where it has less."""
+    limits, groups = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")], Path("/proc/self/cgroup")
+    mine = re.search(r"^0::/(.*)$", groups.read_text(), re.MULTILINE) if groups.is_file() else None
+    group = CGROUPS / (mine[1] if mine else "")
+    for file in (folder / "memory.max" for folder in (group, *group.parents)):
+        if file.is_file() and (limit := file.read_text().strip()).isdigit():
+            limits.append(int(limit))
+    return min(limits)
 
 
 def sized(run: RunConfig) -> RunConfig:

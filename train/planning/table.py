@@ -9,17 +9,21 @@ from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
+import psutil
 from omegaconf import OmegaConf
 from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
+from heads.common.target_config import experts_of
 from heads.common.untrusted import visible
 from inference.target.placement import TOGETHER
-from train.config import RunConfig, checked
-from train.planning.choice import in_words
+from train.config import IGNORE, RunConfig, checked
+from train.planning.choice import alone_on_cpu, in_words
 from train.planning.memory import MemoryUse, total
-from train.planning.plan import GIB, SHARE, DeviceMemory, plan, sized
+from train.planning.plan import GIB, SHARE, DeviceMemory, host_bytes, plan, sized
+from train.planning.shapes import configuration
+from train.start import AUTO, STARTS
 
 SHOWN = 2**20 / 20  # bytes: what is less would read as nothing
 FITS = "it fits{}; without plan=true the same command runs it{}"
@@ -77,6 +81,40 @@ def table(run: RunConfig, planned: dict[str, Any]) -> Group:
             title += f": {gib(peak)} of {gib(room)}, {'fits' if peak <= room else 'does NOT fit'}"
         parts.append(_memory_table(title, host, peak))
     return Group(*parts, *([FITS.format(needs, _later(run))] if planned["fits"] else _remedies(run, planned)))
+
+
+def check_memory(run: RunConfig, trained: int) -> None:
+    """Refuse a run of which the plan says that it does not fit, before anything is loaded, unless plan=ignore.
+
+    A process by itself on a CPU has the memory that is free. A plan takes seconds, so none is made where the weights,
+    gradients and moments of the head's `trained` parameters, the target's weights in fp32 and 100 values for each
+    hidden one of a micro-batch take less than a quarter of that. A run that cannot be planned is not refused.
+    """
+    if run.plan == IGNORE:
+        return
+    if alone_on_cpu(run):
+        config = configuration(run.model).get_text_config()
+        width, (experts, _) = config.hidden_size, experts_of(config) or (1, 1)
+        target = 12 * config.num_hidden_layers * width**2 * experts + config.vocab_size * width
+        tokens = run.trainer.micro_tokens or run.trainer.batch_tokens
+        free = int((run.device.memory_gb or min(psutil.virtual_memory().available, host_bytes()) / GIB) * GIB)
+        if 16 * trained + 4 * target + 400 * tokens * width < free / 4:
+            return
+        run = replace(run, device=replace(run.device, memory_gb=free / GIB))
+    planned = _attempt(run if run.init in STARTS else replace(run, init=AUTO))
+    if planned is None or planned["fits"]:
+        return
+    device = max(planned["devices"], key=lambda device: device.peak / device.capacity)
+    where = "this machine" if alone_on_cpu(run) else f"device {device.device}"
+    needed, there = device.peak, device.capacity
+    if _lacks_host_alone(planned):
+        needed, there, where = planned["host"].asked(), planned["host_capacity"], "a node"
+    fitting = [change.overrides for change in advice(run, planned) if change.fits]
+    raise ValueError(
+        f"{run.name} does not fit: it needs {gib(needed)} of memory, and {where} has {gib(there)} free: give "
+        f"{fitting[0] if fitting else 'another head, or more or larger devices'}; plan=true shows where it goes, "
+        f"plan={IGNORE} starts all the same"
+    )
 
 
 def _later(run: RunConfig) -> str:
