@@ -8,11 +8,12 @@ STAMP := $(VENV)/.installed
 # The engines' own environment: they ask for other versions than we do, and nothing of ours imports them.
 SERVING := .venv-serving
 SERVED := $(SERVING)/.installed
+INTEL := $(SERVING)/intel# OpenVINO's converter asks for another transformers again
 LLAMA := $(SERVING)/llama-server# llama.cpp's, built once from the sources that llama-cpp-python carries
 LLAMA_FLAGS := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-kernels test-slow test-serving fuzz lint format types same-loss bench docs gpu-carry gpu
+.PHONY: help setup demo test test-kernels test-slow test-serving fuzz lint format types same-loss mutants bench docs gpu-carry gpu
 
 help: ## this list
 	@echo "make TARGET [PYTHON=python3.12] [TORCH_INDEX=https://download.pytorch.org/whl/cpu]"
@@ -46,6 +47,13 @@ $(SERVED): $(addprefix tests/serving/,requirements.txt versions.txt engines.txt 
 	rm -r $(SERVING)/wheels
 	@touch $(SERVED)
 
+# torchvision, which optimum-intel asks for and no language model needs, must be of torch's own build.
+$(INTEL)/.installed: tests/serving/intel.txt | $(SERVED)
+	$(call environment,$(INTEL))
+	$(INTEL)/bin/python -m pip install -r $<
+	$(INTEL)/bin/python -m pip uninstall --yes torchvision
+	@touch $@
+
 $(LLAMA): tests/serving/llama.txt $(SERVED)
 	$(SERVING)/bin/python -m pip download --no-deps --no-binary=llama-cpp-python -d $(SERVING)/wheels $$(cat $<)
 	mkdir -p $(SERVING)/llama && tar -xzf $(SERVING)/wheels/*.tar.gz --strip-components=3 -C $(SERVING)/llama --wildcards '*/vendor/llama.cpp'
@@ -68,7 +76,7 @@ test: setup ## every test that needs no accelerator and no patience
 test-slow: setup ## the tests that take minutes
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile -m "slow and not gpu and not serving"
 
-test-serving: setup $(SERVED) $(LLAMA) ## heads of ours in the engines that serve them, on the CPU; an environment of its own
+test-serving: setup $(SERVED) $(LLAMA) $(INTEL)/.installed ## heads of ours in the engines that serve them, on the CPU; an environment of its own
 	$(RUN) -m pytest -m "serving and not slow" tests/serving
 
 fuzz: setup ## readers of files from outside, fed 100,000 broken ones
@@ -87,6 +95,10 @@ types: setup ## mypy, strict
 
 same-loss: setup ## a refactor must leave the loss bit-identical
 	$(RUN) -m pytest tests/train/test_same_loss.py -m slow
+
+mutants: setup ## mutation testing of the core (docs/reliability.md); stopped, the same again goes on
+	$(RUN) -m pip install --quiet -e '.[mutants]'
+	OMP_NUM_THREADS=1 $(RUN) benchmarks/mutants.py
 
 bench: setup ## the baseline against HF generate, what the engine costs, batches; long_context.py by itself
 	$(RUN) benchmarks/plain.py

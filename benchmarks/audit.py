@@ -19,10 +19,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from eval.audit.compare import PASSED
 from eval.audit.run import JSON, Verdict, audited
 from eval.config import eval_config
-from tests.eval.audit_decoding import FAULTS
+from tests.eval.audit_decoding import ALTERNATIVES, FAULTS
 from tests.eval.audit_server import AuditServer
 
-NAMED = {"temperature": "distribution"}  # by the audit, where the name there is another
+NAMED = {
+    "temperature": "distribution",
+    **dict.fromkeys(ALTERNATIVES, "logprobs"),
+}  # by the audit, where the name there is another
 PASS_S = 0.01  # seconds a pass, for the fault that is one of speed: more than the server itself takes on a busy machine
 
 

@@ -47,7 +47,7 @@ def prepared(run: RunConfig) -> Loop:
     samples, _, _ = load_training(run.data, target.tokenizer, run.trainer.eval_prompts, run.workload)
     prune(head, token_counts(samples, target.embeddings.vocab_size))
     batches = batches_for(run, pack(samples, run.data.length), accelerator)
-    source = source_for(run.features, run.objective, target, head, batches)
+    source = source_for(run.features, target, head, batches)
     return loop_of(run, accelerator, target, head, source, [])
 
 

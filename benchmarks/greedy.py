@@ -63,7 +63,6 @@ SOURCES: dict[str, Make] = {
     "hybrid": hybrid,
     "mtp": mtp,
     "assistant": lambda target, folder: assistants.assistant(f"{folder}/assistant", target),
-    "assistant_slem": lambda target, folder: assistants.slem(f"{folder}/assistant", target),
     "mirror": lambda target, folder: mirror(f"{folder}/assistant", target, 3, dtype="float32"),
 }
 

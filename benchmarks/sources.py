@@ -102,7 +102,6 @@ def main() -> None:
     }
     if asked.assistant:
         sources["assistant_tli"] = [f"drafter.assistant_tli.model={asked.assistant}"]
-        sources["assistant_slem"] = [f"drafter.assistant_slem.model={asked.assistant}"]
     sources = {name: options for name, options in sources.items() if name not in asked.without}
     sys.exit(
         call(

@@ -43,8 +43,9 @@ from eval.tuning.estimate import TunePlan
 from eval.tuning.results import TUNED, is_tuned
 from eval.watch.run import Player, follow
 from heads.common.command import command, ending_alone
-from heads.common.errors import user_errors
+from heads.common.errors import is_reporting_rank, keeping, user_errors
 from heads.common.files import check_writable
+from heads.common.progress import Bar
 from heads.common.target_config import experts_of
 from heads.common.typed import bracketed, typed
 from heads.common.untrusted import visible
@@ -100,16 +101,11 @@ def prepared(config: EvalConfig) -> tuple[ModelConfig, list[str], Path]:
     device_named(model.device)
     check_writable(out, "out")
     replaced = "" if config.tune else replacing(out)
-    if is_first():
+    if is_reporting_rank():
         print(visible(f"evaluation on {', '.join(names)} with {model.path}, to {out}{replaced}"), file=sys.stderr)
     if not config.from_log:
         configuration(model.path, model.trust_remote_code)
     return model, names, out
-
-
-def is_first() -> bool:
-    """Whether this process is the first, or the only one."""
-    return not distributed.is_initialized() or distributed.get_rank() == 0
 
 
 def served(config: EvalConfig) -> Report:
@@ -160,7 +156,7 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
     workloads, remarks = read(config, target, names), remarks_of(config, target)
     if live and config.minutes is not None and not config.from_log:
         reduced = in_proportion(config, target, workloads)
-        if is_first():
+        if is_reporting_rank():
             Console().print(visible(str(reduced)), soft_wrap=True, markup=False, highlight=False)
         config, remarks = reduced.config, [*remarks, reduced.left_out] if reduced.left_out else remarks
         workloads = read(config, target, names)
@@ -324,10 +320,12 @@ def read(config: EvalConfig, target: Target, names: Sequence[str]) -> list[Workl
     settings = config.settings(0.0)
 
     def answer(token: list[int]) -> str:
+        bar.show(bar.done + 1)
         return str(target.tokenizer.decode(autoregress(target, token, settings).tokens, skip_special_tokens=True))
 
     named = zip(names, named_apart(names), strict=True)
-    return [replace(read_workload(name, target, config, answer), name=shown) for name, shown in named]
+    with Bar(None, "answering the dialogues") as bar:
+        return [replace(read_workload(name, target, config, answer), name=shown) for name, shown in named]
 
 
 def described(target: Target) -> dict[str, Any]:
@@ -388,7 +386,9 @@ def main(cfg: DictConfig) -> None:
             raise SystemExit(audit(config))
         if config.watch is not None:
             raise SystemExit(watch(config))
-        if not (tuned(config) if config.tune else evaluate(config).passed):
+        with keeping(lambda: "nothing was written; the same command measures again"):
+            passed = tuned(config) if config.tune else evaluate(config).passed
+        if not passed:
             raise SystemExit(1)
 
 

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 
 from eval.inputs.workloads import load_workload
 from heads.common.command import command
+from heads.common.progress import progress
 from heads.common.typed import typed
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters.contrib.layer_skip import (
@@ -54,7 +55,7 @@ def find(job: JobConfig) -> Path:
     target = Target.of(model)
     prompts = [prompt.token for prompt in load_workload(workload, target, job.prompts)]
     settings = Settings(job.max_new_tokens, GREEDY)
-    plain = [autoregress(target, prompt, settings) for prompt in prompts]
+    plain = [autoregress(target, prompt, settings) for prompt in progress(prompts, "the baseline")]
     texts = [record(target, prompt, run.tokens) for prompt, run in zip(prompts, plain, strict=True)]
     skips, rating = search(target.parts, texts, job.search)
     if not skips.attention and not skips.mlp:
@@ -69,7 +70,7 @@ def find(job: JobConfig) -> Path:
 
     write()
     drafter = LayerSkip(LayerSkip.Config(str(path), None, None), target, "layer_skip")
-    drafted = [speculate(target, drafter, prompt, settings) for prompt in prompts]
+    drafted = [speculate(target, drafter, prompt, settings) for prompt in progress(prompts, "decoding")]
     results |= measured(plain, drafted)
     write()
     layers = len(target.decoder_layers)

@@ -22,6 +22,7 @@ from eval.offline.replay import RULE, play
 from eval.offline.teacher_forced import Overlap, Record, expected, overlap, passes_along, record
 from eval.tuning.grid import simulate
 from eval.tuning.static_tree import acceptance
+from heads.common.progress import progress
 from inference.decode import Generation, Settings, autoregress
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import CONFIDENT, TreeConfig
@@ -62,7 +63,8 @@ def written(config: DecodingConfig, target: Target, workloads: Sequence[Workload
     for workload in workloads:
         for temperature in config.temperatures():
             settings = config.settings(temperature)
-            runs = [[autoregress(target, prompt.token, settings)] for prompt in workload.prompts]
+            prompts = progress(workload.prompts, "writing the texts")
+            runs = [[autoregress(target, prompt.token, settings)] for prompt in prompts]
             materials.append(answered(workload, target, settings, runs))
     return materials
 
@@ -113,7 +115,7 @@ def replayed(config: SourcesConfig, seed: int, reads: Reads, materials: Sequence
         measurement = material.workload.measurement(material.temperature, 1, seed, tier=REPLAY)
         for drafter in sources.values():
             drafter.reset()
-            requests = [play(drafter, text) for text in material.texts]
+            requests = [play(drafter, text) for text in progress(material.texts, f"playing back to {drafter.name}")]
             rows += text_results(Source(drafter.name, RULE, drafter.tree, drafter.memory), measurement, requests)
     return rows
 
@@ -185,10 +187,11 @@ def _along(
     """Return a head's statistics along texts and the counts of each: if it `draws`, those expected of chains."""
     depth = min(head.max_depth, tree.deepest)
     grown = [tree] if tree.kind in CONFIDENT else []
-    records = [record(target, head, text, grown, depth, sampling=sampling) for text in texts]
+    read = progress(texts, "drafting along the texts")
+    records = [record(target, head, text, grown, depth, sampling=sampling) for text in read]
     ranked = table(records, depth)
     if draws:
-        overlaps = [overlap(target, head, text, sampling, depth) for text in texts]
+        overlaps = [overlap(target, head, text, sampling, depth) for text in progress(texts, "comparing probs")]
         return ranked | sampled_table(overlaps), [expected(common, depth) for common in overlaps]
     return ranked, [passes_along(head_record, tree) for head_record in records]
 

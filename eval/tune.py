@@ -24,6 +24,7 @@ from eval.tuning import costs as costing
 from eval.tuning.estimate import TunePlan, fitted
 from eval.tuning.grid import AGAIN, FINALISTS, Tried, distinct, halves, hopeful, simulate, sizes_for
 from eval.tuning.results import AtBatch, Candidate, Measured, Tuning, conclude, fastest
+from heads.common.progress import progress
 from heads.formats.hub import kind_of, resolve_head
 from heads.formats.published import is_published
 from heads.formats.store import SCHEDULE, read_config, save_tree
@@ -73,7 +74,9 @@ def tune(
     say(line)
     grid = plan.grid
     answered = [
-        (prompt, text) for prompt in prompts[: plan.prompts] for text in write(target, [prompt.token], plan.settings)
+        (prompt, text)
+        for prompt in progress(prompts[: plan.prompts], "writing the texts")
+        for text in write(target, [prompt.token], plan.settings)
     ]
     if not answered:
         raise ValueError("the target answers every prompt with one token, so nothing is drafted: set another workload")

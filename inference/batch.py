@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from heads.common.progress import tick
 from inference.limits import check_memory, check_size, free_memory
 from inference.protocol import DraftBatch, Drafter, Proposal, vacant
 from inference.service import Service
@@ -154,6 +155,7 @@ class Batch:
 
     def step(self) -> None:
         """Let every drafter propose, run one target pass over all, and commit each."""
+        tick()
         self.follow()
         self.fill_vacant()
         sessions = [sequence.session for sequence in self.running]

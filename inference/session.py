@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from heads.common.progress import tick
 from inference.limits import check_prompt, check_size
 from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, Verified
 from inference.target.cache import TargetCache
@@ -225,6 +226,7 @@ class Session:
 
     def step(self) -> None:
         """Draft, verify and commit once."""
+        tick()
         self.verify(self.draft())
 
     def verify(self, proposal: Proposal) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heads.base import Features
-from heads.modules.top_k import argmax
+from heads.modules.argmax import argmax
 from inference.graphs import Forms, Graphs, Stage, compiled
 from inference.laps import Laps
 from inference.limits import check_size

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Pre
 
 from heads.common.typed import build
 from inference.drafters.assistant import Assistant
-from inference.drafters.contrib.assistant_slem import AssistantSlem
 from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
 from tests import toys
@@ -69,15 +68,6 @@ def assistant(path: str, of: Target, **changes: Any) -> Assistant:
     }  # fmt: skip
     config = build(Assistant.Config, values, "drafter.assistant", {"tree": values["tree"]})
     return Assistant(config, of, "assistant")
-
-
-def slem(path: str, of: Target, **changes: Any) -> AssistantSlem:
-    """Return the draft source that goes through text."""
-    values: dict[str, Any] = {
-        "model": path, "dtype": None, "device": None, "trust_remote_code": False, "depth": 4, "schedule": "constant",
-        "confidence": 0.0, "lookbehind": 10, **changes,
-    }  # fmt: skip
-    return AssistantSlem(build(AssistantSlem.Config, values, "drafter.assistant_slem"), of, "assistant_slem")
 
 
 def chain(depth: int) -> TreeConfig:

@@ -38,7 +38,6 @@ from heads.formats.published import load_published
 from heads.formats.store import load_head, save_head, save_tree
 from inference.drafters.head import saved_trees
 from inference.drafters.policy import TreeConfig
-from inference.target.checkpoint import check_index
 from tests import toys
 from tests.data import stores
 from tests.eval.test_reading import report
@@ -185,7 +184,6 @@ def heads_of(root: Path) -> dict[str, Reader]:
             foreign / "config.json", said, encoded, partial(load_published, foreign, target.embeddings)
         ),
         "safetensors index": Reader(index, shards, encoded, partial(load_published, sharded, target.embeddings)),
-        "target index": Reader(index, shards, encoded, partial(check_index, str(sharded))),
     }
 
 
@@ -246,7 +244,7 @@ def read_of(root: Path) -> dict[str, Reader]:
 
 
 NAMES = [
-    "head config", "header", "published config", "safetensors index", "target index", "store meta", "store entry",
+    "head config", "header", "published config", "safetensors index", "store meta", "store entry",
     "checkpoint index", "parts of answers", "answers", "answers meta", "config.yaml", "report", "workload", "tree",
     "vllm states", "adapter config", "adapter", "log",
 ]  # fmt: skip

@@ -4,6 +4,10 @@ A random model easily falls into one repeating token, which makes every parity t
 """
 
 import functools
+import itertools
+import random
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +32,7 @@ from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
 
 VOCAB = 40
+COUNTS = torch.randint(100, (VOCAB,), generator=torch.Generator().manual_seed(3))  # of each token in a text
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 160, "initializer_range": 0.4,
@@ -106,6 +111,83 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "block of DFlash2": ("block", {"causal": False, "selector_rank": 6, "conv": 2}),
     "block of DSpark": ("block", {"from_anchor": True, "markov_rank": 6, "confidence": True, "draft_vocab": 30}),
 }
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+LAYERED: dict[str, tuple[Any, ...]] = {
+    "length": (5, None), "num_heads": (None, 2), "num_kv_heads": (None, 1), "head_dim": (None, 4),
+    "intermediate_size": (None, 24), "rope_theta": (1e4, 30.0), "rope_scaling": (None, LINEAR), "norm_eps": (1e-5, 0.3),
+    "lm_head": ("shared", "own"), "draft_vocab": (None, 25),
+}  # fmt: skip
+FUSED: dict[str, tuple[Any, ...]] = {
+    "layers": (1, 2), "feature_layers": ([0, 1, 2], [2, 0]), "feature_norm": (False, True),
+    "joint_norm": (False, True), "norm_before_residual": (False, True), "qk_norm": (False, True), **LAYERED,
+}  # fmt: skip
+# The values of every option of each head, which `PAIRS` tries together.
+VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "eagle": {"layers": (1, 2), "bias": (False, True), **LAYERED},
+    "eagle3": FUSED | {"norm_output": (False, True), "kv_injection": (False, True)},
+    "medusa": {
+        "heads": (4,), "layers": (1, 2), "lm_head": ("own", "shared"), "lm_head_rank": (None, 8),
+        "draft_vocab": (None, 25),
+    },
+    "hydra": {
+        "heads": (4,), "layers": (1, 3), "tied": (False, True), "prefix": (False, True),
+        "lm_head_bias": (False, True), "lm_head_rank": (None, 8), **LAYERED,
+    },
+    "mlp": {
+        "heads": (4,), "inner": (None, 24), "tied": (False, True), "scale_input": (False, True),
+        "draft_vocab": (None, 25),
+    },
+    "mtp": {
+        "layer": ("llama", "target"), "raw_state": (False, True), "qk_norm": (False, True),
+        "feature_layers": (None, [2, 0]), **LAYERED,
+    },
+    "block": {
+        "depths": (4,), "layers": (1, 2), "feature_layers": ([0, 2], None), "causal": (False, True),
+        "from_anchor": (False, True), "mask_token": (None, 7), "markov_rank": (None, 6), "domino": (None, 12),
+        "domino_rank": (5, 3), "selector_rank": (None, 6), "selector_top_k": (7, 3), "conv": (None, 2),
+        "conv_group": (8, 16), "confidence": (False, True), "qk_norm": (False, True), **LAYERED,
+    },
+    "peagle": FUSED | {"depths": (4,), "mask_token": (7, -1), "embedding": ("shared", "own")},
+}  # fmt: skip
+
+
+def all_pairs(
+    values: Mapping[str, Sequence[Any]], allows: Callable[[dict[str, Any]], bool] = lambda _: True
+) -> list[dict[str, Any]]:
+    """Return few choices of one value a name, in which every pair of values is that is allowed at all."""
+    draw, rows = random.Random(0), list[dict[str, Any]]()
+    keys = [(name, i) for name, these in values.items() for i in range(len(these))]
+    left = {pair for pair in itertools.combinations(keys, 2) if pair[0][0] != pair[1][0]}
+    while left:
+        pair = min(left)
+        found = [{name: draw.randrange(len(these)) for name, these in values.items()} | dict(pair) for _ in range(60)]
+        found = [row for row in found if allows({name: values[name][i] for name, i in row.items()})]
+        covered = [left.intersection(itertools.combinations(row.items(), 2)) for row in found]
+        best = max(range(len(found)), key=lambda i: len(covered[i]), default=None)
+        left -= {pair} if best is None else covered[best]
+        rows += [] if best is None else [{name: values[name][i] for name, i in found[best].items()}]
+    return rows
+
+
+def allowed(kind: str, options: dict[str, Any]) -> bool:
+    """Whether a head takes these options together."""
+    try:
+        HEADS[kind].Config(name=kind, **options)
+    except ValueError:
+        return False
+    ignored = ("qk_norm", *LAYERED.keys() - {"length", "lm_head", "draft_vocab"})  # by a layer of the target's kind
+    return not (
+        (options.get("layer") == "target" and any(options[key] != VALUES[kind][key][0] for key in ignored))
+        or (options.get("raw_state") and options["feature_layers"])
+        or (options.get("lm_head_rank") and options["lm_head"] == "shared")
+    )
+
+
+PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{kind} {i}": (kind, options)
+    for kind, values in VALUES.items()
+    for i, options in enumerate(all_pairs(values, functools.partial(allowed, kind)))
+}
 PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0, 0]]
 TREES = {
     "chain": TreeConfig("chain", 4, 0, 0, [], []),
@@ -135,13 +217,26 @@ def target(name: str = "llama", dtype: torch.dtype = torch.float32) -> Target:
 
 def head(name: str, of: Target) -> torch.nn.Module:
     """Return a toy head, or one of `OPTIONS`, whose weights are large enough that it drafts varied tokens."""
+    if name in PAIRS:
+        return head_of(*PAIRS[name], of)
     torch.manual_seed(2)
     kind, options = OPTIONS.get(name, (name, {}))
     made = HEADS[kind](HEADS[kind].Config(name=kind, **HEAD_CONFIGS[kind] | options), of.embeddings)
-    prune(made, torch.randint(100, (VOCAB,), generator=torch.Generator().manual_seed(3)))
+    prune(made, COUNTS)
     for parameter in made.parameters():
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=0.3)
+    return made.to(of.dtype).eval().requires_grad_(False)
+
+
+def head_of(kind: str, options: dict[str, Any], of: Target) -> torch.nn.Module:
+    """Return a head with these options, whose weights, norms and biases too, follow from their names and shapes."""
+    made = HEADS[kind](HEADS[kind].Config(name=kind, **options), of.embeddings)
+    prune(made, COUNTS)
+    for key, parameter in made.named_parameters():
+        if parameter.requires_grad:
+            seed = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+            torch.nn.init.normal_(parameter, float("norm" in key), 0.3, seed)
     return made.to(of.dtype).eval().requires_grad_(False)
 
 

@@ -13,6 +13,7 @@ from eval.inputs.texts import write
 from eval.measures import metrics
 from eval.offline.teacher_forced import ranks, unrolled
 from heads.base import Features
+from heads.common.progress import progress
 from heads.modules.vocab import scatter_logits
 from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
@@ -51,7 +52,7 @@ class AcceptanceEvaluator:
         drafter = self.drafter(head, self.tree, self.name)
         generations = []
         try:
-            for prompt in self.prompts:
+            for prompt in progress(self.prompts, "measuring τ"):
                 if halted():
                     return None
                 generations.append(speculate(self.target, drafter, prompt, self.settings))
@@ -73,7 +74,7 @@ class AcceptanceEvaluator:
         """
         if self.texts is None:
             texts = []
-            for prompt in self.prompts:
+            for prompt in progress(self.prompts, "writing texts to estimate on"):
                 if halted():
                     return None
                 for text in write(self.target, [prompt], self.settings):

@@ -17,7 +17,6 @@ from data.features.vllm_server import VllmServers
 from heads.base import DraftHead
 from inference.target.embeddings_only import EmbeddingsOnly, norm_of
 from inference.target.target import Target
-from train.losses import ObjectiveConfig
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +25,6 @@ SAME = ("target", "quantize", "width", "vocab", "length", "data", "rows", "layer
 
 def source_for(
     config: FeaturesConfig,
-    objective: ObjectiveConfig,
     target: Target | EmbeddingsOnly,
     head: DraftHead,
     batches: Batches,
@@ -34,8 +32,7 @@ def source_for(
     """Return the source of a run's features.
 
     Raises:
-        ValueError: the store is of something else, lacks rows that may not be computed, or keeps less than the head or
-            the objective reads.
+        ValueError: the store is of something else, lacks rows that may not be computed, or layers that the head reads.
     """
     if config.mode == "live":
         assert isinstance(target, Target)
@@ -48,7 +45,6 @@ def source_for(
         FeatureStore.create(folder, here)
     store = FeatureStore(folder)
     store.check(here, SAME)
-    check_teacher(store, head, objective)
     fallback = None
     if config.on_missing == "compute":
         assert isinstance(target, Target)
@@ -73,11 +69,6 @@ def served(config: FeaturesConfig, target: Target | EmbeddingsOnly, head: DraftH
     if config.path:
         store = FeatureStore(config.folder)
         store.check(spec_of(target, packed, layers, config), SAME)
-        if store.spec.teacher != "state":
-            raise ValueError(
-                f"{store.folder}: keeps the top-k tokens, and features=engine gives the last hidden state: leave out "
-                "features.path, or give a store that was extracted with features.teacher=state"
-            )
     norm, spec = norm_of(target), target.spec
     servers = VllmServers(config, LayerIds.of(config.vllm_layers, layers, spec.num_layers), spec.hidden_size)
     servers.check(next(pieces(packed, 0)), norm, target.embeddings)  # the longest document is packed first
@@ -95,21 +86,3 @@ def origin_of(source: FeatureSource) -> dict[str, Any]:
     if not isinstance(source, Stored):
         return {}
     return {"features": {"path": str(source.store.folder), **asdict(source.store.spec)}}
-
-
-def check_teacher(store: FeatureStore, head: DraftHead, objective: ObjectiveConfig) -> None:
-    """Refuse a store without the last hidden state to a head or an objective that reads it."""
-    if store.spec.teacher == "state":
-        return
-    reader = None
-    if not head.feature_layers:  # then it can read nothing else
-        reader = "this head reads it"
-    elif objective.losses.get("smooth_l1"):
-        reader = "objective.losses.smooth_l1 compares with it"
-    elif objective.noise:
-        reader = "objective.noise adds to it"
-    if reader is not None:
-        raise ValueError(
-            f"{store.folder}: keeps the top-k tokens in place of the last hidden state, and {reader}; extract with "
-            "features.teacher=state, or train a head that reads other layers (eagle3, block)"
-        )

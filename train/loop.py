@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from heads.common.errors import one_line
 from heads.common.files import write_whole
+from heads.common.progress import say
 from heads.formats.store import load_head, save_head
 from inference.drafters.policy import TreeConfig
 from inference.target.embeddings_only import EmbeddingsOnly
@@ -98,7 +99,7 @@ class Loop:
             trackers=self.trainer.trackers, config=config,
         )  # fmt: skip
         if self.start:
-            self.tracker.say(f"going on from the checkpoint of step {self.start}")
+            say(f"going on from the checkpoint of step {self.start}")
 
     def load(self) -> None:
         """Continue from the newest checkpoint that is good, if there is one."""
@@ -170,7 +171,7 @@ class Loop:
 
     def train(self) -> None:
         """Run all steps, and on SIGTERM write a checkpoint and exit with status 143; refuse a full disk or memory."""
-        with self.control.listening(), self.control.guarded():
+        with self.tracker.bar, self.control.listening(), self.control.guarded():
             try:
                 self.advance()
             except OSError as error:
@@ -185,11 +186,9 @@ class Loop:
             finally:
                 self.saver.close()
                 if summary := self.source.close():
-                    self.tracker.say(
-                        f"{summary}; waited {self.progress['stall']:.1f} of {self.progress['seconds']:.1f} s"
-                    )
+                    say(f"{summary}; waited {self.progress['stall']:.1f} of {self.progress['seconds']:.1f} s")
                 if skipped := self.progress["skipped"]:
-                    self.tracker.say(f"{skipped} bad steps skipped; their batches are in {self.out / BAD}")
+                    say(f"{skipped} bad steps skipped; their batches are in {self.out / BAD}")
                 self.tracker.close()
 
     def advance(self) -> None:
@@ -213,7 +212,7 @@ class Loop:
                 self.save(done)
         if self.exhausted():
             self.save(done)
-            self.tracker.say(f"stopped at step {done}: no better τ in {trainer.patience} measurements")
+            say(f"stopped at step {done}: no better τ in {trainer.patience} measurements")
         self.saver.finish()
         if late or done > self.start or not (self.out / COST).exists():
             self.write_cost(done)
@@ -231,7 +230,7 @@ class Loop:
         """Stop the run on a signal, with a checkpoint after `step` steps: with status 143 on every process."""
         self.save(step)
         self.saver.finish()
-        self.tracker.say(f"stopped by {self.control.signal}, checkpoint at step {step}; resume=true goes on")
+        say(f"stopped by {self.control.signal}, checkpoint at step {step}; resume=true goes on")
         raise SystemExit(STOPPED)
 
     def take(self, step: int) -> bool:
@@ -257,7 +256,7 @@ class Loop:
         main = self.accelerator.is_main_process
         where = keep_batch(self.out / BAD, self.source.batches, step, why) if main else ""
         if not self.step.guard.stops():
-            self.tracker.say(f"step {step + 1} is skipped: {why}; {where}")
+            say(f"step {step + 1} is skipped: {why}; {where}")
             return
         remedy = self.step.guard.remedy()
         self.step.guard.take_back()
@@ -314,7 +313,7 @@ class Loop:
             self.keep(weights)
         self.tracker.log({"step": step, **measured, "best": better})
         low, high = measured["tau_ci"] or (tau, tau)
-        self.tracker.say(f"step {step}: τ {tau:.3f} [{low:.2f}, {high:.2f}]{'  (best, kept)' if better else ''}")
+        say(f"step {step}: τ {tau:.3f} [{low:.2f}, {high:.2f}]{'  (best, kept)' if better else ''}")
 
     def keep(self, weights: dict[str, Tensor]) -> None:
         """Write a head with these weights to the run's folder."""

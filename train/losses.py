@@ -4,6 +4,7 @@ A head with a pruned vocabulary drafts W of the target's V tokens. Divergences c
 renormalised, at rows whose most likely token is among them (EAGLE-3); losses of acceptance take p as it is.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -176,7 +177,7 @@ def reverse_kl(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:
 def jsd(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:
     """Jensen-Shannon divergence: the mean of KL(p, m) and KL(q, m) with m = (p + q) / 2."""
     log_p = x.renormalised_log_p()
-    middle = torch.logaddexp(log_p, x.log_q) - torch.log(torch.tensor(2.0, dtype=log_p.dtype))
+    middle = torch.logaddexp(log_p, x.log_q) - math.log(2)
     return (log_p.exp() * (log_p - middle) + x.log_q.exp() * (x.log_q - middle)).sum(-1) / 2 * x.covered
 
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from heads import rows
 from heads.base import Draft, DraftHead, Features, to_device
-from heads.modules.top_k import TopLogProbs, argmax, log_probs, most_likely
+from heads.modules.argmax import argmax
 from heads.modules.vocab import SummedGradient
 from train.losses import LOSSES, NOT_OF_LOGITS, READ_P, ObjectiveConfig, Rows, TeacherProbs
 
@@ -37,7 +37,6 @@ def objective(
     weight: Float[Tensor, "d B T"],
     config: ObjectiveConfig,
     chunks: "list[Chunk] | None" = None,
-    top: TopLogProbs | None = None,
     base: float = 0.0,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, "d"]]]:
     """Return the weighted loss, and unweighted sums of each loss and of accuracy at each depth.
@@ -47,7 +46,6 @@ def objective(
         features: the batch; `last` gives the teacher through the target's lm_head.
         chunks: the rows to score, by `chunked`; None takes all rows of a weight at once by plain autograd: the
             reference.
-        top: the teacher where a store kept the top-k tokens of each row; None computes it from `last`.
         base: the share of the losses of logits that the drafts' `base` has, where there is one.
     """
     flat: list[list[Tensor | None]] = [
@@ -56,7 +54,7 @@ def objective(
     parts = chunked(weight > 0, weight[0].numel(), weight.device, features.path) if chunks is None else chunks
     if not base:
         flat = [[*fields[:-1], None] for fields in flat]
-    work = Work(head, features, weight.flatten(1), config, parts, top, labels(head, features), base)
+    work = Work(head, features, weight.flatten(1), config, parts, labels(head, features), base)
     if config.depth_weights == "dpace":
         depth_weight = dpace(work, [state for state, *_ in flat if state is not None])
     else:
@@ -174,7 +172,6 @@ class Work(NamedTuple):
     weight: Float[Tensor, "d N"]
     config: ObjectiveConfig
     chunks: list[Chunk]
-    top: TopLogProbs | None
     label: Int[Tensor, "N"]  # of the rows that each row teaches
     base: float = 0.0
 
@@ -195,15 +192,10 @@ class Work(NamedTuple):
     def _teacher_probs(self, teacher: Int[Tensor, "n"]) -> tuple[Float[Tensor, "n W"], Int[Tensor, "n"]]:
         """Return the log-probs of the drafted tokens, and which of them is the most likely of all."""
         embeddings, vocab = self.head.embeddings, self.head.vocab
-        if self.top is None:
-            logits = embeddings.logits(self.features.last.flatten(0, 1)[teacher])
-            log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-            best = argmax(log_p)
-            log_p = log_p if vocab is None else log_p[:, vocab.ids]
-        else:
-            top = TopLogProbs(*(field.flatten(0, 1)[teacher] for field in self.top))
-            log_p, best = log_probs(top, embeddings.vocab_size, vocab), most_likely(top)
-        return log_p, best if vocab is None else vocab.index_of(best)
+        logits = embeddings.logits(self.features.last.flatten(0, 1)[teacher])
+        log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        best = argmax(log_p)
+        return (log_p, best) if vocab is None else (log_p[:, vocab.ids], vocab.index_of(best))
 
     def rows(self, d: int, fields: Sequence[Tensor | None], pick: Pick, probs: TeacherProbs) -> Rows:
         """Return the losses' input for the picked rows of depth `d` + 1, whose `fields` are those of their `Draft`."""

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from heads.common.command import command
 from heads.common.connection import check_connected
+from heads.common.errors import keeping
 from heads.common.files import last_good
 from heads.common.typed import typed
 from heads.common.untrusted import visible
@@ -63,7 +64,8 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
         return out
     check_connected(config.repo)
     trial = _tried(run, out, config) if config.reverify else "reverify=false"
-    with repository(config.repo, config.private, config.tag, api) as repo:
+    stopped = f"{config.repo} has the whole commit or nothing of it; the same command publishes again"
+    with keeping(lambda: stopped), repository(config.repo, config.private, config.tag, api) as repo:
         commit = push(out, repo, FILES, api)
     checked = _verified(out, repo, commit, trial, api) if config.reverify else ", not verified: reverify=false"
     if config.tag is not None:

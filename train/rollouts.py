@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from data.batches import Batch, Batches
-from data.features.source import MicroBatch, TrainingInput
+from data.features.source import MicroBatch
 from heads.base import Features, to_device
 from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
@@ -170,4 +170,4 @@ def _micro_batch(copies: list[Copy], device: torch.device, length: int) -> Micro
     batch = Batch(token, document, torch.zeros_like(token), index, path, trained)
     token, document, path = (to_device(field, device) for field in (token, document, path))
     features = Features(token, hidden, last, document, path)
-    return MicroBatch(batch, lambda: TrainingInput(features, None))
+    return MicroBatch(batch, lambda: features)

@@ -42,7 +42,7 @@ from eval.live.interleaved import PLAIN
 from eval.measures.machine import revision
 from heads.base import frozen_count, parameter_count
 from heads.common.command import BEST, command, ending_alone, quoted, report_best_head, sweeping
-from heads.common.errors import user_errors
+from heads.common.errors import keeping, user_errors
 from heads.common.files import write_whole
 from heads.common.redact import redacted_values, redacted_words
 from heads.common.target_config import context_of
@@ -57,7 +57,7 @@ from train.acceptance import AcceptanceEvaluator
 from train.checkpoints import format, resume
 from train.config import IGNORE, RunConfig, run_config
 from train.distributed import launch, processes, started
-from train.distributed.control import RANKS, STOPPING, on_main
+from train.distributed.control import RANKS, on_main
 from train.distributed.processes import RunLock
 from train.features import origin_of, source_for
 from train.loop import COST, KeptHead, Loop
@@ -70,6 +70,7 @@ from train.planning.check import (
     check_target,
     clear_out,
     evaluation,
+    ordinary_mask,
     reads_target,
     unserved,
 )
@@ -196,15 +197,21 @@ def loop_of(
 
 def train(run: RunConfig) -> RunConfig:
     """Run the whole job on this process, alone in its output folder; return the run as it was started."""
-    run = with_processes(run)
-    check_settings(run)
-    report_best_head()
-    if started.is_main():
-        Console().print(f"{run.name}: head={run.head.name} for {run.model.path}", soft_wrap=True, markup=False)
-    trained = check_target(run)
-    run = chosen(run)
-    check_memory(run, trained)
-    return alone(run, job)
+
+    def kept() -> str:
+        saved = format.checkpoints(Path(run.out) / "checkpoints")
+        return "the checkpoints are kept, and resume=true goes on" if saved else "nothing was trained"
+
+    with keeping(kept):
+        run = with_processes(run)
+        check_settings(run)
+        report_best_head()
+        if started.is_main():
+            Console().print(f"{run.name}: head={run.head.name} for {run.model.path}", soft_wrap=True, markup=False)
+        trained = check_target(run)
+        run = chosen(run)
+        check_memory(run, trained)
+        return alone(run, job)
 
 
 def alone(run: T, job: Callable[[T, Accelerator, RunLock], T]) -> T:
@@ -257,7 +264,7 @@ def train_head(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> RunCo
     if not goes_on:
         fit_start(head, run.init, target, batches)
     adapt.adapt(head, run.peft)
-    source = source_for(run.features, run.objective, target, head, batches)
+    source = source_for(run.features, target, head, batches)
 
     def begin() -> None:
         origin = {
@@ -277,7 +284,8 @@ def train_head(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> RunCo
             highlight=False,
         )
         placed = None if alone_on_cpu(run) else in_words(run)
-        for line in filter(None, (unserved(run.model.path, target.embeddings.beyond_tables()), placed)):
+        mask = ordinary_mask(getattr(run.head, "mask_token", None), target.embeddings.vocab_size, target.tokenizer)
+        for line in filter(None, (unserved(run.model.path, target.embeddings.beyond_tables()), mask, placed)):
             Console().print(line, highlight=False, soft_wrap=True, markup=False)
 
     on_main(accelerator, begin)
@@ -322,13 +330,7 @@ def launch_all(run: RunConfig, words: list[str]) -> None:
     """Start the run's processes; exit with their status unless it is 0, after which a multirun continues."""
     if run.launcher.slurm is None:
         check_run(run)
-    folder = Path(run.out) / "checkpoints"
-    saved = format.checkpoints(folder)
-    status = launch.start(run.launcher, os.path.abspath(__file__), words)
-    stops = {128 + number: number.name for number in STOPPING}
-    if status in stops and format.checkpoints(folder) == saved:  # else its processes have said so
-        sys.stderr.write(f"stopped by {stops[status]} before the first step; nothing was trained\n")
-    if status:
+    if status := launch.start(run.launcher, os.path.abspath(__file__), words):
         raise SystemExit(status)
     if run.eval.prompts and not launch.leaves(run.launcher):
         sweep.note(run.name, run.head.name, Path(run.out))

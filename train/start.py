@@ -16,12 +16,13 @@ from torch.nn import functional
 from data.batches import Batches
 from heads import HEADS
 from heads.base import HeadConfig, to_device
+from heads.common.progress import progress, tick
+from heads.common.rope import Rope, positions_of
 from heads.eagle import Eagle
 from heads.eagle3 import Eagle3
 from heads.formats.hub import load_found, resolve_head, sibling_spec
 from heads.formats.mtp_layouts import BLOCK
 from heads.formats.weights import outline
-from heads.modules.rope import Rope, scaling_of
 from heads.mtp import TARGET, Mtp
 from heads.rows import positions
 from inference.drafters.mtp import load_mtp
@@ -249,7 +250,8 @@ def solved(
     sums: Any = weight.new_zeros(count, count + width, dtype=torch.float64)  # of inputs by inputs and labels
     steps = math.ceil(TOKENS_PER_INPUT * count / (batches.rows_per_step * batches.packed.token.shape[1]))
     try:
-        for batch in (batch for step in range(steps) for batch in batches(step)):
+        for batch in (batch for step in progress(range(steps), "fitting the head's start") for batch in batches(step)):
+            tick()
             features = target.features(batch.token, batch.document, (*head.feature_layers, *top))
             hidden, last, document = features.hidden.to(weight), features.last.to(weight), features.document
             head.unroll(features._replace(hidden=hidden[:, :, : -len(top)], last=last), 1)
@@ -271,12 +273,17 @@ def solved(
 
 def like_target(config: Any, target: Target) -> Any:
     """Return a head's configuration with the target's rotary positions and norm; refuse positions that no head has."""
-    rope: dict[str, Any] = getattr(target.config, "rope_parameters", None) or vars(target.config)
-    theta = float(rope.get("rope_theta", config.rope_theta))
     eps = float(getattr(target.config, "rms_norm_eps", config.norm_eps))
-    like = replace(config, rope_theta=theta, rope_scaling=scaling_of(rope), norm_eps=eps)
+    rope = _last_positions(target) or Rope(config.rope_theta)
+    like = replace(config, rope_theta=rope.theta, rope_scaling=rope.scaling, norm_eps=eps)
     Rope.of(like)
     return like
+
+
+def _last_positions(target: Target) -> Rope | None:
+    """Return the rotary positions of the target's last layer, None where it has none."""
+    config = target.config.to_dict()
+    return positions_of(config | {"layer_types": (config.get("layer_types") or [])[-1:]})
 
 
 def last_layer(config: Any, target: Target) -> dict[str, Tensor]:
@@ -318,6 +325,9 @@ def objection(config: Any, target: Target) -> str | None:
     act = getattr(target.config, "hidden_act", None) or "silu"
     if act not in SILU and _block(config) != BLOCK:
         return f"the activation of {target.name} is {act}, and the head's silu"
+    rope = _last_positions(target)
+    if rope is not None and rope.share != 1 and _block(config) != BLOCK:
+        return f"{target.name} rotates {rope.share:g} of its attention heads, and the head all"
     start = last_layer(config, target)
     if isinstance(config, Eagle.Config):
         start.pop("block.input_layernorm.weight", None)  # whose scale the fitted projections hold

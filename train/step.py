@@ -20,12 +20,11 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 from data.batches import Batch, Batches
-from data.features.source import FeatureSource, MicroBatch, TrainingInput
+from data.features.source import FeatureSource, MicroBatch
 from eval.measures.machine import peak_memory
 from heads.base import Features, frozen_count, parameter_count, to_device
 from heads.common.files import write_whole
 from heads.modules.layers import compile_layers
-from heads.modules.top_k import TopLogProbs
 from inference.laps import Laps
 from train.checkpoints.state import TrainState
 from train.config import LauncherConfig, TrainerConfig
@@ -59,9 +58,8 @@ class Loss(nn.Module):
         self.unroll = torch.compile(unroll) if whole else unroll
 
     def forward(
-        self, features: Features, weight: Tensor, anchors: Tensor | None, top: TopLogProbs | None = None,
-        chunks: list[Chunk] | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+        self, features: Features, weight: Tensor, anchors: Tensor | None, chunks: list[Chunk] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Draft from the rows and return the weighted loss with its metrics, matrix products in bf16 if `quick`.
 
         Without `chunks` these are read from the weight, which an accelerator makes the host wait for.
@@ -72,7 +70,7 @@ class Loss(nn.Module):
         with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.quick):
             drafts = self.unroll(features, self.config.depths, anchors)
             config = self.config if features.path is None else self.drafted
-            return objective(head, drafts, features, weight, config, chunks, top, config.base_share(self.progress))
+            return objective(head, drafts, features, weight, config, chunks, config.base_share(self.progress))
 
     def chunks(self, trained: Tensor, device: torch.device, path: Tensor | None = None) -> list[Chunk]:
         """Return the trained rows of a micro-batch as they are scored on a device; the tensors given are the host's."""
@@ -197,14 +195,14 @@ class Stepper:
         self.laps.mark("wait")
         totals: dict[str, Tensor] = {}
         for i, (micro, (anchors, weight)) in enumerate(zip(micro_batches, sampled, strict=True)):
-            read = micro.read()
+            features = micro.read()
             self.laps.mark("target")
             if halted():
                 return Step(stopped=True, record=None, bad=None)
             self.laps.mark("wait")
             scaled = to_device(weight.row, device) / amount[:, None, None]
             chunks = self.loss.chunks(weight.trained, device, micro.batch.path)
-            loss, sums = self.backward(read, keys[i], anchors, scaled, chunks, last=i + 1 == len(micro_batches))
+            loss, sums = self.backward(features, keys[i], anchors, scaled, chunks, last=i + 1 == len(micro_batches))
             for name, value in {"loss": loss.detach().expand(len(trained)), **sums}.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value
             self.laps.mark("head")
@@ -303,11 +301,11 @@ class Stepper:
         return learning_rate(step, self.trainer) * self.trainer.lr_width / self.width
 
     def backward(
-        self, read: TrainingInput, keys: Tensor, anchors: Tensor | None, weight: Tensor, chunks: list[Chunk] | None,
+        self, features: Features, keys: Tensor, anchors: Tensor | None, weight: Tensor, chunks: list[Chunk] | None,
         *, last: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
         """Add one micro-batch's gradient; processes average theirs, hence the factor."""
-        device, features = self.accelerator.device, read.features
+        device = self.accelerator.device
         if self.accelerator.mixed_precision == "no":
             dtype = next(self.head.parameters()).dtype
             features = features._replace(hidden=features.hidden.to(dtype), last=features.last.to(dtype))
@@ -318,7 +316,7 @@ class Stepper:
         torch.manual_seed(int(keys[0]))
 
         with nullcontext() if features.path is None else self.counter:
-            loss, sums = self.strategy.forward(features, weight, anchors, read.top, chunks, last=last)
+            loss, sums = self.strategy.forward(features, weight, anchors, chunks, last=last)
             self.strategy.backward(loss * self.accelerator.num_processes)
         return loss, sums
 

@@ -39,7 +39,7 @@ from heads.common.ranges import Count, Within
 from heads.common.target_config import check_rows, context_of
 from heads.common.typed import typed
 from heads.formats.store import read_tensors
-from heads.modules.top_k import TopLogProbs, argmax
+from heads.modules.argmax import argmax
 from inference.drafters.contrib.streams import KIND, Streams, StreamsDrafter, frozen, save_streams
 from inference.drafters.policy import TreeConfig
 from inference.target.config import ModelConfig
@@ -136,11 +136,9 @@ class StreamsLoss(nn.Module):
         return row, Weights(trained, trained.float(), trained.sum((1, 2)).float())
 
     def forward(
-        self, features: Features, weight: Float[Tensor, "G B A"], anchors: Tensor, top: TopLogProbs | None = None,
-        chunks: None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+        self, features: Features, weight: Float[Tensor, "G B A"], anchors: Tensor, chunks: None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss with its metrics; a stream's weights are one over the global number of its anchors, or 0."""
-        assert top is None
         assert chunks is None
         with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.quick):
             draft, teacher = self.head(features.token, features.document, anchors)

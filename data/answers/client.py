@@ -4,27 +4,22 @@ Replies are untrusted: one that does not answer the request is an `EndpointError
 retried with exponential back-off and jitter, or after the time that the server names.
 """
 
-import io
 import json
 import random
-import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
-from functools import partial
-from http.client import HTTPException, HTTPResponse
 from typing import Any, TypeVar
-from urllib.error import URLError
 from urllib.parse import urlsplit
-from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandler, Request, UnknownHandler
+
+import httpx
 
 from data.answers.chats import Reply
 from data.text.exact import LoggedAnswer, logged_answers
-from data.text.files import CHUNK, BoundedReader
+from data.text.files import CHUNK
 from heads.common.ranges import Amount, Count, Number, Positive
 from heads.common.redact import HIDDEN, redacted
 from heads.common.untrusted import parse_json
@@ -34,7 +29,6 @@ T = TypeVar("T")
 UNKNOWN_CONTEXT = 2**31
 SHOWN = 160  # characters of a reply in an error
 FEW = 10  # models in an error
-LARGEST = 2**26  # bytes of a response, its headers included
 NESTED = 50  # depth of a tool call's arguments: the file of answers nests them deeper
 
 TEMPORARY = (408, 425, 429)  # statuses after which a retry may succeed, besides 500 and above
@@ -45,7 +39,7 @@ REMEDIES = {
     404: "{by}= is the base URL of /models and /chat/completions, mostly .../v1",
 }
 EVENTS = "text/event-stream"
-DONE = b"[DONE]"  # the last event of a complete stream
+DONE = "[DONE]"  # the last event of a complete stream
 
 
 @dataclass(frozen=True)
@@ -87,46 +81,6 @@ class EndpointError(Exception):
         super().__init__(f"{cause}: {self.detail}")
 
 
-class TimedReader(BoundedReader):
-    """Reader of a socket that stops at a deadline and after `LARGEST` bytes, status line and headers included."""
-
-    def __init__(self, sock: socket.socket, stream: io.RawIOBase, deadline: float) -> None:
-        too_large = EndpointError("too_large", f"the reply has more than {LARGEST} bytes")
-        super().__init__(stream, LARGEST, too_large)
-        self.sock, self.deadline = sock, deadline
-
-    def readinto(self, buffer: Any) -> int | None:
-        """Read the bytes that have arrived, and wait for them until the deadline at most."""
-        seconds = self.deadline - time.monotonic()
-        if seconds <= 0:
-            raise TimeoutError
-        self.sock.settimeout(seconds)
-        return super().readinto(buffer)
-
-
-class BoundedResponse(HTTPResponse):
-    """HTTP response that is read through a `TimedReader` from its first byte on."""
-
-    def __init__(self, sock: socket.socket, *args: Any, deadline: float, **named: Any) -> None:
-        super().__init__(sock, *args, **named)
-        self.fp = io.BufferedReader(TimedReader(sock, self.fp.detach(), deadline))
-
-
-class BoundedHandler(HTTPHandler, HTTPSHandler):
-    """Handler of http and https requests whose timeout bounds the whole exchange."""
-
-    def do_open(self, http_class: Any, req: Request, **named: Any) -> HTTPResponse:
-        """Return the response to a request."""
-
-        def connect(host: str, *, timeout: float, **options: Any) -> Any:
-            connection = http_class(host, timeout=timeout, **options)
-            connection.response_class = partial(BoundedResponse, deadline=time.monotonic() + timeout)
-            return connection
-
-        connector: Any = connect
-        return super().do_open(connector, req, **named)
-
-
 class Client:
     """Client of one endpoint; its methods may be called from several threads.
 
@@ -142,10 +96,8 @@ class Client:
         if key is not None and not (key.isascii() and key.isprintable()):
             raise ValueError(f"${config.api_key_env} holds what is no key: give printable ASCII only")
         self.url, self.config, self.key = url.rstrip("/"), config, key or HIDDEN
-        self.headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self.opener = OpenerDirector()  # without the handlers of redirects and errors: every status is returned
-        for handler in (ProxyHandler(), UnknownHandler(), BoundedHandler()):
-            self.opener.add_handler(handler)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.http = httpx.Client(headers=headers, limits=httpx.Limits(max_connections=None))  # concurrency bounds them
         self.stop = threading.Event()  # set, it ends the pauses before retries, and there are no further ones
 
     def served(self) -> tuple[str, int]:
@@ -210,79 +162,53 @@ class Client:
             ValueError: the endpoint refuses the key or the path.
         """
         with self._exchange("POST", path, body) as response:
-            if response.status != 200 or EVENTS not in response.headers.get("Content-Type", ""):
+            if response.status_code != 200 or EVENTS not in response.headers.get("Content-Type", ""):
                 yield self._read_reply(response, path)
                 return
-            for line in _lines(response):
-                event = line.strip().removeprefix(b"data:").strip()
+            for line in response.iter_lines():
+                event = line.strip().removeprefix("data:").strip()
                 if event == DONE:
                     return
-                if line.startswith(b"data:"):
+                if line.startswith("data:"):
                     yield read_object(event)
         raise EndpointError("unreachable", "the stream broke off before its end", True)
 
     def page(self, path: str) -> tuple[int, str]:
         """Return the status and the text of a page, which need not be JSON; refuse what is not there in time."""
         with self._exchange("GET", path, None) as response:
-            return response.status, _read(response).decode(errors="replace")
+            return response.status_code, response.read().decode(errors="replace")
 
     @contextmanager
-    def _exchange(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[HTTPResponse]:
-        """Send a request and lend the open response; a failing connection is an EndpointError."""
-        data = None if body is None else json.dumps(body).encode()
+    def _exchange(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[httpx.Response]:
+        """Send a request and yield the open response; a failing connection is an EndpointError."""
         try:
-            request = Request(self.url + path, data, self.headers, method=method)
-            with self.opener.open(request, timeout=self.config.timeout) as response:
+            with self.http.stream(method, self.url + path, json=body, timeout=self.config.timeout) as response:
                 yield response
-        except (OSError, HTTPException) as error:
-            reason = error.reason if isinstance(error, URLError) else error
-            if isinstance(reason, TimeoutError):
-                raise EndpointError("timeout", f"no whole reply within {self.config.timeout:g} s", True) from error
-            raise EndpointError("unreachable", f"{type(reason).__name__}: {reason}", True) from error
+        except httpx.TimeoutException as error:
+            raise EndpointError("timeout", f"nothing arrived for {self.config.timeout:g} s", True) from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise EndpointError("unreachable", f"{type(error).__name__}: {error}", True) from error
 
-    def _read_reply(self, response: HTTPResponse, path: str) -> dict[str, Any]:
+    def _read_reply(self, response: httpx.Response, path: str) -> dict[str, Any]:
         """Return the JSON object in a response, whose status must be 200."""
-        content = _read(response)
+        content = response.read()
         text = content[:CHUNK].decode(errors="replace").replace(self.key, HIDDEN)  # some servers echo the key
-        if response.status in REMEDIES:
-            remedy = REMEDIES[response.status].format(by=self.by, options=self.options)
+        if response.status_code in REMEDIES:
+            remedy = REMEDIES[response.status_code].format(by=self.by, options=self.options)
             words = "a page" if text.lstrip().startswith("<") else " ".join(text.split())[:SHOWN]
-            raise ValueError(f"{self.url}{path}: {response.status} ({words}); {remedy}")
-        if response.status != 200:
+            raise ValueError(f"{self.url}{path}: {response.status_code} ({words}); {remedy}")
+        if response.status_code != 200:
             after = retry_after(response.headers.get("Retry-After", ""))
-            temporary = response.status in TEMPORARY or response.status >= 500
+            temporary = response.status_code in TEMPORARY or response.status_code >= 500
             if self.without_template and "chat template" in text:
                 text = f"{self.without_template}; {text}"
-            raise EndpointError(f"http_{response.status}", text, temporary, after)
+            raise EndpointError(f"http_{response.status_code}", text, temporary, after)
         return read_object(content)
 
 
-def _pieces(response: HTTPResponse) -> Iterator[bytes]:
-    """Yield the body's bytes as they arrive; refuse a body that is shorter than announced."""
-    while piece := response.read1(CHUNK):  # without a limit, read1 allocates whatever size a chunk announces
-        yield piece
-    if response.length:
-        raise EndpointError("unreachable", f"the reply broke off {response.length} bytes before its end", True)
-
-
-def _read(response: HTTPResponse) -> bytes:
-    return b"".join(_pieces(response))
-
-
-def _lines(response: HTTPResponse) -> Iterator[bytes]:
-    rest = bytearray()
-    for piece in _pieces(response):
-        rest += piece
-        if b"\n" in piece:
-            *lines, rest = rest.split(b"\n")
-            yield from map(bytes, lines)
-    if rest:  # a last line that nothing ends
-        yield bytes(rest)
-
-
-def read_object(content: bytes) -> dict[str, Any]:
+def read_object(content: bytes | str) -> dict[str, Any]:
     """Parse a JSON object; anything else is an EndpointError."""
-    text = content[:CHUNK].decode(errors="replace")
+    text = content[:CHUNK] if isinstance(content, str) else content[:CHUNK].decode(errors="replace")
     try:
         value = parse_json(content)
     except ValueError as error:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.answers.chats import AnswerSettings, Conversation, Outcome, Reply, Talk
 from data.answers.client import Client, EndpointError, logged_answer, read_reply
+from heads.common.progress import tick
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ class Endpoint:
                     if not running:
                         break
                     try:
-                        done, running = wait(running, return_when=FIRST_COMPLETED)
+                        done, running = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
+                        tick()
                     except KeyboardInterrupt as interrupt:
                         log.warning("stopping: waiting for the %d requests in flight", len(running))
                         done, stopped = set(), interrupt

@@ -8,20 +8,19 @@ process answers its share of the chats; a job that was stopped resumes, and its 
 import glob
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.progress import track
-
-from data.answers.chats import Answerer, AnswerSettings, Outcome, talk_of
+from data.answers.chats import Answerer, AnswerSettings, talk_of
 from data.answers.files import Answers, append
 from data.config import DataConfig
 from data.text.files import content_hash
 from data.text.records import Record
 from data.text.sources import open_source
+from heads.common.errors import keeping
+from heads.common.progress import progress
 from heads.common.redact import redacted_values
 
 log = logging.getLogger(__name__)
@@ -66,12 +65,17 @@ def write_answers(work: Work, answerer: Answerer, out: Path, worker: Worker = AL
         )
     answers = Answers(out)
     settings = redacted_values({**answerer.describe(), "data": work.source, **asdict(work.settings)})
+
+    def kept() -> str:
+        done = f"{len(answers.finished())} of {len(work.records)} chats"
+        return f"{done} are kept in {answers.parts}; the same command goes on"
+
     if worker.rank:
         worker.wait()
         _answer(work, answerer, answers, worker, answers.finished())
         worker.wait()
         return None
-    with answers.locked():
+    with keeping(kept), answers.locked():
         answers.begin(settings)
         worker.wait()
         finished = answers.finished()
@@ -89,14 +93,9 @@ def _answer(work: Work, answerer: Answerer, answers: Answers, worker: Worker, fi
     """Answer this process's chats that are not finished yet."""
     records = [record for record in work.records[worker.rank :: worker.world] if record.id not in finished]
     talks = (talk_of(record, answerer.tokenizer, work.settings, answerer.context) for record in records)
-    console = Console(stderr=True)
-    quiet = worker.rank > 0 or not console.is_terminal
     outcomes = answerer.answer(talks) if records else iter(())
     with answers.part(worker.rank, worker.world) as file:
-        tracked: Iterator[Outcome] = iter(
-            track(outcomes, "answers", total=len(records), console=console, transient=True, disable=quiet)
-        )
-        for number, outcome in enumerate(tracked, 1):
+        for number, outcome in enumerate(progress(outcomes, "answering chats", len(records)), 1):
             append(outcome, file)
             if number % work.sync_every == 0:
                 os.fsync(file.fileno())

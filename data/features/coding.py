@@ -1,4 +1,4 @@
-"""Conversion between features and the tensors of a store's row: quantised hidden states, and the teacher."""
+"""Conversion between features and the tensors of a store's row: quantised hidden states."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -8,13 +8,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from data.features.quantize import Coded, decode, encode
-from data.features.source import FeatureRequest, TrainingInput, forward
+from data.features.source import FeatureRequest, forward
 from data.features.store import Row, StoreSpec
-from heads.base import Embeddings, Features
-from heads.modules.top_k import TopLogProbs, top_log_probs
+from heads.base import Features
 from inference.target.target import Target
 
-HIDDEN, LAST, IDS, LOG_P = "hidden", "last", "ids", "log_p"
+HIDDEN, LAST = "hidden", "last"
 SCALE = "_scale"
 
 
@@ -53,10 +52,10 @@ def compute(target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B 
 def start(target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], spec: StoreSpec) -> Copying:
     """Start what `compute` does; the host does not wait for a GPU."""
     features = forward(target, token, document, spec.layers)
-    return copying(States(features.hidden, features.last), target.embeddings, spec)
+    return copying(States(features.hidden, features.last), spec)
 
 
-def copying(states: States, embeddings: Embeddings, spec: StoreSpec) -> Copying:
+def copying(states: States, spec: StoreSpec) -> Copying:
     """Encode hidden states on their device, and start the copy of what a store of this kind holds of them."""
     bounds = [bound for x in (states.hidden, states.last) if x.numel() for bound in x.aminmax()]
     finite, on_gpu = torch.stack(bounds).isfinite().all(), states.last.device.type == "cuda"
@@ -64,22 +63,15 @@ def copying(states: States, embeddings: Embeddings, spec: StoreSpec) -> Copying:
     def copy(tensor: Tensor) -> Tensor:
         return tensor.to("cpu", non_blocking=on_gpu)  # a GPU's to pinned memory
 
-    rows = {name: copy(tensor) for name, tensor in _encoded(states, embeddings, spec).items()}
+    rows = {name: copy(tensor) for name, tensor in _encoded(states, spec).items()}
     finite = copy(finite)
     copied = torch.cuda.current_stream(states.last.device).record_event() if on_gpu else None
     return Copying(rows, finite, copied, spec.name)
 
 
-def _encoded(states: States, embeddings: Embeddings, spec: StoreSpec) -> Row:
-    floats = {HIDDEN: states.hidden} if spec.layers else {}
+def _encoded(states: States, spec: StoreSpec) -> Row:
     row: Row = {}
-    if spec.teacher == "state":
-        floats[LAST] = states.last
-    else:  # a row's logits at once, not a batch's
-        tops = [top_log_probs(embeddings.logits(last), spec.k) for last in states.last]
-        row[IDS] = torch.stack([top.ids for top in tops]).int()
-        row[LOG_P] = torch.stack([top.log_p for top in tops])
-    for name, tensor in floats.items():
+    for name, tensor in {**({HIDDEN: states.hidden} if spec.layers else {}), LAST: states.last}.items():
         row[name], scale = encode(tensor, spec.dtype)
         if scale is not None:
             row[name + SCALE] = scale
@@ -94,8 +86,8 @@ def join(rows: Iterable[Row]) -> Row:
 
 def decode_rows(
     rows: Row, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], request: FeatureRequest, spec: StoreSpec
-) -> TrainingInput:
-    """Decode stored rows to a head's training input, on their device, with the layers of the request."""
+) -> Features:
+    """Decode stored rows to features, on their device, with the layers of the request."""
     if request.layers:
         indices = [spec.layers.index(layer) for layer in request.layers]
         chosen = slice(None) if request.layers == spec.layers else indices
@@ -104,8 +96,5 @@ def decode_rows(
         hidden = decode(coded, request.dtype)
     else:
         hidden = torch.zeros(*token.shape, 0, spec.width, dtype=request.dtype, device=token.device)
-    if spec.teacher == "state":
-        last = decode(Coded(rows[LAST], rows.get(LAST + SCALE)), request.dtype)
-        return TrainingInput(Features(token, hidden, last, document), None)
-    last = torch.zeros(*token.shape, 0, dtype=request.dtype, device=token.device)
-    return TrainingInput(Features(token, hidden, last, document), TopLogProbs(rows[IDS].long(), rows[LOG_P]))
+    last = decode(Coded(rows[LAST], rows.get(LAST + SCALE)), request.dtype)
+    return Features(token, hidden, last, document)

@@ -28,8 +28,9 @@ from data.features.vllm_features import LayerIds, VllmFiles, write_prompts
 from data.text.prompts import load_training
 from heads import HEADS
 from heads.base import HeadConfig
+from heads.common.errors import keeping
 from heads.common.files import claim
-from heads.common.progress import progress
+from heads.common.progress import Bar
 from heads.common.target_config import check_rows, context_of
 from inference.target.config import ModelConfig, use_device
 from inference.target.embeddings_only import EmbeddingsOnly, load_target, norm_of
@@ -63,14 +64,12 @@ class Layers(NamedTuple):
 def spec_of(
     target: Target | EmbeddingsOnly, packed: Packed, layers: tuple[int, ...], config: FeaturesConfig
 ) -> StoreSpec:
-    """Return the spec of a new store of these rows; refuse a features.k that is larger than the vocabulary."""
-    spec, k = target.spec, config.k if config.teacher == "top_k" else 0
-    if k > spec.vocab_size:
-        raise ValueError(f"features.k is {k}, but {target.name} has {spec.vocab_size} tokens: lower it")
+    """Return the spec of a new store of these rows."""
+    spec = target.spec
     rows, length = packed.token.shape
     store = StoreSpec(
         spec.fingerprint, str(spec), target.quantized, layers, spec.hidden_size, spec.vocab_size,
-        packed_fingerprint(packed), rows, length, config.dtype, config.teacher, k, 1,
+        packed_fingerprint(packed), rows, length, config.dtype, 1,
     )  # fmt: skip
     return replace(store, shard_rows=max(1, config.shard_mb * MB // store.row_bytes))
 
@@ -108,7 +107,7 @@ def estimate(folder: Path, spec: StoreSpec, budget_gb: float | None) -> Estimate
         spec, left, held = store.spec, len(store.missing()), store.bytes()
     parent = next(path for path in [folder, *folder.absolute().parents] if path.exists())
     work = Estimate(spec, left, left * spec.row_bytes, shutil.disk_usage(parent).free)
-    smaller = "give features.dtype=int8, fewer layers or less data (data.limit), or more room"
+    smaller = "give features.dtype=fp8, fewer layers or less data (data.limit), or more room"
     if work.bytes > work.free:
         raise ValueError(
             f"{folder}: {work.rows} rows take {work.bytes / GB:.3f} GB, and the disk has {work.free / GB:.3f} GB "
@@ -142,9 +141,10 @@ def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) 
     spec, written = store.spec, 0
     mine = list(range(rank, spec.shards, world))
     others = [number for number in range(spec.shards) if number % world != rank]
-    with WriteQueue() as queue:
+    share = -(-len(store.missing()) // world)
+    with WriteQueue() as queue, Bar(share, "extracting rows") as bar:
         writer = FeatureStore(store.folder)  # of its own, since it is used in another thread
-        for number in progress(mine + others, "shards") if rank == 0 else mine + others:
+        for number in mine + others:
             name = f"{number:06d}"
             if all(map(store.has, spec.shard(number))):
                 continue
@@ -156,7 +156,10 @@ def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) 
                     continue
                 # It has other rows of the range, where the shard of a hybrid run that had these is gone.
                 name = store.free_name(name) if name in store.entries else name
-                groups = [make(rows[begin : begin + micro]) for begin in range(0, len(rows), micro)]
+                groups = []
+                for begin in range(0, len(rows), micro):
+                    groups.append(make(rows[begin : begin + micro]))
+                    bar.show(min(bar.done + len(rows[begin : begin + micro]), share))
                 queue.put(partial(_write, writer, name, rows, groups, claims.pop_all()))
                 written += 1
     store.refresh()
@@ -205,7 +208,14 @@ def extract_features(
         say(work.line(timed(make, work.spec, config.micro_rows), state.num_processes))
     state.wait_for_everyone()
     store = FeatureStore.create(folder, work.spec)
-    written = extract(store, make, config.micro_rows, state.process_index, state.num_processes)
+
+    def kept() -> str:
+        store.refresh()
+        held = work.spec.rows - len(store.missing())
+        return f"{held} of {work.spec.rows} rows are kept in {folder}; the same command goes on"
+
+    with keeping(kept):
+        written = extract(store, make, config.micro_rows, state.process_index, state.num_processes)
     state.wait_for_everyone()
     store.refresh()
     missing = len(store.missing())
@@ -218,11 +228,11 @@ def _maker(target: Target | EmbeddingsOnly, packed: Packed, spec: StoreSpec, con
     if isinstance(target, Target) and config.vllm is None:
         whole = target
         return lambda rows: start(whole, packed.token[rows].long(), packed.document[rows].long(), spec)
-    count, embeddings, norm = target.spec.num_layers, target.embeddings, norm_of(target)
+    count, norm = target.spec.num_layers, norm_of(target)
     files = VllmFiles(Path(str(config.vllm)), LayerIds.of(config.vllm_layers, spec.layers, count))
 
     def read(rows: list[int]) -> Copying:
         states = (files.row(packed, row, norm, spec.width) for row in rows)
-        return copying(States(*map(torch.cat, zip(*states, strict=True))), embeddings, spec)
+        return copying(States(*map(torch.cat, zip(*states, strict=True))), spec)
 
     return read

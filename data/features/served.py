@@ -15,7 +15,7 @@ from torch import nn
 from data.answers.client import EndpointError
 from data.batches import Batch, Batches
 from data.features.coding import States, decode_rows
-from data.features.source import FeatureRequest, ReadAhead, TrainingInput
+from data.features.source import FeatureRequest, ReadAhead
 from data.features.store import FeatureStore
 from data.features.vllm_features import Piece, normed, pieces
 from data.features.vllm_server import VllmServers
@@ -47,11 +47,11 @@ class Served(ReadAhead[list[ArrivingRow]]):
         """Ask for a micro-batch's documents."""
         return [self._row(row) for row in batch.index.clamp_min(0).tolist()]  # a filler has the first row's tokens
 
-    def finish(self, batch: Batch, job: list[ArrivingRow]) -> TrainingInput:
+    def finish(self, batch: Batch, job: list[ArrivingRow]) -> Features:
         """Return the features of a micro-batch, once all its states have arrived."""
         hidden, last = (torch.cat(parts) for parts in zip(*map(self._whole, job), strict=True))
         token, document = to_device(batch.token, self.device), to_device(batch.document, self.device)
-        return TrainingInput(Features(token, hidden, last, document), None)
+        return Features(token, hidden, last, document)
 
     def close(self) -> str:
         """Ask for no more, remove what still arrives, and return how many rows came from where."""
@@ -99,5 +99,5 @@ class Served(ReadAhead[list[ArrivingRow]]):
         self.stored += 1
         tensors = {name: to_device(tensor, self.device) for name, tensor in self.store.read(row).items()}
         token, document, _ = (to_device(field[row : row + 1].long(), self.device) for field in self.batches.packed)
-        features = decode_rows(tensors, token, document, self.form, self.store.spec).features
+        features = decode_rows(tensors, token, document, self.form, self.store.spec)
         return States(features.hidden, features.last)

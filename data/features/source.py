@@ -19,7 +19,6 @@ from data.batches import Batch, Batches
 from data.features.quantize import DTYPES
 from heads.base import Features
 from heads.common.ranges import Amount, Count, OneOf
-from heads.modules.top_k import TopLogProbs
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -32,8 +31,6 @@ class FeaturesConfig:
     mode: Annotated[str, OneOf(("live", "stored", "hybrid", "engine"))]
     path: str | None
     dtype: Annotated[str, OneOf(tuple(DTYPES))]
-    teacher: Annotated[str, OneOf(("state", "top_k"))]
-    k: Count
     budget_gb: Amount | None
     on_missing: Annotated[str, OneOf(("compute", "fail"))]
     shard_mb: Count
@@ -42,7 +39,6 @@ class FeaturesConfig:
     vllm: str | None
     vllm_layers: list[int]
     url: list[str]
-    mooncake: str | None
     endpoint: EndpointConfig
 
     def __post_init__(self) -> None:
@@ -51,10 +47,8 @@ class FeaturesConfig:
             raise ValueError(f"features.path is missing: features={self.mode} needs the store's folder")
         if self.mode != "engine":
             return
-        if not (self.url and (self.vllm or self.mooncake)):
-            raise ValueError(
-                "features=engine needs features.url, and features.vllm or features.mooncake, where they write"
-            )
+        if not (self.url and self.vllm):
+            raise ValueError("features=engine needs features.url, and features.vllm, the folder where they write")
         for url in self.url:
             check_url("features.url", url)
         if self.on_missing == "compute":
@@ -82,18 +76,11 @@ class FeatureRequest(NamedTuple):
     dtype: torch.dtype
 
 
-class TrainingInput(NamedTuple):
-    """The input of a training step: features, and the teacher's top-k where `last` was not stored (then of width 0)."""
-
-    features: Features
-    top: TopLogProbs | None
-
-
 class MicroBatch(NamedTuple):
     """One micro-batch of a step; `read` gives its features, once, and after those of the micro-batches before it."""
 
     batch: Batch
-    read: Callable[[], TrainingInput]
+    read: Callable[[], Features]
 
 
 @runtime_checkable
@@ -136,7 +123,7 @@ class ReadAhead(Generic[T]):
         """Start to read a micro-batch's rows."""
         raise NotImplementedError
 
-    def finish(self, batch: Batch, job: T) -> TrainingInput:
+    def finish(self, batch: Batch, job: T) -> Features:
         """Return the features of a micro-batch by what `begin` has started."""
         raise NotImplementedError
 
@@ -151,7 +138,7 @@ class ReadAhead(Generic[T]):
             self._fill()
         return [MicroBatch(batch, self._next) for batch in self.batches(step)]
 
-    def _next(self) -> TrainingInput:
+    def _next(self) -> Features:
         _, batch, job = self._jobs.popleft()
         self._fill()
         return self.finish(batch, job)
@@ -179,10 +166,10 @@ class Live:
         """Return the micro-batches; each read is a forward pass of the target."""
         return [MicroBatch(batch, partial(self.features, batch)) for batch in self.batches(step)]
 
-    def features(self, batch: Batch) -> TrainingInput:
+    def features(self, batch: Batch) -> Features:
         """Return the features of a micro-batch. The loss mask stays behind in `batch`."""
         with self.forwards():
-            return TrainingInput(forward(self.target, batch.token, batch.document, self.layers), None)
+            return forward(self.target, batch.token, batch.document, self.layers)
 
     def close(self) -> str:
         """There is nothing to end."""

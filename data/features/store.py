@@ -40,16 +40,14 @@ HASHES: dict[int, Callable[[], Any]] = {1: hashlib.sha256, 2: xxhash.xxh3_128}  
 META, SHARDS, INDEX, LOCKS = "meta.json", "shards", "index", "locks"
 OPEN = 16  # shards kept open for reading at most
 WAITING = 2  # shards that wait to be written at most, so that a disk slower than the target does not fill the memory
-TOP_BYTES = 8  # a token and its log-prob
 # As safetensors names and orders them.
 SAVED = {
-    torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8",
+    torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3",
 }  # fmt: skip
 MUST_AGREE = {
     "target": "fingerprint of the target's weights", "quantize": "quantisation of the target", "width": "width",
     "vocab": "vocabulary", "length": "data.length", "data": "fingerprint of the packed rows",
     "rows": "number of packed rows", "layers": "feature layers", "dtype": "features.dtype",
-    "teacher": "features.teacher", "k": "features.k",
 }  # fmt: skip
 
 Row = dict[str, Tensor]
@@ -73,16 +71,12 @@ class StoreSpec:
     rows: Number  # how many packed rows there are
     length: Count  # tokens of a packed row
     dtype: Annotated[str, OneOf(tuple(DTYPES))]  # of the hidden states
-    teacher: Annotated[str, OneOf(("state", "top_k"))]  # the last hidden state, or the top k log-probs
-    k: Number
     shard_rows: Count  # of a shard at most
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row on disk, apart from some hundred bytes of overhead of its shard and entry."""
-        hidden = len(self.layers) * size(self.width, self.dtype)
-        teacher = size(self.width, self.dtype) if self.teacher == "state" else self.k * TOP_BYTES
-        return self.length * (hidden + teacher)
+        return self.length * (len(self.layers) + 1) * size(self.width, self.dtype)
 
     def shard(self, number: int) -> list[int]:
         """Return the rows of an extraction's shard."""

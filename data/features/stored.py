@@ -17,9 +17,9 @@ from torch import Tensor
 
 from data.batches import Batch, Batches
 from data.features.coding import decode_rows, join
-from data.features.source import FeatureRequest, ReadAhead, TrainingInput
+from data.features.source import FeatureRequest, ReadAhead
 from data.features.store import DamagedError, FeatureStore, Row, WriteQueue, split
-from heads.base import to_device
+from heads.base import Features, to_device
 from heads.common.files import claim
 
 log = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class Stored(ReadAhead[Future[list[Row | None]]]):
             self.warn(str(error), "it is computed")
             return None
 
-    def finish(self, batch: Batch, job: Future[list[Row | None]]) -> TrainingInput:
+    def finish(self, batch: Batch, job: Future[list[Row | None]]) -> Features:
         """Return the features of a micro-batch, whose missing rows are computed."""
         begin = time.perf_counter()
         rows = job.result()

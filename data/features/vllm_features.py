@@ -31,7 +31,7 @@ from heads.common.untrusted import regular
 from heads.formats.layer_ids import as_states
 
 TOKENS, STATES = "token_ids", "hidden_states"
-FLOATS = torch.bfloat16, torch.float16, torch.float32  # hs-connectors also has a connector that writes fp8 and scales
+FLOATS = torch.bfloat16, torch.float16, torch.float32
 LOCK = ".lock"  # behind the name of the file that it is for
 PAUSE = 0.002  # seconds between looks at a lock
 LOCKED = 600.0  # seconds for which a file may be locked while vLLM writes it

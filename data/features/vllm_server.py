@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from data.answers.client import Client, EndpointError
 from data.features.source import FeaturesConfig
 from data.features.vllm_features import LOCKED, LayerIds, Piece, normed
-from data.features.vllm_transfer import REQUEST, SETUP, Mooncake, Reader, SharedFolder
+from data.features.vllm_transfer import REQUEST, SETUP, SharedFolder
 from heads.base import Embeddings
 
 NEAR = 0.5  # standard deviations by which the logit of a server's own choice may be below the largest, by our lm_head
@@ -27,7 +27,7 @@ class VllmServers:
         key = os.environ.get(self.endpoint.api_key_env)
         self.clients = [Client(url, self.endpoint, key, "features.url", "features.endpoint") for url in config.url]
         self.urls = [client.url for client in self.clients]
-        self.reader: Reader = Mooncake(config.mooncake) if config.mooncake else SharedFolder(Path(str(config.vllm)))
+        self.reader = SharedFolder(Path(str(config.vllm)))
         self.models: list[str] = []  # the names by which the servers serve the target
         self.failures = 0  # documents that have failed one after another
         self._abandoned: dict[str, float] = {}  # when requests were given up whose results may still come

@@ -1,15 +1,12 @@
-"""The ways by which hidden states come from a vLLM server: files in shared memory, or Mooncake over TCP.
+"""Hidden states that a vLLM server writes to files in shared memory.
 
-Both readers are called from several threads, with what a server's reply says of a result. They remove what they have
-read, so that no more results are held than requests are under way. A result that does not arrive whole in time is an
-EndpointError, one that the server sends in another way a ValueError.
+The reader is called from several threads with the server's reply. It removes the files that it has read, so that there
+are no more than requests under way. A file that does not arrive whole in time is an EndpointError, a reply that names
+none a ValueError.
 """
 
-import os
 import re
-import socket
 from collections.abc import Collection
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -58,45 +55,6 @@ class SharedFolder:
                 if file.suffix != LOCK:  # behind which the result may still come
                     swept.add(name[0])
         return swept
-
-
-class Mooncake:
-    """Reader of what hs-connectors' MooncakeHiddenStatesConnector sends, at whatever machine the server is."""
-
-    def __init__(self, master: str) -> None:
-        """Connect to Mooncake's master at HOST:PORT; refuse where that fails."""
-        try:
-            transfer: Any = import_module("hs_connectors.mooncake_store")
-            host = os.environ.get("MOONCAKE_LOCAL_HOSTNAME") or socket.gethostbyname(socket.gethostname())
-            config = transfer.MooncakeStoreConfig(
-                local_hostname=host, master_server_address=master, global_segment_size=0
-            )
-            self.store = transfer.MooncakeHiddenStatesStore(config).setup()
-        except ImportError as error:
-            raise ValueError(
-                f"features.mooncake={master} needs the packages hs-connectors and mooncake-transfer-engine ({error})"
-            ) from error
-        except (OSError, RuntimeError) as error:
-            raise ValueError(f"features.mooncake={master}: {error}; start mooncake_master there") from error
-
-    def read(self, answer: dict[str, Any], seconds: float) -> Result:
-        """Return and remove the tensors of a sample, once it is there."""
-        handle = answer.get("handle")
-        if not isinstance(handle, str):
-            raise ValueError(f"features.mooncake: a server's answer names no sample; {SETUP}")
-        try:
-            sample = self.store.get_sample(answer, seconds)
-            self.store.delete_sample(handle)
-            return [sample[TOKENS], sample[STATES]]
-        except (OSError, RuntimeError, LookupError, TypeError, AttributeError) as error:
-            raise EndpointError("mooncake", f"{type(error).__name__}: {error}", retry=True) from error
-
-    def sweep(self, requests: Collection[str]) -> set[str]:
-        """Leave them to Mooncake, which evicts what is not read."""
-        return {*requests}
-
-
-Reader = SharedFolder | Mooncake
 
 
 def _remove(file: Path) -> None:

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from io import BufferedReader, RawIOBase, TextIOBase, TextIOWrapper
+from io import TextIOBase
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ HEAD = 1 << 24  # characters of a text in which its separator is looked for, and
 LONGEST = 1 << 26  # characters of a record's line
 WHOLE = 1 << 30  # characters of an array
 BATCH = 100  # records of a Parquet file in memory at once
-DENSEST = 100  # of a packed file's bytes those that it holds, beside LONGEST
 META, PARTS, SETTINGS = ".meta.json", ".parts", "settings.json"  # what stands beside answers, and is no data
 EMPTY = 1 << 20  # lines in a row
 CHUNK = 1 << 20  # characters or bytes read at once
@@ -70,34 +69,7 @@ def _reading(path: Path) -> Iterator[None]:
 def _opened(path: Path) -> TextIOBase:
     if path.suffix not in OPENERS:
         return path.open(encoding="utf-8-sig")
-    bomb = ValueError(f"{path}: unpacks to more than {DENSEST} times its size, as no text does; unpack it")
-    packed = OPENERS[path.suffix](path, mode="rb")
-    unpacked = BoundedReader(packed, LONGEST + DENSEST * path.stat().st_size, bomb)
-    return TextIOWrapper(BufferedReader(unpacked, CHUNK), encoding="utf-8-sig")
-
-
-class BoundedReader(RawIOBase):
-    """Reader of a stream that raises an error after so many bytes."""
-
-    def __init__(self, stream: Any, most: int, beyond: Exception) -> None:
-        self.stream, self.left, self.beyond = stream, most, beyond
-
-    def readable(self) -> bool:
-        """Return that it is."""
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        """Read what comes next; refuse more than the bound."""
-        count: int | None = self.stream.readinto(buffer)
-        self.left -= count or 0
-        if self.left < 0:
-            raise self.beyond
-        return count
-
-    def close(self) -> None:
-        """Close the stream."""
-        self.stream.close()
-        super().close()
+    return OPENERS[path.suffix](path, mode="rt", encoding="utf-8-sig")
 
 
 def check_file(path: Path) -> str:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from data.config import DataConfig
 from data.text.exact import Exact
 from data.text.files import HEAD
-from data.text.reasoning import close_prompt, reasoning_of, skip, under_all_names, without
+from data.text.reasoning import close_prompt, is_empty, reasoning_of, skip, under_all_names, without
 from data.text.records import Message, Record, content_text
 from data.text.template import (
     Span,
@@ -168,10 +168,6 @@ def _plain(record: Record, tokenizer: PreTrainedTokenizerBase, max_tokens: int, 
 
 def _chat(record: Record, tokenizer: PreTrainedTokenizerBase, config: DataConfig, seen: Counter[str]) -> list[Sample]:
     """Return the chat as one sample, or as several where the template renders earlier turns differently."""
-    if record.unsaid:  # it would train the end of a turn that nobody has written
-        raise BadSampleError(
-            "answer without content", "an answer has no content and no tool calls; fix or remove the sample"
-        )
     turns = joined(turns_of(record, tokenizer, config, seen))
     masked = [_end_turns(*_mask(text, spans, tokenizer), tokenizer) for text, spans in turns]
     for _, mask in masked:
@@ -179,7 +175,7 @@ def _chat(record: Record, tokenizer: PreTrainedTokenizerBase, config: DataConfig
             value = "ones" if any(mask) else "zeros"
             raise BadSampleError(
                 f"mask all {value}",
-                f"the loss mask is all {value}; check its messages (is an answer empty?), and where the chat template "
+                f"the loss mask is all {value}; check its messages, and where the chat template "
                 "puts {% generation %}",
             )
     return _samples(record.id, masked, config.max_tokens, seen)
@@ -206,18 +202,21 @@ def _samples(
 
 def turns_of(record: Record, tokenizer: PreTrainedTokenizerBase, config: DataConfig, seen: Counter[str]) -> list[Turn]:
     """Return the chat up to each answer that is trained on."""
-    roles = [message["role"] for message in record.messages]
-    answers = [i for i, role in enumerate(roles) if role == "assistant"]
+    cut = config.reasoning == "cut"
+    messages = [(without if cut else under_all_names)(message) for message in record.messages]
+    roles = [message["role"] for message in messages]
+    # An empty answer would train the end of a turn only.
+    answers = [i for i, role in enumerate(roles) if role == "assistant" and not is_empty(messages[i])]
     if not answers:
-        raise BadSampleError("no answer", "the loss mask is all zeros, for the chat has no answer; remove the sample")
+        message = "the loss mask is all zeros, for the chat has no answer, or empty ones only; remove the sample"
+        raise BadSampleError("no answer", message)
+    seen["with an empty answer, which trains nothing"] += len(answers) < roles.count("assistant")
     if len(answers) > MOST_ANSWERS:  # the chat is rendered anew for each
         message = f"it has {len(answers)} answers, at most {MOST_ANSWERS} are read; cut it"
         raise BadSampleError("too many answers", message)
     if config.turns == "last":
         question = max((i for i, role in enumerate(roles[: answers[-1]]) if role == "user"), default=-1)
         answers = [i for i in answers if i > question]
-    cut = config.reasoning == "cut"
-    messages = [(without if cut else under_all_names)(message) for message in record.messages]
     turns = [_turn(record._replace(messages=messages[: i + 1]), tokenizer, cut, seen) for i in answers]
     lost = [i for i, turn in zip(answers, turns, strict=True) if reasoning_of(messages[i]).strip() not in turn.text]
     seen["whose reasoning the chat template leaves out"] += bool(lost)

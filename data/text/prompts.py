@@ -21,6 +21,7 @@ from data.text.masks import BAD, BadSampleError, Sample, bad_sample, check_vocab
 from data.text.records import Record, content_text, label, parse, readable
 from data.text.sources import Source, divide, held_out_records, open_source, open_sources, read_all, training_records
 from data.text.template import check_media, encode, encode_plain, last_token, render
+from heads.common.progress import progress
 from heads.common.resolvers import ROOT
 
 log = logging.getLogger(__name__)
@@ -234,7 +235,7 @@ def _samples(
 ) -> Iterator[Sample]:
     """Tokenise and mask records one after another, and count samples and tokens."""
     unknown = tokenizer.unk_token_id
-    for record in records:
+    for record in progress(records, "tokenising"):
         for sample in samples_of(record, tokenizer, record.source, config, counts.chats):
             if len(sample.token) < config.min_tokens:
                 counts.short += 1

@@ -2,7 +2,7 @@
 
 import re
 
-from data.text.records import REASONING, Message
+from data.text.records import REASONING, Message, content_text
 
 OPEN = r"(?:<think>|\[THINK\]|<\|START_THINKING\|>|<seed:think>)"
 CLOSE = r"(?:</think>|\[/THINK\]|<\|END_THINKING\|>|</seed:think>)"
@@ -34,6 +34,12 @@ def without(message: Message) -> Message:
     if message["role"] == "assistant" and isinstance(answer["content"], str) and BLOCK.match(answer["content"]):
         answer["content"] = BLOCK.sub("", answer["content"], count=1)
     return answer
+
+
+def is_empty(message: Message) -> bool:
+    """Whether an answer has neither text nor tool calls nor reasoning."""
+    text = content_text(without(message)) + reasoning_of(message)
+    return not (text.strip() or message.get("tool_calls"))
 
 
 def skip(text: str, start: int, end: int, cut: bool) -> int:

@@ -66,7 +66,6 @@ class Record(NamedTuple):
     tools: tuple[dict[str, Any], ...] = ()  # the functions that the assistant may call, as OpenAI has them
     source: str = ""  # the name of its source
     exact: tuple[Exact, ...] = ()  # its tokens, where it gives them: they then count, and not the text
-    unsaid: bool = False  # an answer of the chat is missing: not even an empty text is given for it
 
 
 def parse(raw: dict[str, Any], index: int, path: str) -> Record:
@@ -88,8 +87,7 @@ def parse(raw: dict[str, Any], index: int, path: str) -> Record:
         shown = shown if len(shown) <= SHOWN else shown[:SHOWN] + "…"
         raise ValueError(f"{path}: record {name} is of no known shape: {shown} The shapes read are {SHAPES}")
     chat, category = _with_media(messages or [], body), label(raw.get("category") or "")
-    unsaid = any(map(_is_unsaid, body.get("messages") or body.get("conversations") or [])) if chat else False
-    return Record(name, category, chat, text, tools, path, exact, unsaid)
+    return Record(name, category, chat, text, tools, path, exact)
 
 
 def label(value: Any) -> str:
@@ -165,14 +163,6 @@ def _is_message(message: Any) -> bool:
     calls = parsed(message.get("tool_calls")) or []
     named = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
     return right and named and all(isinstance(call.get("function") or {}, dict) for call in calls)
-
-
-def _is_unsaid(message: Message) -> bool:
-    """Whether this is an answer that nothing is given of: no content, be it empty, no call and no reasoning."""
-    if ROLES.get(message.get("role") or message["from"]) != "assistant":
-        return False
-    given = any(message.get(key) is not None for key in ("content", "value"))
-    return not (given or any(parsed(message.get(key)) for key in ("tool_calls", "function_call", *REASONING)))
 
 
 def _message(message: Message) -> Message:

@@ -94,12 +94,16 @@ class Asker:
         """Minutes since the first request."""
         return (time.monotonic() - self.begun) / 60
 
-    def ask(self, side: str, question: Question, cancel: bool = False, stream: bool = True) -> list[Reply]:
+    def body(self, side: str, question: Question) -> dict[str, Any]:
+        """Return the fields of a request but for the server's own; it is streamed unless the question says no."""
+        streamed = STREAMED if question.body.get("stream", True) else {}
+        return {"model": self.sides[side].model, **self.settings, **streamed, **question.body}
+
+    def ask(self, side: str, question: Question, cancel: bool = False) -> list[Reply]:
         """Return the choices of a server's reply, one but for `n`; a reply to `cancel` is broken off."""
         seconds = self._count()
         server = self.sides[side]
-        streamed = STREAMED if stream else {}
-        body = {"model": server.model, **self.settings, **question.body, **streamed, **server.config.extra}
+        body = {**self.body(side, question), **server.config.extra}
         begin = time.perf_counter()
         try:
             events = within(server.client, seconds).events(question.path, body)
@@ -117,9 +121,9 @@ class Asker:
         except ValueError as refusal:  # of the key, or of a path that a server without this feature lacks
             return [Reply(error=visible(" ".join(str(refusal).split())))]
 
-    def one(self, side: str, question: Question, **how: bool) -> Reply:
+    def one(self, side: str, question: Question, cancel: bool = False) -> Reply:
         """Return the only choice of a server's reply."""
-        return self.ask(side, question, **how)[0]
+        return self.ask(side, question, cancel)[0]
 
     def all(
         self, side: str, questions: Sequence[Question], in_flight: int, cancelled: Collection[int] = ()
@@ -175,7 +179,7 @@ class Asker:
                 raise self._spent(f"the budget of {self.budget.requests} requests is used up")
             seconds = self._left()
             self.requests += 1
-            self.bar.show(min(self.requests, self.bar.pace.total))
+            self.bar.show(min(self.requests, self.bar.total or 0))
             return seconds
 
     def _left(self) -> float:

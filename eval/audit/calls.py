@@ -23,6 +23,7 @@ from eval.audit.compare import (
     kind_of,
     lead,
     status_of,
+    unstreamed,
     with_logprobs,
 )  # fmt: skip
 from eval.audit.properties import CITIES, SCHEMA, schema_breach
@@ -80,14 +81,14 @@ def called(audit: Audit, question: Question) -> Outcome:
         return Outcome(NOT_CALLED, theirs.error)
     if parsed(ours) == parsed(theirs):
         return Outcome(SAME)
-    listed = with_logprobs(question)
-    whole = audit.asker.taken(audit.asker.one(BASELINE, listed, stream=False) for _ in range(EXPLAINED))
+    listed = unstreamed(with_logprobs(question))
+    whole = audit.asker.taken(audit.asker.one(BASELINE, listed) for _ in range(EXPLAINED))
     right = [theirs, *(reply for reply in whole if not reply.error)]
     if parsed(ours) in map(parsed, right) and not ours.error:
         return Outcome(SAME)
     if any(breach_of(question, reply) for reply in right):
         return Outcome(BROKEN)
-    again = audit.asker.taken(audit.asker.one(AUDITED, listed, stream=False) for _ in range(1))
+    again = audit.asker.taken(audit.asker.one(AUDITED, listed) for _ in range(1))
     return Outcome(OTHER, "", difference_of(question, ours, right, again, audit.comparer.near_tie))
 
 

@@ -258,6 +258,11 @@ def with_logprobs(question: Question) -> Question:
     return question.having("with logprobs", **fields)
 
 
+def unstreamed(question: Question) -> Question:
+    """Return the same question, answered as a whole."""
+    return question.having("whole", stream=False)
+
+
 def first_difference(one: str, other: str) -> int:
     """Return the first byte in which two texts differ; the length of the shorter where it begins the other."""
     return shared_length(one.encode(), other.encode())

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from eval.audit.ask import AUDITED, BASELINE, SIDES, ask_text
-from eval.audit.compare import NOT_OFFERED, Audit, Finding, Timed, judged
+from eval.audit.compare import NOT_OFFERED, Audit, Finding, Timed, judged, unstreamed
 from eval.endpoint.questions import Question
 from eval.endpoint.replies import Reply
 from eval.measures.cost_model import cycled
@@ -144,13 +144,14 @@ def cancelled(audit: Audit) -> Finding:
     return judged(audit, "cancelled", pairs, "cancelled", in_flight=size)
 
 
-def unstreamed(audit: Audit) -> Finding:
+def streaming(audit: Audit) -> Finding:
     """Ask without streaming: the texts are the same."""
 
     def pairs() -> Iterator[tuple[Question, Reply]]:
         for question in audit.questions[:MANY]:
-            audit.comparer.learn(question, audit.asker.one(BASELINE, question, stream=False))
-            yield question, audit.asker.one(AUDITED, question, stream=False)
+            whole = unstreamed(question)
+            audit.comparer.learn(question, audit.asker.one(BASELINE, whole))
+            yield question, audit.asker.one(AUDITED, whole)
 
     return asked_with(judged(audit, "streaming", pairs(), "streaming"), stream=False)
 

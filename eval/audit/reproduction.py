@@ -7,10 +7,10 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from eval.audit.ask import AUDITED, BASELINE, SIDES, Asker
+from eval.audit.ask import AUDITED, BASELINE, SIDES
 from eval.audit.compare import Audit, Difference
 from eval.audit.faults import FAULTS
-from eval.endpoint.client import STREAMED
+from eval.audit.properties import ALTERNATIVE
 from eval.endpoint.questions import Question
 from heads.common.redact import HIDDEN, SHORTEST, redacted_values
 
@@ -26,7 +26,8 @@ def reproduction(audit: Audit, difference: Difference, variable: str, company: S
     """
     asker = audit.asker
     before = company if difference.in_flight > 1 else difference.before
-    requests = [_request(asker, question) for question in [*before, difference.question]]
+    questions = [*before, difference.question]
+    requests = [{"path": question.path, "body": asker.body(AUDITED, question)} for question in questions]
     seed = difference.fault == "seed"
     what = FAULTS[difference.fault].what if difference.fault in FAULTS else "the answers of both servers differ"
     environment = Environment(keep_trailing_newline=True, trim_blocks=True, undefined=StrictUndefined)
@@ -43,6 +44,7 @@ def reproduction(audit: Audit, difference: Difference, variable: str, company: S
         cancel=difference.fault == "cancelled",
         samples=SAMPLED if difference.question.body.get("temperature") and not seed else 1,
         near_tie=audit.comparer.near_tie,
+        alternative=ALTERNATIVE,
         twice=seed,
     )
 
@@ -55,11 +57,3 @@ def cleaned(value: Any, key: str) -> Any:
 
 def _literal(value: Any, key: str) -> str:
     return json.dumps(cleaned(value, key), indent=1).replace('"""', "\\u0022\\u0022\\u0022")
-
-
-def _request(asker: Asker, question: Question) -> dict[str, Any]:
-    streamed = STREAMED if question.body.get("stream", True) else {}
-    return {
-        "path": question.path,
-        "body": {"model": asker.sides[AUDITED].model, **asker.settings, **streamed, **question.body},
-    }

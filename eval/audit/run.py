@@ -49,7 +49,7 @@ CHECKS: dict[str, tuple[str, Callable[[Audit], Finding]]] = {  # each under its 
     "borders": ("Prompts at chunk borders", greedy.borders),
     "concurrency": ("Requests side by side", greedy.side_by_side),
     "cancelled": ("Beside cancelled requests", greedy.cancelled),
-    "streaming": ("Whole replies like streamed ones", greedy.unstreamed),
+    "streaming": ("Whole replies like streamed ones", greedy.streaming),
     "penalties": ("Presence and frequency penalties", greedy.penalties),
     "limits": ("max_tokens", properties.limits),
     "stop_strings": ("Stop strings", properties.stop_strings),
@@ -120,7 +120,7 @@ def expected(auditor: AuditorConfig, questions: int) -> int:
     """Return about how many requests an audit takes that finds nothing."""
     few = min(greedy.MANY, questions)
     several = sum(2 * max(size, questions) for size in (*auditor.concurrency, 16) if size > 1)
-    return 4 * questions + several + 14 * len(auditor.borders) + 15 * few + 200 + 8 * auditor.samples * len(SETTINGS)
+    return 4 * questions + several + 14 * len(auditor.borders) + 17 * few + 200 + 8 * auditor.samples * len(SETTINGS)
 
 
 def run(audit: Audit) -> list[Finding]:

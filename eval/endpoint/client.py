@@ -15,6 +15,7 @@ from eval.endpoint.counters import SGLANG, Counters, between, of_reply, read_cou
 from eval.endpoint.questions import Question
 from eval.endpoint.replies import read_replies
 from eval.measures.metrics import Passes, together
+from heads.common.progress import tick
 
 POLL_S = 0.02  # between two readings of counters that lag behind
 BASELINE = "baseline"  # the option of a server without a draft source
@@ -154,7 +155,10 @@ class Server:
 
         with ThreadPoolExecutor(in_flight) as pool:
             arrivals = when if when is not None else [None] * len(requests)
-            answers = list(pool.map(send, requests, arrivals))  # a failure cancels others
+            answers = []
+            for answer in pool.map(send, requests, arrivals):  # a failure cancels others
+                answers.append(answer)
+                tick()
         wall = time.perf_counter() - begin
         if in_flight > 1:
             weight = (wall if when is None else busy_s(answers)) / sum(answer.seconds for answer in answers)

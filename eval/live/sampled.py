@@ -21,7 +21,7 @@ from eval.live.interleaved import Setup, decoded_once
 from eval.measures import chi_square
 from eval.measures.chi_square import Cells, ChiSquareTest
 from eval.measures.losslessness import EPSILON, Divergence, Gate, SampledGate, divergence, gate_of, worst
-from heads.common.progress import progress
+from heads.common.progress import progress, tick
 from inference.batch import Running, entries, give_back, lend
 from inference.decode import Generation, Settings, reference
 from inference.drafters.plain import Plain
@@ -152,7 +152,7 @@ def chi_square_test(
     freedom = sum(prefix.cells.freedom for prefix in prefixes)
     rng = Generator(hashed(f"{settings.seed} control"), target.device)
     total = control = 0.0
-    for number, prefix in enumerate(prefixes):
+    for number, prefix in enumerate(progress(prefixes, f"sampling tokens, {drafter.name}")):
         seeds = f"{settings.seed} distribution {number}"  # its own: of numbers in common the statistics would be alike
         total += chi_square.statistic(prefix.cells, _samples(prefix, settings, seeds, count))
         control += chi_square.statistic(prefix.cells, resampled(prefix.probs, rng, count))
@@ -282,6 +282,7 @@ def _decided(prefix: Prefix, settings: Settings, seeds: str, count: int) -> list
     rng: Rng = Generator(hashed(seeds), device)
     proposal, logits = prefix.proposal, prefix.logits
     for i in range(count):
+        tick()
         if settings.rule == COUPLED:  # its noise depends on the seed, so every sample has a seed of its own
             rng = Coupled(hashed(f"{seeds} {i}"), device, range(start))
         if proposal.q is not None:

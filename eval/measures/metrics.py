@@ -196,7 +196,7 @@ def over(pairs: Pairs, base: Pairs) -> float | None:
 
 def seconds(runs: Sequence[Generation]) -> dict[str, float]:
     """Return the seconds of all steps together, by what they were spent on."""
-    return {key: sum((getattr(step, f"{key}_s") for run in runs for step in run.steps), 0.0) for key in PARTS}
+    return {key: sum(getattr(step, f"{key}_s") for run in runs for step in run.steps) for key in PARTS}
 
 
 def overlap_headroom(seconds: dict[str, float]) -> float | None:

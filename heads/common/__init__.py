@@ -11,5 +11,6 @@ connection.py     without a connection to the Hub, its cache alone
 errors.py         an error as one line for its user
 progress.py       bars on a terminal, lines in a log
 redact.py         removal of secrets from written and printed text
+rope.py           rotary positions, read and scaled as transformers does
 untrusted.py      parsing untrusted files: depth limits, no code references, no path traversal
 """

@@ -10,6 +10,7 @@ import gc
 import itertools
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from heads.common.errors import user_errors
+from heads.common.errors import is_reporting_rank, terminate, user_errors
 from heads.common.help import help_text, keys, nearest, options
 from heads.common.redact import replaced_word
 from heads.common.resolvers import ROOT, register_resolvers
@@ -53,6 +54,10 @@ def command(config: str) -> Callable[[Callable[[DictConfig], object]], Callable[
         @wraps(task)
         def main() -> None:
             gc.freeze()  # modules stay
+            if (
+                is_reporting_rank()
+            ):  # the others' work is as safe from a kill, and they wait in calls that no handler ends
+                signal.signal(signal.SIGTERM, terminate)
             gc.enable()
             atexit.register(gc.freeze)  # else the interpreter looks for garbage among all modules before it ends
             if {"-h", "--help"}.intersection(sys.argv):
@@ -131,7 +136,7 @@ def _experiment(name: str) -> str:
 def report_best_head() -> None:
     """Write once, on the first process, what head=best is; not before a command refuses what it can."""
     line = os.environ.pop(BEST, "")
-    if os.environ.get("RANK", "0") == "0":
+    if is_reporting_rank():
         sys.stderr.write(line)
 
 

@@ -4,8 +4,6 @@ import logging
 import os
 import re
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import Any
 
 from huggingface_hub import constants, get_session
@@ -63,21 +61,12 @@ def _unreachable() -> str | None:
 
 
 def _failure() -> str | None:
-    """Return why the Hub does not answer in time, None if it does. Looking up a name has no time limit of its own."""
-    answers: SimpleQueue[str | None] = SimpleQueue()
-
-    def ask() -> None:
-        try:
-            status = get_session().head(constants.ENDPOINT, timeout=PATIENCE).status_code
-            answers.put(f"a proxy answers HTTP {status}" if status in BLOCKED else None)
-        except (TRANSPORT, OSError, ValueError) as error:
-            answers.put(one_line(error))
-
-    Thread(target=ask, daemon=True).start()
+    """Return why the Hub does not answer, None if it does."""
     try:
-        return answers.get(timeout=PATIENCE)
-    except Empty:
-        return f"no answer in {PATIENCE:g} s"
+        status = get_session().head(constants.ENDPOINT, timeout=PATIENCE).status_code
+    except (TRANSPORT, OSError, ValueError) as error:
+        return one_line(error)
+    return f"a proxy answers HTTP {status}" if status in BLOCKED else None
 
 
 def _downloaded(repo: str, kind: str) -> bool:

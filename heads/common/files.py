@@ -110,7 +110,7 @@ def write_whole(path: Path, content: bytes | Iterator[bytes | memoryview]) -> No
             os.fsync(file.fileno())
         os.replace(partial, path)
         flush(path.parent)
-    except OSError:
+    except BaseException:  # also of a signal
         partial.unlink(missing_ok=True)
         raise
 

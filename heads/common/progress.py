@@ -1,73 +1,108 @@
-"""Progress on stderr: a bar with the time that is left on a terminal, elsewhere a line every half minute."""
+"""Progress on stderr: a bar with the time that is left on a terminal, elsewhere a line every half minute.
 
+Of several processes the first one speaks. Bars nest, and a line is of the innermost. There is no clock in a thread:
+what counts the work looks at the time, and `tick` does where one item takes long, such as each step of decoding.
+"""
+
+import atexit
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Event, Thread
-from types import TracebackType
 from typing import TypeVar
 
 from huggingface_hub import constants
 from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from heads.common.errors import is_reporting_rank
 
 T = TypeVar("T")
 PAUSE = 30.0  # seconds between two lines
+CONSOLE = Console(stderr=True)
+BARS = Progress(
+    TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
+    TimeRemainingColumn(), console=CONSOLE, transient=True, refresh_per_second=2,
+)  # fmt: skip
+OPEN: list["Bar"] = []  # the bars that are shown, the innermost last
+atexit.register(BARS.live.stop)  # which shows the cursor again; of a log, `BARS.stop` would end with a blank line
 
 
-class Pace:
-    """The pace of a piece of work: when its next line is due, and how long the rest takes."""
+def say(text: str) -> None:
+    """Print a line on the first process, above the bars."""
+    if is_reporting_rank():
+        CONSOLE.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def __init__(self, total: int, first: int = 0) -> None:
-        self.total, self.first = total, first
-        self.begun = self.last = time.monotonic()
 
-    def due(self) -> bool:
-        """Whether it is time for a line; the next one then waits again."""
-        now = time.monotonic()
-        if now - self.last < PAUSE:
-            return False
-        self.last = now
-        return True
-
-    def left(self, done: int) -> str:
-        """Return the time that is left, at the pace so far."""
-        if done <= self.first:
-            return "time left unknown"
-        seconds = (time.monotonic() - self.begun) / (done - self.first) * (self.total - done)
-        return f"{timedelta(seconds=round(seconds))} left"
+def tick() -> None:
+    """Print the line of the innermost bar, if there is one and it is time."""
+    if OPEN:
+        OPEN[-1].tick()
 
 
 class Bar:
-    """A context that shows how much of a piece of work is done."""
+    """A context that shows how much of `total` is done, `first` of which was done before; None: nobody knows it."""
 
-    def __init__(self, total: int, label: str) -> None:
-        self.console, self.label, self.pace = Console(stderr=True), label, Pace(total)
-        self.bar = Progress(console=self.console, transient=True, disable=not self.console.is_terminal)
-        self.task = self.bar.add_task(label, total=total)
+    last = -PAUSE  # when the last line of any bar was printed, or the first of several bars began
+
+    def __init__(self, total: int | None, label: str, first: int = 0) -> None:
+        self.total, self.label, self.first = total, label, first
+        self.done, self.note = first, ""
+        self.begun, self.on_terminal = time.monotonic(), False
 
     def __enter__(self) -> "Bar":
         """Begin to show it."""
-        self.bar.start()
+        self.begun = time.monotonic()
+        if self.begun - Bar.last > PAUSE and not OPEN:
+            Bar.last = self.begun
+        self.on_terminal = CONSOLE.is_terminal and not CONSOLE.is_dumb_terminal and is_reporting_rank()
+        if self.on_terminal:
+            self.task = BARS.add_task(self.label, total=self.total, completed=self.first, note="")
+            BARS.start()
+        OPEN.append(self)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         """Take the bar away."""
-        self.bar.stop()
+        OPEN.remove(self)
+        if self.on_terminal:
+            BARS.remove_task(self.task)
+            if not BARS.task_ids:
+                BARS.stop()
 
-    def show(self, done: int) -> None:
-        """Show that so much is done."""
-        self.bar.update(self.task, completed=done)
-        if not self.console.is_terminal and self.pace.due():
-            line = f"{self.label}: {done} of {self.pace.total}, {self.pace.left(done)}"
-            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+    def show(self, done: int, note: str = "") -> None:
+        """Show that so much is done, with further numbers in a note."""
+        self.done, self.note = done, note
+        if self.on_terminal:
+            BARS.update(self.task, completed=done, note=note)
+        self.tick()
+
+    def tick(self) -> None:
+        """Print a line without a terminal, if it is time."""
+        if time.monotonic() - Bar.last >= PAUSE:
+            Bar.last = time.monotonic()
+            if not self.on_terminal:
+                say(self.line(Bar.last - self.begun))
+
+    def line(self, seconds: float) -> str:
+        """Return what is done after so many seconds, the rate, and the time that is left at it."""
+        count = self.done - self.first
+        parts = [f"{self.done} of {self.total}" if self.total is not None else f"{self.done}" * bool(count), self.note]
+        if count <= 0:
+            parts.append(f"{timedelta(seconds=round(seconds))} so far")
+        else:
+            rate = count / seconds
+            parts.append(f"{rate:,.1f}/s" if rate >= 1 else f"{60 * rate:.1f}/min")
+            if self.total is not None:
+                parts.append(f"{timedelta(seconds=round((self.total - self.done) / rate))} left")
+        return f"{self.label}: " + ", ".join(filter(None, parts))
 
 
-def progress(work: Sequence[T], label: str) -> Iterator[T]:
-    """Yield the items of a piece of work, and show how far it is."""
-    with Bar(len(work), label) as bar:
+def progress(work: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
+    """Yield the items of a piece of work, and show how far it is; `total` is the number of items without a length."""
+    with Bar(len(work) if isinstance(work, Sized) else total, label) as bar:
         for done, item in enumerate(work):
             bar.show(done)
             yield item
@@ -77,24 +112,25 @@ def progress(work: Sequence[T], label: str) -> Iterator[T]:
 def waiting(label: str) -> Iterator[None]:
     """Without a terminal say every half minute that the block still runs: it shows bars of a library's own on one.
 
-    Whoever has said by HF_HUB_DISABLE_PROGRESS_BARS whether there are bars is left alone, or the library would warn.
+    A thread says so, since the block is a single call. Whoever has said by HF_HUB_DISABLE_PROGRESS_BARS whether there
+    are bars is left alone, or the library would warn.
     """
-    console, ended, begun = Console(stderr=True), Event(), time.monotonic()
+    if CONSOLE.is_terminal:
+        yield
+        return
+    ended = Event()
 
     def report() -> None:
         while not ended.wait(PAUSE):
-            elapsed = timedelta(seconds=round(time.monotonic() - begun))
-            console.print(f"{label}: {elapsed} so far", highlight=False, markup=False, soft_wrap=True)
+            bar.tick()
 
-    if console.is_terminal:
-        yield
-        return
     if ours := constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
         disable_progress_bars()  # of huggingface_hub: some are written into a log too
     reporter = Thread(target=report, daemon=True)
-    reporter.start()
     try:
-        yield
+        with Bar(None, label) as bar:
+            reporter.start()
+            yield
     finally:
         ended.set()
         reporter.join()

@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from torch import cuda
 
-from heads.common.target_config import row_length
+from heads.common.target_config import row_length, up_to_width
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,4 +51,5 @@ RESOLVERS: dict[str, Callable[..., object]] = {
     "digest": _digest,  # names a run after all of its values
     "made": _created,  # for a library that does not create its folder
     "row_length": row_length,
+    "up_to_width": up_to_width,
 }

@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 from heads.common.connection import check_reachable
 from heads.common.errors import one_line
 from heads.common.ranges import LARGEST
+from heads.common.rope import positions_of
 from heads.common.untrusted import entries, parse_json, regular, shown
 
 DEEP = 20  # layers of a target, to which a layer of a head for each drafted token is cheap enough
@@ -157,6 +158,19 @@ def row_length(path: str, length: int) -> int:
         return length
 
 
+def up_to_width(path: str, rank: int) -> int:
+    """Return the rank of a term over the vocabulary: `rank`, or the target's hidden size where it is known to be less.
+
+    Of a higher rank it has more parameters than the lm_head that it corrects.
+    """
+    try:
+        return min(
+            rank, read_target_config(path, trust_remote_code=False, cached_alone=True).get_text_config().hidden_size
+        )
+    except (ValueError, AttributeError):
+        return rank
+
+
 def best_head(path: str, shape: Mapping[str, Any] | None, trust_remote_code: bool) -> tuple[str, str]:
     """Return the head that evidence favours for a target (docs/heads.md, "Which head"), and the reason in words.
 
@@ -219,13 +233,9 @@ def _takes_mimo(text: Mapping[str, Any]) -> bool:
     if not isinstance(width, int) or not isinstance(heads, int):
         return False
     head_dim = text.get("head_dim") or text.get("qk_rope_head_dim") or width // heads
-    return heads * head_dim == width and rotated_share(text) == 1
-
-
-def rotated_share(config: Mapping[str, Any]) -> float:
-    """Return how much of an attention head's width is rotated by a config.json; heads here rotate all of it, 1."""
-    shares = [(where or {}).get("partial_rotary_factor") for where in (config, config.get("rope_parameters"))]
-    return float(next((share for share in shares if share not in (None, 1)), 1))
+    # To read positions takes an import of seconds, and without this key all dimensions are rotated.
+    rope = positions_of(text) if "partial_rotary_factor" in str(text) else None
+    return heads * head_dim == width and (rope is None or rope.share == 1)
 
 
 def check_rows(length: int, context: int, name: str) -> None:

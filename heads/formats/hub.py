@@ -21,9 +21,10 @@ from heads.common.resolvers import ROOT
 from heads.common.typed import typed
 from heads.formats import lora
 from heads.formats.published import format_of, is_published, load_published
-from heads.formats.published.files import INDEX, SAFE, further_files
+from heads.formats.published.files import SAFE, further_files
 from heads.formats.store import (
     CONFIG,
+    INDEX,
     SCHEDULE,
     TargetSpec,
     assert_same_target,

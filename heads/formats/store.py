@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"  # of a checkpoint in several files
 SCHEDULE = "schedule"  # the key of which tree is drafted by how many sequences; most heads have none
 # The defaults of keys for heads saved before the key existed.
 EARLIER = {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from heads.base import Embeddings
 from heads.common.errors import one_line
-from heads.common.untrusted import CUT, regular, shown
+from heads.common.untrusted import CUT, parse_json, plain_name, regular, shown
 
 # The types of a head's tensors; of others torch cannot check that they are finite.
 DTYPES = {
@@ -63,6 +63,18 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     names = header(path)
     with _whole(path), safe_open(path, "pt") as opened:
         return {name: opened.get_tensor(name) for name in names}
+
+
+def shards(index: Path) -> dict[str, str]:
+    """Return the file of each tensor by an index, which is untrusted: its files must be in its folder."""
+    try:
+        files: dict[str, str] = parse_json(index.read_bytes())["weight_map"]
+        odd = [file for file in files.values() if not (plain_name(file) and file.endswith(".safetensors"))]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: damaged ({one_line(error)}); download it again") from None
+    if odd:
+        raise ValueError(f"{index}: names {shown(odd[0])}, which is no .safetensors in its folder; download it again")
+    return files
 
 
 @contextmanager

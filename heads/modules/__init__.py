@@ -1,7 +1,6 @@
-"""Modules that heads share: attention, decoder layers, positions, the draft vocabulary, the KV cache.
+"""Modules that heads share: attention, decoder layers, the draft vocabulary, the KV cache.
 
-top_k.py           the target's distribution by its top-k tokens
-rope.py            rotary positions, scaled as published heads' are
+argmax.py          the argmax of logits, fast on a CPU
 layers.py          the decoder layer that heads share, and compiling a head's
 own_layer.py       a decoder layer of the target's own class in transformers
 tree_attention.py  masked attention of few queries on CUDA, its keys split

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from heads.base import Embeddings, LayerShape, layer_shape
-from heads.modules.rope import Rope, Rotary
+from heads.common.rope import Rope, Rotary
 from heads.rows import taken
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

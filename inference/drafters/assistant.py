@@ -105,10 +105,7 @@ class Assistant(Drafter):
 
         def __post_init__(self) -> None:
             if self.match not in MATCHES:
-                raise ValueError(
-                    f"drafter.assistant.match is {self.match!r}: choose one of {', '.join(MATCHES)}, or "
-                    "drafter=assistant_slem to exchange text"
-                )
+                raise ValueError(f"drafter.assistant.match is {self.match!r}: choose one of {', '.join(MATCHES)}")
             if self.tree.kind != "chain" and (self.schedule != "constant" or self.confidence > 0):
                 raise ValueError(
                     f"drafter.assistant.tree.kind is {self.tree.kind!r}: only a chain has a schedule or stops by "

@@ -5,7 +5,6 @@ from typing import Any
 
 from heads.common.typed import build
 from inference.drafters.assistant import Assistant
-from inference.drafters.contrib.assistant_slem import AssistantSlem
 from inference.drafters.contrib.early_exit import EarlyExit
 from inference.drafters.contrib.layer_skip import LayerSkip
 from inference.drafters.contrib.mirror import Mirror
@@ -23,7 +22,6 @@ from inference.target.tokenizer import Reads
 # Each has a `Config` and is made of one, the target (a `Reads` is enough for `text_alone`) and a name.
 SOURCES: dict[str, Any] = {
     "assistant": Assistant,
-    "assistant_slem": AssistantSlem,
     "early_exit": EarlyExit,
     "layer_skip": LayerSkip,
     "lookahead": Lookahead,

@@ -20,7 +20,6 @@ from inference.text_stream import decode
 
 Span = tuple[int, int]  # first character of a token, and the one after its last
 BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # of GPT-2's alphabet of bytes
-OTHER_WAYS = "use drafter.assistant.match=tli (shared tokens) or drafter=assistant_slem (text)"
 
 
 class SameVocabulary:
@@ -32,7 +31,7 @@ class SameVocabulary:
 
     def __init__(self, target: Target, assistant: Target) -> None:
         if difference := _difference(target.tokenizer.get_vocab(), assistant.tokenizer.get_vocab()):
-            raise ValueError(f"{assistant.name} has another tokenizer than {target.name}: {difference}; {OTHER_WAYS}")
+            raise ValueError(f"{assistant.name} has another tokenizer than {target.name}: {difference}; use match=tli")
         self.ours, self.theirs = target.embeddings.vocab_size, assistant.embeddings.vocab_size
 
     def prompt(self, token: list[int]) -> list[int]:
@@ -69,7 +68,7 @@ class SharedVocabulary:
         self.numbers = _numbers(token_bytes(assistant))
         self.one = _shared(target, assistant, self.bytes, self.numbers)
         if not self.one:
-            raise ValueError(f"{assistant.name} shares no token with {target.name}: use drafter=assistant_slem")
+            raise ValueError(f"{assistant.name} shares no token with {target.name}: choose another one")
         self.size = target.embeddings.vocab_size
         self.ours, self.theirs = torch.tensor([*self.one.items()], device=assistant.device).T
         self.number = torch.zeros(self.size, dtype=torch.long, device=assistant.device)
@@ -145,7 +144,7 @@ def _decoder_steps(model: Target) -> list[dict[str, Any]]:
     """Return the steps of the tokenizer's decoder; none for a word-level one, whose words are joined by spaces."""
     backend = getattr(model.tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise ValueError(f"{model.name}: its tokenizer shows no table of tokens to compare: use drafter=assistant_slem")
+        raise ValueError(f"{model.name}: its tokenizer shows no table of tokens to compare: choose another one")
     if backend.decoder is None:
         return []
     state = json.loads(backend.decoder.__getstate__())
@@ -154,8 +153,8 @@ def _decoder_steps(model: Target) -> list[dict[str, Any]]:
         byte_wise = step["type"] in ("ByteLevel", "Metaspace", "ByteFallback", "Fuse", "Strip")
         if not (byte_wise or (step["type"] == "Replace" and "String" in step["pattern"])):
             raise ValueError(
-                f"{model.name}: tokens of a tokenizer with a {step['type']} decoder cannot be compared one by one: use "
-                "drafter=assistant_slem"
+                f"{model.name}: tokens of a tokenizer with a {step['type']} decoder cannot be compared one by one: "
+                "choose another one"
             )
     return steps
 

@@ -1,8 +1,10 @@
 """A checkpoint's own tensors, for what transformers does not load or does not keep as it was; and its fingerprint."""
 
+import logging
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.utils.hub import cached_file
 
-from heads.common.errors import one_line
-from heads.common.untrusted import parse_json, plain_name, shown
-from heads.formats.store import QUANTISED
-from heads.formats.weights import FEW, digest
+from heads.common.untrusted import parse_json
+from heads.formats.store import INDEX, QUANTISED, WEIGHTS
+from heads.formats.weights import FEW, digest, shards
 
-INDEX, ADAPTER = "model.safetensors.index.json", "adapter_config.json"
+log = logging.getLogger(__name__)
+
+ADAPTER = "adapter_config.json"
 STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")  # of a tokenizer.json
 MOST_OF_ONE = 1_000  # characters or tokens that they make of a single one
 MOST_OF_A_BYTE = 16  # parameters, beyond any quantisation; tied ones aside
@@ -35,20 +38,35 @@ RENAMED = {
 
 
 def tensor_files(checkpoint: str) -> dict[str, Path]:
-    """Return the file of each tensor of a checkpoint, a folder or Hub name.
+    """Return the file of each tensor of a checkpoint, a folder or Hub name, as transformers chooses among them.
+
+    One whole file goes before the shards of an index, which may be of another save. An index that names the whole file
+    too adds files to it, such as an MTP module's. Pickles and variants are never read.
 
     Raises:
-        OSError, ValueError, KeyError, SafetensorError: it holds no readable model.safetensors, or its index leads out
-            of its folder.
+        OSError, ValueError, SafetensorError: it holds no readable model.safetensors, or its index leads out of its
+            folder.
     """
-    index = cached_file(checkpoint, INDEX, _raise_exceptions_for_missing_entries=False)
-    if index is not None:
-        shards = _shards(Path(index))
-        paths = {shard: Path(str(cached_file(checkpoint, shard))) for shard in {*shards.values()}}
-        return {name: paths[shard] for name, shard in shards.items()}
-    file = Path(str(cached_file(checkpoint, "model.safetensors")))
-    with safe_open(file, "pt") as opened:
-        return dict.fromkeys(opened.keys(), file)
+    paths = (cached_file(checkpoint, name, _raise_exceptions_for_missing_entries=False) for name in (WEIGHTS, INDEX))
+    whole, index = (None if path is None else Path(path) for path in paths)
+    named = {} if index is None else shards(index)
+    if index is None or (whole is not None and WEIGHTS not in named.values()):
+        file = whole or Path(str(cached_file(checkpoint, WEIGHTS)))  # which raises that it is missing
+        if left := sorted(name for name in {*named.values()} if file.with_name(name).is_file()):
+            _warn_of_shards(file, left[0])
+        with safe_open(file, "pt") as opened:
+            return dict.fromkeys(opened.keys(), file)
+    files = {shard: Path(str(cached_file(checkpoint, shard))) for shard in {*named.values()}}
+    return {name: files[shard] for name, shard in named.items()}
+
+
+@cache
+def _warn_of_shards(file: Path, left: str) -> None:
+    """Say once that a folder holds weights of two saves."""
+    log.warning(
+        "%s: is read, as transformers does; the shards in its folder, %s and others that %s names, are of another save "
+        "and are not: remove the older of the two", file, left, INDEX,
+    )  # fmt: skip
 
 
 def stored_names(model: "transformers.PreTrainedModel", files: Collection[str]) -> dict[str, str]:
@@ -87,12 +105,6 @@ def stored_names(model: "transformers.PreTrainedModel", files: Collection[str]) 
     return same | {name: stored for name, (_, stored) in first.items()}
 
 
-def check_index(checkpoint: str) -> None:
-    """Refuse an index in a checkpoint's folder that is damaged or leads elsewhere."""
-    if (Path(checkpoint) / INDEX).is_file():
-        _shards(Path(checkpoint) / INDEX)
-
-
 def check_files(checkpoint: str, config: PreTrainedConfig) -> None:
     """Check that a checkpoint's files may hold what its configuration claims, for which memory is taken.
 
@@ -106,8 +118,8 @@ def check_files(checkpoint: str, config: PreTrainedConfig) -> None:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     files = tensor_files(checkpoint)
-    shards = {*files.values()}
-    count, size = sum(weight.numel() for weight in model.parameters()), sum(file.stat().st_size for file in shards)
+    paths = {*files.values()}
+    count, size = sum(weight.numel() for weight in model.parameters()), sum(file.stat().st_size for file in paths)
     if count > MOST_OF_A_BYTE * size:
         raise ValueError(f"its config.json makes a model of {count} parameters, and its files have {size} bytes")
     if getattr(config, "quantization_config", None) is not None:
@@ -115,7 +127,7 @@ def check_files(checkpoint: str, config: PreTrainedConfig) -> None:
     parameters = model.named_parameters()
     stored = stored_names(model, files)
     floating = {stored[name] for name, parameter in parameters if name in stored and parameter.is_floating_point()}
-    for file in shards:
+    for file in paths:
         with safe_open(file, "pt") as opened:
             kinds = {name: str(opened.get_slice(name).get_dtype()) for name in floating.intersection(opened.keys())}
         if odd := [name for name, kind in kinds.items() if not kind.startswith(("F", "BF"))]:
@@ -143,18 +155,6 @@ def _mappings(value: Any) -> Iterator[dict[str, Any]]:
         yield value
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else []:
         yield from _mappings(inner)
-
-
-def _shards(index: Path) -> dict[str, str]:
-    """Return the name of each tensor's file."""
-    try:
-        shards: dict[str, str] = parse_json(index.read_bytes())["weight_map"]
-        odd = [shard for shard in shards.values() if not plain_name(shard)]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index}: damaged ({one_line(error)}); download it again") from None
-    if odd:
-        raise ValueError(f"{index}: names {shown(odd[0])}, which is no file beside it; download it again")
-    return shards
 
 
 def fingerprint(model: "transformers.PreTrainedModel", checkpoint: str) -> str:

@@ -24,7 +24,7 @@ from heads.common.errors import panicked
 from heads.common.target_config import UNFIT, has_text_tower, read_target_config, read_target_values, reason
 from heads.common.untrusted import regular
 from inference.target import placement
-from inference.target.checkpoint import RENAMED, check_files, check_index, check_tokenizer
+from inference.target.checkpoint import RENAMED, check_files, check_tokenizer, tensor_files
 from inference.target.placement import HERE, Placement
 
 log = logging.getLogger(__name__)
@@ -131,8 +131,9 @@ def load(
         placed = bool(options)
         if method is not None:
             options["quantization_config"] = method.config(dtype)
-        check_index(path)
-        if not trust_remote_code:
+        if trust_remote_code:  # whose configuration is not built from here
+            tensor_files(path)
+        else:
             check_files(path, configured)
         options |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}  # a pickle can hold code
         if getattr(configured.get_text_config(), "attn_logit_softcapping", None) is not None:

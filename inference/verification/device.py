@@ -78,8 +78,8 @@ def follow_on_host(
         if reached <= most:
             child.setdefault((parent, token), node)
     path = [0]
-    while node := child.get((path[-1], following[path[-1]]), 0):
-        path.append(node)
+    while below := child.get((path[-1], following[path[-1]])):
+        path.append(below)
     count, last = len(path), path[-1]
     committed = [*(tokens[node] for node in path[1:]), following[last]]
     behind = deepest + 1 - count

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from heads.modules.top_k import argmax
+from heads.modules.argmax import argmax
 from inference.verification import device, rules
 from inference.verification.rng import Rng
 from inference.verification.rules import Chosen, Distributions, LazyDistributions

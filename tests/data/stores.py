@@ -11,9 +11,7 @@ from data.features.store import Row, StoreSpec
 from data.text.masks import Sample
 from tests import toys
 
-SPEC = StoreSpec(
-    "print", "toy", None, (0, 2), 8, 40, "data", rows=11, length=6, dtype="bf16", teacher="state", k=0, shard_rows=2
-)
+SPEC = StoreSpec("print", "toy", None, (0, 2), 8, 40, "data", rows=11, length=6, dtype="bf16", shard_rows=2)
 
 
 def spec(**changed: Any) -> StoreSpec:

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -17,6 +18,8 @@ from data.answers import write as writing
 from data.answers.chats import Outcome
 from data.answers.files import Answers, append, complete_bytes, replace
 from data.answers.write import Worker, write_answers
+from heads.common.command import command
+from heads.common.progress import Bar
 from tests.data.answering import Quick, quick_bytes, records, settings, work
 
 COUNT = 24
@@ -111,6 +114,54 @@ def test_a_job_killed_at_twenty_points_gives_the_same_bytes(whole: bytes, tmp_pa
         assert not attempt(out, 1, point)
         assert quick_bytes(records(COUNT), out) == whole
         assert sorted(path.name for path in out.parent.iterdir()) == ["a", "a.meta.json"]
+
+
+def test_sigterm_says_what_is_kept_and_the_same_command_goes_on(
+    whole: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out, asked = tmp_path / "a", list[str]()
+
+    def stops(id_: str) -> None:
+        if id_ == "chat5":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    @command("data")
+    def task(_: Any) -> None:
+        write_answers(work(records(COUNT), settings(keep_unfinished=False)), Quick(before=stops), out)
+
+    def run() -> None:
+        sys.argv = ["data/run.py"]
+        task()
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join()
+    assert process.exitcode == 143
+    assert (
+        f"stopped by SIGTERM; 5 of {COUNT} chats are kept in {out}.parts; the same command goes on\n"
+        in capfd.readouterr().err
+    )
+    write_answers(work(records(COUNT), settings(keep_unfinished=False)), Quick(before=asked.append), out)
+    assert asked == [f"chat{number}" for number in range(5, COUNT)]
+    assert out.read_bytes() == whole
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_log_gets_a_line_each_half_minute_of_the_first_process(
+    rank: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr(Bar, "last", -99.0)
+    monkeypatch.setenv("RANK", rank)
+
+    def slow(_: str) -> None:
+        now[0] += 10.0
+
+    write_answers(work(records(7)), Quick(before=slow), tmp_path / "a")
+    lines = ["answering chats: 2 of 7, 4.0/min, 0:01:15 left", "answering chats: 5 of 7, 5.0/min, 0:00:24 left"]
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("answering")]
+    assert said == (lines if rank == "0" else [])
 
 
 def test_kill_after_kill_at_changing_world_sizes_gives_the_same_bytes(whole: bytes, tmp_path: Path) -> None:

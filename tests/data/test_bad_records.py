@@ -18,7 +18,9 @@ from data.text.prompts import (
     load_training,
     records_to_answer,
 )
-from data.text.sources import open_source, read_all
+from data.text.reasoning import is_empty, without
+from data.text.records import parse
+from data.text.sources import open_source
 
 Write = Callable[..., str]
 Config = Callable[..., DataConfig]
@@ -88,24 +90,36 @@ ASKED = {"role": "user", "content": "a"}
 CALLS = [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
 
 
-@pytest.mark.parametrize("answer", [{}, {"content": None, "tool_calls": []}, {"tool_calls": "[]", "reasoning": ""}])
-def test_an_answer_of_which_nothing_is_given_is_named_or_dropped(
+@pytest.mark.parametrize(
+    "answer",
+    [{}, {"content": ""}, {"content": " \n"}, {"content": "<think>\n\n</think>\n\n"},
+     {"content": None, "tool_calls": []}, {"tool_calls": "[]", "reasoning": ""}],
+)  # fmt: skip
+def test_an_empty_answer_trains_nothing(
     answer: dict[str, Any], chat: PreTrainedTokenizerFast, write: Write, config: Config
 ) -> None:
-    unsaid = {"role": "assistant", **answer}
-    path = write({"prompt": "a", "answer": "b"}, {"id": 7, "messages": [ASKED, unsaid]})
-    with pytest.raises(ValueError, match=r"data\.jsonl: sample 7: an answer has no content and no tool calls; fix"):
+    empty = {"role": "assistant", **answer}
+    path = write({"prompt": "a", "answer": "b"}, {"id": 7, "messages": [ASKED, empty]})
+    with pytest.raises(ValueError, match=r"data\.jsonl: sample 7: .* no answer, or empty ones only; remove the"):
         load_samples(config(path), chat)
     data = load_training(config(path, on_bad="drop"), chat, 0)
-    assert (len(data.samples), +data.counts.chats) == (1, {"dropped, answer without content": 1})
+    assert (len(data.samples), +data.counts.chats) == (1, {"dropped, no answer": 1})
+    filled = {"role": "assistant", "content": "b"}
+    data = load_training(config(write({"messages": [ASKED, empty, ASKED, filled]}), turns="last"), chat, 0)
+    (after,), (both,) = data.samples, load_samples(config(write({"messages": [ASKED, empty, ASKED, filled]})), chat)
+    assert +data.counts.chats == {"with an empty answer, which trains nothing": 1}
+    assert (list(both.token), list(both.mask)) == (list(after.token), list(after.mask))
 
 
 @pytest.mark.parametrize(
-    "answer", [{"content": ""}, {"content": None, "tool_calls": CALLS}, {"reasoning_content": "c"}, {"value": "b"}]
-)
-def test_an_answer_may_be_empty_call_or_reason_alone(answer: dict[str, Any], write: Write) -> None:
-    (record,) = read_all(open_source(write({"messages": [ASKED, {"role": "assistant", **answer}]}), ""))
-    assert not record.unsaid
+    ("answer", "kept"),
+    [({"tool_calls": CALLS}, 1), ({"reasoning_content": "c"}, 0), ({"value": "b"}, 1),
+     ({"content": "<think>c</think>"}, 0)],
+)  # fmt: skip
+def test_calls_and_reasoning_are_an_answer(answer: dict[str, Any], kept: int) -> None:
+    message = parse({"messages": [ASKED, {"role": "assistant", **answer}]}, 0, "").messages[1]
+    assert not is_empty(message)
+    assert is_empty(without(message)) == (not kept)
 
 
 IMAGE = [{"type": "text", "text": "what is this"}, {"type": "image_url", "image_url": {"url": "x.png"}}]

@@ -3,12 +3,11 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from data.answers.client import Client, EndpointError, _lines, read_reply, retry_after
+from data.answers.client import Client, EndpointError, read_reply, retry_after
 from tests.data import chat_server as serve
 from tests.data.asking import COUNT, ask, config, connect
 from tests.data.chat_server import Send, Server
@@ -112,10 +111,6 @@ def test_a_reply_that_is_none(send: Send, cause: str, server: Server) -> None:
     "send",
     [
         serve.hanging,
-        serve.dripping("HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"),
-        serve.dripping("HTTP/1.1 200 "),
-        serve.dripping("HTTP/1.1 200 OK\r\nX: "),
-        serve.dripping("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"),
     ],
 )
 def test_a_reply_that_takes_too_long_is_given_up(send: Send, server: Server, tmp_path: Path) -> None:
@@ -123,27 +118,6 @@ def test_a_reply_that_takes_too_long_is_given_up(send: Send, server: Server, tmp
     counts, _ = ask(server, tmp_path / "a", timeout=0.3, retries=0)
     assert counts["failed"] == {"timeout": 1}
     assert counts["chats"] == COUNT - 1
-
-
-@pytest.mark.parametrize(
-    ("head", "piece"),
-    [
-        ("", b" "),
-        ("Transfer-Encoding: chunked\r\n", b"80\r\n" + b" " * 128 + b"\r\n"),
-        ("Transfer-Encoding: chunked\r\n\r\n0", b"X: 1\r\n"),
-        ("Content-Type: text/event-stream\r\n", b": still there\n"),
-        ("Content-Type: text/event-stream\r\n", b"data: "),
-    ],
-)
-def test_a_reply_without_end_is_given_up(
-    head: str, piece: bytes, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("data.answers.client.LARGEST", 2**20)
-    server.always = serve.endless(head, piece)
-    with pytest.raises(EndpointError, match="too_large: the reply has more than 1048576 bytes"):
-        connect(server).request("POST", "/chat/completions", BODY)
-    with pytest.raises(EndpointError, match="too_large"):
-        list(connect(server).events("/chat/completions", BODY))
 
 
 def test_a_refused_key_stops_the_job_at_once(server: Server, tmp_path: Path) -> None:
@@ -177,9 +151,7 @@ def test_what_is_no_endpoint_is_named(server: Server) -> None:
         Client(server.url + "/v2", config(), None).served()
     with Server() as gone:
         url = gone.url
-    with pytest.raises(
-        ValueError, match=r"/models: unreachable \(ConnectionRefusedError.*; start the endpoint, or correct by="
-    ):
+    with pytest.raises(ValueError, match=r"/models: unreachable \(ConnectError.*; start the endpoint, or correct by="):
         Client(url, config(retries=0), None).served()
 
 
@@ -189,7 +161,7 @@ def test_proxies_of_the_environment_are_used(server: Server, monkeypatch: pytest
     with pytest.raises(ValueError, match=r"http://elsewhere.invalid/v1/models: 404 \(nothing here\)"):
         Client("http://elsewhere.invalid/v1", config(), None).served()
     monkeypatch.setenv("http_proxy", "socks5://127.0.0.1:1")
-    with pytest.raises(ValueError, match=r"/models: unreachable \(.*unknown url type: socks5"):
+    with pytest.raises(ValueError, match=r"/models: unreachable \(ConnectError"):
         Client("http://elsewhere.invalid/v1", config(retries=0), None).served()
 
 
@@ -219,9 +191,3 @@ def test_retry_after_is_seconds_or_a_date() -> None:
     found = [retry_after(value) for value in ("3", "-1", "soon", "", late)]
     assert found == [3.0, 0.0, None, None, None]
     assert 90 < (retry_after(soon) or 0) <= 100
-
-
-def test_the_last_line_of_a_stream_needs_no_end() -> None:
-    pieces = [b"data: {}\nda", b"ta: [DONE]", b""]
-    body: Any = SimpleNamespace(read1=lambda _: pieces.pop(0), length=0)
-    assert list(_lines(body)) == [b"data: {}", b"data: [DONE]"]

@@ -17,6 +17,7 @@ from data.features.store import FeatureStore
 from data.run import main
 from data.text.prompts import load_samples
 from inference.target.target import Target
+from tests.data import stores
 from tests.data.test_store import contents
 from tests.data.test_vllm_features import as_vllm
 from tests.train import jobs
@@ -76,9 +77,8 @@ def test_it_estimates_extracts_and_goes_on(call: Call, tmp_path: Path, capsys: p
 
 
 def test_layers_may_be_named(call: Call, tmp_path: Path) -> None:
-    call("features=stored", f"features.path={tmp_path / 'a'}", "layers=[1]", "features.teacher=top_k", "features.k=4")
-    spec = FeatureStore(tmp_path / "a").spec
-    assert (spec.layers, spec.teacher, spec.k) == ((1,), "top_k", 4)
+    call("features=stored", f"features.path={tmp_path / 'a'}", "layers=[1]")
+    assert FeatureStore(tmp_path / "a").spec.layers == (1,)
     call("features=stored", f"features.path={tmp_path / 'b'}", "layers=[]")
     assert FeatureStore(tmp_path / "b").spec.layers == ()
 
@@ -95,11 +95,28 @@ def test_what_does_not_fit_is_refused_before_the_first_byte(
     folder = tmp_path / "store"
     words = ["features=stored", f"features.path={folder}"]
     said = error_of(call, capsys, *words, "features.budget_gb=0.0001")
-    assert "over features.budget_gb=0.0001; give features.dtype=int8" in said
+    assert "over features.budget_gb=0.0001; give features.dtype=fp8" in said
     usage: Any = extraction.shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(extraction.shutil, "disk_usage", lambda _: usage)
     assert "and the disk has 0.000 GB free" in error_of(call, capsys, *words)
     assert not folder.exists()
+
+
+def test_what_a_store_holds_already_counts_against_the_budget(tmp_path: Path) -> None:
+    store = FeatureStore.create(tmp_path, stores.spec())
+    extraction.extract(store, stores.ready, 2, 0, 2)
+    removed = sorted((tmp_path / "index").glob("*.json"))[3:]
+    for entry in removed:
+        entry.unlink()
+    store = FeatureStore(tmp_path)
+    left, held = 11 - 6, store.bytes()
+    whole = (held + left * store.spec.row_bytes) / extraction.GB
+    work = extraction.estimate(tmp_path, stores.spec(), whole * 1.001)
+    assert (work.rows, work.bytes) == (left, left * store.spec.row_bytes)
+    assert held >= 6 * store.spec.row_bytes
+    for budget in (whole * 0.999, 1.01 * work.bytes / extraction.GB):
+        with pytest.raises(ValueError, match=r"the store takes 0.000 GB, over features\.budget_gb"):
+            extraction.estimate(tmp_path, stores.spec(), budget)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +125,6 @@ def test_what_does_not_fit_is_refused_before_the_first_byte(
         (["features=stored", "features.path=null"], "features.path is missing"),
         (["features=stored", "features.path=x", "features.dtype=int4"], "features.dtype is 'int4'"),
         (["features=stored", "features.path=x", "layers=[3]"], "layers is [3]: give different layers from 0 to 2"),
-        (["features=stored", "features.path=x", "features.teacher=top_k", "features.k=41"], "features.k is 41"),
         (["features=stored", "features.path=x", "features.vllm=y", "features.vllm_layers=[1]"], "without [2, 3]"),
     ],
 )
@@ -129,7 +145,7 @@ def test_another_extraction_into_the_same_folder_is_refused(
     for override, said in {
         "data.length=64": "by the data.length (32 there and 64 here)",
         "layers=[0]": "by the feature layers ((1,) there and (0,) here)",
-        "features.dtype=int8": "by the features.dtype (fp32 there and int8 here)",
+        "features.dtype=fp8": "by the features.dtype (fp32 there and fp8 here)",
     }.items():
         assert said in error_of(call, capsys, *words, "layers=[1]", override)
 

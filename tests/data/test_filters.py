@@ -27,6 +27,10 @@ def kept(config: DataConfig, records: list[dict[str, Any]], *evaluation: str) ->
     return [record.id for record in filters(parsed)], filters.counts
 
 
+ANSWERED = {"messages": [{"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}]}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
+
+
 @pytest.mark.parametrize(
     ("first", "second", "equal"),
     [
@@ -38,6 +42,8 @@ def kept(config: DataConfig, records: list[dict[str, Any]], *evaluation: str) ->
         ({"prompt": "why", "answer": "so"}, {"prompt": "why", "answer": "so", "system": "be brief"}, False),
         ({"prompt": "why", "answer": "so"}, {"text": "why so"}, False),
         ({"messages": [{"role": "user", "content": "why", "name": "a"}]}, {"prompt": "why"}, False),
+        ({**ANSWERED, "tools": [TOOL]}, {**ANSWERED, "tools": [TOOL]}, True),
+        ({**ANSWERED, "tools": [TOOL]}, ANSWERED, False),
     ],
 )
 def test_copies_differ_in_case_and_white_space_alone(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from data.text import masks
 from data.text.masks import Sample
 from data.text.reasoning import without
 from data.text.records import Message, Record
@@ -96,6 +97,7 @@ def test_any_text_is_masked_exactly(family: str) -> None:
     rng = random.Random(family)
     for number in range(6):
         texts = ["".join(rng.choices(PARTS, k=rng.randint(1, 6))) for _ in range(4)]
+        texts = [text if text.strip() else f"It is.{text}" for text in texts]  # an empty answer is not trained
         told = ["user: " + texts[0], texts[1], "user: " + texts[2], texts[3]]
         roles = ["user", "assistant"] * 2
         record = Record(str(number), "", [{"role": r, "content": t} for r, t in zip(roles, told, strict=True)], "")
@@ -109,18 +111,6 @@ def test_any_text_is_masked_exactly(family: str) -> None:
             shown = marked(sample, family_tokenizer(family, False))
             assert len(re.findall("⟦", shown)) <= 2
             assert texts[3].strip() in shown[shown.rfind("⟦") :] or len(by_turns) > 1
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tagged", [False, True])
-def test_an_empty_answer_trains_its_end_alone(family: str, tagged: bool) -> None:
-    tokenizer = family_tokenizer(family, tagged)
-    messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": ""}]
-    (sample,) = masked(Record("a", "", messages, ""), tokenizer)
-    trained = [token for token, on in zip(sample.token, sample.mask, strict=True) if on]
-    assert 0 < len(trained) < 6
-    assert trained[-1] in turn_end_tokens(tokenizer)
-    assert "Why" not in tokenizer.decode(trained)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -205,3 +195,25 @@ def test_marks_around_the_words_alone_train_the_blanks_and_the_end_too(
     assert before in str(tokenizer.chat_template)
     monkeypatch.setattr(tokenizer, "chat_template", str(tokenizer.chat_template).replace(before, after))
     assert golden(family, tagged=True) == (GOLDEN / f"{family}.txt").read_text(encoding="utf-8")
+
+
+def test_an_end_that_the_template_leaves_to_the_next_turn_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = family_tokenizer("chatml", False)
+    turn = "{{ m['role'] + '\\n' + m['content'] }}{% if not loop.last %}{{ eos_token }}{% endif %}"
+    begin = "{% if add_generation_prompt %}{{ eos_token + 'assistant\\n' }}{% endif %}"
+    monkeypatch.setattr(tokenizer, "chat_template", f"{{% for m in messages %}}{turn}{{% endfor %}}{begin}")
+    roles, texts = ["user", "assistant"] * 2, ["Why?", "So.", "And now?", "Now too."]
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    (sample,) = masked(Record("a", "", messages, ""), tokenizer)
+    end = str(tokenizer.eos_token)
+    assert re.findall("⟦(.*?)⟧", marked(sample, tokenizer)) == [f"So.{end}", f"Now too.{end}"]
+    (text,) = masked(Record("b", "", [], f"It is so.{end}"), tokenizer)
+    assert text.token.count(tokenizer.eos_token_id) == 1, "the text's own end is its end"
+
+
+def test_a_token_is_trained_with_all_its_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an answer at 3 to 7: neither one that begins before it nor one that ends behind it."""
+    offsets = [(0, 3), (2, 4), (3, 5), (5, 7), (6, 8), (8, 9)]
+    monkeypatch.setattr(masks, "encode_spans", lambda *_: ([*range(6)], offsets))
+    token, mask = masks._by_characters("0123456789", [(3, 7)], family_tokenizer("chatml", False))
+    assert (token, mask) == ([*range(6)], [0, 0, 1, 1, 0, 0])

@@ -5,12 +5,14 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
-from data.text.masks import samples_of
+from data.text import masks
+from data.text.masks import Turn, samples_of
 from data.text.prompts import load_prompts, load_samples
 from data.text.reasoning import reasoning_of, skip, without
 from data.text.records import Record, parse
@@ -138,7 +140,6 @@ def test_bad_chats_fail_by_name_or_are_dropped_and_counted(
 ) -> None:
     bad = {
         "no answer": {"id": "no", "messages": told("Why?")},
-        "mask all zeros": {"id": "empty", "messages": told("Why?", "")},
         "answers beyond data.max_tokens": {"id": "long", "messages": told("Why?" * 20, "So.")},
     }
     tokenizer = tokenizer_with(NO_END)
@@ -159,6 +160,32 @@ def test_chats_whose_later_samples_are_too_long_keep_the_others() -> None:
     assert len(first.token) < 70 < len(second.token)
     (kept,) = masked(chat_record("qwen3", "plain"), tokenizer, max_tokens=len(first.token))
     assert kept == first
+
+
+REWRITTEN = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ 'ask: ' + (m.content if loop.last else 'x') + '\n' }}"
+    "{% else %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'say: ' }}{% endif %}"
+)
+
+
+def test_where_a_template_rewrites_the_question_its_marks_behind_it_are_the_answer(
+    tokenizer_with: Tokens, config: Config
+) -> None:
+    tokenizer, seen = tokenizer_with(REWRITTEN), Counter[str]()
+    record = Record("a", "", told("Why?", "So.", "How?", "It is."), "")
+    (sample,) = samples_of(record, tokenizer, "f", config("f"), seen)
+    assert marked(sample, tokenizer) == "ask: x\n⟦So.⟧ask: x\n⟦It is.<|im_end|>⟧"
+    assert seen["with an answer behind another text than its generation prompt"] == 2
+    (last,) = samples_of(record, tokenizer, "f", config("f", turns="last"), seen)
+    assert marked(last, tokenizer) == "ask: x\nSo.ask: x\n⟦It is.<|im_end|>⟧"
+
+
+def test_the_last_turn_of_a_chat_that_nobody_asked(tokenizer_with: Tokens, config: Config) -> None:
+    tokenizer = tokenizer_with(PLAIN)
+    messages = [{"role": "system", "content": "Greet."}, {"role": "assistant", "content": "So."}]
+    (sample,) = samples_of(Record("a", "", messages, ""), tokenizer, "f", config("f", turns="last"), Counter())
+    assert marked(sample, tokenizer).count("⟦") == 1
 
 
 @pytest.mark.parametrize("changed", [{"turns": "first"}, {"reasoning": "drop"}, {"on_bad": "warn"}])
@@ -232,3 +259,84 @@ def test_reasoning_that_a_template_makes_of_content_is_masked(tagged: bool) -> N
     assert kept.token == cut.token
     assert "⟦<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant to=" in marked(kept, tokenizer)
     assert "<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant⟦ to=" in marked(cut, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "chat", "question", "start"),
+    [
+        ("S. U: why? A:", "U: why? A: so", "S. U: why?", "why?", 10),  # a shorter system prompt
+        ("S. U: why? A:", "U: why? A:U: why? A: so", "S. U: why?", "why?", 20),  # the later of two
+        ("U: why? A:", "<s>U: why? A: so", "U: why?", "why?", 13),
+        ("S. U: why? A:", "U: why? A: so", "S. U: why?", "", None),
+        ("S. U: why? A:", "U: why? A: so", "another", "why?", None),
+        ("S. U: why? A:", "U: how? A: so", "S. U: why?", "why?", None),
+    ],
+)
+def test_an_answer_starts_behind_the_longest_suffix_of_its_prompt(
+    prompt: str, text: str, chat: str, question: str, start: int | None
+) -> None:
+    assert masks._start(prompt, text, chat, question) == start
+
+
+def test_blocks_that_overlap_are_one_span() -> None:
+    turns = [Turn("abcd", [(1, 2), (3, 4)]), Turn("abcdefghijk", [(0, 6), (2, 8), (4, 5), (9, 11)])]
+    assert masks.joined(turns) == [Turn("abcdefghijk", [(0, 8), (9, 11)])]
+    assert masks.joined([Turn("b", [(0, 1)]), *turns[:1]]) == [Turn("b", [(0, 1)]), turns[0]]
+
+
+def test_a_tokenizer_that_begins_every_text_its_own_way_shows_edges_by_prefixes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = trained("sentencepiece")
+    text, spans = "the cat:the old\nmat", [(8, 15)]
+    expected = masks._by_characters(text, spans, tokenizer)
+    monkeypatch.setattr(masks, "_by_characters", None)
+    assert masks._mask(text, spans, tokenizer) == expected
+    assert 0 < sum(expected[1]) < len(expected[1])
+
+
+EOS, BLANK, A, B = 1, 10, 11, 12
+
+
+@pytest.mark.parametrize(
+    ("token", "mask", "eos", "ended", "trained"),
+    [
+        ([A, B], [0, 1], EOS, [A, B, EOS], [0, 1, 1]),
+        ([A, B], [0, 1], None, [A, B], [0, 1]),
+        ([A, B, EOS, A], [0, 1, 0, 0], EOS, [A, B, EOS, A], [0, 1, 1, 0]),
+        ([A, B, EOS, A], [0, 1, 0, 0], None, [A, B, EOS, A], [0, 1, 0, 0]),
+        ([A, B, A], [0, 1, 0], EOS, [A, B, A], [0, 1, 0]),
+        ([A, B, EOS, BLANK], [0, 1, 1, 1], EOS, [A, B, EOS, BLANK], [0, 1, 1, 0]),
+        ([EOS, BLANK, BLANK, A], [1, 1, 1, 0], EOS, [EOS, BLANK, BLANK, A], [1, 0, 0, 0]),
+        ([A, EOS, B, A], [0, 1, 1, 0], EOS, [A, EOS, B, A], [0, 1, 1, 0]),
+        ([BLANK, BLANK], [1, 1], EOS, [BLANK, BLANK, EOS], [1, 1, 1]),
+    ],
+)
+def test_an_answer_ends_with_the_token_that_ends_a_turn(
+    token: list[int], mask: list[int], eos: int | None, ended: list[int], trained: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(masks, "turn_end_tokens", lambda _: {EOS})
+    tokenizer: Any = Mock(eos_token_id=eos, decode=lambda one: "\n" if one == BLANK else "a")
+    assert masks._end_turns(token, mask, tokenizer) == (ended, trained)
+
+
+def test_a_text_is_cut_into_pieces_and_ends_once(tokenizer_with: Tokens) -> None:
+    tokenizer, seen = tokenizer_with(PLAIN), Counter[str]()
+    end = tokenizer.eos_token_id
+    whole = masks.encode_plain("So it is.", tokenizer)
+    found = masks._plain(Record("a", "", [], "So it is."), tokenizer, len(whole) // 2 + 1, seen)
+    assert [sample.id for sample in found] == ["a", "a#1"]
+    assert [*found[0].token, *found[1].token] == [*whole, end]
+    assert all(sample.mask == [1] * len(sample.token) for sample in found)
+    (ended,) = masks._plain(Record("a", "", [], f"So it is.{tokenizer.eos_token}"), tokenizer, 99, seen)
+    assert ended.token == [*whole, end]
+    for _ in range(2):
+        assert masks._plain(Record("a", "", [], " \n"), tokenizer, 99, seen) == []
+    assert seen == {"dropped, no question and no text": 2}
+    both = Record("a", "", told("Why?", "So."), "So it is.")
+    assert not masks.is_plain(both, tokenizer)
+    tokenizer.eos_token = tokenizer.chat_template = None
+    assert masks.is_plain(both, tokenizer)
+    (open_ended,) = masks._plain(Record("a", "", [], "So it is."), tokenizer, 99, seen)
+    assert open_ended.token == whole

@@ -83,7 +83,7 @@ def test_a_tokenizer_that_begins_texts_in_its_own_way(tokenizer_with: Tokens, wr
 
 
 def test_both_kinds_of_template_give_equal_samples(tokenizer_with: Tokens, write: Write, config: Config) -> None:
-    data = config(write({"messages": CHAT}, {"messages": CHAT[1:3]}, {"prompt": "p", "answer": ""}))
+    data = config(write({"messages": CHAT}, {"messages": CHAT[1:3]}, {"prompt": "p", "answer": "q"}))
     assert load_samples(data, tokenizer_with(PLAIN)) == load_samples(data, tokenizer_with(TAGGED))
 
 

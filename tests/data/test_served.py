@@ -1,13 +1,11 @@
 """Features from a vLLM server: the live ones, in the order of seed and step, whatever the server does."""
 
 import logging
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from data.features.source import FeatureRequest, Live
 from data.features.store import INDEX, FeatureStore
 from data.features.vllm_features import LayerIds, pieces
 from data.features.vllm_server import VllmServers
-from data.features.vllm_transfer import Mooncake
 from inference.target.embeddings import final_norm
 from inference.target.target import Target
 from tests import toys
@@ -284,56 +281,11 @@ def test_another_target_of_the_same_sizes_is_refused(packed: Packed, target: Tar
         refuse(packed, target, servers(running), "goes on otherwise than this target would")
 
 
-class Samples:
-    """Mooncake's store, as hs-connectors has it, on this machine."""
-
-    held: ClassVar[dict[str, dict[str, Any]]] = {}
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-
-    def setup(self) -> "Samples":
-        """Connect."""
-        if self.config.master_server_address != "here:1":
-            raise RuntimeError("Mooncake setup failed")
-        return self
-
-    def get_sample(self, answer: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Return a sample, or time out."""
-        if answer["handle"] not in self.held:
-            raise TimeoutError("Timed out")
-        return self.held[answer["handle"]]
-
-    def delete_sample(self, handle: str) -> None:
-        """Remove a sample."""
-        del self.held[handle]
-
-
-def test_states_may_come_by_mooncake(
-    packed: Packed, target: Target, server: StatesServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ValueError, match="here:1 needs the packages hs-connectors and mooncake-transfer-engine"):
-        Mooncake("here:1")
-    package = SimpleNamespace(MooncakeHiddenStatesStore=Samples, MooncakeStoreConfig=SimpleNamespace)
-    monkeypatch.setitem(sys.modules, "hs_connectors", SimpleNamespace(mooncake_store=package))
-    monkeypatch.setitem(sys.modules, "hs_connectors.mooncake_store", package)
-    with pytest.raises(ValueError, match="gone:1: Mooncake setup failed; start mooncake_master there"):
-        Mooncake("gone:1")
-    source = served(packed, target, server)
-    source.servers.reader = Mooncake("here:1")
-    server.named = lambda file: {"handle": file.name}
-    server.always_writes = lambda file, content: Samples.held.update({file.name: content})
-    server.writes = [none]
-    same(steps(source, 3), steps(Live(target, batches(packed), LAYERS), 3), 1e-5)
-    source.close()
-    assert Samples.held == {}
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"url": []}, "features=engine needs features.url"),
-        ({"vllm": None}, "features=engine needs .*features.mooncake"),
+        ({"vllm": None}, "features=engine needs .*features.vllm"),
         ({"url": ["localhost:8000"]}, "features.url=localhost:8000: give a URL such as"),
         ({"on_missing": "compute"}, "features.on_missing=compute computes rows by the target"),
     ],

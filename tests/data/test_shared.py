@@ -41,7 +41,7 @@ def test_published_prompts(shared: Path, chat: PreTrainedTokenizerFast, name: st
 def test_real_chats(
     shared: Path, tokenizer_with: Tokens, config: Config, data: str, share: tuple[float, float]
 ) -> None:
-    path = config(str(shared / "text" / data), max_tokens=100_000)
+    path = config(str(shared / "text" / data), max_tokens=100_000, on_bad="drop")  # one chat of Qwen3 has no answer
     samples = load_samples(path, tokenizer_with(PLAIN), 20)
     assert samples == load_samples(path, tokenizer_with(TAGGED), 20)
     assert share[0] <= sum(sum(s.mask) for s in samples) / sum(len(s.mask) for s in samples) <= share[1]

@@ -208,16 +208,6 @@ def test_a_line_without_an_end_is_named(
     assert len(read(str(tmp_path / "a.jsonl"), "")) == 5
 
 
-@pytest.mark.parametrize(("name", "pack"), [("a.jsonl.gz", gzip.compress), ("a.txt.xz", lzma.compress)])
-def test_a_packed_bomb_is_not_unpacked(
-    name: str, pack: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "LONGEST", 1 << 16)
-    (tmp_path / name).write_bytes(pack(b'{"text": "a b"}\n' + b"\n" * (1 << 22)))
-    with pytest.raises(ValueError, match=r"unpacks to more than 100 times its size, as no text does; unpack it"):
-        read(str(tmp_path / name), "")
-
-
 def test_a_file_of_empty_lines_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "EMPTY", 9)
     (tmp_path / "a.jsonl").write_text("\n".join(['{"text": "x"}' + "\n" * 9] * 2))

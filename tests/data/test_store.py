@@ -68,8 +68,7 @@ def test_a_reader_sees_what_was_finished_meanwhile(tmp_path: Path) -> None:
         ("data", "other rows", "fingerprint of the packed rows"),
         ("length", 7, "data.length"),
         ("layers", (0, 1), "feature layers"),
-        ("dtype", "int8", "features.dtype"),
-        ("teacher", "top_k", "features.teacher"),
+        ("dtype", "fp8", "features.dtype"),
     ],
 )
 def test_a_foreign_store_is_named_and_left_alone(tmp_path: Path, key: str, value: Any, named: str) -> None:

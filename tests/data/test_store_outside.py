@@ -47,7 +47,7 @@ def test_an_entry_of_something_else_is_damaged(folder: Path, values: dict[str, A
 
 @pytest.mark.parametrize(
     "values",
-    [{"shard_rows": 0}, {"rows": -1}, {"dtype": "x"}, {"teacher": "y"}, {"width": 0}, {"layers": [[]]}, {"x": 1}],
+    [{"shard_rows": 0}, {"rows": -1}, {"dtype": "x"}, {"width": 0}, {"layers": [[]]}, {"x": 1}],
 )
 def test_a_meta_file_of_something_else_is_refused(folder: Path, values: dict[str, Any]) -> None:
     change(folder / META, **values)

@@ -46,7 +46,7 @@ def test_its_files_give_the_targets_own_features(tmp_path: Path, name: str) -> N
         assert torch.allclose(states.hidden[real], live.hidden[real], atol=1e-3)
         assert torch.allclose(states.last[real], live.last[real], atol=1e-3)
         assert (states.last[~real] == 0).all()
-        assert copying(states, target.embeddings, spec).result()["last"].shape == (1, 16, 32)
+        assert copying(states, spec).result()["last"].shape == (1, 16, 32)
 
 
 def test_the_last_state_is_where_the_norm_is(tmp_path: Path) -> None:

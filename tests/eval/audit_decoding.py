@@ -33,6 +33,9 @@ FAULTS = {
     "tool_call": "the arguments of a tool call of the model's own choice miss their last token (vllm#41967)",
     "schema": "a grammar does not hold for drafted tokens (vllm#9423)",
     "logprobs": "every token's logprob is 0 (llama.cpp#27972)",
+    "copied_top": "a pass's tokens all have the alternatives of its first",
+    "shifted_top": "a token of a pass has the alternatives of the one before it",
+    "cut_top": "a pass's tokens but for the first have fewer alternatives than asked for",
     "early_stop": "an end token in a draft ends the answer though it was rejected (vllm#42781)",
     "usage": "accepted tokens behind the end are counted (sglang#39826)",
     "stop_string": "a stop string in the middle of a pass lets the rest of the pass out (vllm#47616, sglang#31599)",
@@ -42,6 +45,7 @@ FAULTS = {
     "slow_concurrency": "with more than 4 requests in flight drafts cost more than they bring (llama.cpp#27117)",
     "history": "the last message of the assistant is not read",
 }
+ALTERNATIVES = ("copied_top", "shifted_top", "cut_top")  # faults of the lists of the most probable tokens
 BLOCK = 16  # tokens of a block of the prefix cache
 CHUNK = 512  # tokens of a prompt in one pass
 CROWD = 4  # requests in flight from which on more cost a pass more, where they do at all
@@ -54,6 +58,8 @@ class Step(NamedTuple):
 
     token: int
     scores: Array
+    top: Array | None = None  # scores that its alternatives are listed by, where they are others
+    fewer: int = 0  # alternatives that are left out
 
     @property
     def text(self) -> str:
@@ -131,7 +137,14 @@ class Engine:
         if self.fault == "early_stop" and any(drafted.token == END for drafted in draft):
             steps.append(Step(END, steps[-1].scores))
         self._commit(text, [step.token for step in steps])
-        return steps
+        return self._listed(steps)
+
+    def _listed(self, steps: list[Step]) -> list[Step]:
+        """Return a pass's tokens with the alternatives that are listed of them."""
+        if self.fault in ("copied_top", "shifted_top"):
+            far = self.fault == "copied_top"
+            return [step._replace(top=steps[0 if far else max(0, i - 1)].scores) for i, step in enumerate(steps)]
+        return [step._replace(fewer=2 * (i > 0 and self.fault == "cut_top")) for i, step in enumerate(steps)]
 
     def _seconds(self) -> float:
         crowded = self.fault == "slow_concurrency" and len(self.running) > CROWD

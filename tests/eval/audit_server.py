@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tests.eval.audit_decoding import OFTEN, Decoded, Engine, Step
-from tests.eval.audit_model import VOCAB, Array, Grammar, Sampling, json_program, regex, tokenize
+from tests.eval.audit_model import VOCAB, Grammar, Sampling, json_program, regex, tokenize
 from tests.eval.endpoint_server import MODEL, vllm_page
 
 CONTEXT = 16_384  # tokens of a prompt and its answer
@@ -244,18 +244,15 @@ def _logprobs(ask: Ask, steps: list[Step], fault: str) -> dict[str, Any]:
 
 def _table(step: Step, top: int, fault: str) -> list[dict[str, Any]]:
     """Return the logprobs of a token and then of the most probable ones there."""
-    peak = step.scores.max()
-    values = np.maximum(step.scores - peak - np.log(np.exp(step.scores - peak).sum()), -9999.0)
-    return [_entry(i, 0.0 if fault == "logprobs" else float(values[i])) for i in [step.token, *_largest(values, top)]]
-
-
-def _largest(values: Array, count: int) -> list[int]:
-    order: list[int] = np.argsort(-values)[:count].tolist()
-    return order
-
-
-def _entry(token: int, logprob: float) -> dict[str, Any]:
-    return {"token": VOCAB[token], "logprob": logprob, "bytes": list(VOCAB[token].encode())}
+    values, listed = (
+        np.maximum(scores - scores.max() - np.log(np.exp(scores - scores.max()).sum()), -9999.0)
+        for scores in (step.scores, step.scores if step.top is None else step.top)
+    )
+    entries = [(step.token, values), *((int(i), listed) for i in np.argsort(-listed)[: max(0, top - step.fewer)])]
+    return [
+        {"token": VOCAB[i], "logprob": 0.0 if fault == "logprobs" else float(lp[i]), "bytes": list(VOCAB[i].encode())}
+        for i, lp in entries
+    ]
 
 
 class Http(ThreadingHTTPServer):

@@ -23,6 +23,7 @@ from eval.audit.sampling import OPENING, critical, kernels_of, p_value, permuted
 from eval.audit.view import cut
 from eval.config import eval_config
 from eval.endpoint.replies import Reply, Token, read_replies, read_tokens
+from tests.eval.audit_decoding import ALTERNATIVES
 from tests.eval.audit_decoding import FAULTS as PLANTED
 from tests.eval.audit_proxy import FAULTS as PROXIED
 from tests.eval.audit_proxy import AuditProxy
@@ -34,7 +35,7 @@ NOISE = 0.03
 SMALL = {"prompts": 5, "max_new_tokens": 32}
 AUDITOR = {"requests": 8000, "minutes": 10.0, "concurrency": [1, 6], "borders": [512], "samples": 8,
            "sample_tokens": 12, "near_tie": 0.5, "alpha": 0.0001, "plain": {}}  # fmt: skip
-NAMES = {"temperature": "distribution"}
+NAMES = {"temperature": "distribution", **dict.fromkeys(ALTERNATIVES, "logprobs")}
 # Some that a small audit shows at once; a whole one shows all.
 QUICK = ("stale_cache", "penalty", "tool_call")
 

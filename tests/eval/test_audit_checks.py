@@ -222,22 +222,44 @@ def without_logprobs(_: Body, events: list[Body]) -> None:
 
 def of_other_tokens(_: Body, events: list[Body]) -> None:
     for choice in (choice for event in events for choice in event["choices"]):
-        for entry in (choice.get("logprobs") or {}).get("content") or []:
+        logprobs = choice.get("logprobs") or {}
+        for entry in logprobs.get("content") or []:
             entry.update(token="x", bytes=[120])
+        if "tokens" in logprobs:
+            logprobs["tokens"] = ["x"] * len(logprobs["tokens"])
 
 
+@pytest.mark.parametrize(("chat", "stream"), [(True, True), (False, False)])  # the replies that have the fault
 @pytest.mark.parametrize(
     ("change", "note"),
-    [(without_logprobs, "no logprobs"), (of_other_tokens, "the tokens of the logprobs are not those of the text")],
+    [
+        (without_logprobs, "no logprobs"),
+        (of_other_tokens, "the tokens of the logprobs are not those of the text"),
+        ("copied_top", "an alternative to token"),
+        ("shifted_top", "an alternative to token"),
+        ("cut_top", "alternatives where the baseline lists"),
+    ],
 )
-def test_missing_and_foreign_logprobs_are_reproduced(
-    change: Any, note: str, tmp_path: Path, server: AuditServer, baseline: AuditServer, only: Any,
+def test_wrong_logprobs_are_named_and_reproduced(
+    change: Any, note: str, stream: bool, chat: bool, tmp_path: Path, server: AuditServer, baseline: AuditServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    only("logprobs")
-    changing(server, monkeypatch, change)
-    finding = finding_of(ask(tmp_path, server.url, baseline.url), "logprobs")
-    assert (finding["status"], finding["differences"][0]["note"]) == (FAILED, note)
+    monkeypatch.setattr("eval.audit.run.CHECKS", {"logprobs": CHECKS["logprobs"]})
+    clean, faulty = server.events, AuditServer(fault=change).events if isinstance(change, str) else server.events
+
+    def events(path: str, body: Any) -> Any:
+        wrong = bool(body.get("stream")) == stream
+        listed = list((faulty if wrong else clean)(path, body))
+        if wrong and callable(change):
+            change(body, listed)
+        yield from listed
+
+    monkeypatch.setattr(server, "events", events)
+    client = {"model": None, "chat": chat, "timeout": 60.0, "patience": 1.0, "api_key_env": "NONE", "extra": {}}
+    finding = finding_of(ask(tmp_path, server.url, baseline.url, client=client), "logprobs")
+    assert (finding["status"], finding["fault"]) == (FAILED, "logprobs")
+    assert note in finding["differences"][0]["note"]
+    assert finding["summary"] == "5 of 10 replies hold"
     script = [sys.executable, str(tmp_path / REPRODUCTION)]
     shown = subprocess.run([*script, server.url, baseline.url], capture_output=True, text=True, check=False)
     same = subprocess.run([*script, baseline.url, baseline.url], capture_output=True, text=True, check=False)

@@ -1,6 +1,7 @@
 """What the audit makes of servers that fail now and then, and which fault it names."""
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,17 +11,20 @@ from eval.audit.compare import (
     FAULT,
     NEAR_TIE,
     NOT_OFFERED,
+    NOT_RUN,
     PASSED,
     UNDECIDED,
     UNEXPLAINED,
     Audit,
     Comparer,
+    Difference,
     Finding,
+    breach,
 )  # fmt: skip
 from eval.audit.greedy import borders
-from eval.audit.properties import checked, limits
+from eval.audit.properties import checked, limits, logprobs_hold, stop_strings, usage
 from eval.audit.run import difference_record, verdict_of
-from eval.audit.sampling import CHUNK, sampling
+from eval.audit.sampling import AGAIN, CHUNK, sampling
 from eval.audit.view import one_line
 from eval.config import AuditorConfig
 from eval.endpoint.questions import Question
@@ -108,11 +112,57 @@ def test_without_borders_none_were_asked_for() -> None:
     assert (finding.status, finding.summary) == (NOT_OFFERED, "no borders were to be tried: auditor.borders is empty")
 
 
-def test_the_verdict_says_what_cannot_be_judged() -> None:
-    findings = [Finding("identity", PASSED, ""), Finding("sampling", UNDECIDED, "most requests fail: http_503")]
-    verdict = verdict_of([*findings, Finding("speed", PASSED, "", figures={"drafts": 1})], "", 0.5)
-    assert verdict.status == UNDECIDED
-    assert verdict.sentence == "no fault in 1 checks, but sampling cannot be judged: most requests fail: http_503"
+def test_the_second_round_of_samples_has_seeds_of_its_own_on_either_side() -> None:
+    seeds: list[tuple[str, int]] = []
+
+    def one(side: str, question: Question) -> Reply:
+        seeds.append((side, question.body["seed"]))
+        return Reply(text="w0 and more" if side == "audited" else f"w{len(seeds) * 5 % 8} and more")
+
+    audit = audit_of(lambda _, __: Reply(), prompts=1, alpha=0.01)
+    audit.asker.one = one
+    assert sampling(audit, "sampling").status == FAILED
+    assert len(seeds) == 2 * audit.auditor.samples * (1 + AGAIN)
+    assert len({seed for _, seed in seeds}) == len(seeds)
+
+
+FAILING = breach(Question("q", "/completions", {}), "a", "b", "usage", "counted wrongly")
+DIFFERING = FAILING._replace(kind=UNEXPLAINED, fault="")
+
+
+@pytest.mark.parametrize(
+    ("status", "differences", "drafts", "ended", "near_tie", "expected", "sentence"),
+    [
+        (PASSED, [], 1, "", 4.0, PASSED, "no fault in 2 checks"),
+        (PASSED, [], None, "", 0.5, PASSED, "no fault in 2 checks"),
+        (
+            PASSED, [], 0, "", 0.5, UNDECIDED,
+            "no fault in 2 checks, but the server counts no drafts: does it speculate?",
+        ),
+        (PASSED, [], 1, "", 4.1, UNDECIDED, "the baseline left its own answers across 2.0 nats: is it greedy?"),
+        (PASSED, [], 1, "interrupted", 0.5, UNDECIDED, "no fault in 2 checks, then interrupted"),
+        (NOT_OFFERED, [], 1, "", 0.5, PASSED, "no fault in 1 checks"),
+        (UNDECIDED, [], 1, "", 0.5, UNDECIDED, "no fault in 1 checks, but usage cannot be judged: why"),
+        (
+            UNDECIDED, [DIFFERING], 1, "", 0.5, UNDECIDED,
+            "answers differ in usage, and no logprobs say whether at near ties",
+        ),
+        (FAILED, [FAILING], 0, "", 4.1, FAILED, "not lossless: usage failed"),
+        (FAILED, [FAILING], 1, "interrupted", 0.5, FAILED, "not lossless: usage failed, then interrupted"),
+    ],
+)  # fmt: skip
+def test_the_verdict_of_findings(
+    status: str, differences: list[Difference], drafts: int | None, ended: str, near_tie: float, expected: str,
+    sentence: str,
+) -> None:  # fmt: skip
+    findings = [Finding("identity", PASSED, ""), Finding("usage", status, "why", differences)]
+    verdict = verdict_of([*findings, Finding("speed", PASSED, "", figures={"drafts": drafts})], ended, near_tie)
+    assert (verdict.status, verdict.sentence) == (expected, sentence)
+    assert verdict.fault == ("usage" if expected == FAILED else "")
+    first = verdict_of(
+        [Finding("identity", NOT_OFFERED, "http_400"), Finding("speed", NOT_RUN, "", figures={"drafts": 1})], "", 0.5
+    )
+    assert first[:2] == (UNDECIDED, "nothing could be compared: http_400")
 
 
 @pytest.mark.parametrize(
@@ -183,3 +233,128 @@ def test_an_answer_cut_by_max_tokens_says_so_as_the_baseline_s_does(
     audit = audit_of(lambda side, _: Reply(text="a b", completion_tokens=2, finish=finishes[side]))
     finding = limits(audit)
     assert (finding.status, finding.fault) == (status, "limit" if status == FAILED else "")
+
+
+ONE = Reply(text="a b", completion_tokens=1, finish="length", prompt_tokens=3, total_tokens=4)
+STOPPED = Reply(text="one two", finish="stop", completion_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("check", "theirs", "ours", "note"),
+    [
+        (limits, ONE, ONE._replace(text="a c"), None),  # another token of as many
+        (limits, ONE, ONE._replace(text="a", completion_tokens=0, finish="stop"), None),
+        (limits, ONE, ONE._replace(text="a"), "1 tokens: 'a' is cut short"),
+        (limits, ONE, ONE._replace(text="a b c", completion_tokens=2), "2 tokens where max_tokens is 1, finish_reason"),
+        (limits, ONE, ONE._replace(text="a", completion_tokens=0), "0 tokens where max_tokens is 1, finish_reason"),
+        (limits, ONE, ONE._replace(text="a b c", completion_tokens=None), None),
+        (stop_strings, STOPPED, STOPPED, None),
+        (stop_strings, STOPPED, STOPPED._replace(text="one two three"), "the stop string ' three' is in the text"),
+        (stop_strings, STOPPED, STOPPED._replace(finish="length"), "finish_reason length where the baseline stops at"),
+        (stop_strings, STOPPED, STOPPED._replace(text="one", finish="length"), None),  # another answer
+        (stop_strings, STOPPED._replace(finish="length"), STOPPED._replace(finish="length"), None),
+        (usage, ONE, ONE, None),
+        (usage, ONE, ONE._replace(prompt_tokens=4), "4 tokens of the prompt, the baseline counts 3"),
+        (usage, ONE, ONE._replace(completion_tokens=2), "2 tokens of the same text, the baseline counts 1"),
+        (usage, ONE, ONE._replace(text="c", completion_tokens=2, total_tokens=5), None),
+        (usage, ONE, ONE._replace(text="c", completion_tokens=2), "3 and 2 tokens add up to 4"),
+        (usage, ONE, ONE._replace(total_tokens=5), "3 and 1 tokens add up to 5"),
+        (usage, ONE, ONE._replace(total_tokens=None), None),
+    ],
+)
+def test_both_outcomes_of_what_a_reply_must_hold(
+    check: Callable[[Audit], Finding], theirs: Reply, ours: Reply, note: str | None
+) -> None:
+    audit = audit_of(lambda side, _: ours if side == "audited" else theirs, prompts=1)
+    answers = {question.content: [Reply(text="one two three four")] for question in audit.questions}
+    audit.comparer = Comparer(audit.asker, 0.5)
+    audit.comparer.answers = answers
+    finding = check(audit)
+    assert finding.status == (FAILED if note else PASSED)
+    assert not note or finding.differences[0].note.startswith(note)
+
+
+def listed(*tokens: str, also: str = "vwxyz", **values: float) -> Reply:
+    """Return a reply whose tokens' lists hold each token at -0.5 and others from -1 on, but for the `values`."""
+    tops = [{token: -0.5, **{other: -1.0 - i for i, other in enumerate(also) if other != token}} for token in tokens]
+    for top in tops:
+        top.update((key, value) for key, value in values.items() if key in top)
+    made = [
+        Token(token.encode(), values.get(token, -0.5), {key.encode(): value for key, value in top.items()})
+        for token, top in zip(tokens, tops, strict=True)
+    ]
+    return Reply("".join(tokens), tokens=tuple(made))
+
+
+def at(reply: Reply, index: int, other: Reply) -> Reply:
+    """Return a reply with the list of another one's token at an index."""
+    tokens = list(reply.tokens)
+    tokens[index] = tokens[index]._replace(top=other.tokens[index].top)
+    return reply._replace(tokens=tuple(tokens))
+
+
+FIVE = listed(*"abcde", also="wxyz")  # lists of five, the token's own entry among them
+LOW = listed("a", also="wxyz", a=-3.0)  # the token is not the most probable
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "note"),
+    [
+        (FIVE, FIVE, None),
+        (FIVE, listed(*"abcde", also="wxyz", b=-0.9), None),
+        (FIVE, listed(*"abcde", also="wxyz", b=0.1), "token 1 has 0.100 where the baseline has -0.500"),
+        (FIVE, listed(*"abcde", also="wxyz", **dict.fromkeys("abcde", -0.38)), None),
+        (FIVE, listed(*"abcde", also="wxyz", **dict.fromkeys("abcde", -0.36)), "token 0 has -0.360 where"),
+        (FIVE, at(FIVE, 2, listed(*"abcde", also="wxyz", z=-4.9)), None),
+        (FIVE, at(FIVE, 2, listed(*"abcde", also="wxyz", z=-5.1)), "an alternative to token 2 has -5.100 where"),
+        (FIVE, at(FIVE, 2, listed(*"abcde", also="wxyu", u=-3.1)), None),  # as the last one any may be listed
+        (FIVE, at(FIVE, 2, listed(*"abcde", also="wxyu", u=-2.9)), "an alternative to token 2 has -2.900 where"),
+        (
+            FIVE,
+            at(FIVE, 2, listed(*"abcde", also="xyzu", x=-2.0, y=-3.0, z=-4.0, u=-4.5)),
+            "an alternative to token 2 has -4.500 where the baseline has -1.000",
+        ),
+        (FIVE, listed(*"abcde", also="wxy"), "token 0 lists 4 alternatives where the baseline lists 5"),
+        (FIVE, at(FIVE, 2, listed(*"abcde", also="wxy")), None),  # two of the same text are one
+        (FIVE, at(FIVE, 2, listed(*"abcde", also="wx")), "token 2 lists 3 alternatives where the baseline lists 5"),
+        (FIVE, listed(*"abcde", also=""), "token 0 lists 1 alternatives where the baseline lists 5"),
+        (at(FIVE, 2, listed(*"abcde", also="wxyzv")), FIVE, None),  # the token in addition to the five asked for
+        (FIVE, listed("a", "x", "c", also="wxyz", c=-3.0), "token 2 is not the first of its alternatives"),
+        (FIVE, listed("a", "x", "c", also="wxyz", c=-1.4), None),  # behind a near tie nothing is compared
+        (FIVE, at(FIVE, 1, listed("a", "q", *"cde", also="wxyz")), "an alternative to token 1 has"),
+        (FIVE, Reply("abcde"), "no logprobs"),
+        (FIVE, FIVE._replace(text="other"), "the tokens of the logprobs are not those of the text"),
+    ],
+)
+def test_logprobs_are_the_baseline_s_with_their_alternatives(theirs: Reply, ours: Reply, note: str | None) -> None:
+    audit = audit_of(lambda side, _: ours if side == "audited" else theirs)
+    audit.comparer = SimpleNamespace(near_tie=0.5)
+    finding = logprobs_hold(audit)
+    assert finding.status == (FAILED if note else PASSED)
+    assert not note or finding.differences[0].note.startswith(note)
+    assert finding.summary == f"{0 if note else 8} of 8 replies hold"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "summary"),
+    [
+        (LOW, LOW, "8 of 8 replies hold; of the baseline itself token 0 is not the first of its alternatives"),
+        (
+            listed("a", also="vw"),
+            listed("a"),
+            "8 of 8 replies hold; of the baseline itself token 0 lists 3 alternatives where 5 were asked for",
+        ),
+        (
+            Reply("a", tokens=(Token(b"a", -0.5, {}),)),
+            listed("a"),
+            "8 of 8 replies hold; of the baseline itself token 0",
+        ),
+        (Reply("a"), listed("a"), "the baseline gives no logprobs"),
+    ],
+)
+def test_alternatives_that_the_baseline_breaks_are_said(theirs: Reply, ours: Reply, summary: str) -> None:
+    audit = audit_of(lambda side, _: ours if side == "audited" else theirs)
+    audit.comparer = SimpleNamespace(near_tie=0.5)
+    finding = logprobs_hold(audit)
+    assert finding.status == (PASSED if theirs.tokens else NOT_OFFERED)
+    assert finding.summary.startswith(summary)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from data.answers.client import Client, EndpointConfig, EndpointError
-from tests.eval.audit_decoding import CHUNK, FAULTS
+from tests.eval.audit_decoding import ALTERNATIVES, CHUNK, FAULTS
 from tests.eval.audit_model import END, SIZE, Cursor, target, tokenize
 from tests.eval.audit_server import AuditServer
 from tests.eval.endpoint_server import DEPTH, MODEL
@@ -320,6 +320,30 @@ def test_streaming(base: AuditServer, faulty: AuditServer) -> None:
 def test_logprobs(faulty: AuditServer) -> None:
     reply = ask(faulty, "hail", logprobs=2)
     assert set(reply["choices"][0]["logprobs"]["token_logprobs"]) == {0.0}
+
+
+@pytest.mark.parametrize("fault", ALTERNATIVES)
+def test_alternatives(clean: AuditServer, fault: str) -> None:
+    fields: dict[str, Any] = {"prompt": ["hail"], "logprobs": True, "top_logprobs": 5}
+    right, wrong = (
+        [
+            choice["logprobs"]["content"]
+            for event in stream(server, **fields)
+            for choice in event["choices"]
+            if choice.get("logprobs")
+        ]
+        for server in (clean, AuditServer(fault=fault))
+    )
+    for one, other in zip(right, wrong, strict=True):
+        tops = [entry.pop("top_logprobs") for entry in one]
+        expected = {
+            "copied_top": tops[:1] * len(tops),
+            "shifted_top": [tops[0], *tops[:-1]],
+            "cut_top": [tops[0], *(top[:3] for top in tops[1:])],
+        }
+        assert [entry.pop("top_logprobs") for entry in other] == expected[fault]
+        assert one == other
+    assert max(map(len, right)) > 2
 
 
 def test_penalty(base: AuditServer, clean: AuditServer, faulty: AuditServer) -> None:

@@ -16,7 +16,7 @@ from tests.eval.serving import PROMPTS, config, expected, refuse, rows_of
 def test_no_server(log: Path) -> None:
     with Served() as gone:
         pass
-    refuse(log, r"/v1/models: unreachable \(ConnectionRefusedError.*; start the endpoint, or correct endpoint=", gone)
+    refuse(log, r"/v1/models: unreachable \(ConnectError.*; start the endpoint, or correct endpoint=", gone)
 
 
 def test_a_model_that_is_not_served(served: Served, log: Path) -> None:

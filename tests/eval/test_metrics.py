@@ -36,6 +36,17 @@ def test_tau_had_drafts_ended_at_a_depth() -> None:
     assert metrics.acceptance([generation(1)]).tau_within_depth == []
 
 
+def test_counts_that_one_request_lacks_are_unknown_of_all() -> None:
+    known, unknown = metrics.Passes(5, 2, 6, 3, (2, 1, 0)), metrics.Passes(4, 2, None, 2, (2,))
+    total = metrics.Passes(9, 4, 8, 5, (3, 2, 0))
+    found = metrics.pooled([known, unknown])
+    assert (found.draft_tokens, found.accepted_per_draft_token) == (0, None)
+    assert found.definitions["committed_per_verified"] is None
+    assert metrics.pooled([known]).definitions["committed_per_verified"] == 5 / 8
+    apart = metrics.pooled([known, unknown], total)
+    assert (apart.draft_tokens, apart.accepted_by_depth, apart.tau_within_depth) == (8, [3 / 4, 2 / 4], [7 / 4, 9 / 4])
+
+
 def test_a_pass_whose_draft_ends_the_answer_commits_no_bonus() -> None:
     """The last pass accepts two tokens, the second of which ends the answer: cut at depth 1 it would be the bonus."""
     found = metrics.acceptance([generation(6, [(3, 2), (3, 2)]), generation(3, [(3, 0), (3, 0)])])
@@ -61,6 +72,25 @@ def test_speed_is_a_ratio_of_sums_without_the_prefill() -> None:
     assert metrics.over(metrics.decoding([LONG, SHORT]), metrics.decoding(plain)) == pytest.approx(
         (10 / 2.5) / (10 / 8)
     )
+
+
+def test_a_side_without_a_speed_has_no_ratio_and_no_difference() -> None:
+    pairs, ended = [(3, 1.0)] * 2, [(0, 0.0)] * 2
+    assert metrics.over(pairs, ended) is metrics.over(ended, pairs) is None
+    assert metrics.difference(pairs, ended, 0) is metrics.difference(ended, pairs, 0) is None
+
+
+def test_quantiles_are_of_what_was_measured() -> None:
+    expected = {"p5": 1.2, "p25": 2, "p50": 3, "p75": 4, "p95": 4.8}
+    assert metrics.quantiles([None, 5, 1, 2, None, 4, 3]) == pytest.approx(expected)
+    assert metrics.quantiles([None]) == {}
+
+
+def test_the_rules_are_those_of_steps_with_a_draft() -> None:
+    other = generation(4, [(2, 1)])
+    other.steps[0] = other.steps[0]._replace(rule="block")
+    assert metrics.rules_used([LONG, other, generation(3, [(0, 0)] * 2)]) == "block + point_mass"
+    assert metrics.rules_used([generation(3, [(0, 0)] * 2)]) == "none"
 
 
 def test_headroom_hides_the_shorter_of_drafting_and_verifying() -> None:
@@ -143,6 +173,27 @@ def test_turns_of_one_conversation_are_drawn_together() -> None:
     assert metrics.tau_interval(mixed, 1, [8, 3, 8, 3, 8, 5]) == metrics.bootstrap(sums, lambda s: s[:, 0] / s[:, 1], 1)
 
 
+def test_a_difference_has_the_interval_of_paired_sums() -> None:
+    fast, slow = metrics.decoding(TURNS), [(5, 2.1), (9, 3.3), (7, 2.7), (3, 1.9), (8, 3.1), (2, 1.3)]
+    sums = torch.zeros(3, 4, dtype=torch.float64)
+    for group, ours, theirs in zip([0, 0, 1, 1, 1, 2], fast, slow, strict=True):
+        sums[group] += torch.tensor([*ours, *theirs], dtype=torch.float64)
+    interval = metrics.bootstrap(sums, lambda s: s[:, 0] / s[:, 1] - s[:, 2] / s[:, 3], 1)
+    assert interval is not None
+    total = sums.sum(0)
+    found = metrics.difference(fast, slow, 1, OF)
+    expected = {"difference": float(total[0] / total[1] - total[2] / total[3]), "low": interval[0], "high": interval[1]}
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert metrics.paired_interval(fast, slow, 1, OF, torch.sub) == pytest.approx(interval, rel=1e-12)
+
+
+def test_an_interval_leaves_out_as_much_below_as_above() -> None:
+    columns = torch.rand(20, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    up, down = (metrics.bootstrap(sign * columns, lambda s: s[:, 0], 3) for sign in (1, -1))
+    assert up is not None
+    assert down == pytest.approx((-up[1], -up[0]))
+
+
 def test_single_turns_have_the_intervals_of_requests() -> None:
     plain = [generation(len(run.tokens), [(0, 0)] * 4, seconds=3.0) for run in TURNS]
     assert intervals(TURNS, plain, [7, 2, 9, 0, 4, 1]) == intervals(TURNS, plain, None)
@@ -180,3 +231,13 @@ def test_end_to_end_the_prefills_token_and_seconds_count_too() -> None:
     runs = [replace(generation(6, [(0, 0)] * 5, seconds=1.0), prefill_s=0.5) for _ in range(2)]
     assert metrics.speed(metrics.end_to_end(runs)) == pytest.approx(6 / 1.5)
     assert metrics.speed(metrics.decoding(runs)) == pytest.approx(5 / 1.0)
+
+
+def test_an_interval_is_of_95_percent() -> None:
+    """Of many alike requests as wide as a normal one: 2 * 1.96 standard errors, where 90 % would take 2 * 1.64."""
+    tokens = 5.0 + torch.randn(400, 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    columns = torch.cat([tokens, torch.ones(400, 1, dtype=torch.float64)], 1)
+    found = metrics.bootstrap(columns, lambda total: total[:, 0] / total[:, 1], 0)
+    assert found is not None
+    assert found[1] - found[0] == pytest.approx(2 * 1.96 * float(tokens.std()) / 20, rel=0.08)
+    assert sum(found) / 2 == pytest.approx(float(tokens.mean()), rel=0.01)

@@ -118,6 +118,18 @@ def test_the_capital_is_fair_at_the_reference_mean() -> None:
     assert np.mean(evidence) <= 1.0
 
 
+def test_what_chose_the_scales_is_not_bet_on() -> None:
+    def evidence(quiet: int) -> float:
+        """Return the evidence of a fall after a reference whose first tenth part ..."""
+        detector = Detector(config())
+        for accepted in (*[quiet] * 8, 2, 2, *[1] * 30, *[0] * 10):
+            detector.update(Observation(counted([accepted] * 10, 30, 10 + 10 * accepted), "a"))
+        assert {mean.scale for mean in detector.means.values()} == {1.0, 2.0}
+        return sum(mean.weight * mean.evidence for mean in detector.means.values())
+
+    assert evidence(0) == evidence(1) > 1
+
+
 def test_the_change_is_where_the_means_differ_most() -> None:
     assert changed_at(np.array([2.0] * 30 + [1.0] * 10)) == 30
     assert changed_at(np.array([1.0] * 30 + [2.0] * 10)) == 0

@@ -106,7 +106,7 @@ def embedding() -> Tensor:
 
 def block(**options: Any) -> nn.Module:
     """Return a block head whose mask slots hold a token's embedding."""
-    head = made("block", causal=False, **options)
+    head = made("block", **{"causal": False} | options)
     head.state_dict()["mask"].copy_(embedding()[7])
     return head
 
@@ -265,12 +265,12 @@ def dspark() -> tuple[nn.Module, Tensors, dict[str, Any]]:
 
 
 def dspark_of_states_alone() -> tuple[nn.Module, Tensors, dict[str, Any]]:
-    head = block(from_anchor=True, markov_rank=6, confidence=True)
+    head = block(from_anchor=True, markov_rank=6, confidence=True, causal=True)
     weight = head.state_dict()["confidence.weight"]
     weight[:, 32:] = 0  # a confidence that does not read the token before
     tensors = without_mask(renamed(head, *DFLASH)) | {"confidence_head.proj.weight": weight[:, :32].clone()}
     config = {key: value for key, value in DFLASH_CONFIG.items() if key != "dflash_config"}
-    flat = {"aux_hidden_state_layer_ids": [1, 3], "mask_token_id": 7, "block_size": 4}
+    flat = {"aux_hidden_state_layer_ids": [1, 3], "mask_token_id": 7, "block_size": 4, "is_causal": True}
     return head, tensors, {**config, **flat, "speculators_model_type": "dspark"}
 
 

@@ -1,10 +1,12 @@
 """user_errors(): one line and status 2 for users, a traceback when debugging or for a programmer's error."""
 
 import logging
+import os
+import signal
 
 import pytest
 
-from heads.common.errors import user_errors
+from heads.common.errors import keeping, terminate, user_errors
 
 
 class PanicException(BaseException):
@@ -24,12 +26,23 @@ def test_one_line_and_status(
     assert capsys.readouterr().err == "error: a b\n"
 
 
-def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "name", "status"), [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGTERM, "SIGTERM", 143)]
+)
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_signal_is_one_line_of_the_first_process(
+    number: int, name: str, status: int, rank: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("HEADSTART_DEBUG", raising=False)
-    with pytest.raises(SystemExit) as caught, user_errors():
-        raise KeyboardInterrupt
-    assert caught.value.code == 130
-    assert capsys.readouterr().err == "stopped by Ctrl-C\n"
+    monkeypatch.setenv("RANK", rank)
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        with pytest.raises(SystemExit) as caught, user_errors(), keeping(lambda: "all"), keeping(lambda: "two files"):
+            os.kill(os.getpid(), number)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert caught.value.code == status
+    assert capsys.readouterr().err == ("" if rank == "1" else f"stopped by {name}; two files\n")
 
 
 def test_decorates() -> None:

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from heads.formats.published import load_published
-from heads.formats.published.export import FORMATS, export
+from heads.formats.published import load_published, mimo
+from heads.formats.published.export import FORMATS, export, refusals
+from heads.modules.layers import LayerSpec
+from tests import toys
 from tests.heads import foreign
 from tests.heads.exporting import SAID, TOKENS, assert_same, chain, exported, made, served, target, told
 from tests.heads.stub import head as stub
@@ -113,10 +115,23 @@ CASES = {
 }  # fmt: skip
 
 
+LAYER = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "rope_theta", "rope_scaling", "norm_eps")
+NUMBERS = toys.all_pairs({name: toys.LAYERED[name] for name in LAYER})
+TAKES_THE_TARGETS = ("mtp", "hydra")  # of which the formats say no numbers
+
+
+def made_for(name: str) -> Any:
+    """Return a case's head, each with other numbers of its layers."""
+    case = CASES[name]
+    layered = "norm_eps" in toys.HEAD_CONFIGS[case.kind] and case.kind not in TAKES_THE_TARGETS
+    numbers = NUMBERS[[*CASES].index(name) % len(NUMBERS)] if layered else {}
+    return masked(made(case.kind, **numbers | case.options))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_an_engine_drafts_what_we_draft(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    head = masked(made(case.kind, **case.options))
+    head = made_for(name)
     folder = exported(head, case.form, tmp_path / "head")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["head"]
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
@@ -127,10 +142,14 @@ def test_an_engine_drafts_what_we_draft(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_what_was_exported_is_read_back(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     case = CASES[name]
-    head = masked(made(case.kind, **case.options))
+    head = made_for(name)
     with caplog.at_level(logging.WARNING):
         loaded: Any = load_published(exported(head, case.form, tmp_path), target().embeddings)
     assert caplog.text == ""
+    assert loaded.max_depth == head.max_depth
+    if head.keeps_rows:
+        numbers = [LayerSpec.of(each.config, target().embeddings) for each in (loaded, head)]
+        assert numbers[0] == numbers[1]
     assert sorted(loaded.feature_layers) == list(loaded.feature_layers)
     order = sorted(range(len(head.feature_layers)), key=lambda i: head.feature_layers[i])
     ours, theirs = head.state_dict(), loaded.state_dict()
@@ -148,6 +167,31 @@ def test_what_was_exported_is_read_back(name: str, tmp_path: Path, caplog: pytes
     assert ours.keys() <= theirs.keys()
     for key, tensor in ours.items():
         assert torch.equal(tensor, theirs[key]), key
+
+
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 16}
+SCALINGS = {"linear": {"rope_type": "linear", "factor": 4.0}, "llama3": LLAMA3["rope_scaling"], "yarn": YARN,
+            "yarn with all numbers": {**YARN, "attention_factor": 0.8, "beta_fast": 8.0}}  # fmt: skip
+SCALED = [
+    *(("EAGLE-3 vLLM", scaling) for scaling in SCALINGS),
+    *((name, "yarn") for name in ("P-EAGLE vLLM", "EAGLE-1 SGLang", "MTP SGLang", "DFlash", "EAGLE-3 of llama.cpp")),
+]
+
+
+@pytest.mark.parametrize(("name", "scaling"), SCALED)
+def test_scaled_positions_draft_as_transformers_rotates_and_are_read_back(
+    name: str, scaling: str, tmp_path: Path
+) -> None:
+    """The reading rotates by transformers' LlamaRotaryEmbedding of the exported config.json."""
+    case, positions = CASES[name], {"rope_theta": 5e5, "rope_scaling": SCALINGS[scaling]}
+    head = masked(made(case.kind, **case.options | positions))
+    folder = exported(head, case.form, tmp_path / "head")
+    ours = chain(head, 4)
+    assert_same(case.reading(folder, told(), TOKENS[1:], 4), ours)
+    plain = chain(masked(made(case.kind, **case.options | {**positions, "rope_scaling": None})), 4)
+    assert not torch.allclose(plain[0], ours[0], rtol=1e-3), "the scaling changes nothing here"
+    loaded: Any = load_published(folder, target().embeddings)
+    assert (loaded.config.rope_theta, loaded.config.rope_scaling) == tuple(positions.values())
 
 
 def test_every_format_and_head_is_tried() -> None:
@@ -225,6 +269,10 @@ def test_an_identity_head_drafts_the_targets_own_next_token(name: str, tmp_path:
         ("mtp", {"rope_theta": 5e5}, "vllm", "positions .*500000.*and vLLM takes the target's"),
         ("mtp", {"head_dim": 4}, "sglang", "4 heads of 4, .* 8 wide; train head=eagle3, or .*head.head_dim=8"),
         ("eagle3", {"norm_output": True}, "gguf", "norm_output=true"),
+        (
+            "eagle3", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64,
+                                        "mscale": 1.0}}, "gguf", "yarn with mscale, which is not written",
+        ),
         ("eagle3", {"feature_layers": [2, 5]}, "gguf", "2 feature layers, and llama.cpp reads three"),
         ("block", {**BLOCK, **DFLASH2}, "gguf", "selector_rank=6"),
         ("medusa", {"draft_vocab": 30}, "vllm", "draft_vocab=30"),
@@ -237,6 +285,9 @@ def test_an_identity_head_drafts_the_targets_own_next_token(name: str, tmp_path:
         ("hydra", {"intermediate_size": 24}, "hydra", "intermediate_size=24, and the authors' code takes 48"),
         ("block", {**BLOCK, "mask_token": None}, "dflash", "a mask slot that was trained"),
         ("block", BLOCK, "dflash", "a mask slot that is not the target's embedding of token 7"),
+        ("eagle3", {"qk_norm": True}, "eagle", "qk_norm=true"),
+        ("eagle3", {"joint_norm": True}, "eagle", "joint_norm=true"),
+        ("eagle3", {"kv_injection": True}, "eagle", "kv_injection=true"),
         ("block", {**BLOCK, "qk_norm": False}, "vllm", "qk_norm=false"),
         ("block", {**BLOCK, "lm_head": "own"}, "vllm", "lm_head=own"),
         ("block", {**BLOCK, "draft_vocab": 30}, "sglang", "draft_vocab=30"),
@@ -285,6 +336,36 @@ def test_a_target_that_rotates_a_part_is_refused_where_its_positions_are_taken(t
     with pytest.raises(ValueError, match=r"partial_rotary_factor=1\.0, and the authors' code takes 0\.5"):
         exported(made("hydra"), "hydra", tmp_path, config=said)
     exported(made("mtp"), "sglang", tmp_path, config=said)
+
+
+def test_an_mtp_module_has_the_targets_eps_where_vllm_takes_it(tmp_path: Path) -> None:
+    exported(made("mtp"), "vllm", tmp_path / "unsaid", config={})
+    other = {**SAID, "rms_norm_eps": 1e-3}
+    with pytest.raises(ValueError, match=r"norm_eps 1e-05, and vLLM takes the target's, 0\.001"):
+        exported(made("mtp"), "vllm", tmp_path / "other", config=other)
+    exported(made("mtp"), "sglang", tmp_path / "other", config=other)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "form", "said"),
+    [
+        ("medusa", {}, "medusa", {"version": "1", "medusa_num_heads": 4}),
+        ("medusa", {"lm_head": "shared"}, "medusa", {"version": "2"}),
+        ("eagle3", OWN_PLACE, "eagle", {"bias": False, "tie_word_embeddings": False, "draft_vocab_size": 30}),
+        ("hydra", {"tied": True, "layers": 4, "lm_head_bias": True}, "hydra", {"rms_norm_eps": 1e-5}),
+    ],
+)
+def test_a_config_says(kind: str, options: dict[str, Any], form: str, said: dict[str, Any], tmp_path: Path) -> None:
+    config = json.loads((exported(made(kind, **options), form, tmp_path) / "config.json").read_text())
+    assert {key: config[key] for key in said} == said
+
+
+def test_the_readers_that_do_not_take_a_head_are_named_with_their_reason() -> None:
+    reasons = refusals(made("mtp", qk_norm=True), served())
+    assert reasons == {"sglang": "the head has qk_norm=true, which the format cannot say"}
+    assert refusals(made("medusa"), served()) == {}
+    assert mimo.overrides({"qk_norm": True}) == {"num_nextn_predict_layers": 1, "qk_norm": True}
+    assert mimo.overrides({}) == {"num_nextn_predict_layers": 1}
 
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:

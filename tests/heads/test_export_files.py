@@ -52,7 +52,7 @@ TENSORS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "infinite": (lambda t: t["fc.weight"][0, 3].fill_(float("inf")), "fc.weight holds values that are not finite"),
     "offsets that repeat": (moved(1), "d2t does not lead to increasing ids below 40"),
     "offsets below": (moved(-1), "d2t does not lead to increasing ids below 40"),
-    "offsets above": (lambda t: t["d2t"][-1].add_(40), "d2t does not lead to increasing ids below 40"),
+    "offsets above": (lambda t: t["d2t"][-1].fill_(40 - 29), "d2t does not lead to increasing ids below 40"),
     "mask": (lambda t: t["t2d"].copy_(torch.arange(40) < 30), "d2t and t2d do not name the same tokens"),
 }
 

@@ -55,6 +55,14 @@ def test_eagle3_is_written_with_rotary_pairs_side_by_side(tmp_path: Path) -> Non
     assert (fields["tokenizer.ggml.tokens"][5], fields["tokenizer.ggml.bos_token_id"]) == ("w5", 3)
 
 
+def test_positions_that_are_stretched_are_said(tmp_path: Path) -> None:
+    linear = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    file, _ = written("eagle3", PLAIN | linear, tmp_path)
+    fields = {name: field.contents() for name, field in file.fields.items()}
+    said = {"scaling.type": "linear", "scaling.factor": 4.0, "freq_base": 5e5, "dimension_count": 8}
+    assert {key: fields[f"eagle3.rope.{key}"] for key in said} == said
+
+
 def test_dspark_is_written_in_its_dtype_with_vectors_in_fp32(tmp_path: Path) -> None:
     file, tensors = written("block", DSPARK, tmp_path, dtype=torch.bfloat16)
     kinds = {tensor.name: tensor.tensor_type.name for tensor in file.tensors}

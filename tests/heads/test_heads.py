@@ -1,23 +1,28 @@
 """Test 3 of the design: `unroll` is `extend` and `expand` done for all rows at once; and Block is the HF layer."""
 
+import dataclasses
 import inspect
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import GraniteConfig, GraniteModel, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from heads import HEADS, rows
 from heads.base import DraftHead, Features, LayerShape
+from heads.common.rope import Rope, Rotary
 from heads.mlp import EPS, ShiftedNorm
+from heads.modules.dflash2 import Selector
 from heads.modules.layers import Block, LayerInputs, LayerSpec, grouped_attention
-from heads.modules.rope import Rope, Rotary, scaling_of
+from heads.modules.own_layer import OwnLayer
 from inference.drafters.policy import Expander
 from tests import drafting, toys
 
+EVERY, DEPTHS = ["hass", "block of DSpark", *toys.PAIRS], 4
 
-def features(length: int = 14, layers: tuple[int, ...] = ()) -> Features:
+
+def features(length: int, layers: tuple[int, ...] = ()) -> Features:
     """Return two packed rows of a toy target in fp64: two documents in the first, padding in the second."""
     target = toys.target("llama", torch.float64)
     document = torch.zeros(2, length, dtype=torch.long)
@@ -44,35 +49,37 @@ def test_a_head_has_what_its_protocol_asks_for_as_python_3_12_looks_for_it(name:
         inspect.getattr_static(toys.head(name, toys.target("llama", torch.float64)), member)
 
 
-@pytest.mark.parametrize("name", [*HEADS, *toys.OPTIONS])
+@pytest.mark.parametrize("name", EVERY)
 def test_unroll_equals_literal_drafting(name: str) -> None:
+    """Every row and depth: of one packed row down its text, of the other down paths through any of its rows.
+
+    Every third state has its rows at once, the others one more than the last, behind what that one drafted.
+    """
     head: DraftHead = toys.head(name, toys.target("llama", torch.float64))
-    depths, packed, compared = 4, features(layers=head.feature_layers), 0
-    drafts = head.unroll(packed, depths)
-    assert len(drafts) == depths
-    for b in range(2):
-        for number in packed.document[b].unique().tolist():
-            where = (packed.document[b] == number).nonzero()[:, 0]
-            alone = Features(*(part[b : b + 1, where] for part in packed[:4]))
-            following = rows.next_token(alone.token)[0]
-            for t in range(len(where) - 1):
-                upto = Features(*(part[:, : t + 1] for part in alone[:4]))
-                state, level = drafting.extend(head, None, upto, following[: t + 1])
-                for depth in range(1, min(depths, len(where) - 1 - t) + 1):
-                    found = head.score(drafts[depth - 1].state[b, where[t]], depth)
-                    torch.testing.assert_close(found, level.logits[0, 0], rtol=1e-9, atol=1e-9)
-                    compared += 1
-                    if t + 1 + depth < len(where) and depth < depths:
-                        token = alone.token[0, t + 1 + depth][None]
-                        mask = torch.ones(1, depth, dtype=torch.bool)
-                        level = drafting.expand(head, state, level, token, torch.zeros(1, dtype=torch.long), mask)
-    assert compared > 60
+    packed, compared = features(11, head.feature_layers), 0
+    random = torch.randint(11, (11, DEPTHS), generator=torch.Generator().manual_seed(4))
+    text = 1 + torch.arange(11)[:, None] + torch.arange(DEPTHS)
+    paths = torch.stack([text.clamp_max(10), torch.cat([text[:, :1].clamp_max(10), random[:, 1:]], 1)])
+    drafts, state = [head.unroll(given, DEPTHS) for given in (packed, packed._replace(path=paths))], None
+    for b, t in [(b, t) for b in range(2) for t in range(10) if packed.document[b, t] == packed.document[b, t + 1]]:
+        first = int((packed.document[b] == packed.document[b, t]).nonzero()[0])
+        new = first if (t - first) % 3 == 0 else t
+        given = Features(*(part[b : b + 1, new : t + 1] for part in packed[:4]))
+        state, level = drafting.extend(head, None if new == first else state, given, packed.token[b, new + 1 : t + 2])
+        for depth in range(1, DEPTHS + 1):
+            if depth > 1:
+                token, mask = packed.token[b, paths[b, t, depth - 1]][None], torch.ones(1, depth - 1, dtype=torch.bool)
+                level = drafting.expand(head, state, level, token, torch.zeros(1, dtype=torch.long), mask)
+            found = head.score(drafts[b][depth - 1].state[b, t], depth)
+            torch.testing.assert_close(found, level.logits[0, 0], rtol=1e-9, atol=1e-9)
+            compared += 1
+    assert compared == 18 * DEPTHS
 
 
-@pytest.mark.parametrize("name", [*HEADS, *toys.OPTIONS])
+@pytest.mark.parametrize("name", EVERY)
 def test_unrolling_anchors_alone_gives_them_the_states_and_gradients_of_all_rows(name: str) -> None:
     head: Any = toys.head(name, toys.target("llama", torch.float64)).requires_grad_(True)
-    packed, depths = features(layers=head.feature_layers), 4
+    packed, depths = features(14, head.feature_layers), 4
     anchors = torch.tensor([[0, 3, 4, 5, 8, 9, 12], [1, 2, 3, 6, 7, 9, 10]])  # of a whole row, and the end of another
     whole, some = (head.unroll(packed, depths, which) for which in (None, anchors))
     losses = []
@@ -90,25 +97,11 @@ def test_unrolling_anchors_alone_gives_them_the_states_and_gradients_of_all_rows
             torch.testing.assert_close(other, one, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", [*HEADS, *toys.OPTIONS])
-def test_extending_piece_by_piece_equals_at_once(name: str) -> None:
-    head: DraftHead = toys.head(name, toys.target("llama", torch.float64))
-    packed = Features(*(part[:1, :6] for part in features(layers=head.feature_layers)[:4]))
-    following = rows.next_token(packed.token)[0]
-    _, whole = drafting.extend(head, None, packed, following)
-    state, level = None, None
-    for start, end in ((0, 3), (3, 4), (4, 6)):
-        piece = Features(*(part[:, start:end] for part in packed[:4]))
-        state, level = drafting.extend(head, state, piece, following[start:end])
-    assert level is not None
-    torch.testing.assert_close(level.logits, whole.logits, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", [*HEADS, *toys.OPTIONS])
+@pytest.mark.parametrize("name", EVERY)
 def test_tree_nodes_see_their_ancestors_alone(name: str) -> None:
     """A node's law in a tree equals its law in the chain of its path."""
     head: DraftHead = toys.head(name, toys.target("llama", torch.float64))
-    packed = Features(*(part[:1, :6] for part in features(layers=head.feature_layers)[:4]))
+    packed = Features(*(part[:1, :6] for part in features(9, head.feature_layers)[:4]))
     state, root = drafting.extend(head, None, packed, rows.next_token(packed.token)[0])
     eye = torch.eye(2, dtype=torch.bool)
     first = drafting.expand(head, state, root, torch.tensor([3, 5]), torch.tensor([0, 0]), eye)
@@ -122,13 +115,49 @@ def test_tree_nodes_see_their_ancestors_alone(name: str) -> None:
     torch.testing.assert_close(both.logits[0, 0], chain.logits[0, 0], rtol=1e-9, atol=1e-9)
 
 
+def drafted(head: Any) -> list[torch.Tensor]:
+    """Return a head's first two levels, a confidence in training."""
+    packed = features(9, head.feature_layers)
+    given = Features(*(part[1:, :6] for part in packed[:4]))
+    state, level = drafting.extend(head, None, given, packed.token[1, 1:7])
+    again = drafting.expand(
+        head, state, level, torch.tensor([3]), torch.zeros(1, dtype=torch.long), torch.ones(1, 1, dtype=torch.bool)
+    )
+    confidence = head.unroll(packed, DEPTHS)[0].confidence
+    return [*(drafting.logits(head, each) for each in (level, again)), *([] if confidence is None else [confidence])]
+
+
+@pytest.mark.parametrize("kind", toys.VALUES)
+def test_every_option_changes_what_is_drafted(kind: str) -> None:
+    """Turned over in some head of the pairs. An option that is new has its values there, or is named here."""
+    target, rest = toys.target("llama", torch.float64), dict(toys.VALUES[kind])
+    assert {"name", *rest} == {field.name for field in dataclasses.fields(HEADS[kind].Config)}
+    rest = {name: values for name, values in rest.items() if len(values) == 2}
+    for base in [options for one, options in toys.PAIRS.values() if one == kind]:
+        before = drafted(toys.head_of(kind, base, target))
+        for name, (first, second) in list(rest.items()):
+            turned = base | {name: second if base[name] == first else first}
+            if toys.allowed(kind, turned):
+                after = drafted(toys.head_of(kind, turned, target))
+                if len(after) != len(before) or any(map(lambda a, b: not torch.equal(a, b), before, after)):
+                    del rest[name]
+    assert not rest, "they change nothing"
+
+
 LLAMA3 = {
     "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 8.0,
     "original_max_position_embeddings": 256,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 4.0}, LLAMA3])
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [None, {"rope_type": "linear", "factor": 4.0}, LLAMA3, YARN, {**YARN, "beta_fast": 8.0, "truncate": False},
+     {**YARN, "attention_factor": 0.8}, {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}],
+)  # fmt: skip
 def test_block_is_the_llama_layer(scaling: dict[str, Any] | None) -> None:
     config = LlamaConfig(
         hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -137,7 +166,7 @@ def test_block_is_the_llama_layer(scaling: dict[str, Any] | None) -> None:
     config.rope_parameters = {"rope_type": "default", "rope_theta": 500.0, **(scaling or {})}
     torch.manual_seed(0)
     theirs = LlamaDecoderLayer(config, 0).double()
-    rope = Rope(500.0, scaling_of(config.rope_parameters))
+    rope = Rope(500.0, scaling)
     ours = Block(LayerSpec(32, LayerShape(4, 2, 8, 48), rope, config.rms_norm_eps)).double()
     ours.load_state_dict(theirs.state_dict())
     x, position = torch.randn(2, 9, 32, dtype=torch.float64), 20 * torch.arange(9).expand(2, 9)
@@ -148,6 +177,21 @@ def test_block_is_the_llama_layer(scaling: dict[str, Any] | None) -> None:
     expected = theirs(x, attention_mask=additive, position_ids=position, position_embeddings=rotary)
     expected = expected[0] if isinstance(expected, tuple) else expected
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_layer_of_the_targets_kind_is_the_targets_with_its_own_scale_of_attention() -> None:
+    config = GraniteConfig(**toys.SIZES, attention_multiplier=0.9, residual_multiplier=0.5)
+    torch.manual_seed(0)
+    model = GraniteModel(config).double().eval()
+    ours, token = OwnLayer(config).double(), torch.tensor([toys.prompt(1, 9)])
+    ours.layer.load_state_dict(model.layers[-1].state_dict())
+    x = [torch.randn(1, 9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))]
+    model.layers[-1].register_forward_pre_hook(lambda _, given: (x[0], *given[1:]))
+    model.layers[-1].register_forward_hook(lambda _, __, out: x.append(out[0] if isinstance(out, tuple) else out))
+    model(token, use_cache=False)
+    seen = torch.ones(1, 9, 9, dtype=torch.bool).tril()
+    given = LayerInputs(torch.arange(9)[None], 9, lambda q, k, v: grouped_attention(q, k, v, seen[:, None]))
+    torch.testing.assert_close(ours(x[0], given), x[1], rtol=1e-6, atol=1e-6)
 
 
 def test_medusa_starts_as_the_targets_own_next_token() -> None:
@@ -168,3 +212,19 @@ def test_far_positions_are_told_apart_in_bf16() -> None:
     position = torch.arange(1027, 1036)[None]
     exact = rotary(x.double(), position, 1036)
     torch.testing.assert_close(rotary(x.bfloat16(), position, 1036).double(), exact, rtol=0, atol=0.02)
+
+
+def test_a_selector_keeps_other_tokens_in_order_below_all_candidates() -> None:
+    """Also where the token before turns the candidates' order."""
+    torch.manual_seed(0)
+    selector = Selector(4, 2, 3, 8)
+    torch.nn.init.normal_(selector.successor.weight, std=5.0)
+    logits = torch.randn(64, 8)
+    scores = selector(logits, torch.randn(64, 2))
+    best = logits.topk(3).indices
+    turned = scores.gather(-1, best).argmin(-1) != 2
+    assert turned.any()
+    others = torch.ones_like(logits, dtype=torch.bool).scatter(-1, best, False)
+    below = scores[others].unflatten(0, (64, 5))
+    assert (below.amax(-1) < scores.gather(-1, best).amin(-1)).all()
+    assert below.argsort(-1).equal(logits[others].unflatten(0, (64, 5)).argsort(-1))

@@ -1,5 +1,6 @@
 """What a published head cannot do in plain transformers is said in one line, before anything is generated."""
 
+import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from heads.formats.custom_generate.reading import load
 from inference.target.target import Target
 from tests import toys
 from tests.heads import exporting
-from tests.heads.shipped import published
+from tests.heads.shipped import published, shipped
+from tests.heads.test_export import BLOCK, masked
 
 PROMPT = torch.tensor([toys.prompt(1)])
 PAIR = PROMPT.repeat(2, 1)
@@ -87,9 +89,9 @@ def test_a_kind_that_is_not_known_is_refused(folder: Path) -> None:
 
 
 def test_a_scaling_that_is_not_known_is_refused(folder: Path) -> None:
-    yarn = {"rope_type": "yarn", "factor": 2.0}
-    assert "head.rope_scaling.rope_type is 'yarn': choose one of linear, llama3" in said(
-        rewritten(folder, rope_scaling=yarn)
+    dynamic = {"rope_type": "dynamic", "factor": 2.0}
+    assert "head.rope_scaling.rope_type is 'dynamic': choose one of linear, llama3, yarn" in said(
+        rewritten(folder, rope_scaling=dynamic)
     )
 
 
@@ -163,3 +165,17 @@ def test_lengths_that_differ_need_a_token_to_pad_with(tmp_path: Path) -> None:
     batch = torch.stack([PROMPT[0].clone().index_fill(0, torch.tensor([0]), i) for i in (4, 5)])
     line = said(folder, inputs=batch, stopping_criteria=StoppingCriteriaList([Embeddings()]))
     assert line == "the sequences ended at different lengths: give generate a pad_token_id"
+
+
+def test_an_older_transformers_loads_the_folder_and_only_generating_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Converters load it with trust_remote_code and need no drafts: optimum-intel 2.2 has transformers 5.5."""
+    folder = shipped(exporting.exported(masked(exporting.made("block", **BLOCK)), "vllm", tmp_path / "head"))
+    version = importlib.metadata.version
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "5.5.4" if name == "transformers" else version(name))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    with pytest.raises(ImportError, match=r"^transformers>=5\.17 is required .* found transformers==5\.5\.4\.$"):
+        loaded.generate(inputs=PROMPT)

@@ -1,5 +1,6 @@
 """Heads of other projects: read back bit for bit, and whatever has no place is refused by name."""
 
+import copy
 import logging
 import re
 from collections.abc import Callable
@@ -8,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig
 
+from heads.common.rope import Rope, positions_of
 from heads.formats.published import FORMATS, format_of, is_published, load_published
 from heads.formats.published.plan import is_targets_embedding
 from heads.formats.store import load_head, save_head
@@ -43,6 +45,8 @@ def test_a_head_under_foreign_names_drafts_the_same_bits(case: str, tmp_path: Pa
     assert format_of(folder) == form
     loaded: Any = load_published(folder, toys.target().embeddings)
     loaded.requires_grad_(False)  # a small product takes another kernel where it has a gradient
+    theirs = loaded.state_dict()  # a confidence too, which no draft shows
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in head.state_dict().items() if name in theirs)
     expected = drafts(head)
     assert not torch.equal(expected[0][0], expected[2][0])
     for one, other in zip(expected, drafts(loaded), strict=True):
@@ -103,6 +107,14 @@ def test_a_config_that_disagrees_is_told_and_not_followed(tmp_path: Path, caplog
     assert (loaded.config.heads, loaded.config.layers) == (5, 2)
     assert "medusa_num_heads=2" in caplog.text
     assert "medusa_num_layers=1" in caplog.text
+    _, tensors, config = eagle3_authors()
+    sizes = {"num_key_value_heads": 7, "intermediate_size": 5}
+    with caplog.at_level(logging.WARNING):
+        again: Any = load_published(publish(tmp_path / "sizes", tensors, config | sizes), toys.target().embeddings)
+    assert all(
+        f"{key}={value}, the tensors say {getattr(again.config, ours)}" in caplog.text
+        for (key, value), ours in zip(sizes.items(), ("num_kv_heads", "intermediate_size"), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,6 +153,7 @@ def test_what_a_right_config_says_is_no_warning(tmp_path: Path, caplog: pytest.L
     [
         {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 8.0}},
         {"rope_theta": None, "rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 8.0}},
+        {"rope_theta": 7.0, "rope_scaling": {"rope_theta": 5e5, "rope_type": "linear", "factor": 8.0}},
     ],
 )
 def test_scaled_positions_are_read_from_older_and_newer_files(said: dict[str, Any], tmp_path: Path) -> None:
@@ -150,13 +163,80 @@ def test_scaled_positions_are_read_from_older_and_newer_files(said: dict[str, An
     assert loaded.config.rope_scaling == {"rope_type": "linear", "factor": 8.0}
 
 
+BY_KIND = {"full_attention": {"rope_type": "default", "rope_theta": 5e5},
+           "sliding_attention": {"rope_type": "default", "rope_theta": 7.0}}  # fmt: skip
+WINDOW = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}
+
+
+@pytest.mark.parametrize(
+    ("said", "theta"),
+    [
+        ({"rope_theta": 5e5}, 5e5),
+        ({"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}}, 5e5),
+        ({"rope_theta": 7.0, "rope_scaling": {"rope_type": "default", "rope_theta": 5e5}}, 5e5),
+        ({"rope_theta": 7.0, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5),
+        ({"rope_parameters": {"rope_theta": 7.0}, "rope_scaling": {"type": "default", "rope_theta": 5e5}}, 5e5),
+        ({"rope_parameters": BY_KIND}, 5e5),
+        ({"rope_parameters": BY_KIND, "layer_types": ["full_attention"] * 2}, 5e5),
+        ({"rope_parameters": BY_KIND, **WINDOW}, 7.0),
+    ],
+)
+def test_the_base_is_the_one_that_transformers_reads(said: dict[str, Any], theta: float, tmp_path: Path) -> None:
+    _, tensors, config = dflash()
+    silent = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}
+    loaded: Any = load_published(publish(tmp_path, tensors, {**silent, **said}), toys.target().embeddings)
+    assert (loaded.config.rope_theta, loaded.config.rope_scaling) == (theta, None)
+    if "layer_types" not in said and said.get("rope_parameters") is not BY_KIND:
+        assert LlamaConfig(**copy.deepcopy(said)).rope_parameters["rope_theta"] == theta
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_a_targets_positions_are_those_of_a_kind_of_layer(kind: str) -> None:
+    scaled = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    parameters = {"full_attention": scaled, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    config = Gemma3TextConfig(num_hidden_layers=2, layer_types=list(parameters), rope_parameters=parameters).to_dict()
+    full = Rope(1e6, {"rope_type": "linear", "factor": 8.0})
+    assert positions_of(config) == full
+    assert positions_of(config | {"layer_types": [kind]}) == (full if kind == "full_attention" else Rope(1e4))
+    assert positions_of(GPT2Config().to_dict()) is None
+
+
+def test_yarn_of_modelopt_is_read(tmp_path: Path) -> None:
+    """Its length defaults to the context, as in transformers, and nothing is written into the config that is read."""
+    _, tensors, config = eagle3_authors()
+    yarn = {"type": "yarn", "factor": 32.0}
+    said = {**config, "rope_scaling": yarn, "max_position_embeddings": 64}
+    loaded: Any = load_published(publish(tmp_path, tensors, said), toys.target().embeddings)
+    read = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64}
+    assert loaded.config.rope_scaling == read
+    assert positions_of(said) == Rope(10000.0, read)
+    assert yarn == {"type": "yarn", "factor": 32.0}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_specforges_norm_output_is_the_norm_before_the_lm_head(
+    nested: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    head, tensors, config = eagle3_authors()
+    said = {**config, "norm_output": True, **({"eagle_config": {"return_hidden_post_norm": True}} if nested else {})}
+    with caplog.at_level(logging.WARNING):
+        loaded = load_published(publish(tmp_path, tensors, said), toys.target().embeddings)
+    assert ("SpecForge's norm before the lm_head" in caplog.text) is not nested
+    *_, expected = drafts(head)
+    *_, found = drafts(loaded)
+    assert torch.equal(expected, found) is not nested
+
+
 @pytest.mark.parametrize(
     ("make", "change", "named"),
     [
         (eagle_authors, {"rope_scaling": {"type": "dynamic", "factor": 8.0}}, "rope_scaling of type dynamic"),
-        (eagle_authors, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "no number low_freq_factor"),
+        (eagle_authors, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'low_freq_factor'"),
         (eagle_authors, {"rope_scaling": {"rope_type": "linear", "factor": 0}}, "no number factor above 0"),
-        (eagle_authors, {"rope_parameters": {"rope_type": "yarn"}, "rope_scaling": None}, "rope_scaling of type yarn"),
+        (eagle_authors, {"rope_parameters": {"rope_type": "yarn"}, "rope_scaling": None}, "transformers does not read"),
+        (eagle_authors, {"rope_parameters": {"rope_type": "ntk"}, "rope_scaling": None}, "rope_scaling of type ntk"),
+        (eagle_authors, {"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        (eagle_authors, {"partial_rotary_factor": "half"}, "transformers does not read"),
         (eagle_authors, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         (dflash, {"partial_rotary_factor": 0.25}, "partial_rotary_factor=0.25"),
         (eagle_authors, {"hidden_act": "gelu"}, "hidden_act=gelu"),

@@ -55,7 +55,7 @@ def test_shards_are_joined_by_their_index_and_lie_beside_it(tmp_path: Path) -> N
     loaded = load_published(tmp_path, toys.target().embeddings)
     assert all(torch.equal(one, other) for one, other in zip(drafts(head), drafts(loaded), strict=True))
     index.write_text(json.dumps({"weight_map": {**files, "fc.bias": "../elsewhere.safetensors"}}))
-    assert "names a file that is no .safetensors beside it" in refusal(tmp_path)
+    assert "which is no .safetensors in its folder" in refusal(tmp_path)
     index.write_text("{}")
     assert "damaged" in refusal(tmp_path)
 
@@ -153,7 +153,7 @@ def test_an_index_leads_nowhere_else(tmp_path: Path) -> None:
         3,
     ):
         index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, name)}))
-        assert "names a file that is no .safetensors beside it" in refusal(folder), name
+        assert "which is no .safetensors in its folder" in refusal(folder), name
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "link.safetensors")}))
     assert "link.safetensors: a link out of its folder" in refusal(folder)
 

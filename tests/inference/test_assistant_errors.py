@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from inference.decode import Settings, autoregress, speculate
-from inference.protocol import Drafter
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from tests import assistants, families, toys
@@ -21,7 +20,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"match": "slem"}, "drafter.assistant.match is 'slem'.*drafter=assistant_slem"),
+        ({"match": "slem"}, "drafter.assistant.match is 'slem': choose one of same, tli"),
         ({"schedule": "linear"}, "drafter.assistant.schedule is 'linear': choose constant, heuristic"),
         ({"confidence": 1.5}, "drafter.assistant.confidence is 1.5"),
         ({"tree": toys.TREES["dynamic"], "confidence": 0.3}, "drafter.assistant.tree.kind is 'dynamic'.*confidence=0"),
@@ -42,7 +41,7 @@ def test_another_tokenizer_is_named_with_the_ways_out(tmp_path: Path) -> None:
     names = [f"w{i}" for i in range(toys.VOCAB)]
     other = assistants.words([*names[:7], names[8], names[7], *names[9:]])
     path = assistants.save(toys.target().model, other, tmp_path)
-    with pytest.raises(ValueError, match=r"token 'w7' is 7 .* and 8 .*match=tli .*drafter=assistant_slem") as error:
+    with pytest.raises(ValueError, match=r"token 'w7' is 7 .* and 8 .*use match=tli") as error:
         assistants.assistant(path, toys.target())
     assert "\n" not in str(error.value)
 
@@ -64,15 +63,12 @@ def test_a_tree_needs_an_attention_that_takes_one(clone: str, monkeypatch: pytes
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("match", ["same", "tli", "slem"])
+@pytest.mark.parametrize("match", ["same", "tli"])
 def test_an_assistant_on_another_device_drafts_the_same(clone: str, match: str) -> None:
     target, settings = Target.load(clone, "float32", "cuda"), Settings(12, GREEDY)
     drafted = []
     for device in ("cpu", "cuda"):
-        if match == "slem":
-            source: Drafter = assistants.slem(clone, target, device=device)
-        else:
-            source = assistants.assistant(clone, target, match=match, device=device)
+        source = assistants.assistant(clone, target, match=match, device=device)
         made = speculate(target, source, toys.prompt(0), settings)
         assert made.tokens == autoregress(target, toys.prompt(0), settings).tokens
         drafted.append([step.accepted for step in made.steps])

@@ -13,6 +13,7 @@ from inference.drafters.head import HeadDrafter
 from inference.drafters.hybrid import Hybrid
 from inference.drafters.plain import Plain
 from inference.protocol import Drafter
+from inference.target.cache import Storage
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling
 from tests import assistants, toys
@@ -192,6 +193,15 @@ def test_moved_caches_hold_what_they_held() -> None:
     made = speculate(target, Plain(target.device), prompts, settings, batch_size=3)
     for prompt, each, one in zip(prompts, settings, made, strict=True):
         assert one.tokens == speculate(target, Plain(target.device), prompt, each).tokens
+
+
+def test_a_storage_that_grows_holds_what_it_held() -> None:
+    storage, entries = Storage(2, {}), torch.zeros(1, 2, 4, 8)
+    before = [buffer.normal_().clone() for buffer in storage.fit(0, entries, entries, 4)]
+    storage.reserve(3 * storage.capacity)
+    for old, new in zip(before, storage.fit(0, entries, entries, 4), strict=True):
+        assert new.shape[2] >= 3 * old.shape[2]
+        assert torch.equal(new[:, :, : old.shape[2]], old)
 
 
 def test_a_user_waits_for_the_prefill_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""In a batch: sources that draft with the target itself, with riders through other layers, or through text."""
+"""In a batch: sources that draft with the target itself, or with riders through other layers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,6 @@ MAKE: dict[str, Callable[[Target, Path], Drafter]] = {
     "early_exit": lambda target, folder: test_self_law.early_exit(target, folder, "tree"),
     "layer_skip": lambda target, folder: test_self_law.layer_skip(target, folder, "0.3"),
     "streams": lambda _, __: streaming.source(toys.TREES["dynamic"]),
-    "slem": lambda target, folder: assistants.slem(near(target, folder), target),
     "tli": lambda target, folder: assistants.assistant(
         near(target, folder), target, match="tli", tree=toys.TREES["sampled"]
     ),

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from heads.common.target_config import read_target_config
 from inference.target import loading
 from inference.target.checkpoint import tensor_files
+from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
 from tests import assistants, toys
 
@@ -38,9 +39,31 @@ def test_a_target_that_is_a_pickle_is_refused(folder: Path) -> None:
 def test_an_index_leads_nowhere_else(folder: Path, name: object) -> None:
     (folder / "model.safetensors").rename(folder.parent / "model.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"a": name}}))
-    assert "which is no file beside it" in refusal(folder)
-    with pytest.raises(ValueError, match="which is no file beside it"):
+    assert "which is no .safetensors in its folder" in refusal(folder)
+    with pytest.raises(ValueError, match="in its folder; download it again"):
         tensor_files(str(folder))
+
+
+@pytest.mark.parametrize("order", [("500KB", "20KB"), ("20KB", "500KB")])
+def test_of_two_saves_in_a_folder_all_readers_take_the_one_that_transformers_takes(
+    folder: Path, order: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one whole file, whichever is older: save_pretrained leaves it, and the other's index."""
+    (folder / "model.safetensors").unlink()
+    for seed, size in enumerate(order):
+        torch.manual_seed(seed)
+        config = toys.target().model.config
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size=size)
+    whole = folder / "model.safetensors"
+    assert {*tensor_files(str(folder)).values()} == {whole}
+    target = Target.load(str(folder), "float32", "cpu")
+    assert EmbeddingsOnly.load(str(folder), "float32", "cpu", False).spec == target.spec
+    stored = load_file(whole)
+    assert all(torch.equal(value, stored[name]) for name, value in target.model.state_dict().items() if name in stored)
+    told = [record.getMessage() for record in caplog.records if "of another save" in record.getMessage()]
+    shards = sorted(folder.glob("model-0*"))  # which a whole save removes
+    assert len(told) == bool(shards)
+    assert all(f"{whole}: is read, as transformers does" in line and shards[0].name in line for line in told)
 
 
 def say(folder: Path, **values: object) -> None:

@@ -204,6 +204,20 @@ def test_what_cannot_be_used_is_named_in_one_line(tmp_path: Path) -> None:
     assert "no readable model.safetensors" in refused(target, path)
 
 
+def test_the_module_is_read_where_the_target_is(tmp_path: Path) -> None:
+    """An older index's shards hold none of it; one that names the whole file adds to it."""
+    path = save(tmp_path, "apart", sharded=True)
+    whole = load_file(path / "model-1.safetensors") | load_file(path / "model-2.safetensors")
+    name = apart("hnorm")
+    save_file(whole | {name: whole[name] + 1}, path / "model.safetensors", metadata={"format": "pt"})
+    read = load_mtp(toys.target(), str(path)).hnorm.weight
+    assert torch.equal(read, whole[name] + 1)
+    (path / "model-1.safetensors").rename(path / "model.safetensors")
+    index = (path / "model.safetensors.index.json").read_text()
+    (path / "model.safetensors.index.json").write_text(index.replace("model-1.", "model."))
+    assert torch.equal(load_mtp(toys.target(), str(path)).hnorm.weight, whole[name])
+
+
 @pytest.mark.parametrize("fault", ["lost", "ragged"])
 def test_a_module_that_is_damaged_is_named_in_one_line(tmp_path: Path, fault: str) -> None:
     path = save(tmp_path, "behind", sharded=True)

@@ -18,7 +18,7 @@ from tests.inference.test_mtp import WIDTH, features, rms
 SINGLE = 1e-4
 MOE = {
     **toys.SIZES, "num_hidden_layers": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 12,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+    "n_routed_experts": 12, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
 }  # fmt: skip
 
 

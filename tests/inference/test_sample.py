@@ -47,6 +47,13 @@ def test_zero_is_one_hot() -> None:
     assert Generator(0, torch.device("cpu")).sample(law) == [1]
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.7, 5, 0.8, 0.1), Sampling(1.0, 0, 1.0)])
+def test_a_row_has_one_law_wherever_it_stands(sampling: Sampling) -> None:
+    logits = torch.randn(2, 3, 20, generator=torch.Generator().manual_seed(0))
+    rows = [[distribution(row, sampling).tolist() for row in some] for some in logits]
+    assert distribution(logits, sampling).tolist() == rows
+
+
 def test_draws_follow_the_law() -> None:
     law, count = torch.tensor([0.5, 0.3, 0.2, 0.0]), 20_000
     drawn = torch.tensor(Generator(0, torch.device("cpu")).sample(law.expand(count, 4)))

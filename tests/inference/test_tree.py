@@ -147,3 +147,32 @@ def test_a_drafted_row_sees_its_own_path_and_no_sibling(name: str, temperature: 
     assert len(head.rows) > (0 if name == "chain" else 3)
     below = {tuple(grown.token[path[1:]].tolist()) for path in trees.paths(grown)}
     assert len(below) == len(trees.paths(grown))  # so paths are told apart by their tokens
+
+
+def test_a_chain_is_a_tree_of_one_path() -> None:
+    tree = trees.chain(torch.tensor([7, 8, 9]))
+    assert (tree.token.tolist(), tree.parent.tolist()) == ([7, 8, 9], [-1, 0, 1])
+    assert [field.tolist() for field in trees.root(7, torch.device("cpu"))] == [[7], [-1]]
+
+
+@pytest.mark.parametrize(
+    ("following", "count"), [([], 0), ([12, 15], 2), ([12, 15, 16, 0], 3), ([11, 14], 1), ([12, 14, 16], 2), ([13], 0)]
+)
+def test_a_text_agrees_with_a_path_of_the_tree(following: list[int], count: int) -> None:
+    assert trees.agreed(TREE, following) == count
+
+
+def test_a_node_has_seen_what_stands_before_the_tree_and_on_its_path() -> None:
+    seen = trees.seen_tokens(TREE, torch.arange(20) < 2)
+    lines = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 2, 5], [0, 2, 5, 6]]
+    assert [row.nonzero()[:, 0].tolist() for row in seen] == [[0, 1, *(10 + node for node in line)] for line in lines]
+
+
+def test_look_ahead_tokens_see_what_they_say_and_no_node_sees_them() -> None:
+    position, seen = trees.layout(TREE, 2)
+    own = torch.tensor([[1, 0, 0, 0, 0, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0, 0, 1, 1]]).bool()
+    ahead = trees.LookAhead(torch.tensor([6, 7]), torch.tensor([1, 5]), own)
+    whole_position, whole = trees.layout(TREE, 2, ahead)
+    assert whole_position.tolist() == [*position.tolist(), 3, 7]
+    assert whole[:7].tolist() == [[*row, False, False] for row in seen.tolist()]
+    assert whole[7:].tolist() == [[True, True, *row] for row in own.tolist()]

@@ -9,7 +9,7 @@ from inference.drafters.policy import TreeConfig
 from inference.verification import rules, verify
 from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY, Sampling
-from inference.verification.tree import DraftTree
+from inference.verification.tree import DraftTree, root
 from inference.verification.verify import RULES, decide, fitting, is_chain
 from tests import toys
 
@@ -134,3 +134,38 @@ def test_laws_are_worked_out_where_a_rule_looks(monkeypatch: pytest.MonkeyPatch)
         looked.clear()
         assert decide(tree, logits, None, T1, Generator(0, torch.device("cpu")), rule).path == [0, 1, 3]
         assert looked == [0, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("tree", "drawn", "sampling", "shown"),
+    [
+        (CHAIN, True, T1, "block"),
+        (TREE, True, T1, "traversal"),
+        (TREE, False, T1, "point_mass"),
+        (CHAIN, True, GREEDY, "greedy"),
+        (root(5, torch.device("cpu")), False, T1, "none"),
+        (root(5, torch.device("cpu")), False, GREEDY, "none"),
+    ],
+)
+def test_a_verdict_names_the_rule_that_walked(tree: DraftTree, drawn: bool, sampling: Sampling, shown: str) -> None:
+    logits = torch.full((len(tree.token), 4), -50.0)
+    logits[:, 1] = 50.0
+    q = torch.tensor([[0.0, 0.5, 0.5, 0.0]] * len(tree.token)) if drawn else None
+    path, token, rule = decide(tree, logits, q, sampling, Generator(0, torch.device("cpu")))
+    assert (token, rule) == (1, shown)
+    assert path == [0, 1][: len(tree.token)]
+
+
+def test_rules_whose_text_is_the_targets_samples() -> None:
+    emitting = {
+        rule for rule in (*RULES, verify.GREEDY_WALK, verify.NOTHING, "unheard-of") if verify.emits_samples(rule)
+    }
+    assert emitting == {"match", "point_mass", "coupled", verify.GREEDY_WALK, verify.NOTHING}
+
+
+@pytest.mark.parametrize(("alpha", "left"), [(1.0, 1.0), (0.5, 0.0)])
+def test_a_path_without_a_residual_is_sure_or_lost(alpha: float, left: float) -> None:
+    """Rounding alone rejects where p and q are equal; a root that is sure must stay so."""
+    frame = rules.Frame(0, alpha, [], torch.tensor([0.5, 0.5]), torch.tensor([0.5, 0.5]))
+    rules._reject(frame, torch.tensor([0]), False)
+    assert (frame.alpha, frame.target.tolist(), frame.draft.tolist()) == (left, [0.5, 0.5], [0.0, 1.0])

@@ -160,8 +160,8 @@ def test_what_cannot_be_compared_is_named_in_one_line() -> None:
     models = [
         Target(assistants.tiny(2, 0).eval(), made, name) for made, name in zip(pair, ("ours", "other"), strict=True)
     ]
-    with pytest.raises(ValueError, match="other shares no token with ours: use drafter=assistant_slem"):
+    with pytest.raises(ValueError, match="other shares no token with ours: choose another one"):
         SharedVocabulary(*models)
     pair[1].backend_tokenizer.decoder = decoders.CTC()
-    with pytest.raises(ValueError, match=r"other: .* CTC decoder .*: use drafter=assistant_slem"):
+    with pytest.raises(ValueError, match=r"other: .* CTC decoder .*: choose another one"):
         SharedVocabulary(*models)

@@ -3,13 +3,10 @@
 Imported by vLLM alone: `kv_connector_module_path` names this file's module.
 """
 
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from hs_connectors.mooncake_hidden_states_connector import MooncakeHiddenStatesConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import ExampleHiddenStatesConnector
 
 
@@ -37,17 +34,3 @@ class CpuHiddenStatesConnector(ExampleHiddenStatesConnector):
             patch.object(torch, "empty_like", lambda x, **_: empty(x)),
         ):
             super()._submit_async_write(pending)
-
-
-class Stream(nullcontext[None]):
-    """A CUDA stream on which everything has happened already."""
-
-    def wait_event(self, *_: Any) -> None:
-        """There is nothing to wait for."""
-
-
-class CpuMooncakeConnector(MooncakeHiddenStatesConnector):
-    """The connector over TCP, which copies at once."""
-
-    def _device(self) -> Any:
-        return SimpleNamespace(Stream=Stream, Event=Done, stream=lambda stream: stream)

@@ -2,9 +2,7 @@
 
 import json
 import shutil
-import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.serving.conftest import command
-from tests.serving.engines import ENVIRONMENT
 from tests.serving.test_endpoint import server
 from tests.train import jobs
 
@@ -59,27 +56,3 @@ def test_the_losses_are_the_live_targets(live: dict[int, float], tmp_path: Path,
     assert len(found) == STEPS
     assert found == pytest.approx(live, rel=1e-5)
     assert list(memory.iterdir()) == []
-
-
-def test_the_losses_over_tcp_are_the_live_targets(live: dict[int, float], tmp_path: Path) -> None:
-    packages = next((ENVIRONMENT / "lib").glob("python3*")) / "site-packages"
-    for package in ("hs_connectors", "mooncake", "mooncake_transfer_engine_non_cuda.libs"):
-        (tmp_path / package).symlink_to(packages / package)
-    words = [packages / "mooncake" / "mooncake_master", "--port", "50151", "--rpc_address", "127.0.0.1"]
-    with (tmp_path / "master.log").open("w") as log:
-        master = subprocess.Popen([str(word) for word in words], stdout=log, stderr=subprocess.STDOUT)
-    time.sleep(3)
-    if master.poll() is not None:
-        pytest.skip(f"Mooncake does not start: {(tmp_path / 'master.log').read_text()}")  # without Debian's libibverbs1
-    store = {"local_hostname": "127.0.0.1", "master_server_address": "127.0.0.1:50151", "global_segment_size": 2**28}
-    try:
-        with server(tmp_path / "vllm.log", *extracting("CpuMooncakeConnector", mooncake=store)) as url:
-            said = ["features=engine", f"features.url=[{url}/v1]", "features.mooncake=127.0.0.1:50151"]
-            command(
-                "train/run.py", "head=eagle3", *SHORT, *said, f"features.vllm_layers={IDS}", f"out={tmp_path / 'run'}",
-                PYTHONPATH=str(tmp_path), MOONCAKE_LOCAL_HOSTNAME="127.0.0.1",
-            )  # fmt: skip
-    finally:
-        master.terminate()
-        master.wait(60)
-    assert jobs.losses(tmp_path / "run") == pytest.approx(live, rel=1e-5)

@@ -23,7 +23,6 @@ from heads import HEADS
 from heads.common.typed import typed
 from heads.formats.published.export import Served, export
 from heads.formats.store import save_head
-from heads.modules.layers import Attention
 from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
@@ -34,7 +33,7 @@ from tests.eval.stubs import ROW
 from train.release.config import CheckupConfig, DoctorConfig, SiblingConfig
 from train.release.doctor import TEMPLATE, examine
 from train.release.doctor.finding import WRONG, Finding
-from train.release.doctor.trials import Moved
+from train.release.doctor.trials import Moved, rotated
 
 LAYERS, TOKENS, PROMPTS, DEPTHS = 8, 40, 3, 3
 CONTEXT = 4096  # more than the 2048 that a silent config.json stands for
@@ -87,14 +86,8 @@ def made(kind: str, target: Target, **options: Any) -> Any:
 @contextmanager
 def moved(head: Any, by: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
     """Have a trainer's fault: drafted rows at other positions."""
-    attentions = [module for module in head.modules() if isinstance(module, Attention)]
-    kept = [each.rotary for each in attentions]
-    for each in attentions if by is not None else []:
-        faulty: Any = Moved(each.rotary, by)
-        each.rotary = faulty
-    yield
-    for each, rotary in zip(attentions, kept, strict=True):
-        each.rotary = rotary
+    with rotated(head, lambda each: each.rotary if by is None else Moved(each.rotary, by)):
+        yield
 
 
 @contextmanager

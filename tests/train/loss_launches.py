@@ -21,7 +21,6 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from transformers import LlamaConfig
 
 from heads.base import Draft, DraftVocabulary, Features
-from heads.modules.top_k import TopLogProbs, top_log_probs
 from heads.modules.vocab import DraftLmHead
 from inference.target.embeddings import TargetEmbeddings
 from tests import toys
@@ -60,25 +59,24 @@ def on_device(x: Any) -> Any:
 
 
 def launches(
-    head: Any, drafts: list[Draft], features: Features, weight: Tensor, of: ObjectiveConfig, top: TopLogProbs | None,
-    chunks: list[Chunk],
-) -> int:  # fmt: skip
+    head: Any, drafts: list[Draft], features: Features, weight: Tensor, of: ObjectiveConfig, chunks: list[Chunk]
+) -> int:
     """Return how many operations loss and gradient launch, of tensors that are moved to the dummy."""
     trained = {name for name, parameter in head.named_parameters() if parameter.requires_grad}
-    given = (drafts, features, weight, top, chunks)
+    given = (drafts, features, weight, chunks)
     with FakeTensorMode(allow_non_fake_inputs=True):
         on_dummy(head)
         on_dummy(head.embeddings)
         for name, parameter in head.named_parameters():
             parameter.requires_grad_(name in trained)
-        drafts, features, weight, top, chunks = tree_map(on_device, given)
+        drafts, features, weight, chunks = tree_map(on_device, given)
         with Watch() as watch:
-            loss, _ = objective(head, drafts, features, weight, of, chunks, top)
+            loss, _ = objective(head, drafts, features, weight, of, chunks)
             loss.backward()
     return sum(count for name, count in watch.counts.items() if name.startswith("aten."))
 
 
-def toy(name: str, by: str, teacher: str) -> int:
+def toy(name: str, by: str) -> int:
     """Return what a toy head launches with every loss that it can be trained by."""
     target: Any = toys.target.__wrapped__("llama", torch.float32)  # its parameters are replaced
     head: Any = toys.head(name, target).requires_grad_()
@@ -91,8 +89,7 @@ def toy(name: str, by: str, teacher: str) -> int:
     losses = {kind: 1.0 for kind in LOSSES if kind not in lacks}
     of = replace(CONFIG, losses=losses, depth_weights=by, depths=depths)
     found = weights(features.document, mask, None, of)
-    top = None if teacher == "live" else top_log_probs(target.embeddings.logits(features.last), 6)
-    return launches(head, drafts, features, found.row, of, top, chunked(found.trained, 16, HOST))
+    return launches(head, drafts, features, found.row, of, chunked(found.trained, 16, HOST))
 
 
 def plain(full: int, drafted: int, rows: int, depths: int) -> int:
@@ -103,7 +100,7 @@ def plain(full: int, drafted: int, rows: int, depths: int) -> int:
     drafts = [Draft(states.clone().requires_grad_()) for _ in range(depths)]
     found = weights(token, token + 1, None, of)
     chunks = chunked(found.trained, chunk_rows(head, NAME, found.trained.numel()), HOST)
-    return launches(head, drafts, features, found.row, of, None, chunks)
+    return launches(head, drafts, features, found.row, of, chunks)
 
 
 def peak(rows: int, depths: int, *, whole: bool, autocast: bool) -> int:
@@ -120,7 +117,7 @@ def peak(rows: int, depths: int, *, whole: bool, autocast: bool) -> int:
     quick = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
     with FakeTensorMode(allow_non_fake_inputs=True), Shadow() as shadow, quick:
         if whole:
-            work = Work(head, features, weight.flatten(1), of, chunks, None, labels(head, features))
+            work = Work(head, features, weight.flatten(1), of, chunks, labels(head, features))
             loss, _ = work.run([[draft.state.flatten(0, 1), None, None, None] for draft in drafts])
         else:
             loss, _ = objective(head, drafts, features, weight, of, chunks)
@@ -133,7 +130,7 @@ def of_case(name: str, *rest: str) -> Any:
     if name == "memory":
         rows, depths = map(int, rest[:2])
         return [peak(rows, depths, whole=whole, autocast=rest[2] == "bf16") for whole in (True, False)]
-    return toy(name, *rest) if len(rest) == 2 else plain(*map(int, (name, *rest)))
+    return toy(name, *rest) if len(rest) == 1 else plain(*map(int, (name, *rest)))
 
 
 def main() -> None:

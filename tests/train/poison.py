@@ -8,7 +8,8 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from data.features.source import FeatureSource, MicroBatch, TrainingInput
+from data.features.source import FeatureSource, MicroBatch
+from heads.base import Features
 from train import run
 
 
@@ -21,11 +22,11 @@ class Poisoned:
     def __call__(self, step: int) -> list[MicroBatch]:
         return [micro._replace(read=partial(self.poisoned, micro)) for micro in self.inner(step)]
 
-    def poisoned(self, micro: MicroBatch) -> TrainingInput:
-        read = micro.read()
+    def poisoned(self, micro: MicroBatch) -> Features:
+        features = micro.read()
         for position in (micro.batch.index == self.row).nonzero()[:, 0].tolist():
-            read.features.last[position, 3:9] = float("nan")
-        return read
+            features.last[position, 3:9] = float("nan")
+        return features
 
     def close(self) -> str:
         return self.inner.close()

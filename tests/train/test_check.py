@@ -15,7 +15,7 @@ from tests.train import jobs
 from tests.train.test_features import configured
 from train.distributed.processes import RunLock
 from train.planning import plan
-from train.planning.check import check_first_records, check_out, check_run, check_target
+from train.planning.check import check_first_records, check_out, check_run, check_target, ordinary_mask
 from train.planning.table import check_memory
 from train.run import prepare_out, prompt_room, train
 
@@ -189,3 +189,16 @@ def test_the_memory_of_a_machine_ends_at_that_of_a_container(
     monkeypatch.setattr(plan, "CGROUPS", tmp_path)
     assert plan.host_bytes() > has
     assert (plan.host_bytes() == 1000) == (limit == "1000")
+
+
+def test_a_mask_token_that_texts_have_is_said() -> None:
+    tokenizer = toys.tokenizer()
+    size = len(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|reserved|>"], "eos_token": "<|end|>"})
+    reserved, end = tokenizer.convert_tokens_to_ids(["<|reserved|>", "<|end|>"])
+    word = repr(tokenizer.decode([size - 1]))
+    assert f"head.mask_token=-1: mask slots hold the embedding of token {size - 1}, {word}, which texts" in str(
+        ordinary_mask(-1, size, tokenizer)
+    )
+    assert f"token {end}, '<|end|>'" in str(ordinary_mask(end, size + 2, tokenizer))
+    assert not any(ordinary_mask(token, size + 9, tokenizer) for token in (None, -1, reserved))

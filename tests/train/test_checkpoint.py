@@ -4,7 +4,10 @@ import errno
 import json
 import shutil
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 from heads.common.files import read_checked, write_checked
 from heads.common.resolvers import ROOT, register_resolvers
 from train.checkpoints import format, resume
+from train.checkpoints import saver as saver_module
 from train.checkpoints.saver import Saver, partition
 from train.checkpoints.state import TrainState
 from train.distributed.control import ProcessControl
@@ -35,7 +39,9 @@ class Few(nn.Module):
 
 def state(seed: int = 0, steps: int = 1) -> TrainState:
     module = Few(seed)
-    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
+    optimizer: Any = Mock(spec_set=["optimizers", "step"])  # as MuonAndAdamW
+    optimizer.optimizers = [torch.optim.AdamW([module.a.weight]), torch.optim.AdamW([module.a.bias])]
+    optimizer.step = lambda: [each.step() for each in optimizer.optimizers]
     average = Average(module, 0.9)
     for _ in range(steps):
         module.b(module.a(torch.ones(3))).sum().backward()
@@ -58,16 +64,42 @@ def names(out: Path) -> list[str]:
 
 def test_round_trip(tmp_path: Path) -> None:
     one, two, here = state(0), state(1, steps=0), saver(tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    assert here.saved not in range(5)
     here.save(one, 4, {"progress": {"best_tau": 1.5}}, best=0)
     here.finish()
     path = here.newest()
     assert path is not None
+    assert here.saved == 4
     assert format.state_of(path) == {"step": 4, "progress": {"best_tau": 1.5}}
     resume.restore(two, path)
     ours, theirs = values(two), values(one)
     assert list(ours) == list(theirs)
     assert len(theirs) == 4 + 2 * 3 + 2
     assert all(ours[name].equal(theirs[name]) and ours[name].dtype == theirs[name].dtype for name in ours)
+    kept, frozen = resume.kept_weights(path), dict(two.head.b.named_parameters())
+    assert {name: theirs[f"average/a.{name}"].tolist() for name in ("weight", "bias")} == {
+        name: kept[f"a.{name}"].tolist() for name in ("weight", "bias")
+    }
+    assert all(kept[f"b.{name}"].equal(p) for name, p in frozen.items())
+    weights = two.weights()
+    assert weights.keys() == kept.keys() == two.head.state_dict().keys()
+    assert all(weights[name].equal(kept[name]) for name in kept)
+
+
+def test_a_step_that_is_saved_again_replaces_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    partials, write = [], format.write_shard
+    monkeypatch.setattr(format, "write_shard", lambda partial, *rest: (partials.append(partial), write(partial, *rest)))
+    monkeypatch.setattr("time.perf_counter", iter(range(100)).__next__)
+    for content in ({}, {"progress": {"best_tau": 2}}):
+        here = saver(tmp_path)
+        here.save(state(), 4, {}, best=0)
+        here.save(state(), 4, content, best=0)
+        here.finish()
+        assert here.seconds == 3  # each call waited from one reading of the clock to the next
+        here.close()
+    assert format.state_of(format.folder_of(here.folder, 4)) == {"step": 4, "progress": {"best_tau": 2}}
+    assert len(set(partials)) == 4, "a process of an earlier attempt may still write into its folder"
 
 
 def test_a_checkpoint_has_what_it_had_when_it_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +111,7 @@ def test_a_checkpoint_has_what_it_had_when_it_was_saved(tmp_path: Path, monkeypa
         before(*words)
 
     monkeypatch.setattr(format, "save_file", late)
-    then = values(one)
+    then = {name: value.clone() for name, value in values(one).items()}
     here.save(one, 4, {}, best=0)
     with torch.no_grad():
         one.head.a.weight.add_(1)
@@ -107,10 +139,11 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
 def test_a_damaged_one_is_named_and_the_one_before_taken(
     tmp_path: Path, file: str, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    here = saver(tmp_path)
-    for step in (4, 8):
+    here = saver(tmp_path, keep=3)
+    for step in (4, 8, 12):
         here.save(state(), step, {}, best=0)
     here.finish()
+    (tmp_path / "checkpoints" / "step-00000012" / "state.json").write_text("{")
     broken = tmp_path / "checkpoints" / "step-00000008" / file
     content = bytearray(broken.read_bytes())
     if damage == "flip":
@@ -118,13 +151,18 @@ def test_a_damaged_one_is_named_and_the_one_before_taken(
     broken.write_bytes(content[: -7 if damage == "cut" else None])
     if damage == "gone":
         broken.unlink()
-    path = saver(tmp_path).newest()
+    again = saver(tmp_path)
+    path = again.newest()
     assert path is not None
     assert path.name == "step-00000004"
+    assert again.saved == 4
     (record,) = caplog.records
     assert str(broken) in record.getMessage()
+    assert "step-00000012" in record.getMessage()
     assert record.getMessage().endswith("going on from step-00000004")
-    assert names(tmp_path) == ["damaged-step-00000008", "step-00000004"], "it would pass for the newest one"
+    assert names(tmp_path) == ["damaged-step-00000008", "damaged-step-00000012", "step-00000004"], (
+        "it would pass for the newest one"
+    )
 
 
 def test_none_and_none_good(tmp_path: Path) -> None:
@@ -151,6 +189,7 @@ def test_a_full_disk_leaves_the_last_one(
     here.save(state(), 8, {}, best=0)
     with pytest.raises(ValueError, match=r"step-00000012: .*No space left.*free space and resume=true"):
         here.save(state(), 12, {}, best=0)
+    assert here.saved not in range(13), "the step is still to be saved"
     assert "step-00000008" in caplog.text
     assert names(tmp_path) == ["step-00000004"]
     monkeypatch.setattr(format, "save_file", before)
@@ -180,7 +219,7 @@ def test_a_folder_of_another_name_is_no_checkpoint(tmp_path: Path) -> None:
         shutil.copytree(folder / "step-00000004", folder / name)
     assert saver(tmp_path).newest() == folder / "step-00000004"
     format.set_aside(folder, 2)
-    here.save(state(), 8, {}, best=0)
+    here.save(state(), 10**8 - 1, {}, best=0)
     here.save(state(), 10**8, {}, best=0)
     here.finish()
     assert names(tmp_path) == sorted(["damaged-step-00000004", "step-100000000", *others])
@@ -296,8 +335,119 @@ def test_a_setting_that_the_run_did_not_know_had_its_default() -> None:
     assert resume.differences(then, now) == ""
     assert resume.differences(then, now | {"head.layer": "target"}) == 'head.layer ("llama", now "target")'
     assert resume.differences(then | {"head.length": 64}, now) == "head.length (64, now 512)"
+    assert resume.differences(then | {"data.length": 64}, now | {"data.length": 64, "head.length": 64}) == ""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):  # as within a command
         assert resume.differences(then, now) == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [("a" * 58, '"' + "a" * 58 + '"'), ("a" * 59, '"' + "a" * 59 + "…"), ([1], "[1]")]
+)
+def test_a_long_value_is_cut_in_a_message(value: Any, text: str) -> None:
+    assert resume.short(value) == text
+
+
+def test_settings_are_compared_with_the_newest_checkpoint_that_can_be_read(tmp_path: Path) -> None:
+    resume.check(tmp_path, {"trainer.seed": 1})
+    here = saver(tmp_path, keep=3)
+    for step, seed in ((4, 1), (8, 2), (12, 3)):
+        here.save(state(), step, {"settings": {"trainer.seed": seed}}, best=0)
+    here.finish()
+    (format.folder_of(here.folder, 12) / format.STATE).write_text("{")
+    resume.check(tmp_path, {"trainer.seed": 2})
+    with pytest.raises(ValueError, match=r"here differ trainer\.seed \(2, now 1\); give the old ones"):
+        resume.check(tmp_path, {"trainer.seed": 1})
+
+
+class Clock:
+    """Time that passes while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Pair:
+    """Two processes as two threads: what one gathers is the other's too."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = [None, None]
+        self.barrier = threading.Barrier(2, timeout=60)
+
+    def saver(self, out: Path, rank: int) -> Saver:
+        def gather(item: Any) -> list[Any]:
+            self.items[rank] = item
+            self.barrier.wait()
+            items = list(self.items)
+            self.barrier.wait()
+            return items
+
+        def refuse(text: str) -> None:
+            raise ValueError(text)
+
+        control: Any = SimpleNamespace(rank=rank, world=2, timeout=60, gather=gather, refuse=refuse)
+        control.share = lambda item: gather(item)[0]
+        return Saver(out, control, 2)
+
+    def run(self, out: Path, do: Callable[[Saver], Any]) -> list[Any]:
+        with ThreadPoolExecutor(2) as threads:
+            done = [threads.submit(lambda rank=rank: do(self.saver(out, rank))) for rank in range(2)]
+        return [each.exception() or each.result() for each in done]
+
+
+def saved(here: Saver) -> None:
+    here.save(state(), 4, {}, best=0)
+    here.finish()
+
+
+def test_two_processes_write_one_checkpoint_and_each_checks_its_part(tmp_path: Path) -> None:
+    assert Pair().run(tmp_path, saved) == [None, None]
+    (path,) = (tmp_path / "checkpoints").iterdir()
+    assert Pair().run(tmp_path, Saver.newest) == [path, path]
+    checked: list[tuple[int, int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(format, "complaint", lambda _, rank, world: checked.append((rank, world)) or f"by {rank}")
+        assert Pair().run(tmp_path, lambda here: here.complaints(path)) == [["by 0", "by 1"]] * 2
+    assert sorted(checked) == [(0, 2), (1, 2)]
+
+
+def test_what_one_process_could_not_write_all_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = format.save_file
+
+    def full(tensors: dict[str, Tensor], path: Path) -> None:
+        write(tensors, path)
+        if "rank-00001" in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(format, "save_file", full)
+    removed: list[Path] = []
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: removed.append(path))
+    one, two = Pair().run(tmp_path, saved)
+    for error in (one, two):
+        assert "could not be written (rank 1: " in str(error)
+        assert "No space left on device" in str(error)
+    (partial,) = removed
+    assert sorted(path.name for path in partial.iterdir()) == [
+        "rank-00000-of-00002.safetensors", "rank-00000.json", "rank-00001.failed",
+    ]  # fmt: skip
+
+
+def test_a_process_that_writes_nothing_is_waited_for_half_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, (here, _) = Clock(), Pair().run(tmp_path, lambda here: here)
+    monkeypatch.setattr("time.sleep", clock.sleep)
+    monkeypatch.setattr("time.monotonic", lambda: clock.now)
+    with pytest.raises(ValueError, match="rank 0, 1 did not write its part"):
+        here._await_others(tmp_path)
+    assert 30 <= clock.now <= 30 + 2 * saver_module.POLL
+    here.close()
+    before = clock.now
+    with pytest.raises(ValueError, match="did not write its part"):
+        here._await_others(tmp_path)
+    assert clock.now == before
 
 
 def test_a_setting_that_a_head_has_lost_is_no_change() -> None:
@@ -314,6 +464,9 @@ def test_a_schedule_that_the_run_did_not_know_is_no_change() -> None:
 def test_another_head_is_named_and_not_a_start_that_nobody_gave(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("init: last_layer\nhead:\n  name: mtp\n")
     assert resume.first_init(tmp_path, "mtp") == "last_layer"
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.yaml").write_text("init: random\n")
+    assert resume.first_init(tmp_path / "old", "mtp") == "random"
     with pytest.raises(ValueError, match=r'here differ head\.name \("mtp", now "medusa"\); give the old ones'):
         resume.first_init(tmp_path, "medusa")
 

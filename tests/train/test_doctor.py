@@ -201,6 +201,41 @@ FAULTS = {
 }  # fmt: skip
 
 
+MODELOPT = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        (
+            {"rope_theta": None, "rope_scaling": {"rope_type": "default", "rope_theta": 5e5}},
+            "theta 500000 where the target has theta 10000: right only if it was trained so",
+        ),
+        ({"rope_scaling": MODELOPT}, "NVIDIA modelopt adds this scaling to heads that were trained without it"),
+        ({"rope_scaling": {**MODELOPT, "factor": 4.0}}, "right only if it was trained so"),
+        ({"partial_rotary_factor": 0.5}, "theta 10000 over 0.5 of the width where the target has theta 10000"),
+    ],
+)
+def test_positions_are_compared_as_they_are_used(keys: dict[str, Any], says: str, tmp_path: Path, ward: Ward) -> None:
+    folder = ward.published(tmp_path / "head", "eagle3", "vllm", {})
+    change(folder, config=rope(**keys))
+    (found,) = [each for each in examine(asked(folder, ward.target, False)) if each.check == "rope"]
+    assert found.verdict == UNKNOWN
+    assert says in found.says
+
+
+@pytest.mark.parametrize(("form", "verdict"), [(None, OK), ("vllm", OK), ("gguf", OK), ("sglang", WRONG)])
+def test_a_name_that_some_engines_know_is_wrong_for_the_others(
+    form: str | None, verdict: str, tmp_path: Path, ward: Ward
+) -> None:
+    folder = ward.published(tmp_path / "head", "eagle3", "vllm", {})
+    change(folder, config=set_to(architectures=["Eagle3LlamaForCausalLM"]))
+    (found,) = [each for each in examine(asked(folder, ward.target, False, form)) if each.check == "architectures"]
+    assert found.verdict == verdict
+    assert "Eagle3LlamaForCausalLM, which SGLang does not know as a head" in found.says
+    assert 'set "architectures": ["LlamaForCausalLMEagle3"]' in found.remedy
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found_with_its_remedy(name: str, tmp_path: Path, ward: Ward) -> None:
     fault = FAULTS[name]

@@ -17,7 +17,7 @@ from tests.train.doctoring import (
     rope,
     turned,
 )
-from train.release.doctor.finding import OK, written
+from train.release.doctor.finding import OK, UNKNOWN, written
 from train.release.doctor.trials import MOVES
 
 FORMS: list[tuple[str, str | None, dict[str, Any]]] = [
@@ -88,6 +88,19 @@ def test_a_fault_that_files_do_not_show_is_measured(name: str, tmp_path: Path, w
     assert says in found[0].says
     assert remedy in found[0].remedy
     assert found[0].costs
+
+
+def test_tau_is_measured_with_modelopts_scaling_and_without(tmp_path: Path, ward: Ward) -> None:
+    folder = ward.published(tmp_path / "head", "eagle3", "vllm", {})
+    yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}
+    change(folder, config=rope(rope_scaling=yarn))
+    found = {each.check: each for each in examine(asked(folder, ward.target, True))}
+    assert "NVIDIA modelopt adds this scaling" in found["rope"].says
+    measured = found["rope, measured"]
+    both = re.search(r"τ ([\d.]+) \[.*\] at theta 10000 scaled by .*; τ ([\d.]+) \[.*\] at theta 10000$", measured.says)
+    assert both
+    assert f"τ {both[1]} [" in found["acceptance"].says
+    assert measured.verdict == UNKNOWN, "in texts as short as the toy's the scaling moves too little to tell"
 
 
 def test_what_is_measured_says_both_shares(tmp_path: Path, ward: Ward) -> None:

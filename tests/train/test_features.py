@@ -115,10 +115,10 @@ def test_a_workload_that_drops_samples_is_the_extractions_too(base: list[str], t
 
 
 def test_provenance_names_the_store_and_what_it_keeps(base: list[str], trained: Train, tmp_path: Path) -> None:
-    words = extracted(base, tmp_path / "store", "medusa", "features.dtype=int8")
+    words = extracted(base, tmp_path / "store", "medusa", "features.dtype=fp8")
     trained("run", *HEADS["medusa"], *words)
     found = json.loads((tmp_path / "run" / "provenance.json").read_text())["features"]
-    assert (found["path"], found["dtype"], found["teacher"]) == (str(tmp_path / "store"), "int8", "state")
+    assert (found["path"], found["dtype"]) == (str(tmp_path / "store"), "fp8")
     trained("live", *HEADS["medusa"])
     assert "features" not in json.loads((tmp_path / "live" / "provenance.json").read_text())
 
@@ -145,34 +145,6 @@ def test_a_target_whose_ends_do_not_load_alone_is_loaded_whole(
 
     monkeypatch.setattr(EmbeddingsOnly, "load", refuse)
     assert len(trained("run", *HEADS["medusa"], *words)) == 3
-
-
-def test_a_law_of_all_tokens_trains_as_the_last_state(base: list[str], trained: Train, tmp_path: Path) -> None:
-    top = ["features.dtype=fp32", "features.teacher=top_k", "features.k=40"]
-    words = extracted(base, tmp_path / "whole", "eagle3", *top)
-    live = trained("live", *HEADS["eagle3"])
-    assert close(trained("whole", *HEADS["eagle3"], *words), live, 1e-4)
-    few = extracted(base, tmp_path / "few", "eagle3", *top[:2], "features.k=3")
-    found = trained("few", *HEADS["eagle3"], *few)
-    assert close(found, live, 0.3)
-    assert not close(found, live, 1e-3)
-
-
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        (["head=medusa"], "this head reads it; extract with features.teacher=state"),
-        ([*HEADS["eagle3"], "objective.noise=0.1"], "objective.noise adds to it"),
-        ([*HEADS["eagle3"], "+objective.losses.smooth_l1=1.0"], "objective.losses.smooth_l1 compares with it"),
-    ],
-)
-def test_who_reads_the_last_state_refuses_a_law(
-    base: list[str], trained: Train, tmp_path: Path, extra: list[str], message: str
-) -> None:
-    words = extracted(base, tmp_path / "store", "eagle3", "features.teacher=top_k", "features.k=3")
-    with pytest.raises(ValueError, match=message):
-        trained("run", *extra, *words)
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_store_that_lacks_rows_fails_at_once_or_computes(
@@ -257,9 +229,6 @@ def test_a_store_takes_a_dead_servers_place(
     assert close(trained("run", *HEADS["eagle3"], *words), live, 1e-5)
     with pytest.raises(ValueError, match=r"holds other features than these, by the data\.length"):
         trained("other", *HEADS["eagle3"], *words, "data.length=64")
-    extracted(base, tmp_path / "few", "eagle3", "features.teacher=top_k", "features.k=3")
-    with pytest.raises(ValueError, match="keeps the top-k tokens, and features=engine gives the last hidden state"):
-        trained("other", *HEADS["eagle3"], *engine(server, f"features.path={tmp_path / 'few'}"))
     assert not (tmp_path / "other").exists()
 
 

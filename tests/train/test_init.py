@@ -292,11 +292,28 @@ def test_positions_that_no_head_has_are_not_taken_over(caplog: pytest.LogCapture
     """Whatever else keeps the target's last layer from being copied."""
     target = copy.copy(toys.target())
     target.quantized, target.config = "bnb_int8", copy.deepcopy(target.config)
-    target.config.rope_parameters = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}
+    target.config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     asked = run("head=mtp")
     with caplog.at_level(logging.WARNING):
         assert resolve_init(asked.init, asked.head, target) == (asked.head, None)
-    assert "yarn" in caplog.text
+    assert "dynamic" in caplog.text
+
+
+def test_a_head_that_starts_as_the_last_layer_has_that_layers_positions(caplog: pytest.LogCaptureFixture) -> None:
+    target = copy.copy(toys.target())
+    target.config = copy.deepcopy(target.config)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    kinds = {
+        "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+        "sliding_attention": {**yarn, "rope_theta": 7.0},
+    }
+    target.config.rope_parameters, target.config.layer_types = kinds, ["full_attention", "sliding_attention"]
+    config, start = resolve_init("auto", run("head=mtp").head, target)
+    assert (config.rope_theta, config.rope_scaling, start) == (7.0, yarn, "last_layer")
+    target.config.rope_parameters = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
+    with caplog.at_level(logging.WARNING):
+        assert resolve_init("auto", run("head=mtp").head, target)[1] is None
+    assert "rotates 0.5 of its attention heads" in caplog.text
 
 
 def test_a_run_that_began_anew_goes_on_anew(tmp_path: Path) -> None:

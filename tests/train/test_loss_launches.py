@@ -19,8 +19,8 @@ from tests.train import loss_launches
 from train.objective import ROWS, chunk_rows, chunked
 from train.tracking.flops import Flops
 
-TOYS = [f"{name}:decay:live" for name in [*HEADS, "block of DSpark"]]
-OTHERS = ["eagle3:dpace:live", "eagle pruned:decay:stored", "medusa:dpace:stored"]
+TOYS = [f"{name}:decay" for name in [*HEADS, "block of DSpark"]]
+OTHERS = ["eagle3:dpace", "eagle pruned:decay", "medusa:dpace"]
 ROWS_AND_DEPTHS = ("4096:5", "8192:5", "16384:5", "4096:2")
 PLAIN = [f"{vocab}:{vocab}:{rest}" for vocab in (1000, 128_256) for rest in ROWS_AND_DEPTHS]
 PRUNED = [f"{vocab}:{vocab // 4}:4096:5" for vocab in (4000, 128_256)]

@@ -377,24 +377,38 @@ def report_of(**changes: Any) -> Report:
     return Report({}, {}, {}, gates, rows, extras={"paired": changes.get("paired", paired)})
 
 
+GAIN, LOSS = "τ 2.00 +0.50 [+0.20, +0.80] of 9 requests", "τ 2.00 +0.00 [-0.10, +0.10] of 9 requests"
+NO_GATE, FEW = "the adapted head fails the losslessness check", "too few requests to compare: "
+NOT, BETTER = "not better on the new traffic: τ 2.00 +0.50 ", f"better on the new traffic: {GAIN}; on the old: "
+FORGOTTEN = f"better on the new traffic ({GAIN}), but the old is forgotten: τ 2.00 "
+
+
+def difference(low: float, middle: float = 0.5) -> dict[str, float]:
+    return {"difference": middle, "low": low, "high": 0.8}
+
+
 @pytest.mark.parametrize(
-    ("changes", "better"),
+    ("changes", "why"),
     [
-        ({}, True),
-        ({"failed": 1}, False),
-        ({"paired": []}, False),
-        ({"names": ("mtp /f",)}, False),
-        ({"gates": {}}, False),
-        ({"new": {"difference": 0.5, "low": float("nan"), "high": 0.8}}, False),
-        ({"old": {"difference": 0.0, "low": float("nan"), "high": 0.1}}, False),
-        ({"new": {"difference": 0.5, "low": -0.01, "high": 0.8}}, False),
-        ({"old": {"difference": -0.1, "low": -0.3, "high": 0.1}}, False),
-        ({"without": "old"}, False),
-        ({"prompts": 7}, False),
+        ({}, f"{BETTER}{LOSS}; lossless"),
+        ({"failed": 1}, NO_GATE),
+        ({"gates": {}}, NO_GATE),
+        ({"names": ("mtp /f",)}, NO_GATE),
+        ({"paired": []}, f"{FEW}nothing to compare; on the old: no old requests"),
+        ({"without": "old"}, f"{FEW}{GAIN}; on the old: no old requests"),
+        ({"prompts": 7}, f"{FEW}τ 2.00 +0.50 [+0.20, +0.80] of 7 requests; on the old: τ 2.00 +0.00 [-0.10, +0.10] of"),
+        ({"new": difference(float("nan"))}, f"{NOT}[+nan, +0.80] of 9 requests"),
+        ({"new": difference(0.0)}, f"{NOT}[+0.00, +0.80] of 9 requests"),
+        ({"old": difference(float("nan"), 0.0)}, f"{FORGOTTEN}+0.00 [+nan, +0.80] of 9 requests"),
+        ({"old": difference(-0.21, -0.1)}, f"{FORGOTTEN}-0.10 [-0.21, +0.80] of 9 requests"),
+        ({"old": difference(-0.2, -0.1)}, f"{BETTER}τ 2.00 -0.10 [-0.20, +0.80] of 9 requests; lossless"),
     ],
 )
-def test_only_a_head_that_is_better_lossless_and_forgets_nothing_is_better(changes: Any, better: bool) -> None:
-    assert prove.verdict(report_of(**changes), Path("/a"), 0.1).better is better
+def test_only_a_head_that_is_better_lossless_and_forgets_nothing_is_better(changes: Any, why: str) -> None:
+    """An old τ of 2 may lose a tenth of it, 0.2."""
+    found = prove.verdict(report_of(**changes), Path("/a"), 0.1)
+    assert found.sentence.startswith(why)
+    assert found.better == why.startswith(BETTER)
 
 
 def test_a_proof_without_requests_is_not_of_the_targets_own_prompts(

@@ -203,6 +203,12 @@ def test_a_parameter_takes_what_its_strategy_says(strategy: str, processes: int,
     assert sum(each.total() for each in held.values()) == round(1000 * bytes_each)
 
 
+def test_what_is_frozen_takes_its_weights_alone_in_fp32() -> None:
+    layout = Layout("ddp", HERE, 1, 1, 1, 1)
+    without, frozen = (total(head_state(TRACE._replace(frozen=n), layout, False, False)) for n in (0, 1000))
+    assert frozen - without == 4000
+
+
 def test_muon_keeps_one_moment_of_matrices() -> None:
     held = head_state(TRACE, Layout("ddp", HERE, 1, 1, 1, 1), True, True)
     assert held["head: optimiser"].total() == 4 * 800 + 8 * 200

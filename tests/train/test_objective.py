@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from heads import HEADS, rows
 from heads.base import Draft, Features, NewRows
-from heads.modules.top_k import top_log_probs
 from tests import toys
 from train.losses import LOSSES, ObjectiveConfig, OnPolicyConfig
-from train.objective import chunked, objective, trainable, weights
+from train.objective import CPU_LOGITS, ROWS, SHARE, chunk_rows, chunked, objective, trainable, weights
 from train.tracking.flops import Flops
 
 CONFIG = ObjectiveConfig(
@@ -43,6 +43,40 @@ def loss_of(
     weight = weights(features.document, mask, None, of).row
     chunks = None if chunk is None else chunked(weight > 0, chunk, weight.device)
     return objective(head, drafts, features, weight, of, chunks)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "head_vocab", "trains", "expected"),
+    [
+        (2, None, False, ROWS),
+        (CPU_LOGITS // 5, None, False, 5),
+        (CPU_LOGITS // 5, None, True, 10),
+        (CPU_LOGITS // 5, 7, True, 10),
+        (CPU_LOGITS * 2, None, False, 1),
+    ],
+)
+def test_a_chunk_on_the_cpu_holds_as_many_logits_whatever_the_vocabulary(
+    vocab: int, head_vocab: int | None, trains: bool, expected: int
+) -> None:
+    """Twice as many where an lm_head is trained; a bias of that length, or another matrix, is none."""
+    size = head_vocab or vocab
+    frozen = [torch.empty(size, 1, device="meta", requires_grad=trains), torch.empty(size, device="meta")]
+    head = SimpleNamespace(
+        embeddings=SimpleNamespace(vocab_size=vocab),
+        vocab=None if head_vocab is None else SimpleNamespace(ids=range(head_vocab)),
+        parameters=lambda: [frozen[0], frozen[1].requires_grad_(), torch.empty(3, 1, requires_grad=True)],
+    )
+    assert chunk_rows(head, "cpu", 64) == expected
+
+
+def test_on_a_device_a_chunk_is_a_share_of_the_rows_in_powers_of_two() -> None:
+    found = [chunk_rows(None, "cuda", count) for count in (1, SHARE, 4 * SHARE, 7 * SHARE, 10**9)]
+    assert found == [1, 1, 4, 4, ROWS]
+
+
+def test_the_share_of_the_base_moves_from_the_first_to_the_last() -> None:
+    assert [CONFIG.base_share(at) for at in (0.0, 0.5, 1.0)] == [0, 0, 0]
+    assert [replace(CONFIG, base=[1.0, 0.25]).base_share(at) for at in (0.0, 0.5, 1.0)] == [1, 0.625, 0.25]
 
 
 @pytest.mark.parametrize("name", ["eagle3", "medusa"])
@@ -104,15 +138,13 @@ class Widest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("stored", [False, True])
-def test_a_pruned_vocabulary_is_never_widened(stored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pruned_vocabulary_is_never_widened(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for a few of the teacher's rows at a time; all losses and gradients stay as they are."""
     target = toys.target("llama", torch.float64)
     head: Any = toys.head("eagle pruned", target).requires_grad_()
     features, mask = batch(head.feature_layers, torch.float64)
     of = config(**{kind: 0.3 for kind in LOSSES if kind != "confidence"})
     weight = weights(features.document, mask, None, of).row
-    top = top_log_probs(target.embeddings.logits(features.last), 6) if stored else None
     chunks, found = chunked(weight > 0, 7, weight.device), []
     for rows_at_once in (512, 2):
         monkeypatch.setattr("train.objective.TEACHER_ROWS", rows_at_once)
@@ -120,9 +152,9 @@ def test_a_pruned_vocabulary_is_never_widened(stored: bool, monkeypatch: pytest.
         drafts = head.unroll(features, 2)
         counter: Any = Widest
         with counter() as widest:
-            loss, _ = objective(head, drafts, features, weight, of, chunks, top)
+            loss, _ = objective(head, drafts, features, weight, of, chunks)
         loss.backward()
-        assert widest.rows == (0 if stored else min(7, rows_at_once))
+        assert widest.rows == min(7, rows_at_once)
         found.append([loss.detach(), *(p.grad for p in head.parameters())])
     torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-9)
 
@@ -262,12 +294,12 @@ def test_the_uncorrected_logits_have_their_share_of_the_loss(chunk: int | None) 
     def gradient(base: float, *, uncorrected: bool = False) -> torch.Tensor:
         drafts = head.unroll(features, 4)
         drafts = [draft._replace(state=draft.base) for draft in drafts] if uncorrected else drafts
-        loss, sums = objective(head, drafts[:2], features, weight, of, chunks, None, base)
+        loss, sums = objective(head, drafts[:2], features, weight, of, chunks, base)
         if not uncorrected:
             torch.testing.assert_close(sums["soft_ce"], plain_sums, check_dtype=False)
         return torch.autograd.grad(loss, head.fusion.fc.weight)[0]
 
-    plain_sums = objective(head, head.unroll(features, 4)[:2], features, weight, of, None)[1]["soft_ce"]
+    plain_sums = objective(head, head.unroll(features, 4)[:2], features, weight, of)[1]["soft_ce"]
     assert of.base_share(0.5) == pytest.approx(0.5)
     both = 0.25 * gradient(0.0, uncorrected=True) + 0.75 * gradient(0.0)
     torch.testing.assert_close(gradient(0.25), both)
@@ -285,7 +317,7 @@ def test_the_uncorrected_logits_have_no_share_of_the_predicted_acceptance(chunk:
 
     def gradient(base: float) -> torch.Tensor:
         head.zero_grad()
-        objective(head, head.unroll(features, 4), features, weight, of, chunks, None, base)[0].backward()
+        objective(head, head.unroll(features, 4), features, weight, of, chunks, base)[0].backward()
         grad: torch.Tensor = head.confidence.bias.grad.clone()
         return grad
 

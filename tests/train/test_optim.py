@@ -51,6 +51,14 @@ def test_decay_on_matrices_alone(config: TrainerConfig) -> None:
     assert [(group["weight_decay"], len(group["params"])) for group in groups] == [(0.5, 1), (0.0, 3)]
 
 
+def test_each_optimiser_has_the_numbers_of_the_configuration(config: TrainerConfig) -> None:
+    given = replace(config, optimizer="muon", lr=0.5, betas=(0.1, 0.2), momentum=0.3, weight_decay=0.4)
+    muon, matrices, vectors = optim.optimizer(toys.head("eagle3", toys.target()).requires_grad_(), given).param_groups
+    assert (muon["lr"], muon["momentum"], muon["weight_decay"], muon["nesterov"]) == (0.5, 0.3, 0.4, True)
+    for group, decay in ((matrices, 0.4), (vectors, 0.0)):
+        assert (group["lr"], group["betas"], group["weight_decay"]) == (0.5, (0.1, 0.2), decay)
+
+
 def test_average_follows_the_weights() -> None:
     module = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(module.weight, 0.0)
@@ -116,7 +124,7 @@ def test_muon_moves_the_same_matrices_where_a_vocabulary_is_as_large_as_a_state_
     assert made(target.embeddings.hidden_size) == made(30)
 
 
-@pytest.mark.parametrize("way", ["foreach", "fused", "muon"])
+@pytest.mark.parametrize("way", ["foreach", "fused", "muon", "muon, which moved less when the run began"])
 def test_an_optimiser_goes_on_bit_for_bit(way: str, config: TrainerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def stepped(module: torch.nn.Module, optimizer: Any, first: int) -> None:
         for number in range(first, first + 3):
@@ -135,10 +143,13 @@ def test_an_optimiser_goes_on_bit_for_bit(way: str, config: TrainerConfig, monke
     def making(module: Any) -> Any:
         if way == "foreach":
             return torch.optim.AdamW(module.parameters(), 0.01, foreach=True)
-        return optim.optimizer(module, replace(config, lr=0.01, optimizer="muon" if way == "muon" else "adamw"))
+        return optim.optimizer(module, replace(config, lr=0.01, optimizer="muon" if "muon" in way else "adamw"))
 
     monkeypatch.setattr(optim, "FUSED", () if way == "foreach" else ("cpu",))
-    one, optimizer, state = made(0)
+    with monkeypatch.context() as earlier:
+        if "less" in way:
+            earlier.setattr(optim, "hidden_matrices", lambda _: [])
+        one, optimizer, state = made(0)
     stepped(one, optimizer, 0)
     kept = {name: state.read(name) for name in state.names()}
     stepped(one, optimizer, 3)

@@ -85,6 +85,20 @@ def test_peft_reads_the_same_adapter(run: Path, hub: Hub, target: EmbeddingsOnly
         torch.testing.assert_close(tensor, trained[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("alpha", [RANK, 3 * RANK])
+def test_an_adapter_counts_for_alpha_over_its_rank(alpha: int, tmp_path: Path) -> None:
+    """Ours are written with an alpha of their rank; those that peft trains have any."""
+    head = nn.Sequential(nn.Linear(4, 3))
+    before, change = head[0].weight.detach().clone(), torch.ones(3, 4)
+    name = "0.weight"
+    for file, content in lora.adapter_files(BASE, {name: before}, {name: before + change}, RANK).items():
+        (tmp_path / file).write_bytes(content)
+    said = json.loads((tmp_path / lora.CONFIG).read_text()) | {"lora_alpha": alpha}
+    (tmp_path / lora.CONFIG).write_text(json.dumps(said))
+    merged = lora.merge(head, lora.read_adapter(tmp_path), tmp_path).state_dict()[name]
+    torch.testing.assert_close(merged, before + alpha / RANK * change)
+
+
 def test_a_matrix_narrower_than_the_rank_has_factors_of_that_rank() -> None:
     before = {"confidence.weight": torch.zeros(1, 8)}
     files = lora.adapter_files(BASE, before, {"confidence.weight": torch.ones(1, 8)}, RANK)

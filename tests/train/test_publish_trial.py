@@ -41,13 +41,13 @@ def tiny(tmp_path: Path, target: EmbeddingsOnly) -> Path:
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, *accepted: list[int], tokens: tuple[int, ...] = (1, 1, 1)) -> None:
-    """Let the first decoding, the second, and so on accept these numbers of drafts."""
-    script = iter(zip(accepted, tokens, strict=False))
+    """Let the first head, the second, and so on accept these numbers of drafts, of every prompt."""
+    script, heads = iter(zip(accepted, tokens, strict=False)), dict[Any, tuple[list[int], int]]()
 
-    def speculate(*_: Any) -> list[Generation]:
-        drafted, token = next(script)
+    def speculate(_: Any, drafter: Any, *__: Any) -> Generation:
+        drafted, token = heads[drafter] if drafter in heads else heads.setdefault(drafter, next(script))
         steps = [Step(3, count, count + 1, 0.0, 0.0, 0.0, "greedy") for count in drafted]
-        return [Generation(tokens=[token] * (1 + sum(each.committed for each in steps)), steps=steps)]
+        return Generation(tokens=[token] * (1 + sum(each.committed for each in steps)), steps=steps)
 
     monkeypatch.setattr(trial, "speculate", speculate)
 

@@ -1,6 +1,8 @@
 """Rollouts: heads unroll drafts as text, nodes teach what the target says there, and a resumed run drafts the same."""
 
+import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,10 +50,19 @@ def trained(micro: MicroBatch) -> list[tuple[int, int, int, list[int]]]:
     return [(b, d, t, batch.path[b, t, : d + 1].tolist()) for d, b, t in batch.trained.nonzero().tolist()]
 
 
+def test_a_prompt_over_the_context_keeps_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    target: Any = toys.target("llama", torch.float64)
+    token, mask = torch.arange(10)[None], torch.tensor([[0] * 8 + [1, 1]])
+    batches = Batches(Packed(token, torch.zeros_like(token), mask), 1, 1, 0, 0, 1)
+    rollouts = Rollouts(target, lambda _: None, TREE, CONFIG, DEPTHS, batches)
+    monkeypatch.setattr(target, "context", 6)
+    assert rollouts.prompts(batches(0), random.Random(0)) == 2 * [[4, 5, 6, 7]]
+
+
 @pytest.mark.parametrize("nodes", ["text", "accepted", "refused", "all"])
 def test_a_node_teaches_what_the_target_says_behind_its_tokens(nodes: str) -> None:
     target, _, [micro], read = rollout("eagle3", nodes)
-    features, seen = micro.read().features, set()
+    features, seen = micro.read(), set()
     for b, _, t, path in trained(micro):
         token = micro.batch.token[b, [*range(t + 1), *path]][None]
         torch.testing.assert_close(features.last[b, path[-1]], target.features(token, token * 0, ()).last[0, -1])
@@ -67,7 +78,7 @@ def test_a_node_teaches_what_the_target_says_behind_its_tokens(nodes: str) -> No
 def test_a_head_unrolls_a_draft_as_it_unrolls_text(name: str) -> None:
     """And the loss takes these rows, in chunks as by plain autograd."""
     target, head, [micro], _ = rollout(name, "all")
-    given = micro.read().features
+    given = micro.read()
     drafts = head.unroll(given, DEPTHS)
     nodes, final = trained(micro), len(given.token) - 1
     for b, d, t, path in nodes[::15] + [node for node in nodes if node[0] == final]:
@@ -85,7 +96,28 @@ def test_a_head_unrolls_a_draft_as_it_unrolls_text(name: str) -> None:
     whole, _ = objective(head, head.unroll(given, DEPTHS, anchors), given, weight.row, loss.drafted)
     torch.testing.assert_close(value, whole)
     assert list(sums) == ["ce", "soft_ce", "accuracy"]
-    assert weight.row.max() == 0.5
+    torch.testing.assert_close(weight.row, 0.5 * weight.trained.float())
+    torch.testing.assert_close(weight.amount, weight.row.sum((1, 2)))
+
+
+def test_every_process_step_and_run_draws_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the same ones again: of the seeds that its answers are decoded with."""
+    target, seen = toys.target(), list[tuple[int, ...]]()
+
+    def decoded(_: Any, __: Any, prompts: list[list[int]], settings: list[Any], **___: Any) -> list[Any]:
+        seen.append(tuple(each.seed for each in settings))
+        return [SimpleNamespace(passes=[], steps=[]) for _ in prompts]
+
+    monkeypatch.setattr("train.rollouts.speculate", decoded)
+    monkeypatch.setattr("train.rollouts.copies", lambda *_: [])
+    monkeypatch.setattr("train.rollouts._micro_batch", lambda *_: None)
+    token = torch.tensor([toys.prompt(seed, 10) for seed in range(4)])
+    packed = Packed(token, torch.zeros_like(token), torch.ones_like(token))
+    for seed, rank, step in ((0, 0, 3), (1, 0, 3), (0, 1, 3), (0, 0, 4), (0, 0, 3)):
+        batches = Batches(packed, 2, 2, seed, rank, 2)
+        Rollouts(target, lambda _: toys.head("eagle", target), TREE, CONFIG, DEPTHS, batches)(step, batches(step), {})
+    assert len(set(seen[:4])) == 4
+    assert seen[4] == seen[0]
 
 
 def test_micro_batches_hold_no_more_sequences_than_static_ones() -> None:
@@ -93,13 +125,14 @@ def test_micro_batches_hold_no_more_sequences_than_static_ones() -> None:
     _, _, parts, _ = rollout("eagle", "text", micro_rows=1)
     assert [len(micro.batch.token) for micro in parts] == [1, 1]
     for row, part in enumerate(parts):
-        one = part.read().features
-        torch.testing.assert_close(one.last[0], whole.read().features.last[row, : one.last.shape[1]])
+        one = part.read()
+        torch.testing.assert_close(one.last[0], whole.read().last[row, : one.last.shape[1]])
 
 
-def stepper() -> Stepper:
-    """Return the step of a run with a rollout in every second step."""
+def stepper(**changed: Any) -> Stepper:
+    """Return the step of a run with a rollout in every second step; `changed` of its objective."""
     run = strategy_job.run_of("eagle", "ddp")
+    run = replace(run, objective=replace(run.objective, **changed))
     step = strategy_job.stepper(run, "eagle", Accelerator(cpu=True))
     target = toys.target()
 
@@ -111,6 +144,36 @@ def stepper() -> Stepper:
     config = replace(CONFIG, every=2)
     step.rollouts = Rollouts(target, decoding, TREE, config, run.objective.depths, step.source.batches)
     return step
+
+
+def test_a_drafted_row_counts_for_its_weight_in_loss_and_normaliser() -> None:
+    """A whole step: with A, B the sums over n rows of text and m drafted ones, (A + w B) / (n + w m).
+
+    And of text the sum over depths of decay times factor times the mean over that depth's own rows.
+    """
+    plain = stepper(depths=3, depth_decay=0.5)
+    plain.rollouts = None
+    deep = plain(5, halted=lambda: False).record or {}
+    assert plain.loss.progress == 0.25  # of 20 steps, by which the share of uncorrected logits goes
+    plain.trainer = replace(plain.trainer, log_every=2)  # a record is then of two steps, its rates of one
+    assert plain(6, halted=lambda: False).record is None
+    both = plain(7, halted=lambda: False).record or {}
+    rates = [both[name] * both["step_seconds"] for name in ("tokens_per_second", "rows_per_second")]
+    assert rates == pytest.approx([plain.source.batches.step_tokens, deep["rows"]])
+    by_loss = {name: sum(0.5**d * mean for d, mean in enumerate(deep[name])) for name in ("soft_ce", "smooth_l1")}
+    assert deep["loss"] == pytest.approx(by_loss["soft_ce"] + 0.1 * by_loss["smooth_l1"], rel=1e-5)
+    found, rows = [], []
+    for weight in (None, 1.0, 0.5, 0.25):
+        step = stepper(depths=1, on_policy=replace(CONFIG, weight=weight or 1.0))
+        step.rollouts = None if weight is None else step.rollouts
+        record = step(0, halted=lambda: False).record or {}
+        found.append(record["loss"])
+        rows.append(record["rows"])
+    n, m = rows[0], rows[1] - rows[0]
+    assert m > 4
+    text, drafted = n * found[0], (n + m) * found[1] - n * found[0]
+    assert drafted / m != pytest.approx(text / n, rel=0.02)
+    assert found[2:] == pytest.approx([(text + w * drafted) / (n + w * m) for w in (0.5, 0.25)], rel=1e-5)
 
 
 def test_a_rollouts_operations_are_those_of_the_steps_that_have_one() -> None:

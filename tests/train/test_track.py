@@ -13,6 +13,7 @@ import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from heads.common.command import without_secrets
+from heads.common.progress import Bar
 from inference.laps import Laps
 from tests.train import jobs
 from tests.train.test_features import configured
@@ -118,7 +119,6 @@ def test_what_is_logged_seldom_is_of_all_steps_since(tmp_path: Path) -> None:
 def test_only_the_main_process_writes(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path, active=False, steps=4, start=0, trackers=["wandb", "tensorboard"], config={})
     tracker.log(record(1))
-    tracker.say("nothing")
     tracker.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -234,15 +234,17 @@ def test_trackers_get_the_final_numbers_and_the_report(tmp_path: Path, monkeypat
 def test_a_log_gets_a_line_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr(Bar, "last", -99.0)
     tracker = Tracker(tmp_path, active=True, steps=9, start=0, trackers=[], config={})
     tracker.log({"step": 0, "tau": 1.5})
-    for step in range(1, 5):
-        now[0] += 20.0
-        tracker.log(record(step))
+    with tracker.bar:
+        for step in range(1, 5):
+            now[0] += 20.0
+            tracker.log(record(step))
     tracker.close()
     first, second = capsys.readouterr().err.splitlines()
-    assert first == "step 2/9  loss 1.0000  accuracy 0.50 0.25  τ 1.50  9 tok/s  0:02:20 left"
-    assert second.startswith("step 4/9")
+    assert first == "step: 2 of 9, loss 1.0000  accuracy 0.50 0.25  τ 1.50  9 tok/s, 3.0/min, 0:02:20 left"
+    assert second.startswith("step: 4 of 9")
 
 
 def test_wandb_without_its_server_goes_on_offline_and_soon(

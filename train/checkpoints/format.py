@@ -41,7 +41,7 @@ def folder_of(folder: Path, step: int) -> Path:
 
 def step_of(path: Path) -> int:
     """Return the step of a checkpoint's folder."""
-    return int(path.name.rsplit("-", 1)[1])
+    return int(path.name.removeprefix("step-"))
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -55,7 +55,7 @@ def note_of(partial: Path, rank: int) -> Path:
 
 
 def write_shard(partial: Path, rank: int, world: int, tensors: dict[str, Tensor]) -> None:
-    """Write a process's tensors and then its note: the shard's tensors, size and checksum.
+    """Write a process's tensors and then its note: the shard's tensors and checksum.
 
     Raises:
         OSError, SafetensorError: the disk refused.
@@ -64,8 +64,7 @@ def write_shard(partial: Path, rank: int, world: int, tensors: dict[str, Tensor]
     shard = partial / f"rank-{rank:05d}-of-{world:05d}.safetensors"
     save_file(tensors, shard)
     flush(shard)
-    info = {name: {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)} for name, t in tensors.items()}
-    note = {"shard": shard.name, "bytes": shard.stat().st_size, "checksum": content_hash(shard), "tensors": info}
+    note = {"shard": shard.name, "checksum": content_hash(shard), "tensors": list(tensors)}
     write_checked(note_of(partial, rank), note)
 
 
@@ -83,8 +82,8 @@ def commit(partial: Path, final: Path, world: int, names: list[str], content: di
     It replaces an earlier one of the same step. Tensors are read back in the order of `names`; `content` is state.json.
     """
     notes = [read_checked(note_of(partial, rank)) for rank in range(world)]
-    tensors = {name: {"shard": note["shard"], **about} for note in notes for name, about in note["tensors"].items()}
-    shards = {note["shard"]: {"bytes": note["bytes"], "sha256": note["checksum"]} for note in notes}
+    tensors = {name: {"shard": note["shard"]} for note in notes for name in note["tensors"]}
+    shards = {note["shard"]: {"sha256": note["checksum"]} for note in notes}
     index = {"format": FORMAT, "shards": shards, "tensors": {name: tensors[name] for name in names}}
     write_checked(partial / INDEX, index)
     write_checked(partial / STATE, content)

@@ -132,7 +132,7 @@ def short(value: Any) -> str:
 
 def plain(values: dict[str, Any]) -> dict[str, Any]:
     """Return values after a round trip through JSON, so that they compare with those of a checkpoint."""
-    decoded: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    decoded: dict[str, Any] = json.loads(json.dumps(values))
     return decoded
 
 

@@ -34,7 +34,7 @@ class Saver:
         self._name = control.share(f"{time.time_ns():x}")  # distinguishes this run's folders from an earlier attempt's
         self._count = 0
         self._pending: Future[None] | None = None
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._thread = ThreadPoolExecutor(1)
         self._given_up = threading.Event()
 
     def save(self, state: TrainState, step: int, content: dict[str, Any], best: int) -> None:
@@ -152,7 +152,7 @@ def partition(state: TrainState, rank: int, world: int) -> tuple[dict[str, Tenso
     for name in names:
         value = state.read(name)
         owner = bytes_of.index(min(bytes_of))
-        bytes_of[owner] += max(1, value.nbytes)
+        bytes_of[owner] += value.nbytes
         if owner == rank:
             tensors[name] = value
     return tensors, names

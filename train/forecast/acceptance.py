@@ -38,7 +38,7 @@ def measured(target: Target, folder: Path, tree: TreeConfig, prompts: Sequence[l
 
 def baseline(target: Target, prompts: Sequence[list[int]], tokens: int) -> list[tuple[int, float]]:
     """Return of each prompt's autoregressive answer the tokens after the first, and the seconds of all."""
-    runs = (autoregress(target, prompt, Settings(tokens, GREEDY)) for prompt in prompts)
+    runs = (autoregress(target, prompt, Settings(tokens, GREEDY)) for prompt in progress(prompts, "the baseline"))
     return [(decoded(run), run.prefill_s + run.decode_s) for run in runs]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from data.features.store import FeatureStore
 from data.text.prompts import first_samples, locate
@@ -90,6 +91,21 @@ def check_first_records(run: RunConfig) -> None:
 def unserved(path: str, beyond: str | None) -> str | None:
     """Return the line that no engine serves a head of a target, by its `beyond_tables`; None where engines can."""
     return beyond and f"{path}: {beyond}, which engines do not know when they draft: no head of it is exported to one"
+
+
+def ordinary_mask(token: int | None, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the line that `head.mask_token` is a token that texts have; None where it is reserved, unused or none."""
+    number = None if token is None else token % vocab_size
+    if number is None or number >= len(tokenizer):
+        return None
+    added = tokenizer.added_tokens_decoder.get(number)
+    if added is not None and added.special and number not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        return None
+    word = tokenizer.decode([number])
+    return (
+        f"head.mask_token={token}: mask slots hold the embedding of token {number}, {word!r}, which texts have too; "
+        "give the id of a reserved or unused token if the target has one"
+    )
 
 
 def check_out(out: Path, *, replaces: bool) -> None:

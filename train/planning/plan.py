@@ -18,7 +18,6 @@ import torch
 from omegaconf import OmegaConf
 
 from data.features.quantize import size
-from data.features.store import TOP_BYTES
 from data.features.vllm_features import LayerIds
 from heads.common.resolvers import ROOT
 from heads.common.typed import typed
@@ -360,9 +359,8 @@ def disk(inputs: PlanInputs) -> dict[str, int]:
     }
     if run.features.mode in ("stored", "hybrid"):
         row = size(shape.width, run.features.dtype)
-        last = row if run.features.teacher == "state" else run.features.k * TOP_BYTES
         tokens = run.trainer.steps * run.trainer.batch_tokens
-        sizes["features, if no row comes twice"] = tokens * (inputs.traced.feature_layers * row + last)
+        sizes["features, if no row comes twice"] = tokens * (inputs.traced.feature_layers + 1) * row
     return sizes
 
 

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from heads import HEADS
 from heads.base import Features
+from heads.common.rope import Rotary
 from heads.modules.layers import Recomputing
-from heads.modules.rope import Rotary
 from heads.mtp import TARGET
 from inference.target.embeddings import TargetEmbeddings
 from train import optim

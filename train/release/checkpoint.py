@@ -21,10 +21,10 @@ from heads.common.files import replacing, write_whole
 from heads.common.untrusted import parse_json, parsed_file
 from heads.formats.mtp_layouts import COUNT, FAMILIES, Layout
 from heads.formats.published.exporting import written
-from heads.formats.store import CONFIG, WEIGHTS
+from heads.formats.store import CONFIG, INDEX, WEIGHTS
 from heads.formats.weights import DTYPES
 from heads.mtp import TARGET, Mtp
-from inference.target.checkpoint import INDEX, tensor_files
+from inference.target.checkpoint import tensor_files
 
 MODULE = "model-mtp.safetensors"
 # What a file of the target is called whose own name is that of a single file, or of the module.

@@ -14,6 +14,7 @@ from eval.inputs.runs import own_prompts
 from eval.measures import metrics
 from heads.common.errors import one_line
 from heads.common.files import last_good
+from heads.common.progress import progress
 from heads.common.typed import typed
 from heads.formats.hub import load_found, on_hub, target_path
 from heads.formats.store import read_config
@@ -59,7 +60,8 @@ class Trial:
 
     def _decode(self, head: Any) -> list[Generation]:
         head = head.to(device=self.target.device, dtype=self.target.dtype).eval()
-        return speculate(self.target, HeadDrafter(head, self.tree, "head"), self.prompts, self.settings)
+        drafter = HeadDrafter(head, self.tree, "head")
+        return [speculate(self.target, drafter, prompt, self.settings) for prompt in progress(self.prompts, "decoding")]
 
 
 def begin(run: Path, config: PublishConfig) -> Trial | str:

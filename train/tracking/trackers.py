@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import os
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,19 +17,16 @@ from types import TracebackType
 from typing import Any
 
 from omegaconf import OmegaConf
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from eval.measures.results import finite
 from heads.common.errors import one_line
-from heads.common.progress import Pace
+from heads.common.progress import Bar, say
 from heads.common.untrusted import parse_json
 
 log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 REPORT = ("report.json", "report.md", "report.html")
-REFRESH = 2  # redraws of the bar a second: its thread takes time from the step's own
 WAIT = 10.0  # seconds to wait for wandb's server before training begins
 
 
@@ -193,56 +189,34 @@ def conclude(out: Path, trackers: list[str], config: dict[str, Any], record: dic
 
 
 class Tracker:
-    """Pass each record to every tracker and the progress bar; active on the main process alone.
-
-    Without a terminal a line takes the bar's place, every so often.
-    """
+    """Pass each record to every tracker, on the main process only, and to the bar that the training shows."""
 
     def __init__(
         self, out: Path, *, active: bool, steps: int, start: int, trackers: list[str], config: dict[str, Any]
     ) -> None:
         self.sinks: dict[str, Sink] = {}
-        self.progress = Progress(
-            TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(),
-            console=Console(stderr=True, quiet=not active),
-            refresh_per_second=REFRESH,
-            disable=not active or not sys.stderr.isatty(),
-        )
-        self.progress.start()
-        self.pace, self.tau = Pace(steps, start), ""
-        self.task = self.progress.add_task("train", total=steps, completed=start, numbers="")
+        self.bar, self.tau = Bar(steps, "step", start), ""
         for name in dict.fromkeys(["jsonl", *trackers]) if active else ():
-            with Dropping(self.sinks, name, self.say):
+            with Dropping(self.sinks, name, say):
                 self.sinks[name] = TRACKERS[name](out, start, config)
 
     def log(self, record: dict[str, Any]) -> None:
         """Pass on one record, which has at least `step`."""
         for name, sink in list(self.sinks.items()):
-            with Dropping(self.sinks, name, self.say):
+            with Dropping(self.sinks, name, say):
                 sink.log(record)
         if "tau" in record:
             self.tau = f"  τ {record['tau']:.2f}"
         if "loss" in record:
             accuracy = " ".join(f"{a:.2f}" for a in record["accuracy"])
             speed = f"{record['tokens_per_second']:.0f} tok/s"
-            summary = f"loss {record['loss']:.4f}  accuracy {accuracy}{self.tau}  {speed}"
-            self.progress.update(self.task, completed=record["step"], numbers=summary)
-            if self.progress.disable and self.pace.due():
-                self.say(f"step {record['step']}/{self.pace.total}  {summary}  {self.pace.left(record['step'])}")
-
-    def say(self, text: str) -> None:
-        """Print a line above the progress bar."""
-        self.progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            self.bar.show(record["step"], f"loss {record['loss']:.4f}  accuracy {accuracy}{self.tau}  {speed}")
 
     def close(self) -> None:
-        """Close the trackers and the bar."""
+        """Close the trackers."""
         for name, sink in list(self.sinks.items()):
-            with Dropping(self.sinks, name, self.say):
+            with Dropping(self.sinks, name, say):
                 sink.close()
-        self.progress.stop()
 
 
 class Dropping:

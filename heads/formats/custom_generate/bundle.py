@@ -2,7 +2,8 @@
 
 transformers takes the entry and the files beside it that relative imports name, so the folder is flat and every import
 of ours becomes one of a sibling. Of a module stay the statements that the entry leads to, as they stand in the source.
-Annotations are not evaluated there: jaxtyping's shapes stay readable and need no jaxtyping.
+Annotations are not evaluated there: jaxtyping's shapes stay readable and need no jaxtyping. There is no
+requirements.txt: transformers checks it whenever anything loads the folder with trust_remote_code, converters too.
 """
 
 import ast
@@ -21,7 +22,6 @@ from heads import HEADS
 from heads.formats.published import FORMATS
 
 FOLDER = "custom_generate"
-REQUIREMENTS = "transformers>=5.17\nsafetensors\n"  # which transformers checks before it runs the code
 PACKAGE = __name__.rpartition(".")[0]
 HEADS_PACKAGE = PACKAGE.removesuffix(".formats.custom_generate")  # heads, or headstart.heads where it is installed
 ENTRY = (f"{PACKAGE}.generate", "generate")
@@ -40,7 +40,7 @@ def files(kind: str) -> dict[str, str]:
     modules = _collected(*ENTRY, _tables(kind))
     names = _flat(modules)
     texts = {f"{FOLDER}/{names[name]}.py": _written(module, names) for name, module in modules.items()}
-    return dict(sorted(texts.items())) | {f"{FOLDER}/requirements.txt": REQUIREMENTS}
+    return dict(sorted(texts.items()))
 
 
 def _tables(kind: str) -> dict[str, str]:

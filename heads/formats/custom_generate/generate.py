@@ -23,6 +23,7 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.utils.versions import require_version
 
 from heads.formats.custom_generate.decoding import Sequence, Settings, Written, decode
 from heads.formats.custom_generate.reading import Head, load
@@ -73,7 +74,9 @@ def generate(
 
     Raises:
         ValueError: the head is not one of this model, or an argument asks for what is not decoded speculatively.
+        ImportError: transformers is too old.
     """
+    require_version("transformers>=5.17")
     where = head or _named()
     hub = {name: kwargs.pop(name) for name in HUB if name in kwargs}
     if draft_tokens is not None and draft_tokens < 1:

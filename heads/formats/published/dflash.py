@@ -23,7 +23,9 @@ from heads.modules.fusion import DFLASH_LAYERS
 
 DSPARK, DFLASH2 = "Qwen3DSparkModel", "DFlash2DraftModel"
 FOUND = f"DFlashDraftModel|{DFLASH2}|{DSPARK}"
-CLASS = EngineClass(["DFlashDraftModel"], "qwen3", {"vllm": FOUND, "sglang": FOUND})
+CLASS = EngineClass(["DFlashDraftModel"], "qwen3", {
+    "vllm": FOUND, "sglang": FOUND, "gguf": rf"{FOUND}|DSpark(DraftModel|Speculator)", "openvino": "DFlashDraftModel",
+})  # fmt: skip
 NAMES = {
     "fusion.fc.weight": "fc.weight",
     "before.weight": "markov_head.markov_w1.weight",

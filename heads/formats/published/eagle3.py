@@ -30,9 +30,12 @@ NORMED_RESIDUAL = ("vllm", "speculators", "gguf")  # the formats of engines that
 COUNTED_BY_FIRST = {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"}
 VERSION = "0.9.0"  # of speculators, whose format this is
 CLASS = EngineClass(["LlamaForCausalLMEagle3"], "llama", {
-    "vllm": r"LlamaForCausalLM|.*Eagle3.*",
+    "vllm": r"(Eagle3)?(Llama|Qwen2_5vl|Qwen3|Qwen3vl|MiniMaxM2|DeepseekV[23])ForCausalLM|LlamaForCausalLMEagle3|"
+    r"PEagleDraftModel|PeagleLlamaForCausalLM",  # which prepends Eagle3 where the name has none
     "sglang": r"LlamaForCausalLMEagle3|Eagle3DeepseekV2ForCausalLM",
-    "trtllm": r"LlamaForCausalLM|LlamaForCausalLMEagle3|.*Deepseek.*",
+    "trtllm": r"(Eagle3)?(Llama|DeepseekV3)ForCausalLM|(Llama|DeepseekV3)ForCausalLMEagle3",  # which drops Eagle3
+    "gguf": r"LlamaForCausalLMEagle3|Eagle3(LlamaForCausalLM|DraftModel|Speculator)",
+    "openvino": r"LlamaForCausalLMEagle3|Eagle3LlamaForCausalLM",
 })  # fmt: skip
 
 
@@ -58,13 +61,12 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
     source.compare("num_hidden_layers", layers)
     source.compare("fc_norm", normed)
     source.compare("draft_vocab_size", embeddings.vocab_size if ids is None else len(ids))
-    nested = source.config.get("eagle_config") or {}
     config = {
         "layers": layers,
         "feature_layers": feature_layers(source, joined, embeddings),
         "feature_norm": normed,
         "joint_norm": joint,
-        "norm_output": bool(source.config.get("norm_output") or nested.get("return_hidden_post_norm")),
+        "norm_output": _feeds_normed(source, normed or joint),
         "norm_before_residual": _norm_before_residual(source),
         "qk_norm": f"{first}self_attn.q_norm.weight" in source.tensors,
         "kv_injection": False,
@@ -109,6 +111,21 @@ def feature_layers(source: Source, joined: int, embeddings: Embeddings) -> list[
     if min(chosen) < 0:
         raise source.refusal(f"the target's embedding among its layers, {STATES}={listed}")
     return chosen
+
+
+def _feeds_normed(source: Source, normed: bool) -> bool:
+    """Say whether the head's normed output is fed back, as in EAGLE-3.1, whose features are `normed`.
+
+    SpecForge has the same key, true by default, for the norm before the lm_head, and feeds back the state before it
+    (specforge/modeling/draft/llama3_eagle.py, compute_logits); it writes no speculators format.
+    """
+    nested, flag = source.config.get("eagle_config") or {}, source.config.get("norm_output")
+    fed = nested.get("return_hidden_post_norm")  # TensorRT-LLM's name of it
+    if flag and not (fed or normed or "speculators_model_type" in source.config):
+        log.warning("%s: norm_output=true without fc_norm is SpecForge's norm before the lm_head, and read so; engines "
+                    "feed the normed output back: set it to false for them", source.folder)  # fmt: skip
+        return False
+    return bool(fed or flag)
 
 
 def _norm_before_residual(source: Source) -> bool:

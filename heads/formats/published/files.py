@@ -7,11 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from heads.common.errors import one_line
-from heads.common.untrusted import inside, parse_json, plain_name, regular
+from heads.common.untrusted import inside, parse_json, regular
 from heads.formats import weights
-from heads.formats.store import CONFIG, WEIGHTS
+from heads.formats.store import CONFIG, INDEX, WEIGHTS
 
-INDEX = f"{WEIGHTS}.index.json"
 SAFE = (WEIGHTS, "medusa_lm_head.safetensors")
 PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 PREFIX = re.compile(r"^(speculator|medusa_heads?|model)\.")  # what trainers put before all of a head's names
@@ -50,9 +49,7 @@ def names_of(folder: Path) -> set[str]:
     Raises:
         ValueError: a file is missing, truncated or damaged, or there are pickles alone.
     """
-    if (folder / INDEX).is_file() and not any((folder / name).is_file() for name in SAFE):
-        return {PREFIX.sub("", name) for name in _shards(folder)}
-    return {PREFIX.sub("", name) for name in weights.header(_weights(folder))}
+    return {PREFIX.sub("", name) for name in _sharded(folder) or weights.header(_weights(folder))}
 
 
 def without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -62,17 +59,20 @@ def without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def stored_tensors(folder: Path) -> dict[str, Tensor]:
     """Return the tensors by their names as they stand in the files, with the errors of `names_of`."""
-    if (folder / INDEX).is_file() and not any((folder / name).is_file() for name in SAFE):
-        files = sorted(set(_shards(folder).values()))
-        return {name: tensor for file in files for name, tensor in weights.read_weights(inside(folder, file)).items()}
-    return weights.read_weights(_weights(folder))
+    files = {inside(folder, file) for file in _sharded(folder).values()} or {_weights(folder)}
+    return {name: tensor for file in sorted(files) for name, tensor in weights.read_weights(file).items()}
 
 
 def further_files(folder: Path) -> list[str]:
     """Return which files a download of the small ones and WEIGHTS still lacks: the index's shards, else a pickle."""
-    if any((folder / name).is_file() for name in SAFE):
-        return []
-    return sorted(set(_shards(folder).values())) if (folder / INDEX).is_file() else list(PICKLED)
+    whole = any((folder / name).is_file() for name in SAFE)
+    return [] if whole else sorted({*_sharded(folder).values()} or PICKLED)
+
+
+def _sharded(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor by the index; none where a whole file goes before it, as in transformers."""
+    whole = any((folder / name).is_file() for name in SAFE)
+    return {} if whole or not (folder / INDEX).is_file() else weights.shards(folder / INDEX)
 
 
 def _weights(folder: Path) -> Path:
@@ -86,15 +86,3 @@ def _weights(folder: Path) -> Path:
                 f"python train/convert.py pickle={folder / name} out=FOLDER, and name that folder"
             )
     raise ValueError(f"{folder}: no weights; one of {', '.join((*SAFE, INDEX))} is read")
-
-
-def _shards(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor. The index is untrusted, so its files must lie beside it."""
-    try:
-        files: dict[str, str] = parse_json((folder / INDEX).read_bytes())["weight_map"]
-        plain = all(plain_name(file) and file.endswith(".safetensors") for file in files.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder / INDEX}: damaged ({one_line(error)}); download it again") from None
-    if not plain:
-        raise ValueError(f"{folder / INDEX}: names a file that is no .safetensors beside it; download it again")
-    return files

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from heads.common.errors import one_line
+from heads.common.rope import SCALINGS, Rope
 from heads.common.untrusted import shown
 from heads.formats.layer_ids import BLOCK_OUTPUTS, STATES, as_states
 from heads.formats.published import dflash, eagle3
@@ -24,7 +25,6 @@ from heads.formats.published.exporting import Export, Foreign
 from heads.formats.published.plan import KNOWN, OFFSETS
 from heads.formats.store import CONFIG, WEIGHTS
 from heads.modules.fusion import EAGLE3_LAYERS
-from heads.modules.rope import Rope
 
 FILE = "head.gguf"
 VERSION = 2  # of GGUF's quantisation formats
@@ -48,6 +48,7 @@ LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 def of_eagle3(source: Export) -> Foreign:
     """Return an EAGLE-3 head for llama.cpp; refuse options that it does not run."""
     source.refuse(layers=1, feature_norm=False, norm_output=False)
+    _check_yarn(source)
     if (count := len(source.head.feature_layers)) != EAGLE3_LAYERS:
         raise source.refusal(
             f"{count} feature layers", "and llama.cpp reads three; train with head.feature_layers=null"
@@ -58,7 +59,15 @@ def of_eagle3(source: Export) -> Foreign:
 def of_block(source: Export) -> Foreign:
     """Return a DFlash or DSpark head for llama.cpp; refuse options that it does not run, or that were not tried."""
     source.refuse(domino=None, selector_rank=None, conv=None)
+    _check_yarn(source)
     return dflash.engines(source)
+
+
+def _check_yarn(source: Export) -> None:
+    """Refuse YaRN with further numbers than are written: llama.cpp takes the paper's for them."""
+    scaling = source.config.rope_scaling or {}
+    if scaling.get("rope_type") == "yarn" and (further := sorted(scaling.keys() - {"rope_type", *SCALINGS["yarn"]})):
+        raise source.refusal(f"rope_scaling of type yarn with {further[0]}", "which is not written for llama.cpp")
 
 
 def write(folder: Path, tokenizer: dict[str, Any]) -> None:
@@ -111,8 +120,10 @@ def _settings(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> 
         "rope.freq_base": float(config["rope_theta"]),
     }
     scaling = config["rope_scaling"] or {}
-    if scaling.get("rope_type") == "linear":
-        settings |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(scaling["factor"])}
+    if scaling.get("rope_type") in ("linear", "yarn"):
+        settings |= {"rope.scaling.type": scaling["rope_type"], "rope.scaling.factor": float(scaling["factor"])}
+    if scaling.get("rope_type") == "yarn":
+        settings["rope.scaling.original_context_length"] = int(scaling["original_max_position_embeddings"])
     if kind == "eagle3":
         read = {"target_layers": config[STATES], "target_hidden_size": config["hidden_size"]}
         return settings | read | {key: config[key] for key in ("norm_before_residual", "norm_before_fc")}
@@ -183,8 +194,10 @@ def _renamed(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> d
             renamed[f"{AT_TOP[module]}.{last}"] = tensor
     scaling = config["rope_scaling"] or {}
     if scaling.get("rope_type") == "llama3":
-        rope, width = Rope(config["rope_theta"], scaling), config["head_dim"]
-        renamed["rope_freqs.weight"] = Rope(rope.theta, None).frequency(width) / rope.frequency(width)
+        unscaled = {"rope_type": "linear", "factor": 1.0}  # which transformers rounds as it does the others
+        ropes = (Rope(config["rope_theta"], kind) for kind in (unscaled, scaling))
+        plain, slow = (rope.frequency(config["head_dim"])[0] for rope in ropes)
+        renamed["rope_freqs.weight"] = plain / slow
     return renamed
 
 

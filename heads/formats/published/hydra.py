@@ -14,19 +14,9 @@ import torch
 from torch import Tensor
 
 from heads.base import Embeddings, LayerShape, embedding_of, layer_shape
-from heads.common.target_config import rotated_share
+from heads.common.rope import SAID, Rope, positions_of
 from heads.formats.published.exporting import Export, Foreign, Shapes, layer_shapes
-from heads.formats.published.plan import (
-    EMBEDDING,
-    EPS,
-    THETA,
-    Plan,
-    Source,
-    check_width,
-    decoder,
-    positions_of,
-)
-from heads.modules.rope import Rope
+from heads.formats.published.plan import EMBEDDING, EPS, PLAIN, Plan, Source, check_width, decoder
 
 PREFIX = "prefix_embeding_layer."
 LINEAR = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight")
@@ -85,11 +75,11 @@ def _layer(source: Source, embeddings: Embeddings, prefix: bool) -> dict[str, ob
     """Return the numbers of the prefix layer: those of the target's own, where config.json is silent."""
     if prefix:
         target = embeddings.config.to_dict()
-        taken = ["rms_norm_eps"] if positions_of(source.config) else ["rms_norm_eps", "rope_theta", "rope_parameters"]
+        taken = ["rms_norm_eps", *(() if positions_of(source.config) else SAID)]
         config = {key: target[key] for key in taken if key in target} | source.config
         return decoder(source._replace(config=config), f"{PREFIX}layers.0.", embeddings)
     none = dict.fromkeys(("length", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"))
-    return {**none, "rope_theta": THETA, "rope_scaling": None, "norm_eps": EPS}
+    return {**none, "rope_theta": PLAIN.theta, "rope_scaling": None, "norm_eps": EPS}
 
 
 def _duplicates(heads: int, block_numbers: list[int]) -> dict[str, str]:
@@ -118,18 +108,11 @@ def authors(source: Export) -> Foreign:
         "torch_dtype": source.dtype,
     }
     if options.prefix:
-        positions = Rope(options.rope_theta, options.rope_scaling)
-        values = (*layer_shape(options, source.embeddings), *positions, options.norm_eps, 1.0)
-        target = (
-            *source.embeddings.layer,
-            *(positions_of(served, THETA) or ()),
-            served.get("rms_norm_eps", options.norm_eps),
-            rotated_share(served),
-        )
-        for name, mine, theirs in zip(
-            (*LayerShape._fields, "rope_theta", "rope_scaling", "norm_eps", "partial_rotary_factor"),
-            values, target, strict=True,
-        ):  # fmt: skip
+        values = (*layer_shape(options, source.embeddings), *Rope.of(options), options.norm_eps)
+        rope = positions_of(served) or PLAIN
+        target = (*source.embeddings.layer, *rope, served.get("rms_norm_eps", options.norm_eps))
+        names = (*LayerShape._fields, "rope_theta", "rope_scaling", "partial_rotary_factor", "norm_eps")
+        for name, mine, theirs in zip(names, values, target, strict=True):
             if mine != theirs:
                 raise source.refusal(f"{name}={mine}", f"and the authors' code takes {theirs}, the target's own")
         config |= source.decoder()

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from heads.base import Embeddings, layer_shape
-from heads.common.target_config import rotated_share
+from heads.common.rope import positions_of
 from heads.formats.mtp_layouts import COUNT, LAYOUTS, swapped
 from heads.formats.published.exporting import EngineClass, Export, Foreign, Shapes, layer_shapes
-from heads.formats.published.plan import Plan, Source, check_width, decoder, positions_of
+from heads.formats.published.plan import Plan, Source, check_width, decoder
 
 LAYER = "mtp_layers.0."
 SIGNATURE = (r"mtp_layers\.0\.input_proj\.weight",)
@@ -95,16 +95,17 @@ def _check_sizes(source: Export, config: dict[str, Any]) -> None:
     if source.form != "vllm":
         return
     target, shape = source.served.config, layer_shape(source.config, source.embeddings)
-    if (share := rotated_share(target)) != 1:
+    rope = positions_of(target)
+    if rope is not None and rope.share != 1:
         raise source.refusal(
-            "positions over all of its width", f"and vLLM takes the target's partial_rotary_factor={share:g}; "
+            "positions over all of its width", f"and vLLM takes the target's partial_rotary_factor={rope.share:g}; "
             "export it with format=sglang"
         )  # fmt: skip
     pairs: dict[str, tuple[Any, Any]] = {
         name: (getattr(shape, name), size) for name, size in source.embeddings.layer._asdict().items()
     }
     pairs["norm_eps"] = (config["rms_norm_eps"], target.get("rms_norm_eps", config["rms_norm_eps"]))
-    pairs["positions"] = (positions_of(config), positions_of(target) or positions_of(config))
+    pairs["positions"] = (positions_of(config), rope or positions_of(config))
     for name, (ours, theirs) in pairs.items():
         if ours != theirs:
             raise source.refusal(

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from heads import HEADS
 from heads.base import Embeddings, embedding_of
-from heads.common.target_config import rotated_share
+from heads.common.rope import Rope, positions_of
 from heads.common.typed import typed
 from heads.common.untrusted import shown
 from heads.formats.weights import outline
-from heads.modules.rope import SCALINGS, Rope, scaling_of
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +24,7 @@ OVER_VOCABULARY = re.compile(
     r"lm_heads?\.|bias\.weight$|domino\.up\."
 )  # of a head's tensors, those with a row for each token
 # The defaults of transformers for a Llama's config.json; published heads are, and run on these.
-THETA, EPS = 10000.0, 1e-6
+PLAIN, EPS = Rope(10000.0), 1e-6
 ACTIVATIONS = (None, "silu", "swish")
 
 
@@ -190,23 +189,13 @@ def decoder(source: Source, layer: str, embeddings: Embeddings, *, sliding: bool
     return {**sizes, "length": length, **_rope(source), "norm_eps": float(config.get("rms_norm_eps", EPS))}
 
 
-def positions_of(config: Mapping[str, Any], default: float | None = None) -> Rope | None:
-    """Return the rotary positions of a config.json, `default` being the base where it names none; None without one.
-
-    Base and scaling stand side by side in older files and together in newer ones.
-    """
-    parameters = config.get("rope_parameters") or {}
-    theta = config.get("rope_theta") or parameters.get("rope_theta") or default
-    return None if theta is None else Rope(float(theta), scaling_of(config.get("rope_scaling") or parameters))
-
-
 def _rope(source: Source) -> dict[str, Any]:
-    if (share := rotated_share(source.config)) != 1:
-        raise source.refusal(f"partial_rotary_factor={share:g}")
-    rope = positions_of(source.config, THETA)
-    assert rope is not None
-    if rope.scaling is not None and rope.scaling["rope_type"] not in SCALINGS:
-        raise source.refusal(f"rope_scaling of type {rope.scaling['rope_type']}")
+    try:
+        rope = positions_of(source.config) or PLAIN
+    except ValueError as error:
+        raise source.error(str(error)) from None
+    if rope.unsupported is not None:
+        raise source.refusal(rope.unsupported)
     return {"rope_theta": rope.theta, "rope_scaling": rope.scaling}
 
 

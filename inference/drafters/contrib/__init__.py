@@ -1,6 +1,5 @@
 """Rarer draft sources, each with the modules that it alone needs.
 
-assistant_slem.py  a smaller model with any tokenizer, by text
 mirror.py          a smaller model on another device that drafts while the target verifies
 early_exit.py      the target's first layers
 layer_skip.py      the target without some sub-layers, and the search for these

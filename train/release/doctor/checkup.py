@@ -1,7 +1,7 @@
 """The checks by measurement: whether the head drafts best as its files declare it, and whether its card's τ is true."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,10 +13,10 @@ from eval.measures.results import LIVE, Row
 from eval.report.reading import row_of
 from heads import HEADS
 from heads.common.progress import progress
+from heads.common.rope import Rope, Rotary
 from heads.common.typed import typed
-from heads.formats.published.plan import THETA
+from heads.formats.published.plan import PLAIN
 from heads.formats.store import CONFIG
-from heads.modules.rope import Rope
 from inference.decode import Generation, Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig, check_tree
@@ -26,7 +26,7 @@ from train.release.config import CheckupConfig
 from train.release.doctor import layers, positions
 from train.release.doctor.examined import OWN, Against, Examined
 from train.release.doctor.finding import Finding, Findings, ok, unknown, wrong
-from train.release.doctor.trials import MOVES, Compared, Trials
+from train.release.doctor.trials import MOVES, Compared, Trials, rotated
 
 BUNDLED = "tiny"
 CHECKS = ("layers, measured", "tokens, measured", "positions, measured", "rope, measured", "acceptance")
@@ -44,6 +44,7 @@ class Measured:
     settings: Settings
     prompts: list[list[int]]
     generations: list[Generation]
+    again: Callable[[], list[Generation]]  # decodes the prompts once more, with the head as it then is
 
 
 def measure(head: Examined, against: Against, loaded: Any, config: CheckupConfig) -> list[Finding]:
@@ -71,7 +72,8 @@ def measure(head: Examined, against: Against, loaded: Any, config: CheckupConfig
     answered = [of_answer(target, prompt, generation.tokens, decoded.settings) for prompt, generation in pairs]
     trials = Trials(target, drafting, [text for text in answered if text.generated > 1])
     by_layers = _layers(head, trials) if trials.head.feature_layers else _norm(trials)
-    tried = zip(CHECKS, (by_layers, _tokens(trials), _moved(trials), _rope(head, against, trials)), strict=False)
+    rope = _rope(head, against, drafting, decoded)
+    tried = zip(CHECKS, (by_layers, _tokens(trials), _moved(trials), rope), strict=False)
     findings = [finding._replace(check=check) for check, finding in tried]
     drafted = _acceptance(head, reported, decoded, against.sibling)
     return findings + [finding._replace(check=CHECKS[-1]) for finding in drafted]
@@ -89,9 +91,19 @@ def _decoded(head: Examined, target: Target, drafting: Any, config: CheckupConfi
     limit = head.report.get("settings", {}).get("max_new_tokens") if reported is not None else None
     settings = Settings(min(limit or config.max_new_tokens, config.max_new_tokens), GREEDY)
     prompts = [prompt.token for prompt in read.prompts]
-    drafter = HeadDrafter(drafting, tree, kind)
-    generations = [speculate(target, drafter, prompt, settings) for prompt in progress(prompts, "decoding")]
-    return Measured(tree, read.name, settings, prompts, generations), reported
+
+    def decode() -> list[Generation]:
+        drafter = HeadDrafter(drafting, tree, kind)
+        return [speculate(target, drafter, prompt, settings) for prompt in progress(prompts, "decoding")]
+
+    return Measured(tree, read.name, settings, prompts, decode(), decode), reported
+
+
+def _tau(generations: Sequence[Generation], prompts: Sequence[list[int]]) -> tuple[float, tuple[float, float]] | None:
+    """Return τ and its interval, None where no answer is longer than a token."""
+    tau = metrics.acceptance(generations).tau
+    interval = metrics.tau_interval(generations, 0, metrics.clustered(prompts))
+    return None if tau is None else (tau, interval or (tau, tau))
 
 
 def _concluded(trials: Trials, ways: Mapping[str, tuple[Compared, Finding]], unsure: str | None = None) -> Finding:
@@ -159,22 +171,30 @@ def _moved(trials: Trials) -> Finding:
     return _concluded(trials, ways) if ways else ok("it has no positions")
 
 
-def _rope(head: Examined, against: Against, trials: Trials) -> Finding:
-    """Whether the target's rotary positions, or the usual ones, accept more than the declared ones."""
-    declared = positions.effective(head)
-    if declared is None or head.form == OWN:
-        return ok("none" if declared is None else "as it was trained")
-    mine, ways = positions.shown(declared), dict[str, tuple[Compared, Finding]]()
-    for rope in (Rope(THETA, None), *positions.ropes(head.layer).values(), against.rope):
-        if rope is not None and positions.supported(rope) and positions.shown(rope) not in {mine, *ways}:
-            compared = trials.turned(rope)
-            fault = wrong(
-                f"{positions.shown(rope)} accepts more than {mine}: {compared.shares()}",
-                f"it was trained by other angles than {CONFIG} says; {SILENT}",
-                f"set {positions.remedy(rope)} in {CONFIG}",
-            )
-            ways[positions.shown(rope)] = compared, fault
-    return _concluded(trials, ways, f"{mine} and the target's differ too little here to tell which it was trained by")
+def _rope(head: Examined, against: Against, drafting: Any, measured: Measured) -> Finding:
+    """Compare τ at the declared rotary positions with τ at the target's, at unscaled and at the usual ones."""
+    declared, mine = positions.effective(head), _tau(measured.generations, measured.prompts)
+    if declared is None or mine is None or head.form == OWN:
+        return ok("as it was trained" if head.form == OWN else "none" if declared is None else "no drafts to compare")
+
+    def tau_at(rope: Rope) -> tuple[float, tuple[float, float]] | None:
+        with rotated(drafting, lambda attention: Rotary(attention.shape.head_dim, rope)):
+            return _tau(measured.again(), measured.prompts)
+
+    others = {positions.shown(rope): rope for rope in (against.rope, Rope(declared.theta), PLAIN) if rope is not None}
+    taus = {positions.shown(declared): mine}
+    for name, rope in others.items():
+        if name not in taus and not rope.unsupported:
+            taus[name] = tau_at(rope) or mine
+    says = "; ".join(f"τ {_shown(*tau)} at {name}" for name, tau in taus.items())
+    best = max(taus, key=lambda name: taus[name][0])
+    if taus[best][1][0] > mine[1][1]:
+        costs = f"it was trained by other angles than {CONFIG} says; {SILENT}"
+        more = f"{best} accepts more than {positions.shown(declared)}: {says}"
+        return wrong(more, costs, f"set {positions.remedy(others[best])} in {CONFIG}")
+    if all(tau is mine or tau[1][1] < mine[1][0] for tau in taus.values()):
+        return ok(says)
+    return unknown(f"they differ too little here to tell by which it was trained: {says}")
 
 
 def _row(head: Examined, kind: str, workload: str | None) -> Row | None:
@@ -217,14 +237,12 @@ def _tree(head: Examined, label: str) -> TreeConfig | None:
 
 def _acceptance(head: Examined, reported: Row | None, measured: Measured, sibling: bool) -> Findings:
     """Whether the card's interval and the measured one overlap, and whether the head is accepted at all."""
-    accepted, groups = metrics.acceptance(measured.generations), metrics.clustered(measured.prompts)
-    interval = metrics.tau_interval(measured.generations, 0, groups)
-    if accepted.tau is None:
+    tau = _tau(measured.generations, measured.prompts)
+    if tau is None:
         yield unknown("no answer is longer than a token; give checkup.workload=FILE with other prompts")
         return
-    bounds = interval or (accepted.tau, accepted.tau)
-    count, label = len(measured.generations), measured.tree.label
-    here = f"τ {_shown(accepted.tau, bounds)} on {count} prompts of {measured.workload}, tree {label}"
+    bounds, count, label = tau[1], len(measured.generations), measured.tree.label
+    here = f"τ {_shown(*tau)} on {count} prompts of {measured.workload}, tree {label}"
     if bounds[1] < NOTHING:
         yield wrong(
             f"next to nothing is accepted: {here}",

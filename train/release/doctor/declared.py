@@ -7,8 +7,8 @@ from data.text.template import template_sha256
 from heads.formats.published import dflash, eagle, eagle3, medusa, mimo
 from heads.formats.store import CONFIG, MUST_AGREE, QUANTISED, WEIGHTS
 from train.release.card.engines import GUESSES
-from train.release.doctor.examined import OWN, Against, Examined
-from train.release.doctor.finding import Findings, ok, unknown, wrong
+from train.release.doctor.examined import BY_ARCHITECTURE, OWN, Against, Examined
+from train.release.doctor.finding import OK, WRONG, Finding, Findings, listed, ok, unknown, wrong
 
 TEMPLATE = "chat_template_sha256"  # of provenance.json and tokenizer_reference.json
 OTHER = "give the head's own target with target=…, or train a head for this one"
@@ -98,11 +98,15 @@ def architectures(head: Examined, _against: Against) -> Findings:
     patterns = {} if served is None or not (names or head.form in PRUNED) else served.found
     lacking = [engine for engine, pattern in patterns.items() if not any(re.fullmatch(pattern, name) for name in names)]
     if served is not None and lacking:
-        yield wrong(
-            f"architectures is {sorted(names)}",
+        # An engine that does not know a draft's name stops at once; a whole model's name it takes for the model.
+        draft = any(fragment in name for fragment in BY_ARCHITECTURE for name in names)
+        remedy = f'set "architectures": {json.dumps(served.architectures)} in {CONFIG}'
+        yield Finding(
+            OK if draft and len(lacking) < len(patterns) else WRONG,
+            f"{', '.join(names) or 'none'}, which {listed(lacking)} does not know as a head: for it {remedy}",
             "the engine finds no class for it and stops, or takes it for a whole model",
-            f'set "architectures": {json.dumps(served.architectures)} in {CONFIG}',
-            *lacking,
+            remedy,
+            tuple(lacking),
         )
     if names and head.form != OWN and head.config.get("model_type") is None:
         yield wrong(

@@ -17,15 +17,14 @@ from eval.report.reading import read_report
 from heads.base import Embeddings
 from heads.common.errors import one_line
 from heads.common.files import last_good
+from heads.common.rope import Rope, positions_of
 from heads.common.target_config import context_of, read_target_config
 from heads.common.untrusted import parse_yaml, parsed_file
 from heads.formats.hub import downloaded, resolve_head, target_path
 from heads.formats.published import FORMATS, peagle
 from heads.formats.published.files import stored_tensors, without_prefix
-from heads.formats.published.plan import positions_of
 from heads.formats.store import CONFIG, WEIGHTS, TargetSpec
 from heads.formats.weights import read_weights
-from heads.modules.rope import Rope
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.loading import load_tokenizer
 from inference.target.target import Target

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 OK, WRONG, UNKNOWN = VERDICTS = ("ok", "wrong", "not known")
-ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM", "speculators": "speculators"}
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM", "speculators": "speculators",
+           "gguf": "llama.cpp", "openvino": "optimum-intel"}  # fmt: skip
 
 
 class Finding(NamedTuple):
@@ -37,11 +38,18 @@ def wrong(says: str, costs: str, remedy: str, *engines: str) -> Finding:
 
 
 def meant_for(finding: Finding, engine: str | None) -> Finding:
-    """Return a finding for one engine alone: a fault that harms only others becomes ok."""
-    if engine is None or finding.verdict != WRONG or not finding.engines or engine in finding.engines:
+    """Return a finding for one engine: a fault of other engines becomes ok, and one that only it has becomes wrong."""
+    if engine is None or not finding.engines:
         return finding
-    harmed = ", ".join(ENGINES[name] for name in finding.engines)
-    return ok(f"{finding.says}, which harms {harmed} alone")._replace(check=finding.check)
+    if engine in finding.engines:
+        return finding._replace(verdict=WRONG)
+    harms = f"{finding.says}, which harms {listed(finding.engines)} alone"
+    return ok(harms)._replace(check=finding.check) if finding.verdict == WRONG else finding
+
+
+def listed(engines: Sequence[str]) -> str:
+    """Return the names of engines for reading."""
+    return ", ".join(ENGINES[name] for name in engines)
 
 
 def written(findings: Sequence[Finding]) -> str:

@@ -5,7 +5,8 @@ from the token before, or at other positions, the files are wrong, or its traine
 answers are decoded once, its features kept, and the head drafts from all rows at once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,8 +17,8 @@ from torch import Tensor
 from eval.inputs.texts import Text
 from eval.offline.teacher_forced import FIXED, ranks, unrolled
 from heads.base import Features
+from heads.common.rope import Rotary
 from heads.modules.layers import Attention
-from heads.modules.rope import Rope, Rotary
 from heads.modules.vocab import scatter_logits
 from inference.target.target import Target
 
@@ -127,19 +128,18 @@ class Trials:
 
     def moved(self, move: Move) -> Compared:
         """Return the comparison for drafted rows at other positions."""
-        return self._rotated(lambda rotary, _: Moved(rotary, move))
-
-    def turned(self, rope: Rope) -> Compared:
-        """Return the comparison for other rotary positions."""
-        return self._rotated(lambda _, width: Rotary(width, rope))
-
-    def _rotated(self, make: Callable[[Rotary, int], Any]) -> Compared:
-        """Compare with rotary positions made from those of each attention and the width of its heads."""
-        before = [attention.rotary for attention in self.attentions]
-        try:
-            for attention in self.attentions:
-                attention.rotary = make(attention.rotary, attention.shape.head_dim)
+        with rotated(self.head, lambda attention: Moved(attention.rotary, move)):
             return self.from_layers(self.head.feature_layers)
-        finally:
-            for attention, rotary in zip(self.attentions, before, strict=True):
-                attention.rotary = rotary
+
+
+@contextmanager
+def rotated(head: Any, make: Callable[[Attention], Any]) -> Iterator[None]:
+    """Give each attention of a head other rotary positions within the block."""
+    before = {module: module.rotary for module in head.modules() if isinstance(module, Attention)}
+    try:
+        for attention in before:
+            attention.rotary = make(attention)
+        yield
+    finally:
+        for attention, rotary in before.items():
+            attention.rotary = rotary

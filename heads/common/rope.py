@@ -1,0 +1,127 @@
+"""Rotary positions (RoPE; Su et al., arXiv 2104.09864) of targets and heads, read and scaled as transformers does."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from heads.common.errors import one_line
+
+# The kinds of scaling that heads run, with the numbers that each needs.
+SCALINGS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+SAID = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")  # the keys of a config.json
+LENGTHS = ("max_position_embeddings", "original_max_position_embeddings")  # which the scaling may be told by
+FULL = "full_attention"  # the kind of layer whose positions count in a model of several kinds
+
+LEAST = 4096  # positions of a table: one that is made anew changes what is compiled or captured
+
+
+class Rope(NamedTuple):
+    """Rotary positions: the base, the scaling of its frequencies by transformers' keys, and the rotated share."""
+
+    theta: float
+    scaling: dict[str, Any] | None = None  # None for not at all
+    share: float = 1.0  # of an attention head's width; heads here rotate all of it
+
+    @property
+    def unsupported(self) -> str | None:
+        """The option by which heads here cannot run these positions, None if they can."""
+        if self.share != 1:
+            return f"partial_rotary_factor={self.share:g}"
+        kind = "default" if self.scaling is None else self.scaling["rope_type"]
+        return None if kind in ("default", *SCALINGS) else f"rope_scaling of type {kind}"
+
+    @classmethod
+    def of(cls, config: Any) -> "Rope":
+        """Return the positions in a head's configuration; refuse a scaling that is not in SCALINGS or lacks numbers."""
+        scaling: dict[str, Any] | None = config.rope_scaling
+        if scaling is not None:
+            kind = scaling.get("rope_type")
+            if kind not in SCALINGS:
+                raise ValueError(f"head.rope_scaling.rope_type is {kind!r}: choose one of {', '.join(SCALINGS)}")
+            missing = [name for name in SCALINGS[kind] if not _positive(scaling.get(name))]
+            if missing:
+                raise ValueError(
+                    f"head.rope_scaling has no number {missing[0]} above 0, which rope_type={kind} needs: give it"
+                )
+            if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+                raise ValueError("head.rope_scaling.high_freq_factor is not above low_freq_factor: give a larger one")
+        return cls(config.rope_theta, scaling)
+
+    def frequency(self, width: int) -> tuple[Float[Tensor, "e"], float]:
+        """Return the angle of each pair of dimensions a position, in radians, and the factor of cosine and sine.
+
+        The scalings are transformers' own: linear, llama3 (arXiv 2407.21783), YaRN (arXiv 2309.00071).
+        """
+        if self.scaling is None:
+            return self.theta ** (-torch.arange(width // 2, dtype=torch.float64) / (width // 2)), 1.0
+        scaling = {**self.scaling, "rope_theta": self.theta}
+        length = int(scaling.get("original_max_position_embeddings", LEAST) * max(scaling["factor"], 1))
+        config = transformers.LlamaConfig(
+            head_dim=width, hidden_size=width, num_attention_heads=1, max_position_embeddings=length,
+            rope_parameters=scaling,
+        )  # fmt: skip
+        return transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config)
+
+
+def positions_of(config: Mapping[str, Any]) -> Rope | None:
+    """Return the positions that transformers' LlamaConfig reads from a config.json, None where it names none.
+
+    `rope_parameters` by kind of layer are those of the layers' one kind, of several kinds those of full attention.
+
+    Raises:
+        ValueError: transformers does not take the values; in one line.
+    """
+    declared = {key: copy.deepcopy(config[key]) for key in SAID if config.get(key) is not None}  # it writes into them
+    if not declared:
+        return None
+    kinds = set(config.get("layer_types") or ())
+    kind = kinds.pop() if len(kinds) == 1 else FULL
+    for key in ("rope_scaling", "rope_parameters"):
+        by_kind = [value for value in (declared.get(key) or {}).values() if isinstance(value, dict)]
+        if by_kind:
+            declared[key] = declared[key].get(kind) or by_kind[0]
+    try:
+        read: Any = transformers.LlamaConfig(
+            **declared, **{key: config[key] for key in LENGTHS if config.get(key) is not None}
+        )
+        read.standardize_rope_params()  # again, as models do: a length outside of them has the last word
+        parameters = dict(read.rope_parameters)
+        theta, share = float(parameters.pop("rope_theta")), float(parameters.pop("partial_rotary_factor", 1))
+    except Exception as error:  # whatever a library raises at values that it did not expect
+        raise ValueError(f"rotary positions that transformers does not read ({one_line(error)})") from error
+    scaling = {key: value for key, value in parameters.items() if value is not None and key != "type"}
+    return Rope(theta, None if scaling["rope_type"] == "default" else scaling, share)
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int | float) and value > 0
+
+
+class Rotary:
+    """The rotation in the half-split layout of Llama, from a table that grows as needed."""
+
+    def __init__(self, width: int, rope: Rope) -> None:
+        self.frequency, self.factor = rope.frequency(width)
+        self.table = torch.zeros(2, 0, width)
+
+    def __call__(
+        self, x: Float[Tensor, "B H T E"], position: Int[Tensor, "B T"], last: int
+    ) -> Float[Tensor, "B H T E"]:
+        """Rotate queries or keys to their positions, of which `last` is an upper bound."""
+        if last >= self.table.shape[1] or self.table.dtype != x.dtype or self.table.device != x.device:
+            with torch.inference_mode(False):  # a table built while decoding may be needed in training
+                angle = torch.arange(max(2 * last, LEAST), dtype=torch.float64)[:, None] * self.frequency
+                angle = torch.cat([angle, angle], -1)
+                self.table = (self.factor * torch.stack([angle.cos(), angle.sin()])).to(x.device, x.dtype)
+        cos, sin = self.table[:, position][:, :, None]
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat([-second, first], -1) * sin

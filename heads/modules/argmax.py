@@ -1,0 +1,21 @@
+"""The argmax of logits, which torch finds slowly on a CPU."""
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+BLOCK = 128  # tokens that are searched for the index of the maximum
+FEW = 4096  # tokens that are faster searched at once
+
+
+def argmax(scores: Float[Tensor, "*n V"]) -> Int[Tensor, "*n"]:
+    """Return the argmax of each row, of equals the first, on a CPU several times faster than `torch.argmax`.
+
+    There torch finds a maximum by vectors and its index number by number. So a row's best block is found first.
+    """
+    size = scores.shape[-1]
+    if scores.device.type != "cpu" or size % BLOCK or size <= FEW:
+        return scores.max(-1).indices  # twice as fast as argmax in bf16
+    blocks = scores.unflatten(-1, (size // BLOCK, BLOCK))
+    best = blocks.amax(-1).argmax(-1)
+    block = blocks.take_along_dim(best[..., None, None], -2)[..., 0, :]
+    return best * BLOCK + block.argmax(-1)

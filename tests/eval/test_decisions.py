@@ -1,0 +1,126 @@
+"""Both outcomes of what a report says by comparing numbers."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from eval.measures.losslessness import Gate
+from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED, TIERS
+from eval.report import columns, sections
+from eval.report.view import results_of
+from eval.report.write import Report
+from tests.eval.stubs import ROW
+
+
+def report(*changes: Mapping[str, Any], gate: Gate | None = None) -> dict[str, Any]:
+    gates = {} if gate is None else {"eagle": gate}
+    rows = [replace(ROW, **change) for change in changes]
+    return Report({"name": "tiny"}, {"name": "a CPU", "dtype": "float32"}, {"prompts": 8}, gates, rows).as_dict()
+
+
+@pytest.mark.parametrize(
+    ("intervals", "identical", "meet"),
+    [
+        ([(1.8, 2.2), (1.9, 2.3), (2.1, 2.4)], 8, "yes"),
+        ([(1.8, 2.2), (1.9, 2.3), (2.2, 2.4)], 8, "yes"),
+        ([(1.8, 2.2), (1.9, 2.4), (2.3, 2.5)], 8, "NO"),  # the second meets either, and these not each other
+        ([(2.3, 2.5), (1.9, 2.4), (1.8, 2.2)], 8, "NO"),
+        ([(1.8, 2.0), (2.1, 2.2), None], 8, "NO"),
+        ([(1.8, 2.0), (2.1, 2.2), None], 7, "NO, but the texts differ"),
+        ([(1.8, 2.0), (1.9, 2.2), None], 7, "yes"),
+        ([(1.8, 2.0), None, None], 8, "-"),
+    ],
+)
+def test_tiers_meet_where_all_intervals_share_a_number(
+    intervals: list[tuple[float, float] | None], identical: int, meet: str
+) -> None:
+    rows = [
+        {"tier": tier, "tau_ci": ends, "prompts": 8, "agreement": {"identical": identical}}
+        for tier, ends in zip((LIVE, REPLAY, TEACHER_FORCED), intervals, strict=True)
+    ]
+    table, _ = columns.tiers(results_of(report(*rows)))
+    assert table.texts()[0][-1] == meet
+    assert len(table.titles()) == 4 + len(TIERS)
+    assert columns.tiers(results_of(report(rows[0], rows[0]))) == [], "one tier is compared with none"
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "others"),
+    [
+        ({}, "writes the same text 1.77 times as fast (1.61 to 1.93)", "not shown to be faster"),
+        ({"speedup_ci": (0.99, 2.5)}, "(not shown to be faster; more prompts narrow the interval)", "under coupled"),
+        ({"speedup_ci": (1.0, 2.5)}, "(not shown to be faster", "under coupled"),
+        ({"speedup_ci": (1.01, 2.5)}, "(1.01 to 2.50)", "not shown"),
+        ({"speedup": 0.9, "speedup_ci": (0.8, 1.1)}, "0.90 times as fast (0.80 to 1.10)", "not shown"),  # as is said
+        ({"temperature": 1.0, "rule": "coupled"}, "the same text", "under coupled"),
+        ({"temperature": 1.0, "rule": "block"}, "text of the same distribution", "the same text"),
+        ({"temperature": 1.0, "rule": "coupled + block"}, "identical under coupled noise", "the same text"),
+        ({"speedup_hf": None}, "7 of 8 answers identical, 1 the same but for rounding.", "HF generate"),
+        ({"speedup_hf": 2.0}, "2.00 times HF generate", "was not checked"),
+        ({"lossless": {"checked": 0}}, "; whether the text is the same was not checked.", "writes the same text"),
+    ],
+)
+def test_the_sentence_for_everybody(change: dict[str, Any], words: str, others: str) -> None:
+    said = sections.sentence(report(change))
+    assert words in said
+    assert others not in said
+
+
+def test_without_a_lossless_speedup_there_is_no_sentence() -> None:
+    silent = {"speedup": None, "speedup_ci": None, "speedup_hf": None}
+    assert sections.sentence(report(silent)) == ""
+    assert sections.sentence(report({"drafter": "plain"})) == ""
+    assert sections.sentence(report({"request_rate": 2.0})) == ""
+    assert sections.sentence(report(silent, gate=Gate(8, 7, 0, 1))) == ""
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [(0.1, 0.3, "], clear"), (-0.3, -0.1, "], clear"), (-0.1, 0.1, "], not clear"), (0.0, 0.2, "], not clear")],
+)
+def test_a_difference_is_clear_of_zero_where_its_interval_is(low: float, high: float, words: str) -> None:
+    change = {"difference": (low + high) / 2, "low": low, "high": high}
+    pair = {"drafter": "eagle", "base": "mlp", "prompts": 8, "workload": "w", "temperature": 0.0, "batch_size": 1}
+    (line,) = sections.compared({"paired": [pair | {"tau": change, "tokens_per_second": change}]})
+    assert line.count(f"{words} of zero") == 2
+
+
+def tree(name: str, speedup: float) -> dict[str, Any]:
+    return {"tree": name, "tau": 2.0, "nodes": 4.0, "speedup": speedup}
+
+
+@pytest.mark.parametrize(
+    ("own", "best", "advice"),
+    [
+        (None, tree("b", 2.0), "no tree tried promises more than its own, b"),
+        (tree("a", 2.0), tree("a", 2.0), "no tree tried promises more than its own, a"),
+        (
+            tree("a", 2.0),
+            tree("b", 2.03),
+            "its own tree, a (τ 2.00, 4.0 nodes a step, speedup 2.00), is as good as any",
+        ),
+        (
+            tree("a", 2.0),
+            tree("b", 2.05),
+            "of the trees tried, b (τ 2.00, 4.0 nodes a step, speedup 2.05) promises most",
+        ),
+    ],
+)
+def test_another_tree_is_recommended_where_it_promises_clearly_more(
+    own: dict[str, Any] | None, best: dict[str, Any], advice: str
+) -> None:
+    loads = [{"batch_size": 1, "own": 2.0, "best": 2.0}, {"batch_size": 8, "own": 0.9, "best": 1.1}]
+    record = {"own": own, "best": best, "loads": loads, "stops_paying": {"own": 8, "best": None}}
+    first, stops = sections.recommended({"other_trees": {"eagle": record}})
+    assert first.startswith(f"eagle: {advice}")
+    assert stops == (
+        "eagle: its own tree no longer pays from batch size 8 on; the best for each size still pays at batch size 8 "
+        "(1.10)."
+    )
+    (only,) = sections.recommended({"other_trees": {"eagle": record | {"loads": loads[:1]}}})
+    assert only == first
+    assert sections.recommended({"other_trees": {"eagle": {}}}) == []
+    unpriced = sections.recommended({"other_trees": {"eagle": record | {"stops_paying": {"best": None}}}})
+    assert unpriced[1].startswith("eagle: its own tree has no prediction; ")

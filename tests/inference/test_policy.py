@@ -1,0 +1,249 @@
+"""Trees of every policy against a plain oracle, node by node, that shares no code with inference/drafters/policy.py.
+
+The head is a table: random logits for every path. The oracle asks it one path at a time and follows each policy's
+definition literally.
+"""
+
+import heapq
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads.base import DraftVocabulary, Level, Nodes
+from inference.drafters.policy import TreeConfig, grow, ranked
+from inference.protocol import Context, Proposal, Roots
+from inference.session import Settings
+from inference.step import SlotRoots, Slots
+from inference.verification.rng import Coupled, Drafting, key_of, noise_at
+from inference.verification.sample import Sampling
+from inference.verification.tree import DraftTree
+
+VOCAB, SEED, DEEPEST, SHARP = 7, 3, 5, 2.0
+DOUBLE = torch.float64
+Path = tuple[int, ...]
+PROMPTS = [[2, 5, 1], [0, 3], [6, 6, 4, 2]]  # the root is the last token
+ROOMS = [5, 2, 3]
+TREES = {
+    "chain": TreeConfig("chain", 4, 0, 0, [], []),
+    "deep": TreeConfig("chain", 9, 0, 0, [], []),
+    "static": TreeConfig("static", 0, 0, 0, [[2], [0], [0, 1], [0, 0], [2, 3], [0, 1, 0], [2, 3, 1], [2, 3, 1, 0]], []),
+    "sampled": TreeConfig("sampled", 0, 0, 0, [], [3, 2, 1]),
+    "wide": TreeConfig("independent", 0, 0, 0, [], [1, VOCAB + 2]),
+    "dynamic": TreeConfig("dynamic", 4, 3, 9, [], []),
+    "few": TreeConfig("dynamic", 5, 3, 4, [], []),
+    "all": TreeConfig("dynamic", 3, 2, 30, [], []),
+    "level": TreeConfig("dynamic", 1, 4, 3, [], []),
+    "best_first": TreeConfig("best_first", 4, 0, 6, [], []),
+    "one": TreeConfig("best_first", 4, 0, 1, [], []),
+    "many": TreeConfig("best_first", 2, 0, 40, [], []),
+    "budget": TreeConfig("best_first", 9, 0, 25, [], []),
+}
+SAMPLINGS = {
+    "greedy": Sampling(0.0, 0, 1.0),
+    "penalised": Sampling(0.0, 0, 1.0, 0.0, 1.7),
+    "coupled": Sampling(0.8, 0, 1.0, 0.0, 1.3),
+    "sampled": Sampling(0.8, 5, 0.9, 0.0, 1.3),
+}
+
+
+class Table:
+    """A head whose logits after a path are random numbers."""
+
+    max_depth = DEEPEST
+
+    def __init__(self, pruned: bool) -> None:
+        self.generator, self.rows, self.known = torch.Generator().manual_seed(1), dict[Path, Tensor](), list[Path]()
+        self.vocab = DraftVocabulary(5, VOCAB) if pruned else None
+        if self.vocab is not None:
+            self.vocab.choose(torch.tensor([3, 0, 9, 8, 0, 5, 7]))
+
+    def logits(self, path: Path) -> Tensor:
+        if path not in self.rows:
+            width = VOCAB if self.vocab is None else len(self.vocab.ids)
+            self.rows[path] = 2 * torch.randn(width, generator=self.generator, dtype=DOUBLE)
+        return self.rows[path]
+
+    def level(self, paths: list[list[Path]]) -> Level:
+        index = torch.arange(len(self.known), len(self.known) + len(paths) * len(paths[0])).view(len(paths), -1, 1)
+        self.known += [path for row in paths for path in row]
+        return Level(torch.stack([torch.stack([self.logits(path) for path in row]) for row in paths]), index.double())
+
+    def expand(self, state: Any, level: Level, nodes: Nodes) -> Level:
+        paths = [
+            [(*self.known[int(level.hidden[b, parent, 0])], token) for token, parent in zip(*row, strict=True)]
+            for b, row in enumerate(zip(nodes.token.tolist(), nodes.parent.tolist(), strict=True))
+        ]
+        assert all(len(path) == nodes.depth + 1 for row in paths for path in row), "a path begins with its root"
+        return self.level(paths)
+
+
+class Ranking(NamedTuple):
+    """How children are ranked: log-probs and tokens of a path's children, the best first."""
+
+    head: Table
+    prompt: list[int]
+    sampling: Sampling
+    coupled: bool
+
+    def probs(self, path: Path) -> Tensor:
+        """Return a path's processed probs over the whole vocabulary, at the sampling's temperature."""
+        scores = self.penalised(path) / self.sampling.temperature
+        if self.sampling.top_k:
+            scores[scores < scores.sort().values[-self.sampling.top_k]] = -torch.inf
+        order = scores.sort(descending=True)
+        outside = order.values.softmax(-1).cumsum(-1) - order.values.softmax(-1) >= self.sampling.top_p
+        scores[order.indices[outside]] = -torch.inf
+        return scores.softmax(-1)
+
+    def penalised(self, path: Path) -> Tensor:
+        """Return a path's logits over the whole vocabulary, those of seen tokens pulled down."""
+        full, vocab = torch.full((VOCAB,), -torch.inf, dtype=DOUBLE), self.head.vocab
+        full[torch.arange(VOCAB) if vocab is None else vocab.ids] = self.head.logits(path)
+        for token in {*self.prompt, *path}:
+            factor = self.sampling.repetition_penalty
+            full[token] = full[token] * factor if full[token] < 0 else full[token] / factor
+        return full
+
+    def children(self, path: Path) -> list[tuple[float, int]]:
+        scores = self.penalised(path)
+        if self.coupled:
+            position = torch.tensor([len(self.prompt) + len(path) - 1])
+            scores = (self.probs(path) / noise_at(torch.tensor([key_of(SEED)]), position, VOCAB)[0]).log()
+        compared = (scores * (SHARP if self.sampling.temperature == 0 else 1.0)).log_softmax(-1).tolist()
+        return sorted(((value, token) for token, value in enumerate(compared) if value > -torch.inf), reverse=True)
+
+
+def shape(config: TreeConfig) -> list[Path]:
+    """Return the rank paths of a fixed shape, level by level."""
+    if config.kind == "static":
+        return sorted((tuple(path) for path in config.paths), key=lambda path: (len(path), path))
+    widths = [1] * config.depth if config.kind == "chain" else config.widths
+    return [path for depth in range(1, len(widths) + 1) for path in itertools.product(*map(range, widths[:depth]))]
+
+
+def expected(ranking: Ranking, config: TreeConfig, room: int) -> list[Path]:
+    """Return the tokens that lead to each node, the root's prompt left out; by level where the policy orders them."""
+    depth, root = min(room, DEEPEST), (ranking.prompt[-1],)
+    if config.kind == "dynamic":
+        level, found = [(0.0, root)], list[tuple[float, Path]]()
+        for _ in range(min(depth, config.depth, config.nodes)):
+            best = sorted(level, reverse=True)[: config.top_k]
+            level = [
+                (score + value, (*path, token))
+                for score, path in best
+                for value, token in ranking.children(path)[: config.top_k]
+            ]
+            found += level
+        kept = sorted(found, reverse=True)[: config.nodes]
+        return [node[1] for node in found if node in kept]
+    if config.kind == "best_first":
+        heap, taken = [(-value, (*root, token)) for value, token in ranking.children(root)], list[Path]()
+        heapq.heapify(heap)
+        while heap and len(taken) < config.nodes:
+            score, path = heapq.heappop(heap)
+            taken.append(path)
+            if len(path) <= min(depth, config.depth):
+                for value, token in ranking.children(path):
+                    heapq.heappush(heap, (score - value, (*path, token)))
+        return taken
+    filled: dict[Path, Path] = {(): root}
+    for path in shape(config):
+        above = filled.get(path[:-1])
+        children = [] if above is None or len(path) > depth else ranking.children(above)
+        if above is not None and path[-1] < len(children):
+            filled[path] = (*above, children[path[-1]][1])
+    return list(filled.values())[1:]
+
+
+def paths(tree: DraftTree) -> list[Path]:
+    made: list[Path] = []
+    for token, parent in zip(tree.token.tolist(), tree.parent.tolist(), strict=True):
+        made.append((token,) if parent < 0 else (*made[parent], token))
+    return made
+
+
+def contexts(way: str) -> Iterator[Context]:
+    for prompt, room in zip(PROMPTS, ROOMS, strict=True):
+        kind = Drafting if way == "sampled" else Coupled
+        yield Context(prompt, SAMPLINGS[way], kind(SEED, torch.device("cpu"), prompt), room)
+
+
+def check(tree: DraftTree, ranking: Ranking, config: TreeConfig, room: int) -> None:
+    """Compare one tree, without tokens of no probability and what lies deeper than the room."""
+    drafted = range(VOCAB) if ranking.head.vocab is None else ranking.head.vocab.ids.tolist()
+    found = [path for path in paths(tree)[1:] if {*path[1:]} <= {*drafted} and len(path) <= min(room, DEEPEST) + 1]
+    wanted = expected(ranking, config, room)
+    if config.kind == "best_first":
+        found, wanted = sorted(found), sorted(wanted)
+    assert found == wanted
+
+
+@pytest.mark.parametrize("pruned", [False, True])
+@pytest.mark.parametrize("way", ["greedy", "penalised", "coupled"])
+@pytest.mark.parametrize("name", TREES)
+def test_a_ranked_tree_is_the_oracles_alone_and_in_batches(name: str, way: str, pruned: bool) -> None:
+    config, head = TREES[name], Table(pruned)
+    given = list(contexts(way))
+    rankings = [Ranking(head, context.token, context.sampling, way == "coupled") for context in given]
+    roots: list[list[Path]] = [[(context.token[-1],)] for context in given]
+    for context, ranking, root in zip(given, rankings, roots, strict=True):
+        [alone] = grow(head, None, head.level([root]), config, [context])
+        assert alone.q is None
+        check(alone.tree, ranking, config, context.room)
+    for proposal, ranking, context in zip(
+        grow(head, None, head.level(roots), config, given), rankings, given, strict=True
+    ):
+        check(proposal.tree, ranking, config, context.room)
+    for waits in (True, False):
+        tree, above, _ = ranked(
+            head, None, head.level(roots), config, on_device(given, way), torch.tensor(ROOMS), waits=waits
+        )
+        for b, (ranking, context) in enumerate(zip(rankings, given, strict=True)):
+            one = DraftTree(tree.token[b], tree.parent[b])
+            check(one, ranking, config, context.room)
+            lineage = above.expand(len(given), -1, -1)[b].sum(-1).tolist()
+            assert lineage == [len(path) for path in paths(one)]
+
+
+def on_device(given: list[Context], way: str) -> Roots:
+    """Return the roots as the batch's step has them."""
+    position = torch.tensor([len(context.token) for context in given])[:, None] + torch.arange(DEEPEST + 9)
+    noise = noise_at(torch.full(position.shape, key_of(SEED)), position, VOCAB) if way == "coupled" else None
+    seen = torch.zeros(len(given), VOCAB if SAMPLINGS[way].repetition_penalty != 1 else 0, dtype=torch.bool)
+    for row, context in zip(seen, given, strict=True):
+        if len(row):
+            row[context.token] = True
+    root, none = torch.tensor([context.token[-1] for context in given]), torch.zeros(len(given), dtype=torch.long)
+    slots = Slots(root, position[:, 0] - 1, torch.tensor(ROOMS), none, none + 1, none + key_of(SEED), seen)
+    return SlotRoots(slots, Settings(9, SAMPLINGS[way], rule="coupled" if way == "coupled" else "auto"), noise)
+
+
+@pytest.mark.parametrize("pruned", [False, True])
+@pytest.mark.parametrize("name", ["chain", "sampled", "wide"])
+def test_a_sampled_tree_has_its_shape_and_the_probs_that_it_was_sampled_from(name: str, pruned: bool) -> None:
+    config, head, given = TREES[name], Table(pruned), list(contexts("sampled"))
+    roots: list[list[Path]] = [[(context.token[-1],)] for context in given]
+    batch = grow(head, None, head.level(roots), config, given)
+    alone: list[Proposal] = []
+    for context, root in zip(contexts("sampled"), roots, strict=True):
+        alone += grow(head, None, head.level([root]), config, [context])
+    for context, proposal, single in zip(given, batch, alone, strict=True):
+        assert paths(proposal.tree) == paths(single.tree)
+        ranking, wanted = Ranking(head, context.token, context.sampling, False), shape(config)
+        found, depth = paths(proposal.tree), min(context.room, DEEPEST)
+        assert proposal.replacement == (config.kind == "independent")
+        assert proposal.q is not None
+        for node, path in enumerate(found):
+            below = [other[-1] for other in found if other[:-1] == path and other != path]
+            width = len({rank[-1] for rank in wanted if len(rank) == len(path)}) if len(path) <= depth else 0
+            law = ranking.probs(path)
+            if width:
+                torch.testing.assert_close(proposal.q[node], law)
+                assert bool((law[below] > 0).all())
+            distinct = width if proposal.replacement else min(width, int((law > 0).sum()))
+            if config.kind != "independent" or len(set(found)) == len(found):
+                assert len(below) == distinct

@@ -1,0 +1,149 @@
+"""What a training decides and says of it: each branch with its numbers, at the limit and on either side of it."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from inference.drafters.policy import TreeConfig, verifiable
+from train.checkpoints import resume
+from train.config import Budget
+from train.forecast import text
+from train.forecast.pilots import Choice
+from train.loop import Loop
+from train.planning import table
+
+
+def constant(value: float) -> Any:
+    return np.full(200, value)
+
+
+CHOICE = Choice("head=mtp", 10, 40, constant(2.5), constant(1.4), constant(1.03))
+
+
+def pilots(least: float) -> Any:
+    config = SimpleNamespace(least=least, worth=0.05)
+    return SimpleNamespace(config=config, batch_tokens=100, pays=lambda choice: choice.speedup[0] >= least)
+
+
+@pytest.mark.parametrize(
+    ("least", "steps", "said"),
+    [
+        (
+            1.5, 10, "no candidate would be 1.5 times as fast as the target alone: the fastest, head=mtp, would reach "
+            "1.40x [1.40, 1.40]; the rest of the budget is not spent (forecast.least)",
+        ),
+        (
+            1.4, 40, "head=mtp is trained on 4,000 tokens: τ 2.50 [2.50, 2.50], 1.40x [1.40, 1.40]; that is all of the "
+            "budget",
+        ),
+        (
+            1.4, 10, "head=mtp is trained on 1,000 tokens: τ 2.50 [2.50, 2.50], 1.40x [1.40, 1.40]; the rest of the "
+            "budget, up to 4,000, would bring 3.0 % [3.0, 3.0] more and is not spent (forecast.worth=0.05)",
+        ),
+    ],
+)  # fmt: skip
+def test_a_forecast_says_what_is_trained_and_why_no_longer(least: float, steps: int, said: str) -> None:
+    assert text.decision(pilots(least), replace(CHOICE, steps=steps)) == said
+
+
+def test_what_came_out_lies_within_the_interval_or_outside_of_it() -> None:
+    spread = np.linspace(2.0, 3.0, 201)
+    low, high = 2.0 + (1 - text.LEVEL) / 2, 3.0 - (1 - text.LEVEL) / 2
+    choice = replace(CHOICE, tau=spread)
+    places = {low - 0.01: "outside", low + 0.01: "within", high - 0.01: "within", high + 0.01: "outside"}
+    for tau, where in places.items():
+        assert text.outcome(choice, tau, 1.2, 7) == (
+            f"forecast: τ 2.50 [{low:.2f}, {high:.2f}], 1.40x [1.40, 1.40]; came out: τ {tau:.2f}, {where} the "
+            "interval, and 1.20x, on 7 prompts that the forecast had not seen"
+        )
+
+
+def test_a_budget_is_shared_among_short_trainings_and_the_run() -> None:
+    device: Any = SimpleNamespace(name="d", tflops=2.0, mfu=0.5)
+    for budget in (Budget(1e15, False), Budget(1000.0, True)):  # of 1e12 operations a second
+        shown = Console(width=200, no_color=True)
+        with shown.capture() as captured:
+            shown.print(text.plan(budget, 0.4, {"head=a": 1e9, "head=b": 2e9}, device))
+        lines = [re.sub("[│┃|]", " ", line).split() for line in captured.get().splitlines() if "head=" in line]
+        # 0.4 of it is for the short trainings of the two, a half each, and the rest for the one that is chosen.
+        assert lines == [["head=a", "1e+09", "200,000", "600,000"], ["head=b", "2e+09", "100,000", "300,000"]]
+        one = "" if budget.timed else ": 16.7 min on one"
+        assert f"at an assumed 50% of 2 TFLOP/s (d){one}" in captured.get()
+
+
+@pytest.mark.parametrize(
+    ("hours", "said"), [(1.0, "1.0 h"), (0.999, "60 min"), (1 / 30, "2 min"), (0.0333, "120 s"), (30.04, "30.0 h")]
+)
+def test_a_time_has_its_unit(hours: float, said: str) -> None:
+    assert table._time(hours) == said
+    assert table.gib(2**27) == "0.12 GiB"
+    assert table.gib(2**27 - 1) == "128.0 MiB"
+
+
+def run_of(patience: int | None = 2) -> Any:
+    """Return a loop's part that decides, with what it keeps, logs and says."""
+    trainer = SimpleNamespace(patience=patience, eval_every=4, steps=10)
+    loop: Any = SimpleNamespace(
+        trainer=trainer, progress={"best_tau": 2.0, "best_step": 4, "stale": 1}, kept=[], lines=[]
+    )
+    loop.tracker = SimpleNamespace(log=loop.lines.append)
+    loop.keep = loop.kept.append
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("tau", "better", "over"), [(2.0, False, True), (2.001, True, False), (1.5, False, True), (9.0, True, False)]
+)
+def test_the_best_head_is_kept_and_an_equal_one_is_no_better(
+    tau: float, better: bool, over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = run_of()
+    monkeypatch.setattr("train.loop.say", loop.lines.append)
+    assert not Loop.exhausted(loop)
+    Loop.note(loop, 8, {"tau": tau, "tau_ci": (tau - 0.5, tau + 0.5)}, {"w": torch.zeros(1)})
+    assert bool(loop.kept) == better
+    assert loop.progress == {
+        "best_tau": tau if better else 2.0, "best_step": 8 if better else 4, "stale": 0 if better else 2, "measured": 8,
+    }  # fmt: skip
+    assert Loop.exhausted(loop) == over
+    assert not Loop.exhausted(run_of(None))
+    assert loop.lines[0]["best"] is better
+    mark = "  (best, kept)" if better else ""
+    assert loop.lines[1] == f"step 8: τ {tau:.3f} [{tau - 0.5:.2f}, {tau + 0.5:.2f}]{mark}"
+
+
+def test_what_is_measured_and_what_is_loaded() -> None:
+    assert [step for step in range(1, 11) if Loop.due(run_of(), step)] == [4, 8, 10]
+    assert resume.short("x" * 99) == '"' + "x" * 59 + "…"
+
+
+def test_a_trainings_cost_counts_the_tokens_of_its_rollouts_too(tmp_path: Path) -> None:
+    progress = {"rollout_tokens": 30, "skipped": 2, "best_tau": 2.5, "seconds": 9.0, "stall": 1.5}
+    step = SimpleNamespace(sizes=(11, 5), operations=lambda first, last: 100 * (last - first))
+    loop: Any = SimpleNamespace(
+        step=step, progress=progress, out=tmp_path, saver=SimpleNamespace(seconds=0.25),
+        source=SimpleNamespace(batches=SimpleNamespace(step_tokens=64)),
+        accelerator=SimpleNamespace(is_main_process=True),
+    )  # fmt: skip
+    Loop.write_cost(loop, 7)
+    assert json.loads((tmp_path / "training.json").read_text()) == {
+        "parameters": 11, "frozen_parameters": 5, "steps": 7, "tokens": 7 * 64 + 30, "rollout_tokens": 30,
+        "flops": 700, "skipped": 2, "best_tau": 2.5, "seconds": 9.0, "stall_seconds": 1.5, "save_seconds": 0.25,
+    }  # fmt: skip
+
+
+def test_a_target_that_verifies_chains_gets_the_deepest_path_of_a_tree(caplog: pytest.LogCaptureFixture) -> None:
+    target: Any = SimpleNamespace(takes_trees=False, name="t", objection="why not")
+    tree = TreeConfig("dynamic", 5, 3, 4, [], [])
+    assert verifiable(target, tree) == TreeConfig("chain", 4, 0, 0, [], [])
+    assert caplog.messages == ["t: why not, so no tree (dynamic-d5k3n4) is verified: chain-4 in its place"]
+    target.takes_trees = True
+    assert verifiable(target, tree) == tree
