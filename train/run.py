@@ -63,8 +63,8 @@ from train.features import origin_of, source_for
 from train.loop import COST, KeptHead, Loop
 from train.planning.alternatives import worth_trying
 from train.planning.check import (
-    check_first_records,
     check_out,
+    check_plan,
     check_run,
     check_settings,
     check_target,
@@ -354,7 +354,7 @@ def within_budget(run: RunConfig) -> float | None:
     run = replace(composed, budget=run.budget, forecast=run.forecast, log=run.log)
     candidates = {one: run_config(compose("train", [*words, *overrides_of(one)])) for one in run.forecast.candidates}
     if planned:
-        check_first_records(run)
+        check_plan(run)
         Console().print(budget_plan(run, candidates))
         return None
     run = chosen(with_processes(run))
@@ -438,7 +438,7 @@ def main(cfg: DictConfig) -> float | None:
             if not started.is_main():
                 return None
             gc.disable()  # it is over before there is garbage, and to look for it takes an eighth of it
-            check_first_records(run)
+            check_plan(run)
             begin_shape(run.model)
             run = chosen(run)
             report_best_head()

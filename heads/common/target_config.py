@@ -191,7 +191,7 @@ def best_head(path: str, shape: Mapping[str, Any] | None, trust_remote_code: boo
     except UNFIT as error:
         raise ValueError(f"model.path={path}: {reason(error)}") from error
     layers, width, vocab = sizes
-    target, trained = 12 * layers * width**2 + vocab * width, head_sizes(width, vocab)
+    target, trained = about_size(layers, width, vocab), head_sizes(width, vocab)
     candidates = ["mlp", "mtp"] if layers < DEEP else ["mtp"]
     small = (head for head in candidates if SHARE * trained[head] <= target)
     head, served = next(small, min(candidates, key=trained.__getitem__)), "vLLM serves it"
@@ -208,6 +208,11 @@ def best_head(path: str, shape: Mapping[str, Any] | None, trust_remote_code: boo
     if scaled:
         return head, f"{why}; no engine serves a head of this target, which scales its embedding or logits"
     return head, f"{why}; {served}; most engines serve eagle3"
+
+
+def about_size(layers: int, width: int, vocab: int) -> int:
+    """Return about how many parameters a target without experts has."""
+    return 12 * layers * width**2 + vocab * width
 
 
 def head_sizes(width: int, vocab: int) -> dict[str, int]:

@@ -245,13 +245,7 @@ def test_the_price_of_a_head_is_near_its_parameters(name: str) -> None:
 def test_the_best_heads_line_says_which_engine_serves_it(
     values: dict[str, Any], served: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = {
-        "model_type": "llama",
-        "num_hidden_layers": 24,
-        "hidden_size": 128,
-        "num_attention_heads": 4,
-        "vocab_size": 256,
-    }
+    sizes = {"model_type": "llama", "num_hidden_layers": 24, "hidden_size": 128, "vocab_size": 256}
     (tmp_path / "config.json").write_text(json.dumps(sizes | {"num_attention_heads": 4} | values))
     with_best_head("train", [f"model.path={tmp_path}"])
     report_best_head()
