@@ -87,7 +87,7 @@ class Loop:
         # Where a pass of the target takes all processes, all decode the same.
         self.together = isinstance(kept_head.target, Target) and kept_head.target.placed.together
         self.source, self.out = stepper.source, out
-        self.control = ProcessControl(self.accelerator, self.out, self.trainer.timeout)
+        self.control = ProcessControl(self.accelerator, self.trainer.timeout)
         self.saver = Saver(self.out, self.control, self.trainer.keep)
         self.start, self.progress = 0, dict(BEGINNING)
         self.conditions = {} if evaluator is None else resume.plain(evaluator.conditions)  # of the best τ

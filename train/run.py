@@ -5,12 +5,10 @@
 This is the composition root: every component is constructed here, by hand, from its typed configuration.
 """
 
-import gc
 import json
 import logging
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -19,7 +17,6 @@ from typing import Any, TypeVar
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    gc.disable()  # a tenth of the start would go into looking for garbage that imports do not make
 
 import torch
 import transformers
@@ -57,7 +54,7 @@ from train.acceptance import AcceptanceEvaluator
 from train.checkpoints import format, resume
 from train.config import IGNORE, RunConfig, run_config
 from train.distributed import launch, processes, started
-from train.distributed.control import RANKS, on_main
+from train.distributed.control import on_main
 from train.distributed.processes import RunLock
 from train.features import origin_of, source_for
 from train.loop import COST, KeptHead, Loop
@@ -76,7 +73,6 @@ from train.planning.check import (
 )
 from train.planning.choice import accelerators, alone_on_cpu, chosen, in_words, with_processes
 from train.planning.plan import SHARE, plan, plan_inputs, rated, resolved, sized, work
-from train.planning.shapes import begin_shape
 from train.planning.table import check_memory, table
 from train.rollouts import Rollouts
 from train.start import AUTO, STARTS, first_head, fit_start, resolve_init
@@ -111,7 +107,6 @@ def prepare_out(
     lock.take()
     check_out(out, replaces=run.resume or run.overwrite)  # another run may have come first, and ended
     format.clear(out / "checkpoints")
-    shutil.rmtree(out / RANKS, ignore_errors=True)
     if run.overwrite and not run.resume:
         clear_out(out, weights)
     write_whole(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(values_of(run))).encode())
@@ -437,9 +432,7 @@ def main(cfg: DictConfig) -> float | None:
         if run.plan is True:
             if not started.is_main():
                 return None
-            gc.disable()  # it is over before there is garbage, and to look for it takes an eighth of it
             check_plan(run)
-            begin_shape(run.model)
             run = chosen(run)
             report_best_head()
             Console().print(table(run, plan(run)), highlight=False)
@@ -460,6 +453,3 @@ def main(cfg: DictConfig) -> float | None:
 if __name__ == "__main__":
     sys.argv[1:] = bracketed(sys.argv[1:], "compare")
     main()
-    if "plan=true" in sys.argv:  # of which nothing is left to write, and to take torch apart takes a fifth of a second
-        sys.stdout.flush()
-        os._exit(0)

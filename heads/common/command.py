@@ -5,8 +5,6 @@ processes, where `ps` shows them. None of them sees a secret: it moves into the 
 variable.
 """
 
-import atexit
-import gc
 import itertools
 import os
 import re
@@ -53,13 +51,8 @@ def command(config: str) -> Callable[[Callable[[DictConfig], object]], Callable[
 
         @wraps(task)
         def main() -> None:
-            gc.freeze()  # modules stay
-            if (
-                is_reporting_rank()
-            ):  # the others' work is as safe from a kill, and they wait in calls that no handler ends
+            if is_reporting_rank():  # the others wait in calls that no handler ends, and keep nothing
                 signal.signal(signal.SIGTERM, terminate)
-            gc.enable()
-            atexit.register(gc.freeze)  # else the interpreter looks for garbage among all modules before it ends
             if {"-h", "--help"}.intersection(sys.argv):
                 sys.stdout.write(f"{help_text(config, sys.argv[1:])}\n")
                 return

@@ -23,8 +23,6 @@ from train import acceptance
 from train import step as steps
 from train.checkpoints import format
 from train.config import run_config
-from train.distributed import control
-from train.distributed.control import Heartbeat
 from train.run import train
 from train.sampling import row_keys
 from train.step import Stepper
@@ -241,25 +239,6 @@ def poisoned(folder: Path, rank: int) -> None:
     Stepper.backward = backward
 
 
-def deaf(folder: Path, rank: int) -> None:
-    """The sixth step waits for a device for good, and heartbeats are as where NCCL lets a process do so."""
-    before, read, taken = Heartbeat.__init__, Stepper.read, []
-    control.LOST = 2.0
-
-    def made(self: Heartbeat, *words: Any, ends: bool) -> None:
-        before(self, *words, ends=True)
-
-    def waiting(self: Stepper, *words: Any) -> Any:
-        taken.append(rank)
-        if len(taken) == 6:
-            note(folder, f"deaf-{rank}")
-            time.sleep(60)
-        return read(self, *words)
-
-    Heartbeat.__init__, Stepper.read = made, waiting
-
-
 HOOKS = {
-    hook.__name__: hook
-    for hook in (slow, stuck, rows, measured, written, slow_disk, full_disk, fails, told, poisoned, deaf)
+    hook.__name__: hook for hook in (slow, stuck, rows, measured, written, slow_disk, full_disk, fails, told, poisoned)
 }

@@ -55,7 +55,7 @@ def values(of: TrainState) -> dict[str, Tensor]:
 
 
 def saver(out: Path, keep: int = 2) -> Saver:
-    return Saver(out, ProcessControl(Accelerator(cpu=True), out, 60), keep)
+    return Saver(out, ProcessControl(Accelerator(cpu=True), 60), keep)
 
 
 def names(out: Path) -> list[str]:

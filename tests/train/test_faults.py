@@ -1,6 +1,5 @@
 """What may befall a run: each time nothing but the unfinished step is lost, and what went wrong is said in a line."""
 
-import json
 import os
 import shutil
 import signal
@@ -15,6 +14,8 @@ from tests.train import driver, jobs
 from tests.train.test_features import configured
 from tests.train.undisturbed import BATCHES, STEPS, Toy, records, steps
 from train import run as runs
+
+ENDED = "another process has ended, or did not answer within trainer.timeout="
 
 
 @pytest.fixture(scope="module")
@@ -182,37 +183,17 @@ def test_a_process_dies(toy: Toy, dead: int) -> None:
     pair[dead].signal(signal.SIGKILL)
     left = pair[1 - dead]
     assert left.end(within=30) == 2, left.printed()
-    (error,) = errors(left)
-    assert f"rank {dead} (" in error
-    assert f"process {pair[dead].process.pid}) has ended or does not answer" in error
-    assert error.endswith("resume=true goes on from the last checkpoint")
+    said = errors(left)
+    assert len(said) == dead, "the main process says it, or the launcher, which is not here"
+    assert all(ENDED in error for error in said)
     pair = toy.start(place, "resume=true", world=2)
     assert [job.end() for job in pair] == [0, 0], pair[0].printed()
-    assert not (place / "out" / ".ranks").exists()
     if dead:
         whole = toy.new()
         both = toy.start(whole, world=2)
         assert [job.end() for job in both] == [0, 0]
         assert jobs.losses(place / "out") == jobs.losses(whole / "out")
     assert steps(place / "out") == list(range(1, STEPS + 1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dead", [1, 0])
-def test_a_process_dies_while_the_others_wait_for_a_device(toy: Toy, dead: int) -> None:
-    """As under NCCL, which raises nothing: the line comes from the heartbeat's thread, which ends the process."""
-    place = toy.new()
-    trio = toy.start(place, "trainer.eval_prompts=0", hooks=("deaf",), world=3)
-    for rank, job in enumerate(trio):
-        job.until(place / f"deaf-{rank}")
-    trio[dead].signal(signal.SIGKILL)
-    first, other = (job for rank, job in enumerate(trio) if rank != dead)
-    assert [first.end(within=30), other.end(within=30)] == [2, 2]
-    (error,) = errors(first)
-    assert f"rank {dead} (" in error
-    assert f"process {trio[dead].process.pid}) has ended or does not answer" in error
-    assert error.endswith("resume=true goes on from the last checkpoint")
-    assert errors(other) == []
 
 
 @pytest.mark.slow
@@ -226,17 +207,8 @@ def test_a_process_hangs(toy: Toy) -> None:
     finally:
         pair[1].process.kill()
     (error,) = errors(pair[0])
-    assert "rank 1 (" in error
-    assert "does not answer" in error
-
-
-@pytest.mark.slow
-def test_a_process_is_slow(toy: Toy) -> None:
-    place = toy.new()
-    pair = toy.start(place, hooks=("stuck@1",), world=2)
-    assert [job.end() for job in pair] == [0, 0]
-    (line,) = warned(pair[0], "waited")
-    assert f"s for rank 1 ({os.uname().nodename}, process {pair[1].process.pid})" in line
+    assert ENDED in error
+    assert "did not answer within trainer.timeout=6 s (" in error
 
 
 @pytest.mark.slow
@@ -255,13 +227,11 @@ def test_the_others_wait_for_an_estimate_and_stop_it(toy: Toy) -> None:
 
 @pytest.mark.slow
 def test_a_process_fails_on_its_own(toy: Toy) -> None:
-    """The others say which, and why."""
     place = toy.new()
     pair = toy.start(place, hooks=("fails@1",), world=2)
     assert [job.end() for job in pair] == [2, 2], pair[0].printed()
-    (error,) = errors(pair[0])
-    assert "rank 1 (" in error
-    assert "ended: row 7 is in no shard" in error
+    assert [ENDED in error for error in errors(pair[0])] == [True]
+    assert errors(pair[1]) == ["error: row 7 is in no shard"]
 
 
 @pytest.mark.slow
@@ -297,7 +267,5 @@ def test_checkpoints_of_two_processes_hold_about_as_much(toy: Toy) -> None:
     assert [job.end() for job in pair] == [0, 0]
     folder = place / "out" / "checkpoints" / "step-00000004"
     sizes = [path.stat().st_size for path in sorted(folder.glob("*.safetensors"))]
-    index = json.loads((folder / "index.json").read_text())
-    assert [about["bytes"] for about in index["shards"].values()] == sizes
     assert len(sizes) == 2
     assert max(sizes) < 1.5 * min(sizes)

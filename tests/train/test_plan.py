@@ -1,16 +1,13 @@
 """A plan counts what published heads and targets have, and says what fits where, without loading anything."""
 
 import re
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
 from rich.console import Console
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, Qwen3Config
 
 from benchmarks import planner
 from heads.common.resolvers import ROOT, register_resolvers
@@ -109,31 +106,6 @@ def test_a_preset_plans_without_network(model: str, billions: float, active: flo
     found = shapes.target_shape(run(f"model={model}").model)
     assert found.parameters / 1e9 == pytest.approx(billions, rel=0.002)
     assert (found.active + found.embeddings) / 1e9 == pytest.approx(active, rel=0.002)
-
-
-@pytest.mark.parametrize("path", ["tiny", "odd"])
-def test_another_process_finds_the_same_shape(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    LlamaConfig(hidden_act="nonesuch").save_pretrained(tmp_path)
-    model = run("model=tiny").model if path == "tiny" else replace(run("model=tiny").model, path=str(tmp_path))
-
-    def found() -> shapes.TargetShape | str:
-        try:
-            return shapes.target_shape(model)
-        except ValueError as error:
-            return str(error)
-
-    here = found()
-    assert isinstance(here, str) == (path == "odd")
-    monkeypatch.setattr(shapes, "_shapes", {})
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    shapes.begin_shape(model)
-    with monkeypatch.context() as patch:
-        patch.setattr(AutoModelForCausalLM, "from_config", None)  # not here
-        assert found() == here
-    (key,) = shapes._shapes
-    shapes._shapes[key] = killed = Future()
-    killed.set_exception(BrokenProcessPool())
-    assert found() == here
 
 
 @pytest.mark.usefixtures("offline")

@@ -3,11 +3,8 @@
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
-import torch
-from accelerate import Accelerator
 from hydra import compose, initialize_config_dir
 
 from heads.common.resolvers import ROOT, register_resolvers
@@ -95,23 +92,3 @@ def test_gloo_takes_the_interface_of_nccl(nccl: str | None, gloo: str | None, mo
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "given")
     processes.follow_nccl()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "given"
-
-
-@pytest.mark.parametrize(("device", "seconds"), [("cpu", 600), ("cuda", 660)])
-def test_nccl_aborts_after_the_heartbeat_has_spoken(device: str, seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-    monkeypatch.setattr(processes, "use_device", lambda _: torch.device(device))
-    monkeypatch.setattr(processes, "check_machine", lambda *_: None)
-
-    class Made(Accelerator):
-        num_processes = 1
-
-        def __init__(self, **named: Any) -> None:
-            made.append(named)
-
-    monkeypatch.setattr(processes, "Accelerator", Made)
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        run = run_config(compose("train", ["trainer.precision=fp32", "launcher=inline"]))
-    accelerator_for(run.launcher, run.trainer, run.model)
-    assert made[0]["kwargs_handlers"][0].timeout.total_seconds() == seconds

@@ -1,7 +1,7 @@
 """The processes of a run: launching, checking, watching, sharding strategies.
 
 strategy.py   strategies: DDP, FSDP2, ZeRO-2 and ZeRO-3; gathering and scattering a sharded tensor
-control.py    control messages between processes: stop requests, failures; heartbeats, by which errors name a lost one
+control.py    control messages between processes: stop requests, failures, gathered values
 launch.py     launching the processes of launcher=…, here or as a SLURM job
 started.py    who started this process, by the environment: torchrun, srun, or a user on each node
 processes.py  the Accelerator, checked against the launcher's settings; a lock on the output folder: one run at a time

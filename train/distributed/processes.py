@@ -32,7 +32,6 @@ RELEASE_EVERY = 8  # steps: fresh pages then cost a fiftieth of them
 # embedded target, 32 take 180 in steps as short; none at all costs an eighth of a step.
 PRODUCTS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32"
 
-LATER = 60  # seconds after which NCCL aborts a process that a heartbeat (control.py) should have ended
 LOCK, OWNER = ".lock", ".owner.json"
 
 
@@ -81,8 +80,7 @@ def accelerator_for(launcher: LauncherConfig, trainer: TrainerConfig, model: Mod
     if precision == "auto":
         precision = "bf16" if fast_dtype(device) == torch.bfloat16 else "fp32"
     follow_nccl()
-    timeout = trainer.timeout + (LATER if device.type == "cuda" else 0)
-    group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout))
+    group = InitProcessGroupKwargs(timeout=timedelta(seconds=trainer.timeout))
     mixed = "bf16" if precision == "bf16" else "no"
     # The runs of a multirun share this process, and accelerate keeps the first one's precision and device for all.
     AcceleratorState._reset_state(reset_partial_state=world() == 1)

@@ -1,9 +1,7 @@
 """A target's shape from its configuration alone: parameters, operations and memory of a forward pass."""
 
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -155,32 +153,15 @@ def quantization_note(model: ModelConfig, device: str) -> str | None:
     return f"{saved.get('quant_method')}, {counted}"
 
 
-_shapes: dict[str, Future[TargetShape]] = {}
-
-
-def begin_shape(model: ModelConfig) -> None:
-    """Have another process find a target's shape: importing the target's code takes as long as tracing a head.
-
-    Not where there is CUDA, which a forked process cannot use.
-    """
-    if (key := _key(model)) not in _shapes and not torch.cuda.is_available():
-        pool = ProcessPoolExecutor(1, get_context("fork"))
-        _shapes[key] = pool.submit(_shape, model)
-        pool.shutdown(wait=False)
+_shapes: dict[str, TargetShape] = {}
 
 
 def target_shape(model: ModelConfig) -> TargetShape:
     """Return a target's shape, its parameters counted on the meta device; refuse one of which no model can be made."""
-    key = _key(model)  # a choice of placements asks many times
-    if key not in _shapes or isinstance(_shapes[key].exception(), BrokenExecutor):  # the other process was killed
-        future: Future[TargetShape] = Future()
-        future.set_result(_shape(model))
-        _shapes[key] = future
-    return _shapes[key].result()
-
-
-def _key(model: ModelConfig) -> str:
-    return f"{model.path} {configuration(model).to_json_string(use_diff=False)}"
+    key = f"{model.path} {configuration(model).to_json_string(use_diff=False)}"
+    if key not in _shapes:  # a choice of placements asks many times
+        _shapes[key] = _shape(model)
+    return _shapes[key]
 
 
 def _shape(model: ModelConfig) -> TargetShape:
