@@ -52,7 +52,7 @@ from inference.target.target import Target
 from train import adapt
 from train.acceptance import AcceptanceEvaluator
 from train.checkpoints import format, resume
-from train.config import IGNORE, RunConfig, run_config
+from train.config import RunConfig, run_config
 from train.distributed import launch, processes, started
 from train.distributed.control import on_main
 from train.distributed.processes import RunLock
@@ -80,7 +80,7 @@ from train.step import Loss, Stepper
 from train.tracking import sweep
 from train.tracking.trackers import conclude
 
-BY_BUDGET = ("budget", "log", "plan", "resume", "overwrite")  # which a training within a budget has in its own place
+BY_BUDGET = ("budget", "log", "resume", "overwrite")  # which a training within a budget has in its own place
 DECIDED = {  # overrides that such a training cannot take, with what to do instead
     "trainer.steps": "the budget decides how long is trained: leave it out",
     "trainer.cooldown": "a budget has one for all trainings: give forecast.cooldown in its place",
@@ -377,9 +377,7 @@ def shared_words(words: list[str], log: str | None) -> list[str]:
     if log is not None and "data.path" in keys:
         raise ValueError("log and data.path are both given: log takes the place of data.path, leave one out")
     rest = [
-        word
-        for word, key in zip(words, keys, strict=True)
-        if word == f"plan={IGNORE}" or (key not in BY_BUDGET and not key.startswith("forecast."))
+        word for word, key in zip(words, keys, strict=True) if key not in BY_BUDGET and not key.startswith("forecast.")
     ]
     return rest if log is None else [*rest, f"data.path={quoted(log)}"]
 

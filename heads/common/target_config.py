@@ -174,7 +174,7 @@ def up_to_width(path: str, rank: int) -> int:
 def best_head(path: str, shape: Mapping[str, Any] | None, trust_remote_code: bool) -> tuple[str, str]:
     """Return the head that evidence favours for a target (docs/heads.md, "Which head"), and the reason in words.
 
-    It is the first head that trains at most a tenth of the target's parameters, or the smallest if there is none.
+    For a target of few layers it is mlp, unless that trains more than a tenth of its parameters and more than mtp.
     `shape` is the target's as conf/model has it, which does without the network.
     """
     try:
@@ -192,19 +192,14 @@ def best_head(path: str, shape: Mapping[str, Any] | None, trust_remote_code: boo
         raise ValueError(f"model.path={path}: {reason(error)}") from error
     layers, width, vocab = sizes
     target, trained = about_size(layers, width, vocab), head_sizes(width, vocab)
-    candidates = ["mlp", "mtp"] if layers < DEEP else ["mtp"]
-    small = (head for head in candidates if SHARE * trained[head] <= target)
-    head, served = next(small, min(candidates, key=trained.__getitem__)), "vLLM serves it"
+    head, served = "mtp", "vLLM serves it" if fits else "no engine is known to serve it for this target"
     why = f"since it drafts best for a target of {layers} layers"
-    if head == "mlp":
-        served = "no engine serves it"
+    if layers < DEEP and trained["mlp"] <= max(target // SHARE, trained["mtp"]):
+        head, served = "mlp", "no engine serves it"
         why = f"since a pass of this target, {layers} layers, costs little more than a layer of a head"
     elif layers < DEEP:
-        why = (
-            f"since mlp would train about {trained['mlp'] / 1e6:,.0f}M parameters for a target of {target / 1e6:,.0f}M"
-        )
-    if head == "mtp" and not fits:
-        served = "no engine is known to serve it for this target"
+        prices = f"{trained['mlp'] / 1e6:,.0f}M parameters for a target of {target / 1e6:,.0f}M"
+        why = f"since mlp would train about {prices}"
     if scaled:
         return head, f"{why}; no engine serves a head of this target, which scales its embedding or logits"
     return head, f"{why}; {served}; most engines serve eagle3"
