@@ -92,17 +92,17 @@ def check_plan(run: RunConfig) -> None:
     prompts = [name for name in (data.prompts, workload) if name]
     for name in (*data.paths, *prompts):
         check_name(name)
-    sources = [open_source(name, data.split) if is_local(name) else None for name in data.paths]
-    for source, held_out in zip(sources, held_out_shares(data), strict=True):
-        if source is not None:
-            check_some_left(source.name, sum(1 for _ in islice(source, held_out + 1)), held_out, data)
+    shares = zip(data.paths, held_out_shares(data), strict=True)
+    sources = [(open_source(name, data.split), held_out) for name, held_out in shares if is_local(name)]
+    for source, held_out in sources:
+        check_some_left(source.name, sum(1 for _ in islice(source, held_out + 1)), held_out, data)
     folder = Path(run.model.path)
     if folder.is_dir():
         if not any(file for pattern in TOKENIZERS for file in folder.glob(pattern)):  # a plan needs none
             log.warning("%s: has no tokenizer, so that the first records are not looked at", folder)
             return
         tokenizer = load_tokenizer(run.model.path, run.model.trust_remote_code)
-        for source in filter(None, sources):
+        for source, _ in sources:
             first_samples(source, data, tokenizer)
         for name in filter(is_local, prompts):
             load_prompts(name, tokenizer, 1)
