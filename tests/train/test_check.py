@@ -224,9 +224,12 @@ def test_a_plan_refuses_what_its_training_would(
         (["data.length=161", "trainer.micro_tokens=161"], "data.length is 161, but"),
         (["head=hydra", "init=last_layer"], "init=last_layer starts head=mtp, eagle, hass and eagle3 alone"),
         (["init=checkpoint"], "init=checkpoint starts head=mtp alone"),
+        (["model.device=cuda:99"], "model.device is cuda:99, and torch sees"),
+        (["model.device=gpu"], "model.device is 'gpu': give cpu, cuda or cuda:N"),
+        (["model.device=gpu", "device=h100"], "device=h100 is of type cuda, and model.device=gpu is not"),
     ],
 )
-def test_a_plan_refuses_rows_and_starts_that_its_target_does_not_have(
+def test_a_plan_refuses_what_its_target_or_machine_does_not_have(
     toy: list[str], overrides: list[str], told: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(told)):

@@ -22,7 +22,7 @@ from data.features.vllm_features import LayerIds
 from heads.common.resolvers import ROOT
 from heads.common.target_config import check_rows, context_of
 from heads.common.typed import typed
-from inference.target.config import DTYPES, default_device, fast_dtype
+from inference.target.config import DTYPES, device_named, fast_dtype
 from inference.target.loading import check_quantized, saved_quantization
 from inference.target.placement import (
     DEVICE_MAP,
@@ -123,8 +123,8 @@ def resolved(device: DeviceConfig, requested: str | None) -> DeviceConfig:
 
     `requested` is the run's `model.device`, None for torch's default device; one of another type is refused.
     """
-    kind = torch.device(requested or default_device()).type if device.type is None else device.type
-    if requested is not None and torch.device(requested).type != kind:
+    kind = device_named(requested).type if device.type is None else device.type
+    if requested is not None and requested.partition(":")[0] != kind:
         raise ValueError(f"device={device.name} is of type {kind}, and model.device={requested} is not: leave one out")
     if kind == "cpu":
         cpu = preset("cpu")
