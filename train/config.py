@@ -28,6 +28,7 @@ from train.losses import ObjectiveConfig
 from train.start import STARTS
 from train.tracking.trackers import TRACKERS
 
+IGNORE = "ignore"  # of plan: starts a run that does not fit
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400}  # in seconds
 
@@ -241,7 +242,7 @@ class RunConfig:
     out: str
     resume: bool
     overwrite: bool
-    plan: bool
+    plan: Any
     init: str | None
     compare: list[str]
     workload: str | None
@@ -278,6 +279,8 @@ def run_config(cfg: DictConfig) -> RunConfig:
 
 def checked(run: RunConfig) -> RunConfig:
     """Return a run; refuse one whose sections contradict each other."""
+    if run.plan not in (True, False, IGNORE):
+        raise ValueError(f"plan is {shown(run.plan)}: give true, false, or {IGNORE} to start a run that does not fit")
     if run.trainer.optimizer == "muon" and run.launcher.strategy.startswith("zero"):
         raise ValueError(
             f"trainer.optimizer=muon does not run under launcher.strategy={run.launcher.strategy}, which cuts matrices "

@@ -59,8 +59,8 @@ from train.distributed.processes import RunLock
 from train.features import origin_of, source_for
 from train.loop import COST, KeptHead, Loop
 from train.planning.check import (
-    check_first_records,
     check_out,
+    check_plan,
     check_run,
     check_settings,
     check_target,
@@ -72,14 +72,14 @@ from train.planning.check import (
 )
 from train.planning.choice import accelerators, alone_on_cpu, chosen, in_words, with_processes
 from train.planning.plan import plan, plan_inputs, rated, resolved, sized, work
-from train.planning.table import table
+from train.planning.table import check_memory, table
 from train.rollouts import Rollouts
 from train.start import AUTO, STARTS, first_head, fit_start, resolve_init
 from train.step import Loss, Stepper
 from train.tracking import sweep
 from train.tracking.trackers import conclude
 
-BY_BUDGET = ("budget", "log", "plan", "resume", "overwrite")  # which a training within a budget has in its own place
+BY_BUDGET = ("budget", "log", "resume", "overwrite")  # which a training within a budget has in its own place
 DECIDED = {  # overrides that such a training cannot take, with what to do instead
     "trainer.steps": "the budget decides how long is trained: leave it out",
     "trainer.cooldown": "a budget has one for all trainings: give forecast.cooldown in its place",
@@ -202,8 +202,10 @@ def train(run: RunConfig) -> None:
         report_best_head()
         if started.is_main():
             Console().print(f"{run.name}: head={run.head.name} for {run.model.path}", soft_wrap=True, markup=False)
-        check_target(run)
-        alone(chosen(run), job)
+        trained = check_target(run)
+        run = chosen(run)
+        check_memory(run, trained)
+        alone(run, job)
 
 
 def alone(run: T, job: Callable[[T, Accelerator, RunLock], None]) -> None:
@@ -334,14 +336,14 @@ def within_budget(run: RunConfig) -> float | None:
     words = shared_words(words, run.log)
     if sweeping() or started.launched() or launch.leaves(run.launcher):
         raise ValueError("a budget is of one run, which starts its own processes: leave -m and other launchers out")
-    planned, given = run.plan, {launch.key_of(word) for word in launch.overrides()}
+    planned, given = run.plan is True, {launch.key_of(word) for word in launch.overrides()}
     named = [f"{key}={getattr(run, key)}" for key in ("resume", "overwrite")]
     named += [] if "name" in given else ["name=${model.name}-forecast"]
     composed = run_config(compose("train", [*words, *named]))
     run = replace(composed, budget=run.budget, forecast=run.forecast, log=run.log)
     candidates = {one: run_config(compose("train", [*words, *overrides_of(one)])) for one in run.forecast.candidates}
     if planned:
-        check_first_records(run)
+        check_plan(run)
         Console().print(budget_plan(run, candidates))
         return None
     run = chosen(with_processes(run))
@@ -411,10 +413,10 @@ def main(cfg: DictConfig) -> float | None:
         if run.budget is not None:
             return within_budget(run)
         sweep.check(run.trainer.eval_prompts, waits=not launch.leaves(run.launcher))
-        if run.plan:
+        if run.plan is True:
             if not started.is_main():
                 return None
-            check_first_records(run)
+            check_plan(run)
             run = chosen(run)
             report_best_head()
             Console().print(table(run, plan(run)), highlight=False)

@@ -75,17 +75,20 @@ def resolve_init(
     return config, None
 
 
-def check_start(config: AdaptConfig, init: str | None, placement: str) -> None:
+def check_start(adapter: AdaptConfig, config: HeadConfig, init: str | None, placement: str) -> None:
     """Refuse to train an adapter on random weights, and `check_copied`, before anything is loaded."""
-    check_copied(init, placement)
-    if isinstance(config, LoraAdapterConfig) and init in (None, AUTO):
+    check_copied(config, init, placement)
+    if isinstance(adapter, LoraAdapterConfig) and init in (None, AUTO):
         raise ValueError(
             "peft=lora adapts a head that is there, and init names none: give init=FOLDER of a head, or leave peft out"
         )
 
 
-def check_copied(init: str | None, placement: str) -> None:
-    """Refuse to copy a layer of the target that is whole on no device."""
+def check_copied(config: HeadConfig, init: str | None, placement: str) -> None:
+    """Refuse to copy a layer of the target into a head without one, or a layer that is whole on no device."""
+    if init in (LAST_LAYER, CHECKPOINT) and not isinstance(config, Mtp.Config if init == CHECKPOINT else OF_LAST_LAYER):
+        others = "" if init == CHECKPOINT else ", eagle, hass and eagle3"
+        raise ValueError(f"init={init} starts head=mtp{others} alone: give that head, or a folder for init")
     if init == CHECKPOINT and placement != REPLICATE:
         raise ValueError(
             "init=checkpoint copies a layer of a target that lies whole on a device: not with model.placement="
@@ -127,11 +130,8 @@ def from_target(config: HeadConfig, init: str, target: Target) -> nn.Module:
     MTP module the projection's half for the state is the identity. `fit_start` fits both.
 
     Raises:
-        ValueError: `config` is of another head, there is no such module, or the layer has other parameters.
+        ValueError: there is no such module, or the layer has other parameters.
     """
-    if not isinstance(config, Mtp.Config if init == CHECKPOINT else OF_LAST_LAYER):
-        others = "" if init == CHECKPOINT else ", eagle, hass and eagle3"
-        raise ValueError(f"init={init} starts head=mtp{others} alone: give that head, or a folder for init")
     config = like_target(config, target)
     if init == CHECKPOINT:
         loaded = load_mtp(target, target.name).state_dict()

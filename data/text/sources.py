@@ -168,7 +168,7 @@ def check_source(name: str, split: str = "") -> None:
     Its files are there, can be read and are of a known format, and the first one's first line is a record. What a Hub
     data set holds is not asked, but where the Hub cannot be reached.
     """
-    if not Path(name).expanduser().exists() and not glob.has_magic(name):
+    if not is_local(name):
         _check_hub_name(name)
         return
     source = open_source(name, split)
@@ -177,6 +177,11 @@ def check_source(name: str, split: str = "") -> None:
         check_file(file)
     if kind_of(source.files[0]) == ".jsonl":
         next(read_file(source.files[0]), None)
+
+
+def is_local(name: str) -> bool:
+    """Whether a source is a file, a folder or a glob, and no Hub data set."""
+    return Path(name).expanduser().exists() or glob.has_magic(name)
 
 
 def check_name(name: str) -> None:
@@ -279,9 +284,19 @@ def divide(sources: Sequence[Source], config: DataConfig) -> list[Part]:
     The sources share them evenly, the first ones the remainder. They are a source's last records, but of a streamed
     source, whose end nobody has seen, the first. `data.prompts` leaves all to training.
     """
-    held_out = 0 if config.prompts else config.held_out
-    shares = [held_out // len(sources) + (i < held_out % len(sources)) for i in range(len(sources))]
-    return [_divided(source, share, config) for source, share in zip(sources, shares, strict=True)]
+    return [_divided(source, share, config) for source, share in zip(sources, held_out_shares(config), strict=True)]
+
+
+def held_out_shares(config: DataConfig) -> list[int]:
+    """Return how many records each source of `data.path` holds back."""
+    held_out, count = 0 if config.prompts else config.held_out, len(config.paths)
+    return [held_out // count + (i < held_out % count) for i in range(count)]
+
+
+def check_some_left(name: str, size: int, count: int, config: DataConfig) -> None:
+    """Refuse to hold `count` records of a source back that has no more than `size`."""
+    if size <= count:
+        raise ValueError(f"{name}: {size} records, data.held_out={config.held_out} leaves none; lower it")
 
 
 def _divided(source: Source, count: int, config: DataConfig) -> Part:
@@ -290,8 +305,7 @@ def _divided(source: Source, count: int, config: DataConfig) -> Part:
     if config.streaming:
         return Part(source, count, None, list(enumerate(islice(source, count))))
     size, last = source.ends(count)
-    if size <= count:
-        raise ValueError(f"{source.name}: {size} records, data.held_out={config.held_out} leaves none; lower it")
+    check_some_left(source.name, size, count, config)
     return Part(source, 0, size - count, list(enumerate(last, size - count)))
 
 

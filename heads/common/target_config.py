@@ -24,6 +24,7 @@ from heads.common.rope import positions_of
 from heads.common.untrusted import entries, parse_json, regular, shown
 
 DEEP = 20  # layers of a target, to which a layer of a head for each drafted token is cheap enough
+SHARE = 10  # of a target's parameters, a tenth is the most that head=best trains
 UNBOUNDED = 2**31  # of a target whose configuration does not say
 MOST_PARTS = 2_000  # layers and other modules that are built one by one: beyond any target that there is
 PARTS = re.compile(r"layers?$|blocks?$|^depths?$|_depth$|^num_labels$")
@@ -173,6 +174,7 @@ def up_to_width(path: str, rank: int) -> int:
 def best_head(path: str, shape: Mapping[str, Any] | None, trust_remote_code: bool) -> tuple[str, str]:
     """Return the head that evidence favours for a target (docs/heads.md, "Which head"), and the reason in words.
 
+    For a target of few layers it is mlp, unless that trains more than a tenth of its parameters and more than mtp.
     `shape` is the target's as conf/model has it, which does without the network.
     """
     try:
@@ -181,21 +183,39 @@ def best_head(path: str, shape: Mapping[str, Any] | None, trust_remote_code: boo
         else:
             values = read_target_values(path, trust_remote_code, cached_alone=False)
         text = values.get("text_config", values)
-        layers = text.get("num_hidden_layers")
-        if not isinstance(layers, int):
-            layers = read_target_config(path, trust_remote_code).get_text_config().num_hidden_layers
+        sizes = [text.get(name) for name in SIZES[:3]]
+        if not all(isinstance(size, int) for size in sizes):
+            config = read_target_config(path, trust_remote_code).get_text_config()
+            sizes = [getattr(config, name) for name in SIZES[:3]]
         scaled, fits = _is_scaled(text), _takes_mimo(text)
     except UNFIT as error:
         raise ValueError(f"model.path={path}: {reason(error)}") from error
-    head, why, served = "mtp", f"since it drafts best for a target of {layers} layers", "vLLM serves it"
-    if layers < DEEP:
+    layers, width, vocab = sizes
+    target, trained = about_size(layers, width, vocab), head_sizes(width, vocab)
+    head, served = "mtp", "vLLM serves it" if fits else "no engine is known to serve it for this target"
+    why = f"since it drafts best for a target of {layers} layers"
+    if layers < DEEP and trained["mlp"] <= max(target // SHARE, trained["mtp"]):
         head, served = "mlp", "no engine serves it"
         why = f"since a pass of this target, {layers} layers, costs little more than a layer of a head"
-    elif not fits:
-        served = "no engine is known to serve it for this target"
+    elif layers < DEEP:
+        prices = f"{trained['mlp'] / 1e6:,.0f}M parameters for a target of {target / 1e6:,.0f}M"
+        why = f"since mlp would train about {prices}"
     if scaled:
         return head, f"{why}; no engine serves a head of this target, which scales its embedding or logits"
     return head, f"{why}; {served}; most engines serve eagle3"
+
+
+def about_size(layers: int, width: int, vocab: int) -> int:
+    """Return about how many parameters a target without experts has."""
+    return 12 * layers * width**2 + vocab * width
+
+
+def head_sizes(width: int, vocab: int) -> dict[str, int]:
+    """Return about how many parameters the heads that head=best chooses among train, as conf/head has them.
+
+    An mlp has a table, an lm_head and a projection for each of four depths, an mtp a decoder layer and a projection.
+    """
+    return {"mlp": 4 * (2 * vocab * width + width**2), "mtp": 14 * width**2}
 
 
 def _is_scaled(text: Mapping[str, Any]) -> bool:

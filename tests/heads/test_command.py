@@ -9,15 +9,21 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import torch
+import transformers
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from heads import HEADS, head_config
+from heads.base import parameter_count
 from heads.common.command import mistake, quoted, report_best_head, with_best_head, without_secrets
 from heads.common.help import CONF, entries, help_text, keys, nearest
+from heads.common.target_config import head_sizes
 from train import convert
+from train.planning.trace import embeddings_of
 
 SECRET = "cAnArY0123"
 Call = Callable[..., list[str]]
@@ -186,9 +192,43 @@ def test_the_best_head_is_named_by_the_targets_depth(tmp_path: Path, capsys: pyt
     for expected in ("head=best: mtp, since", ""):
         report_best_head()
         assert capsys.readouterr().err.startswith(expected)
+    sizes = {"model_type": "llama", "hidden_size": 512, "vocab_size": 512}
     for layers, head in ((19, "mlp"), (20, "mtp")):
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": layers}))
+        (tmp_path / "config.json").write_text(json.dumps(sizes | {"num_hidden_layers": layers}))
         assert f"head={head}" in with_best_head("data", [f"model.path={tmp_path}", "head=best"])
+
+
+# The sizes of Gemma 3 270M, Llama 3.2 1B, Llama 3.1 70B, a target with a small vocabulary, and a toy of two layers.
+@pytest.mark.parametrize(
+    ("layers", "width", "vocab", "head", "why"),
+    [
+        (18, 640, 262_144, "mtp", "since mlp would train about 1,344M parameters for a target of 256M; "),
+        (16, 2048, 128_256, "mtp", "since mlp would train about 2,118M parameters for a target of 1,068M; "),
+        (80, 8192, 128_256, "mtp", "since it drafts best for a target of 80 layers; "),
+        (16, 2048, 1_000, "mlp", "since a pass of this target, 16 layers, costs little more"),
+        (2, 64, 50, "mlp", "since a pass of this target, 2 layers, costs little more"),
+    ],
+)
+def test_the_best_head_is_small_for_its_target(
+    layers: int, width: int, vocab: int, head: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"model_type": "llama", "num_hidden_layers": layers, "hidden_size": width, "vocab_size": vocab}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert f"head={head}" in with_best_head("train", [f"model.path={tmp_path}"])
+    report_best_head()
+    assert capsys.readouterr().err.startswith(f"head=best: {head}, {why}")
+
+
+@pytest.mark.parametrize("name", ["mlp", "mtp"])
+def test_the_price_of_a_head_is_near_its_parameters(name: str) -> None:
+    text = transformers.LlamaConfig(
+        hidden_size=512, intermediate_size=1536, num_attention_heads=8, num_key_value_heads=4, vocab_size=4096
+    )
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = head_config(compose("train", [f"head={name}"]).head)
+    with torch.device("meta"):
+        head: Any = HEADS[name](config, embeddings_of(text, torch.float32))
+    assert parameter_count(head) == pytest.approx(head_sizes(512, 4096)[name], rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +237,7 @@ def test_the_best_head_is_named_by_the_targets_depth(tmp_path: Path, capsys: pyt
         ({}, "vLLM serves it; most engines serve eagle3"),
         ({"head_dim": 64}, "no engine is known to serve it for this target; most engines serve eagle3"),
         ({"partial_rotary_factor": 0.5}, "no engine is known to serve it for this target; most engines serve eagle3"),
-        ({"num_hidden_layers": 2}, "no engine serves it; most engines serve eagle3"),
+        ({"num_hidden_layers": 2, "vocab_size": 9}, "no engine serves it; most engines serve eagle3"),
         ({"logits_scaling": 8.0}, "no engine serves a head of this target, which scales its embedding or logits"),
         ({"model_type": "gemma3_text"}, "no engine serves a head of this target, which scales its embedding or logits"),
     ],
@@ -205,8 +245,8 @@ def test_the_best_head_is_named_by_the_targets_depth(tmp_path: Path, capsys: pyt
 def test_the_best_heads_line_says_which_engine_serves_it(
     values: dict[str, Any], served: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = {"model_type": "llama", "num_hidden_layers": 24, "hidden_size": 128, "num_attention_heads": 4}
-    (tmp_path / "config.json").write_text(json.dumps(sizes | values))
+    sizes = {"model_type": "llama", "num_hidden_layers": 24, "hidden_size": 128, "vocab_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"num_attention_heads": 4} | values))
     with_best_head("train", [f"model.path={tmp_path}"])
     report_best_head()
     assert capsys.readouterr().err.endswith(f"; {served}\n")

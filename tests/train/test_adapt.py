@@ -20,6 +20,7 @@ from transformers import AutoConfig
 from heads import HEADS
 from heads.base import Features, frozen_count, parameter_count
 from heads.common.resolvers import ROOT, register_resolvers
+from heads.eagle import Eagle
 from heads.formats.store import save_head
 from inference.target.placement import REPLICATE
 from inference.target.target import Target
@@ -132,12 +133,13 @@ def test_bad_values_are_one_line() -> None:
         assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match=r"target_modules=\['nonesuch'\]: .* choose among fc, layers\.0\.self_attn"):
         adapt(fresh("eagle", toys.target()), replace(FACTORS, target_modules=["fc", "nonesuch"]))
+    head = Eagle.Config(name="eagle", **toys.HEAD_CONFIGS["eagle"])
     with pytest.raises(ValueError, match="init names none"):
-        check_start(FACTORS, None, REPLICATE)
+        check_start(FACTORS, head, None, REPLICATE)
     with pytest.raises(ValueError, match="init names none"):
-        check_start(FACTORS, "auto", REPLICATE)
-    check_start(FACTORS, "outputs/x", REPLICATE)
-    check_start(peft_config(DictConfig({"method": "none"})), None, REPLICATE)
+        check_start(FACTORS, head, "auto", REPLICATE)
+    check_start(FACTORS, head, "outputs/x", REPLICATE)
+    check_start(peft_config(DictConfig({"method": "none"})), head, None, REPLICATE)
 
 
 def test_a_plan_counts_the_factors() -> None:

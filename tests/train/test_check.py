@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from data.text.filters import Counts
 from data.text.prompts import Prompt, TrainingData
@@ -14,8 +15,11 @@ from tests import toys
 from tests.train import jobs
 from tests.train.test_features import configured
 from train.distributed.processes import RunLock
-from train.planning.check import check_first_records, check_out, check_run, ordinary_mask
-from train.run import prepare_out, prompt_room
+from train.planning import plan
+from train.planning.check import check_out, check_plan, check_run, check_target, ordinary_mask
+from train.planning.choice import chosen
+from train.planning.table import check_memory, table
+from train.run import prepare_out, prompt_room, train
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +53,7 @@ def test_a_run_that_can_start_is_not_refused(toy: list[str]) -> None:
         (["features=engine", "features.path=/nowhere/store"], "/nowhere/store: holds no feature store"),
         (["out=/dev/null/run"], "out=/dev/null/run: cannot be written (/dev/null: Not a directory)"),
         (["data.length=161", "trainer.micro_tokens=161"], "data.length is 161, but"),
+        (["head=hydra", "init=last_layer"], "init=last_layer starts head=mtp, eagle, hass and eagle3 alone"),
         (["head.num_heads=7"], "head.num_heads is 7 and head.num_kv_heads 2"),
         (["head=eagle3", "head.feature_layers=[7]"], "head.feature_layers is [7]: give different layers from 0 to 2"),
         (["model.device=cuda:99"], "model.device is cuda:99, and torch sees"),
@@ -148,15 +153,103 @@ def test_a_folder_with_its_configuration_alone_is_planned(
 ) -> None:
     run = configured(toy)
     shutil.copy(Path(run.model.path, "config.json"), tmp_path)
-    check_first_records(configured([*toy, f"model.path={tmp_path}"]))
+    check_plan(configured([*toy, f"model.path={tmp_path}"]))
     assert f"{tmp_path}: has no tokenizer, so that the first records are not looked at" in caplog.text
 
 
 def test_the_first_records_are_looked_at(toy: list[str], tmp_path: Path) -> None:
-    check_first_records(configured(toy))
+    check_plan(configured(toy))
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "w1"}]}\n')
     with pytest.raises(ValueError, match=r"chats\.jsonl: holds chats, but the tokenizer .* has no chat template"):
-        check_first_records(configured([*toy, f"data.path={tmp_path / 'chats.jsonl'}"]))
+        check_plan(configured([*toy, f"data.path={tmp_path / 'chats.jsonl'}", "data.held_out=0"]))
+
+
+def test_a_run_that_does_not_fit_is_refused_before_anything_is_loaded(toy: list[str]) -> None:
+    little = [*toy, "model.device=cpu", "device.memory_gb=0.001"]
+    told = r"does not fit: it needs \d\.\d+ GiB of memory, and this machine has 1\.0 MiB free: give .*plan=ignore"
+    with pytest.raises(ValueError, match=told) as error:
+        train(configured(little))
+    assert "\n" not in str(error.value)
+    check_memory(configured([*little, "plan=ignore"]), 10**9)
+
+
+def test_a_run_that_takes_little_memory_waits_for_no_plan(toy: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = configured([*toy, "model.device=cpu"])
+    monkeypatch.setattr("train.planning.table.plan", lambda _: pytest.fail("a plan takes seconds"))
+    check_memory(run, check_target(run))
+
+
+def test_an_unknown_plan_is_refused_by_name(toy: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"plan is 'fit': give true, false, or ignore"):
+        configured([*toy, "plan=fit"])
+
+
+@pytest.mark.parametrize("file", ["memory.max", "memory/memory.limit_in_bytes"])
+def test_the_memory_of_a_machine_ends_at_that_of_a_container(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its control groups of version 2 or 1, where a group may be seen by the path that it has in the machine's."""
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "groups").write_text("4:memory:/a/job\n0::/a/job\n")
+    monkeypatch.setattr(plan, "CGROUPS", tmp_path)
+    monkeypatch.setattr(plan, "GROUPS", tmp_path / "groups")
+    for text, limited in (("max\n", False), ("1000\n", True)):
+        (tmp_path / file).write_text(text)
+        assert (plan.host_bytes() == 1000) == limited
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["data.held_out=120"], "text.txt: 120 records, data.held_out=120 leaves none; lower it"),
+        (["data.path=[*.txt]", "data.held_out=2"], "*.txt: 2 records, data.held_out=2 leaves none; lower it"),
+        (["workload=gone"], "workload gone is neither a file or folder here"),
+        (["workload=chats.jsonl"], "chats.jsonl: prompt 0: has no user message and no text; remove it"),
+        (["data.prompts=chats.jsonl"], "chats.jsonl: prompt 0: has no user message and no text; remove it"),
+        (["compare=[a/report.json]"], "compare names the report a/report.json, which is read and not measured"),
+    ],
+)
+def test_a_plan_refuses_what_its_training_would(
+    toy: list[str], overrides: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("two.txt").write_text("w1 w2\nw3 w4\n")
+    Path("chats.jsonl").write_text('{"messages": [{"role": "assistant", "content": "w1"}]}\n')
+    with pytest.raises(ValueError, match=re.escape(told)):
+        check_plan(configured([*toy, *overrides]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["data.length=161", "trainer.micro_tokens=161"], "data.length is 161, but"),
+        (["head=hydra", "init=last_layer"], "init=last_layer starts head=mtp, eagle, hass and eagle3 alone"),
+        (["init=checkpoint"], "init=checkpoint starts head=mtp alone"),
+        (["model.device=cuda:99"], "model.device is cuda:99, and torch sees"),
+        (["model.device=gpu"], "model.device is 'gpu': give cpu, cuda or cuda:N"),
+        (["model.device=gpu", "device=h100"], "device=h100 is of type cuda, and model.device=gpu is not"),
+    ],
+)
+def test_a_plan_refuses_what_its_target_or_machine_does_not_have(
+    toy: list[str], overrides: list[str], told: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        plan.plan(chosen(configured([*toy, *overrides])))
+
+
+def test_a_plan_that_fits_says_what_its_training_still_lacks(toy: list[str], tmp_path: Path) -> None:
+    def shown(*words: str) -> str:
+        run = chosen(configured([*toy, f"out={tmp_path}", *words]))
+        console = Console(width=400)
+        with console.capture() as text:
+            console.print(table(run, plan.plan(run)))
+        return text.get()
+
+    (tmp_path / "head").mkdir()
+    held = f"runs it, once resume=true or overwrite=true says what becomes of the run in {tmp_path}"
+    assert held in shown()
+    assert "the same command runs it\n" in shown("overwrite=true")
+    assert "runs it, once init names the head that peft adapts" in shown("resume=true", "peft=lora")
 
 
 def test_a_mask_token_that_texts_have_is_said() -> None:

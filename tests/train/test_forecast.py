@@ -129,7 +129,7 @@ def test_what_a_budget_decides_is_refused_where_it_is_given(word: str, instead: 
 def test_the_head_that_nobody_named_is_no_word_of_a_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words = ["head=mtp", "budget=1h", "plan=true", f"out={tmp_path / 'out'}"]  # as head=best, the default, leaves them
     monkeypatch.setattr("train.distributed.launch.overrides", lambda: words)
-    monkeypatch.setattr("train.run.check_first_records", lambda _: None)
+    monkeypatch.setattr("train.run.check_plan", lambda _: None)
     monkeypatch.setattr("train.run.budget_plan", lambda *_: "planned")
     monkeypatch.setenv(BEST, "head=best: mtp\n")
     run = run_config(compose("train", words))
@@ -312,7 +312,7 @@ def test_a_log_is_for_all_trainings_what_it_was_at_the_beginning(tmp_path: Path)
 def test_a_plan_of_a_budget_trains_nothing_however_it_is_spelt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["budget=1h", "plan=True", f"out={tmp_path / 'out'}"]
     monkeypatch.setattr("train.distributed.launch.overrides", lambda: words)
-    monkeypatch.setattr("train.run.check_first_records", lambda _: None)
+    monkeypatch.setattr("train.run.check_plan", lambda _: None)
     monkeypatch.setattr("train.run.budget_plan", lambda *_: "planned")
     assert within_budget(run_config(compose("train", words))) is None
     assert not (tmp_path / "out").exists()

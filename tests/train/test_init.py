@@ -372,7 +372,6 @@ def test_a_module_starts_as_the_checkpoints_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "overrides", "said"),
     [
-        ("llama", ("head=hydra", "init=last_layer"), "starts head=mtp, eagle, hass and eagle3 alone"),
         ("qwen3", ("head=mtp", "init=last_layer"), r"self_attn\.k_norm\.weight.*head\.qk_norm=true"),
         ("llama", ("head=mtp", "head.qk_norm=true", "init=last_layer"), r"k_norm\.weight.*head\.qk_norm=false"),
         ("gpt2", ("head=mtp", "init=last_layer"), "is not built like the head's .*perhaps head.layer=target"),

@@ -14,7 +14,7 @@ from heads.common.resolvers import ROOT, register_resolvers
 from tests import families
 from train.config import RunConfig, run_config
 from train.planning import shapes
-from train.planning.check import check_first_records
+from train.planning.check import check_plan
 from train.planning.choice import chosen, in_words
 from train.planning.memory import total
 from train.planning.plan import GIB, SAFE, plan, preset, sized
@@ -290,7 +290,7 @@ def test_a_plan_names_the_store_that_is_still_to_be_extracted(tmp_path: Path) ->
         assert (line in shown.get()) != there
         (tmp_path / "store").mkdir(exist_ok=True)
     with pytest.raises(ValueError, match=f"{tmp_path / 'store'}: "):
-        check_first_records(given)
+        check_plan(given)
 
 
 @pytest.mark.parametrize(("name", "layers"), [("gemma3", True), ("mixtral", False)])

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 from transformers import LlamaConfig
@@ -43,7 +44,7 @@ def shown(given: RunConfig, planned: dict[str, Any]) -> str:
 
 def at_a_machine(monkeypatch: pytest.MonkeyPatch, host: float) -> None:
     """Let the plan be made on a machine with an accelerator and so many bytes of host memory."""
-    monkeypatch.setattr("train.planning.plan.default_device", lambda: "cuda")
+    monkeypatch.setattr("train.planning.plan.device_named", lambda _: torch.device("cuda"))
     monkeypatch.setattr("train.planning.plan.host_bytes", lambda: round(host))
 
 

@@ -44,7 +44,7 @@ def maintain(run: Any, words: list[str], train: Train) -> int:
     """
     if run.log is None or run.serve is None:
         raise ValueError("experiment=loop needs log=FILE, the requests and answers, and serve=FOLDER, the head")
-    if run.plan:
+    if run.plan is True:
         raise ValueError("plan=true plans a training, and experiment=loop may swap a head: leave one of them out")
     out = Path(run.out)
     check_log(Path(run.log).expanduser())

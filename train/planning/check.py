@@ -3,6 +3,7 @@
 import logging
 import shutil
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,21 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.features.store import FeatureStore
-from data.text.prompts import first_samples, locate
-from data.text.sources import check_name, check_source, check_sources, open_source
+from data.text.prompts import first_samples, load_prompts, locate
+from data.text.sources import (
+    check_name,
+    check_some_left,
+    check_source,
+    check_sources,
+    held_out_shares,
+    is_local,
+    open_source,
+)
 from eval.config import eval_config
 from eval.inputs.runs import find_heads
 from eval.measures.results import LIVE
 from heads import HEADS
+from heads.base import parameter_count
 from heads.common.files import check_writable
 from heads.common.target_config import check_rows, context_of
 from heads.common.untrusted import regular
@@ -65,26 +75,37 @@ def check_settings(run: RunConfig) -> None:
     if run.eval.prompts:
         find_heads(run.compare)
         eval_config(**evaluation(run))
-    check_start(run.peft, run.init, run.model.where.placement)
+    check_start(run.peft, run.head, run.init, run.model.where.placement)
 
 
-def check_first_records(run: RunConfig) -> None:
-    """Refuse data that is not there, or whose first records cannot be trained on; asks and downloads nothing.
+def check_plan(run: RunConfig) -> None:
+    """Refuse data that a training would refuse by its first records, and settings of the final evaluation.
 
-    A store of features that is there and cannot be read is refused too; one may be planned before it is extracted.
+    Nothing is asked for or downloaded. A store of features that is there and cannot be read is refused too; one may be
+    planned before it is extracted.
     """
+    if run.eval.prompts:
+        eval_config(**evaluation(run))
     if run.features.path and not run.features.runs_target and run.features.folder.exists():
         FeatureStore(run.features.folder)
-    for name in filter(None, [*run.data.paths, run.data.prompts]):
+    data, workload = run.data, run.workload and locate(run.workload)
+    prompts = [name for name in (data.prompts, workload) if name]
+    for name in (*data.paths, *prompts):
         check_name(name)
-    local, folder = [name for name in run.data.paths if Path(name).expanduser().exists()], Path(run.model.path)
-    if local and folder.is_dir():
+    shares = zip(data.paths, held_out_shares(data), strict=True)
+    sources = [(open_source(name, data.split), held_out) for name, held_out in shares if is_local(name)]
+    for source, held_out in sources:
+        check_some_left(source.name, sum(1 for _ in islice(source, held_out + 1)), held_out, data)
+    folder = Path(run.model.path)
+    if folder.is_dir():
         if not any(file for pattern in TOKENIZERS for file in folder.glob(pattern)):  # a plan needs none
             log.warning("%s: has no tokenizer, so that the first records are not looked at", folder)
             return
         tokenizer = load_tokenizer(run.model.path, run.model.trust_remote_code)
-        for name in local:
-            first_samples(open_source(name, run.data.split), run.data, tokenizer)
+        for source, _ in sources:
+            first_samples(source, data, tokenizer)
+        for name in filter(is_local, prompts):
+            load_prompts(name, tokenizer, 1)
 
 
 def unserved(path: str, beyond: str | None) -> str | None:
@@ -112,13 +133,18 @@ def check_out(out: Path, *, replaces: bool) -> None:
 
     A run that failed before its first step does not count.
     """
-    if out.is_dir():
-        regular(out)
-    begun = [path for path in (out / "metrics.jsonl", out / "report.json") if path.exists() and path.stat().st_size]
-    if (begun or (out / "head").exists() or any(out.glob("checkpoints/step-*"))) and not replaces:
+    if holds_run(out) and not replaces:
         raise ValueError(
             f"{out} holds a run already: resume=true goes on with it, overwrite=true replaces it, name=… keeps both"
         )
+
+
+def holds_run(out: Path) -> bool:
+    """Whether a run in an output folder came to its first step; refuse a folder that no run writes."""
+    if out.is_dir():
+        regular(out)
+    begun = [path for path in (out / "metrics.jsonl", out / "report.json") if path.exists() and path.stat().st_size]
+    return bool(begun) or (out / "head").exists() or any(out.glob("checkpoints/step-*"))
 
 
 def clear_out(out: Path, weights: str = "head") -> None:
@@ -144,8 +170,11 @@ def evaluation(run: RunConfig) -> dict[str, Any]:
     return {"run": run.out, "compare": run.compare, "workload": run.workload, "model": model, **settings}
 
 
-def check_target(run: RunConfig) -> None:
-    """Refuse a target that is not there or reads shorter rows, and a head that does not fit, by its configuration."""
+def check_target(run: RunConfig) -> int:
+    """Refuse a target that is not there or reads shorter rows, and a head that does not fit, by its configuration.
+
+    Return how many parameters the configured head trains, 0 of one that `init` names.
+    """
     model = run.model
     check_method(model.quantize)
     if model.adapter not in (None, AS_IT_IS):
@@ -155,8 +184,8 @@ def check_target(run: RunConfig) -> None:
     check_rows(run.data.length, context_of(config), model.path)
     if run.init not in STARTS:
         kind_of(resolve_head(str(run.init)))
-        return
+        return 0
     text: Any = config.get_text_config()
     with torch.device("meta"):
         kind: Any = HEADS[run.head.name]
-        kind(run.head, embeddings_of(text, torch.float32))
+        return parameter_count(kind(run.head, embeddings_of(text, torch.float32)))

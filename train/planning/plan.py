@@ -4,23 +4,25 @@ Nothing is loaded or written. What depends on data is taken at its largest: ever
 Each assumption is a key of conf/device or stands in docs/training_plan.md.
 """
 
-import os
 import re
 import time
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from omegaconf import OmegaConf
 
 from data.features.quantize import size
 from data.features.vllm_features import LayerIds
 from heads.common.resolvers import ROOT
+from heads.common.target_config import check_rows, context_of
 from heads.common.typed import typed
-from inference.target.config import DTYPES, default_device, fast_dtype
+from inference.target.config import DTYPES, device_named, fast_dtype
 from inference.target.loading import check_quantized, saved_quantization
 from inference.target.placement import (
     DEVICE_MAP,
@@ -46,6 +48,8 @@ from train.planning.trace import NONE, Job, Size, Trace, blocks, head_of, times,
 from train.start import AUTO, STARTS, check_copied
 
 GIB = 2**30
+CGROUPS, GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+LIMITS = ("memory.max", "memory.limit_in_bytes")  # of control groups of version 2 and 1
 DEVICES = ROOT / "conf" / "device"
 ROW_BYTES = 9  # a packed token: its number, its document, its mask
 SAFE = 0.9  # of a device's memory that micro-batches are sized for: what is measured may be a tenth above the plan
@@ -118,8 +122,8 @@ def resolved(device: DeviceConfig, requested: str | None) -> DeviceConfig:
 
     `requested` is the run's `model.device`, None for torch's default device; one of another type is refused.
     """
-    kind = torch.device(requested or default_device()).type if device.type is None else device.type
-    if requested is not None and torch.device(requested).type != kind:
+    kind = device_named(requested).type if device.type is None else device.type
+    if requested is not None and requested.partition(":")[0] != kind:
         raise ValueError(f"device={device.name} is of type {kind}, and model.device={requested} is not: leave one out")
     if kind == "cpu":
         cpu = preset("cpu")
@@ -135,8 +139,15 @@ def resolved(device: DeviceConfig, requested: str | None) -> DeviceConfig:
 
 
 def host_bytes() -> int:
-    """Return this machine's memory in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Return this machine's memory in bytes, or the limit that a container or a cluster's job has where it is less."""
+    least = int(psutil.virtual_memory().total)
+    for line in GROUPS.read_text().splitlines() if GROUPS.is_file() else []:
+        _, kind, group = line.split(":", 2)
+        folder = CGROUPS / kind / group[1:]
+        for file in (above / name for above in (folder, *folder.parents) for name in LIMITS):
+            if file.is_file() and (limit := file.read_text().strip()).isdigit():
+                least = min(least, int(limit))
+    return least
 
 
 def sized(run: RunConfig) -> RunConfig:
@@ -173,7 +184,7 @@ def plan_inputs(run: RunConfig) -> PlanInputs:
     The head is the one configured: another one that `init` names is about as large.
     """
     assert run.trainer.micro_tokens is not None
-    check_copied(run.init, run.model.where.placement)
+    check_copied(run.head, run.init, run.model.where.placement)
     device = resolved(run.device, run.model.device)
     fast = fast_dtype(torch.device(str(device.type)))
     dtype = fast if run.model.dtype == "auto" else DTYPES[run.model.dtype]
@@ -190,6 +201,7 @@ def plan_inputs(run: RunConfig) -> PlanInputs:
     rows = min(mine, run.trainer.micro_tokens // length)
     micro = -(-mine // rows)
     config = configuration(run.model).get_text_config()
+    check_rows(length, context_of(config), run.model.path)
     job = Job(
         run.head, run.peft, run.objective, run.trainer, config, dtype, bf16, str(device.type), rows, length, micro > 1,
     )  # fmt: skip

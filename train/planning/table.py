@@ -7,19 +7,25 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 from omegaconf import OmegaConf
 from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
+from heads.common.target_config import about_size, experts_of
 from heads.common.untrusted import visible
 from inference.target.placement import TOGETHER
-from train.config import RunConfig, checked
-from train.planning.choice import in_words
+from train.adapt import LoraAdapterConfig
+from train.config import IGNORE, RunConfig, checked
+from train.planning.check import holds_run
+from train.planning.choice import alone_on_cpu, in_words
 from train.planning.memory import MemoryUse, total
-from train.planning.plan import GIB, DeviceMemory, plan, sized
+from train.planning.plan import GIB, DeviceMemory, host_bytes, plan, sized
+from train.planning.shapes import configuration
 
 SHOWN = 2**20 / 20  # bytes: what is less would read as nothing
 FITS = "it fits{}; without plan=true the same command runs it{}"
@@ -79,11 +85,50 @@ def table(run: RunConfig, planned: dict[str, Any]) -> Group:
     return Group(*parts, *([FITS.format(needs, _later(run))] if planned["fits"] else _remedies(run, planned)))
 
 
+def check_memory(run: RunConfig, trained: int) -> None:
+    """Refuse a run of which the plan says that it does not fit, before anything is loaded, unless plan=ignore.
+
+    A process by itself on a CPU has the memory that is free. A plan takes seconds, so none is made where the weights,
+    gradients and moments of the head's `trained` parameters, the target's weights in fp32 and 100 values for each
+    hidden one of a micro-batch take less than a quarter of that. A run that cannot be planned, as from a given head, is
+    not refused.
+    """
+    if run.plan == IGNORE:
+        return
+    where = "a device"
+    if alone_on_cpu(run):
+        text, tokens = configuration(run.model).get_text_config(), run.trainer.micro_tokens or run.trainer.batch_tokens
+        experts, _ = experts_of(text) or (1, 1)
+        target = experts * about_size(text.num_hidden_layers, text.hidden_size, text.vocab_size)
+        free = run.device.memory_gb or min(psutil.virtual_memory().available, host_bytes()) / GIB
+        if 16 * trained + 4 * target + 400 * tokens * text.hidden_size < free * GIB / 4:
+            return
+        run, where = replace(run, device=replace(run.device, memory_gb=free)), "this machine"
+    planned = _attempt(run)
+    if planned is None or planned["fits"]:
+        return
+    needed, there = planned["peak_bytes"], planned["devices"][0].capacity
+    if _lacks_host_alone(planned):
+        needed, there, where = planned["host"].asked(), planned["host_capacity"], "a node's host"
+    fitting = (change.overrides for change in advice(run, planned) if change.fits)
+    raise ValueError(
+        f"{run.name} does not fit: it needs {gib(needed)} of memory, and {where} has {gib(there)} free: give "
+        f"{next(fitting, 'another head, or more or larger devices')}; plan=true shows where it goes, plan={IGNORE} "
+        "starts all the same"
+    )
+
+
 def _later(run: RunConfig) -> str:
-    """Return what has to be made before a run that fits starts: its store of features, where it is not there."""
-    features = run.features
-    there = not features.path or features.runs_target or features.folder.exists()
-    return "" if there else f", once features.path={escape(visible(str(features.path)))} is extracted"
+    """Return what a run that fits lacks to start: a store of features, a head to adapt, a word on its folder."""
+    features, held = run.features, holds_run(Path(run.out)) and not (run.resume or run.overwrite)
+    lacking = {
+        f"features.path={features.path} is extracted": features.path
+        and not (features.runs_target or features.folder.exists()),
+        "init names the head that peft adapts": isinstance(run.peft, LoraAdapterConfig),
+        f"resume=true or overwrite=true says what becomes of the run in {run.out}": held,
+    }
+    named = " and ".join(escape(visible(words)) for words, lacks in lacking.items() if lacks)
+    return f", once {named}" if named else ""
 
 
 def _table(title: str) -> Table:
