@@ -112,7 +112,7 @@ def hopeful(trees: Sequence[Tried], costs: Mapping[int, Costs]) -> list[Tried]:
         return list(trees)
 
     def bound(one: Tried) -> float:  # the speedup with free drafts
-        prediction = predict(one.chosen, one.tree, costs, max(costs))
+        prediction = one.promised(costs, max(costs))
         return prediction.speedup * sum(prediction.seconds.values()) / prediction.seconds["verify"]
 
     bounds = [bound(one) for one in trees]

@@ -45,3 +45,6 @@ def test_the_turns_of_a_conversation_are_resampled_together() -> None:
     assert row.tau_ci == metrics.bootstrap(sums, lambda total: total[:, 0] / total[:, 1], SESSION.seed)
     (row,) = rows(each, of_one)
     assert (row.tau, row.tau_ci) == (23 / 12, None)
+    whole, category = rows(each, replace(SESSION, conversations=[0, 1, 2, 2], categories={"b": [2, 3]}))
+    assert whole.tau_ci is not None
+    assert (category.tau, category.tau_ci) == (11 / 6, None)  # both turns are of one conversation

@@ -98,3 +98,5 @@ def test_drafters_are_compared_prompt_by_prompt() -> None:
     assert damage("paired", json.loads(json.dumps(pair))) is None
     one = {name: prompts[:1] for name, prompts in runs.items()}
     assert extras.paired(one, ["eagle", "mlp"], Measurement("tiny", 0.0, 1, 0, seed=0)) == []
+    turns = Measurement("tiny", 0.0, 1, 0, seed=0, conversations=[7] * 4)
+    assert extras.paired(runs, ["eagle", "mlp"], turns) == []

@@ -96,6 +96,11 @@ def test_a_batch_is_compared_with_the_plain_decoding_of_that_batch() -> None:
     assert found["rungs"]["overhead"] == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("key", ["report", "workload", "category", "temperature", "batch_size", "request_rate"])
+def test_a_baseline_of_another_session_is_not_a_rows_baseline(key: str) -> None:
+    assert with_breakdowns([{**PLAIN, key: "another"}, ROW])[1]["ladder"] is None
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 3])
 def test_activated_experts_are_those_of_all_ways_to_choose(tokens: int) -> None:
     ways = [set().union(*chosen) for chosen in product(combinations(range(5), 2), repeat=tokens)]

@@ -271,6 +271,9 @@ def test_trees_whose_passes_alone_lose_are_not_tried_in_larger_batches() -> None
     every = [good, poor, lost]
     assert hopeful(every, {}) == every
     assert hopeful(every, {1: known}) == [good, lost]  # no tree promises anything: the best one is tried all the same
+    free = replace(known, verify={0: 0.1, 2: 0.1})
+    assert hopeful(every, {1: free}) == every
+    assert hopeful(every, {1: free, 4: known}) == [good, lost], "the larger batch decides, however few the texts"
     assert sizes_for([good], [0, 1, 2, 8, 16]) == [0, 1, 2, 4]
 
 

@@ -286,8 +286,8 @@ def dflash2() -> tuple[nn.Module, Tensors, dict[str, Any]]:
     )
 
 
-def domino() -> tuple[nn.Module, Tensors, dict[str, Any]]:
-    head = block(domino=12, from_anchor=True)
+def domino(**options: Any) -> tuple[nn.Module, Tensors, dict[str, Any]]:
+    head = block(domino=12, from_anchor=True, **options)
     told = {
         **DFLASH_CONFIG["dflash_config"],
         "projector_type": "domino",

@@ -4,6 +4,7 @@ import copy
 import logging
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,18 @@ def test_a_head_under_foreign_names_drafts_the_same_bits(case: str, tmp_path: Pa
     assert not is_published(tmp_path / "ours")
     again = drafts(load_head(tmp_path / "ours", toys.target().embeddings, spec).requires_grad_(False))
     assert all(torch.equal(one, other) for one, other in zip(expected, again, strict=True))
+
+
+@pytest.mark.parametrize("make", [eagle3_authors, dspark, partial(domino, draft_vocab=30, lm_head="own")])
+def test_a_vocabulary_in_any_order_drafts_the_same_tokens(make: Callable[[], Any], tmp_path: Path) -> None:
+    head, tensors, config = make()
+    ids = head.vocab.ids
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
+    of_tokens = {name: tensor[order] for name, tensor in tensors.items() if len(tensor) == len(ids)}
+    offsets = {"d2t": ids[order] - torch.arange(len(ids))}
+    theirs: Any = load_published(publish(tmp_path, tensors | of_tokens | offsets, config), toys.target().embeddings)
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(tensor, theirs.state_dict()[name])
 
 
 def test_every_format_is_tried() -> None:

@@ -54,6 +54,12 @@ def test_a_row_has_one_law_wherever_it_stands(sampling: Sampling) -> None:
     assert distribution(logits, sampling).tolist() == rows
 
 
+def test_a_flat_row_next_to_a_peaked_one_keeps_all_tokens_that_reach_top_p() -> None:
+    logits = torch.stack([torch.linspace(0, height, 3000, dtype=torch.float64) for height in (1, 300)])
+    expected = TopPLogitsWarper(0.9)(torch.zeros(2, 0), logits).softmax(-1)
+    torch.testing.assert_close(distribution(logits, Sampling(1.0, 0, 0.9)), expected)
+
+
 def test_draws_follow_the_law() -> None:
     law, count = torch.tensor([0.5, 0.3, 0.2, 0.0]), 20_000
     drawn = torch.tensor(Generator(0, torch.device("cpu")).sample(law.expand(count, 4)))

@@ -123,6 +123,13 @@ def test_of_two_lenient_paths_the_longest_stands() -> None:
     assert verdict.path == [0, 2, 3]
 
 
+@pytest.mark.parametrize("rule", ["threshold", "typical"])
+def test_of_lenient_paths_of_one_length_the_first_drafted_stands(rule: str) -> None:
+    tree = DraftTree(torch.tensor([0, 1, 0]), torch.tensor([-1, 0, 0]))
+    logits = torch.tensor([[0.5, 0.5]] * 3).log()
+    assert decide(tree, logits, None, T1, Generator(0, torch.device("cpu")), rule).path == [0, 1]
+
+
 def test_laws_are_worked_out_where_a_rule_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
     monkeypatch.setattr(

@@ -118,12 +118,17 @@ def test_a_prompt_is_encoded_as_text() -> None:
 
 
 def test_different_ends_of_the_answer_are_one() -> None:
-    def made(end: str) -> Target:
-        tokenizer = assistants.words(["a", "b", end])
+    def made(end: str, *words: str) -> Target:
+        tokenizer = assistants.words([*words])
         tokenizer.eos_token = end
-        return Target(assistants.tiny(3, 0).eval(), tokenizer, end)
+        return Target(assistants.tiny(len(words), 0).eval(), tokenizer, end)
 
-    assert SharedVocabulary(made("<end>"), made("<eos>")).one == {0: 0, 1: 1, 2: 2}
+    target = made("<end>", "a", "b", "<end>")
+    assert SharedVocabulary(target, made("<eos>", "a", "b", "<eos>")).one == {0: 0, 1: 1, 2: 2}
+    assert SharedVocabulary(target, made("<eos>", "<eos>", "a", "b")).one == {0: 1, 1: 2, 2: 0}
+    knows_both = made("<end>", "a", "<eos>", "<end>")
+    knows_both.tokenizer.add_special_tokens({"pad_token": "<eos>"})
+    assert SharedVocabulary(knows_both, made("<eos>", "a", "b", "<eos>")).one == {0: 0, 1: 2}, "the end is one token"
 
 
 def test_same_vocabularies_pad_and_cut() -> None:

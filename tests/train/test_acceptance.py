@@ -95,6 +95,12 @@ def test_tau_is_the_verifiers_on_prompts_that_the_seed_draws() -> None:
     assert [judging(target, run(f"trainer.seed={seed}")).prompts for seed in range(6)] != [evaluator.prompts] * 6
 
 
+def test_a_prompt_that_comes_again_makes_no_interval_narrower() -> None:
+    target = toys.target()
+    evaluator = AcceptanceEvaluator(target, PROMPTS[:1] * 3, run().trainer, run().tree, "again")
+    assert evaluator.tau(toys.head("mlp", target))["tau_ci"] is None  # of one prompt there is none
+
+
 def test_operations_are_counted_with_the_backward_pass() -> None:
     x, weight = torch.randn(3, 5), torch.randn(7, 5, requires_grad=True)
     counter: Any = Flops

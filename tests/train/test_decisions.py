@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +76,16 @@ def test_the_best_head_is_kept_and_an_equal_one_is_no_better(
 def test_what_is_measured_and_what_is_loaded() -> None:
     assert [step for step in range(1, 11) if Loop.due(run_of(), step)] == [4, 8, 10]
     assert resume.short("x" * 99) == '"' + "x" * 59 + "…"
+
+
+def test_the_best_step_has_a_checkpoint_though_none_is_due() -> None:
+    loop, saved = run_of(None), list[int]()
+    loop.trainer.save_every, loop.trainer.estimate_every = 7, None
+    loop.start, loop.saver, loop.save, loop.write_cost = 0, SimpleNamespace(finish=list), saved.append, str
+    loop.take = loop.measure = lambda _: True  # the best step is 4, as `run_of` has it
+    loop.due, loop.exhausted = partial(Loop.due, loop), partial(Loop.exhausted, loop)
+    Loop.advance(loop)
+    assert saved == [4, 7, 10]
 
 
 def test_a_trainings_cost_counts_the_tokens_of_its_rollouts_too(tmp_path: Path) -> None:

@@ -64,6 +64,9 @@ def test_layers_go_to_a_host_that_holds_them_and_else_stay_in_their_files(
         assert (placed.model.placement, placed.model.offload) == ("offload", disk)
         assert f"model.placement=offload model.offload={disk} " in in_words(placed)
         assert plan(placed)["fits"]
+    at_a_machine(monkeypatch, streamed["host"].asked() / 2)  # nothing fits, and the host lacks most
+    placed = chosen(run(*words, f"device.memory_gb={streamed['peak_bytes'] / GIB}"))
+    assert (placed.model.placement, placed.model.offload) == ("offload", "disk")
 
 
 def test_what_the_host_does_not_hold_does_not_fit(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
