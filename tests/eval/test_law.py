@@ -7,6 +7,14 @@ from eval.measures import chi_square
 from eval.measures.chi_square import Cells, ChiSquareTest, cells, p_value, samples_for, samples_needed, statistic
 
 
+@pytest.mark.parametrize(
+    ("freedom", "value", "alpha"),
+    [(1, 3.841, 0.05), (10, 18.307, 0.05), (10, 29.588, 0.001), (26, 54.052, 0.001)],  # any table of the distribution
+)
+def test_p_values_are_those_of_the_tables(freedom: int, value: float, alpha: float) -> None:
+    assert p_value(value, freedom) == pytest.approx(alpha, rel=1e-3)
+
+
 @pytest.mark.parametrize(("tv", "draws"), [(0.01, 118_000), (0.02, 30_000), (0.05, 4_700)])
 def test_the_sample_size_is_the_published_one_at_26_degrees(tv: float, draws: int) -> None:
     assert samples_needed(26, tv, 1e-3) == pytest.approx(draws, rel=0.02)
