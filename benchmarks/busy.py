@@ -30,7 +30,7 @@ SHORT = ["head=mtp", "trainer.steps=100", "trainer.eval_prompts=0", "eval.prompt
 
 
 def seconds(variant: dict[str, str], loops: int, overrides: list[str]) -> float:
-    """Return the seconds of a training's steps, next to so many endless loops."""
+    """Return the seconds of a training's steps, next to N endless loops."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(loops)]
     try:
@@ -56,8 +56,8 @@ def main() -> None:
         for (name, loops), runs in taken.items():
             runs.append(seconds(VARIANTS[name], loops, overrides))
     for name in VARIANTS:
-        alone, beside = (statistics.median(taken[name, loops]) for loops in (0, asked.loops))
-        print(f"{name:24} alone {alone:6.1f} s, next to the loops {beside:6.1f} s, {beside / alone:.2f} times")
+        quiet, busy = (statistics.median(taken[name, loops]) for loops in (0, asked.loops))
+        print(f"{name:24} alone {quiet:6.1f} s, next to the loops {busy:6.1f} s, {busy / quiet:.2f} times")
 
 
 if __name__ == "__main__":

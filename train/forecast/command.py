@@ -171,7 +171,7 @@ class Forecast:
         return running[0]
 
     def predicted(self, words: str, steps: int) -> tuple[Predicted, Predicted]:
-        """Return τ and the speedup of a candidate after so many steps, at the cost of a pass that was measured last."""
+        """Return τ and speedup of a candidate after N steps, at the cost of a pass that was measured last."""
         points, bound = self.state["points"][words], 1.0 + self.run.tree.deepest
         tokens, tau, error = zip(*((point["steps"], point["tau"], point["error"]) for point in points), strict=True)
         result = predict(tokens, tau, error, steps, bound)

@@ -22,7 +22,7 @@ class Predicted(NamedTuple):
 
 
 def power_function(tokens: NDArray[np.float64], limit: float, rise: float, exponent: float) -> NDArray[np.float64]:
-    """Return τ after so many tokens: limit - rise tokens^-exponent (Hestness et al., arXiv 1712.00409)."""
+    """Return τ after N tokens: limit - rise tokens^-exponent (Hestness et al., arXiv 1712.00409)."""
     return np.asarray(limit - rise * tokens**-exponent)
 
 
