@@ -21,7 +21,7 @@ SAID = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"
 LENGTHS = ("max_position_embeddings", "original_max_position_embeddings")  # which the scaling may be told by
 FULL = "full_attention"  # the kind of layer whose positions count in a model of several kinds
 
-LEAST = 4096  # positions of a table: one that is made anew changes what is compiled or captured
+LEAST = 4096  # positions of a table; a rebuilt table changes what is compiled or captured
 
 
 class Rope(NamedTuple):

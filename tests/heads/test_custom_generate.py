@@ -157,9 +157,13 @@ def test_a_seed_gives_the_same_draws(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"num_beams": 2}, "beam_search or output_scores: not with custom_generate"),
+        ({"num_beams": 2}, "beam_search: not with custom_generate"),
         ({"ids": prompt().repeat(2, 1)}, "custom_generate decodes one sequence without padding"),
-        ({"prompt_lookup_num_tokens": 2}, "assisted_generation or output_scores: not with custom_generate"),
+        ({"prompt_lookup_num_tokens": 2}, "assisted_generation: not with custom_generate"),
+        ({"output_logits": True}, "output_logits: not with custom_generate"),
+        ({"labels": prompt()}, "labels: not with custom_generate"),
+        ({"inputs_embeds": torch.zeros(1, 2, 32)}, "inputs_embeds: not with custom_generate"),
+        ({"model": AutoModelForCausalLM.from_config(LlamaConfig(**toys.SIZES | {"vocab_size": 99}))}, "its vocab_size"),
         ({"synced_gpus": True}, "synced_gpus: not with custom_generate"),
         ({"model": AutoModelForCausalLM.from_config(LlamaConfig(**toys.SIZES | {"hidden_size": 64}))},
          "made for another model, llama: its hidden_size is 32, this model's 64"),

@@ -249,7 +249,7 @@ def test_a_killed_forecast_continues_where_it_was(tmp_path: Path) -> None:
     ends = [[word for word in run if not word.startswith("out=")] for run in (stage.runs[-1], whole.runs[-1])]
     assert ends[0] == ends[1]
     assert stage.taken == whole.taken
-    (anew := stage.forecast(overwrite=True)).finish(anew.choose())
+    (again := stage.forecast(overwrite=True)).finish(again.choose())
     assert stage.taken == 2 * whole.taken
 
 

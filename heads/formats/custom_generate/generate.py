@@ -33,9 +33,13 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils.hub import cached_file
+from transformers.utils.versions import require_version
 
 HUB = ("revision", "token", "cache_dir", "force_download", "proxies", "local_files_only")
-UNREAD = ("assistant_model", "past_key_values", "cache", "inputs_embeds", "synced_gpus")
+CACHE = ("past_key_values", "cache")  # before transformers 5.24, and since
+UNREAD = ("assistant_model", "inputs_embeds", "synced_gpus", *CACHE)
+READ = {"attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", *CACHE}
+OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # layers whose cache can be cropped
 # Draft logits go through these too, to be near the model's. The output does not depend on them.
 SHARED = (
@@ -104,7 +108,9 @@ class Head:
         self.config, sizes = content.get("head", {}), model.config.get_text_config()
         if self.config.get("name") not in HEADS:
             raise ValueError(f"{where}: its config.json has no head of {', '.join(HEADS)}")
-        for name, size in (("hidden_size", sizes.hidden_size), ("num_layers", sizes.num_hidden_layers)):
+        self.embed, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+        vocab, width = self.lm_head.weight.shape
+        for name, size in (("hidden_size", width), ("num_layers", sizes.num_hidden_layers), ("vocab_size", vocab)):
             if content["target"][name] != size:
                 raise ValueError(
                     f"{where}: made for another model, {content['target']['name']}: its {name} is "
@@ -115,7 +121,6 @@ class Head:
             name: tensor.to(model.device, model.dtype if tensor.is_floating_point() else None)
             for name, tensor in read.items()
         }
-        self.embed, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         self.depth = content["tree"].get("depth") or self.config["heads"]
 
     def logits(self, state: Tensor, depth: int) -> Tensor:
@@ -206,6 +211,7 @@ def decode(model: Any, head: Head, ids: Tensor, count: int, prepared: dict[str, 
             )
             states.clear()
             logits = model(input_ids=tokens, use_cache=True, return_dict=True, **more).logits[:, -len(drafts) - 1 :]
+            hidden = states[-1][0, -len(drafts) - 1 :]  # now: a logits processor may run the model too
             passes, accepted, going = passes + bool(drafts), 0, True
             while going and not done:
                 scores = processors(ids, logits[:, accepted].to(copy=True, dtype=torch.float32))[0]
@@ -218,8 +224,7 @@ def decode(model: Any, head: Head, ids: Tensor, count: int, prepared: dict[str, 
             if accepted < len(drafts):
                 cache.crop(accepted - len(drafts))
             pending, left = ids[:, -1:], limit - ids.shape[1] - 1
-            last = states[-1][0, -len(drafts) - 1 :][accepted, None]
-            drafts = [] if done else head.draft(last, ids, min(count, left), shared, sample)
+            drafts = [] if done else head.draft(hidden[accepted, None], ids, min(count, left), shared, sample)
     finally:
         hook.remove()
     return ids, passes
@@ -237,11 +242,12 @@ def generate(model: Any, head: str | None = None, draft_tokens: int | None = Non
     Raises:
         ValueError: there is no head of this model, or an argument is not one of speculative decoding of one sequence.
     """
+    require_version("transformers>=5.17")
     # transformers hands the name to nobody and copies this file elsewhere: it is in the frame of the caller.
     where = head or sys._getframe(1).f_locals.get("custom_generate")
     if not isinstance(where, str):
         raise ValueError("the head is not named: give generate the argument head=FOLDER_OR_REPOSITORY")
-    given = [name for name in UNREAD if kwargs.get(name) not in (None, False)]
+    given = [name for name in UNREAD if kwargs.get(name) is not None and kwargs[name] is not False]
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ATTENTION)
     if given or model.config.is_encoder_decoder or not kinds <= ATTENTION:
@@ -264,8 +270,13 @@ def generate(model: Any, head: str | None = None, draft_tokens: int | None = Non
         **model_kwargs: Any,
     ) -> Any:
         mode, mask = generation_config.get_generation_mode(), model_kwargs.get("attention_mask")
-        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE) or generation_config.output_scores:
-            raise ValueError(f"{mode.value} or output_scores: not with custom_generate")
+        unread = [name for name in OUTPUTS if getattr(generation_config, name)]
+        # Models that read images have a mapping of what they saw, empty without any.
+        unread += sorted({name for name, value in model_kwargs.items() if value is not None and value != {}} - READ)
+        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            unread.append(mode.value)
+        if unread:
+            raise ValueError(f"{unread[0]}: not with custom_generate, which continues the tokens of one text")
         if len(input_ids) > 1 or (mask is not None and not mask.all()):
             raise ValueError("custom_generate decodes one sequence without padding: generate the rows one by one")
         prepared = {
