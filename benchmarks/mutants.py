@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("heads", "inference", "data", "eval", "train", "tests", "conf", "examples", "pyproject.toml")
+SOURCES = ("heads", "inference", "data", "eval", "train", "ops", "tests", "conf", "examples", "pyproject.toml")
 MEMORY = 12 * 2**30  # bytes of address space: a mutant that asks for more is killed
 VERIFICATION = ("verify", "tree", "sample", "rng", "device")
 FORMATS = ("published", "published_eagle3", "published_files", "export", "export_files", "export_trtllm", "gguf")

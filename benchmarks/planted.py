@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("heads", "inference", "data", "eval", "train", "tests", "conf", "examples", "pyproject.toml")
+PARTS = ("heads", "inference", "data", "eval", "train", "ops", "tests", "conf", "examples", "pyproject.toml")
 
 
 class Bug(NamedTuple):

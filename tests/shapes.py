@@ -10,7 +10,7 @@ import jaxtyping
 import torch
 
 CHECKED = jaxtyping.jaxtyped
-PACKAGES = ["heads", "inference", "data", "eval", "train"]
+PACKAGES = ["heads", "inference", "data", "eval", "train", "ops"]
 FIRST, EVERY = 16, 16  # a test's calls of a function that are checked: the first 16, then every 16th
 calls: Counter[Any] = Counter()  # in this test, of each function
 

@@ -34,7 +34,7 @@ GROUPS = {
 PARTS = ["model", "head", "peft", "objective", "data", "trainer", "launcher", "tree", "eval"]
 PRIMARY = {"drafter": "eval"}  # the command that a group belongs to, where it is not training
 OPTIONS = [f"{group}={option}" for group, options in GROUPS.items() if group not in PRIMARY for option in options]
-LAYERS = ("heads", "inference", "data", "eval", "train")
+LAYERS = ("heads", "inference", "data", "eval", "train", "ops")
 README, CONTRIBUTING, HOWTO, TUTORIAL = (
     (ROOT / name).read_text(encoding="utf-8")
     for name in ("README.md", "CONTRIBUTING.md", "docs/howto.md", "docs/tutorial.md")

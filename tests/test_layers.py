@@ -1,4 +1,4 @@
-"""Imports run one way: heads <- inference <- data <- eval <- train, and so between a package's folders and files."""
+"""Imports run one way: heads <- inference <- data <- eval <- train <- ops, and so between the folders of a package."""
 
 import ast
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LAYERS = ["heads", "inference", "data", "eval", "train"]
+LAYERS = ["heads", "inference", "data", "eval", "train", "ops"]
 MOST = 16  # modules in a folder, beside its sub-folders
 OUTSIDE = {"tests", "examples", "benchmarks", "conf"}  # folders that no package may lean on
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from inference.api import GREEDY, Generation, Sampling, Service, Settings, generate, load, speculate
 
-PACKAGES = ("heads", "inference", "data", "eval", "train")
+PACKAGES = ("heads", "inference", "data", "eval", "train", "ops")
 __all__ = ["GREEDY", "Generation", "Sampling", "Service", "Settings", "generate", "load", "speculate"]
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from setuptools.command.build_py import build_py
 
-FOLDERS = ("heads", "inference", "data", "eval", "train", "conf", "examples/tiny")
+FOLDERS = ("heads", "inference", "data", "eval", "train", "ops", "conf", "examples/tiny")
 FRONT = "train/package/"  # its modules are those of the package headstart itself
 SCRIPTS = ("examples/", f"{FRONT}build.py")  # modules that no installed command runs
-IMPORT = re.compile(r"^(\s*(?:from|import) )(?=(?:heads|inference|data|eval|train)\b)", re.MULTILINE)
+IMPORT = re.compile(r"^(\s*(?:from|import) )(?=(?:heads|inference|data|eval|train|ops)\b)", re.MULTILINE)
 PATH = re.compile(r"sys\.path\[0\] = .*")  # of a script, whose own folder must not shadow modules
 
 
