@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from heads.common.resolvers import register_resolvers
 from train.config import run_config
-from train.planning.choice import chosen
 from train.planning.plan import GIB, plan
+from train.planning.resolve import resolve_placement
 
 TINY, MIB = ROOT / "examples" / "tiny", 2**20
 SHAPES = {
@@ -100,7 +100,7 @@ def composed(overrides: list[str]) -> Any:
     """Return a training configuration."""
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return chosen(run_config(compose("train", overrides)))
+        return resolve_placement(run_config(compose("train", overrides)))
 
 
 def planned(words: list[str], process: int) -> int:

@@ -45,7 +45,7 @@ from heads.common.errors import is_reporting_rank, keeping, user_errors
 from heads.common.files import check_writable
 from heads.common.progress import Bar
 from heads.common.target_config import experts_of
-from heads.common.typed import bracketed, typed
+from heads.common.typed import typed
 from heads.common.untrusted import visible
 from heads.formats.hub import made_for, resolve_head
 from inference.decode import autoregress
@@ -370,5 +370,4 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = bracketed(sys.argv[1:], "run", "compare")
     main()

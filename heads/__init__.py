@@ -21,8 +21,13 @@ block.py   block-parallel heads: DFlash, JetSpec, DSpark
 from collections.abc import Mapping
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from heads.base import HeadConfig
 from heads.block import Block
+from heads.common.progress import say
+from heads.common.resolvers import ROOT
+from heads.common.target_config import best_head
 from heads.common.typed import typed
 from heads.common.untrusted import shown
 from heads.eagle import Eagle
@@ -38,6 +43,32 @@ HEADS = {
     "eagle": Eagle, "eagle3": Eagle3, "hass": Hass, "medusa": Medusa, "hydra": Hydra, "mlp": Mlp, "mtp": Mtp,
     "block": Block, "peagle": PEagle,
 }  # fmt: skip
+BEST, AUTO = "best", "auto"
+
+
+def with_head(cfg: DictConfig) -> DictConfig:
+    """Return a composed configuration with its head named and the head's own training values filled in.
+
+    `head=best` becomes the head that suits `model`, by the target's config.json. `head.training` holds the values of
+    `objective` and `trainer` where these are `auto`, and the losses that those of `objective` are added to.
+
+    Raises:
+        ValueError: the target's config.json cannot be read.
+    """
+    cfg = cfg.copy()
+    OmegaConf.set_struct(cfg, False)
+    if cfg.head.name == BEST:
+        name, reason = best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code)
+        say(f"head=best: {name}, {reason}")
+        cfg.head = OmegaConf.load(ROOT / "conf" / "head" / f"{name}.yaml")
+    own: Any = OmegaConf.to_container(cfg.head.pop("training", OmegaConf.create()), resolve=False)
+    for section, values in own.items():
+        for key, value in values.items() if section in cfg else ():
+            if key == "losses":
+                cfg[section][key] = value | OmegaConf.to_container(cfg[section][key], resolve=False)
+            elif cfg[section][key] == AUTO:
+                cfg[section][key] = value
+    return cfg
 
 
 def head_config(values: Any) -> HeadConfig:

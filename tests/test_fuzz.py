@@ -38,6 +38,7 @@ from heads.formats.published import load_published
 from heads.formats.store import load_head, save_head, save_tree
 from inference.drafters.head import saved_trees
 from inference.drafters.policy import TreeConfig
+from ops.traffic import Hygiene
 from tests import toys
 from tests.data import stores
 from tests.eval.test_reading import report
@@ -45,7 +46,6 @@ from tests.eval.test_sources import NOTHING, OWN
 from tests.fuzzing import CUTS, broken, cut, edited, encoded
 from tests.heads.published import eagle3_authors, publish
 from train.checkpoints import format
-from train.maintenance.traffic import Hygiene
 
 ALL = 100_000  # inputs of `make fuzz`
 FEW = 150  # of each reader otherwise

@@ -17,10 +17,10 @@ from data.text.masks import Sample
 from eval.measures.machine import peak_memory
 from heads.modules.vocab import prune
 from train import objective
+from train.build import batches_for
 from train.config import RunConfig
 from train.distributed.processes import accelerator_for
 from train.planning.plan import plan
-from train.run import batches_for
 from train.start import first_head, resolve_init
 from train.step import Loss, Stepper
 

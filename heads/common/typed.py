@@ -1,7 +1,7 @@
 """Conversion of values in YAML or JSON to dataclasses, with their types and ranges checked."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -21,15 +21,6 @@ SCALARS: dict[type, tuple[Any, str]] = {
     bool: (BooleanNode, "true or false"),
     str: (StringNode, "a text"),
 }
-
-
-def bracketed(words: Sequence[str], *keys: str) -> list[str]:
-    """Return a command's words with `KEY=A,B` as `KEY=[A,B]` for these keys, which Hydra would take for a sweep."""
-    pairs = [word.partition("=") for word in words]
-    return [
-        f"{key}=[{value}]" if key in keys and value and value[0] not in "['\"" and value != "null" else word
-        for word, (key, _, value) in zip(words, pairs, strict=True)
-    ]
 
 
 def typed(schema: type[T], cfg: object, prefix: str = "", ready: Mapping[str, object] = MappingProxyType({})) -> T:

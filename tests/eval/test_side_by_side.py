@@ -254,7 +254,7 @@ def test_the_command_measures_nothing_and_says_what_differs(
     assert (tmp_path / "there" / "report.html").is_file()
     capsys.readouterr()
     again = Path("outputs/compare-one-two/report.json")
-    assert run_main(f"compare={again},{third}", "out=again") == 2
+    assert run_main(f"compare=[{again},{third}]", "out=again") == 2
     assert "several side by side already" in capsys.readouterr().err
 
 

@@ -10,7 +10,7 @@ from eval.measures import machine
 from heads.common.errors import one_line, user_errors
 from heads.common.redact import HIDDEN, redact_logs, redacted, redacted_values, redacted_words
 from tests import toys
-from train.run import provenance
+from train.build import provenance
 
 HUB, OPENAI, KEY = "hf_" + "aB3" * 10, "sk-proj-" + "x1" * 12, "0123456789abcdef" * 2 + "01234567"
 SECRETS = [

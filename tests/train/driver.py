@@ -22,7 +22,7 @@ from heads.common.resolvers import register_resolvers
 from train import acceptance
 from train import step as steps
 from train.checkpoints import format
-from train.config import run_config
+from train.planning.resolve import resolve
 from train.run import train
 from train.sampling import row_keys
 from train.step import Stepper
@@ -106,7 +106,7 @@ def child(folder: Path, overrides: list[str], hooks: tuple[str, ...], log: Path,
             HOOKS[name](folder, rank)
     register_resolvers()
     with user_errors(), initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        train(run_config(compose("train", overrides)))
+        train(resolve(compose("train", overrides)))
 
 
 def keys_with_places(seed: int, step: int, index: Tensor) -> Tensor:

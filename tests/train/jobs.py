@@ -35,11 +35,13 @@ def make(folder: Path) -> list[str]:
     return [f"model.path={folder / 'target'}", f"data.path={folder / 'text.txt'}", *QUICK]
 
 
-def start(overrides: list[str], launcher: list[str] | None = None) -> subprocess.Popen[str]:
+def start(
+    overrides: list[str], launcher: list[str] | None = None, script: str = "train/run.py"
+) -> subprocess.Popen[str]:
     """Start a training job, of head=eagle unless the overrides name another."""
     named = any(word.startswith(("head=", "experiment=")) for word in overrides)
     overrides = overrides if named else [*overrides, "head=eagle"]
-    words = [sys.executable, *(launcher or []), str(ROOT / "train" / "run.py"), *overrides]
+    words = [sys.executable, *(launcher or []), str(ROOT / script), *overrides]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
         words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from data.batches import Batches, Packed
 from tests.train import jobs
 from tests.train.poison import poison
-from tests.train.test_features import configured
+from tests.train.test_features import configured, resolved
 from train import run as runs
 from train.checkpoints import format
 from train.loop import Loop
@@ -46,7 +46,7 @@ class Job:
 
     def train(self, name: str, *overrides: str) -> Path:
         out = self.folder / name
-        runs.train(configured([*self.overrides, f"out={out}", *overrides]))
+        runs.train(resolved([*self.overrides, f"out={out}", *overrides]))
         return out
 
 

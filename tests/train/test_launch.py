@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from heads.common.command import BEST
 from heads.common.resolvers import ROOT, register_resolvers
 from tests.train import jobs
 from train import run as runs
@@ -96,7 +95,7 @@ def test_a_run_that_was_queued_has_no_result_yet(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(sys, "argv", ["train/run.py", "launcher=slurm", f"out={tmp_path / 'new'}"])
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     runs.main()
-    assert asked == [(runs.__file__, sys.argv[1:])]
+    assert asked == [(runs.__file__, ["launcher=slurm", sys.argv[2]])]
 
 
 @pytest.mark.slow
@@ -114,7 +113,6 @@ def test_a_stop_before_the_first_step_is_one_line(tmp_path: Path) -> None:
 def test_a_trial_says_at_its_end_what_its_numbers_are(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(BEST, "")  # which the command sets, for processes that it starts
     monkeypatch.setattr(runs, "train", lambda _: None)
     monkeypatch.setattr(runs.sweep, "best_tau", lambda _: 1.0)
     trial = "trainer=debug: 4 steps show that it runs; no number of them means anything"

@@ -15,8 +15,8 @@ from tests import toys
 from tests.train import strategy_job
 from train import adapt
 from train import step as steps
+from train.build import loop_of, values_of
 from train.config import RunConfig
-from train.run import loop_of
 from train.step import Stepper
 
 
@@ -144,5 +144,5 @@ def test_a_live_targets_layers_are_compiled_with_the_head(
     source = strategy_job.stepper(run, "eagle3", accelerator).source
     before = source.forwards
     head = toys.head("eagle3", toys.target()).requires_grad_()
-    loop_of(run, accelerator, toys.target(), head, source, [])
+    loop_of(run, accelerator, toys.target(), head, source, [], run.tree, values_of(run))
     assert source.forwards is (layers if compiled else before)

@@ -58,7 +58,7 @@ def test_a_run_of_many_fails_alone(
     ("command", "ends", "words"),
     [
         (evaluation, "eval.run.watch", ["watch=log.jsonl", "watcher.poll=1,2,3"]),
-        (training, "train.maintenance.stages.maintain", ["experiment=loop", "head=mlp", "trainer.seed=1,2,3"]),
+        (training, "train.run.train", ["head=mlp", "launcher=inline", "trainer.seed=1,2,3"]),
         (streams, "train.distributed.launch.start", ["launcher.num_processes=2", "trainer.seed=1,2,3"]),
     ],
 )

@@ -16,7 +16,7 @@ from heads.common.command import without_secrets
 from heads.common.progress import Bar
 from inference.laps import Laps
 from tests.train import jobs
-from tests.train.test_features import configured
+from tests.train.test_features import resolved
 from train.planning.plan import peak_flops
 from train.run import train
 from train.step import PARTS, seconds_of
@@ -82,7 +82,7 @@ def test_a_tracker_that_fails_is_named_once_and_left_out(
 def test_training_goes_on_without_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     monkeypatch.setitem(tracking.TRACKERS, "wandb", lambda *_: Stub("log 2", called))
-    run = configured(
+    run = resolved(
         [*jobs.make(tmp_path), "trainer.steps=3", "trainer.eval_prompts=0", "eval.prompts=0", f"out={tmp_path / 'run'}",
          "trainer.trackers=[wandb]", "trainer.peak_tflops=0.001"]
     )  # fmt: skip
@@ -105,7 +105,7 @@ def test_training_goes_on_without_a_tracker(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_what_is_logged_seldom_is_of_all_steps_since(tmp_path: Path) -> None:
-    run = configured(
+    run = resolved(
         [*jobs.make(tmp_path), "trainer.steps=5", "trainer.eval_prompts=0", "eval.prompts=0", f"out={tmp_path / 'run'}",
          "trainer.log_every=2"]
     )  # fmt: skip

@@ -52,7 +52,7 @@ CGROUPS, GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 LIMITS = ("memory.max", "memory.limit_in_bytes")  # of control groups of version 2 and 1
 DEVICES = ROOT / "conf" / "device"
 ROW_BYTES = 9  # a packed token: its number, its document, its mask
-SAFE = 0.9  # of a device's memory that micro-batches are sized for: what is measured may be a tenth above the plan
+SAFE = 0.9  # of a device's memory that micro-batches may take: what is measured may be a tenth above the plan
 GROWING = STEP, PASS = "head's step", "target's pass"  # stages whose memory grows with the rows of a micro-batch
 SIDE = 1024  # of the matrices by which a CPU's operations a second are measured
 HOST_BASE = 1.5  # GiB of host memory of a process with torch's CUDA libraries
@@ -150,7 +150,12 @@ def host_bytes() -> int:
     return least
 
 
-def sized(run: RunConfig) -> RunConfig:
+def alone_on_cpu(run: RunConfig) -> bool:
+    """Whether a run is a single process on a CPU, which leaves nothing to choose."""
+    return run.launcher.world == 1 and resolved(run.device, run.model.device).type == "cpu"
+
+
+def resolve_micro_batch(run: RunConfig) -> RunConfig:
     """Return a run with its `trainer.micro_tokens`, where they are null: the most that fit SAFE of every device.
 
     They are a power of two of rows, of those that a process has in a step. What takes more with a row at a time, as a
@@ -179,7 +184,7 @@ def most_rows(run: RunConfig) -> int:
 
 
 def plan_inputs(run: RunConfig) -> PlanInputs:
-    """Return the inputs of a plan, with its errors; `chosen` has filled in its processes, `sized` its micro-batches.
+    """Return the inputs of a plan, with its errors; nothing of it is left open.
 
     The head is the one configured: another one that `init` names is about as large.
     """
@@ -388,7 +393,7 @@ def work(inputs: PlanInputs) -> dict[str, Any]:
     return cost | {"gpu_hours": hours, "hours": hours / (inputs.layout.nodes if inputs.heap else inputs.layout.world)}
 
 
-def rated(inputs: PlanInputs) -> PlanInputs:
+def with_measured_flops(inputs: PlanInputs) -> PlanInputs:
     """Return a plan's inputs with the measured operations a second of its device, where that is this CPU."""
     if not inputs.heap or inputs.device.tflops is not None or inputs.run.device.type is not None:
         return inputs
@@ -415,8 +420,7 @@ def plan(run: RunConfig) -> dict[str, Any]:
     """
     if run.init not in STARTS:
         raise ValueError(f"init={run.init} brings the head's numbers, and plan=true loads nothing: leave init out")
-    run = sized(run)
-    inputs = rated(plan_inputs(run))
+    inputs = with_measured_flops(plan_inputs(run))
     traced, shape, devices = inputs.traced, inputs.shape, device_memories(inputs)
     if run.features.mode == "engine":
         LayerIds.of(run.features.vllm_layers, head_of(inputs.job)[0].feature_layers, shape.layers)

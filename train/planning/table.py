@@ -18,13 +18,12 @@ from rich.table import Table
 
 from heads.common.target_config import about_size, experts_of
 from heads.common.untrusted import visible
-from inference.target.placement import TOGETHER
+from inference.target.placement import OFFLOAD, TOGETHER
 from train.adapt import LoraAdapterConfig
 from train.config import IGNORE, RunConfig, checked
 from train.planning.check import holds_run
-from train.planning.choice import alone_on_cpu, in_words
 from train.planning.memory import MemoryUse, total
-from train.planning.plan import GIB, DeviceMemory, host_bytes, plan, sized
+from train.planning.plan import GIB, DeviceMemory, alone_on_cpu, host_bytes, plan
 from train.planning.shapes import configuration
 
 SHOWN = 2**20 / 20  # bytes: what is less would read as nothing
@@ -44,7 +43,6 @@ class Advice(NamedTuple):
 
 def table(run: RunConfig, planned: dict[str, Any]) -> Group:
     """Return the plan as tables for the terminal, with `advice` if it does not fit."""
-    run = sized(run)
     totals = _table(f"plan: {run.name} -> {run.out}")
     totals.add_row("data", escape(visible(run.data.named)))
     for name in (
@@ -83,6 +81,25 @@ def table(run: RunConfig, planned: dict[str, Any]) -> Group:
             title += f": {gib(peak)} of {gib(room)}, {'fits' if peak <= room else 'does NOT fit'}"
         parts.append(_memory_table(title, host, peak))
     return Group(*parts, *([FITS.format(needs, _later(run))] if planned["fits"] else _remedies(run, planned)))
+
+
+def in_words(run: RunConfig) -> str:
+    """Return one line about what was chosen, as overrides."""
+    launcher, gate = run.launcher, run.eval.gate_dtype
+    nodes = f"{launcher.num_nodes} x " if launcher.num_nodes > 1 else ""
+    processes = "1 process" if launcher.local == 1 else f"{launcher.local} processes"
+    disk = f" model.offload={run.model.offload}" if run.model.placement == OFFLOAD else ""
+    last = f" eval.gate_dtype={gate}" if run.eval.prompts else ""
+    idle = ""
+    if run.rows < launcher.world:
+        idle = (
+            f"; a step of trainer.batch_tokens={run.trainer.batch_tokens} is {run.rows} row{'s' * (run.rows > 1)} for "
+            f"{launcher.world} processes, so some have nothing to do: give {launcher.world * run.data.length} or more"
+        )
+    return (
+        f"{nodes}{processes}, placed by the plan: model.placement={run.model.placement}{disk} "
+        f"launcher.strategy={launcher.strategy} trainer.micro_tokens={run.trainer.micro_tokens}{last}{idle}"
+    )
 
 
 def check_memory(run: RunConfig, trained: int) -> None:
@@ -215,7 +232,6 @@ def advice(run: RunConfig, planned: dict[str, Any]) -> list[Advice]:
     If no single change is enough, the last entry combines several: those that leave the training's result unchanged
     come before the others. There is no such entry if all of them together are not enough.
     """
-    run = sized(run)
     host = _lacks_host_alone(planned)
     most, single = _taken(planned, host), []
     for words in _changes(run):

@@ -55,6 +55,6 @@ def predict(
     return Predicted(*(min(max(end, 1.0), bound) for end in (middle, middle - half, middle + half)))
 
 
-def shown(values: Predicted, unit: str = "") -> str:
+def with_interval(values: Predicted, unit: str = "") -> str:
     """Return a forecast with its interval for reading."""
     return f"{values.tau:.2f}{unit} [{values.low:.2f}, {values.high:.2f}]"

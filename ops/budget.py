@@ -1,4 +1,8 @@
-"""A training within a budget: short trainings of candidate heads, of which the better half goes on, then the best one.
+"""Train the head that is fastest after a budget: short trainings of candidates, then the best one for the rest.
+
+    python ops/budget.py budget=1h log=traffic.jsonl model.path=/my/model
+
+Every training is a `train/run.py` of its own; `forecast.json` in the output folder holds the stages that are done.
 
 Successive halving (Jamieson and Talwalkar, arXiv 1502.07943): every round has the same share of the budget. A candidate
 trains at a constant rate, from which a cooldown branches off at the end of each round, so that each of its points is a
@@ -8,50 +12,123 @@ of the best candidate. A power function of the tokens through its points says wh
 
 import json
 import math
+import re
 import shutil
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
+from typing import Annotated, Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
-from rich.console import Console, Group
+from omegaconf import DictConfig
+from rich.console import Console
 
 from data.text.files import META, OPENERS, check_file
 from data.text.sources import Files, open_source
-from eval.report.text import rich_table
-from heads.common.command import quoted
+from heads.common.command import command, quoted
 from heads.common.files import replacing, write_whole
-from heads.common.untrusted import parse_json
+from heads.common.ranges import Count, NewTokens, Within
+from heads.common.typed import typed
+from heads.common.untrusted import parse_json, shown
+from ops.commands import REFUSED, run_command, split_config
+from ops.curve import LEVEL, Predicted, predict, with_interval
 from train.checkpoints import format
 from train.checkpoints.resume import differences, plain
-from train.config import Budget, DeviceConfig
-from train.distributed.launch import REPORTED
-from train.forecast.curve import LEVEL, Predicted, predict, shown
-from train.planning.check import clear_out
+from train.config import RunConfig, run_config
+from train.distributed.launch import key_of, overrides
+from train.planning.check import check_out, clear_out
 from train.tracking import sweep
 
+UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400}  # in seconds
+OF_ALL = ("budget", "log", "resume", "overwrite", "name", "out")  # what a training has in its own way
+DECIDED = {  # overrides that a training within a budget cannot take, with what to do instead
+    "head": "a budget compares several heads: give forecast.candidates",
+    "trainer.steps": "the budget decides how long is trained: leave it out",
+    "trainer.cooldown": "a budget has one for all trainings: give forecast.cooldown in its place",
+    "trainer.warmup": "a budget has one for all trainings: give forecast.warmup, in steps, in its place",
+}
 FOLDER, STATE = "forecast", "forecast.json"  # in the run's folder: the short trainings, and the stages that are done
 PROBE = 6  # steps of the training that says what a step costs
 ROOM = 1.1  # of a budget that is advised: the next run's steps may take longer
-Train = Callable[[list[str]], object]  # runs an ordinary training with these overrides, to its end
+Train = Callable[[list[str]], object]  # runs a training with these overrides, to its end
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a training may cost: seconds, or floating-point operations."""
+
+    amount: float
+    timed: bool
+
+    def __str__(self) -> str:
+        """Write it as it is given."""
+        if not self.timed:
+            return f"{self.amount:.3g} operations"
+        unit = next((name for name in ("h", "min") if self.amount >= UNITS[name]), "s")
+        return f"{self.amount / UNITS[unit]:.3g} {unit}"
+
+    @classmethod
+    def read(cls, value: Any) -> "Budget":
+        """Return the budget of `1h`, `90min` or `5e15`; refuse anything else."""
+        match = re.fullmatch(r"\s*(\d+\.?\d*(?:e\+?\d{1,3})?)\s*(s|min|h|d)?\s*", str(value), re.I)
+        amount = float(match[1]) * UNITS[(match[2] or "s").lower()] if match else 0.0
+        if not match or isinstance(value, bool) or not 0 < amount < float("inf"):
+            raise ValueError(
+                f"budget is {shown(value)}: give a time above 0 ({', '.join(f'1{unit}' for unit in UNITS)}), or a "
+                "number of floating-point operations, such as 5e15"
+            )
+        return cls(amount, match[2] is not None)
+
+
+@dataclass(frozen=True)
+class ForecastConfig:
+    """Configure the forecast of `budget`; conf/ops/budget.yaml says what each key means."""
+
+    candidates: list[str]
+    share: Annotated[float, Within(0, 1, above=True, below=True)]
+    points: Annotated[int, Within(3, 8)]
+    warmup: Count
+    cooldown: Annotated[float, Within(0, 1, above=True, below=True)]
+    prompts: Annotated[int, Within(4, 4096)]
+    tokens: NewTokens
+
+    def __post_init__(self) -> None:
+        if not all(self.candidates) or len({*self.candidates}) < len(self.candidates) or not self.candidates:
+            raise ValueError(
+                f"forecast.candidates is {shown(self.candidates)}: give one head or more, each once, with overrides of "
+                "its own behind its name, as [mlp,'eagle3 head.layers=2']"
+            )
+
+
+@dataclass(frozen=True)
+class BudgetConfig:
+    """Configure `budget`; conf/ops/budget.yaml says what each key means."""
+
+    budget: Budget
+    log: str | None
+    forecast: ForecastConfig
 
 
 class Forecast:
     """The trainings of a run within its budget; `state` is what `forecast.json` holds.
 
     Args:
-        run: the run, with its budget and candidates.
+        run: the run, apart from its head.
+        config: its budget and candidates.
         words: the overrides that all trainings have in common.
-        train: runs an ordinary training with further overrides, to its end.
+        train: runs a training with further overrides, to its end.
     """
 
-    def __init__(self, run: Any, words: list[str], train: Train) -> None:
-        self.run, self.budget, self.config, self.out = run, run.budget, run.forecast, Path(run.out)
-        self.train = train
-        settings = plain({"budget": str(run.budget), "overrides": sorted(words), **asdict(run.forecast)})
+    def __init__(self, run: RunConfig, config: BudgetConfig, words: list[str], train: Train) -> None:
+        self.run, self.budget, self.config, self.out = run, config.budget, config.forecast, Path(run.out)
+        self.log, self.train = config.log, train
+        settings = plain({"budget": str(self.budget), "overrides": sorted(words), **asdict(self.config)})
         self.state: dict[str, Any] = {
             "settings": settings, "spent": 0.0, "cost": {}, "fixed": {}, "left_out": {}, "points": {}, "steps": None,
         }  # fmt: skip
@@ -69,8 +146,8 @@ class Forecast:
             self.state = state
         else:
             shutil.rmtree(self.out / FOLDER, ignore_errors=True)
-        if run.log is not None:
-            copied = keep_log(run.log, run.data.split, self.out)
+        if self.log is not None:
+            copied = keep_log(self.log, run.data.split, self.out)
             self.train = lambda more: train([*more, f"data.path={quoted(copied)}"])
 
     def save(self) -> None:
@@ -121,18 +198,16 @@ class Forecast:
             if words not in self.state["cost"] and words not in self.state["left_out"]:
                 try:
                     self.measure(words, PROBE, 0.0, 0)
-                except ValueError as error:
-                    self.state["left_out"][words] = str(error)
                 except SystemExit as error:
-                    if error.code not in (1, REPORTED):  # as of a signal, which is no refusal
+                    if error.code not in REFUSED:  # as of a signal
                         raise
-                    self.state["left_out"][words] = f"its processes ended with status {error.code}, see above"
+                    self.state["left_out"][words] = f"its training ended with status {error.code}, see above"
                 self.save()
         for words, why in self.state["left_out"].items():
             say(f"{words} is left out: {why}")
         if not self.state["cost"]:
-            copies = "" if self.run.log is None else f"; {self.out / FOLDER} has a copy of log={self.run.log}"
-            why = "; ".join(dict.fromkeys(self.state["left_out"].values()))
+            copies = "" if self.log is None else f"; {self.out / FOLDER} has a copy of log={self.log}"
+            why = "; ".join(self.state["left_out"].values())
             raise ValueError(f"no candidate can be trained: {why}{copies}")
         return list(self.state["cost"])
 
@@ -194,7 +269,7 @@ class Forecast:
             self.save()
         steps = self.state["steps"]
         tau, speedup = self.predicted(words, steps)
-        promised = f"τ {shown(tau)}, {shown(speedup, 'x')} (interval of {LEVEL:.0%})"
+        promised = f"τ {with_interval(tau)}, {with_interval(speedup, 'x')} (interval of {LEVEL:.0%})"
         say(f"{words} is trained on {steps * self.run.trainer.batch_tokens:,} tokens; forecast: {promised}")
         self.train([*self.overrides(words, steps, self.config.cooldown), "resume=true", f"out={quoted(self.out)}",
                     f"name={quoted(self.run.name)}"])  # fmt: skip
@@ -250,17 +325,35 @@ def keep_log(log: str, split: str, out: Path) -> str:
     return str(folder) if folder.is_dir() else log
 
 
-def plan(budget: Budget, share: float, operations: dict[str, float], device: DeviceConfig) -> Group:
-    """Return what each candidate would cost by the operations of a token, and the assumed rate if there is one."""
-    rate = None if device.tflops is None else device.tflops * 1e12 * device.mfu
-    total = budget.amount if not budget.timed else None if rate is None else budget.amount * rate
-    body = [
-        [words, f"{flops:.3g}", "-" if total is None else f"{(1 - share) * total / flops:,.0f}"]
-        for words, flops in operations.items()
-    ]
-    header = ["head", "operations a token", "tokens of the run, if it is chosen"]
-    costs = rich_table(f"what would be trained for {budget}, measurements left out", header, body)
-    if rate is None:
-        return Group(costs, f"hours are not known: device={device.name} has no peak; give device.tflops")
-    takes = "" if budget.timed else f": {Budget(budget.amount / rate, True)} on one"
-    return Group(costs, f"at an assumed {device.mfu:.0%} of {device.tflops:.3g} TFLOP/s ({device.name}){takes}")
+def shared_words(words: list[str], log: str | None) -> list[str]:
+    """Return the overrides that all trainings within a budget have in common; refuse those of a single one."""
+    keys = [key_of(word) for word in words]
+    for word, key in zip(words, keys, strict=True):
+        if key.startswith("head."):
+            raise ValueError(f"{key} is of one head: give it with its head, as forecast.candidates=['eagle3 {word}']")
+        if key in DECIDED:
+            raise ValueError(f"{word}: {DECIDED[key]}")
+    if log is not None and "data.path" in keys:
+        raise ValueError("log and data.path are both given: log takes the place of data.path, leave one out")
+    own = [key in OF_ALL or key.startswith("forecast.") for key in keys]
+    return [word for word, is_own in zip(words, own, strict=True) if not is_own]
+
+
+@command("ops/budget")
+def main(cfg: DictConfig) -> None:
+    """Choose the head and train it within the budget, or plan its candidates."""
+    training, own = split_config(cfg)
+    run = run_config(training)
+    config = typed(BudgetConfig, own, ready={"budget": Budget.read(own.budget)})
+    words = shared_words(overrides(), config.log)
+    if run.plan is True:
+        for candidate in config.forecast.candidates:
+            run_command("train/run.py", [*words, *overrides_of(candidate)])
+        return
+    check_out(Path(run.out), replaces=run.resume or run.overwrite)
+    forecast = Forecast(run, config, words, lambda more: run_command("train/run.py", [*words, *more]))
+    forecast.finish(forecast.choose())
+
+
+if __name__ == "__main__":
+    main()

@@ -8,12 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eval.config import eval_config
 from eval.measures.losslessness import FailedChecks
 from eval.measures.results import LIVE
+from eval.report.reading import read_report, report_of
 from eval.report.write import Report
-from eval.run import evaluate
 from inference.target.placement import AUTO
+from ops.commands import overrides_of, run_command
+from train.config import EvalSettings
+
+FAILED = 1  # exit status of an evaluation in which a head is not lossless, which its report says
 
 LEAST = 8  # requests of a kind: of fewer, an interval says little
 PROOFS = NEW, OLD = "proof_new.jsonl", "proof_old.jsonl"
@@ -28,21 +31,28 @@ class Verdict(NamedTuple):
 
 
 def compared(
-    former: Path, adapted: Path, traffic: Path, model: dict[str, Any], tree: dict[str, Any], run: Any, out: Path
-) -> Report:
-    """Measure both heads on the held-out requests, and write the report that shows them side by side.
+    former: Path, adapted: Path, traffic: Path, out: Path, requests: int, settings: EvalSettings,
+    model: dict[str, Any], tree: dict[str, Any],
+) -> Report:  # fmt: skip
+    """Measure both heads on that many held-out requests of each kind, and return the report in `out`.
 
     Both draft by `tree`, or by those that they are saved with where it is empty.
     """
     workloads = [str(traffic / name) for name in PROOFS if name == NEW or (traffic / name).stat().st_size]
-    settings = {"max_new_tokens": run.eval.max_new_tokens, "repeats": run.eval.repeats, "hf": False, "warmup": 1}
-    dtypes = {key: given for key in ("dtype", "gate_dtype") if (given := getattr(run.eval, key)) != AUTO}
-    config = eval_config(
-        run=str(former), compare=[str(adapted)], workload=workloads, model=model, out=str(out), tier=LIVE,
-        tree=tree, prompts=run.loop.requests, balanced=False, truncate=True, temperature=run.eval.temperature,
-        engine=asdict(run.eval.engine), **settings, **dtypes,
-    )  # fmt: skip
-    return evaluate(config)
+    values = {
+        "run": str(former), "compare": [str(adapted)], "workload": workloads, "out": str(out), "tier": LIVE,
+        "model": model, "tree": tree, "prompts": requests, "balanced": False, "truncate": True, "hf": False,
+        "warmup": 1, "max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature,
+        "repeats": settings.repeats, "engine": asdict(settings.engine),
+        **{key: value for key in ("dtype", "gate_dtype") if (value := getattr(settings, key)) != AUTO},
+    }  # fmt: skip
+    try:
+        run_command("eval/run.py", overrides_of(values))
+    except SystemExit as ended:
+        if ended.code != FAILED:
+            raise
+    file = out / "report.json"
+    return report_of(read_report(file), str(file))
 
 
 def verdict(report: Report, adapted: Path, old_loss: float) -> Verdict:

@@ -23,7 +23,7 @@ from heads.common.files import write_whole
 from heads.common.redact import SHAPES
 from heads.common.untrusted import parse_json
 from inference.target.target import Target
-from train.maintenance.prove import LEAST
+from ops.proof import LEAST
 
 REPEATS = 0.12  # of an answer's length, packed: one that packs to less repeats itself
 LONG = 400  # bytes of an answer that is looked at for this

@@ -1,4 +1,6 @@
-"""The stages of a head's maintenance in turn: watch, adapt, prove, swap; a killed one is resumed by the same command.
+"""Maintain a head in service by its log: watch, adapt, prove, swap; the same command resumes a killed one.
+
+    python ops/loop.py log=log.jsonl serve=outputs/NAME
 
 Everything is in one folder: state.json; by round the log's records, the former head, which is the way back, the
 adapted one's run, and the report that compares them.
@@ -7,69 +9,108 @@ adapted one's run, and the report that compares them.
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from omegaconf import DictConfig
 
 from eval.config import eval_config
 from eval.inputs.runs import model_of, overlay
 from eval.run import player
 from eval.watch.arrivals import Log, check_log
 from eval.watch.run import EARLY, watched
-from heads.common.command import quoted
+from heads.common.command import command, quoted
 from heads.common.files import check_writable, claim, last_good, replacing
+from heads.common.ranges import Decay, Fraction, Number, Within
 from heads.common.typed import typed
 from heads.formats.hub import kind_of, resolve_head
 from heads.formats.published import is_published
 from heads.formats.store import SCHEDULE, read_config, save_tree
 from inference.target.target import Target
+from ops import proof
+from ops.commands import run_command, split_config
+from ops.state import ADAPT, PROVE, SWAP, WATCH, State
+from ops.traffic import Hygiene, split
+from train.config import RunConfig, run_config
 from train.distributed import processes
-from train.distributed.launch import key_of
-from train.maintenance import prove
-from train.maintenance.state import ADAPT, PROVE, SWAP, WATCH, State
-from train.maintenance.traffic import Hygiene, split
+from train.distributed.launch import key_of, overrides
 
-Train = Callable[[list[str]], None]  # an ordinary training with these overrides
+Train = Callable[[list[str]], None]  # a training with these overrides
 OWN = ("experiment", "log", "serve", "loop", "name", "out", "resume", "overwrite", "plan", "init", "data.path")
 NEW, OLD = "new.jsonl", "old.jsonl"
 FORMER, ADAPTED, PROOF = "former", "adapted", "proof"
 
 
-def maintain(run: Any, words: list[str], train: Train) -> int:
+@dataclass(frozen=True)
+class LoopConfig:
+    """Configure the stages; conf/ops/loop.yaml says what each key means."""
+
+    watcher: dict[str, Any]
+    since: Number | None
+    least: Annotated[int, Within(8, 1_000_000)]
+    held_out: Annotated[float, Within(0.05, 0.9)]
+    old: Decay
+    requests: Annotated[int, Within(2, 1_000_000)]
+    old_loss: Fraction
+    command: str | None
+    rollback: bool
+
+
+@dataclass(frozen=True)
+class Service:
+    """A head in service, its log and how it is maintained."""
+
+    log: str
+    serve: str
+    loop: LoopConfig
+
+
+def maintain(run: RunConfig, service: Service, words: list[str], train: Train) -> int:
     """Run the stages from where they were stopped; return 1 where an adapted head was not better, else 0.
+
+    Args:
+        run: the training that adapts the head; `out` is the maintenance's folder.
+        service: the head and its log.
+        words: the user's overrides of the training.
+        train: runs a training with overrides, to its end.
 
     Raises:
         ValueError: no log or head, a folder that cannot be written, another head than the folder's, or a log that
             cannot be trained on.
     """
-    if run.log is None or run.serve is None:
-        raise ValueError("experiment=loop needs log=FILE, the requests and answers, and serve=FOLDER, the head")
     if run.plan is True:
-        raise ValueError("plan=true plans a training, and experiment=loop may swap a head: leave one of them out")
+        raise ValueError("plan=true plans a training, and the loop may swap a head: leave it out")
     out = Path(run.out)
-    check_log(Path(run.log).expanduser())
-    resolve_head(run.serve)
+    check_log(Path(service.log).expanduser())
+    resolve_head(service.serve)
     check_writable(out, "out")
     with claim(out / "lock", wait=False) as free:
         if not free:
             raise ValueError(f"{out}: another maintenance is running there; wait for it, or give another out")
-        return Maintenance(run, words, train, State.read(out, run.serve)).go()
+        return Maintenance(run, service, words, train, State.read(out, service.serve)).go()
 
 
 class Maintenance:
     """One head's maintenance, at a stage."""
 
-    def __init__(self, run: Any, words: list[str], train: Train, state: State) -> None:
+    def __init__(self, run: RunConfig, service: Service, words: list[str], train: Train, state: State) -> None:
         self.run, self.words, self.train, self.state = run, words, train, state
-        self.out, self.log = Path(run.out), Path(run.log).expanduser()
+        self.serve, self.loop = service.serve, service.loop
+        self.out, self.log = Path(run.out), Path(service.log).expanduser()
         keys = {"model.path" if key == "model" else key for key in map(key_of, words)}
         named = sorted(key.removeprefix("model.") for key in keys if key.startswith("model."))
         given = {key: getattr(run.model, key) for key in named}
-        self.model = model_of(run.serve, given)
+        self.model = model_of(self.serve, given)
         self.given: dict[str, Any] = {"path": self.model.path, "sibling": True, **given}
         # A published head brings no tree: both heads draft the training's then, and else the served one's.
-        self.published = is_published(resolve_head(run.serve))
-        self.tree = vars(run.tree) if self.published else {}
+        self.published = is_published(resolve_head(self.serve))
+        self.tree = asdict(run.tree) if self.published else {}
 
     @property
     def folder(self) -> Path:
@@ -79,11 +120,11 @@ class Maintenance:
     @property
     def ours(self) -> bool:
         """Whether the head in service is a folder here that a swap replaces: not on the Hub, nor of an engine."""
-        return last_good(Path(self.run.serve).expanduser()).is_dir() and not self.published
+        return last_good(Path(self.serve).expanduser()).is_dir() and not self.published
 
     def go(self) -> int:
         """Run stage after stage until a round ends, or there is nothing to do yet."""
-        if self.run.loop.rollback:
+        if self.loop.rollback:
             return self.roll_back()
         stages = {WATCH: self.watch, ADAPT: self.adapt, PROVE: self.prove, SWAP: self.swap}
         done: int | None = None
@@ -96,15 +137,15 @@ class Maintenance:
         lines = _lines(self.log)
         if max(self.state.begin, self.state.tried) > lines:
             self.state.begin = self.state.tried = 0
-        if self.state.tried and (more := lines - self.state.tried) < self.run.loop.least:
+        if self.state.tried and (more := lines - self.state.tried) < self.loop.least:
             self.state.drop_quiet()
-            decision = f"the last round swapped nothing; {more:,} of {self.run.loop.least:,} lines more to try again"
+            decision = f"the last round swapped nothing; {more:,} of {self.loop.least:,} lines more to try again"
             self.state.decide(self.out, decision, {}, WATCH)
             return 0
         if self.take_since():
             return None
-        config = eval_config(run=self.run.serve, watch=str(self.log), model=self.given, tree=self.tree)
-        values = overlay(vars(config.watcher), self.run.loop.watcher)
+        config = eval_config(run=self.serve, watch=str(self.log), model=self.given, tree=self.tree)
+        values = overlay(vars(config.watcher), self.loop.watcher)
         watcher = typed(type(config.watcher), values, "loop.watcher")
         log = Log(self.log, watcher, player(config), self.state.begin)
         outcome = watched(log, watcher)
@@ -119,7 +160,7 @@ class Maintenance:
 
     def take_since(self) -> bool:
         """Go on with the line that is given as the first new one, unless it lies before this round; say whether."""
-        since, lines = self.run.loop.since, _lines(self.log)
+        since, lines = self.loop.since, _lines(self.log)
         if since is None or since < self.state.begin:
             return False
         if since >= lines:
@@ -139,7 +180,7 @@ class Maintenance:
             self.divide(traffic)
             processes.release_freed()
         if not (self.folder / FORMER).is_dir():
-            _copy_run(self.run.serve, self.folder / FORMER)
+            _copy_run(self.serve, self.folder / FORMER)
         adapted = self.folder / ADAPTED
         if not (adapted / "training.json").is_file():
             self.train(self.overrides(traffic, adapted))
@@ -153,7 +194,7 @@ class Maintenance:
         assert self.state.since is not None
         hygiene = Hygiene(Target.of(self.model), str(self.log), self.run.data.max_tokens)
         with replacing(traffic) as folder:
-            names, loop = (NEW, prove.NEW, OLD, prove.OLD), self.run.loop
+            names, loop = (NEW, proof.NEW, OLD, proof.OLD), self.loop
             counts = split(self.log, self.state.since, hygiene, loop.held_out, loop.least, folder, names)
         line = f"{counts[NEW]:,} new and {counts[OLD]:,} old requests to train on"
         self.state.decide(self.out, "; ".join([line, *counts.pop("remarks")]), counts, ADAPT)
@@ -162,13 +203,13 @@ class Maintenance:
         """Return the overrides of the training: the user's own, behind the experiment's, and what the loop decides."""
         given = [word for word in self.words if not {key_of(word), key_of(word).split(".")[0]} & {*OWN}]
         old = (traffic / OLD).stat().st_size > 0
-        share = self.run.loop.old
+        share = self.loop.old
         paths = ",".join(quoted(traffic / name) for name in (NEW, OLD)[: 1 + (old and share > 0)])
         weights = [f"data.weights=[{1 - share},{share}]"] if old and share else []
-        resumes, kind = (adapted / "checkpoints").is_dir(), kind_of(resolve_head(self.run.serve))
+        resumes, kind = (adapted / "checkpoints").is_dir(), kind_of(resolve_head(self.serve))
         return [
-            "experiment=loop", f"model.path={quoted(self.model.path)}", f"head={kind}", *given,
-            "loop=null", "log=null", "serve=null", f"init={quoted(self.folder / FORMER)}", f"data.path=[{paths}]",
+            "experiment=adapt", f"model.path={quoted(self.model.path)}", f"head={kind}", *given,
+            f"init={quoted(self.folder / FORMER)}", f"data.path=[{paths}]",
             *weights,
             "data.prompts=''", f"name='{self.folder.name}'", f"out={quoted(adapted)}", "eval.prompts=0",
             f"resume={str(resumes).lower()}", f"overwrite={str(not resumes).lower()}",
@@ -177,8 +218,10 @@ class Maintenance:
     def prove(self) -> int | None:
         """Compare the adapted head with the former one, and decide."""
         former, adapted, out = (self.folder / name for name in (FORMER, ADAPTED, PROOF))
-        report = prove.compared(former, adapted, self.folder / "traffic", self.given, self.tree, self.run, out)
-        verdict = prove.verdict(report, adapted, self.run.loop.old_loss)
+        report = proof.compared(
+            former, adapted, self.folder / "traffic", out, self.loop.requests, self.run.eval, self.given, self.tree
+        )
+        verdict = proof.verdict(report, adapted, self.loop.old_loss)
         evidence = verdict.evidence | {"report": str(out / "report.html")}
         if verdict.better:
             self.state.decide(self.out, verdict.sentence, evidence, SWAP)
@@ -189,14 +232,14 @@ class Maintenance:
         """Replace the head in service, whole, unless it is on the Hub or in an engine's format; run the command."""
         run = self.folder / ADAPTED
         if self.ours:
-            copy_head(run / "head", resolve_head(self.run.serve))
+            copy_head(run / "head", resolve_head(self.serve))
         if failed := self._command(run):
             if self.ours:
-                copy_head(self.folder / FORMER / "head", resolve_head(self.run.serve))
+                copy_head(self.folder / FORMER / "head", resolve_head(self.serve))
             return self._not_swapped(failed, {})
         if self.ours:
-            self._end_round(f"{self.run.serve} has the adapted head; back: loop.rollback=true", {"from": str(run)})
-        elif self.run.loop.command is None:
+            self._end_round(f"{self.serve} has the adapted head; back: loop.rollback=true", {"from": str(run)})
+        elif self.loop.command is None:
             publish = f"python train/publish.py run={run} repo=OWNER/NAME format=vllm"
             self._end_round(f"proven, to be published: {publish}", {})
         else:
@@ -205,22 +248,22 @@ class Maintenance:
 
     def _command(self, run: Path) -> str:
         """Run the command that makes the service load a run's head; return what is wrong where it fails."""
-        if self.run.loop.command is None:
+        if self.loop.command is None:
             return ""
-        done = subprocess.run(self.run.loop.command, shell=True, check=False, env={**os.environ, "RUN": str(run)})
+        done = subprocess.run(self.loop.command, shell=True, check=False, env={**os.environ, "RUN": str(run)})
         return f"loop.command ended with status {done.returncode}" if done.returncode else ""
 
     def roll_back(self) -> int:
         """Put the former head of the last swap back into service; a round begins behind what the other one served."""
         swaps = (one for one in reversed(self.state.decisions) if one["stage"] == SWAP and "from" in one["evidence"])
-        begun = self.state.stage == SWAP and (self.ours or self.run.loop.command is not None)
+        begun = self.state.stage == SWAP and (self.ours or self.loop.command is not None)
         last = self.state.round if begun else next((one["round"] for one in swaps), None)
         if last is None:
             raise ValueError(f"{self.out}: no head was swapped in yet, so there is none to go back to")
         former = self.out / f"round-{last}" / FORMER
         if self.ours:  # else what a killed swap may have done is its command's alone
-            copy_head(resolve_head(str(former)), resolve_head(self.run.serve))
-        has = f"{self.run.serve} has the head of {former} again"
+            copy_head(resolve_head(str(former)), resolve_head(self.serve))
+        has = f"{self.serve} has the head of {former} again"
         if failed := self._command(former):
             raise ValueError(f"{has}, but {failed}" if self.ours else f"{former} is not in service again: {failed}")
         self._end_round(has if self.ours else f"loop.command has put {former} into service", {"former": str(former)})
@@ -260,3 +303,16 @@ def _copy_run(serve: str, former: Path) -> None:
 def _lines(log: Path) -> int:
     with log.open("rb") as file:
         return sum(1 for _ in file)
+
+
+@command("ops/loop")
+def main(cfg: DictConfig) -> None:
+    """Run the stages; exit with status 1 where an adapted head was not better."""
+    training, own = split_config(cfg)
+    service = typed(Service, own)
+    status = maintain(run_config(training), service, overrides(), lambda words: run_command("train/run.py", words))
+    raise SystemExit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from safetensors.torch import load_file
 
 from eval.measures.losslessness import Gate
@@ -26,19 +27,20 @@ from eval.measures.results import Measurement, Request, Source, result
 from eval.report.write import Report
 from heads.common.files import last_good, read_checked
 from heads.common.resolvers import ROOT, register_resolvers
+from heads.common.typed import typed
 from heads.formats.hub import resolve_head
 from heads.formats.store import read_config, save_head
 from inference.decode import Settings, autoregress
 from inference.target.target import Target
 from inference.tree_config import TreeConfig
 from inference.verification.sample import GREEDY
+from ops import loop, proof
+from ops.commands import overrides_of, run_command, split_config
+from ops.loop import Service, maintain
+from ops.state import FILE, SWAP, WATCH, State
 from tests import toys
 from tests.train import jobs
-from train import run as command
 from train.config import run_config
-from train.maintenance import prove, stages
-from train.maintenance.stages import maintain
-from train.maintenance.state import FILE, SWAP, WATCH, State
 
 NEW_FROM = 60  # of the log's records
 TREE = TreeConfig("dynamic", 2, 20, 30, [], [])  # wide, so that a toy head gains by what tokens are frequent
@@ -83,13 +85,13 @@ def write(path: Path, records: list[dict[str, Any]]) -> Path:
 
 def words_of(folder: Path, more: list[str]) -> list[str]:
     named = [f"log={folder / 'log.jsonl'}", f"serve={folder / 'served'}", f"model.path={folder / 'target'}"]
-    return ["experiment=loop", "head=medusa", *named, *SMALL, f"out={folder / 'loop'}", *more]
+    return ["head=medusa", *named, *SMALL, f"out={folder / 'loop'}", *more]
 
 
 def run_config_of(folder: Path, more: list[str]) -> Any:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return run_config(compose("train", words_of(folder, more)))
+        return run_config(split_config(compose("ops/loop", words_of(folder, more)))[0])
 
 
 @pytest.fixture
@@ -102,9 +104,14 @@ def folder(service: Path, tmp_path: Path) -> Iterator[Path]:
         yield tmp_path / "service"
 
 
-def go(folder: Path, *more: str, train: Any = command.ordinary) -> int:
+def real_training(words: list[str]) -> None:
+    run_command("train/run.py", words)
+
+
+def go(folder: Path, *more: str, train: Any = real_training) -> int:
     words = words_of(folder, [*more])
-    return maintain(run_config(compose("train", words)), words, train)
+    training, own = split_config(compose("ops/loop", words))
+    return maintain(run_config(training), typed(Service, own), words, train)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -230,7 +237,7 @@ def test_a_link_to_the_head_in_service_stays_one_however_often_it_is_swapped(tmp
     link = tmp_path / "link"
     link.symlink_to(Path("heads", "current"))
     for name in ("second", "first", "second"):
-        stages.copy_head(tmp_path / name, link)
+        loop.copy_head(tmp_path / name, link)
         assert link.is_symlink()
         assert (link / "config.json").read_text() == name
     current = tmp_path / "heads" / "current"
@@ -238,7 +245,7 @@ def test_a_link_to_the_head_in_service_stays_one_however_often_it_is_swapped(tmp
     current.rename(current.with_name(".current.old"))  # as a swap that is killed between its two moves leaves it
     assert resolve_head(str(link)) == link
     assert (last_good(link) / "config.json").read_text() == "second"
-    stages.copy_head(tmp_path / "first", link)
+    loop.copy_head(tmp_path / "first", link)
     assert (link / "config.json").read_text() == "first"
     assert [*current.parent.iterdir()] == [current]
 
@@ -251,7 +258,7 @@ def test_going_back_from_a_killed_command_touches_no_head_of_an_engine(
     (folder / "served" / "head").rename(published)
     link = folder / "served" / "head"
     link.symlink_to(published)  # as train/publish.py serves it
-    monkeypatch.setattr(stages, "is_published", lambda _: True)
+    monkeypatch.setattr(loop, "is_published", lambda _: True)
     State(str(folder / "served")).decide(loop, "better", {"new": []}, SWAP, since=NEW_FROM)
     with pytest.raises(ValueError, match="no head was swapped in yet"):
         go(folder, "loop.rollback=true")
@@ -280,11 +287,11 @@ def after(function: Any, *given: Any, **named: Any) -> None:
 @pytest.mark.slow
 def test_it_goes_on_wherever_it_was_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places = [
-        (stages, "split"),
-        (stages, "_copy_run"),
-        (prove, "compared"),
-        (prove, "verdict"),
-        (stages, "copy_head"),
+        (loop, "split"),
+        (loop, "_copy_run"),
+        (proof, "compared"),
+        (proof, "verdict"),
+        (loop, "copy_head"),
     ]
     for module, name in places:
         for hook in (stop, partial(after, getattr(module, name))):
@@ -300,7 +307,7 @@ def test_it_goes_on_wherever_it_was_stopped(folder: Path, monkeypatch: pytest.Mo
 @pytest.mark.slow
 def test_a_killed_command_goes_on(folder: Path) -> None:
     words = words_of(folder, ["trainer.steps=60", "trainer.save_every=5"])
-    job = jobs.start(words)
+    job = jobs.start(words, script="ops/loop.py")
     checkpoints = folder / "loop" / "round-1" / "adapted" / "checkpoints"
     while not any(checkpoints.glob("step*")):
         assert job.poll() is None, job.communicate()[0]
@@ -308,7 +315,7 @@ def test_a_killed_command_goes_on(folder: Path) -> None:
     job.kill()
     job.communicate()
     assert not (checkpoints.parent / "training.json").exists(), "it was over before: nothing was tested"
-    printed = jobs.finish(jobs.start(words))
+    printed = jobs.finish(jobs.start(words, script="ops/loop.py"))
     assert "swap: " in printed
     assert same(folder / "served" / "head", folder / "loop" / "round-1" / "adapted" / "head")
 
@@ -332,7 +339,7 @@ def test_a_stopped_training_goes_on(folder: Path) -> None:
 def worse(folder: Path, words: list[str]) -> None:
     """Train nothing: the adapted head is the former one with other random weights."""
     out = Path(next(word for word in words if word.startswith("out=")).removeprefix("out=").strip("'"))
-    target = Target.of(run_config(compose("train", words_of(folder, []))).model)
+    target = Target.of(run_config(split_config(compose("ops/loop", words_of(folder, [])))[0]).model)
     torch.manual_seed(5)
     head: Any = toys.head("medusa", target)
     for parameter in head.parameters():
@@ -406,7 +413,7 @@ def difference(low: float, middle: float = 0.5) -> dict[str, float]:
 )
 def test_only_a_head_that_is_better_lossless_and_forgets_nothing_is_better(changes: Any, why: str) -> None:
     """An old τ of 2 may lose a tenth of it, 0.2."""
-    found = prove.verdict(report_of(**changes), Path("/a"), 0.1)
+    found = proof.verdict(report_of(**changes), Path("/a"), 0.1)
     assert found.sentence.startswith(why)
     assert found.better == why.startswith(BETTER)
 
@@ -414,12 +421,23 @@ def test_only_a_head_that_is_better_lossless_and_forgets_nothing_is_better(chang
 def test_a_proof_without_requests_is_not_of_the_targets_own_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[Any] = []
-    monkeypatch.setattr(prove, "evaluate", given.append)
-    for name in prove.PROOFS:
+    given: list[list[str]] = []
+    monkeypatch.setattr(proof, "run_command", lambda _, words: given.append(words))
+    monkeypatch.setattr(proof, "read_report", lambda _: {})
+    monkeypatch.setattr(proof, "report_of", lambda *_: None)
+    for name in proof.PROOFS:
         (tmp_path / name).touch()
-    prove.compared(Path("f"), Path("a"), tmp_path, {"path": "t"}, {}, run_config_of(tmp_path, []), tmp_path)
-    assert given[0].workload == [str(tmp_path / prove.NEW)], "which is refused, as an empty file is"
+    settings = run_config_of(tmp_path, []).eval
+    proof.compared(Path("f"), Path("a"), tmp_path, tmp_path, 5, settings, {"path": "t"}, {})
+    assert f"workload=['{tmp_path / proof.NEW}']" in given[0], "which is refused, as an empty file is"
+
+
+def test_values_are_read_back_as_overrides() -> None:
+    values = {"run": "a b/c", "n": 3, "x": 0.5, "yes": True, "none": None, "of": {"list": ["a,b", 2], "empty": []}}
+    words = overrides_of(values)
+    parsed = {one.get_key_element(): one.value() for one in OverridesParser.create().parse_overrides(words)}
+    expected = {key: value for key, value in values.items() if key != "of"}
+    assert parsed == expected | {"of.list": ["a,b", 2], "of.empty": []}
 
 
 def test_the_target_that_reads_the_log_is_gone_when_the_training_loads_its_own(
@@ -438,7 +456,7 @@ def test_the_target_that_reads_the_log_is_gone_when_the_training_loads_its_own(
         assert not any(target() for target in loaded)
         raise StoppedError
 
-    monkeypatch.setattr(stages.Target, "of", of)
+    monkeypatch.setattr(loop.Target, "of", of)
     with pytest.raises(StoppedError):
         go(folder, train=train)
 
@@ -456,8 +474,6 @@ def test_another_head_or_a_damaged_state_is_refused_in_a_line(folder: Path) -> N
     assert go(folder, "loop.watcher.reference=1000") == 0
     with pytest.raises(ValueError, match="maintains"):
         go(folder, f"serve={folder / 'served' / 'head'}")
-    with pytest.raises(ValueError, match="needs log="):
-        go(folder, "log=null")
     (folder / "loop" / FILE).write_text("{}", encoding="utf-8")
     with pytest.raises(ValueError, match="damaged"):
         go(folder)

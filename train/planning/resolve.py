@@ -1,8 +1,8 @@
-"""What a run leaves to the plan: its processes, the target's placement, the head's strategy, the last check's dtype.
+"""`resolve`: one run from its composed configuration, with every value that was left open filled in once.
 
-Whatever is given stays as it is. Of the rest the first combination is taken that fits SAFE of every device with one row
-of a micro-batch, and of the host's memory where that is known, the fastest first; `train.planning.plan.sized` then
-chooses the micro-batch.
+A value that is given stays. Of the placements and strategies, the fastest first, the first is taken that fits SAFE of
+every device with one row of a micro-batch, and of the host's memory where that is known; then the largest micro-batch
+that fits.
 """
 
 import math
@@ -12,24 +12,48 @@ from itertools import product
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 
 from inference.target.config import DTYPES, default_device, fast_dtype
 from inference.target.placement import AUTO, DEVICE_MAP, OFFLOAD, PLACEMENTS, REPLICATE, TENSOR_PARALLEL, TOGETHER
-from train.config import RunConfig, checked
+from train.config import RunConfig, checked, run_config
 from train.distributed.started import launched, on_node, world
+from train.planning.check import check_plan, check_settings, check_target
 from train.planning.plan import (
     SAFE,
     PlanInputs,
+    alone_on_cpu,
     device_memories,
     host_share,
     most_rows,
     plan_inputs,
+    resolve_micro_batch,
     resolved,
-    sized,
 )
 from train.planning.shapes import configuration
+from train.planning.table import check_memory
 
 GATE = "float32"  # the losslessness check's dtype where the target fits in it: coarse numbers blur the comparison
+
+
+def resolve(cfg: DictConfig) -> RunConfig:
+    """Return the run of a composed configuration, checked and without open values.
+
+    Filled in, in this order: the head, the number of processes, placement and strategy, the dtype of the losslessness
+    check, the micro-batch. With `plan=true` nothing is written or downloaded for the checks.
+
+    Raises:
+        ValueError: settings are wrong, contradict each other, or fit no placement; the key and the remedy.
+    """
+    run = with_processes(run_config(cfg))
+    if run.plan is True:
+        check_plan(run)
+        return resolve_micro_batch(resolve_placement(run))
+    check_settings(run)
+    trained = check_target(run)
+    run = resolve_micro_batch(resolve_placement(run))
+    check_memory(run, trained)
+    return run
 
 
 def with_processes(run: RunConfig) -> RunConfig:
@@ -49,7 +73,7 @@ def accelerators(device: str | None) -> int:
     return torch.cuda.device_count() if (device or default_device()) == "cuda" else 1
 
 
-def chosen(run: RunConfig) -> RunConfig:
+def resolve_placement(run: RunConfig) -> RunConfig:
     """Return a run with the first of its possible placements and strategies that fits, and the dtype of its last check.
 
     Where none fits it is the one that lacks least.
@@ -57,42 +81,17 @@ def chosen(run: RunConfig) -> RunConfig:
     Raises:
         ValueError: none of them is possible, and why the first is not.
     """
-    run = with_processes(run)
     options = list(_options(run))
     return _with_gate(_first_that_fits(options) if len(options) > 1 else options[0])
 
 
-def in_words(run: RunConfig) -> str:
-    """Return one line about what was chosen, as overrides."""
-    launcher, gate = run.launcher, run.eval.gate_dtype
-    nodes = f"{launcher.num_nodes} x " if launcher.num_nodes > 1 else ""
-    processes = "1 process" if launcher.local == 1 else f"{launcher.local} processes"
-    disk = f" model.offload={run.model.offload}" if run.model.placement == OFFLOAD else ""
-    last = f" eval.gate_dtype={gate}" if run.eval.prompts else ""
-    idle = ""
-    if run.rows < launcher.world:
-        idle = (
-            f"; a step of trainer.batch_tokens={run.trainer.batch_tokens} is {run.rows} row{'s' * (run.rows > 1)} for "
-            f"{launcher.world} processes, so some have nothing to do: give {launcher.world * run.data.length} or more"
-        )
-    return (
-        f"{nodes}{processes}, placed by the plan: model.placement={run.model.placement}{disk} "
-        f"launcher.strategy={launcher.strategy} trainer.micro_tokens={run.trainer.micro_tokens}{last}{idle}"
-    )
-
-
-def alone_on_cpu(run: RunConfig) -> bool:
-    """Whether a run is a single process on a CPU, which leaves nothing to choose."""
-    return run.launcher.world == 1 and resolved(run.device, run.model.device).type == "cpu"
-
-
 def _options(run: RunConfig) -> Iterator[RunConfig]:
     """Yield the run with every placement and strategy that it may have, the fastest first."""
-    several, alone = run.launcher.world > 1, alone_on_cpu(run)
+    several, on_cpu = run.launcher.world > 1, alone_on_cpu(run)
     placements: tuple[str, ...] = (run.model.placement,)
     if run.model.placement == AUTO:
         possible = {
-            REPLICATE: True, **dict.fromkeys(TOGETHER, several), DEVICE_MAP: not alone, OFFLOAD: not alone,
+            REPLICATE: True, **dict.fromkeys(TOGETHER, several), DEVICE_MAP: not on_cpu, OFFLOAD: not on_cpu,
         }  # fmt: skip
         placements = tuple(kind for kind in PLACEMENTS if possible[kind])
     strategies: tuple[str, ...] = (run.launcher.strategy,)
@@ -118,10 +117,10 @@ def _first_that_fits(options: list[RunConfig]) -> RunConfig:
             errors.append(error)
     if len(errors) == len(options):
         raise errors[0]
-    return min(options, key=_lacking)
+    return min(options, key=_fullest_share)
 
 
-def _lacking(run: RunConfig) -> float:
+def _fullest_share(run: RunConfig) -> float:
     """Return the share that a run takes of what it fills most with one row, the least it can; without end for none."""
     try:
         inputs = _inputs(_possible(run), 1)
@@ -131,12 +130,12 @@ def _lacking(run: RunConfig) -> float:
 
 
 def _fits(run: RunConfig) -> bool:
-    """Whether a possible run fits, with the micro-batch that `sized` will choose; refuse what loading would refuse."""
+    """Whether a run fits with the micro-batch that `resolve_micro_batch` will choose; refuse what loading refuses."""
     run = _possible(run)
     inputs = _inputs(run, most_rows(run))
     if host_share(inputs) > SAFE or any(use.fixed > SAFE * use.capacity for use in device_memories(inputs)):
         return False
-    return all(use.peak <= SAFE * use.capacity for use in device_memories(_inputs(sized(run), 1)))
+    return all(use.peak <= SAFE * use.capacity for use in device_memories(_inputs(resolve_micro_batch(run), 1)))
 
 
 def _possible(run: RunConfig) -> RunConfig:

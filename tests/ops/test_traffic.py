@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from ops.traffic import Hygiene, split
 from tests import toys
-from tests.train.test_maintenance import answer, write
-from train.maintenance.traffic import Hygiene, split
+from tests.ops.test_loop import answer, write
 
 
 def lines(records: list[dict[str, Any]]) -> list[bytes]:

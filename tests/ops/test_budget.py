@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
-from rich.console import Console
 
 from data.text.sources import open_source
-from heads.common.command import BEST, quoted
+from heads.common.command import quoted
 from heads.common.resolvers import ROOT, register_resolvers
+from heads.common.typed import typed
+from ops import budget as command
+from ops.budget import PROBE, STATE, Budget, BudgetConfig, Forecast, ForecastConfig, shared_words
+from ops.commands import run_command, split_config
+from ops.curve import power_function, predict
 from tests.eval.stubs import ROW
 from tests.train import jobs
-from train import run as command
 from train.checkpoints import format
-from train.config import Budget, run_config
-from train.forecast.command import PROBE, STATE, Forecast
-from train.forecast.curve import power_function, predict
+from train.config import run_config
 from train.optim import cooldown_begin, learning_rate, same_rates
-from train.run import within_budget
 
 BOUND = 6.0
 
@@ -94,27 +94,34 @@ def test_budgets_are_read() -> None:
 
 
 @pytest.mark.usefixtures("composing")
-def test_settings_of_a_budget_are_refused() -> None:
-    for words, message in (
-        (["budget=1x"], "budget is '1x'"),
-        (["log=a.jsonl"], "log is read by a budget or by the loop"),
-        (["budget=1h", "forecast.candidates=[]"], "forecast.candidates is"),
-        (["budget=1h", "forecast.candidates=[mlp,mlp]"], "each once"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            run_config(compose("train", words))
+@pytest.mark.parametrize(("candidates", "message"), [("[]", "forecast.candidates is"), ("[mlp,mlp]", "each once")])
+def test_candidates_are_heads_each_once(candidates: str, message: str) -> None:
+    _, own = split_config(compose("ops/budget", [f"forecast.candidates={candidates}"]))
+    with pytest.raises(ValueError, match=message):
+        typed(ForecastConfig, own.forecast)
+
+
+def test_trainings_share_what_is_not_the_budgets_own() -> None:
     with pytest.raises(ValueError, match=r"head.layers is of one head"):
-        command.shared_words(["budget=1h", "head.layers=2"], None)
+        shared_words(["budget=1h", "head.layers=2"], None)
     with pytest.raises(ValueError, match="both given"):
-        command.shared_words(["data.path=b", "log=a"], "a")
-    shared = command.shared_words(["budget=1h", "trainer.lr=1", "forecast.share=0.1"], "a b")
-    assert shared == ["trainer.lr=1", "data.path='a b'"]
+        shared_words(["data.path=b", "log=a"], "a")
+    words = [
+        "budget=1h",
+        "trainer.lr=1",
+        "forecast.share=0.1",
+        "name=x",
+        "out=y",
+        "resume=true",
+        "+objective.losses.lk=1",
+    ]
+    assert shared_words(words, "a b") == ["trainer.lr=1", "+objective.losses.lk=1"]
 
 
 @pytest.mark.parametrize(
     ("word", "instead"),
     [
-        ("head=eagle3", r"give forecast.candidates=\[eagle3\]$"),
+        ("head=eagle3", "give forecast.candidates$"),
         ("trainer.steps=100", "leave it out$"),
         ("trainer.cooldown=0.5", "give forecast.cooldown in its place$"),
         ("trainer.warmup=0.1", "give forecast.warmup, in steps, in its place$"),
@@ -122,20 +129,7 @@ def test_settings_of_a_budget_are_refused() -> None:
 )
 def test_what_a_budget_decides_is_refused_where_it_is_given(word: str, instead: str) -> None:
     with pytest.raises(ValueError, match=f"^{word}.*{instead}"):
-        command.shared_words(["budget=1h", word], None)
-
-
-@pytest.mark.usefixtures("composing")
-def test_the_head_that_nobody_named_is_no_word_of_a_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    words = ["head=mtp", "budget=1h", "plan=true", f"out={tmp_path / 'out'}"]  # as head=best, the default, leaves them
-    monkeypatch.setattr("train.distributed.launch.overrides", lambda: words)
-    monkeypatch.setattr("train.run.check_plan", lambda _: None)
-    monkeypatch.setattr("train.run.budget_plan", lambda *_: "planned")
-    monkeypatch.setenv(BEST, "head=best: mtp\n")
-    run = run_config(compose("train", words))
-    assert within_budget(run) is None
-    with pytest.raises(ValueError, match=r"^head=mtp is one head"):
-        within_budget(run)
+        shared_words(["budget=1h", word], None)
 
 
 @pytest.mark.usefixtures("composing")
@@ -162,12 +156,13 @@ class Stage:
 
     def __init__(self, out: Path, candidates: dict[str, tuple[float, float, float]], *words: str) -> None:
         self.planted, self.out, self.taken, self.runs = candidates, out, 0, list[list[str]]()
-        config = run_config(compose("train", [f"out={out}", "trainer=debug", "tree=dynamic", *words]))
-        forecast = replace(config.forecast, candidates=list(candidates))
-        self.run = replace(config, budget=Budget(100_000.0, timed=False), forecast=forecast)
+        training, own = split_config(compose("ops/budget", [f"out={out}", "trainer=debug", "tree=dynamic", *words]))
+        self.run = run_config(training)
+        forecast = replace(typed(ForecastConfig, own.forecast), candidates=list(candidates))
+        self.config = BudgetConfig(Budget(100_000.0, timed=False), None, forecast)
 
-    def forecast(self, **changed: Any) -> Forecast:
-        return Forecast(replace(self.run, **changed), ["a=b"], self.train)
+    def forecast(self, config: BudgetConfig | None = None, **changed: Any) -> Forecast:
+        return Forecast(replace(self.run, **changed), config or self.config, ["a=b"], self.train)
 
     def train(self, words: list[str]) -> None:
         """Take the steps that are left, at 2 operations each, and write their checkpoints and report as a run does.
@@ -237,13 +232,13 @@ def test_a_killed_forecast_continues_where_it_was(tmp_path: Path) -> None:
                 raise SystemExit(143)
             stage.train(words)
 
-        resumed = Forecast(replace(stage.run, resume=(stage.out / STATE).exists()), ["a=b"], train)
+        resumed = Forecast(replace(stage.run, resume=(stage.out / STATE).exists()), stage.config, ["a=b"], train)
         with pytest.raises(SystemExit):
             resumed.finish(resumed.choose())
     with pytest.raises(ValueError, match="holds a forecast already"):
         stage.forecast()
     with pytest.raises(ValueError, match=r"here differ share \(0\.25, now 0\.5\)"):
-        stage.forecast(resume=True, forecast=replace(stage.run.forecast, share=0.5))
+        stage.forecast(replace(stage.config, forecast=replace(stage.config.forecast, share=0.5)), resume=True)
     (again := stage.forecast(resume=True)).finish(again.choose())
     assert again.state["points"] == one.state["points"]
     ends = [[word for word in run if not word.startswith("out=")] for run in (stage.runs[-1], whole.runs[-1])]
@@ -273,13 +268,13 @@ def test_a_candidate_whose_processes_refuse_is_left_out_and_one_that_is_stopped_
             raise SystemExit(status)
         stage.train(words)
 
-    forecast = Forecast(stage.run, [], launched)
+    forecast = Forecast(stage.run, stage.config, [], launched)
     if status == 143:
         with pytest.raises(SystemExit):
             forecast.choose()
         return
     assert forecast.choose() == "mlp"
-    assert forecast.state["left_out"] == {"eagle": f"its processes ended with status {status}, see above"}
+    assert forecast.state["left_out"] == {"eagle": f"its training ended with status {status}, see above"}
     assert [*forecast.state["points"]] == ["mlp"]
 
 
@@ -296,59 +291,49 @@ def test_a_log_is_for_all_trainings_what_it_was_at_the_beginning(tmp_path: Path)
             file.write('{"text": "c"}\n')
         stage.train(words)
 
-    run = replace(stage.run, log=str(log))
-    Forecast(run, [], train).choose()
-    Forecast(replace(run, resume=True), [], train).choose()
+    config = replace(stage.config, log=str(log))
+    Forecast(stage.run, config, [], train).choose()
+    Forecast(replace(stage.run, resume=True), config, [], train).choose()
     assert set(seen) == {whole}
 
     def refuse(words: list[str]) -> None:
-        raise ValueError("line 3 is no JSON")
+        raise SystemExit(2)
 
-    with pytest.raises(ValueError, match=rf"no candidate .*: line 3 is no JSON; .*/forecast has a copy of log={log}$"):
-        Forecast(replace(run, overwrite=True), [], refuse).choose()
+    with pytest.raises(ValueError, match=rf"no candidate .*: its training .*; .*/forecast has a copy of log={log}$"):
+        Forecast(replace(stage.run, overwrite=True), config, [], refuse).choose()
 
 
-@pytest.mark.usefixtures("composing")
-def test_a_plan_of_a_budget_trains_nothing_however_it_is_spelt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["budget=1h", "plan=True", f"out={tmp_path / 'out'}"]
-    monkeypatch.setattr("train.distributed.launch.overrides", lambda: words)
-    monkeypatch.setattr("train.run.check_plan", lambda _: None)
-    monkeypatch.setattr("train.run.budget_plan", lambda *_: "planned")
-    assert within_budget(run_config(compose("train", words))) is None
+def test_a_plan_of_a_budget_is_that_of_each_candidate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(command, "run_command", lambda script, words: started.append([script, *words]))
+    words = ["budget=1h", "plan=True", f"out={tmp_path / 'out'}", "forecast.candidates=[mlp,'eagle3 head.layers=2']"]
+    monkeypatch.setattr("sys.argv", ["ops/budget.py", *words])
+    command.main()
+    assert started == [
+        ["train/run.py", "plan=True", "head=mlp"],
+        ["train/run.py", "plan=True", "head=eagle3", "head.layers=2"],
+    ]
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.usefixtures("composing")
-@pytest.mark.parametrize(
-    ("budget", "device", "said"),
-    [
-        ("1h", "here", "at an assumed 40% of "),
-        ("1e15", "here", " on one"),
-        ("1h", "here device.tflops=2", "of 2 TFLOP/s"),
-        ("1h", "cpu", "hours are not known: device=cpu has no peak; give device.tflops"),
-    ],
-)
-def test_a_plan_of_a_budget_says_its_rate(
-    budget: str, device: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["head=mlp", "model.device=cpu", "trainer=debug", f"budget={budget}", *f"device={device}".split()]
-    run = run_config(compose("train", words))
-    Console(width=200).print(command.budget_plan(run, {"mlp": run}))
-    printed = capsys.readouterr().out
-    assert said in printed
-    assert (" - " in printed) == ("not known" in printed)
+@pytest.mark.parametrize(("code", "status"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 15)", 143)])
+def test_a_command_passes_its_status_on(code: str, status: int, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(f"import sys\nassert sys.argv[1:] == ['a b', 'c']\n{code}\n")
+    with pytest.raises(SystemExit) as ended:
+        run_command(str(tmp_path / "script.py"), ["a b", "c"])
+    assert ended.value.code == status
 
 
 @pytest.mark.usefixtures("composing")
 @pytest.mark.parametrize("small", [Budget(100.0, timed=False), Budget(1.0, timed=True)])
 def test_a_budget_that_is_too_small_says_what_would_do(small: Budget, tmp_path: Path) -> None:
     stage = Stage(tmp_path, {"mlp": (1.0, 1.0, 1.0), "eagle": (1.0, 1.0, 1.0)})
-    stage.run = replace(stage.run, budget=small)
+    stage.config = replace(stage.config, budget=small)
     with pytest.raises(ValueError, match=r"too small for short trainings of 2 .* about .* overwrite=true$") as seen:
         stage.forecast().choose()
     (advised,) = re.findall(r"about (\S+(?: s| min| h)?)", str(seen.value))
     assert Budget.read(advised).amount > 4 * small.amount
-    stage.run = replace(stage.run, budget=Budget.read(advised))
+    stage.config = replace(stage.config, budget=Budget.read(advised))
     assert stage.forecast(overwrite=True).choose() in stage.planted
 
 
@@ -359,8 +344,9 @@ def test_a_budget_is_spent_on_real_trainings(tmp_path: Path, capfd: pytest.Captu
     words += [f"out={tmp_path / 'out'}", "data.held_out=8", "eval.prompts=4", "name=toy", "trainer.batch_tokens=64"]
     mine = ["budget=1e9", "forecast.candidates=[medusa,mlp]", "forecast.warmup=2", "forecast.prompts=8",
             "forecast.tokens=8"]  # fmt: skip
-    run = run_config(compose("train", [*words, *mine]))
-    forecast = Forecast(run, words, lambda more: command.ordinary([*words, *more]))
+    training, own = split_config(compose("ops/budget", [*words, *mine]))
+    run, config = run_config(training), typed(BudgetConfig, own, ready={"budget": Budget.read(own.budget)})
+    forecast = Forecast(run, config, words, lambda more: run_command("train/run.py", [*words, *more]))
     forecast.finish(chosen := forecast.choose())
     assert len(forecast.state["points"][chosen]) == 4
     assert f'"{chosen}"' in Path(run.out, "head", "config.json").read_text()
