@@ -10,6 +10,9 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM
 
 from tests import toys
+from train.config import RunConfig
+from train.planning.plan import resolve_micro_batch
+from train.planning.resolve import resolve_placement, with_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = [
@@ -33,6 +36,11 @@ def make(folder: Path) -> list[str]:
     lines = [" ".join(f"w{draw.randrange(toys.VOCAB)}" for _ in range(draw.randrange(12, 40))) for _ in range(120)]
     (folder / "text.txt").write_text("\n".join(lines) + "\n")
     return [f"model.path={folder / 'target'}", f"data.path={folder / 'text.txt'}", *QUICK]
+
+
+def placed(run: RunConfig) -> RunConfig:
+    """Return a run with what `resolve` fills in by a plan, unchecked."""
+    return resolve_micro_batch(resolve_placement(with_processes(run)))
 
 
 def start(

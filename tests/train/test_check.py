@@ -16,10 +16,11 @@ from tests.train import jobs
 from tests.train.test_features import composed
 from tests.train.test_features import configured as unplaced
 from train.build import prepare_out, prompt_room, values_of
+from train.config import RunConfig
 from train.distributed.processes import RunLock
 from train.planning import plan
 from train.planning.check import check_out, check_plan, check_run, check_target, ordinary_mask
-from train.planning.resolve import resolve, resolve_micro_batch, resolve_placement, with_processes
+from train.planning.resolve import resolve, with_processes
 from train.planning.table import check_memory, table
 
 
@@ -239,12 +240,12 @@ def test_a_plan_refuses_what_its_target_or_machine_does_not_have(
     toy: list[str], overrides: list[str], told: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(told)):
-        plan.plan(resolve_micro_batch(resolve_placement(configured([*toy, *overrides]))))
+        plan.plan(jobs.placed(configured([*toy, *overrides])))
 
 
 def test_a_plan_that_fits_says_what_its_training_still_lacks(toy: list[str], tmp_path: Path) -> None:
     def shown(*words: str) -> str:
-        run = resolve_micro_batch(resolve_placement(configured([*toy, f"out={tmp_path}", *words])))
+        run = jobs.placed(configured([*toy, f"out={tmp_path}", *words]))
         console = Console(width=400)
         with console.capture() as text:
             console.print(table(run, plan.plan(run)))

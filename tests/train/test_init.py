@@ -27,7 +27,6 @@ from tests.train import jobs
 from train.config import RunConfig, run_config
 from train.planning import trace
 from train.planning.plan import plan
-from train.planning.resolve import resolve_placement
 from train.start import first_head, fit_start, resolve_init
 
 
@@ -421,9 +420,7 @@ def test_what_a_head_starts_from_by_itself(
 
 
 def test_a_layer_of_a_llamas_kind_is_planned_as_a_llamas(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = [
-        resolve_placement(run("head=mtp", f"head.layer={of}", "launcher.num_processes=1")) for of in ("target", "llama")
-    ]
+    runs = [jobs.placed(run("head=mtp", f"head.layer={of}", "launcher.num_processes=1")) for of in ("target", "llama")]
     theirs, ours = map(plan, runs)
     for key in ("head_parameters", "head_flops", "peak_bytes"):
         assert theirs[key] == pytest.approx(ours[key], rel=0.02)

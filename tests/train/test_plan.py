@@ -12,13 +12,13 @@ from transformers import LlamaConfig, Qwen3Config
 from benchmarks import planner
 from heads.common.resolvers import ROOT, register_resolvers
 from tests import families
+from tests.train import jobs
 from train.config import RunConfig, run_config
 from train.planning import shapes
 from train.planning.check import check_plan
 from train.planning.memory import total
 from train.planning.plan import GIB, SAFE, plan, preset, resolve_micro_batch
-from train.planning.resolve import in_words, resolve_placement
-from train.planning.table import advice, table
+from train.planning.table import advice, in_words, table
 
 VICUNA: dict[str, Any] = {"vocab_size": 32000, "tie_word_embeddings": False}
 TARGETS = {
@@ -79,7 +79,7 @@ def run(*overrides: str) -> RunConfig:
 def automatic(*overrides: str) -> RunConfig:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return resolve_placement(run_config(compose("train", list(overrides))))
+        return jobs.placed(run_config(compose("train", list(overrides))))
 
 
 @pytest.fixture
@@ -431,12 +431,10 @@ def test_on_a_cpu_the_configuration_gives_the_size() -> None:
 
 def test_a_plan_says_its_data_and_that_a_step_has_no_row_for_each_process() -> None:
     words = ["trainer=debug", "model=tiny", "head=mlp", "model.device=cpu", "launcher.num_processes=4"]
-    few, enough = (
-        resolve_placement(run(*words, f"trainer.batch_tokens={rows * 64}", "data.length=64")) for rows in (2, 4)
-    )
+    few, enough = (jobs.placed(run(*words, f"trainer.batch_tokens={rows * 64}", "data.length=64")) for rows in (2, 4))
     assert "=128 is 2 rows for 4 processes, so some have nothing to do: give 256 or more" in in_words(few)
     assert "trainer.batch_tokens" not in in_words(enough)
-    alone = resolve_placement(run(*words[:-1], "trainer.batch_tokens=256", "data.length=64"))
+    alone = jobs.placed(run(*words[:-1], "trainer.batch_tokens=256", "data.length=64"))
     assert plan(enough)["hours"] == pytest.approx(plan(alone)["hours"], rel=0.1), "by the CPU that they share"
     console = Console(record=True, width=200)
     with console.capture() as shown:
@@ -447,7 +445,7 @@ def test_a_plan_says_its_data_and_that_a_step_has_no_row_for_each_process() -> N
 
 
 def test_a_cpus_time_is_estimated_and_nothing_empty_is_listed() -> None:
-    small = resolve_placement(run("trainer=debug", "model=tiny", "head=mlp", "model.device=cpu"))
+    small = jobs.placed(run("trainer=debug", "model=tiny", "head=mlp", "model.device=cpu"))
     planned = plan(small)
     console = Console(record=True, width=120)
     with console.capture() as shown:
