@@ -1,7 +1,7 @@
 """The plan of a run from configurations alone: memory by device, disk, FLOPs and hours.
 
 Nothing is loaded or written. What depends on data is taken at its largest: every token is trained, no row comes twice.
-Each assumption is a key of conf/device or stands in docs/training_plan.md.
+Each assumption is a key of conf/device or is named in docs/training_plan.md.
 """
 
 import re
