@@ -96,7 +96,6 @@ def test_a_mistake_in_the_overrides_is_one_line_without_their_values(
 )
 def test_a_misspelt_key_gets_the_nearest_names(config: str, word: str, names: str) -> None:
     assert nearest(word, keys(config)) == f"do you mean {names}?"
-    assert nearest("objective.losses.kll", keys("train")) == "", "which any name may be added to"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +125,7 @@ def test_a_mistake_in_a_trainings_words_says_what_to_give(words: list[str], mess
 def test_the_help_lists_the_keys_of_the_head_that_is_named() -> None:
     named = {line.split("=")[0].strip() for line in help_text("train", ["head=eagle3"]).splitlines()}
     assert {"head.feature_norm", "head.lm_head"} <= named
-    assert not any(line.startswith("  head.") for line in help_text("train").splitlines())
+    assert "head.feature_norm" not in help_text("train")
 
 
 @pytest.mark.parametrize("config", sorted(file.stem for file in CONF.glob("*.yaml")))

@@ -34,7 +34,8 @@ from inference.decode import Settings, autoregress
 from inference.target.target import Target
 from inference.tree_config import TreeConfig
 from inference.verification.sample import GREEDY
-from ops import loop, proof
+from ops import loop as stages
+from ops import proof
 from ops.commands import overrides_of, run_command, split_config
 from ops.loop import Service, maintain
 from ops.state import FILE, SWAP, WATCH, State
@@ -237,7 +238,7 @@ def test_a_link_to_the_head_in_service_stays_one_however_often_it_is_swapped(tmp
     link = tmp_path / "link"
     link.symlink_to(Path("heads", "current"))
     for name in ("second", "first", "second"):
-        loop.copy_head(tmp_path / name, link)
+        stages.copy_head(tmp_path / name, link)
         assert link.is_symlink()
         assert (link / "config.json").read_text() == name
     current = tmp_path / "heads" / "current"
@@ -245,7 +246,7 @@ def test_a_link_to_the_head_in_service_stays_one_however_often_it_is_swapped(tmp
     current.rename(current.with_name(".current.old"))  # as a swap that is killed between its two moves leaves it
     assert resolve_head(str(link)) == link
     assert (last_good(link) / "config.json").read_text() == "second"
-    loop.copy_head(tmp_path / "first", link)
+    stages.copy_head(tmp_path / "first", link)
     assert (link / "config.json").read_text() == "first"
     assert [*current.parent.iterdir()] == [current]
 
@@ -258,7 +259,7 @@ def test_going_back_from_a_killed_command_touches_no_head_of_an_engine(
     (folder / "served" / "head").rename(published)
     link = folder / "served" / "head"
     link.symlink_to(published)  # as train/publish.py serves it
-    monkeypatch.setattr(loop, "is_published", lambda _: True)
+    monkeypatch.setattr(stages, "is_published", lambda _: True)
     State(str(folder / "served")).decide(loop, "better", {"new": []}, SWAP, since=NEW_FROM)
     with pytest.raises(ValueError, match="no head was swapped in yet"):
         go(folder, "loop.rollback=true")
@@ -287,11 +288,11 @@ def after(function: Any, *given: Any, **named: Any) -> None:
 @pytest.mark.slow
 def test_it_goes_on_wherever_it_was_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places = [
-        (loop, "split"),
-        (loop, "_copy_run"),
+        (stages, "split"),
+        (stages, "_copy_run"),
         (proof, "compared"),
         (proof, "verdict"),
-        (loop, "copy_head"),
+        (stages, "copy_head"),
     ]
     for module, name in places:
         for hook in (stop, partial(after, getattr(module, name))):
@@ -456,7 +457,7 @@ def test_the_target_that_reads_the_log_is_gone_when_the_training_loads_its_own(
         assert not any(target() for target in loaded)
         raise StoppedError
 
-    monkeypatch.setattr(loop.Target, "of", of)
+    monkeypatch.setattr(stages.Target, "of", of)
     with pytest.raises(StoppedError):
         go(folder, train=train)
 
