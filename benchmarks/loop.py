@@ -26,7 +26,8 @@ from data.text.prompts import prompt_of
 from data.text.records import parse
 from data.text.sources import open_source
 from eval.measures.metrics import together
-from eval.watch.run import Player
+from eval.watch.log import Player
+from eval.watch.sequential import watcher_config
 from inference import api
 from inference.batch import batch_of
 from inference.decode import Settings
@@ -138,7 +139,7 @@ def sibling(folder: Path, seed: int) -> Path:
 def tau(run: Path, model: Path, records: list[dict[str, Any]]) -> float:
     """Return a head's τ along logged answers."""
     loaded = api.load(str(run), f"model.path={model}", "model.sibling=true", "model.dtype=float32")
-    player: Any = Player(lambda: loaded, "log", "first", 2048)
+    player: Any = Player(lambda: loaded, watcher_config({"max_new_tokens": 2048}), "log")
     counts = together([player(record, index) for index, record in enumerate(records)])
     return float(counts.tokens / counts.steps)
 

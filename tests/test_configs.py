@@ -29,7 +29,7 @@ CONF = ROOT / "conf"
 GROUPS = {
     folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
     for folder in sorted(CONF.iterdir())
-    if folder.is_dir() and folder.name not in ("local", "__pycache__")
+    if folder.is_dir() and folder.name not in ("local", "ops", "__pycache__")
 }
 PARTS = ["model", "head", "peft", "objective", "data", "trainer", "launcher", "tree", "eval"]
 PRIMARY = {"drafter": "eval"}  # the command that a group belongs to, where it is not training
@@ -76,7 +76,10 @@ def test_every_experiment_fits_its_types_and_yields_to_overrides(experiment: str
     assert run(f"experiment={experiment}", "trainer.steps=7", "name=mine").trainer.steps == 7
 
 
-@pytest.mark.parametrize("primary", sorted(file.stem for file in CONF.glob("*.yaml")))
+@pytest.mark.parametrize(
+    "primary",
+    sorted(str(file.relative_to(CONF).with_suffix("")) for file in [*CONF.glob("*.yaml"), *CONF.glob("ops/*")]),
+)
 def test_every_command_has_a_configuration_that_composes(primary: str) -> None:
     assert compose(primary)
 
@@ -209,7 +212,7 @@ def test_a_command_of_the_docs_is_real(command: str) -> None:
         assert re.search(rf"^{target}:.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         return
     script = (ROOT / target).read_text(encoding="utf-8")
-    primary = re.search(r'@command\("(\w+)"\)', script)
+    primary = re.search(r'@command\("([\w/]+)"\)', script)
     assert primary, f"{target} names no configuration"
     lists = re.search(r"= bracketed\(sys\.argv\[1:\], (.*)\)", script)
     overrides = bracketed(overrides, *re.findall(r"\w+", lists[1])) if lists else overrides

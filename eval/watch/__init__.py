@@ -1,6 +1,5 @@
-"""Acceptance of a head in service, watched: one line when it is time to adapt the head.
+"""Acceptance of a head in service, watched: when it has fallen.
 
-sequential.py  the test: betting against a mean that has not fallen, for several means at once, valid at any time
-arrivals.py    observations in order of arrival: a log that grows, or a server's counters
-run.py         the watch, from the first observation to its line and exit status
+sequential.py  the test, with a bound on ever being wrong
+log.py         what a log that grows says of acceptance, or a head played along it
 """

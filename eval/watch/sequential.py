@@ -15,14 +15,20 @@ included. It needs no more than that requests come independently from one distri
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from omegaconf import OmegaConf
 
-from eval.config import WatcherConfig
+from eval.config import TURNS
+from eval.inputs.runs import overlay
 from eval.measures.metrics import Passes
+from heads.common.ranges import Count, Decay, NewTokens, OneOf, Positive, Within
+from heads.common.resolvers import ROOT
+from heads.common.typed import typed
 
 BETS = np.array([1.0, 0.5, 0.25, 0.125, 0.0625])  # shares of the largest safe bet
 PILOT = 4  # the first of so many parts of the reference decides on the scales alone
@@ -31,6 +37,34 @@ CUT = 0.95  # of a pilot's values, the quantile that larger values are cut to
 MEANS, AROUND = 128, 0.15  # how many means are bet on, and how far around the reference's most of them are
 MOST = 1e150  # of a capital: what is beyond it is given away
 ALL, POSITION = "all requests", "position"
+QUIET, ALARM, EARLY = 0, 1, 3  # exit statuses
+
+
+@dataclass(frozen=True)
+class WatcherConfig:
+    """When a watch raises an alarm, and how it reads a log; conf/ops/watch.yaml says what each key means."""
+
+    alarm_rate: Annotated[float, Within(0, 0.5, above=True)]
+    reference: Annotated[int, Within(20, 1_000_000)]
+    tolerance: Decay
+    least: Annotated[int, Within(2, 1_000_000)]
+    lengths: list[Count]
+    follow: bool
+    poll: Positive
+    turns: Annotated[str, OneOf(TURNS)]
+    max_new_tokens: NewTokens
+
+    def __post_init__(self) -> None:
+        """Refuse lengths that do not rise."""
+        if self.lengths != sorted(set(self.lengths)):
+            raise ValueError(f"lengths is {self.lengths}: give rising numbers")
+
+
+def watcher_config(given: Mapping[str, Any], prefix: str = "") -> WatcherConfig:
+    """Return the values of conf/ops/watch.yaml, with those given that are not None; errors have the prefix."""
+    values: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "ops" / "watch.yaml"))
+    read = {field.name: values[field.name] for field in fields(WatcherConfig)}
+    return typed(WatcherConfig, overlay(read, given), prefix)
 
 
 @dataclass(frozen=True)
@@ -180,6 +214,33 @@ class Detector:
         since = changed_at(np.array(self.accepted[len(self.reference) :])) + len(self.reference)
         before, after = (float(np.mean(values)) for values in (self.accepted[:since], self.accepted[since:]))
         return Alarm(at, since, what, before, after, evidence, self.config.alarm_rate)
+
+
+class Outcome(NamedTuple):
+    """A watch's end: its alarm if there was one, the requests or windows that it read, and whether it compared any."""
+
+    alarm: Alarm | None
+    requests: int
+    compared: bool
+
+    @property
+    def status(self) -> int:
+        """The exit status of the command."""
+        return ALARM if self.alarm else QUIET if self.compared else EARLY
+
+
+def watched(arrivals: Iterable[Observation], config: WatcherConfig) -> Outcome:
+    """Read observations until an alarm, their end, or an interruption."""
+    detector = Detector(config)
+    alarm = None
+    try:
+        for observation in arrivals:
+            alarm = detector.update(observation)
+            if alarm is not None:
+                break
+    except KeyboardInterrupt:
+        pass
+    return Outcome(alarm, len(detector.accepted), len(detector.accepted) > config.reference)
 
 
 def changed_at(values: NDArray[np.float64]) -> int:

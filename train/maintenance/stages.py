@@ -11,14 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from eval.config import eval_config
-from eval.inputs.runs import model_of, overlay
-from eval.run import player
-from eval.watch.arrivals import Log, check_log
-from eval.watch.run import EARLY, watched
+from eval.inputs.runs import model_of
+from eval.watch.log import Log, check_log, player
+from eval.watch.sequential import EARLY, watched, watcher_config
 from heads.common.command import quoted
 from heads.common.files import check_writable, claim, last_good, replacing
-from heads.common.typed import typed
 from heads.formats.hub import kind_of, resolve_head
 from heads.formats.published import is_published
 from heads.formats.store import SCHEDULE, read_config, save_tree
@@ -103,10 +100,9 @@ class Maintenance:
             return 0
         if self.take_since():
             return None
-        config = eval_config(run=self.run.serve, watch=str(self.log), model=self.given, tree=self.tree)
-        values = overlay(vars(config.watcher), self.run.loop.watcher)
-        watcher = typed(type(config.watcher), values, "loop.watcher")
-        log = Log(self.log, watcher, player(config), self.state.begin)
+        watcher = watcher_config(self.run.loop.watcher, "loop.watcher")
+        play = player(self.run.serve, self.given, self.tree, watcher, str(self.log))
+        log = Log(self.log, watcher, play, self.state.begin)
         outcome = watched(log, watcher)
         if outcome.alarm is None:
             early = f", the first {watcher.reference} of which are the reference" * (outcome.status == EARLY)

@@ -18,7 +18,7 @@ from data.text.records import Record, content_text, parse, readable
 from eval.inputs.texts import Text, recorded
 from eval.inputs.workloads import check_known
 from eval.tiers import within_context
-from eval.watch.arrivals import growing
+from eval.watch.log import growing
 from heads.common.files import write_whole
 from heads.common.redact import SHAPES
 from heads.common.untrusted import parse_json
