@@ -17,19 +17,15 @@ from omegaconf import DictConfig
 from rich.console import Console
 from torch import distributed
 
-from data.text.prompts import Prompt, locate
-from data.text.sources import check_source
-from eval.audit.compare import FAILED, PASSED
-from eval.audit.run import audited
-from eval.config import RECORDED, EngineConfig, EvalConfig, listed
-from eval.endpoint import measure
+from data.text.prompts import Prompt
+from eval.config import RECORDED, EngineConfig, EvalConfig
 from eval.gates import check
 from eval.inputs.drafters import check_drafters, load_drafters
 from eval.inputs.runs import find_heads, model_of, own_prompts
-from eval.inputs.workloads import Workload, load_workload, named_apart, prompt_counts, read_workload
+from eval.inputs.workloads import Workload, load_workload, named_apart, prompt_counts, read_workload, workload_names
 from eval.measures.losslessness import FailedChecks, Gate, SampledGate
 from eval.measures.machine import device_facts, provenance
-from eval.measures.results import ENDPOINT, LIVE, TEACHER_FORCED
+from eval.measures.results import LIVE, TEACHER_FORCED
 from eval.measures.serving import CONFIG as SERVING
 from eval.report.sections import compared, sentence
 from eval.report.side_by_side import folder_of, side_by_side
@@ -39,7 +35,6 @@ from eval.sessions import Timed, along_texts, check_sources, timed_rows
 from eval.tiers import recorded
 from eval.tune import TunePlan, tune
 from eval.tuning.results import TUNED, is_tuned
-from eval.watch.run import Player, follow
 from heads.common.command import command, ending_alone
 from heads.common.errors import is_reporting_rank, keeping, user_errors
 from heads.common.files import check_writable
@@ -47,9 +42,8 @@ from heads.common.progress import Bar
 from heads.common.target_config import experts_of
 from heads.common.typed import typed
 from heads.common.untrusted import visible
-from heads.formats.hub import made_for, resolve_head
+from heads.formats.hub import made_for
 from inference.decode import autoregress
-from inference.drafters.head import HeadDrafter, load_drafter
 from inference.target.config import DTYPES, ModelConfig, device_named, fast_dtype
 from inference.target.loading import configuration, note_dtype
 from inference.target.placement import check_alone
@@ -72,8 +66,6 @@ def evaluate(config: EvalConfig, *, writes: bool = True) -> Report:
     """
     if config.reports():
         return beside(config)
-    if config.endpoint is not None:
-        return served(config)
     check_sources(config)
     model, names, out = prepared(config)
     report = measured(config, model, names)
@@ -101,44 +93,6 @@ def prepared(config: EvalConfig) -> tuple[ModelConfig, list[str], Path]:
         print(visible(f"evaluation on {', '.join(names)} with {model.path}, to {out}{replaced}"), file=sys.stderr)
     configuration(model.path, model.trust_remote_code)
     return model, names, out
-
-
-def served(config: EvalConfig) -> Report:
-    """Measure a served endpoint, print the table, and write the report, to outputs/endpoint unless the user says."""
-    names, out = workloads_of(config, None), folder_for(config.out, [], [ENDPOINT])
-    check_writable(out, "out")
-    report = measure.measure(config, config, config, config.repeats, names)
-    publish(report, out)
-    return report
-
-
-def audit(config: EvalConfig) -> int:
-    """Audit a served model, to outputs/audit unless the user says; return 0 if it passed, 1 if not, 3 if undecided."""
-    out = folder_for(config.out, [], ["audit"])
-    check_writable(out, "out")
-    names = workloads_of(config, None) if config.workload else []
-    verdict = audited(config, config, config, config, names, out)
-    return {PASSED: 0, FAILED: 1}.get(verdict.status, 3)
-
-
-def watch(config: EvalConfig) -> int:
-    """Watch the head in service; return 0 without an alarm, 1 with one, 3 where nothing could be compared yet."""
-    return follow(config, config.client, player(config))
-
-
-def player(config: EvalConfig) -> Player | None:
-    """Return the head of `run` to be played along a log, not loaded yet; None without a run."""
-    (run,) = config.runs() or (None,)
-    if run is None:
-        return None
-
-    def load() -> tuple[Target, HeadDrafter]:
-        model = model_of(run, config.model)
-        target = load_target(model, dtype_for(config, model), config.engine)
-        return target, load_drafter(resolve_head(run), config.tree, target, "head")
-
-    check_drafters(config)
-    return Player(load, str(config.watch), config.turns, config.max_new_tokens)
 
 
 def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Report:
@@ -241,21 +195,9 @@ def beside(config: EvalConfig) -> Report:
     return report
 
 
-def workloads_of(config: EvalConfig, model: ModelConfig | None) -> list[str]:
-    """Return the workloads: the configured ones, else the first run's own prompts, else the model's.
-
-    Raises:
-        ValueError: none of them is there, one is given twice, or is no source of text.
-    """
-    runs = config.runs()
-    default = own_prompts(runs[0] if runs else None) or (model and model.prompts)
-    names = [str(name) for name in listed(config.workload or default) if name]
-    if not names:
-        raise ValueError("workload is missing: give a name, a file or a Hub data set")
-    named_apart(names)
-    for name in names:
-        check_source(locate(name))
-    return names
+def workloads_of(config: EvalConfig, model: ModelConfig) -> list[str]:
+    """Return the workloads: the configured ones, else the first run's own prompts, else the model's; refuse none."""
+    return workload_names(config.workload or own_prompts(next(iter(config.runs()), None)) or model.prompts)
 
 
 def folder_for(out: str | None, runs: Sequence[str], drafters: Sequence[str]) -> Path:
@@ -356,13 +298,9 @@ def publish(report: Report, out: Path) -> None:
 
 @command("eval")
 def main(cfg: DictConfig) -> None:
-    """Evaluate; exit with 1 if a drafter is not lossless or a watch has an alarm, 2 for a mistake, 3 if undecided."""
+    """Evaluate; exit with 1 if a drafter is not lossless, 2 for a mistake."""
     with ending_alone(), user_errors():
         config = typed(EvalConfig, cfg)
-        if config.audit is not None:
-            raise SystemExit(audit(config))
-        if config.watch is not None:
-            raise SystemExit(watch(config))
         with keeping(lambda: "nothing was written; the same command measures again"):
             passed = tuned(config) if config.tune else evaluate(config).passed
         if not passed:

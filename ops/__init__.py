@@ -7,4 +7,11 @@ state.py     a maintenance's stage and decisions, in one file
 traffic.py   the log's records: what is wrong with them, and which part each is for
 proof.py     the adapted head next to the head in service, and the verdict
 commands.py  starting the other commands as processes
+audits/      the audit of a served model: is it lossless, and how much faster
+served/      served models measured as draft sources are
+audit.py     the command of the audit
+endpoint.py  the command that measures a served model
+watch.py     the command that says when acceptance has fallen
+log.py       what a log that grows says of acceptance, or a head played along it
+sequential.py  the test of a watch, with a bound on ever being wrong
 """

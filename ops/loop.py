@@ -20,11 +20,7 @@ if __name__ == "__main__":
 
 from omegaconf import DictConfig
 
-from eval.config import eval_config
-from eval.inputs.runs import model_of, overlay
-from eval.run import player
-from eval.watch.arrivals import Log, check_log
-from eval.watch.run import EARLY, watched
+from eval.inputs.runs import model_of
 from heads.common.command import command, quoted
 from heads.common.files import check_writable, claim, last_good, replacing
 from heads.common.ranges import Decay, Fraction, Number, Within
@@ -35,6 +31,8 @@ from heads.formats.store import SCHEDULE, read_config, save_tree
 from inference.target.target import Target
 from ops import proof
 from ops.commands import run_command, split_config
+from ops.log import Log, check_log, player
+from ops.sequential import EARLY, watched, watcher_config
 from ops.state import ADAPT, PROVE, SWAP, WATCH, State
 from ops.traffic import Hygiene, split
 from train.config import RunConfig, run_config
@@ -144,10 +142,9 @@ class Maintenance:
             return 0
         if self.take_since():
             return None
-        config = eval_config(run=self.serve, watch=str(self.log), model=self.given, tree=self.tree)
-        values = overlay(vars(config.watcher), self.loop.watcher)
-        watcher = typed(type(config.watcher), values, "loop.watcher")
-        log = Log(self.log, watcher, player(config), self.state.begin)
+        watcher = watcher_config(self.loop.watcher, "loop.watcher")
+        play = player(self.serve, self.given, self.tree, watcher, str(self.log))
+        log = Log(self.log, watcher, play, self.state.begin)
         outcome = watched(log, watcher)
         if outcome.alarm is None:
             early = f", the first {watcher.reference} of which are the reference" * (outcome.status == EARLY)

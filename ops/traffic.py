@@ -18,11 +18,11 @@ from data.text.records import Record, content_text, parse, readable
 from eval.inputs.texts import Text, recorded
 from eval.inputs.workloads import check_known
 from eval.tiers import within_context
-from eval.watch.arrivals import growing
 from heads.common.files import write_whole
 from heads.common.redact import SHAPES
 from heads.common.untrusted import parse_json
 from inference.target.target import Target
+from ops.log import growing
 from ops.proof import LEAST
 
 REPEATS = 0.12  # of an answer's length, packed: one that packs to less repeats itself

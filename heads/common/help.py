@@ -10,7 +10,7 @@ from heads.common.resolvers import ROOT
 
 CONF = ROOT / "conf"
 KEY = re.compile(r"( *)([\w.]+):(?: (.*?))?(?: ?# (.*))?$")  # a line of our YAML: indent, key, value, comment
-GROUP = re.compile(r"  - (\w+): (\S+|\[.*\])(?: # (.*))?$", re.MULTILINE)  # a line of `defaults`
+GROUP = re.compile(r"  - /?(\w+): (\S+|\[.*\])(?: # (.*))?$", re.MULTILINE)  # a line of `defaults`
 PROGRAM = "HEADSTART_PROGRAM"  # environment variable: how the user started the command, if not by its script
 WIDTH = 34  # of a key and its value
 FLAGS = "-m with several values runs them all; --cfg job prints the configuration; --hydra-help lists Hydra's own flags"
@@ -34,8 +34,8 @@ def help_text(config: str, words: Sequence[str] = ()) -> str:
 
     Its `words` choose the options of groups whose keys are listed, as in head=mtp.
     """
-    above = _text(config).partition("defaults:")[0].removeprefix("# @package _global_\n")
-    comments = [line[2:] for line in above.splitlines()]
+    text = _text(config).removeprefix("# @package _global_\n")
+    comments = [line[2:] for line in text.partition("defaults:")[0].splitlines()]
     started, _, purpose = comments[0].partition(": ")
     used = next(line for line in comments if line.startswith("Most used: ")).split()[2:]
     program = os.environ.get(PROGRAM, started)

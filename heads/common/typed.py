@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from heads.common.help import nearest
 from heads.common.ranges import MACHINE, OneOf, Within
+from heads.common.resolvers import ROOT
 from heads.common.untrusted import CUT, shown
 
 T = TypeVar("T")
@@ -48,6 +49,12 @@ def typed(schema: type[T], cfg: object, prefix: str = "", ready: Mapping[str, ob
         )
     built: T = build(schema, values, prefix, ready)
     return built
+
+
+def from_yaml(schema: type[T], config: str, **values: Any) -> T:
+    """Build the dataclass of conf/CONFIG.yaml with these values instead of its own, for callers without Hydra."""
+    read: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / f"{config}.yaml"))
+    return typed(schema, {key: value for key, value in {**read, **values}.items() if key not in ("defaults", "hydra")})
 
 
 def build(schema: Any, values: Any, prefix: str, ready: Mapping[str, object] = MappingProxyType({})) -> Any:

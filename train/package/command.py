@@ -18,13 +18,15 @@ SCRIPTS = {
     "generate": "inference/run.py",
     "publish": "train/publish.py",
     "doctor": "train/publish.py",
-    "audit": "eval/run.py",
+    "audit": "ops/audit.py",
+    "endpoint": "ops/endpoint.py",
+    "watch": "ops/watch.py",
 }
-CONFIGS = {name: name for name in SCRIPTS} | {"doctor": "publish", "audit": "eval"}
-PLAIN = {"doctor": ("doctor",), "audit": ("audit", "baseline")}  # keys of the first words, which may come without
+OPS = {name: f"ops/{name}" for name, script in SCRIPTS.items() if script.startswith("ops/")}
+CONFIGS = {name: name for name in SCRIPTS} | {"doctor": "publish"} | OPS
+# Keys of the first words, which may come without.
+PLAIN = {"doctor": ("doctor",), "watch": ("log",), **dict.fromkeys(("audit", "endpoint"), ("url", "baseline"))}
 NEEDED = {
-    "audit": "headstart audit needs two URLs, that of the server to audit and that of the same model without "
-    "speculation: headstart audit http://localhost:8000 http://localhost:8001",
     "doctor": "headstart doctor needs a head, a folder or OWNER/NAME on the Hub: headstart doctor outputs/mine",
 }
 
@@ -50,7 +52,7 @@ def main() -> None:
             print(f"error: {NEEDED[name]}", file=sys.stderr)
             raise SystemExit(2)
         sys.argv[1:] = words
-        os.environ["HEADSTART_PROGRAM"] = f"headstart {CONFIGS[name]}"  # for the examples of its help
+        os.environ["HEADSTART_PROGRAM"] = f"headstart {Path(CONFIGS[name]).name}"  # for the examples of its help
         runpy.run_path(str(ROOT / SCRIPTS[name]), run_name="__main__")
 
 
@@ -58,7 +60,7 @@ def overview() -> str:
     """Return a line for each sub-command: what it does, from its YAML."""
     lines = []
     for name, config in CONFIGS.items():
-        about = rf"^{name}: null # (.*)" if name in PLAIN else r"^# python [^:]*: (.*)"
+        about = rf"^{name}: null # (.*)" if name in NEEDED else r"^# python [^:]*: (.*)"
         first = re.search(about, (ROOT / "conf" / f"{config}.yaml").read_text(encoding="utf-8"), re.MULTILINE)
         lines.append(f"  {name:9} {first[1] if first else ''}")
     return "\n".join(["headstart COMMAND [OVERRIDES], and headstart COMMAND --help", "", *lines])

@@ -10,10 +10,9 @@ import subprocess
 import time
 from pathlib import Path
 
-from data.answers.client import Client, EndpointConfig, EndpointError
+from data.answers.client import Client, EndpointConfig, EndpointError, base_url
 from data.text.files import content_hash
-from eval.config import base_url
-from eval.endpoint.counters import Counters, read_counters, restarted
+from eval.measures.counters import Counters, read_counters, restarted
 from heads.common.files import claim, flush, replacing
 from train.release.config import ServeConfig
 
