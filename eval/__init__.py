@@ -13,5 +13,7 @@ explain.py       predicted speed of other trees, priced with the device's costs
 sessions.py      the live tier: every workload, temperature, batch size and rate; what is left out to end in time
 config.py        the types of conf/eval.yaml
 search_skips.py  the command that searches sub-layers to skip
-run.py           the command
+setup.py         target, dtype, workloads and folder of an evaluation
+conditions.py    the conditions that its numbers hold under
+run.py           the command: gate, live, along texts, report
 """

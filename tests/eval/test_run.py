@@ -13,7 +13,8 @@ from hydra import compose, initialize_config_dir
 from eval.config import EvalConfig, eval_config
 from eval.live import interleaved
 from eval.live.interleaved import hf_generate
-from eval.run import evaluate, folder_for, main, prepared, replacing, speed_dtype
+from eval.run import evaluate, main
+from eval.setup import folder_for, prepared, replacing, speed_dtype
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.common.typed import typed
 from inference.decode import Generation, Settings

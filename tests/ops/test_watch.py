@@ -17,7 +17,7 @@ import pytest
 from eval.inputs.drafters import load_drafters
 from eval.measures.counters import Counters
 from eval.measures.metrics import counted
-from eval.run import load_target
+from eval.setup import load_target
 from eval.tiers import forced, recorded
 from heads.common.typed import from_yaml
 from heads.formats.hub import resolve_head
