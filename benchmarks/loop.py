@@ -96,9 +96,9 @@ def serve(target: Target, drafter: Drafter, prompts: Iterator[list[int]], count:
     return file
 
 
-def train(*words: str) -> int:
-    """Run the training command; return its exit status."""
-    command = [sys.executable, str(ROOT / "train" / "run.py"), "launcher=inline", *words]
+def run(script: str, *words: str) -> int:
+    """Run a command in one process; return its exit status."""
+    command = [sys.executable, str(ROOT / script), "launcher=inline", *words]
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 
@@ -106,8 +106,8 @@ def head_in_service(work: Path, steps: int, seed: int, data: Path | None = None,
     """Train a head unless it is there; return its run's folder."""
     if not (work / "training.json").is_file():
         given = [f"data.path='{data or TINY / 'chats.jsonl.xz'}'", "data.prompts=''", "data.contamination=null"]
-        status = train(
-            "head=mtp", f"model.path='{model}'", *given, f"trainer.steps={steps}", f"trainer.seed={seed}",
+        status = run(
+            "train/run.py", "head=mtp", f"model.path='{model}'", *given, f"trainer.steps={steps}", f"trainer.seed={seed}",
             "trainer.eval_prompts=0", "trainer.estimate_every=null", "eval.prompts=0", "overwrite=true",
             f"data.limit={TRAINED}", f"out='{work}'",
         )  # fmt: skip
@@ -172,8 +172,8 @@ def main() -> None:
     scratch = head_in_service(case / "scratch", steps, seed, more, model)
     if not (case / "served").is_dir():
         subprocess.run(["cp", "-r", str(first), str(case / "served")], check=True)
-    status = train(
-        "experiment=loop", f"log='{both}'", f"serve='{case / 'served'}'", f"out='{case / 'loop'}'",
+    status = run(
+        "ops/loop.py", f"log='{both}'", f"serve='{case / 'served'}'", f"out='{case / 'loop'}'",
         f"loop.watcher.reference={words['reference']}", f"trainer.steps={max(1, steps // 10)}",
         f"loop.requests={words['proof']}", f"trainer.seed={seed}",
         f"model.path='{model}'",

@@ -21,6 +21,8 @@ SCRIPTS = {
     "audit": "ops/audit.py",
     "endpoint": "ops/endpoint.py",
     "watch": "ops/watch.py",
+    "loop": "ops/loop.py",
+    "budget": "ops/budget.py",
 }
 OPS = {name: f"ops/{name}" for name, script in SCRIPTS.items() if script.startswith("ops/")}
 CONFIGS = {name: name for name in SCRIPTS} | {"doctor": "publish"} | OPS
