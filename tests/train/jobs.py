@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM
@@ -38,6 +39,12 @@ def make(folder: Path) -> list[str]:
     return [f"model.path={folder / 'target'}", f"data.path={folder / 'text.txt'}", *QUICK]
 
 
+def with_head(overrides: Sequence[str]) -> list[str]:
+    """Return overrides with head=eagle unless they name a head, or an experiment with its own."""
+    named = any(word.startswith(("head=", "experiment=")) for word in overrides)
+    return [*overrides] if named else [*overrides, "head=eagle"]
+
+
 def placed(run: RunConfig) -> RunConfig:
     """Return a run with what `resolve` fills in by a plan, unchecked."""
     return resolve_micro_batch(resolve_placement(with_processes(run)))
@@ -47,8 +54,7 @@ def start(
     overrides: list[str], launcher: list[str] | None = None, script: str = "train/run.py"
 ) -> subprocess.Popen[str]:
     """Start a training job, of head=eagle unless the overrides name another."""
-    named = any(word.startswith(("head=", "experiment=")) for word in overrides)
-    overrides = overrides if named else [*overrides, "head=eagle"]
+    overrides = with_head(overrides)
     words = [sys.executable, *(launcher or []), str(ROOT / script), *overrides]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(

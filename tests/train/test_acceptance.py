@@ -21,6 +21,7 @@ from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from tests import drafting, toys
 from tests.eval.stubs import ROW
+from tests.train import jobs
 from train.acceptance import AcceptanceEvaluator
 from train.checkpoints.state import TrainState
 from train.config import RunConfig, run_config
@@ -37,7 +38,7 @@ def run(*overrides: str) -> RunConfig:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         chosen = ("trainer.eval_prompts=3", "trainer.eval_tokens=20", "tree=chain", *overrides)
-        return run_config(compose("train", list(chosen)))
+        return run_config(compose("train", jobs.with_head(chosen)))
 
 
 def judging(target: Target, run: RunConfig) -> AcceptanceEvaluator:

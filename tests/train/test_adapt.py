@@ -43,7 +43,7 @@ TREE = {"kind": "dynamic", "depth": 4, "top_k": 3, "nodes": 9, "paths": [], "wid
 def run(*overrides: str) -> RunConfig:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return run_config(compose("train", list(overrides)))
+        return run_config(compose("train", jobs.with_head(overrides)))
 
 
 def batch(of: Target, head: Any) -> Features:

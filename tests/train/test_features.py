@@ -42,7 +42,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def composed(overrides: list[str]) -> DictConfig:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("train", overrides)
+        return compose("train", jobs.with_head(overrides))
 
 
 def configured(overrides: list[str]) -> RunConfig:

@@ -33,7 +33,7 @@ from train.start import first_head, fit_start, resolve_init
 def run(*overrides: str) -> RunConfig:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return run_config(compose("train", list(overrides)))
+        return run_config(compose("train", jobs.with_head(overrides)))
 
 
 def started(run: RunConfig, target: Target) -> Any:

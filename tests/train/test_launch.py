@@ -27,7 +27,7 @@ echo Submitted batch job 77
 def run(*overrides: str) -> RunConfig:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return run_config(compose("train", list(overrides)))
+        return run_config(compose("train", jobs.with_head(overrides)))
 
 
 def test_the_command_has_the_processes_and_a_free_port() -> None:

@@ -18,6 +18,7 @@ from heads.modules.vocab import GradientSum
 from inference.target.placement import HERE
 from inference.target.target import Target
 from tests import families, toys
+from tests.train import jobs
 from train.adapt import WholeConfig
 from train.config import TrainerConfig, run_config
 from train.distributed.processes import LARGE
@@ -43,7 +44,7 @@ SHAPE = TargetShape(
 def trainer(*overrides: str) -> TrainerConfig:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return run_config(compose("train", list(overrides))).trainer
+        return run_config(compose("train", jobs.with_head(overrides))).trainer
 
 
 TRAINER, RECOMPUTING = trainer(), trainer("trainer.recompute=true")
@@ -313,7 +314,7 @@ def test_a_plan_counts_the_states_of_recurrent_layers(name: str, tmp_path: Path)
     families.config(name).save_pretrained(tmp_path)
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        shape = target_shape(run_config(compose("train", [f"model.path={tmp_path}"])).model)
+        shape = target_shape(run_config(compose("train", [f"model.path={tmp_path}", "head=eagle"])).model)
     target = families.target(name, torch.bfloat16)
     cache: Any = target.cache()
     target.prefill(torch.tensor(toys.prompt(0)), cache)

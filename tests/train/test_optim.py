@@ -23,7 +23,7 @@ from train.optim import Average, adamw, learning_rate
 def config() -> TrainerConfig:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return replace(run_config(compose("train")).trainer, steps=100, warmup=0.1, lr=1.0, min_lr=0.1)
+        return replace(run_config(compose("train", ["head=eagle"])).trainer, steps=100, warmup=0.1, lr=1.0, min_lr=0.1)
 
 
 def test_warm_up_then_cosine(config: TrainerConfig) -> None:

@@ -77,7 +77,7 @@ def peak(words: list[str], *overrides: str) -> int:
     """Return the peak that the plan says of a process."""
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        run = run_config(compose("train", [*words, "launcher.num_processes=2", *overrides]))
+        run = run_config(compose("train", ["head=eagle", *words, "launcher.num_processes=2", *overrides]))
     return max(memory.peak for memory in device_memories(plan_inputs(run)))
 
 

@@ -79,7 +79,7 @@ def run(*overrides: str) -> RunConfig:
 def automatic(*overrides: str) -> RunConfig:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return jobs.placed(run_config(compose("train", list(overrides))))
+        return jobs.placed(run_config(compose("train", jobs.with_head(overrides))))
 
 
 @pytest.fixture

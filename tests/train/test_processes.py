@@ -66,7 +66,9 @@ def test_each_run_of_a_process_has_its_own_precision() -> None:
     register_resolvers()
     for asked, expected in (("bf16", "bf16"), ("fp32", "no"), ("bf16", "bf16")):
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            run = run_config(compose("train", [f"trainer.precision={asked}", "model.device=cpu", "launcher=inline"]))
+            run = run_config(
+                compose("train", ["head=eagle", f"trainer.precision={asked}", "model.device=cpu", "launcher=inline"])
+            )
         assert accelerator_for(run.launcher, run.trainer, run.model).mixed_precision == expected
 
 

@@ -114,8 +114,8 @@ def test_trials_are_named_after_their_values() -> None:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         words = [[], ["trainer.lr=0.004"], ["objective.depth_decay=0.7"], ["head.layers=2"], ["data.length=256"]]
-        names = [run_config(compose("train", ["sweep=optuna", *each])).name for each in words]
-        assert run_config(compose("train", ["sweep=optuna"])).name == names[0]
+        names = [run_config(compose("train", ["head=eagle", "sweep=optuna", *each])).name for each in words]
+        assert run_config(compose("train", ["head=eagle", "sweep=optuna"])).name == names[0]
     assert len(set(names)) == len(words)
     assert all(name.startswith("tiny-eagle-") for name in names)
 
