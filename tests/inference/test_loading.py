@@ -191,6 +191,8 @@ def test_scores_that_a_target_caps_are_capped_whatever_attention_transformers_wo
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = assistants.save(toys.target("gemma2").model, toys.tokenizer(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"final_logit_softcapping": None}))
     monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)  # as before transformers 5.24
     model, _ = loading.load(folder, torch.float32, torch.device("cpu"), False, None)
     assert model.config._attn_implementation == "eager"
