@@ -295,10 +295,9 @@ def _prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
 
 def _encoded(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     if record.exact:
-        whole = record.exact[0].token
+        (prompt,), whole = before_answers(record, "first"), record.exact[0].token
         check_vocabulary(whole, tokenizer)
-        before = next((document.token[:start] for document in record.exact for start, _ in document.answers()), whole)
-        return Prompt(record.id, before or whole[: max(1, len(whole) // 2)], record.category)
+        return prompt if prompt.token else prompt._replace(token=whole[: max(1, len(whole) // 2)])
     if is_plain(record, tokenizer):
         if not record.text.strip():
             raise BadSampleError("no question and no text", "has no user message and no text; remove it")
@@ -315,6 +314,14 @@ def _encoded(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
         (token,) = encode([render(messages, tokenizer, True, record.tools)], tokenizer)
         return Prompt(record.id, token, record.category, text, system)
     return Prompt(record.id, encode_plain(text, tokenizer), record.category, text, system)
+
+
+def before_answers(record: Record, turns: str) -> Iterator[Prompt]:
+    """Yield what stands before the first answer of a record that gives its tokens; with turns=all, before every one."""
+    prompts = [document.token[:start] for document in record.exact for start, _ in document.answers()]
+    prompts = (prompts or [record.exact[0].token])[: None if turns == "all" else 1]
+    for number, token in enumerate(prompts, 1):
+        yield Prompt(f"{record.id}.{number}" if len(prompts) > 1 else record.id, token, record.category)
 
 
 def split_text(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

@@ -11,7 +11,7 @@ from data.answers.engine import Engine
 from data.answers.write import write_answers
 from data.config import DataConfig
 from data.text.exact import Exact, exact_tokens
-from data.text.prompts import load_samples, load_training
+from data.text.prompts import before_answers, load_samples, load_training
 from data.text.records import parse
 from inference.batch import Batch
 from inference.drafters.plain import Plain
@@ -61,6 +61,11 @@ def test_the_turns_of_a_trace_share_a_document_as_far_as_they_go_on_from_one_ano
     first, second = exact_tokens({"tokens": TRACE}, "f")
     assert first == ([1, 2, 3, 4, 5, 6, 7], [0, 0, 1, 1, 0, 0, 1])
     assert second == ([1, 6, 8, 9, 5], [0, 0, 1, 0, 1])
+    trace, one = (parse({"id": "x", "tokens": log}, 0, "f") for log in (TRACE, TRACE[:1]))
+    asked = [(f"x.{number}", turn["prompt_token_ids"]) for number, turn in enumerate(TRACE, 1)]
+    assert [prompt[:2] for prompt in before_answers(trace, "all")] == asked
+    for record, turns in ((trace, "first"), (one, "all")):
+        assert [prompt[:2] for prompt in before_answers(record, turns)] == [("x", [1, 2])]
 
 
 @pytest.mark.parametrize(

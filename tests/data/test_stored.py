@@ -254,13 +254,13 @@ def test_waiting_is_counted(tmp_path: Path, target: Target, packed: Packed, monk
     read = store.read
 
     def slow(row: int) -> Row:
-        time.sleep(0.01)
+        time.sleep(0.1)
         return read(row)
 
     monkeypatch.setattr(store, "read", slow)
     source = stored(store, batches(packed))
     steps(source, 1)
-    assert source.stall >= 0.009  # several threads read: a row of the first micro-batch at least is waited for
+    assert source.stall >= 0.05  # several threads read: a row of the first micro-batch at least is waited for
 
 
 @pytest.mark.parametrize(
