@@ -131,6 +131,7 @@ def test_twins_share_models_and_nothing_else(near: str) -> None:
     assert one.clone().head is one.head
     drafter = assistants.assistant(near, target)
     assert drafter.clone().model is drafter.model
+    assert drafter.model.dtype == target.dtype, "where no other is given"
     state, other = drafter.start([1]), drafter.clone().start([1])
     assert other.runner.model is state.runner.model
     assert other.runner is not state.runner
