@@ -127,9 +127,10 @@ def test_a_reply_that_takes_too_long_is_given_up(send: Send, server: Server, tmp
     assert counts["chats"] == COUNT - 1
 
 
-def test_a_refused_key_stops_the_job_at_once(server: Server, tmp_path: Path) -> None:
-    server.script = [serve.honest, serve.status(401, "no such key")]
-    with pytest.raises(ValueError, match=r"completions: 401 \(no such key\); set the key in the environment variable"):
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refused_key_stops_the_job_at_once(status: int, server: Server, tmp_path: Path) -> None:
+    server.script = [serve.honest, serve.status(status, "no such key")]
+    with pytest.raises(ValueError, match=rf"completions: {status} \(no such key\); set the key in the environment"):
         ask(server, tmp_path / "a")
     assert len(server.bodies) == 2
 

@@ -61,6 +61,10 @@ def test_linear_layers_are_quantised_and_what_heads_read_is_not(plain: Target, q
     assert 1e-4 < float((found - expected).abs().mean()) < 0.5
 
 
+def test_no_row_of_a_pass_decides_how_another_is_rounded() -> None:
+    assert loading.METHODS["bnb_int8"].config(torch.bfloat16).llm_int8_threshold == 0
+
+
 @pytest.mark.parametrize("tree", ["chain", "dynamic"])
 def test_speculation_equals_plain_decoding_of_the_same_weights(quantised: Target, tree: str) -> None:
     head = toys.head("eagle", quantised)
