@@ -53,6 +53,8 @@ def test_answers_are_written_and_then_shown(
     call(*of_model, f"data.path={path}", *answers)
     assert [json.loads(line)["id"] for line in out.read_text(encoding="utf-8").split("\n")[:-1]] == ["q0", "q1", "q2"]
     assert f"{out}: 3 answers in 3 of 3 chats; train on them with data.path={out}" in capsys.readouterr().out
+    noted = json.loads(Path(f"{out}.meta.json").read_text(encoding="utf-8"))
+    assert [noted[key] for key in ("by", "run", "drafter", "batch_size")] == ["engine", None, {"plain": {}}, 2]
     page = tmp_path / "masks.html"
     call(*of_model, f"data.path={path}", "inspect=2", "limit=4", f"inspect_html={page}")
     shown = capsys.readouterr().out

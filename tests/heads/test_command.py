@@ -4,7 +4,9 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -22,7 +24,7 @@ from heads.base import parameter_count
 from heads.common.command import mistake, quoted
 from heads.common.help import CONF, entries, help_text, keys, nearest
 from heads.common.resolvers import register_resolvers
-from heads.common.target_config import head_sizes
+from heads.common.target_config import EXPERTS, experts_of, head_sizes, logit_factor
 from train import convert
 from train.planning.trace import embeddings_of
 
@@ -162,6 +164,15 @@ def composed(*words: str, config: str = "train") -> Any:
     register_resolvers()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return with_head(compose(config, list(words)))
+
+
+def test_numbers_are_read_under_each_familys_key() -> None:
+    scales = {"logit_scale": 0.5, "lm_head_multiplier": 3.0, "logits_scaling": 4.0}
+    read = [logit_factor(SimpleNamespace(**given)) for given in ({}, *({key: scales[key]} for key in scales), scales)]
+    assert read == [1.0, 0.5, 3.0, 0.25, 0.375]
+    for key, chosen in product(EXPERTS, ("num_experts_per_tok", "top_k_experts")):
+        assert experts_of(SimpleNamespace(**{key: 8, chosen: 2})) == (8, 2)
+        assert experts_of(SimpleNamespace(**{key: 8, chosen: 9})) is experts_of(SimpleNamespace(**{key: 8})) is None
 
 
 def test_the_best_head_is_named_by_the_targets_depth(tmp_path: Path) -> None:
