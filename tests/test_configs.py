@@ -31,6 +31,7 @@ GROUPS = {
     for folder in sorted(CONF.iterdir())
     if folder.is_dir() and folder.name not in ("local", "ops", "__pycache__")
 }
+COMPOSED = sorted(f"{file.relative_to(CONF).with_suffix('')}" for file in [*CONF.glob("*.yaml"), *CONF.glob("ops/*")])
 PARTS = ["model", "head", "peft", "objective", "data", "trainer", "launcher", "tree", "eval"]
 PRIMARY = {"drafter": "eval"}  # the command that a group belongs to, where it is not training
 OPTIONS = [f"{group}={option}" for group, options in GROUPS.items() if group not in PRIMARY for option in options]
@@ -76,10 +77,7 @@ def test_every_experiment_fits_its_types_and_yields_to_overrides(experiment: str
     assert run(f"experiment={experiment}", "trainer.steps=7", "name=mine").trainer.steps == 7
 
 
-@pytest.mark.parametrize(
-    "primary",
-    sorted(str(file.relative_to(CONF).with_suffix("")) for file in [*CONF.glob("*.yaml"), *CONF.glob("ops/*")]),
-)
+@pytest.mark.parametrize("primary", COMPOSED)
 def test_every_command_has_a_configuration_that_composes(primary: str) -> None:
     assert compose(primary)
 

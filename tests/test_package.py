@@ -128,7 +128,7 @@ def test_first_words_may_come_without_their_keys(
     words: list[str], script: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[str] = []
-    monkeypatch.setattr("runpy.run_path", lambda path, run_name: started.append(path))
+    monkeypatch.setattr("runpy.run_path", lambda path, **_: started.append(path))
     monkeypatch.setenv("HEADSTART_PROGRAM", "")
     monkeypatch.setattr(sys, "argv", ["headstart", *words])
     main()
