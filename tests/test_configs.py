@@ -31,6 +31,7 @@ GROUPS = {
     for folder in sorted(CONF.iterdir())
     if folder.is_dir() and folder.name not in ("local", "ops", "__pycache__")
 }
+COMPOSED = sorted(f"{file.relative_to(CONF).with_suffix('')}" for file in [*CONF.glob("*.yaml"), *CONF.glob("ops/*")])
 PARTS = ["model", "head", "peft", "objective", "data", "trainer", "launcher", "tree", "eval"]
 PRIMARY = {"drafter": "eval"}  # the command that a group belongs to, where it is not training
 OPTIONS = [f"{group}={option}" for group, options in GROUPS.items() if group not in PRIMARY for option in options]

@@ -75,12 +75,8 @@ class AuditConfig:
             )
 
 
-class SpentError(Exception):
-    """The budget of requests or minutes is used up."""
-
-
-class GoneError(Exception):
-    """A server does not answer any more."""
+class EndedError(Exception):
+    """Nothing more is asked: the budget of requests or minutes is used up, or a server does not answer any more."""
 
 
 def ask_text(id_: str, text: str, chat: bool, *before: str, **fields: Any) -> Question:
@@ -108,8 +104,8 @@ class Asker:
         crash: how the audited server ended, if it did so beside other requests.
 
     Raises:
-        SpentError: before a request beyond the budget.
-        GoneError: a server does not answer any more. An error that a server answers with is a reply.
+        EndedError: before a request beyond the budget, and where a server does not answer any more. An error that a
+            server answers with is a reply.
     """
 
     def __init__(self, sides: Mapping[str, Server], config: AuditConfig, settings: Mapping[str, Any], bar: Bar) -> None:
@@ -181,40 +177,39 @@ class Asker:
         try:
             for item in items:
                 taken.append(item)
-        except (SpentError, GoneError):
+        except EndedError:
             assert self.ended
         except KeyboardInterrupt:
             self.ended = self.ended or "interrupted"
         return taken
 
-    def _gone(self, side: str, question: Question, failure: EndpointError) -> GoneError:
+    def _gone(self, side: str, question: Question, failure: EndpointError) -> EndedError:
         """Return the error of a server that does not answer any more, and remember how it ended."""
         detail = f"a server went away: {self.sides[side].url}: {failure.cause} ({failure.detail})"
         crashed = side == AUDITED and self.in_flight > 1 and self.sides[BASELINE].alive()
         with self.lock:
             if crashed and self.crash is None:
                 self.crash = Crash(question, self.in_flight, detail)
-            self.ended = self.ended or detail
-        return GoneError(detail)
+            return self._end(detail)
 
-    def _spent(self, reason: str) -> SpentError:
+    def _end(self, reason: str) -> EndedError:
         self.ended = self.ended or reason
-        return SpentError(self.ended)
+        return EndedError(self.ended)
 
     def _count(self) -> float:
         """Count a request; return the seconds that are left for it."""
         with self.lock:
             if self.ended:
-                raise SpentError(self.ended)
+                raise EndedError(self.ended)
             if self.requests >= self.config.requests:
-                raise self._spent(f"the budget of {self.config.requests} requests is used up")
+                raise self._end(f"the budget of {self.config.requests} requests is used up")
             seconds = self._left()
             self.requests += 1
-            self.bar.show(min(self.requests, self.bar.total or 0))
+            self.bar.show(self.requests)
             return seconds
 
     def _left(self) -> float:
         seconds = 60 * (self.config.minutes - self.minutes)
         if seconds <= 0:
-            raise self._spent(f"the budget of {self.config.minutes:g} minutes is used up")
+            raise self._end(f"the budget of {self.config.minutes:g} minutes is used up")
         return seconds

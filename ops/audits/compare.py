@@ -15,7 +15,7 @@ from ops.audits.ask import AUDITED, BASELINE, LOGPROBS, Asker, AuditConfig
 from ops.served.exchange import Question, Reply, Token
 
 FAULT, NEAR_TIE, UNEXPLAINED = KINDS = ("fault", "near_tie", "unexplained")
-PASSED, FAILED, UNDECIDED, NOT_OFFERED, NOT_RUN = STATUSES = ("passed", "failed", "undecided", "not_offered", "not_run")
+PASSED, FAILED, UNDECIDED, NOT_OFFERED, NOT_RUN = ("passed", "failed", "undecided", "not_offered", "not_run")
 TELLING = ("early_stop", "limit", "lost_token", "error")  # faults that texts show by themselves
 ALONE = ("crash", "leak")  # faults that one difference of many tells
 EXPLAINED = 2  # answers of the baseline with logprobs, at most, for a question in doubt

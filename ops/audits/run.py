@@ -37,7 +37,7 @@ from ops.audits.compare import (
     diagnosed,
 )  # fmt: skip
 from ops.audits.output import cleaned, page, reproduction, terminal
-from ops.audits.sampling import SETTINGS, sampling
+from ops.audits.sampling import sampling
 from ops.served.client import Server
 from ops.served.exchange import Reply, read_questions
 
@@ -99,7 +99,7 @@ def audited(config: AuditConfig) -> Verdict:
         ask_text(f"built-in {i}", text, client.chat) for i, text in enumerate(QUESTIONS[: config.prompts])
     ]
     settings = {"temperature": 0.0, "max_tokens": config.max_new_tokens, "top_p": 1.0, "seed": config.seed}
-    with Bar(min(config.requests, expected(config, len(questions))), "audit") as bar:
+    with Bar(None, "requests of the audit") as bar:
         asker = Asker(sides, config, settings, bar)
         comparer = Comparer(asker, config.near_tie)
         audit = Audit(asker, comparer, questions, client.chat, config.max_new_tokens, config.seed, config)
@@ -117,13 +117,6 @@ def audited(config: AuditConfig) -> Verdict:
     if script:
         print(visible(f"reproduction: python {out / REPRODUCTION} {sides[AUDITED].url} {sides[BASELINE].url}"))
     return Verdict(**record["verdict"])
-
-
-def expected(config: AuditConfig, questions: int) -> int:
-    """Return about how many requests an audit takes that finds nothing."""
-    few = min(greedy.MANY, questions)
-    several = sum(2 * max(size, questions) for size in (*config.concurrency, 16) if size > 1)
-    return 4 * questions + several + 14 * len(config.borders) + 17 * few + 200 + 8 * config.samples * len(SETTINGS)
 
 
 def run(audit: Audit) -> list[Finding]:

@@ -8,14 +8,14 @@ Rizzo 2013). Labels are exchanged within a prompt, so p-values are exact whateve
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from statistics import NormalDist
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import gammainccinv
 
-from ops.audits.ask import AUDITED, BASELINE, SpentError
+from ops.audits.ask import AUDITED, BASELINE, EndedError
 from ops.audits.compare import (
     FAILED,
     FAULT,
@@ -87,23 +87,23 @@ def sampling(audit: Audit, check: str) -> Finding:
     questions = [question.having("sampled", **settings) for question in audit.questions[:PROMPTS]]
     rng = np.random.default_rng(audit.seed)
     bound = audit.config.alpha / (len(TESTS) * len(SETTINGS))
-    sampled = audit.asker.taken(_sampled(audit, questions, 0, audit.config.samples))
-    if not sampled:
+    rounds: list[tuple[list[Sampled], dict[str, float]]] = []
+    shares: dict[str, float | None] = {}
+    compared: list[Sampled] = []
+    for first, count in ((0, audit.config.samples), (2 * audit.config.samples, AGAIN * audit.config.samples)):
+        sampled = audit.asker.taken(_sampled(audit, questions, first, count))
+        if not sampled:
+            break
+        if (failing := _failing(check, sampled)) is not None:
+            return failing
+        compared = [one for one in sampled if one.whole]
+        rounds.append((sampled, _tested(compared, rng, bound if rounds else 1.0)))
+        shares = shares or smallest_shares([one.texts for one in compared], bound, rng)
+        if min(rounds[-1][1].values()) > SUSPECT:
+            break
+    if not rounds:
         return Finding(check, NOT_RUN, "no answers")
-    if (failing := _failing(check, sampled)) is not None:
-        return failing
-    compared = [one for one in sampled if one.whole]
-    ps = _tested(compared, rng, 1.0)
-    shares = smallest_shares([one.texts for one in compared], bound, rng)
-    rounds = [(sampled, ps)]
-    if min(ps.values()) <= SUSPECT:
-        count = AGAIN * audit.config.samples
-        if more := audit.asker.taken(_sampled(audit, questions, 2 * audit.config.samples, count)):
-            if (failing := _failing(check, more)) is not None:
-                return failing
-            compared = [one for one in more if one.whole]
-            ps = _tested(compared, rng, bound)
-            rounds.append((more, ps))
+    ps = rounds[-1][1]
     figures = {"p": [values for _, values in rounds], "smallest_shares": shares}
     summary = _summary(rounds, shares)
     if len(rounds) == 1 or min(ps.values()) > bound:
@@ -167,7 +167,7 @@ def _sampled(audit: Audit, questions: Sequence[Question], first: int, count: int
         answers = audit.asker.all(side, several, min(IN_FLIGHT, max(audit.config.concurrency)))
         whole = [reply for reply in answers if reply is not None]
         if len(whole) < count:
-            raise SpentError(audit.asker.ended)
+            raise EndedError(audit.asker.ended)
         return whole
 
     seed = audit.seed + first
@@ -196,10 +196,7 @@ def beginnings(pieces: Sequence[Sequence[str]]) -> Array:
     """Return the number of first words that two answers share, at most OPENING, of every two."""
     kernel = np.zeros((len(pieces), len(pieces)))
     for count in range(1, OPENING + 1):
-        numbers: dict[tuple[str, ...], int] = {}
-        ids = np.array(
-            [numbers.setdefault((*words[:count], *[""] * (count - len(words))), len(numbers)) for words in pieces]
-        )
+        _, ids = np.unique(["".join(words[:count]) for words in pieces], return_inverse=True)
         kernel += ids[:, None] == ids[None]
     return kernel
 
@@ -229,19 +226,13 @@ def p_value(kernels: Sequence[Array], rng: np.random.Generator, most: int = MANY
     Where FEW permutations show it to be extreme, `most` are tried, a multiple of CHUNK.
     """
     observed = sum(_form(kernel) for kernel in kernels)
-
-    def exchanged(count: int) -> Array:
-        return permuted(kernels, count, rng)
-
-    p = p_among(exchanged, observed, FEW)
-    return p if p > 2 / (1 + FEW) or not most else p_among(exchanged, observed, most)
-
-
-def p_among(exchanged: Callable[[int], Array], observed: float, count: int) -> float:
-    """Return the p-value of a statistic, given what returns so many of it, each under exchanged labels, at a time."""
     bound = observed - NOTHING * abs(observed)
-    chunks = [CHUNK] * (count // CHUNK) or [count]
-    return (1 + sum(int((exchanged(size) >= bound).sum()) for size in chunks)) / (1 + count)
+
+    def p_among(*chunks: int) -> float:
+        return float(1 + sum((permuted(kernels, count, rng) >= bound).sum() for count in chunks)) / (1 + sum(chunks))
+
+    p = p_among(FEW)
+    return p if p > 2 / (1 + FEW) or not most else p_among(*[CHUNK] * (most // CHUNK))
 
 
 def permuted(kernels: Sequence[Array], count: int, rng: np.random.Generator) -> Array:
@@ -303,7 +294,7 @@ def critical(kernels: Sequence[Array], counts: Sequence[Array], level: float) ->
     """Return the value that a form of these kernels exceeds with probability `level` if all labels are exchangeable.
 
     `counts` are how often each row of a kernel is there. The value is that of a gamma distribution with its mean and
-    variance, by Wilson and Hilferty's cube root (1931).
+    variance.
     """
     mean = variance = NOTHING
     for kernel, count in zip(kernels, counts, strict=True):
@@ -313,9 +304,8 @@ def critical(kernels: Sequence[Array], counts: Sequence[Array], level: float) ->
         diagonal = np.diagonal(centred)
         mean += float(diagonal @ count) * total / (total - 1)
         variance += 2 * float(count @ centred**2 @ count - diagonal**2 @ count)
-    shape = mean * mean / variance
-    z = NormalDist().inv_cdf(1 - level)
-    return max(NOTHING, mean * float(1 - 1 / (9 * shape) + z / (3 * shape**0.5)) ** 3)  # answers that are all alike
+    scale = variance / mean
+    return max(NOTHING, scale * float(gammainccinv(mean / scale, level)))  # answers that are all alike
 
 
 def _common(texts: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from eval.measures.losslessness import shared_length
 from ops.audits.ask import AUDITED, BASELINE
 from ops.audits.compare import FAILED, NOT_OFFERED, PASSED, Audit, Difference, Finding, breach, judged
 from ops.audits.greedy import asked_with
-from ops.audits.sampling import AGAIN, MANY, SUSPECT, Array, kernels_of, p_among, p_value, words_of
+from ops.audits.sampling import AGAIN, CHUNK, MANY, SUSPECT, Array, kernels_of, p_value, words_of
 from ops.served.exchange import Question, Reply
 
 FEW = 6  # questions that are asked for two choices at temperature 0
@@ -213,10 +213,10 @@ def second_p(trials: Sequence[Trial], rng: np.random.Generator) -> float:
 
 def fewer(ones: Sequence[int], others: Sequence[int], rng: np.random.Generator) -> float:
     """Return the p-value that the first numbers are no smaller than the others, by exchanging them."""
-    if sum(ones) * len(others) >= sum(others) * len(ones):
-        return 1.0
+    from scipy.stats import permutation_test  # late: half a second that a refusal would wait for
 
-    def exchanged(count: int) -> Array:
-        return -rng.permuted(np.tile([*ones, *others], (count, 1)), axis=1)[:, : len(ones)].sum(1)
+    def difference(first: Array, second: Array, axis: int) -> Array:
+        return first.mean(axis) - second.mean(axis)
 
-    return p_among(exchanged, -sum(ones), MANY)
+    how: dict[str, Any] = {"vectorized": True, "alternative": "less", "n_resamples": MANY, "batch": CHUNK}
+    return float(permutation_test((ones, others), difference, rng=rng, **how).pvalue)

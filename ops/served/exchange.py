@@ -12,8 +12,6 @@ from data.text.records import Record, content_text
 from eval.config import Selection
 from eval.inputs.workloads import Readable, Workload, gathered
 
-LARGEST_CHOICES = 16
-LONGEST = 2**20  # characters of a reply
 LEAST = -9999.0  # of a logprob, as vLLM writes that of a token that cannot come
 MOST = 2**31  # tokens that a server counts
 # A stream came at once if so many tokens or more took less than either after the first: a gateway held it back.
@@ -59,40 +57,29 @@ class _Choice:
     """A choice under assembly."""
 
     def __init__(self) -> None:
-        self.texts: list[str] = []
+        self.text = ""
         self.calls: dict[int, list[str]] = {}
         self.tokens: list[Token] = []
         self.steps: list[int] = []
         self.finish: str | None = None
         self.first: float | None = None
 
-    def add(self, seconds: float, choice: Mapping[str, Any]) -> int:
-        """Take an event's part of the choice; return its characters, of the text and of its tokens."""
-        message = choice.get("delta") or choice.get("message")
-        message = message if isinstance(message, dict) else {}
+    def add(self, seconds: float, choice: Mapping[str, Any]) -> None:
+        """Take an event's part of the choice."""
+        message = choice.get("delta") or choice.get("message") or {}
         reasoning = message.get("reasoning_content") or message.get("reasoning")
-        texts = [text for text in (reasoning, message.get("content"), choice.get("text")) if isinstance(text, str)]
-        calls = message.get("tool_calls")
-        self.texts += map(_encodable, texts)
-        for position, call in enumerate(calls if isinstance(calls, list) else []):
-            self._add_call(position, call)
-        if self.first is None and (any(texts) or self.calls):
+        self.text += _encodable("".join(filter(None, (reasoning, message.get("content"), choice.get("text")))))
+        for position, call in enumerate(message.get("tool_calls") or []):
+            index, function = call.get("index"), call.get("function") or {}
+            name_arguments = self.calls.setdefault(position if index is None else index, ["", ""])
+            for i, key in enumerate(("name", "arguments")):
+                name_arguments[i] += _encodable(function.get(key) or "")
+        if self.first is None and (self.text or self.calls):
             self.first = seconds
-        tokens = read_tokens(choice.get("logprobs"))
-        self.tokens += tokens
-        self.steps += [len(tokens)] if tokens else []
-        reason = choice.get("finish_reason")
-        self.finish = reason if isinstance(reason, str) else self.finish
-        return sum(map(len, texts)) + len(str(calls or "")) + sum(len(token.text) for token in tokens)
-
-    def _add_call(self, position: int, call: Any) -> None:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            return
-        index = call.get("index")
-        name_arguments = self.calls.setdefault(index if isinstance(index, int) else position, ["", ""])
-        for i, key in enumerate(("name", "arguments")):
-            name_arguments[i] += _encodable(function[key]) if isinstance(function.get(key), str) else ""
+        if tokens := read_tokens(choice.get("logprobs")):
+            self.tokens += tokens
+            self.steps.append(len(tokens))
+        self.finish = choice.get("finish_reason") or self.finish
 
 
 def _encodable(text: str) -> str:
@@ -104,31 +91,29 @@ def read_replies(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) 
     """Assemble a reply's choices from its events, each with the seconds from the request to its arrival.
 
     Raises:
-        EndpointError: an error, another model's reply, or no choice.
+        EndpointError: an error, another model's reply, or no choice, or one of another shape.
     """
     choices: dict[int, _Choice] = {}
     usage: Mapping[str, Any] = {}
-    end, count, length = 0.0, 0, 0
+    end, count = 0.0, 0
     for end, event in events:
         count += 1
         if (message := event.get("message" if event.get("object") == "error" else "error")) is not None:
             raise EndpointError("error", str(message))
         if event.get("model") != model:
             raise EndpointError("wrong_model", f"the reply is {event.get('model')!r}'s")
-        usage = event["usage"] if isinstance(event.get("usage"), dict) else usage
-        for position, choice in enumerate(event["choices"] if isinstance(event.get("choices"), list) else []):
-            index = choice.get("index", position) if isinstance(choice, dict) else None
-            if not isinstance(index, int) or not 0 <= index < LARGEST_CHOICES:
-                raise EndpointError("choices", str(choice))
-            length += choices.setdefault(index, _Choice()).add(end, choice)
-            if length > LONGEST:
-                raise EndpointError("too_large", f"the reply has more than {LONGEST} characters")
+        usage = event.get("usage") or usage
+        try:
+            for position, choice in enumerate(event.get("choices") or []):
+                choices.setdefault(choice.get("index", position), _Choice()).add(end, choice)
+        except (AttributeError, TypeError) as error:
+            raise EndpointError("choices", str(event["choices"])) from error
     if not choices:
         raise EndpointError("choices", "the reply has no choice")
     prompt, completion, total = (_count(usage, key) for key in ("prompt_tokens", "completion_tokens", "total_tokens"))
     return [
         Reply(
-            "".join(choice.texts),
+            choice.text,
             tuple((name, arguments) for name, arguments in choice.calls.values()),
             choice.finish,
             prompt,

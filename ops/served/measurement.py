@@ -27,6 +27,10 @@ from inference.verification.sample import Sampling
 from ops.served.client import BASELINE, Answer, ClientConfig, Server
 from ops.served.exchange import Question, read_questions
 
+REPORTED = (
+    "max_new_tokens", "min_new_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "repeats", "warmup",
+    "turns", "balanced",
+)  # fmt: skip
 SHOWN = 24  # characters of a text, from the first difference
 Servers = Mapping[str, Server]  # by drafter name, the baseline's is PLAIN
 
@@ -126,7 +130,14 @@ def measure(config: ServedConfig) -> Report:
             "client": cpu_name(),
             "python": platform.python_version(),
         },
-        settings=_report_settings(config, jobs),
+        settings={
+            **prompt_counts(jobs, "measured ones"),
+            "endpoint": config.url,
+            "baseline": config.baseline,
+            **{key: getattr(config, key) for key in REPORTED},
+            "engine": "as served",
+            "provenance": provenance(),
+        },
         gates=gates,
         rows=[row for one in measured for row in rows(one.runs, gates, one.measurement)],
         extras={"warnings": warnings} if warnings else {},
@@ -192,19 +203,6 @@ def _gates(measured: Sequence[Measured]) -> dict[str, Gate]:
         plain = texts.pop(PLAIN)
         gates |= {labelled(name, size): text_gate(plain, drafted, ids) for name, drafted in texts.items()}
     return gates
-
-
-def _report_settings(config: ServedConfig, jobs: Sequence[Workload[Question]]) -> dict[str, Any]:
-    """Return the settings that the report shows: those of requests and workloads."""
-    decoding = ("max_new_tokens", "min_new_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-    return {
-        **prompt_counts(jobs, "measured ones"),
-        "endpoint": config.url,
-        "baseline": config.baseline,
-        **{key: getattr(config, key) for key in (*decoding, "repeats", "warmup", "turns", "balanced")},
-        "engine": "as served",
-        "provenance": provenance(),
-    }
 
 
 def _measured(repeats: Sequence[Answer]) -> Request:

@@ -253,7 +253,7 @@ def test_wrong_logprobs_are_named_and_reproduced(
         yield from listed
 
     monkeypatch.setattr(server, "events", events)
-    client = {"model": None, "chat": chat, "timeout": 60.0, "patience": 1.0, "api_key_env": "NONE", "extra": {}}
+    client = {"model": None, "chat": chat, "timeout": 60.0, "api_key_env": "NONE", "extra": {}}
     finding = finding_of(ask(tmp_path, server.url, baseline.url, client=client), "logprobs")
     assert (finding["status"], finding["fault"]) == (FAILED, "logprobs")
     assert note in finding["differences"][0]["note"]
