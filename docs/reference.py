@@ -16,6 +16,8 @@ COMMANDS = {
     "convert.yaml": "python train/convert.py",
     "search.yaml": "python eval/search_skips.py",
     "streams.yaml": "python train/streams.py",
+    "ops/doctor.yaml": "python ops/doctor.py",
+    "ops/replace.yaml": "python ops/replace.py",
 }
 GROUPS = (
     "model",

@@ -29,10 +29,11 @@ CONF = ROOT / "conf"
 GROUPS = {
     folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
     for folder in sorted(CONF.iterdir())
-    if folder.is_dir() and folder.name not in ("local", "__pycache__")
+    if folder.is_dir() and folder.name not in ("local", "ops", "__pycache__")
 }
 PARTS = ["model", "head", "peft", "objective", "data", "trainer", "launcher", "tree", "eval"]
 PRIMARY = {"drafter": "eval"}  # the command that a group belongs to, where it is not training
+PRIMARIES = sorted(str(file.relative_to(CONF))[:-5] for place in ("*.yaml", "ops/*.yaml") for file in CONF.glob(place))
 OPTIONS = [f"{group}={option}" for group, options in GROUPS.items() if group not in PRIMARY for option in options]
 LAYERS = ("heads", "inference", "data", "eval", "train", "ops")
 README, CONTRIBUTING, HOWTO, TUTORIAL = (
@@ -76,7 +77,7 @@ def test_every_experiment_fits_its_types_and_yields_to_overrides(experiment: str
     assert run(f"experiment={experiment}", "trainer.steps=7", "name=mine").trainer.steps == 7
 
 
-@pytest.mark.parametrize("primary", sorted(file.stem for file in CONF.glob("*.yaml")))
+@pytest.mark.parametrize("primary", PRIMARIES)
 def test_every_command_has_a_configuration_that_composes(primary: str) -> None:
     assert compose(primary)
 
@@ -209,7 +210,7 @@ def test_a_command_of_the_docs_is_real(command: str) -> None:
         assert re.search(rf"^{target}:.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         return
     script = (ROOT / target).read_text(encoding="utf-8")
-    primary = re.search(r'@command\("(\w+)"\)', script)
+    primary = re.search(r'@command\("([\w/]+)"\)', script)
     assert primary, f"{target} names no configuration"
     lists = re.search(r"= bracketed\(sys\.argv\[1:\], (.*)\)", script)
     overrides = bracketed(overrides, *re.findall(r"\w+", lists[1])) if lists else overrides
@@ -243,7 +244,7 @@ def test_every_folder_is_listed() -> None:
     assert tree_paths(short.strip("\n")) <= listed | {"docs/"}
     packages = {file.parent for layer in LAYERS for file in (ROOT / layer).glob("*/__init__.py")}
     assert {f"{package.relative_to(ROOT)}/" for package in packages} <= listed
-    assert {f"conf/{group}/" for group in GROUPS} <= listed
+    assert {f"conf/{group}/" for group in (*GROUPS, "ops")} <= listed
     assert [path for path in listed if not (ROOT / path).exists()] == []
 
 

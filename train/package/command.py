@@ -17,11 +17,12 @@ SCRIPTS = {
     "data": "data/run.py",
     "generate": "inference/run.py",
     "publish": "train/publish.py",
-    "doctor": "train/publish.py",
+    "doctor": "ops/doctor.py",
+    "replace": "ops/replace.py",
     "audit": "eval/run.py",
 }
-CONFIGS = {name: name for name in SCRIPTS} | {"doctor": "publish", "audit": "eval"}
-PLAIN = {"doctor": ("doctor",), "audit": ("audit", "baseline")}  # keys of the first words, which may come without
+CONFIGS = {name: name for name in SCRIPTS} | {"doctor": "ops/doctor", "replace": "ops/replace", "audit": "eval"}
+PLAIN = {"doctor": ("run",), "audit": ("audit", "baseline")}  # keys of the first words, which may come without
 NEEDED = {
     "audit": "headstart audit needs two URLs, that of the server to audit and that of the same model without "
     "speculation: headstart audit http://localhost:8000 http://localhost:8001",
@@ -46,11 +47,12 @@ def main() -> None:
             if word.startswith("-") or re.match(r"[\w.]+=", word):
                 break
             words[i] = f"{key}={word}"
-        if name in NEEDED and not any(re.match(rf"-|({name}|experiment)=", word) for word in words):
+        if name in NEEDED and not any(re.match(rf"-|({PLAIN[name][0]}|experiment)=", word) for word in words):
             print(f"error: {NEEDED[name]}", file=sys.stderr)
             raise SystemExit(2)
         sys.argv[1:] = words
-        os.environ["HEADSTART_PROGRAM"] = f"headstart {CONFIGS[name]}"  # for the examples of its help
+        # For the examples of its help.
+        os.environ["HEADSTART_PROGRAM"] = f"headstart {CONFIGS[name].rpartition('/')[2]}"
         runpy.run_path(str(ROOT / SCRIPTS[name]), run_name="__main__")
 
 
@@ -58,7 +60,7 @@ def overview() -> str:
     """Return a line for each sub-command: what it does, from its YAML."""
     lines = []
     for name, config in CONFIGS.items():
-        about = rf"^{name}: null # (.*)" if name in PLAIN else r"^# python [^:]*: (.*)"
+        about = r"^audit: null # (.*)" if name == "audit" else r"^# python [^:]*: (.*)"
         first = re.search(about, (ROOT / "conf" / f"{config}.yaml").read_text(encoding="utf-8"), re.MULTILINE)
         lines.append(f"  {name:9} {first[1] if first else ''}")
     return "\n".join(["headstart COMMAND [OVERRIDES], and headstart COMMAND --help", "", *lines])

@@ -38,8 +38,7 @@ from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
 from train.release.card import Facts, card
 from train.release.checkpoint import layout_of, stitch
-from train.release.config import PublishConfig
-from train.release.doctor import TEMPLATE
+from train.release.config import TEMPLATE, PublishConfig
 from train.release.hub import files_of
 
 log = logging.getLogger(__name__)
