@@ -24,7 +24,7 @@ from heads.formats.store import CONFIG, read_config
 from train.release.card.engines import misleading, of_checkpoint
 from train.release.card.facts import Facts
 from train.release.config import CHECKPOINT, PublishConfig
-from train.release.folder import FILES, stitched, write_folder
+from train.release.folder import FILES, copy_with_head, write_folder
 from train.release.hub import SHORT, Repository, downloaded, files_of, push, repository, set_tag
 from train.release.trial import Trial, begin
 
@@ -44,7 +44,7 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
     if not config.dry_run and not (api.token or get_token()):
         raise ValueError(f"{config.repo}: no token for the Hub; run `hf auth login`, set HF_TOKEN or dry_run=true")
     if config.format == CHECKPOINT:
-        _warn(str(out), stitched(run, out, config))
+        _warn(str(out), copy_with_head(run, out, config))
         say(f"{out}: the target with this head as its MTP module")
         for engine, line in of_checkpoint(out):
             say(f"{engine}: {line}")
