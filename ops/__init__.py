@@ -14,4 +14,7 @@ endpoint.py  the command that measures a served model
 watch.py     the command that says when acceptance has fallen
 log.py       what a log that grows says of acceptance, or a head played along it
 sequential.py  the test of a watch, with a bound on ever being wrong
+examine/    what the doctor reads and finds
+doctor.py   the command that examines a published head
+replace.py  the command that gives a running server another head
 """

@@ -34,6 +34,7 @@ GROUPS = {
 COMPOSED = sorted(f"{file.relative_to(CONF).with_suffix('')}" for file in [*CONF.glob("*.yaml"), *CONF.glob("ops/*")])
 PARTS = ["model", "head", "peft", "objective", "data", "trainer", "launcher", "tree", "eval"]
 PRIMARY = {"drafter": "eval"}  # the command that a group belongs to, where it is not training
+PRIMARIES = sorted(str(file.relative_to(CONF))[:-5] for place in ("*.yaml", "ops/*.yaml") for file in CONF.glob(place))
 OPTIONS = [f"{group}={option}" for group, options in GROUPS.items() if group not in PRIMARY for option in options]
 FILES = [*CONF.glob("*.yaml"), *CONF.glob("ops/*.yaml")]
 PRIMARIES = sorted(str(file.relative_to(CONF).with_suffix("")) for file in FILES)
@@ -241,7 +242,7 @@ def test_every_folder_is_listed() -> None:
     listed = tree_paths(STRUCTURE[STRUCTURE.index("```\nheads/") :].split("```")[1].strip("\n"))
     packages = {file.parent for layer in LAYERS for file in (ROOT / layer).glob("*/__init__.py")}
     assert {f"{package.relative_to(ROOT)}/" for package in packages} <= listed
-    assert {f"conf/{group}/" for group in GROUPS} <= listed
+    assert {f"conf/{group}/" for group in (*GROUPS, "ops")} <= listed
     assert [path for path in listed if not (ROOT / path).exists()] == []
 
 

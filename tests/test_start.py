@@ -50,7 +50,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
         ),
         pytest.param("inference/run.py", ["run=org/head", "prompt=a"], NOWHERE, marks=pytest.mark.slow),
         ("data/run.py", ["data.path=org/set", "inspect=1"], NOWHERE),
-        ("train/publish.py", ["doctor=org/head"], NOWHERE),
+        ("ops/doctor.py", ["run=org/head"], NOWHERE),
     ],
 )
 def test_a_refusal_waits_for_no_slow_import(script: str, words: list[str], said: str, tmp_path: Path) -> None:

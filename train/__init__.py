@@ -4,7 +4,7 @@ checkpoints/   checkpoints: their content and format, asynchronous saving, resum
 distributed/   the processes of a run: launching, watching, sharding strategies
 package/       the package headstart: its names in Python, its command, its build
 planning/      checks and a cost estimate of a run before anything is loaded
-release/       publishing a trained head: folder, card, verification, and the doctor
+release/       publishing a trained head: folder, card, upload, verification
 tracking/      trackers of a run's numbers: metrics.jsonl, wandb, TensorBoard, progress bar, the table of a sweep
 config.py      the types of conf/train.yaml
 losses.py      the losses: pure functions of the target's distribution p and the draft's q

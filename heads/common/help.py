@@ -34,8 +34,8 @@ def help_text(config: str, words: Sequence[str] = ()) -> str:
 
     Its `words` choose the options of groups whose keys are listed, as in head=mtp.
     """
-    text = _text(config).removeprefix("# @package _global_\n")
-    comments = [line[2:] for line in text.partition("defaults:")[0].splitlines()]
+    above = _text(config).partition("defaults:")[0].removeprefix("# @package _global_\n")
+    comments = [line[2:] for line in above.splitlines()]
     started, _, purpose = comments[0].partition(": ")
     used = next(line for line in comments if line.startswith("Most used: ")).split()[2:]
     program = os.environ.get(PROGRAM, started)

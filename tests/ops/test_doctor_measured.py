@@ -6,18 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.train.doctoring import (
-    FULL,
-    IDS,
-    Ward,
-    asked,
-    change,
-    examine,
-    faults,
-    rope,
-    turned,
-)
-from train.release.doctor.finding import OK, UNKNOWN, written
+from ops.doctor import examine
+from ops.examine.finding import OK, UNKNOWN, written
+from tests.ops.doctoring import FULL, IDS, Ward, asked, change, faults, rope, turned
 
 FORMS: list[tuple[str, str | None, dict[str, Any]]] = [
     ("eagle3", "vllm", {}), ("eagle3", "vllm", FULL), ("eagle3", "eagle", {}), ("eagle", "vllm", {}),

@@ -28,11 +28,12 @@ from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
+from ops.doctor import examine
+from ops.examine.config import DoctorConfig
+from ops.examine.finding import WRONG, Finding
 from tests import toys
 from tests.eval.stubs import ROW
-from train.release.config import CheckupConfig, DoctorConfig, SiblingConfig
-from train.release.doctor import TEMPLATE, examine
-from train.release.doctor.finding import WRONG, Finding
+from train.release.config import TEMPLATE
 
 LAYERS, TOKENS, PROMPTS, DEPTHS = 8, 40, 3, 3
 CONTEXT = 4096  # more than the 2048 that a silent config.json stands for
@@ -162,8 +163,7 @@ def change(folder: Path, **edits: Callable[[dict[str, Any]], object]) -> None:
 
 def asked(folder: Path, target: Target, measure: bool, form: str | None = None, sibling: bool = False) -> DoctorConfig:
     workload = str(Path(target.name) / "prompts.jsonl")
-    checkup = CheckupConfig(workload, PROMPTS, TOKENS, 3, "float32", measure)
-    return DoctorConfig(str(folder), target.name, form, checkup, SiblingConfig(sibling))
+    return DoctorConfig(str(folder), target.name, form, sibling, measure, workload, PROMPTS, TOKENS, 3, "float32")
 
 
 def faults(folder: Path, target: Target, measure: bool = False, form: str | None = None) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""Findings of checks: right, wrong or unknown; a wrong one with its cost and remedy."""
+"""Findings: right, wrong or unknown; a wrong one with its cost and remedy."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -12,39 +12,38 @@ class Finding(NamedTuple):
     """One line of the examination."""
 
     verdict: str  # one of VERDICTS
+    check: str  # the key, the tensor or the name of the check
     says: str  # the observation
     costs: str = ""  # the effect on each engine; for wrong ones only
     remedy: str = ""  # the key and value, or the command, that fixes it; for wrong ones only
     engines: tuple[str, ...] = ()  # the engines it harms, keys of ENGINES; empty: all
-    check: str = ""  # the name of its check
 
 
 Findings = Iterator[Finding]
 
 
-def ok(says: str) -> Finding:
+def ok(says: str, check: str) -> Finding:
     """Return that something is right."""
-    return Finding(OK, says)
+    return Finding(OK, check, says)
 
 
-def unknown(why: str) -> Finding:
+def unknown(why: str, check: str) -> Finding:
     """Return that something cannot be known here, and why."""
-    return Finding(UNKNOWN, why)
+    return Finding(UNKNOWN, check, why)
 
 
-def wrong(says: str, costs: str, remedy: str, *engines: str) -> Finding:
+def wrong(check: str, says: str, costs: str, remedy: str, *engines: str) -> Finding:
     """Return that something is wrong, with its cost, its remedy and the engines harmed (none named: all)."""
-    return Finding(WRONG, says, costs, remedy, engines)
+    return Finding(WRONG, check, says, costs, remedy, engines)
 
 
 def meant_for(finding: Finding, engine: str | None) -> Finding:
     """Return a finding for one engine: a fault of other engines becomes ok, and one that only it has becomes wrong."""
-    if engine is None or not finding.engines:
-        return finding
     if engine in finding.engines:
         return finding._replace(verdict=WRONG)
-    harms = f"{finding.says}, which harms {listed(finding.engines)} alone"
-    return ok(harms)._replace(check=finding.check) if finding.verdict == WRONG else finding
+    if engine is None or not finding.engines or finding.verdict != WRONG:
+        return finding
+    return ok(f"{finding.says}, which harms {listed(finding.engines)}", finding.check)
 
 
 def listed(engines: Sequence[str]) -> str:
@@ -54,14 +53,11 @@ def listed(engines: Sequence[str]) -> str:
 
 def written(findings: Sequence[Finding]) -> str:
     """Return the findings as lines for the terminal, and their counts."""
-    wide, name = max(map(len, VERDICTS)), max((len(finding.check) for finding in findings), default=0)
+    wide, name = max(map(len, VERDICTS)), max(len(finding.check) for finding in findings)
     lines = []
-    for finding in findings:
-        lines.append(f"{finding.verdict:{wide}}  {finding.check:{name}}  {finding.says}")
-        if finding.verdict == WRONG:
-            lines += [
-                f"{'':{wide + name + 4}}{what}: {text}"
-                for what, text in (("costs", finding.costs), ("remedy", finding.remedy))
-            ]
-    counts = {verdict: sum(finding.verdict == verdict for finding in findings) for verdict in VERDICTS}
-    return "\n".join([*lines, ", ".join(f"{count} {verdict}" for verdict, count in counts.items())])
+    for verdict, check, says, costs, remedy, _ in findings:
+        lines.append(f"{verdict:{wide}}  {check:{name}}  {says}")
+        if verdict == WRONG:
+            lines += [f"{'':{wide + name + 4}}{what}: {text}" for what, text in (("costs", costs), ("remedy", remedy))]
+    verdicts = [finding.verdict for finding in findings]
+    return "\n".join([*lines, ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in VERDICTS)])

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
+from heads.common.command import quoted
 from heads.common.files import claim
-from train import publish
-from train.release import serve
-from train.release.config import ServeConfig
-from train.release.serve import Server, check_link, replace_head
+from ops import replace
+from ops.replace import ReplaceConfig, Server, replace_head
 
 STUB = Path(__file__).with_name("stub_engine.py")
 
@@ -37,13 +36,14 @@ class Engine:
             "link": str(self.link), "command": self.foreground, "url": f"http://127.0.0.1:{port}", "start_s": 60.0,
         }  # fmt: skip
 
-    def config(self, **values: Any) -> ServeConfig:
-        return ServeConfig(**{**self.values, **values})
+    def config(self, head: Path | str = "", **values: Any) -> ReplaceConfig:
+        return ReplaceConfig(str(head), **{**self.values, **values})
 
     def head(self, name: str, **config: float) -> Path:
         folder = self.root / name
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        (folder / "model.safetensors").touch()
         return folder
 
     def serve(self, head: Path) -> None:
@@ -61,7 +61,7 @@ class Engine:
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    monkeypatch.setattr(serve, "POLL_S", 0.02)
+    monkeypatch.setattr(replace, "POLL_S", 0.02)
     engine = Engine(tmp_path)
     yield engine
     engine.stop()
@@ -70,49 +70,49 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
 def test_another_head_is_served_and_the_former_folder_stays(engine: Engine) -> None:
     old, new = engine.head("old", rate=1.0), engine.head("trained/new", rate=2.0)
     engine.serve(old)
-    served = replace_head(new, engine.config())
+    served = replace_head(engine.config(new))
     assert engine.served == {"rate": 2.0}
     assert served == engine.link.resolve() != new
     assert served.parent == engine.root
     assert old.is_dir()
     pid = engine.pid.read_text(encoding="utf-8")
-    assert replace_head(new, engine.config()) == served
+    assert replace_head(engine.config(new)) == served
     assert engine.pid.read_text(encoding="utf-8") == pid, "it was served already, and yet the server was restarted"
 
 
 def test_a_head_that_does_not_serve_is_put_back(engine: Engine) -> None:
     old = engine.head("old", rate=1.0)
     engine.serve(old)
-    with pytest.raises(ValueError, match=rf"serve.command ended with status 1, see .*; {old} is served again"):
-        replace_head(engine.head("new", broken=1), engine.config())
+    with pytest.raises(ValueError, match=rf"command ended with status 1, see .*; {old} is served again"):
+        replace_head(engine.config(engine.head("new", broken=1)))
     assert (engine.served, engine.link.resolve()) == ({"rate": 1.0}, old)
     assert Server(engine.config()).counters() is not None
-    replace_head(engine.head("next", rate=2.0), engine.config(command=engine.daemon))
+    replace_head(engine.config(engine.head("next", rate=2.0), command=engine.daemon))
     assert engine.served == {"rate": 2.0}
 
 
 def test_a_command_that_returns_before_the_old_server_is_gone_is_waited_for(engine: Engine) -> None:
     engine.serve(engine.head("old", rate=1.0))
     command = f"sh -c {shlex.quote(f'sleep 0.5; {engine.foreground}')} &"
-    replace_head(engine.head("new", rate=2.0), engine.config(command=command))
+    replace_head(engine.config(engine.head("new", rate=2.0), command=command))
     assert engine.served == {"rate": 2.0}
 
 
 def test_one_call_at_a_time(engine: Engine) -> None:
     engine.link.symlink_to(engine.head("old", rate=1.0))
     with claim(engine.root / ".head.lock", wait=False), pytest.raises(ValueError, match="replaced by another call"):
-        replace_head(engine.head("new", rate=1.0), engine.config())
+        replace_head(engine.config(engine.head("new", rate=1.0)))
 
 
 def test_a_first_head_that_does_not_serve_leaves_no_link(engine: Engine) -> None:
     with pytest.raises(ValueError, match=r"there was no other, so that .*head is removed"):
-        replace_head(engine.head("broken", broken=1), engine.config())
+        replace_head(engine.config(engine.head("broken", broken=1)))
     assert not engine.link.is_symlink()
-    replace_head(engine.head("new", rate=1.0), engine.config())
+    replace_head(engine.config(engine.head("new", rate=1.0)))
     assert engine.served == {"rate": 1.0}
 
 
-@pytest.mark.parametrize("where", [(Server, "restart"), (serve, "_point")])
+@pytest.mark.parametrize("where", [(Server, "restart"), (replace, "_point")])
 def test_after_interrupted_calls_the_way_back_is_the_head_that_was_served_before(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str]
 ) -> None:
@@ -123,9 +123,9 @@ def test_after_interrupted_calls_the_way_back_is_the_head_that_was_served_before
         with monkeypatch.context() as cut:
             cut.setattr(*at, interrupt)
             with pytest.raises(KeyboardInterrupt):
-                replace_head(head, engine.config())
+                replace_head(engine.config(head))
     with pytest.raises(ValueError, match=f"{old} is served again"):
-        replace_head(engine.head("third", broken=1), engine.config())
+        replace_head(engine.config(engine.head("third", broken=1)))
     assert (engine.served, engine.link.resolve()) == ({"rate": 2.0}, old)
 
 
@@ -133,11 +133,11 @@ def test_a_roll_back_that_is_cut_off_is_made_up_for(engine: Engine, monkeypatch:
     old = engine.head("old", rate=2.0)
     engine.serve(old)
     with monkeypatch.context() as cut:
-        cut.setattr(serve, "_restored", interrupt)
+        cut.setattr(replace, "_restored", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            replace_head(engine.head("broken", broken=1), engine.config())
+            replace_head(engine.config(engine.head("broken", broken=1)))
     with pytest.raises(ValueError, match=f"{old} is served again"):
-        replace_head(engine.head("broken too", broken=2), engine.config())
+        replace_head(engine.config(engine.head("broken too", broken=2)))
     assert engine.served == {"rate": 2.0}
 
 
@@ -147,23 +147,28 @@ def interrupt(*_: Any) -> None:
 
 def test_a_link_in_the_users_home_is_that(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(engine.root))
-    assert replace_head(engine.head("new", rate=1.0), engine.config(link="~/head")) == engine.link.resolve()
+    assert replace_head(engine.config(engine.head("new", rate=1.0), link="~/head")) == engine.link.resolve()
     assert (engine.root / "head.log").is_file()
 
 
-@pytest.mark.parametrize("form", ["", "format=checkpoint dry_run=true out=copy"])
-def test_a_link_is_of_a_head_that_engines_read(engine: Engine, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    words = ["run=none", "repo=me/x", f"serve.link={engine.link}", "serve.command=false", *form.split()]
-    monkeypatch.setattr(sys, "argv", ["publish.py", *words])
-    monkeypatch.setenv("HEADSTART_DEBUG", "1")
-    with pytest.raises(ValueError, match=r"serve\.link is of a head's folder: give format=vllm"):
-        publish.main()
-
-
 def test_what_cannot_be_meant_is_refused(engine: Engine, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"serve\.link=.*that is no link; move it aside"):
-        check_link(engine.head("head", rate=1.0))
-    with pytest.raises(ValueError, match=r"serve\.link and serve\.command go together"):
-        engine.config(command=None)
-    with pytest.raises(ValueError, match=r"serve\.url=localhost: give a URL"):
-        engine.config(url="localhost")
+    head = engine.head("head", rate=1.0)
+    with pytest.raises(ValueError, match=r"link=.*that is no link; move it aside"):
+        replace_head(engine.config(engine.head("new", rate=1.0)))
+    own = engine.head("own", format=1)
+    for folder in (own, tmp_path / "none"):
+        with pytest.raises(ValueError, match=rf"folder={folder}: no head in a format that engines read"):
+            replace_head(engine.config(folder))
+    with pytest.raises(ValueError, match=r"url=localhost: give a URL"):
+        engine.config(head, url="localhost")
+
+
+def test_the_command_serves_a_head(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.serve(engine.head("old", rate=1.0))
+    values = {**engine.values, "folder": engine.head("new", rate=2.0)}
+    monkeypatch.setattr(sys, "argv", ["replace.py", *(f"{key}={quoted(value)}" for key, value in values.items())])
+    replace.main()
+    assert engine.served == {"rate": 2.0}
+    assert capsys.readouterr().out == f"{engine.link.resolve()} is served\n"

@@ -1,24 +1,53 @@
 """A served model gets another head: the folder behind a link, and a restart; the former one where it does not start.
 
+    python ops/replace.py folder=outputs/NAME/publish link=/srv/head command="systemctl restart vllm"
+
 The server loads its head from a symbolic link, as in `vllm serve TARGET --speculative-config '{"model": LINK, …}'`.
 """
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # the checkout's root instead of ops/, so that its files shadow no module
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import hashlib
 import os
 import shutil
 import subprocess
 import time
-from pathlib import Path
+from dataclasses import dataclass
 
-from data.answers.client import Client, EndpointConfig, EndpointError, base_url
+from omegaconf import DictConfig
+
+from data.answers.client import Client, EndpointConfig, EndpointError, base_url, check_url
 from data.text.files import content_hash
 from eval.measures.counters import Counters, read_counters, restarted
+from heads.common.command import command
 from heads.common.files import claim, flush, replacing
-from train.release.config import ServeConfig
+from heads.common.ranges import Positive
+from heads.common.typed import typed
+from heads.common.untrusted import visible
+from heads.formats.published import is_published
+from heads.formats.store import CONFIG
 
 POLL_S = 0.5  # between two looks at a server
 # Polled: one that a later command kills, and waits for, must not stay as a zombie of this process.
 STARTED: list[subprocess.Popen[bytes]] = []
+
+
+@dataclass(frozen=True)
+class ReplaceConfig:
+    """The head, and the running server that gets it; conf/ops/replace.yaml explains each key."""
+
+    folder: str
+    link: str
+    command: str
+    url: str
+    start_s: Positive
+
+    def __post_init__(self) -> None:
+        check_url("url", self.url)
 
 
 class ServerError(Exception):
@@ -28,10 +57,10 @@ class ServerError(Exception):
 class Server:
     """A server that is restarted by a command, and what it counts."""
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ReplaceConfig) -> None:
         self.config, self.log = config, Path(f"{config.link}.log").expanduser()
         once = EndpointConfig(None, 1, config.start_s, 0, 0.0, 0.0, 1, "", {})
-        self.client = Client(base_url(config.url), once, None, "serve.url", "serve")
+        self.client = Client(base_url(config.url), once, None, "url", "")
 
     def counters(self) -> Counters | None:
         """Return what it counts; None where it is down, or not yet up."""
@@ -50,7 +79,7 @@ class Server:
         before = self.counters()
         with self.log.open("ab") as output:
             process = subprocess.Popen(
-                str(self.config.command), shell=True, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                self.config.command, shell=True, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 start_new_session=True,
             )  # fmt: skip
         STARTED.append(process)
@@ -59,7 +88,7 @@ class Server:
             for earlier in STARTED:
                 earlier.poll()
             if status := process.returncode:
-                raise ServerError(f"serve.command ended with status {status}, see {self.log}")
+                raise ServerError(f"command ended with status {status}, see {self.log}")
             now = self.counters()
             # A command that serves does not end; the server from before may answer for a while yet, after it too.
             if now is not None and (
@@ -70,22 +99,32 @@ class Server:
         raise ServerError(f"{self.client.url} does not answer within {self.config.start_s:g} s, see {self.log}")
 
 
-def replace_head(head: Path, config: ServeConfig) -> Path:
-    """Serve the head of a folder instead of the one behind the link; return the folder that is served.
+def replace_head(config: ReplaceConfig) -> Path:
+    """Serve the configured head instead of the one behind the link; return the folder that is served.
 
     While it is replaced, the link `.NAME.former` next to the link NAME leads to the head that was served before, so
     that a call after an interrupted one still has it to go back to.
 
     Raises:
-        ValueError: the link is a file or folder, or another call replaces its head; or the server does not come up with
-            this head, and has the former one again.
+        ValueError: engines do not read the head, the link is a file or folder, or another call replaces its head; or
+            the server does not come up with this head, and has the former one again.
     """
-    link = Path(str(config.link)).expanduser().absolute()
-    check_link(link)
+    link = Path(config.link).expanduser().absolute()
+    head = Path(config.folder).expanduser()
+    if not (head / CONFIG).is_file() or not is_published(head):
+        raise ValueError(
+            f"folder={head}: no head in a format that engines read; write one: python train/publish.py format=vllm "
+            "dry_run=true"
+        )
+    if link.exists() and not link.is_symlink():
+        raise ValueError(
+            f"link={link}: that is no link; move it aside, make a link of that name to it, and let the server load its "
+            "head from there"
+        )
     former, server = link.with_name(f".{link.name}.former"), Server(config)
     with claim(link.with_name(f".{link.name}.lock"), wait=False) as free:
         if not free:
-            raise ValueError(f"serve.link={link}: its head is being replaced by another call; wait for that")
+            raise ValueError(f"link={link}: its head is being replaced by another call; wait for that")
         new = _copied(head, link)
         if not former.is_symlink() and link.exists():
             if link.resolve() == new.resolve():
@@ -115,15 +154,6 @@ def _restored(link: Path, former: Path, server: Server) -> str:
     return f"{old} is served again"
 
 
-def check_link(link: Path) -> None:
-    """Refuse a file or a folder in the link's place."""
-    if link.exists() and not link.is_symlink():
-        raise ValueError(
-            f"serve.link={link}: that is no link; move it aside, make a link of that name to it, and let the server "
-            "load its head from there"
-        )
-
-
 def _copied(head: Path, link: Path) -> Path:
     """Return a copy of a head's folder beside the link, named after its content."""
     files = sorted(path for path in head.rglob("*") if path.is_file())
@@ -142,3 +172,13 @@ def _point(link: Path, folder: Path) -> None:
     new.symlink_to(folder)
     os.replace(new, link)
     flush(link.parent)
+
+
+@command("ops/replace")
+def main(cfg: DictConfig) -> None:
+    """Run the command."""
+    print(visible(f"{replace_head(typed(ReplaceConfig, cfg))} is served"))
+
+
+if __name__ == "__main__":
+    main()
