@@ -55,7 +55,7 @@ def main() -> None:
 
 def overview() -> str:
     """Return a line for each sub-command: what it does, from its YAML."""
-    lines = []
+    lines = list[str]()
     for name, config in CONFIGS.items():
         first = re.search(
             r"^# python [^:]*: (.*)", (ROOT / "conf" / f"{config}.yaml").read_text(encoding="utf-8"), re.MULTILINE
