@@ -117,10 +117,10 @@ def test_an_adapted_head_starts_as_it_was_and_ends_plain(name: str) -> None:
 @pytest.mark.parametrize(("rslora", "factor"), [(False, 2.0), (True, 4.0)])
 def test_chosen_layers_alone_are_adapted_and_scaled_as_asked(rslora: bool, factor: float) -> None:
     head = fresh("eagle", toys.target())
-    adapt(head, replace(FACTORS, rslora=rslora, target_modules=["q_proj", "fc"]))
+    adapt(head, replace(FACTORS, rslora=rslora, dropout=0.25, target_modules=["q_proj", "fc"]))
     adapted = {name: module for name, module in head.named_modules() if hasattr(module, "lora_A")}
     assert set(adapted) == {"fc", "layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj"}
-    assert adapted["fc"].scaling == {"default": factor}
+    assert (adapted["fc"].scaling, adapted["fc"].lora_dropout["default"].p) == ({"default": factor}, 0.25)
 
 
 def test_bad_values_are_one_line() -> None:

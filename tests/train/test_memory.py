@@ -24,7 +24,8 @@ from train.config import TrainerConfig, run_config
 from train.distributed.processes import LARGE
 from train.losses import ObjectiveConfig, OnPolicyConfig
 from train.objective import weights
-from train.planning.memory import Layout, MemoryUse, head_state, pass_stage, target_state, total
+from train.planning import memory
+from train.planning.memory import Layout, MemoryUse, head_state, measure_stage, pass_stage, target_state, total
 from train.planning.path import path_of
 from train.planning.plan import by_driver_name
 from train.planning.shapes import TargetShape, target_shape
@@ -187,6 +188,8 @@ def test_memory_grows_with_the_rows_alone() -> None:
     target = toys.target()
     one, two, four = (trace(job(target, "eagle", rows=rows)).activations.total() for rows in (2, 4, 8))
     assert four - two == pytest.approx(2 * (two - one), rel=0.01)
+    more = replace(OBJECTIVE, anchors=65)  # than a row has, which are then all drafted from
+    assert trace(job(target, "eagle", objective=more)) == trace(job(target, "eagle"))
 
 
 @pytest.mark.parametrize(
@@ -199,9 +202,15 @@ def test_memory_grows_with_the_rows_alone() -> None:
         ("fsdp2", 4, (4 + 4 + 8) / 4 + 2 * 4),
     ],
 )
-def test_a_parameter_takes_what_its_strategy_says(strategy: str, processes: int, bytes_each: float) -> None:
-    held = head_state(TRACE, Layout(strategy, HERE, processes, 1, processes, 1), False, False)
+def test_a_parameter_takes_what_its_strategy_says(
+    strategy: str, processes: int, bytes_each: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = Layout(strategy, HERE, processes, 1, processes, 1)
+    held = head_state(TRACE, layout, False, False)
     assert sum(each.total() for each in held.values()) == round(1000 * bytes_each)
+    monkeypatch.setattr(memory, "BUCKET", 300)  # of DeepSpeed, fewer than the parameters
+    less = total(held) - total(head_state(TRACE, layout, False, False))
+    assert less == (2 * 4 * 700 if strategy.startswith("zero") else 0)
 
 
 def test_what_is_frozen_takes_its_weights_alone_in_fp32() -> None:
@@ -214,6 +223,7 @@ def test_muon_keeps_one_moment_of_matrices() -> None:
     held = head_state(TRACE, Layout("ddp", HERE, 1, 1, 1, 1), True, True)
     assert held["head: optimiser"].total() == 4 * 800 + 8 * 200
     assert held["head: running average"].total() == 4000
+    assert head_state(TRACE, Layout("fsdp2", HERE, 4, 1, 4, 1), True, True)["head: running average"].total() == 1000
 
 
 def test_layers_lie_where_they_are_told_to() -> None:
@@ -236,7 +246,18 @@ def test_a_group_holds_one_other_turn_beside_its_own_rows() -> None:
     layout = Layout("ddp", replace(HERE, placement="tensor_parallel"), 4, 1, 4, 4)
     alone, found = (pass_stage(SHAPE, each, 64, 32, 2, 3, False) for each in (layout._replace(where=HERE), layout))
     assert found["features"] == found["features of another's turn"] == alone["features"]
-    assert found["target: activations, mask"].total() <= alone["target: activations, mask"].total()
+    assert alone["features"].total() == 64 * 2 * 128 * (3 + 1)  # of the layers that the head reads, and the last
+    wide, norm = 2 * 128 + 3 * 512, 6 * 128  # values of a token in the MLP, a quarter of whose inner states are here
+    working = [each["target: activations, mask"].total() // (64 * 2) - 3 * 128 for each in (alone, found)]
+    assert working == [wide, norm]
+    assert {*pass_stage(SHAPE, layout, 64, 32, 2, 3, True)} == {*found, "features of the micro-batch before"}
+
+
+@pytest.mark.parametrize("heap", [True, False])
+def test_a_measurement_holds_a_copy_of_the_head_and_keys_in_doubled_buffers(heap: bool) -> None:
+    layout = Layout("ddp", replace(HERE, placement="tensor_parallel"), 4, 1, 4, 4)
+    copy, keys, _ = measure_stage(SHAPE, layout, TRACE, 7, 2, heap).values()
+    assert (copy.total(), keys.total()) == (1000 * (2 + 4 * heap), SHAPE.cache(14, 2) // 4)
 
 
 def test_a_mask_is_counted_where_there_is_one() -> None:
@@ -259,6 +280,8 @@ def test_a_placement_cuts_the_layers(placement: str, there: int, gathered: int, 
     held, whole, offloaded = target_state(SHAPE, layout, 1600, 2)
     assert held["target: layers"].total() == there
     assert held["target: embedding, lm_head"].total() == 2 * SHAPE.embeddings
+    part = {"tensor_parallel": 8, "fsdp": 16}.get(placement)
+    assert held.get("target: its own part of these", NONE).total() == (2 * SHAPE.embeddings // part if part else 0)
     assert (total(whole), offloaded) == (gathered, host)
 
 

@@ -28,6 +28,8 @@ def config() -> TrainerConfig:
 
 def test_warm_up_then_cosine(config: TrainerConfig) -> None:
     rates = [learning_rate(step, config) for step in range(100)]
+    late = [learning_rate(step, replace(config, cooldown=0.396)) for step in range(100)]  # 40 steps
+    assert (late[10:61], late[80]) == ([1.0] * 51, pytest.approx(rates[55]))
     assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert max(rates) == pytest.approx(1.0)
     assert rates[55] == pytest.approx(0.1 + 0.9 * 0.5)

@@ -18,7 +18,7 @@ from train.planning import shapes
 from train.planning.check import check_plan
 from train.planning.memory import total
 from train.planning.plan import GIB, SAFE, plan, preset, resolve_micro_batch
-from train.planning.table import advice, in_words, table
+from train.planning.table import advice, gib, in_words, table
 
 VICUNA: dict[str, Any] = {"vocab_size": 32000, "tie_word_embeddings": False}
 TARGETS = {
@@ -373,7 +373,9 @@ def test_a_plan_says_what_the_process_and_the_allocator_take() -> None:
     device = found["devices"][0]
     assert device.held.process == GIB
     assert device.peak == pytest.approx(GIB + 1.08 * (device.held.asked() - GIB))
-    assert {"process", "allocator"} <= {line.split("│")[1].strip() for line in shown.get().splitlines() if "│" in line}
+    lines = [[cell.strip() for cell in line.split("│")[1:3]] for line in shown.get().splitlines() if "│" in line]
+    assert ["process", "1.00 GiB"] in lines
+    assert ["allocator", gib(device.peak - device.held.asked())] in lines
 
 
 @pytest.mark.usefixtures("offline")

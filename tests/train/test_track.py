@@ -183,6 +183,13 @@ def scalars(out: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(name)]
 
 
+def texts(out: Path) -> dict[str, bytes]:
+    """Return the texts that TensorBoard shows."""
+    events = EventAccumulator(str(out / "tensorboard"))
+    events.Reload()
+    return {name: events.Tensors(name)[0].tensor_proto.string_val[0].rstrip() for name in events.Tags()["tensors"]}
+
+
 def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     tracked(tmp_path, ["tensorboard"])
     tracked(tmp_path, ["tensorboard"], start=2, stop=6)
@@ -211,13 +218,14 @@ def test_wandb_offline_goes_on_under_one_id(tmp_path: Path, monkeypatch: pytest.
 def test_trackers_get_the_final_numbers_and_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     for name in tracking.REPORT:
-        (tmp_path / name).write_text("the report")
+        (tmp_path / name).write_text(f"the {name}")
     final = {"step": 4, "final_tau": 2.5, "final_lossless": {"identical": 16}, "lossless": 1.0}
     log = tmp_path / tracking.METRICS
     log.write_text('{"step": 9}\n')  # of a run that is longer than it is asked to be when it is evaluated again
-    tracking.conclude(tmp_path, ["jsonl", "tensorboard", "wandb_offline"], {}, final)
+    tracking.conclude(tmp_path, ["jsonl", "tensorboard", "wandb_offline"], {"name": "mine"}, final)
     assert log.read_text() == '{"step": 9}\n'
     assert scalars(tmp_path, "eval/final_tau") == [(4, 2.5)]
+    assert texts(tmp_path) == {"config/text_summary": b"    name: mine", "report/text_summary": b"the report.md"}
     wandb.teardown()  # its service has written all by then
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     written = next(folder.glob("run-*.wandb")).read_bytes()
@@ -275,7 +283,7 @@ def test_the_parts_of_a_steps_time_add_up(monkeypatch: pytest.MonkeyPatch) -> No
     assert seconds_of(laps, 0.5) == dict.fromkeys(PARTS, 0) | {"data": 1.5, "target": 1.5, "head": 3}
     laps.mark(None)  # what lies between is of no part
     laps.mark("other")
-    assert seconds_of(laps, 0.0) == dict.fromkeys(PARTS, 0) | {"other": 4}
+    assert seconds_of(laps, 9.0) == dict.fromkeys(PARTS, 0) | {"other": 4}
 
 
 def test_a_peak_is_given_or_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
