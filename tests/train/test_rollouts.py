@@ -221,6 +221,6 @@ def test_a_run_has_a_target_to_decode_with_or_is_refused() -> None:
     register_resolvers()
     stored = ["objective.on_policy.prompts=1", "features=stored", "features.path=x", "features.on_missing=fail"]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        assert reads_target(run_config(compose("train", [*stored, "trainer.eval_prompts=0"])))
+        assert reads_target(run_config(compose("train", ["head=eagle", *stored, "trainer.eval_prompts=0"])))
         with pytest.raises(ValueError, match=r"each decodes its own prompts: give objective\.on_policy\.prompts=0, or"):
-            run_config(compose("train", ["model.placement=fsdp", "eval.prompts=0", *stored]))
+            run_config(compose("train", ["head=eagle", "model.placement=fsdp", "eval.prompts=0", *stored]))
