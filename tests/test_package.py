@@ -8,12 +8,11 @@ import sys
 import zipfile
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
 
 import pytest
 
 from train.package.build import renamed
-from train.package.command import NEEDED, main
+from train.package.command import main
 
 ROOT = Path(__file__).parents[1]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -133,17 +132,6 @@ def test_first_words_may_come_without_their_keys(
     monkeypatch.setattr(sys, "argv", ["headstart", *words])
     main()
     assert (started, sys.argv[1:]) == ([str(ROOT / script)], overrides)
-
-
-@pytest.mark.parametrize("name", NEEDED)
-def test_a_command_without_what_it_needs_says_what_that_is(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["headstart", name])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err == f"error: {NEEDED[name]}\n"
 
 
 def test_imports_of_ours_are_renamed_and_others_stay() -> None:
