@@ -12,6 +12,7 @@ from data.text.records import Record, content_text
 from eval.config import Selection
 from eval.inputs.workloads import Readable, Workload, gathered
 
+LONGEST = 2**20  # characters of a reply
 LEAST = -9999.0  # of a logprob, as vLLM writes that of a token that cannot come
 MOST = 2**31  # tokens that a server counts
 # A stream came at once if so many tokens or more took less than either after the first: a gateway held it back.
@@ -108,6 +109,8 @@ def read_replies(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) 
                 choices.setdefault(choice.get("index", position), _Choice()).add(end, choice)
         except (AttributeError, TypeError) as error:
             raise EndpointError("choices", str(event["choices"])) from error
+        if sum(len(choice.text) for choice in choices.values()) > LONGEST:  # a server that does not end its answer
+            raise EndpointError("too_large", f"the reply has more than {LONGEST} characters")
     if not choices:
         raise EndpointError("choices", "the reply has no choice")
     prompt, completion, total = (_count(usage, key) for key in ("prompt_tokens", "completion_tokens", "total_tokens"))

@@ -424,6 +424,8 @@ def test_replies_are_assembled_from_their_events() -> None:
     ]
     huge = {"choices": [{"text": "a"}], "model": "m", "usage": {"completion_tokens": 10**400}}
     assert read_replies([(0.1, huge)], "m")[0].completion_tokens is None
+    with pytest.raises(EndpointError, match="choices"):
+        read_replies([(0.1, {"choices": [{"delta": {"tool_calls": ["f"]}}], "model": "m"})], "m")
     with pytest.raises(EndpointError, match="too_large"):
         read_replies([(0.1, {"choices": [{"text": "a" * 100_000}], "model": "m"})] * 11, "m")
     assert read_tokens({"tokens": ["a"], "token_logprobs": [-1], "top_logprobs": [{"b": -2}]}) == [

@@ -30,7 +30,7 @@ from ops.audits.properties import checked, limits, logprobs_hold, stop_strings, 
 from ops.audits.run import difference_record, verdict_of
 from ops.audits.sampling import AGAIN, CHUNK, sampling
 from ops.served.exchange import Question, Reply, Token
-from tests.ops.test_audit import SMALL
+from tests.ops.test_audit import SMALL, token
 
 Answer = Callable[[str, int], Reply]
 UNAVAILABLE = Reply(error="http_503: overloaded")
