@@ -19,12 +19,12 @@ from torch.nn.functional import pad
 
 from heads.base import Features
 from heads.modules.argmax import argmax
-from inference.graphs import Forms, Graphs, Stage, compiled
-from inference.laps import Laps
+from inference.graphs import Graphs, Stage, StageCache, compiled
 from inference.limits import check_size
+from inference.phase_timer import PhaseTimer
 from inference.protocol import DraftBatch, Roots, sharpness_of
 from inference.session import Session, Settings, Step
-from inference.target.cache import BatchCache, roomy
+from inference.target.cache import BatchCache, round_up_kv_length
 from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification import device, verify
@@ -74,7 +74,7 @@ class SlotRoots(Roots):
         """Penalise all sequences' logits alike."""
         return penalize(logits, seen, self.sampling)
 
-    def raced(self, logits: Float[Tensor, "B N V"], depth: int) -> Float[Tensor, "B N V"]:
+    def gumbel_scores(self, logits: Float[Tensor, "B N V"], depth: int) -> Float[Tensor, "B N V"]:
         """Race the probs against the noise of the positions `depth` below the roots."""
         assert self.noise is not None
         return (distribution(logits, self.sampling) / self.noise[:, depth - 1 : depth]).log()
@@ -118,7 +118,7 @@ class Drafted(NamedTuple):
         return Drafted(DraftTree(*(rows[:count] for rows in self.tree)), above, self.depth[:count], noise, q)
 
 
-class Form(NamedTuple):
+class GraphKey(NamedTuple):
     """What tells the shapes and branches of a step's stages from those of others.
 
     Attributes:
@@ -151,7 +151,7 @@ class DeviceStep:
         self.target, self.cache, self.drafts = target, cache, drafts
         self.static = target.device.type == "cuda" if static is None else static
         self.graphs = Graphs(target.device) if target.captures else None
-        self.forms = Forms()
+        self.forms = StageCache()
         self.slots: Slots | None = None
         self.ends: Tensor | None = None  # which tokens "V" end an answer
         self.late = False  # whether an answer of these may not end at once
@@ -194,9 +194,9 @@ class DeviceStep:
         if len(sessions) != len(self.current) or any(a is not b for a, b in zip(sessions, self.current, strict=True)):
             self.enter(sessions)
         assert self.slots is not None
-        laps, settings = Laps(self.target.device), sessions[0].settings
+        phase_timer, settings = PhaseTimer(self.target.device), sessions[0].settings
         greedy = settings.sampling.temperature == 0
-        laps.mark(None)
+        phase_timer.mark(None)
         slots = self.slots if self.static else Slots(*(buffer[: len(sessions)] for buffer in self.slots))
         longest = max(session.cache.length for session in sessions)
         self.drafts.begin(len(sessions), longest)
@@ -208,28 +208,28 @@ class DeviceStep:
             buffers = [*self.cache.storage.blocks, *self.drafts.tensors(), *self.target.embeddings.kept_rows()]
             self.forms.keep([*self.slots, *buffers])
         reach = self.reach(longest)
-        result, out, accepted = self.run(slots, reach, settings, laps)
+        result, out, accepted = self.run(slots, reach, settings, phase_timer)
         rows = result.tolist()  # the one place where the host waits for the device
         begin = time.perf_counter()
         shown = verify.GREEDY_WALK if greedy else rule
         steps = [self.emit(session, row, shown) for session, row in zip(sessions, rows, strict=False)]
         emitting = time.perf_counter() - begin
         if not self.static and not all(session.generation.finish for session in sessions):
-            laps.mark(None)  # what the host did since is counted by its own clock
+            phase_timer.mark(None)  # what the host did since is counted by its own clock
             most = accepted.path.shape[1] if self.compiles else max(row[0] for row in rows)
-            self.commit(slots, out, accepted, most, self.form(reach, settings), laps)
-        seconds = laps.seconds()
+            self.commit(slots, out, accepted, most, self.form(reach, settings), phase_timer)
+        seconds = phase_timer.seconds()
         seconds["other"] += emitting  # meanwhile a device waits
         for session, step in zip(sessions, steps, strict=True):
             draft, verified, other = (seconds[name] / len(sessions) for name in ("draft", "verify", "other"))
-            session.took(step._replace(draft_s=draft, verify_s=verified, other_s=other))
+            session.record_step(step._replace(draft_s=draft, verify_s=verified, other_s=other))
 
     def reach(self, longest: int) -> int:
         """Return how many entries attention reads, in static shapes; else how many there are before a tree."""
         if not self.static:
             return longest
         end, capacity = longest + self.drafts.nodes, self.cache.storage.capacity
-        return end if end > capacity else min(roomy(end), capacity)
+        return end if end > capacity else min(round_up_kv_length(end), capacity)
 
     @property
     def compiles(self) -> bool:
@@ -241,13 +241,13 @@ class DeviceStep:
         """Whether the stages are captured in graphs, whose shapes must stay the same."""
         return self.static and self.graphs is not None
 
-    def form(self, reach: int, settings: Settings) -> Form:
+    def form(self, reach: int, settings: Settings) -> GraphKey:
         """Return what tells the shapes and branches of a step's stages from those of others."""
         # Of compiled shapes there are few: a head reads all columns that its rows may come to.
-        held = roomy(self.cache.storage.capacity) if self.compiles and not self.static else reach
-        return Form(held, settings.sampling, settings.rule, settings.gaps, self.late, self.drafts.form)
+        held = round_up_kv_length(self.cache.storage.capacity) if self.compiles and not self.static else reach
+        return GraphKey(held, settings.sampling, settings.rule, settings.gaps, self.late, self.drafts.form)
 
-    def launch(self, form: Form, stage: Stage, *args: Any) -> Any:
+    def launch(self, form: GraphKey, stage: Stage, *args: Any) -> Any:
         """Run a stage of a step of this form."""
         run = stage
         if self.compiles and stage in (DeviceStep.draft, DeviceStep.extend, DeviceStep.advance_and_extend):
@@ -258,25 +258,27 @@ class DeviceStep:
         return self.graphs((stage, *form), run, self, *args)
 
     def run(
-        self, slots: Slots, reach: int, settings: Settings, laps: Laps
+        self, slots: Slots, reach: int, settings: Settings, phase_timer: PhaseTimer
     ) -> tuple[Int[Tensor, "B X"], TargetOutput, Accepted]:
         """Run a step on the device; return what the host reads, and what is left to commit."""
         form = self.form(reach, settings)
         drafted = self.launch(form, DeviceStep.draft, self.slots if self.compiles else slots, form.held, settings)
         if self.compiles:
             drafted = drafted.first(len(slots.root))
-        laps.mark("draft")
-        inner = None if self.captures else laps  # no graph holds the time that passes in it
+        phase_timer.mark("draft")
+        inner = None if self.captures else phase_timer  # no graph holds the time that passes in it
         out, result, accepted = self.launch(form, DeviceStep.evaluate, slots, drafted, reach, settings, inner)
-        laps.mark("verify" if self.captures else "other")
+        phase_timer.mark("verify" if self.captures else "other")
         if self.static:
-            self.commit(slots, out, accepted, accepted.path.shape[1], form, laps)
+            self.commit(slots, out, accepted, accepted.path.shape[1], form, phase_timer)
         return result, out, accepted
 
     def draft(self, slots: Slots, reach: int, settings: Settings) -> Drafted:
         """Draft a tree for each sequence."""
-        noise, waits = self.noise(slots, settings), not (self.static or self.compiles)
-        tree, above, q = self.drafts.ranked(SlotRoots(slots, settings, noise), slots.room, reach, waits=waits)
+        noise, allow_host_sync = self.noise(slots, settings), not (self.static or self.compiles)
+        tree, above, q = self.drafts.ranked(
+            SlotRoots(slots, settings, noise), slots.room, reach, allow_host_sync=allow_host_sync
+        )
         return Drafted(tree, above, (above.sum(-1) - 1).expand_as(tree.token), noise, q)
 
     def rule(self, settings: Settings) -> str:
@@ -320,13 +322,13 @@ class DeviceStep:
         return noise_at(slots.key[:, None].expand_as(position), position, self.target.embeddings.vocab_size)
 
     def evaluate(
-        self, slots: Slots, drafted: Drafted, reach: int, settings: Settings, laps: Laps | None
+        self, slots: Slots, drafted: Drafted, reach: int, settings: Settings, phase_timer: PhaseTimer | None
     ) -> tuple[TargetOutput, Int[Tensor, "B X"], Accepted]:
         """Run the target over the trees and choose what is accepted: one stage, for scores are too large to keep."""
         out = self.forward(slots, drafted, reach)
         scores = self.processed(slots, drafted, out, settings.sampling)
-        if laps is not None:
-            laps.mark("verify")
+        if phase_timer is not None:
+            phase_timer.mark("verify")
         return out, *self.accept(slots, drafted, scores, settings)
 
     def forward(self, slots: Slots, drafted: Drafted, reach: int) -> TargetOutput:
@@ -399,7 +401,9 @@ class DeviceStep:
                 if greedy:
                     accepted = device.follow(tree, above, present, argmax(scores), self.drafts.deepest)
                 elif q is None or verify.RULES[self.rule(settings)].on_device is None:  # a rule that reads no q
-                    accepted = device.walk(tree, above, present, choose, self.drafts.deepest, waits=not self.static)
+                    accepted = device.walk(
+                        tree, above, present, choose, self.drafts.deepest, allow_host_sync=not self.static
+                    )
                 else:
                     accepted = self.verified(slots, drafted, present, scores, settings)
                 accepted = accepted._replace(committed=accepted.committed * slots.active)
@@ -416,8 +420,8 @@ class DeviceStep:
         out: TargetOutput,
         accepted: Accepted,
         most: int,
-        form: Form,
-        laps: Laps,
+        form: GraphKey,
+        phase_timer: PhaseTimer,
     ) -> None:
         """Move the slots on by what was accepted, and hand the drafts their rows.
 
@@ -427,17 +431,17 @@ class DeviceStep:
         if self.compiles and not self.static and len(count) == self.cache.storage.size:  # no slot stands idle
             assert self.slots is not None
             self.launch(form, DeviceStep.advance_and_extend, self.slots, out.hidden, out.last, accepted)
-            laps.mark("draft")
+            phase_timer.mark("draft")
             return
         features = self.launch(form, DeviceStep.advance, slots, out, accepted, most)
-        laps.mark("other")
+        phase_timer.mark("other")
         if features is None:
             return
         if (idle := self.cache.storage.size - len(count)) and self.compiles:
             features = Features(*(pad(rows, (0, 0) * (rows.ndim - 1) + (0, idle)) for rows in features[:4]))
             count = pad(count, (0, idle))
         self.launch(form, DeviceStep.extend, features, count)
-        laps.mark("draft")
+        phase_timer.mark("draft")
 
     def advance(self, slots: Slots, out: TargetOutput, accepted: Accepted, most: int) -> Features | None:
         """Compact the cache to the accepted paths and move the slots on; return the rows that drafts learn of."""

@@ -248,7 +248,7 @@ class Loop:
             self.refuse(step, taken.bad)
         if self.accelerator.device.type == "cpu" and (step + 1) % RELEASE_EVERY == 0:
             release_freed()
-        self.step.laps.mark("other")
+        self.step.phase_timer.mark("other")
         return True
 
     def refuse(self, step: int, why: str) -> None:

@@ -180,7 +180,7 @@ class TargetModel:
         self.pool = Pool({}) if self.recurrence is None else Pool({}, make=partial(RecurrentCache, config=self.config))
         self.packing: Packing | None = None
         self.switch = switch_of(model)
-        self.objection = f"its attention takes no mask of ours ({self.architecture})"
+        self.incompatibility = f"its attention takes no mask of ours ({self.architecture})"
         self.takes_trees = False
 
     def check_masks(self, consequence: str) -> None:

@@ -15,7 +15,7 @@ from data.answers.client import base_url, check_url
 from eval.config import TURNS, Conditions, Selection
 from eval.inputs.workloads import Workload, prompt_counts, workload_names
 from eval.live.interleaved import PLAIN, in_turns, judged
-from eval.live.request_rate import Served, arrivals, waited
+from eval.live.request_rate import Served, arrivals, queued_rows
 from eval.measures.losslessness import Divergence, Gate, gate_of, labelled, shared_length
 from eval.measures.machine import cpu_name, provenance
 from eval.measures.metrics import Passes, together
@@ -254,11 +254,11 @@ def rows(by_server: Mapping[str, Runs], gates: Mapping[str, Gate], measurement: 
     if measurement.request_rate is None:
         return timed
     rounds = {name: [[_served(run) for run in repeats] for repeats in runs.answers] for name, runs in by_server.items()}
-    return waited(timed, {PLAIN: next(iter(rounds.values())), **rounds}, measurement)
+    return queued_rows(timed, {PLAIN: next(iter(rounds.values())), **rounds}, measurement)
 
 
 def _served(answer: Answer) -> Served:
-    """Return an answer whose request arrived at a rate as `waited` reads it: its times, and as many tokens."""
+    """Return an answer whose request arrived at a rate as `queued_rows` reads it: its times, and as many tokens."""
     generation = Generation(tokens=[0] * answer.tokens, steps=[], latency_s=answer.latency_s)
     return Served(generation, answer.arrived, answer.queue_s, answer.ttft_s)
 

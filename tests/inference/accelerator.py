@@ -25,7 +25,7 @@ from heads.base import Features, NewRows
 from heads.modules.kv_cache import KVCache
 from inference.drafters import policy
 from inference.drafters.head import BatchedState, HeadDrafter
-from inference.laps import Laps
+from inference.phase_timer import PhaseTimer
 from inference.session import Settings
 from inference.step import DeviceStep, Slots
 from inference.target.cache import Pool
@@ -122,7 +122,7 @@ def counted(step: DeviceStep, sampling: str) -> dict[str, int]:
     settings = Settings(40, how, rule=rule, gaps=True)
     step.ends, step.late = torch.empty(step.target.embeddings.vocab_size, dtype=torch.bool, device=NAME), True
     with tables_made(), torch.inference_mode():
-        step.run(slots, step.reach(PROMPT), settings, Laps(step.target.device))
+        step.run(slots, step.reach(PROMPT), settings, PhaseTimer(step.target.device))
     watch, parts = Watch(), Counting(step.target.device)
     parts.watch = watch
     with watch, torch.inference_mode():
@@ -143,7 +143,7 @@ def tables_made() -> Iterator[None]:
         torch.tensor = made
 
 
-class Counting(Laps):
+class Counting(PhaseTimer):
     """Counts operations where others count seconds."""
 
     watch: Watch

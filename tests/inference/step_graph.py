@@ -23,7 +23,7 @@ from inference.decode import Generation, Settings, reference, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.graphs import Graphs
-from inference.laps import Laps
+from inference.phase_timer import PhaseTimer
 from inference.step import DeviceStep
 from inference.target import compiled as passes
 from inference.verification.sample import GREEDY, Sampling
@@ -39,7 +39,7 @@ SAMPLINGS = {
 }
 
 
-class Silent(Laps):
+class Silent(PhaseTimer):
     """Marks nothing: time does not belong into a graph."""
 
     def mark(self, ended: str | None) -> None:
@@ -74,10 +74,10 @@ def replace_run(step: Any, run: Any) -> None:
     """Let a function of the step's arguments take the place of its run, but for the first one, which makes tables."""
     original, first = step.run, [True]
 
-    def replaced(slots: Any, reach: int, settings: Settings, laps: Laps) -> Any:
+    def replaced(slots: Any, reach: int, settings: Settings, phase_timer: PhaseTimer) -> Any:
         if first:
             first.clear()
-            return original(slots, reach, settings, laps)
+            return original(slots, reach, settings, phase_timer)
         return run(slots, reach, settings)
 
     step.run = replaced

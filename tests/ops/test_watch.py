@@ -18,7 +18,7 @@ from eval.inputs.drafters import load_drafters
 from eval.measures.counters import Counters
 from eval.measures.metrics import counted
 from eval.setup import load_target
-from eval.tiers import forced, recorded
+from eval.tiers import recorded, teacher_forced_rows
 from heads.common.typed import from_yaml
 from heads.formats.hub import resolve_head
 from inference.drafters.head import HeadDrafter, load_drafter
@@ -277,7 +277,9 @@ def test_a_head_is_played_along_a_log_as_the_offline_tier_plays_it(runs: Path, t
     for tree in ({}, {"kind": "chain", "depth": 3}):
         values = small(runs, tmp_path, tree=tree)
         drafters = load_drafters(values, target)
-        rows, _ = forced(evaluation, target, drafters, recorded(evaluation, evaluation, target, [str(path)]))
+        rows, _ = teacher_forced_rows(
+            evaluation, target, drafters, recorded(evaluation, evaluation, target, [str(path)])
+        )
         drafter = load_drafter(resolve_head(str(runs / "eagle")), tree, target, "head")
         play = Player(partial(pair, target, drafter), config(max_new_tokens=evaluation.max_new_tokens), "log")
         counts = [play(text, index) for index, text in enumerate(texts)]

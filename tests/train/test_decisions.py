@@ -87,7 +87,7 @@ def test_a_trainings_cost_counts_the_tokens_of_its_rollouts_too(tmp_path: Path) 
 
 
 def test_a_target_that_verifies_chains_gets_the_deepest_path_of_a_tree(caplog: pytest.LogCaptureFixture) -> None:
-    target: Any = SimpleNamespace(takes_trees=False, name="t", objection="why not")
+    target: Any = SimpleNamespace(takes_trees=False, name="t", incompatibility="why not")
     tree = TreeConfig("dynamic", 5, 3, 4, [], [])
     assert verifiable(target, tree) == TreeConfig("chain", 4, 0, 0, [], [])
     assert caplog.messages == ["t: why not, so no tree (dynamic-d5k3n4) is verified: chain-4 in its place"]

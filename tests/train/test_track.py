@@ -12,7 +12,7 @@ import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from heads.common.progress import Bar
-from inference.laps import Laps
+from inference.phase_timer import PhaseTimer
 from tests.train import jobs
 from tests.train.test_features import resolved
 from train.planning.plan import peak_flops
@@ -277,13 +277,13 @@ def test_wandb_without_its_server_goes_on_offline_and_soon(
 def test_the_parts_of_a_steps_time_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 1.0, 3.0, 6.0, 100.0, 104.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
-    laps = Laps(torch.device("cpu"))
+    phase_timer = PhaseTimer(torch.device("cpu"))
     for part in (None, "data", "target", "head"):
-        laps.mark(part)
-    assert seconds_of(laps, 0.5) == dict.fromkeys(PARTS, 0) | {"data": 1.5, "target": 1.5, "head": 3}
-    laps.mark(None)  # what lies between is of no part
-    laps.mark("other")
-    assert seconds_of(laps, 9.0) == dict.fromkeys(PARTS, 0) | {"other": 4}
+        phase_timer.mark(part)
+    assert seconds_of(phase_timer, 0.5) == dict.fromkeys(PARTS, 0) | {"data": 1.5, "target": 1.5, "head": 3}
+    phase_timer.mark(None)  # what lies between is of no part
+    phase_timer.mark("other")
+    assert seconds_of(phase_timer, 9.0) == dict.fromkeys(PARTS, 0) | {"other": 4}
 
 
 def test_a_peak_is_given_or_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:

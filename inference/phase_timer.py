@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 
-class Laps:
+class PhaseTimer:
     """The laps since the last `seconds`."""
 
     def __init__(self, device: torch.device) -> None:
