@@ -104,8 +104,8 @@ def test_two_processes_of_little_memory_place_themselves(
     assert [line.partition(" ")[0] for line in report["warnings"]] == ["losslessness", "the", "2"]
     assert [row["lossless"]["failed"] for row in report["rows"]] == [0, 0]
     assert report["rows"][-1]["lossless"]["checked"] == 2
-    round_up_kv_length = jobs.finish(start([*words, *several, "eval.prompts=0", f"out={tmp_path / 'roomy'}"]))
-    assert "model.placement=replicate launcher.strategy=ddp" in round_up_kv_length
+    wide = jobs.finish(start([*words, *several, "eval.prompts=0", f"out={tmp_path / 'roomy'}"]))
+    assert "model.placement=replicate launcher.strategy=ddp" in wide
 
 
 @pytest.mark.slow
