@@ -57,12 +57,13 @@ def with_head(cfg: DictConfig) -> DictConfig:
     """
     cfg = cfg.copy()
     OmegaConf.set_struct(cfg, False)
-    if cfg.head.name == BEST:
+    name = cfg.head.name
+    if name == BEST:
         name, reason = best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code)
         say(f"head=best: {name}, {reason}")
         cfg.head = OmegaConf.load(ROOT / "conf" / "head" / f"{name}.yaml")
-    own: Any = OmegaConf.to_container(cfg.head.pop("training", OmegaConf.create()), resolve=False)
-    for section, values in own.items():
+    training: Any = OmegaConf.to_container(cfg.head.pop("training", OmegaConf.create()), resolve=False)
+    for section, values in training.items():
         for key, value in values.items() if section in cfg else ():
             if key == "losses":
                 cfg[section][key] = value | OmegaConf.to_container(cfg[section][key], resolve=False)

@@ -335,16 +335,17 @@ def shared_words(words: list[str], log: str | None) -> list[str]:
             raise ValueError(f"{word}: {DECIDED[key]}")
     if log is not None and "data.path" in keys:
         raise ValueError("log and data.path are both given: log takes the place of data.path, leave one out")
-    own = [key in OF_ALL or key.startswith("forecast.") for key in keys]
-    return [word for word, is_own in zip(words, own, strict=True) if not is_own]
+    return [
+        word for word, key in zip(words, keys, strict=True) if key not in OF_ALL and not key.startswith("forecast.")
+    ]
 
 
 @command("ops/budget")
 def main(cfg: DictConfig) -> None:
     """Choose the head and train it within the budget, or plan its candidates."""
-    training, own = split_config(cfg)
+    training, options = split_config(cfg)
     run = run_config(training)
-    config = typed(BudgetConfig, own, ready={"budget": Budget.read(own.budget)})
+    config = typed(BudgetConfig, options, ready={"budget": Budget.read(options.budget)})
     words = shared_words(overrides(), config.log)
     if run.plan is True:
         for candidate in config.forecast.candidates:

@@ -305,8 +305,8 @@ def _lines(log: Path) -> int:
 @command("ops/loop")
 def main(cfg: DictConfig) -> None:
     """Run the stages; exit with status 1 where an adapted head was not better."""
-    training, own = split_config(cfg)
-    service = typed(Service, own)
+    training, options = split_config(cfg)
+    service = typed(Service, options)
     status = maintain(run_config(training), service, overrides(), lambda words: run_command("train/run.py", words))
     raise SystemExit(status)
 
