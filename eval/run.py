@@ -31,9 +31,9 @@ from eval.measures.losslessness import FailedChecks, Gate, SampledGate
 from eval.measures.machine import device_facts, provenance
 from eval.measures.results import ENDPOINT, LIVE, TEACHER_FORCED
 from eval.measures.serving import CONFIG as SERVING
+from eval.report.reading import folder_of, side_by_side
+from eval.report.render import terminal
 from eval.report.sections import compared, sentence
-from eval.report.side_by_side import folder_of, side_by_side
-from eval.report.text import terminal
 from eval.report.write import READ, Report
 from eval.sessions import Timed, along_texts, check_sources, timed_rows
 from eval.tiers import recorded
@@ -71,7 +71,7 @@ def evaluate(config: EvalConfig, *, writes: bool = True) -> Report:
         ValueError: an unknown drafter, run, model, workload or tree, or a head of another target.
     """
     if config.reports():
-        return beside(config)
+        return compare_reports(config)
     if config.endpoint is not None:
         return served(config)
     check_sources(config)
@@ -228,7 +228,7 @@ def tuned(config: EvalConfig) -> bool:
     return tuning.passed
 
 
-def beside(config: EvalConfig) -> Report:
+def compare_reports(config: EvalConfig) -> Report:
     """Put the reports of `compare` side by side, measuring nothing; print the table and what forbids to compare them.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eval.measures.results import LIVE, TEACHER_FORCED
-from eval.report.columns import flattened
+from eval.report.view import flattened
 from eval.run import evaluate
 from inference.drafters.policy import TreeConfig
 from tests import toys

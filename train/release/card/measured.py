@@ -7,22 +7,21 @@ import json
 from typing import Any, NamedTuple
 
 from eval.live import extras
-from eval.report import plots
-from eval.report.columns import CARD, Cell, results
-from eval.report.plots import Plot, Spec
-from eval.report.text import grid
+from eval.report import plots, sections
+from eval.report.plots import Plot
+from eval.report.render import grid
 from train.release.card.facts import Facts
 from train.release.card.text import escaped
 
 WIDTH = 620  # pixels, of which each is SCALE on a side
-LOW = 170  # of several beneath each other
 SCALE = 1.6
+NAMES = ("drafter", "tree", "workload")  # columns of names from outside
 CONFIG = {
     "background": "white",
     "padding": 14,
     "view": {"stroke": None},
     "axis": {"labelFontSize": 12, "titleFontSize": 12, "gridColor": "#e6e6e6", "labelLimit": 300},
-    "legend": {"orient": "bottom", "columns": 3, "labelFontSize": 12, "labelLimit": 260, "title": None},
+    "legend": {"orient": "bottom", "columns": 3, "labelLimit": 260, "symbolOpacity": 1, "title": None},
     "title": {"fontSize": 13, "anchor": "start", "fontWeight": "normal"},
     "point": {"filled": True},
 }
@@ -37,14 +36,13 @@ class Picture(NamedTuple):
 
 def table(facts: Facts) -> str:
     """Return the table of the results by decoding, that of a failed one withheld; empty where there are none."""
-    shown = results(facts.live, CARD)
-    return grid(shown.titles(), [[_text(cell) for cell in line] for line in shown.lines]) if shown.lines else ""
+    shown = sections.table(sections.CARD, facts.live)
 
+    def cell(title: str, text: str) -> str:  # the table itself escapes the sign that ends a cell
+        return "|".join(map(escaped, text.split("|"))) if title in NAMES else text
 
-def _text(cell: Cell) -> str:
-    """Return a cell's text, with names escaped; the table itself escapes the signs that end a cell."""
-    words = isinstance(cell.values[0], str)
-    return "|".join(escaped(text) for text in cell.text.split("|")) if words else cell.text
+    lines = [[cell(title, text) for title, text in zip(shown.titles, line, strict=True)] for line in shown.lines]
+    return grid(shown.titles, lines) if lines else ""
 
 
 def conditions(report: dict[str, Any]) -> str:
@@ -63,13 +61,11 @@ def conditions(report: dict[str, Any]) -> str:
 
 def pictures_of(facts: Facts) -> dict[str, Picture]:
     """Return the plots that the run has numbers for, by the names of their files."""
-    report = {**facts.report, "rows": [result.row for result in facts.live]}
-    plots_by_name: dict[str, list[Plot]] = {}
-    if report["rows"]:
-        for key, title in (("tau", "τ"), ("speedup", "speedup")):
-            plots_by_name[key] = plots.with_intervals(report, key, title)
-        plots_by_name["acceptance"] = plots.acceptance(report)
-    plots_by_name["training"] = plots.training({"training": _curves(facts)})
+    plots_by_name = {
+        "speedup": plots.speedup(facts.live),
+        "acceptance": plots.acceptance(facts.live),
+        "training": plots.learning_curve(_curves(facts)),
+    }
     return {f"plots/{name}.png": _picture(shown) for name, shown in plots_by_name.items() if shown}
 
 
@@ -84,18 +80,15 @@ def _curves(facts: Facts) -> dict[str, Any]:
     return {name: {**curve, "tau": curve["tau"] if len(curve["tau"]) > 1 else []} for name, curve in curves.items()}
 
 
-def _picture(plots_shown: list[Plot]) -> Picture:
-    """Return plots beneath each other as one picture."""
-    size = {"width": WIDTH} if len(plots_shown) == 1 else {"width": WIDTH, "height": LOW}
-    specs: list[Spec] = [{**plot.spec, **size, "title": plot.caption} for plot in plots_shown]
-    for spec in specs:
-        spec.pop("autosize", None)  # to the page
+def _picture(shown: Plot) -> Picture:
+    """Return a plot as a picture."""
     whole = {
+        **{key: value for key, value in shown.spec.items() if key != "autosize"},  # to the page
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
         "config": CONFIG,
-        **(specs[0] if len(specs) == 1 else {"vconcat": specs, "resolve": {"scale": {"color": "independent"}}}),
+        "width": WIDTH,
+        "title": shown.caption,
     }
     import vl_convert
 
-    png = vl_convert.vegalite_to_png(json.dumps(whole), scale=SCALE)
-    return Picture(". ".join(plot.caption for plot in plots_shown), bytes(png))
+    return Picture(shown.caption, bytes(vl_convert.vegalite_to_png(json.dumps(whole), scale=SCALE)))

@@ -2,7 +2,7 @@
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from eval.report.columns import without_ending
+from eval.report.view import without_ending
 from heads.formats.hub import REPO
 from heads.formats.published.export import FORMATS, READERS
 from train.release.card.facts import Facts
