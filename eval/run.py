@@ -22,9 +22,9 @@ from eval.measures.losslessness import FailedChecks, Gate, SampledGate
 from eval.measures.machine import device_facts
 from eval.measures.results import LIVE
 from eval.measures.serving import CONFIG as SERVING
+from eval.report.reading import folder_of, side_by_side
+from eval.report.render import terminal
 from eval.report.sections import compared, sentence
-from eval.report.side_by_side import folder_of, side_by_side
-from eval.report.text import terminal
 from eval.report.write import READ, Report
 from eval.sessions import Timed, along_texts, check_sources, timed_rows
 from eval.setup import dtype_for, load_target, prepared, read

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.measures.cost_model import Costs, Prediction
-from eval.report import columns, plots
-from eval.report.text import markdown, title
+from eval.report import plots, sections
+from eval.report.render import markdown, title
 from eval.report.view import results_of
 from eval.report.write import Report
 from eval.tuning.results import AtBatch, Candidate, Measured, candidate_table, cost_table
@@ -34,10 +34,6 @@ EXTRAS: dict[str, Any] = {
             "tau": [{"step": 9, "tau": 2.0, "low": 1.5, "high": 2.5}],
         }
     },
-    "teacher_forced": {
-        "eagle": {"rank": [[0.6, 0.2], [0.4, 0.1]], "n_alpha": [0.6, 0.4], "at_every_token": [0.6, 0.3]},
-        "mlp": {"rank": [[0.5]], "n_alpha": [0.5], "at_every_token": [0.55]},
-    },
     "other_trees": {
         "eagle": {
             "trees": TREES, "own": TREES[0], "best": TREES[2], "stops_paying": {"own": 4, "best": None},
@@ -55,75 +51,36 @@ def content(**changes: Any) -> dict[str, Any]:
     return made.as_dict()
 
 
-def data(found: list[plots.Plot]) -> list[list[Any]]:
-    """Return the values of each plot's records."""
-    return [[tuple(record.values()) for record in plot.spec["data"]["values"]] for plot in found]
+def data(shown: plots.Plot | None) -> list[tuple[Any, ...]]:
+    """Return the values of a plot's records."""
+    assert shown
+    return [tuple(record.values()) for record in shown.spec["data"]["values"]]
 
 
-def test_plots_show_each_number_at_its_step_depth_rank_and_load() -> None:
+def test_plots_show_each_number_at_its_depth_step_and_drafter() -> None:
     report = content()
-    loss, accuracy, tau = data(plots.training(report))
-    assert (loss, tau) == ([("eagle", 5, 3.0), ("eagle", 9, 2.0)], [("eagle", 9, 2.0, 1.5, 2.5)])
-    assert accuracy == [("depth 1", 5, 0.5), ("depth 2", 5, 0.25), ("depth 1", 9, 0.6)]
-    eagle, mlp, curves = data(plots.along(report))
-    assert (eagle, mlp) == ([(1, 1, 0.6), (1, 2, 0.2), (2, 1, 0.4), (2, 2, 0.1)], [(1, 1, 0.5)])
-    assert curves[:4] == [
-        (f"eagle, {name}", d, share)
-        for name, shares in (("n-alpha", (0.6, 0.4)), ("P(a≥k)", (0.6, 0.3)))
-        for d, share in enumerate(shares, 1)
-    ]
-    assert data(plots.trees(report)) == [[tuple(tree.values()) for tree in TREES]] * 2
-    assert data(plots.loads(report)) == [
-        [
-            ("eagle, its own tree", 1, "", 1.2),
-            ("eagle, best tree", 1, "dynamic-d4k3n9", 1.4),
-            ("eagle, best tree", 4, "chain-2", 1.1),
-        ]
-    ]
-    assert data(plots.acceptance(report)) == [[("eagle", 1, 0.75, 0.75), ("eagle", 2, 0.28, 0.37)]]
-    assert data(plots.with_intervals(report, "tau", "τ")) == [
-        [("plain", "plain", 1.0, 1.0, 1.0), ("eagle", "eagle", 2.03, 1.81, 2.24)]
-    ]
-
-
-def test_a_steps_milliseconds_and_what_became_of_tau_are_drawn_to_scale() -> None:
-    (bars,) = data(plots.time_split(content()))
-    assert bars[3:] == [
+    results = results_of(report)
+    assert data(plots.learning_curve(report["training"])) == [
+        ("eagle, loss", 5, 3.0), ("eagle, loss", 9, 2.0), (9, 2.0, 1.5, 2.5, "eagle, τ"),
+    ]  # fmt: skip
+    assert [values[1:] for values in data(plots.acceptance(results))] == [(1, 0.75, 0.75), (2, 0.28, 0.37)]
+    assert data(plots.speedup(results)) == [("eagle", "eagle", ROW.speedup, *ROW.speedup_ci)]
+    assert data(plots.time_of_pass(results))[3:] == [
         ("eagle", part, i, pytest.approx(ms))
         for i, (part, ms) in enumerate((("verify", 20), ("draft", 10), ("other", 1)))
     ]
-    (drawn,) = data(plots.breakdown(content()))
-    ladder = content()["rows"][1]["ladder"]["rungs"]
-    costs = [*ladder][1:]
-    lost = [(cost, low, high) for cost, high, low in zip(costs, ladder.values(), [*ladder.values()][1:], strict=False)]
-    assert drawn[0] == ("eagle", "speedup", 0, ladder["overhead"], ladder["overhead"])
-    assert drawn[1:] == [
-        ("eagle", f"lost to {cost}", low, high, high - low) for cost, low, high in reversed(lost) if high > low
-    ]
 
 
-def test_tables_of_trees_loads_and_ranks_have_each_heads_own_numbers() -> None:
-    report = content()
-    assert [line[2] for line in columns.other_trees(report, 2).texts()] == ["dynamic-d4k3n9", "chain-2"], "promise most"
+def test_the_table_of_other_trees_has_those_that_promise_or_accept_most_first() -> None:
+    lines = sections.other_trees(content()).lines
+    assert [line[2] for line in lines] == ["dynamic-d4k3n9", "chain-2", "static-9"]
     unpriced = [{**tree, "speedup": None} for tree in TREES]
-    without = {"other_trees": {"eagle": {"trees": unpriced}}}
-    assert [line[2:] for line in columns.other_trees(without, 1).texts()] == [["static-9", "9.00", "2.50", "-"]]
-    assert columns.other_loads(report).texts() == [
-        ["eagle", "1", "1.20", "1.40", "dynamic-d4k3n9"], ["eagle", "4", "-", "1.10", "chain-2"],
-    ]  # fmt: skip
-    assert columns.ranks(report).texts() == [
-        ["eagle", "1", "0.600", "0.600", "0.600", "0.200"],
-        ["eagle", "2", "0.400", "0.300", "0.400", "0.100"],
-        ["mlp", "1", "0.500", "0.550", "0.500", "-"],
-    ]
-    cuts = {f"p{level}": level / 10 for level in (5, 25, 50, 75, 95)}
-    shown = columns.requests(results_of(content(by_request={"tau": cuts, "latency_s": cuts, "speedup": cuts})))
-    assert [line[:4] for line in shown.texts()] == [["eagle", "tiny", "0", what] for what in ("tau", "speedup")]
-    assert shown.texts()[0][4:] == ["0.50", "2.50", "5.00", "7.50", "9.50"]
+    lines = sections.other_trees({"other_trees": {"eagle": {"trees": unpriced}}}).lines
+    assert lines[0] == ["eagle", "static", "static-9", "9.00", "2.50", "-"]
 
 
 def test_a_title_and_the_peak_of_all_rows_are_in_the_text() -> None:
-    assert "Peak memory: 3 MiB." in markdown(content(), [])
+    assert "Peak memory: 3 MiB of" in markdown(content(), [])
     target = {"name": "t", "quantized": "int8", "adapter": "a"}
     assert title({"target": target, "device": {"name": "d", "dtype": "bf16"}}) == (
         "t with adapter a on d, bf16, weights quantised (int8)"

@@ -48,7 +48,7 @@ def test_two_heads_and_plain_decoding_stand_in_one_report(
     assert told["target"]["name"] == "toy"
     assert (told["device"]["dtype"], told["settings"]["gate_dtype"]) == ("float32", "float32")
     written = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert "exact enumeration" in written
+    assert "Exact enumeration" in written
     assert {"training", "trees", "answers"} <= told.keys()
     assert {(each["drafter"], each["prompt"]) for each in told["answers"]} == {
         (name, prompt) for name in ("eagle", "medusa") for prompt in ("p0", "p1")

@@ -12,7 +12,7 @@ import torch
 from eval.inputs.texts import Text
 from eval.measures.results import LIVE, TEACHER_FORCED
 from eval.offline.teacher_forced import Overlap, Record
-from eval.report.columns import flattened
+from eval.report.view import flattened
 from eval.run import evaluate
 from eval.tiers import sampled_table, table
 from inference.drafters.policy import TreeConfig

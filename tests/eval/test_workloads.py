@@ -13,7 +13,7 @@ from data.text.records import IDS, UNFETCHED
 from eval.config import Selection
 from eval.inputs import workloads
 from eval.inputs.workloads import load_workload, named_apart, read_workload, short_name
-from eval.report.columns import without_ending
+from eval.report.view import without_ending
 from inference.target.target import Target
 from tests import toys
 from tests.eval.small import run_main

@@ -219,7 +219,7 @@ def test_texts_and_tokens_are_completions(served: Served, tmp_path: Path) -> Non
     made = measured(config(served, file, warmup=0))
     assert [body["prompt"] for body in served.bodies] == ["one two", [3, 4], [3, 4]]
     assert (made.settings["prompts"], made.settings["distinct_prompts"]) == (3, 2)
-    assert "prompts 3, distinct_prompts 2," in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+    assert "prompts 3, distinct prompts 2," in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
     assert "<dt>distinct prompts</dt><dd>2</dd>" in (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
     assert made.rows[0].tau_ci is not None
     file.write_text("\n".join([json.dumps(lines[-1])] * 3), encoding="utf-8")

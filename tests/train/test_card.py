@@ -177,7 +177,7 @@ def test_a_limit_beyond_the_targets_vocabulary_is_none() -> None:
 def test_plots_are_pictures_on_an_opaque_ground(run: Path) -> None:
     out = publish(config(run, dry_run=True), HfApi(), str)
     text = (out / "README.md").read_text()
-    for name in ("tau", "speedup", "acceptance", "training"):
+    for name in ("speedup", "acceptance", "training"):
         data = (out / "plots" / f"{name}.png").read_bytes()
         assert data[:8] == b"\x89PNG\r\n\x1a\n"
         width, height = struct.unpack(">II", data[16:24])

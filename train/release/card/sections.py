@@ -12,25 +12,25 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from eval.live import extras
 from eval.live.extras import METRICS, records
-from eval.report import plots
-from eval.report.columns import CARD, results, without_ending
-from eval.report.plots import Plot, Spec
-from eval.report.text import grid
+from eval.report import plots, sections
+from eval.report.plots import Plot
+from eval.report.render import grid
+from eval.report.view import without_ending
 from heads.formats.hub import REPO
 from heads.formats.published.export import FORMATS, READERS
 from train.release.card.facts import Facts, bullets, code, escaped
 
 TASK = "text-generation"
-NAMES = {"tau": "τ, tokens of a target pass", "speedup": "speedup over autoregressive decoding"}
+METRIC_NAMES = {"tau": "τ, tokens of a target pass", "speedup": "speedup over autoregressive decoding"}
 WIDTH = 620  # pixels, of which each is SCALE on a side
-LOW = 170  # of several beneath each other
 SCALE = 1.6
+NAMES = ("drafter", "tree", "workload")  # columns of names from outside
 STYLE = {
     "background": "white",
     "padding": 14,
     "view": {"stroke": None},
     "axis": {"labelFontSize": 12, "titleFontSize": 12, "gridColor": "#e6e6e6", "labelLimit": 300},
-    "legend": {"orient": "bottom", "columns": 3, "labelFontSize": 12, "labelLimit": 260, "title": None},
+    "legend": {"orient": "bottom", "columns": 3, "labelLimit": 260, "symbolOpacity": 1, "title": None},
     "title": {"fontSize": 13, "anchor": "start", "fontWeight": "normal"},
     "point": {"filled": True},
 }
@@ -66,7 +66,7 @@ def eval_results(facts: Facts) -> list[EvalResult]:
         where = f"T={row['temperature']:g}, batch {row['batch_size']}, tree {row['tree']}"
         where += f", {rate:g} requests a second" if rate is not None else ""
         where += f", {row['category']}" if row.get("category") else ""
-        for metric, name in NAMES.items():
+        for metric, name in METRIC_NAMES.items():
             if row[metric] is None or (metric == "speedup" and result.failed):
                 continue
             ends = [round(end, 4) for end in row[f"{metric}_ci"] or ()]
@@ -95,13 +95,13 @@ class Picture(NamedTuple):
 
 def table(facts: Facts) -> str:
     """Return the table of the results by decoding, that of a failed one withheld; empty where there are none."""
-    shown = results(facts.live, CARD)
-    lines = [
-        # Names are escaped; the table itself escapes the signs that end a cell.
-        ["|".join(map(escaped, c.text.split("|"))) if isinstance(c.values[0], str) else c.text for c in line]
-        for line in shown.lines
-    ]
-    return grid(shown.titles(), lines) if lines else ""
+    shown = sections.table(sections.CARD, facts.live)
+
+    def cell(title: str, text: str) -> str:  # the table itself escapes the sign that ends a cell
+        return "|".join(map(escaped, text.split("|"))) if title in NAMES else text
+
+    lines = [[cell(title, text) for title, text in zip(shown.titles, line, strict=True)] for line in shown.lines]
+    return grid(shown.titles, lines) if lines else ""
 
 
 def conditions(report: dict[str, Any]) -> str:
@@ -120,13 +120,11 @@ def conditions(report: dict[str, Any]) -> str:
 
 def pictures_of(facts: Facts) -> dict[str, Picture]:
     """Return the plots that the run has numbers for, by the names of their files."""
-    report = {**facts.report, "rows": [result.row for result in facts.live]}
-    plots_by_name: dict[str, list[Plot]] = {}
-    if report["rows"]:
-        for key, title in (("tau", "τ"), ("speedup", "speedup")):
-            plots_by_name[key] = plots.with_intervals(report, key, title)
-        plots_by_name["acceptance"] = plots.acceptance(report)
-    plots_by_name["training"] = plots.training({"training": _curves(facts)})
+    plots_by_name = {
+        "speedup": plots.speedup(facts.live),
+        "acceptance": plots.acceptance(facts.live),
+        "training": plots.learning_curve(_curves(facts)),
+    }
     return {f"plots/{name}.png": _picture(shown) for name, shown in plots_by_name.items() if shown}
 
 
@@ -141,21 +139,18 @@ def _curves(facts: Facts) -> dict[str, Any]:
     return {name: {**curve, "tau": curve["tau"] if len(curve["tau"]) > 1 else []} for name, curve in curves.items()}
 
 
-def _picture(plots_shown: list[Plot]) -> Picture:
-    """Return plots beneath each other as one picture."""
-    size = {"width": WIDTH} if len(plots_shown) == 1 else {"width": WIDTH, "height": LOW}
-    specs: list[Spec] = [{**plot.spec, **size, "title": plot.caption} for plot in plots_shown]
-    for spec in specs:
-        spec.pop("autosize", None)  # to the page
+def _picture(shown: Plot) -> Picture:
+    """Return a plot as a picture."""
     whole = {
+        **{key: value for key, value in shown.spec.items() if key != "autosize"},  # to the page
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
         "config": STYLE,
-        **(specs[0] if len(specs) == 1 else {"vconcat": specs, "resolve": {"scale": {"color": "independent"}}}),
+        "width": WIDTH,
+        "title": shown.caption,
     }
     import vl_convert
 
-    png = vl_convert.vegalite_to_png(json.dumps(whole), scale=SCALE)
-    return Picture(". ".join(plot.caption for plot in plots_shown), bytes(png))
+    return Picture(shown.caption, bytes(vl_convert.vegalite_to_png(json.dumps(whole), scale=SCALE)))
 
 
 def origin(facts: Facts) -> dict[str, list[str]]:
