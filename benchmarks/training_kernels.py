@@ -143,10 +143,8 @@ def target_kernels(config: Any, job: Job, layers: tuple[int, ...], document: int
     return kernels.noted
 
 
-def inputs_of(job: Job) -> tuple[Any, Features, Tensor, list[Chunk]]:
-    """Return a head on fake tensors, and the features, the weights and the loss's chunks of a micro-batch for it."""
-    with torch.device("meta"):
-        head: Any = HEADS[job.run.head.name](job.run.head, embeddings_of(job.config, torch.bfloat16))
+def inputs_of(job: Job, head: Any) -> tuple[Features, Tensor, list[Chunk]]:
+    """Move a head from the meta device to fake tensors; return features, weights and the loss's chunks for it."""
     for module in (head, head.embeddings):
         module.to_empty(device="cpu")
     for module in head.modules():
@@ -163,7 +161,7 @@ def inputs_of(job: Job) -> tuple[Any, Features, Tensor, list[Chunk]]:
         Chunk(each, [Pick(each, each, each)] * depths)
         for each in index.split(chunk_rows(head, "cuda", depths * len(index)))
     ]
-    return head, features, torch.ones(depths, *size), chunks
+    return features, torch.ones(depths, *size), chunks
 
 
 def head_kernels(job: Job) -> tuple[list[Kernel], list[Kernel]]:
@@ -176,8 +174,10 @@ def head_kernels(job: Job) -> tuple[list[Kernel], list[Kernel]]:
             return attend(*inputs)
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.device("meta"):
+        head: Any = HEADS[job.run.head.name](job.run.head, embeddings_of(job.config, torch.bfloat16))
     with patch.object(cuda_path, "attend_fused", apart), cuda_path.cuda_path(), fake:
-        head, features, weight, chunks = inputs_of(job)
+        features, weight, chunks = inputs_of(job, head)
         trained = [p for p in head.parameters() if p.requires_grad]
         with step, step.within(PRODUCTS):
             with torch.autocast("cpu", torch.bfloat16):

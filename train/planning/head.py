@@ -114,30 +114,32 @@ def head_cost(run: RunConfig, config: Any, rows: int, device: str, *, bf16: bool
         head.check_depths(depths)
     drafted = tokens if anchors is None else min(tokens, rows * anchors)
     batch = Batch(head, tokens, drafted, depths, device, 2 if bf16 else 4, run.trainer.recompute)
-    kept, operations = _unrolled(batch, run)
+    saved, operations = _unrolled(batch, run)
     trained = [p.numel() for p in head.parameters() if p.requires_grad]
     parameters, count = sum(p.numel() for p in head.parameters()), sum(trained)
     lm_heads = [module for module in head.modules() if isinstance(module, SummedGradient)]
-    own = sum(module.weight.numel() for module in lm_heads if module.weight is not None and module.weight.requires_grad)
+    lm_weights = sum(
+        module.weight.numel() for module in lm_heads if module.weight is not None and module.weight.requires_grad
+    )
     tables = [m.weight.numel() for m in head.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad]
     draft = _draft_bytes(batch, run)
-    kept += 0 if isinstance(head, Medusa) else draft  # whose drafts are what its last blocks keep
+    saved += 0 if isinstance(head, Medusa) else draft  # whose drafts are what its last blocks keep
     loss = draft * (2 if isinstance(head, Recurrent) and head.predicts else 1) + _chunk_bytes(batch, run)
     if bf16:
-        kept, loss = kept + 2 * (parameters - own - sum(tables)), loss + 2 * own
-    # All gradients count as resident. Those of a first micro-batch come later, but for the lm_heads' own.
-    loss = loss + 4 * own if accumulates else max(loss - 4 * (count - own), 0)
+        saved, loss = saved + 2 * (parameters - lm_weights - sum(tables)), loss + 2 * lm_weights
+    # All gradients count as resident. Those of a first micro-batch come later, but for the lm_heads'.
+    loss = loss + 4 * lm_weights if accumulates else max(loss - 4 * (count - lm_weights), 0)
     if len(tables) == 1 and depths > 1:  # each depth has a gradient of the whole table, which is added to the others'
         loss = max(loss, 8 * tables[0])
     lists = [part for part in head.children() if isinstance(part, nn.ModuleList)]
     per_depth = max((len(part) for part in lists if any(module in lm_heads for module in part)), default=1)
     size, width = _drafts(head), head.embeddings.hidden_size
     shared = 2 / 3 * width * size if any(getattr(module, "weight", 0) is None for module in lm_heads) else 0
-    operations += 6 * drafted * depths * (own / per_depth + shared)
+    operations += 6 * drafted * depths * (lm_weights / per_depth + shared)
     operations += 2 * min(tokens, depths * drafted) * width * config.vocab_size  # the teacher's logits
     vectors = count - sum(p.numel() for p in optim.hidden_matrices(head))
     return HeadCost(
-        whole, count, parameters - count, vectors, max(trained), head.feature_layers, round(kept), round(loss),
+        whole, count, parameters - count, vectors, max(trained), head.feature_layers, round(saved), round(loss),
         round(operations),
     )  # fmt: skip
 
@@ -154,16 +156,16 @@ def _unrolled(batch: Batch, run: RunConfig) -> tuple[float, float]:
     chosen = (experts_of(head.embeddings.config) or (1, 1))[1]
     reach = min(length, getattr(run.head, "length", None) or length)
     keys = min(length, reach - reach * reach / (2 * length) + HALF_BLOCK)
-    kept = operations = 0.0
+    saved = operations = 0.0
     for part, count in computed(batch):
         size, weights = per_row(part, batch.item, chosen, recompute=batch.recompute)
-        kept, operations = kept + count * size, operations + (8 if batch.recompute else 6) * count * weights
+        saved, operations = saved + count * size, operations + (8 if batch.recompute else 6) * count * weights
         for layer in part.modules():
             if isinstance(layer, (Attention, OwnLayer)):
                 shape = getattr(layer, "shape", head.embeddings.layer)
                 operations += 14 * keys * count * shape.num_heads * shape.head_dim
-                kept += _copied(batch) * 2 * shape.num_kv_heads * shape.head_dim * batch.item
-    return kept, operations
+                saved += _copied(batch) * 2 * shape.num_kv_heads * shape.head_dim * batch.item
+    return saved, operations
 
 
 def _draft_bytes(batch: Batch, run: RunConfig) -> int:
@@ -186,7 +188,7 @@ def _chunk_bytes(batch: Batch, run: RunConfig) -> int:
     return PROB * size * chunk + max(taught, scored)
 
 
-def computed(batch: Batch) -> Iterator[tuple[nn.Module, float]]:
+def computed(batch: Batch) -> Iterator[tuple[Any, float]]:
     """Yield the modules of a head with the rows that they compute at all depths together, its lm_heads left out."""
     head, tokens, drafted, depths = batch[:4]
     for name, part in head.named_children():
@@ -198,8 +200,9 @@ def computed(batch: Batch) -> Iterator[tuple[nn.Module, float]]:
             yield part, drafted * head.size
         elif isinstance(part, nn.ModuleList):  # one a depth, or a few that all depths share
             yield part, drafted * depths / len(part)
-    for layer in head.layers if isinstance(head, Block) else ():
-        yield nn.ModuleList([layer.self_attn.k_proj, layer.self_attn.v_proj]), tokens
+    if isinstance(head, Block):
+        attentions: list[Any] = [layer.self_attn for layer in head.layers]
+        yield from ((part, tokens) for attention in attentions for part in (attention.k_proj, attention.v_proj))
 
 
 def _copied(batch: Batch) -> int:
@@ -228,28 +231,28 @@ def per_row(module: nn.Module, item: int, chosen: int, *, recompute: bool) -> tu
     if isinstance(module, nn.Linear):
         return item * (module.in_features + module.out_features), module.weight.numel()
     inner = [per_row(child, item, chosen, recompute=recompute) for child in module.children()]
-    kept, weights = (sum(each) for each in zip((0.0, 0.0), *inner, strict=True))
+    saved, weights = (sum(each) for each in zip((0.0, 0.0), *inner, strict=True))
     repeat: int = getattr(module, "repeat", 1)  # of a tied block
-    kept, weights = kept * repeat, weights * repeat
+    saved, weights = saved * repeat, weights * repeat
     if isinstance(module, SwiGLU) and recompute:
         return 4 * module.gate_proj.in_features, weights
     if isinstance(module, Attention):  # its output as it is and as o_proj reads it, the sums of exponentials
-        kept += item * module.o_proj.in_features + 4 * module.shape.num_heads
-        kept -= 2 * item * module.q_proj.in_features if recompute else 0  # queries, keys and values share it
+        saved += item * module.o_proj.in_features + 4 * module.shape.num_heads
+        saved -= 2 * item * module.q_proj.in_features if recompute else 0  # queries, keys and values share it
     norm = item if recompute and isinstance(module, Recomputing) else 4 + item
     for parameter in module.parameters(recurse=False):
         if parameter.ndim == 1 and not isinstance(module, nn.GRUCell):
-            kept += norm * parameter.numel()
+            saved += norm * parameter.numel()
         elif parameter.ndim == 2 and isinstance(module, nn.GRUCell):
-            kept, weights = kept + 8 * parameter.shape[0], weights + parameter.numel()
+            saved, weights = saved + 8 * parameter.shape[0], weights + parameter.numel()
         elif isinstance(module, GroupedConv):
-            kept += 8 * parameter.numel()
+            saved += 8 * parameter.numel()
         elif parameter.ndim == 3:  # experts
-            kept += chosen * item * sum(parameter.shape[1:])
+            saved += chosen * item * sum(parameter.shape[1:])
             weights += chosen * parameter[0].numel()
     if hasattr(module, "down_proj") and isinstance(module.down_proj, nn.Linear):
-        kept += item * module.down_proj.in_features
+        saved += item * module.down_proj.in_features
     for name in ("q", "k"):
         if any(True for _ in getattr(module, f"{name}_norm", nn.Identity()).parameters()):
-            kept += (norm + item) * getattr(module, f"{name}_proj").out_features
-    return kept, weights
+            saved += (norm + item) * getattr(module, f"{name}_proj").out_features
+    return saved, weights
