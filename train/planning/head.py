@@ -131,8 +131,10 @@ def head_cost(run: RunConfig, config: Any, rows: int, device: str, *, bf16: bool
     loss = loss + 4 * lm_weights if accumulates else max(loss - 4 * (count - lm_weights), 0)
     if len(tables) == 1 and depths > 1:  # each depth has a gradient of the whole table, which is added to the others'
         loss = max(loss, 8 * tables[0])
-    lists = [part for part in head.children() if isinstance(part, nn.ModuleList)]
-    per_depth = max((len(part) for part in lists if any(module in lm_heads for module in part)), default=1)
+    lists = [submodule for submodule in head.children() if isinstance(submodule, nn.ModuleList)]
+    per_depth = max(
+        (len(submodule) for submodule in lists if any(module in lm_heads for module in submodule)), default=1
+    )
     size, width = _drafts(head), head.embeddings.hidden_size
     shared = 2 / 3 * width * size if any(getattr(module, "weight", 0) is None for module in lm_heads) else 0
     operations += 6 * drafted * depths * (lm_weights / per_depth + shared)
@@ -157,10 +159,10 @@ def _unrolled(batch: Batch, run: RunConfig) -> tuple[float, float]:
     reach = min(length, getattr(run.head, "length", None) or length)
     keys = min(length, reach - reach * reach / (2 * length) + HALF_BLOCK)
     saved = operations = 0.0
-    for part, count in computed(batch):
-        size, weights = per_row(part, batch.item, chosen, recompute=batch.recompute)
+    for submodule, count in computed(batch):
+        size, weights = per_row(submodule, batch.item, chosen, recompute=batch.recompute)
         saved, operations = saved + count * size, operations + (8 if batch.recompute else 6) * count * weights
-        for layer in part.modules():
+        for layer in submodule.modules():
             if isinstance(layer, (Attention, OwnLayer)):
                 shape = getattr(layer, "shape", head.embeddings.layer)
                 operations += 14 * keys * count * shape.num_heads * shape.head_dim
@@ -191,18 +193,20 @@ def _chunk_bytes(batch: Batch, run: RunConfig) -> int:
 def computed(batch: Batch) -> Iterator[tuple[Any, float]]:
     """Yield the modules of a head with the rows that they compute at all depths together, its lm_heads left out."""
     head, tokens, drafted, depths = batch[:4]
-    for name, part in head.named_children():
+    for name, submodule in head.named_children():
         if name in ONCE:
-            yield part, tokens
+            yield submodule, tokens
         elif isinstance(head, Recurrent):
-            yield part, tokens + (depths - 1) * drafted
+            yield submodule, tokens + (depths - 1) * drafted
         elif isinstance(head, Block):
-            yield part, drafted * head.size
-        elif isinstance(part, nn.ModuleList):  # one a depth, or a few that all depths share
-            yield part, drafted * depths / len(part)
+            yield submodule, drafted * head.size
+        elif isinstance(submodule, nn.ModuleList):  # one a depth, or a few that all depths share
+            yield submodule, drafted * depths / len(submodule)
     if isinstance(head, Block):
         attentions: list[Any] = [layer.self_attn for layer in head.layers]
-        yield from ((part, tokens) for attention in attentions for part in (attention.k_proj, attention.v_proj))
+        yield from (
+            (submodule, tokens) for attention in attentions for submodule in (attention.k_proj, attention.v_proj)
+        )
 
 
 def _copied(batch: Batch) -> int:
