@@ -235,7 +235,7 @@ def per_row(module: nn.Module, item: int, chosen: int, *, recompute: bool) -> tu
     if isinstance(module, nn.Linear):
         return item * (module.in_features + module.out_features), module.weight.numel()
     inner = [per_row(child, item, chosen, recompute=recompute) for child in module.children()]
-    saved, weights = (sum(each) for each in zip((0.0, 0.0), *inner, strict=True))
+    saved, weights = (sum(values) for values in zip((0.0, 0.0), *inner, strict=True))
     repeat: int = getattr(module, "repeat", 1)  # of a tied block
     saved, weights = saved * repeat, weights * repeat
     if isinstance(module, SwiGLU) and recompute:
