@@ -52,7 +52,7 @@ def test_a_run_that_can_start_is_not_refused(toy: list[str]) -> None:
         (["init=/nowhere/run"], "/nowhere/run: no such folder"),
         (["model.adapter=/nowhere/adapter"], "model.adapter=/nowhere/adapter: no such folder"),
         (
-            ["model.path=/nowhere/target"],
+            ["model.path=/nowhere/target", "head=eagle"],
             "model.path=/nowhere/target: no causal LM with tokenizer loads from there (no such folder",
         ),
         (["features=stored", "features.path=/nowhere/store"], "/nowhere/store: holds no feature store"),
@@ -60,7 +60,7 @@ def test_a_run_that_can_start_is_not_refused(toy: list[str]) -> None:
         (["out=/dev/null/run"], "out=/dev/null/run: cannot be written (/dev/null: Not a directory)"),
         (["data.length=161", "trainer.micro_tokens=161"], "data.length is 161, but"),
         (["head=hydra", "init=last_layer"], "init=last_layer starts head=mtp, eagle, hass and eagle3 alone"),
-        (["head.num_heads=7"], "head.num_heads is 7 and head.num_kv_heads 2"),
+        (["head=eagle", "head.num_heads=7"], "head.num_heads is 7 and head.num_kv_heads 2"),
         (["head=eagle3", "head.feature_layers=[7]"], "head.feature_layers is [7]: give different layers from 0 to 2"),
         (["model.device=cuda:99"], "model.device is cuda:99, and torch sees"),
         (["model.device=gpu"], "model.device is 'gpu': give cpu, cuda or cuda:N"),

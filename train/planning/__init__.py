@@ -4,8 +4,7 @@ check.py         checks of a run by its configuration, the file system and the t
 resolve.py       the run of a composed configuration: what was left open is filled in once
 plan.py          the plan of plan=true: its device, memory, disk, operations, hours
 memory.py        memory of a process for head and target, by strategy and placement
-trace.py         memory and operations of a head's micro-batch, traced on fake tensors
-path.py          the path that these take on a device
+head.py          memory and operations of a head's micro-batch, in closed form
 shapes.py        a target's shape from its configuration alone
 table.py         a plan as tables for the terminal, with overrides that make the run fit
 """

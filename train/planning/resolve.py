@@ -5,7 +5,6 @@ every device with one row of a micro-batch, and of the host's memory where that 
 that fits.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -21,14 +20,11 @@ from train.distributed.started import launched, on_node, world
 from train.planning.check import check_plan, check_settings, check_target
 from train.planning.plan import (
     SAFE,
-    PlanInputs,
     alone_on_cpu,
-    device_memories,
-    host_share,
-    most_rows,
     plan_inputs,
     resolve_micro_batch,
     resolved,
+    uses,
 )
 from train.planning.shapes import configuration
 from train.planning.table import check_memory
@@ -82,7 +78,20 @@ def resolve_placement(run: RunConfig) -> RunConfig:
         ValueError: none of them is possible, and why the first is not.
     """
     options = list(_options(run))
-    return _with_gate(_first_that_fits(options) if len(options) > 1 else options[0])
+    if len(options) == 1:
+        return _with_gate(options[0])
+    shares, errors = dict[float, RunConfig](), list[ValueError]()
+    for option in options:
+        try:
+            shares.setdefault(share := _share(option), option)
+        except ValueError as error:
+            errors.append(error)
+            continue
+        if share <= SAFE:
+            break
+    if not shares:
+        raise errors[0]
+    return _with_gate(shares[min(shares)])
 
 
 def _options(run: RunConfig) -> Iterator[RunConfig]:
@@ -107,35 +116,13 @@ def _options(run: RunConfig) -> Iterator[RunConfig]:
             yield replace(run, model=model, launcher=replace(run.launcher, strategy=strategy))
 
 
-def _first_that_fits(options: list[RunConfig]) -> RunConfig:
-    errors: list[ValueError] = []
-    for option in options:
-        try:
-            if _fits(option):
-                return option
-        except ValueError as error:
-            errors.append(error)
-    if len(errors) == len(options):
-        raise errors[0]
-    return min(options, key=_fullest_share)
+def _share(run: RunConfig) -> float:
+    """Return the share of the fullest device or host with the micro-batch that will be chosen.
 
-
-def _fullest_share(run: RunConfig) -> float:
-    """Return the share that a run takes of what it fills most with one row, the least it can; without end for none."""
-    try:
-        inputs = _inputs(_possible(run), 1)
-        return max(host_share(inputs), *(memory.peak / memory.capacity for memory in device_memories(inputs)))
-    except ValueError:
-        return math.inf
-
-
-def _fits(run: RunConfig) -> bool:
-    """Whether a run fits with the micro-batch that `resolve_micro_batch` will choose; refuse what loading refuses."""
-    run = _possible(run)
-    inputs = _inputs(run, most_rows(run))
-    if host_share(inputs) > SAFE or any(use.fixed > SAFE * use.capacity for use in device_memories(inputs)):
-        return False
-    return all(use.peak <= SAFE * use.capacity for use in device_memories(_inputs(resolve_micro_batch(run), 1)))
+    Raises:
+        ValueError: loading the target would refuse the placement.
+    """
+    return max(use.share for use in uses(plan_inputs(resolve_micro_batch(_possible(run)))))
 
 
 def _possible(run: RunConfig) -> RunConfig:
@@ -147,18 +134,12 @@ def _possible(run: RunConfig) -> RunConfig:
     return checked(run)
 
 
-def _inputs(run: RunConfig, rows: int) -> PlanInputs:
-    """Return the inputs of a plan with so many rows, unless the run has its own micro-batch."""
-    micro = run.trainer.micro_tokens or rows * run.data.length
-    return plan_inputs(replace(run, trainer=replace(run.trainer, micro_tokens=micro)))
-
-
 def _with_gate(run: RunConfig) -> RunConfig:
     """Return a run with the dtype of its losslessness check: GATE where that fits, else the one that it is timed in."""
     if run.eval.gate_dtype != AUTO:
         return run
     exact = replace(run, eval=replace(run.eval, gate_dtype=GATE))
-    if not run.eval.prompts or alone_on_cpu(run) or _fits(exact):
+    if not run.eval.prompts or alone_on_cpu(run) or _share(exact) <= SAFE:
         return exact
     served = next((name for name in (run.eval.dtype, run.model.dtype) if name != AUTO), None)
     fast = fast_dtype(torch.device(str(resolved(run.device, run.model.device).type)))

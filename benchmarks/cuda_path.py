@@ -1,4 +1,4 @@
-"""The path that a step takes on its device, for fake tensors, which are a CPU's.
+"""The path that a step takes on CUDA, for fake tensors, which are a CPU's.
 
 torch has no fake tensors of a device that its build does not know, so those of a CPU stand for them, and the choices
 that follow from a device are replaced: which attention runs, how gradients of a vocabulary are summed, whether the norm
@@ -22,18 +22,17 @@ from train import optim
 
 
 @contextmanager
-def path_of(device: str) -> Iterator[None]:
-    """Let fake tensors of a CPU take a device's path, where that is another one."""
+def cuda_path() -> Iterator[None]:
+    """Let fake tensors of a CPU take the path of CUDA."""
     with ExitStack() as patches:
-        if device == "cuda":
-            for module, name, there in (
-                (attention, "runs_fused", runs_fused),
-                (attention, "attend_fused", attend_fused),
-                (vocab, "SUMS_WIDE", ("cpu",)),
-                (optim, "FUSED", ("cpu",)),
-                (functional, "rms_norm", rms_norm),
-            ):
-                patches.enter_context(patch.object(module, name, there))
+        for module, name, there in (
+            (attention, "runs_fused", runs_fused),
+            (attention, "attend_fused", attend_fused),
+            (vocab, "SUMS_WIDE", ("cpu",)),
+            (optim, "FUSED", ("cpu",)),
+            (functional, "rms_norm", rms_norm),
+        ):
+            patches.enter_context(patch.object(module, name, there))
         yield
 
 
