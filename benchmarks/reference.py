@@ -160,7 +160,7 @@ def our_step(job: Job, run: RunConfig, target: Any) -> Step:
     head, run = job.head(run, job.target)
     accelerator = accelerator_for(run.launcher, run.trainer, run.model)
     source = Live(target, Batches(job.packed, 1, 1, run.trainer.seed, 0, 1), head.feature_layers)
-    loss = Loss(head, run.objective, compiled=False, quick=job.precision == "bf16")
+    loss = Loss(head, run.objective, compiled=False, autocast=job.precision == "bf16")
     stepper = Stepper(run.trainer, run.launcher, accelerator, loss, source, job.target.embeddings.hidden_size)
     return partial(stepper, halted=lambda: False)
 

@@ -61,7 +61,7 @@ class LoopConfig:
 
 
 @dataclass(frozen=True)
-class Service:
+class LoopJob:
     """A head in service, its log and how it is maintained."""
 
     log: str
@@ -69,7 +69,7 @@ class Service:
     loop: LoopConfig
 
 
-def maintain(run: RunConfig, service: Service, words: list[str], train: Train) -> int:
+def maintain(run: RunConfig, service: LoopJob, words: list[str], train: Train) -> int:
     """Run the stages from where they were stopped; return 1 where an adapted head was not better, else 0.
 
     Args:
@@ -97,7 +97,7 @@ def maintain(run: RunConfig, service: Service, words: list[str], train: Train) -
 class Maintenance:
     """One head's maintenance, at a stage."""
 
-    def __init__(self, run: RunConfig, service: Service, words: list[str], train: Train, state: State) -> None:
+    def __init__(self, run: RunConfig, service: LoopJob, words: list[str], train: Train, state: State) -> None:
         self.run, self.words, self.train, self.state = run, words, train, state
         self.serve, self.loop = service.serve, service.loop
         self.out, self.log = Path(run.out), Path(service.log).expanduser()
@@ -306,7 +306,7 @@ def _lines(log: Path) -> int:
 def main(cfg: DictConfig) -> None:
     """Run the stages; exit with status 1 where an adapted head was not better."""
     training, options = split_config(cfg)
-    service = typed(Service, options)
+    service = typed(LoopJob, options)
     status = maintain(run_config(training), service, overrides(), lambda words: run_command("train/run.py", words))
     raise SystemExit(status)
 

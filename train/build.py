@@ -140,7 +140,7 @@ def loop_of(
         evaluator = AcceptanceEvaluator(target, prompts, run.trainer, tree, run.name)
     if isinstance(target, Target) and isinstance(source, Live) and run.trainer.compile:
         source.forwards = target.compiled_forwards()
-    loss = Loss(head, run.objective, compiled=run.trainer.compile, quick=accelerator.mixed_precision == "bf16")
+    loss = Loss(head, run.objective, compiled=run.trainer.compile, autocast=accelerator.mixed_precision == "bf16")
     kept_head = KeptHead(Path(run.out, "head"), head, target, tree)
     drafted = run.objective.on_policy
     if isinstance(target, Target) and drafted.prompts:

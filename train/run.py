@@ -92,7 +92,7 @@ def start_processes(run: RunConfig) -> None:
     words = [f"head={run.head.name}" if word == "head=best" else word for word in launch.overrides()]
     if status := launch.start(run.launcher, os.path.abspath(__file__), words):
         raise SystemExit(status)
-    if run.eval.prompts and not launch.leaves(run.launcher):
+    if run.eval.prompts and not launch.is_queued(run.launcher):
         sweep.note(run.name, run.head.name, Path(run.out))
 
 
@@ -104,19 +104,19 @@ def main(cfg: DictConfig) -> float | None:
         launch.check_mode()
     with ending_alone(), user_errors(), launch.main_first():
         run = resolve(cfg)
-        sweep.check(run.trainer.eval_prompts, waits=not launch.leaves(run.launcher))
+        sweep.check(run.trainer.eval_prompts, waits=not launch.is_queued(run.launcher))
         if run.plan is True:
             if started.is_main():
                 show_plan(run)
             return None
-        if launch.missing(run.launcher):
+        if launch.needs_processes(run.launcher):
             start_processes(run)
         else:
             train(run)
             if started.is_main() and HydraConfig.get().runtime.choices.get("trainer") == DEBUG:
                 line = f"trainer={DEBUG}: {run.trainer.steps} steps show that it runs; no number of them means anything"
                 Console().print(line, highlight=False, soft_wrap=True)
-        return None if launch.leaves(run.launcher) else sweep.best_tau(Path(run.out))
+        return None if launch.is_queued(run.launcher) else sweep.best_tau(Path(run.out))
 
 
 if __name__ == "__main__":

@@ -45,9 +45,9 @@ WINDOW = 50  # good steps whose median is the reference for a spike; with fewer 
 class Loss(nn.Module):
     """The loss as a forward pass, since data-parallel wrappers synchronise gradients in `forward` alone."""
 
-    def __init__(self, head: nn.Module, config: ObjectiveConfig, *, compiled: bool, quick: bool = False) -> None:
+    def __init__(self, head: nn.Module, config: ObjectiveConfig, *, compiled: bool, autocast: bool = False) -> None:
         super().__init__()
-        self.head, self.noise, self.quick = head, config.noise, quick
+        self.head, self.noise, self.autocast = head, config.noise, autocast
         drafted = config.on_policy.losses or config.losses
         names = dict.fromkeys([*config.losses, *drafted], 0.0)  # a loss is the mean over all rows, weighed or not
         self.config = replace(config, losses=names | config.losses)
@@ -60,14 +60,14 @@ class Loss(nn.Module):
     def forward(
         self, features: Features, weight: Tensor, anchors: Tensor | None, chunks: list[Chunk] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Draft from the rows and return the weighted loss with its metrics, matrix products in bf16 if `quick`.
+        """Draft from the rows and return the weighted loss with its metrics, matrix products in bf16 if `autocast`.
 
         Without `chunks` these are read from the weight, which an accelerator makes the host wait for.
         """
         head: Any = self.head
         if chunks is None:
             chunks = self.chunks(weight > 0, weight.device, features.path)
-        with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.quick):
+        with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.autocast):
             drafts = self.unroll(features, self.config.depths, anchors)
             config = self.config if features.path is None else self.drafted
             return objective(head, drafts, features, weight, config, chunks, config.base_share(self.progress))

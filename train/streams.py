@@ -125,9 +125,9 @@ class StreamsLoss(nn.Module):
 
     noise = 0.0
 
-    def __init__(self, streams: Streams, run: StreamsRunConfig, *, quick: bool) -> None:
+    def __init__(self, streams: Streams, run: StreamsRunConfig, *, autocast: bool) -> None:
         super().__init__()
-        self.head, self.every, self.decay, self.quick = streams, run.every, run.decay, quick
+        self.head, self.every, self.decay, self.autocast = streams, run.every, run.decay, autocast
 
     def sampled(self, batch: Batch, keys: Tensor) -> tuple[Tensor, Weights]:
         """Return the anchors of a micro-batch in this step, and the weight of each of their streams."""
@@ -140,7 +140,7 @@ class StreamsLoss(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss with its metrics; a stream's weights are one over the global number of its anchors, or 0."""
         assert chunks is None
-        with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.quick):
+        with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.autocast):
             draft, teacher = self.head(features.token, features.document, anchors)
         sums = stream_sums(draft, teacher, weight.permute(1, 2, 0) > 0)
         scale = weight.amax((1, 2)) * self.decay ** torch.arange(len(weight), device=weight.device)
@@ -208,7 +208,7 @@ def loop_of(
 
     # No head reads recorded features for streams.
     trainer = replace(run.trainer, compile=False, estimate_every=None)
-    loss = StreamsLoss(streams, run, quick=accelerator.mixed_precision == "bf16")
+    loss = StreamsLoss(streams, run, autocast=accelerator.mixed_precision == "bf16")
     source = Live(TokensAlone(accelerator.device), batches, ())
     stepper = Stepper(trainer, run.launcher, accelerator, loss, source, target.embeddings.hidden_size)
     evaluator = AcceptanceEvaluator(target, prompts, trainer, run.tree, run.name, drafter)
@@ -269,7 +269,7 @@ def main(cfg: DictConfig) -> None:
         launch.check_mode()
     with ending_alone(), user_errors(), launch.main_first():
         run = streams_config(cfg)
-        if launch.missing(run.launcher):
+        if launch.needs_processes(run.launcher):
             raise SystemExit(launch.start(run.launcher, os.path.abspath(__file__), launch.overrides()))
         train(run)
 

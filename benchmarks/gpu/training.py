@@ -61,7 +61,7 @@ def stepper(
     source, width = Live(target, batches, head.feature_layers), target.embeddings.hidden_size
     if compiled:
         source.forwards = target.compiled_forwards()
-    loss = Loss(head, run.objective, compiled=run.trainer.compile, quick=accelerator.mixed_precision == "bf16")
+    loss = Loss(head, run.objective, compiled=run.trainer.compile, autocast=accelerator.mixed_precision == "bf16")
     return Stepper(run.trainer, run.launcher, accelerator, loss, source, width)
 
 

@@ -120,13 +120,13 @@ def counted(step: DeviceStep, sampling: str) -> dict[str, int]:
     seen = torch.empty(size, vocab, dtype=torch.bool, device=NAME)
     slots = Slots(*torch.empty(6, size, dtype=torch.long, device=NAME), seen)
     settings = Settings(40, how, rule=rule, gaps=True)
-    step.ends, step.late = torch.empty(step.target.embeddings.vocab_size, dtype=torch.bool, device=NAME), True
+    step.ends, step.masks_end = torch.empty(step.target.embeddings.vocab_size, dtype=torch.bool, device=NAME), True
     with tables_made(), torch.inference_mode():
-        step.run(slots, step.reach(PROMPT), settings, PhaseTimer(step.target.device))
+        step.run(slots, step.kv_length(PROMPT), settings, PhaseTimer(step.target.device))
     watch, parts = Watch(), Counting(step.target.device)
     parts.watch = watch
     with watch, torch.inference_mode():
-        told, *_ = step.run(slots, step.reach(PROMPT), settings, parts)
+        told, *_ = step.run(slots, step.kv_length(PROMPT), settings, parts)
     return {"all": watch.counts.total(), "told": told.numel() // size, **parts.parts}
 
 

@@ -37,7 +37,7 @@ from inference.verification.sample import GREEDY
 from ops import loop as stages
 from ops import proof
 from ops.commands import overrides_of, run_command, split_config
-from ops.loop import Service, maintain
+from ops.loop import LoopJob, maintain
 from ops.state import FILE, SWAP, WATCH, State
 from tests import toys
 from tests.train import jobs
@@ -112,7 +112,7 @@ def real_training(words: list[str]) -> None:
 def go(folder: Path, *more: str, train: Any = real_training) -> int:
     words = words_of(folder, [*more])
     training, own = split_config(compose("ops/loop", words))
-    return maintain(run_config(training), typed(Service, own), words, train)
+    return maintain(run_config(training), typed(LoopJob, own), words, train)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

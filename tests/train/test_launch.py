@@ -48,9 +48,9 @@ def test_nodes_that_do_not_know_where_to_meet_are_told(monkeypatch: pytest.Monke
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     nodes = run("launcher=nodes2").launcher  # composes, for plan=true asks for no address
     with pytest.raises(ValueError, match=r"^launcher\.main_process_ip is missing: set it, or MASTER_ADDR") as error:
-        launch.missing(nodes)
+        launch.needs_processes(nodes)
     assert "\n" not in str(error.value)
-    assert launch.missing(run("launcher=nodes2", "launcher.main_process_ip=10.0.0.1").launcher)
+    assert launch.needs_processes(run("launcher=nodes2", "launcher.main_process_ip=10.0.0.1").launcher)
 
 
 def test_a_plan_has_the_command_of_each_of_several_nodes() -> None:

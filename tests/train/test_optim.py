@@ -15,7 +15,7 @@ from train import optim
 from train.adapt import LoraAdapterConfig, adapt
 from train.checkpoints.state import TrainState
 from train.config import TrainerConfig, run_config
-from train.loop import SCHEDULE, as_if_so_long
+from train.loop import SCHEDULE, with_new_schedule
 from train.optim import Average, adamw, learning_rate
 
 
@@ -41,10 +41,10 @@ def test_a_run_that_is_lengthened_is_another_where_its_objective_moves_with_the_
     longer = replace(config, steps=200, warmup=0.05, cooldown=0.2)
     now = {name: getattr(longer, key) for name, key in SCHEDULE.items()} | {"objective.base": None}
     then = now | {"trainer.steps": 100, "trainer.warmup": 0.1}
-    assert as_if_so_long(then, now, longer, 80) == now
-    assert as_if_so_long(then, now, longer, 90) == then
+    assert with_new_schedule(then, now, longer, 80) == now
+    assert with_new_schedule(then, now, longer, 90) == then
     moving = {"objective.base": [1, 0]}
-    assert as_if_so_long(then | moving, now | moving, longer, 80) == then | moving
+    assert with_new_schedule(then | moving, now | moving, longer, 80) == then | moving
 
 
 def test_decay_on_matrices_alone(config: TrainerConfig) -> None:
