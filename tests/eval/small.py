@@ -30,7 +30,7 @@ def small(runs: Path, out: Path, **values: Any) -> EvalConfig:
 
 def run_main(*words: str) -> int:
     """Run `python eval/run.py` with these words; return its exit status."""
-    return run_command(main, "eval", *bracketed(words, "run", "compare"))
+    return run_command(main, "eval", *words)
 
 
 def run_command(command: Any, name: str, *words: str) -> int:

@@ -242,6 +242,8 @@ def test_warm_up_prompts_are_none_of_the_measured(tmp_path: Path) -> None:
     assert ([prompt.id for prompt in found.warmup], found.fresh) == (["c1", "a2"], True)
     whole = read_workload(file, toys.target(), Selection(12, 2, False, "first", True))
     assert (len(whole.prompts), len(whole.warmup), whole.fresh) == (12, 2, False)
+    most = read_workload(file, toys.target(), Selection(11, 2, False, "first", True))
+    assert ([prompt.id for prompt in most.warmup], most.fresh) == (["c3", "c2 swapped"], False)
     own = save_prompts([Prompt("p", [1, 2, 3, 4, 5], "")], tmp_path / "one.jsonl")
     assert own is None
     (swapped,) = read_workload(str(tmp_path / "one.jsonl"), toys.target(), Selection(4, 1, False, "first", True)).warmup

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eval.measures.counters import Counters, between, of_reply, read_counters, restarted, verified
+from eval.measures.counters import Counters, between, decoded_between, of_reply, read_counters, restarted, verified
 from eval.measures.metrics import Passes, ratio, together
 from tests.ops.endpoint_server import passes, sglang_page, vllm_page
 
@@ -133,6 +133,13 @@ def test_sglangs_differences_in_our_terms() -> None:
     assert between(before, replace(before, drafts=60.0), 25) == verified(10, 30, 15, ())
     assert between(before, replace(before, drafts=60.0, width=None), 25).drafted is None
     assert tau(between(replace(before, drafts=None), replace(before, drafts=10.0), 25)) == 2.5
+
+
+def test_what_sglang_had_answered_before_has_no_part_in_its_tokens() -> None:
+    before = replace(read(SGLANG), generated=140.0)
+    after = replace(before, generated=200.0, finished=10.0)
+    assert decoded_between(before, after) == 56, "60 tokens, of which each of 4 answers has a first one"
+    assert decoded_between(replace(before, generated=None, finished=None), after) == 190
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,11 @@ def test_lines_that_say_nothing_are_left_out_until_they_are_most(tmp_path: Path,
     path.write_text('{"prompt": "a", "answer": "b"}\n' * 50, encoding="utf-8")
     with pytest.raises(ValueError, match="give run="):
         list(Log(path, config(), None))
+    write(path, [[1, 2]] * 60)
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"prompt": "a", "answer": "b"}\n' * 30)
+    with pytest.raises(ValueError, match="give run="):  # of all lines a third, of those that are watched every one
+        list(Log(path, config(), None, begin=60))
 
 
 def test_a_mark_of_the_byte_order_is_no_part_of_the_first_record(tmp_path: Path) -> None:
