@@ -191,9 +191,9 @@ def _memory_table(name: str, use: MemoryUse) -> Table:
     for title, sizes in {"": use.resident, **use.stages, **final}.items():
         if title:
             shown.add_row(f"while: {title}", gib(total(sizes)), style="bold")
-        for part, size in sizes.items():
+        for group, size in sizes.items():
             if size >= SHOWN:
-                shown.add_row(f"  {part}" if title else part, gib(size))
+                shown.add_row(f"  {group}" if title else group, gib(size))
     if use.allocator:
         shown.add_row("allocator", gib(use.allocator))
     return shown
