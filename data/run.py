@@ -31,7 +31,7 @@ from data.features.source import FeaturesConfig
 from data.inspection import show, write_page
 from data.text.prompts import load_samples, records_to_answer
 from data.text.sources import check_sources
-from heads import head_config, with_head
+from heads import head_config, say_best_head, with_head
 from heads.base import HeadConfig
 from heads.common.command import command
 from heads.common.files import check_writable
@@ -115,8 +115,19 @@ def answerer_of(job: JobConfig, settings: AnswerSettings) -> Answerer:
     return Engine(target, drafter, settings, job.batch_size)
 
 
-def check_early(job: JobConfig) -> None:
-    """Refuse data, files and folders to write and draft sources that will not do, before anything is loaded."""
+def check(job: JobConfig) -> None:
+    """Refuse contradictions, data, files and folders to write and draft sources, before anything is loaded."""
+    if job.inspect_html is not None and job.inspect < 1:
+        raise ValueError(f"inspect_html={job.inspect_html}: shows the samples of inspect=N; give inspect=5 as well")
+    if job.answers is None and job.inspect < 1 and job.head is None:
+        raise ValueError(
+            "nothing to do: give answers=FILE.jsonl, or inspect=N to see N samples with their loss masks, or "
+            "features=stored features.path=FOLDER to extract features"
+        )
+    if job.features.mode == "engine":
+        raise ValueError(
+            "features=engine feeds a training: give features=stored, and features.vllm for vLLM's own files"
+        )
     check_sources(job.data)
     if job.answers is not None and Path(job.answers).suffix not in JSON_LINES:
         raise ValueError(f"answers={job.answers}: is written as JSON Lines; give a name that ends in .jsonl or .json")
@@ -135,23 +146,15 @@ def check_early(job: JobConfig) -> None:
 def main(cfg: DictConfig) -> None:
     """Run the command on its configuration."""
     extracts = cfg.features.mode != "live" or cfg.vllm_prompts is not None
-    run(typed(JobConfig, cfg, ready={"head": head_config(with_head(cfg).head) if extracts else None}))
+    job = typed(JobConfig, cfg, ready={"head": head_config(with_head(cfg).head) if extracts else None})
+    check(job)
+    if extracts:
+        say_best_head(cfg)
+    run(job)
 
 
 def run(job: JobConfig) -> None:
     """Show samples, write answers, extract features, or several of these."""
-    if job.inspect_html is not None and job.inspect < 1:
-        raise ValueError(f"inspect_html={job.inspect_html}: shows the samples of inspect=N; give inspect=5 as well")
-    if job.answers is None and job.inspect < 1 and job.head is None:
-        raise ValueError(
-            "nothing to do: give answers=FILE.jsonl, or inspect=N to see N samples with their loss masks, or "
-            "features=stored features.path=FOLDER to extract features"
-        )
-    if job.features.mode == "engine":
-        raise ValueError(
-            "features=engine feeds a training: give features=stored, and features.vllm for vLLM's own files"
-        )
-    check_early(job)
     if job.inspect > 0:
         tokenizer = load_tokenizer(job.model.path, job.model.trust_remote_code)
         samples = list(load_samples(job.data, tokenizer, max(job.inspect, job.limit or 0)))

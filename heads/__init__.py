@@ -59,8 +59,7 @@ def with_head(cfg: DictConfig) -> DictConfig:
     OmegaConf.set_struct(cfg, False)
     name = cfg.head.name
     if name == BEST:
-        name, reason = best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code)
-        say(f"head=best: {name}, {reason}")
+        name, _ = best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code)
         cfg.head = OmegaConf.load(ROOT / "conf" / "head" / f"{name}.yaml")
     training: Any = OmegaConf.to_container(cfg.head.pop("training", OmegaConf.create()), resolve=False)
     for section, values in training.items():
@@ -70,6 +69,13 @@ def with_head(cfg: DictConfig) -> DictConfig:
             elif cfg[section][key] == AUTO:
                 cfg[section][key] = value
     return cfg
+
+
+def say_best_head(cfg: DictConfig) -> None:
+    """Print the head that `head=best` is and why, where a composed configuration has it."""
+    chosen = cfg.head.name
+    if chosen == BEST:
+        say(f"head=best: {', '.join(best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code))}")
 
 
 def head_config(values: Any) -> HeadConfig:

@@ -126,7 +126,7 @@ def test_an_unknown_key_is_named(key: str) -> None:
 @pytest.mark.parametrize("part", ["", *(f"{part}." for part in PARTS)])
 def test_an_unknown_key_that_is_forced_in_is_named_in_one_line(part: str) -> None:
     with pytest.raises(ValueError, match="stepz") as error:
-        run(f"+{part}stepz=1")
+        run("head=eagle", f"+{part}stepz=1")
     assert "\n" not in str(error.value)
 
 
@@ -160,7 +160,7 @@ def test_an_unknown_key_that_is_forced_in_is_named_in_one_line(part: str) -> Non
 )
 def test_a_bad_value_is_named_in_one_line(override: str, named: str) -> None:
     with pytest.raises(ValueError, match=re.escape(named)) as error:
-        run(override)
+        run("head=eagle", override)
     assert "\n" not in str(error.value)
 
 
@@ -223,7 +223,7 @@ def test_a_command_of_the_docs_is_real(command: str) -> None:
         ]
     for chosen in product(*words):
         config = compose(primary[1], list(chosen))
-        if primary[1] == "train":
+        if primary[1] == "train" and config.head.name != "best":  # which reads the target
             run_config(config)
 
 

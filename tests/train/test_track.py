@@ -201,7 +201,7 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
 
 def test_wandb_offline_goes_on_under_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setattr(sys, "argv", ["run.py", "a.api_key=cAnArY", "b=https://me:cAnArY@h", "c=shown"])
+    monkeypatch.setattr(sys, "argv", ["run.py", "a.api_key=cAnArY", "b=https://me:cAnArY@h"])
     tracked(tmp_path, ["wandb_offline"], stop=2)
     kept = (tmp_path / "wandb-id.txt").read_text()
     tracked(tmp_path, ["wandb_offline"], start=2, stop=3)
@@ -211,7 +211,6 @@ def test_wandb_offline_goes_on_under_one_id(tmp_path: Path, monkeypatch: pytest.
     assert all((folder / f"run-{kept}.wandb").stat().st_size > 0 for folder in folders)
     written = (folders[0] / f"run-{kept}.wandb").read_bytes()
     assert b"train/accuracy/2" in written
-    assert b"c=shown" in written, "it has the command line"
     assert b"cAnArY" not in written
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from heads import say_best_head
 from inference.target.config import DTYPES, default_device, fast_dtype
 from inference.target.placement import AUTO, DEVICE_MAP, OFFLOAD, PLACEMENTS, REPLICATE, TENSOR_PARALLEL, TOGETHER
 from train.config import RunConfig, checked, run_config
@@ -44,11 +45,14 @@ def resolve(cfg: DictConfig) -> RunConfig:
     run = with_processes(run_config(cfg))
     if run.plan is True:
         check_plan(run)
-        return resolve_micro_batch(resolve_placement(run))
-    check_settings(run)
-    trained = check_target(run)
+        trained = None
+    else:
+        check_settings(run)
+        trained = check_target(run)
     run = resolve_micro_batch(resolve_placement(run))
-    check_memory(run, trained)
+    if trained is not None:
+        check_memory(run, trained)
+    say_best_head(cfg)
     return run
 
 
