@@ -199,7 +199,8 @@ def rate(overrides: list[str], folder: Path) -> Rate:
     """Return what a short training takes."""
     begin = time.process_time()
     words = ["trainer.eval_prompts=0", "eval.prompts=0", "trainer.log_every=1", "overwrite=true", f"out={folder}"]
-    train(with_processes(composed(*overrides, *words)))
+    run = with_processes(composed(*overrides, *words))
+    train(run)
     cpu = time.process_time() - begin
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     tokens = run.trainer.batch_tokens * len(steps[1:])
