@@ -24,7 +24,7 @@ WEIGHTS = "^PUT /lfs/"
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures take time, and their content does not matter here."""
-    monkeypatch.setattr(sections, "_picture", lambda parts: sections.Picture("a plot", parts[0].caption.encode()))
+    monkeypatch.setattr(sections, "_picture", lambda plot: sections.Picture("a plot", plot.caption.encode()))
 
 
 def refusal(run: Path, hub: Hub, **changes: object) -> str:
