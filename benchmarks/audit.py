@@ -1,7 +1,7 @@
 """The audit against servers with planted faults, and clean ones: what it names, and how often it is wrong.
 
 python benchmarks/audit.py [clean=200] [first=0] [noise=0.03] [faults=true]
-Servers are those of tests/eval/audit_server.py: a toy model with real speculative decoding, over HTTP. Noise is added
+Servers are those of tests/ops/audit_server.py: a toy model with real speculative decoding, over HTTP. Noise is added
 to every logit of every pass, of the baseline too; `first` is the seed of the first clean run. A line a run; at the end
 the false alarms and the faults not named.
 """
@@ -16,11 +16,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eval.audit.compare import PASSED
-from eval.audit.run import JSON, Verdict, audited
-from eval.config import eval_config
-from tests.eval.audit_decoding import ALTERNATIVES, FAULTS
-from tests.eval.audit_server import AuditServer
+from heads.common.typed import from_yaml
+from ops.audits.ask import AuditConfig
+from ops.audits.compare import PASSED
+from ops.audits.run import JSON, Verdict, audited
+from tests.ops.audit_decoding import ALTERNATIVES, FAULTS
+from tests.ops.audit_server import AuditServer
 
 NAMED = {
     "temperature": "distribution",
@@ -37,9 +38,9 @@ def run(fault: str, noise: float, seed: int) -> tuple[Verdict, dict[str, object]
         AuditServer(speculates=False, noise=noise, seed=seed + 1, pass_s=pass_s) as baseline,
         tempfile.TemporaryDirectory() as out,
     ):
-        config = eval_config(audit=server.url, baseline=baseline.url, prompts=12, max_new_tokens=48, seed=seed)
+        asked = {"url": server.url, "baseline": baseline.url, "prompts": 12, "max_new_tokens": 48, "seed": seed}
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            verdict = audited(config, config, config, config, [], Path(out))
+            verdict = audited(from_yaml(AuditConfig, "ops/audit", **asked, out=out))
         record = json.loads((Path(out) / JSON).read_text(encoding="utf-8"))
     return verdict, record["findings"][-1]["figures"]
 

@@ -26,12 +26,12 @@ from data.text.prompts import load_training
 from heads.common.resolvers import register_resolvers
 from heads.modules.vocab import prune
 from inference.target.embeddings_only import load_target
+from train.build import batches_for, loop_of, values_of
 from train.checkpoints import format
 from train.config import RunConfig, run_config
 from train.distributed.processes import accelerator_for
 from train.features import source_for
 from train.loop import Loop
-from train.run import batches_for, loop_of
 from train.start import first_head
 
 register_resolvers()
@@ -48,7 +48,7 @@ def prepared(run: RunConfig) -> Loop:
     prune(head, token_counts(samples, target.embeddings.vocab_size))
     batches = batches_for(run, pack(samples, run.data.length), accelerator)
     source = source_for(run.features, target, head, batches)
-    return loop_of(run, accelerator, target, head, source, [])
+    return loop_of(run, accelerator, target, head, source, [], run.tree, values_of(run))
 
 
 def main() -> None:

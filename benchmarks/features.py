@@ -49,6 +49,7 @@ from eval.measures.machine import device_facts
 from heads.common.resolvers import register_resolvers
 from inference.target.target import Target
 from train.config import RunConfig, run_config
+from train.planning.resolve import with_processes
 from train.run import train
 
 MICRO = 4  # rows of a pass
@@ -180,7 +181,7 @@ def reads(case: Case, store: FeatureStore) -> tuple[float, float]:
 
 def trained(overrides: list[str], folder: Path) -> None:
     """Print how much of a short training's time went into waiting for reads."""
-    train(composed(*overrides, f"out={folder}", "trainer.eval_prompts=0", "eval.prompts=0"))
+    train(with_processes(composed(*overrides, f"out={folder}", "trainer.eval_prompts=0", "eval.prompts=0")))
     cost = json.loads((folder / "training.json").read_text())
     share = cost["stall_seconds"] / cost["seconds"]
     print(f"training waited {cost['stall_seconds']:.3f} of {cost['seconds']:.1f} s for reads: {share:.2%}")
@@ -198,7 +199,8 @@ def rate(overrides: list[str], folder: Path) -> Rate:
     """Return what a short training takes."""
     begin = time.process_time()
     words = ["trainer.eval_prompts=0", "eval.prompts=0", "trainer.log_every=1", "overwrite=true", f"out={folder}"]
-    train(composed(*overrides, *words))
+    run = with_processes(composed(*overrides, *words))
+    train(run)
     cpu = time.process_time() - begin
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     tokens = run.trainer.batch_tokens * len(steps[1:])

@@ -45,9 +45,9 @@ from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling
+from train.build import batches_for, loop_of, values_of
 from train.config import RunConfig, run_config
 from train.loop import decoding_copy
-from train.run import batches_for, loop_of
 from train.start import first_head, fit_start, resolve_init
 
 register_resolvers()
@@ -87,7 +87,7 @@ def train(run: RunConfig, target: Any, samples: Sequence[Sample], held_out: list
     batches = batches_for(run, pack(samples, run.data.length), accelerator)
     fit_start(head, init, target.target, batches)
     source = Live(target, batches, head.feature_layers)
-    loop = loop_of(run, accelerator, target.target, head, source, [])
+    loop = loop_of(run, accelerator, target.target, head, source, [], run.tree, values_of(run))
     for step in range(run.trainer.steps):  # the target's passes, which are not timed
         for micro in source(step):
             micro.read()

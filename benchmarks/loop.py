@@ -26,7 +26,6 @@ from data.text.prompts import prompt_of
 from data.text.records import parse
 from data.text.sources import open_source
 from eval.measures.metrics import together
-from eval.watch.run import Player
 from inference import api
 from inference.batch import batch_of
 from inference.decode import Settings
@@ -36,6 +35,8 @@ from inference.target.config import model_config
 from inference.target.target import Target
 from inference.verification.sample import Sampling
 from inference.verification.verify import COUPLED
+from ops.log import Player
+from ops.sequential import watcher_config
 
 TINY = ROOT / "examples" / "tiny"
 TEMPERATURE = 0.5  # that the embedded target's chats were written at
@@ -95,9 +96,9 @@ def serve(target: Target, drafter: Drafter, prompts: Iterator[list[int]], count:
     return file
 
 
-def train(*words: str) -> int:
-    """Run the training command; return its exit status."""
-    command = [sys.executable, str(ROOT / "train" / "run.py"), "launcher=inline", *words]
+def run(script: str, *words: str) -> int:
+    """Run a command in one process; return its exit status."""
+    command = [sys.executable, str(ROOT / script), "launcher=inline", *words]
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 
@@ -105,10 +106,10 @@ def head_in_service(work: Path, steps: int, seed: int, data: Path | None = None,
     """Train a head unless it is there; return its run's folder."""
     if not (work / "training.json").is_file():
         given = [f"data.path='{data or TINY / 'chats.jsonl.xz'}'", "data.prompts=''", "data.contamination=null"]
-        status = train(
-            "head=mtp", f"model.path='{model}'", *given, f"trainer.steps={steps}", f"trainer.seed={seed}",
-            "trainer.eval_prompts=0", "trainer.estimate_every=null", "eval.prompts=0", "overwrite=true",
-            f"data.limit={TRAINED}", f"out='{work}'",
+        status = run(
+            "train/run.py", "head=mtp", f"model.path='{model}'", *given, f"trainer.steps={steps}",
+            f"trainer.seed={seed}", "trainer.eval_prompts=0", "trainer.estimate_every=null", "eval.prompts=0",
+            "overwrite=true", f"data.limit={TRAINED}", f"out='{work}'",
         )  # fmt: skip
         assert status == 0
     return work
@@ -138,7 +139,7 @@ def sibling(folder: Path, seed: int) -> Path:
 def tau(run: Path, model: Path, records: list[dict[str, Any]]) -> float:
     """Return a head's τ along logged answers."""
     loaded = api.load(str(run), f"model.path={model}", "model.sibling=true", "model.dtype=float32")
-    player: Any = Player(lambda: loaded, "log", "first", 2048)
+    player: Any = Player(lambda: loaded, watcher_config({"max_new_tokens": 2048}), "log")
     counts = together([player(record, index) for index, record in enumerate(records)])
     return float(counts.tokens / counts.steps)
 
@@ -171,8 +172,8 @@ def main() -> None:
     scratch = head_in_service(case / "scratch", steps, seed, more, model)
     if not (case / "served").is_dir():
         subprocess.run(["cp", "-r", str(first), str(case / "served")], check=True)
-    status = train(
-        "experiment=loop", f"log='{both}'", f"serve='{case / 'served'}'", f"out='{case / 'loop'}'",
+    status = run(
+        "ops/loop.py", f"log='{both}'", f"serve='{case / 'served'}'", f"out='{case / 'loop'}'",
         f"loop.watcher.reference={words['reference']}", f"trainer.steps={max(1, steps // 10)}",
         f"loop.requests={words['proof']}", f"trainer.seed={seed}",
         f"model.path='{model}'",

@@ -4,8 +4,7 @@
     python benchmarks/planner.py --presets
 
 Each configuration trains some real steps by train/run.py, and writes checkpoints between them, in a process of its own
-whose largest resident size the system tells at its end. Targets are random but for the embedded one. `process` is a run
-of next to nothing: what a plan takes as given (conf/device/cpu.yaml).
+whose largest resident size the system tells at its end. Targets are random but for the embedded one.
 """
 
 import argparse
@@ -27,8 +26,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from heads.common.resolvers import register_resolvers
 from train.config import run_config
-from train.planning.choice import chosen
-from train.planning.plan import GIB, plan
+from train.planning.plan import GIB, plan, resolve_micro_batch
+from train.planning.resolve import resolve_placement, with_processes
 
 TINY, MIB = ROOT / "examples" / "tiny", 2**20
 SHAPES = {
@@ -52,8 +51,7 @@ runpy.run_path(sys.argv[0], run_name="__main__" if len(sys.argv) > 1 else "impor
 # Long enough for glibc's heap to have grown (train/distributed/processes.py), and for checkpoints beside the training.
 SHORT = ["trainer.steps=10", "trainer.save_every=4", "trainer.eval_prompts=0", "eval.prompts=0", "data.limit=400"]
 SHORT += ["model.device=cpu", "data.turns=text"]  # every token is trained, as a plan has it
-NOTHING = ["head=mlp", "head.heads=1", "objective.depths=1", "data.length=32", "trainer.batch_tokens=32"]
-NOTHING += ["trainer.precision=fp32", "model.dtype=float32"]  # without code of products in bf16, which a plan counts
+SHORT += ["trainer.precision=bf16", "model.dtype=bfloat16", "launcher.num_processes=1"]
 HEADS: dict[str, list[str]] = {
     "eagle": ["head=eagle"],
     "eagle3": ["head=eagle3", "head.feature_layers=[0,2,4]"],
@@ -100,45 +98,26 @@ def composed(overrides: list[str]) -> Any:
     """Return a training configuration."""
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return chosen(run_config(compose("train", overrides)))
+        return resolve_micro_batch(resolve_placement(with_processes(run_config(compose("train", overrides)))))
 
 
-def planned(words: list[str], process: int) -> int:
-    """Return the peak in bytes that a plan says of a run, in a process that takes so many before it loads anything."""
-    peak_bytes: int = plan(composed([*words, "device=cpu", f"device.context_gb={process / GIB}"]))["peak_bytes"]
-    return peak_bytes
-
-
-def taken(words: list[str], folder: Path) -> int:
-    """Return the largest resident size of a run in bytes."""
-    out = folder / "run"
-    size = peak(["train/run.py", *words, f"out={out}", "overwrite=true"])
-    shutil.rmtree(out, ignore_errors=True)
-    return size
-
-
-def process(folder: Path) -> int:
-    """Return what a run takes beside what it loads and computes, in bytes."""
-    words = [*SHORT, *NOTHING]
-    return taken(words, folder) - planned(words, 0)
-
-
-def measure(name: str, folder: Path, base: int) -> tuple[float, float]:
-    """Return what a configuration's plan says and what its run took, in MiB, both with the `base` of a process."""
+def measure(name: str, folder: Path) -> tuple[float, float]:
+    """Return the peak of a configuration's plan and of its run, in MiB."""
     shape, head = CONFIGURATIONS[name]
     path = [] if shape == "tiny" else [f"model.path={target(shape, folder)}"]
     tokens = TOKENS[shape][head]
     words = [*SHORT, *path, *HEADS[head], f"trainer.batch_tokens={2 * tokens}", f"trainer.micro_tokens={tokens}"]
-    return planned(words, base) / MIB, taken(words, folder) / MIB
+    out = folder / "run"
+    taken = peak(["train/run.py", *words, f"out={out}", "overwrite=true"])
+    shutil.rmtree(out, ignore_errors=True)
+    return plan(composed([*words, "device=cpu"]))["peak_bytes"] / MIB, taken / MIB
 
 
 def memory(names: list[str], folder: Path) -> None:
     """Print plan and measurement of each configuration."""
-    base = process(folder)
-    print(f"process: {base / MIB:,.0f} MiB\n")
     print("| configuration | plan, MiB | measured, MiB | plan / measured |\n| --- | ---: | ---: | ---: |")
     for name in names:
-        expected, found = measure(name, folder, base)
+        expected, found = measure(name, folder)
         print(f"| {name} | {expected:,.0f} | {found:,.0f} | {expected / found:.2f} |", flush=True)
 
 

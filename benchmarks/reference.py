@@ -60,9 +60,9 @@ from inference.drafters.head import HeadDrafter
 from inference.target.target import Target
 from inference.tree_config import TreeConfig
 from inference.verification.sample import GREEDY
+from train.build import batches_for, loop_of, values_of
 from train.config import RunConfig, run_config
 from train.distributed.processes import accelerator_for
-from train.run import batches_for, loop_of
 from train.start import first_head, fit_start, resolve_init
 from train.step import Loss, Stepper
 
@@ -160,7 +160,7 @@ def our_step(job: Job, run: RunConfig, target: Any) -> Step:
     head, run = job.head(run, job.target)
     accelerator = accelerator_for(run.launcher, run.trainer, run.model)
     source = Live(target, Batches(job.packed, 1, 1, run.trainer.seed, 0, 1), head.feature_layers)
-    loss = Loss(head, run.objective, compiled=False, quick=job.precision == "bf16")
+    loss = Loss(head, run.objective, compiled=False, autocast=job.precision == "bf16")
     stepper = Stepper(run.trainer, run.launcher, accelerator, loss, source, job.target.embeddings.hidden_size)
     return partial(stepper, halted=lambda: False)
 
@@ -250,7 +250,7 @@ def train_ours(job: Job, name: str, seed: int, steps: int, out: Path) -> dict[st
     head, run = job.head(run, target)
     accelerator = accelerator_for(run.launcher, run.trainer, run.model)
     source = Recorded(Live(target, batches_for(run, job.packed, accelerator), head.feature_layers))
-    loop_of(run, accelerator, target, head, source, []).train()
+    loop_of(run, accelerator, target, head, source, [], run.tree, values_of(run)).train()
     head = load_head(out / "head", job.target.embeddings, target.spec)
     return {"head": head, "rows": source.rows, "parameters": parameter_count(head)}
 

@@ -26,7 +26,7 @@ from inference.decode import Settings
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.drafters.policy import TreeConfig
-from inference.laps import Laps
+from inference.phase_timer import PhaseTimer
 from inference.protocol import Drafter
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
@@ -50,7 +50,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Counting(Laps):
+class Counting(PhaseTimer):
     """Counts operations where others count seconds."""
 
     def __init__(self, launches: Launches) -> None:

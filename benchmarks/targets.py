@@ -47,7 +47,7 @@ from tests import drafting, families, toys
 from tests.families import Erring, generated, in_double, own_module
 from tests.inference.test_decode import Oracle
 from tests.train import jobs
-from train.config import run_config
+from train.planning.resolve import resolve
 from train.release.folder import assert_plain
 from train.run import train
 from train.tracking import sweep
@@ -180,7 +180,7 @@ def job(overrides: list[str]) -> None:
     configured = initialize_config_dir(str(ROOT / "conf"), version_base="1.3")
     # A sweep's note, which no command asks for here, needs one.
     with contextlib.redirect_stdout(io.StringIO()), mock.patch.object(sweep, "note"), configured:
-        train(run_config(compose("train", overrides)))
+        train(resolve(compose("train", overrides)))
 
 
 def counted(made: Sequence[list[int]], expected: Sequence[list[int]]) -> str:

@@ -38,7 +38,7 @@ from inference.target.target import Target
 from train.config import RunConfig, run_config
 from train.distributed.processes import keep_freed
 from train.losses import ObjectiveConfig
-from train.objective import chunk_rows, chunked, objective
+from train.objective import chunk_rows, chunked, objective, weights
 from train.sampling import row_keys
 from train.step import Loss
 

@@ -1,8 +1,8 @@
 """The kernels of a training step on CUDA, counted on fake tensors: a library of benchmarks/h100_estimate.py.
 
-A step of one micro-batch with a live target takes the path that it takes on CUDA (train/planning/path.py): the target's
-forward pass in transformers, its attention a kernel a layer, the head, its loss in chunks, gradients, clipping, the
-optimiser. Every row is trained. Each operation is a kernel, with its operations and the bytes that it reads and writes.
+A step of one micro-batch with a live target takes its path on CUDA (benchmarks/cuda_path.py): the target's forward
+pass in transformers, its attention a kernel a layer, the head, its loss in chunks, gradients, clipping, the optimiser.
+Every row is trained. Each operation is a kernel, with its operations and the bytes that it reads and writes.
 """
 
 from collections.abc import Iterator
@@ -18,12 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from benchmarks import cuda_path
+from heads import HEADS
+from heads.base import Features
+from heads.common.rope import Rotary
 from inference.target.attention import ATTENTION
 from inference.target.model import LayerOutputs
 from train import optim
-from train.objective import objective
-from train.planning import path
-from train.planning.trace import Job, head_of, inputs_of
+from train.config import RunConfig
+from train.objective import Chunk, Pick, chunk_rows, objective
+from train.planning.head import embeddings_of
 
 TARGET, LOSS, PRODUCTS, ATTEND, SMALL, OPTIMISER = (
     "target's pass", "loss with teacher", "head's products", "head's attention", "head's norms, casts, sums",
@@ -34,6 +38,14 @@ LAUNCHES_NOTHING = (
 )  # fmt: skip
 PICKS = ("index", "embedding", "gather", "index_select")  # of a table as many bytes as they give
 PUTS = ("index_put", "index_put_", "_index_put_impl_", "scatter", "scatter_")
+
+
+class Job(NamedTuple):
+    """A micro-batch in bf16, all rows of which are trained."""
+
+    run: RunConfig
+    config: Any  # the target's (text) configuration
+    rows: int
 
 
 class Kernel(NamedTuple):
@@ -114,7 +126,7 @@ def target_kernels(config: Any, job: Job, layers: tuple[int, ...], document: int
         return torch.ops.headstart.attention(query, key, value, document // 2)[0].transpose(1, 2), None
 
     with torch.device("meta"):
-        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=job.dtype)
+        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         patch.dict(transformers.AttentionInterface._global_mapping, {ATTENTION: attend}),
@@ -124,35 +136,58 @@ def target_kernels(config: Any, job: Job, layers: tuple[int, ...], document: int
         outputs = LayerOutputs(base.layers)
         noted: list[Any] = []
         outputs.outputs, outputs.wanted = noted, layers
-        token = torch.zeros(job.rows, job.length, dtype=torch.long)
+        token = torch.zeros(job.rows, job.run.data.length, dtype=torch.long)
         with kernels, kernels.within(TARGET), torch.no_grad():
             base(input_ids=token, position_ids=token, use_cache=False)
             torch.stack([noted[i] for i in layers], 2)
     return kernels.noted
 
 
+def inputs_of(job: Job, head: Any) -> tuple[Features, Tensor, list[Chunk]]:
+    """Move a head from the meta device to fake tensors; return features, weights and the loss's chunks for it."""
+    for module in (head, head.embeddings):
+        module.to_empty(device="cpu")
+    for module in head.modules():
+        for value in vars(module).values():
+            if isinstance(value, Rotary):
+                value.frequency = torch.empty(value.frequency.shape, dtype=value.frequency.dtype)
+                value.table = torch.empty(value.table.shape)
+    size, width, depths = (job.rows, job.run.data.length), job.config.hidden_size, job.run.objective.depths
+    token = torch.zeros(size, dtype=torch.long)
+    states = torch.empty(*size, len(head.feature_layers) + 1, width, dtype=torch.bfloat16)
+    features = Features(token, states[:, :, 1:], states[:, :, 0], token)
+    index = torch.empty(token.numel(), dtype=torch.long)
+    chunks = [
+        Chunk(each, [Pick(each, each, each)] * depths)
+        for each in index.split(chunk_rows(head, "cuda", depths * len(index)))
+    ]
+    return features, torch.ones(depths, *size), chunks
+
+
 def head_kernels(job: Job) -> tuple[list[Kernel], list[Kernel]]:
     """Return the kernels of the head's step on a micro-batch, and those of the optimiser's."""
     step, update = Kernels(), Kernels()
-    head, _ = head_of(job)
-    attend = path.attend_fused
+    attend = cuda_path.attend_fused
 
     def apart(*inputs: Any) -> Tensor:
         with step.within(ATTEND):
             return attend(*inputs)
 
-    with patch.object(path, "attend_fused", apart), path.path_of("cuda"), FakeTensorMode(allow_non_fake_inputs=True):
-        features, weight, anchors, chunks = inputs_of(job, head)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.device("meta"):
+        head: Any = HEADS[job.run.head.name](job.run.head, embeddings_of(job.config, torch.bfloat16))
+    with patch.object(cuda_path, "attend_fused", apart), cuda_path.cuda_path(), fake:
+        features, weight, chunks = inputs_of(job, head)
         trained = [p for p in head.parameters() if p.requires_grad]
         with step, step.within(PRODUCTS):
-            with torch.autocast("cpu", torch.bfloat16, enabled=job.autocast):
-                drafts = head.unroll(features, job.objective.depths, anchors)
+            with torch.autocast("cpu", torch.bfloat16):
+                drafts = head.unroll(features, job.run.objective.depths)
                 with step.within(LOSS):
-                    loss, _ = objective(head, drafts, features, weight, job.objective, chunks)
+                    loss, _ = objective(head, drafts, features, weight, job.run.objective, chunks)
             loss.backward()
             with step.within(OPTIMISER):
-                nn.utils.clip_grad_norm_(trained, job.trainer.clip)
-        moving = optim.optimizer(head, job.trainer)
+                nn.utils.clip_grad_norm_(trained, job.run.trainer.clip)
+        moving = optim.optimizer(head, job.run.trainer)
         moving.step()  # which makes its state
         with update, update.within(OPTIMISER):
             moving.step()

@@ -7,7 +7,6 @@ the first, with replacement; from `change` on, of the second. Quiet runs go on f
 
 import statistics
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +14,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.loop import records_of, words_of
-from eval.config import WatcherConfig, eval_config
-from eval.watch.arrivals import counts_in
-from eval.watch.sequential import Alarm, Detector, Observation
+from ops.log import counts_in
+from ops.sequential import Alarm, Detector, Observation, WatcherConfig, watcher_config
 
 
 def observations(file: str) -> list[Observation]:
@@ -43,7 +41,7 @@ def main() -> None:
     """Simulate and print."""
     words = words_of(sys.argv[1:], quiet="", shifted="", runs="100", requests="1500", reference="300", rate="0.01")
     runs, requests, reference = (int(words[key]) for key in ("runs", "requests", "reference"))
-    config = replace(eval_config().watcher, reference=reference, alarm_rate=float(words["rate"]))
+    config = watcher_config({"reference": reference, "alarm_rate": float(words["rate"])})
     quiet = observations(words["quiet"])
     most = reference + requests
     alarms = [watched(quiet, quiet, most, most, config, seed) for seed in range(runs)]

@@ -26,7 +26,7 @@ USAGES = (
     "train/run.py objective.losses={tv:-1} out=c", "train/run.py -m head=eagle,nope",
     "train/run.py trainer.trackers=[comet]", "train/run.py model.dtype=float33", "train/streams.py every=0",
     "eval/run.py run=nothere", "eval/run.py", "eval/run.py drafter=prompt_lookup temperature=[-1]",
-    "eval/run.py drafter=[prompt_lookup,nope]", "eval/run.py endpoint=ftp://x",
+    "eval/run.py drafter=[prompt_lookup,nope]", "ops/endpoint.py url=ftp://x workload=tiny",
     "eval/run.py model=tiny tier=teacher_forced drafter=prompt_lookup", "eval/run.py drafter=prompt_lookup dtype=int3",
     "eval/run.py drafter=prompt_lookup workload=empty", "eval/run.py drafter=prompt_lookup batch_size=[0]",
     "eval/run.py drafter=prompt_lookup compare=[nothere]", "eval/run.py drafter=prompt_lookup tune=true",

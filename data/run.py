@@ -31,9 +31,9 @@ from data.features.source import FeaturesConfig
 from data.inspection import show, write_page
 from data.text.prompts import load_samples, records_to_answer
 from data.text.sources import check_sources
-from heads import head_config
+from heads import head_config, say_best_head, with_head
 from heads.base import HeadConfig
-from heads.common.command import command, report_best_head
+from heads.common.command import command
 from heads.common.files import check_writable
 from heads.common.ranges import Count, Number
 from heads.common.typed import typed
@@ -49,14 +49,12 @@ JSON_LINES = (".jsonl", ".json")  # endings by which data.path reads the answers
 
 @dataclass(frozen=True)
 class JobConfig(AnswerSettings):
-    """One call; conf/data.yaml says what each key means. `head` is the one whose feature layers are extracted."""
+    """One call; conf/data.yaml says what each key means. `head` is None where no features are extracted."""
 
     model: ModelConfig
     data: DataConfig
     features: FeaturesConfig
-    head: HeadConfig
-    objective: dict[str, Any]
-    trainer: dict[str, Any]
+    head: HeadConfig | None
     layers: list[int] | None
     vllm_prompts: str | None
     workload: str | None
@@ -117,8 +115,19 @@ def answerer_of(job: JobConfig, settings: AnswerSettings) -> Answerer:
     return Engine(target, drafter, settings, job.batch_size)
 
 
-def check_early(job: JobConfig) -> None:
-    """Refuse data, files and folders to write and draft sources that will not do, before anything is loaded."""
+def check(job: JobConfig) -> None:
+    """Refuse contradictions, data, files and folders to write and draft sources, before anything is loaded."""
+    if job.inspect_html is not None and job.inspect < 1:
+        raise ValueError(f"inspect_html={job.inspect_html}: shows the samples of inspect=N; give inspect=5 as well")
+    if job.answers is None and job.inspect < 1 and job.head is None:
+        raise ValueError(
+            "nothing to do: give answers=FILE.jsonl, or inspect=N to see N samples with their loss masks, or "
+            "features=stored features.path=FOLDER to extract features"
+        )
+    if job.features.mode == "engine":
+        raise ValueError(
+            "features=engine feeds a training: give features=stored, and features.vllm for vLLM's own files"
+        )
     check_sources(job.data)
     if job.answers is not None and Path(job.answers).suffix not in JSON_LINES:
         raise ValueError(f"answers={job.answers}: is written as JSON Lines; give a name that ends in .jsonl or .json")
@@ -136,25 +145,16 @@ def check_early(job: JobConfig) -> None:
 @command("data")
 def main(cfg: DictConfig) -> None:
     """Run the command on its configuration."""
-    run(typed(JobConfig, cfg, ready={"head": head_config(cfg.head)}))
+    extracts = cfg.features.mode != "live" or cfg.vllm_prompts is not None
+    job = typed(JobConfig, cfg, ready={"head": head_config(with_head(cfg).head) if extracts else None})
+    check(job)
+    if extracts:
+        say_best_head(cfg)
+    run(job)
 
 
 def run(job: JobConfig) -> None:
     """Show samples, write answers, extract features, or several of these."""
-    if job.inspect_html is not None and job.inspect < 1:
-        raise ValueError(f"inspect_html={job.inspect_html}: shows the samples of inspect=N; give inspect=5 as well")
-    extracting = job.features.mode != "live" or job.vllm_prompts is not None
-    if job.answers is None and job.inspect < 1 and not extracting:
-        raise ValueError(
-            "nothing to do: give answers=FILE.jsonl, or inspect=N to see N samples with their loss masks, or "
-            "features=stored features.path=FOLDER to extract features"
-        )
-    if job.features.mode == "engine":
-        raise ValueError(
-            "features=engine feeds a training: give features=stored, and features.vllm for vLLM's own files"
-        )
-    check_early(job)
-    report_best_head()
     if job.inspect > 0:
         tokenizer = load_tokenizer(job.model.path, job.model.trust_remote_code)
         samples = list(load_samples(job.data, tokenizer, max(job.inspect, job.limit or 0)))
@@ -164,7 +164,7 @@ def run(job: JobConfig) -> None:
             print(f"{job.inspect_html}: the same samples as a page")
     if job.answers is not None:
         answer(job, Path(job.answers))
-    if extracting:
+    if job.head is not None:
         layers = Layers(job.head, job.layers)
         extract_features(job.model, job.data, job.features, layers, job.vllm_prompts, job.workload, print)
 

@@ -16,6 +16,7 @@ COMMANDS = {
     "convert.yaml": "python train/convert.py",
     "search.yaml": "python eval/search_skips.py",
     "streams.yaml": "python train/streams.py",
+    **{f"ops/{file.name}": f"python ops/{file.stem}.py" for file in sorted((CONF / "ops").glob("*.yaml"))},
 }
 GROUPS = (
     "model",

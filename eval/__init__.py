@@ -1,14 +1,11 @@
 """Acceptance, speed and losslessness of draft sources.
 
-audit/           the audit of a served model: is it lossless, and how much faster
-endpoint/        served models measured as draft sources are
 inputs/          what is measured on what: workloads, recorded texts, runs, draft sources
 live/            the live tier: draft sources timed beside their baselines
 measures/        the ground floor: metrics, rows of results, statistics, losslessness, the cost model
 offline/         the tiers without a clock: acceptance along given text
 report/          the report: JSON, Markdown, terminal; read back and put side by side
 tuning/          which tree is fastest on this device
-watch/           acceptance of a head in service: a line when it has fallen
 gates.py         all gates of an evaluation
 tune.py          the best tree for a head at every batch size: predicted, measured, written
 tiers.py         the tiers without a clock: which texts, which sources
@@ -16,5 +13,7 @@ explain.py       predicted speed of other trees, priced with the device's costs
 sessions.py      the live tier: every workload, temperature, batch size and rate; what is left out to end in time
 config.py        the types of conf/eval.yaml
 search_skips.py  the command that searches sub-layers to skip
-run.py           the command
+setup.py         target, dtype, workloads and folder of an evaluation
+conditions.py    the conditions that its numbers hold under
+run.py           the command: gate, live, along texts, report
 """

@@ -1,42 +1,20 @@
 """The types of conf/eval.yaml, and the checks of its values; what each key means stands there beside its value."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Annotated, Any
 
-from omegaconf import OmegaConf
-
-from data.answers.client import check_url
 from eval.measures.results import LIVE, TEACHER_FORCED, TIERS
-from heads.common.ranges import Amount, Count, Decay, NewTokens, Number, OneOf, Positive, Within
-from heads.common.resolvers import ROOT
-from heads.common.typed import typed
+from heads.common.ranges import Count, NewTokens, Number, OneOf, Within
+from heads.common.typed import from_yaml
 from inference.session import RequestConfig
 from inference.target.config import DTYPES
 from inference.verification.verify import is_lossy
 
 OWN, RECORDED = TEXTS = ("own", "recorded")
-API = "/v1"  # the path of an endpoint's API
 TURNS = ("first", "all")
-# Keys that an endpoint decides itself or does not support, each with the only value that is allowed with one.
-NEUTRAL: dict[str, Any] = {
-    "run": None, "compare": [], "tune": False, "budget": None, "truncate": False,
-    "rule": "auto", "lossy": False, "dtype": "auto",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ClientConfig:
-    """Client settings of a served endpoint."""
-
-    model: str | None
-    chat: bool
-    timeout: Positive
-    patience: Amount
-    api_key_env: str
-    extra: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -110,19 +88,12 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class DecodingConfig(RequestConfig):
-    """Decoding settings of the prompts."""
+class Conditions:
+    """Under which prompts are answered: every temperature with every batch size and request rate."""
 
-    max_new_tokens: NewTokens
     temperature: Any  # a number or a list of them
     batch_size: Any  # likewise
     request_rate: Any  # a number, None, or a list of them
-    seed: Number
-
-    @property
-    def lawful(self) -> bool:
-        """Whether the target's next-token probs depend on the text alone, as teacher forcing assumes."""
-        return self.repetition_penalty == 1 and self.min_new_tokens == 0
 
     def temperatures(self) -> list[float]:
         """Return the temperatures as a list."""
@@ -154,66 +125,20 @@ class DecodingConfig(RequestConfig):
 
 
 @dataclass(frozen=True)
-class EndpointConfig:
-    """A served model that is measured instead of run and drafter, and its baseline, by their URLs."""
+class DecodingConfig(Conditions, RequestConfig):
+    """Decoding settings of the prompts."""
 
-    endpoint: str | None
-    baseline: str | None
-    client: ClientConfig
+    max_new_tokens: NewTokens
+    seed: Number
 
-
-@dataclass(frozen=True)
-class AuditorConfig:
-    """What an audit asks, and when it ends."""
-
-    requests: Count
-    minutes: Positive
-    concurrency: list[Count]
-    borders: list[Count]
-    samples: Annotated[int, Within(8, 500)]
-    sample_tokens: NewTokens
-    near_tie: Amount
-    alpha: Annotated[float, Within(1e-4, 0.5)]
-    plain: dict[str, Any]
+    @property
+    def lawful(self) -> bool:
+        """Whether the target's next-token probs depend on the text alone, as teacher forcing assumes."""
+        return self.repetition_penalty == 1 and self.min_new_tokens == 0
 
 
 @dataclass(frozen=True)
-class AuditConfig:
-    """A served model that is audited against its baseline, by its URL."""
-
-    audit: str | None
-    auditor: AuditorConfig
-
-
-@dataclass(frozen=True)
-class WatcherConfig:
-    """When a watch raises an alarm, and how it reads; conf/eval.yaml says what each key means."""
-
-    alarm_rate: Annotated[float, Within(0, 0.5, above=True)]
-    reference: Annotated[int, Within(20, 1_000_000)]
-    tolerance: Decay
-    least: Annotated[int, Within(2, 1_000_000)]
-    lengths: list[Count]
-    follow: bool
-    poll: Positive
-    passes: Count
-
-    def __post_init__(self) -> None:
-        """Refuse lengths that do not rise."""
-        if self.lengths != sorted(set(self.lengths)):
-            raise ValueError(f"watcher.lengths is {self.lengths}: give rising numbers")
-
-
-@dataclass(frozen=True)
-class WatchConfig:
-    """A head in service that is watched: the log that grows, or the server's URL."""
-
-    watch: str | None
-    watcher: WatcherConfig
-
-
-@dataclass(frozen=True)
-class EvalConfig(SourcesConfig, Selection, DecodingConfig, EndpointConfig, AuditConfig, WatchConfig):
+class EvalConfig(SourcesConfig, Selection, DecodingConfig):
     """One evaluation: conf/eval.yaml, with all keys at one level; a component takes the base class that it needs."""
 
     workload: Any  # a name, a list of them, or None
@@ -243,11 +168,6 @@ class EvalConfig(SourcesConfig, Selection, DecodingConfig, EndpointConfig, Audit
         self.request_rates()
         self._check_compare()
         self._check_tiers()
-        check_endpoint(self)
-        if self.audit is not None:
-            check_audit(self)
-        if self.watch is not None:
-            check_watch(self)
         if self.tune:
             self._check_tune()
 
@@ -300,9 +220,7 @@ class EvalConfig(SourcesConfig, Selection, DecodingConfig, EndpointConfig, Audit
 
 def eval_config(**values: Any) -> EvalConfig:
     """Return conf/eval.yaml's evaluation with these values instead of its own, for callers without Hydra."""
-    defaults: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "eval.yaml"))
-    values = {**defaults, "drafter": {"head": {}}, **values}
-    return typed(EvalConfig, {key: value for key, value in values.items() if key not in ("defaults", "hydra")})
+    return from_yaml(EvalConfig, "eval", **{"drafter": {"head": {}}, **values})
 
 
 def items_of(key: str, value: Any, right: Callable[[Any], bool], remedy: str) -> list[Any]:
@@ -316,69 +234,6 @@ def items_of(key: str, value: Any, right: Callable[[Any], bool], remedy: str) ->
 def is_number(value: Any) -> bool:
     """Whether a value is a number; YAML's true and false are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def check_endpoint(config: EvalConfig) -> None:
-    """Refuse settings that an endpoint does not support."""
-    if config.endpoint is None:
-        if config.baseline is not None and config.audit is None:
-            raise ValueError(f"baseline is {config.baseline}, but there is no endpoint: give endpoint= as well")
-        return
-    _check_urls(config, "endpoint", "baseline")
-    if config.baseline is not None and base_url(config.baseline) == base_url(config.endpoint):
-        raise ValueError("baseline is the endpoint itself: serve the model without speculation at another port")
-    given = _given(config, NEUTRAL)
-    given += ["model"] * any(value is not None for value in config.model.values())
-    given += [] if list(config.drafter) == ["head"] else ["drafter"]
-    if given:
-        raise ValueError(f"{', '.join(given)}: an endpoint is measured as it is served; leave that out")
-    if LIVE not in listed(config.tier):
-        raise ValueError(f"tier is {config.tier!r}: an endpoint is measured live alone")
-    if config.baseline is not None and 0.0 not in config.temperatures():
-        raise ValueError(
-            f"temperature is {config.temperature!r}: texts can be compared at 0 alone, so give temperature=[0,…] or "
-            "no baseline"
-        )
-
-
-def check_audit(config: EvalConfig) -> None:
-    """Refuse an audit without a baseline, and settings that it does not take."""
-    assert config.audit is not None
-    _check_urls(config, "audit", "baseline")
-    if given := _given(config, {**NEUTRAL, "endpoint": None, "request_rate": None}):
-        raise ValueError(f"{', '.join(given)}: an audit asks a server as it is; leave that out")
-    same = config.baseline is None or base_url(config.baseline) == base_url(config.audit)
-    if same and not config.auditor.plain:
-        raise ValueError(
-            "audit needs a baseline: the same model served without speculation at another URL (baseline=URL), or the "
-            "fields of a request that turn speculation off (auditor.plain={...})"
-        )
-
-
-def check_watch(config: EvalConfig) -> None:
-    """Refuse a watch of anything but a log or a server, or of several heads."""
-    if str(config.watch).startswith(("http://", "https://")) and not config.watcher.follow:
-        raise ValueError("watcher.follow=false reads a log to its end, and a server's counters have none: leave it out")
-    if len(config.runs()) > 1 or config.compare:
-        raise ValueError("watch follows the head in service: give one run, and no compare")
-    if given := _given(config, dict.fromkeys(("endpoint", "audit", "baseline"))):
-        raise ValueError(f"{', '.join(given)}: a watch only reads; leave that out")
-
-
-def _check_urls(config: EvalConfig, *keys: str) -> None:
-    for key in keys:
-        if (url := getattr(config, key)) is not None:
-            check_url(key, url)
-
-
-def _given(config: EvalConfig, neutral: Mapping[str, Any]) -> list[str]:
-    """Return the keys whose values are other than the only ones that are allowed here."""
-    return [key for key, allowed in neutral.items() if getattr(config, key) != allowed]
-
-
-def base_url(url: str) -> str:
-    """Return an endpoint's URL without the path of its API."""
-    return url.rstrip("/").removesuffix(API)
 
 
 def listed(value: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from eval.live.interleaved import PLAIN, Setup, measure, rows
 from eval.measures.losslessness import Gate, SampledGate
 from eval.measures.machine import peak_memory
 from eval.measures.results import LIVE, TEACHER_FORCED, Row
-from eval.tiers import Material, answered, forced, other_trees, written
+from eval.tiers import Material, answered, generate_answers, other_trees, teacher_forced_rows
 from inference.protocol import Drafter
 from inference.target.target import Target
 from inference.verification.verify import is_lossy
@@ -80,7 +80,7 @@ def timed_rows(
                 lossless = [row.drafter for row in whole if row.drafter != PLAIN]
                 if len(lossless) > 1:
                     measured.extras.setdefault("paired", []).extend(paired(runs, lossless, measurement))
-            measured.rows.extend(timed if rounds is None else request_rate.waited(timed, rounds, measurement))
+            measured.rows.extend(timed if rounds is None else request_rate.queued_rows(timed, rounds, measurement))
         start += len(workload.prompts)
     return measured
 
@@ -101,8 +101,8 @@ def along_texts(
     tiers = config.tiers()
     if TEACHER_FORCED not in tiers:
         return [], {}
-    materials = materials or written(config, target, workloads)
-    rows, along = forced(config, target, drafters, materials)
+    materials = materials or generate_answers(config, target, workloads)
+    rows, along = teacher_forced_rows(config, target, drafters, materials)
     priced = set(drafters) - set(not_lossless) if LIVE in tiers else set()
     others = other_trees(config.tuner, config, target, drafters, materials, priced)
     return rows, {"teacher_forced": along, "other_trees": others}

@@ -53,7 +53,7 @@ def answered(
     return Material(workload, settings.sampling.temperature, texts, True)
 
 
-def written(config: DecodingConfig, target: Target, workloads: Sequence[Workload[Prompt]]) -> list[Material]:
+def generate_answers(config: DecodingConfig, target: Target, workloads: Sequence[Workload[Prompt]]) -> list[Material]:
     """Let the target answer the prompts at every temperature."""
     materials = []
     for workload in workloads:
@@ -92,7 +92,7 @@ def within_context(text: Text, id_: str, name: str, target: Target, truncate: bo
     return Text(text.token[over:], start, min(text.limit, target.context - start))
 
 
-def forced(
+def teacher_forced_rows(
     config: DecodingConfig, target: Target, drafters: Mapping[str, Drafter], materials: Sequence[Material]
 ) -> tuple[list[Row], dict[str, Any]]:
     """Return the rows of the heads along the texts, and the statistics of one pass over them by head.

@@ -7,7 +7,7 @@ verification/     trees, verification rules, sampling and random numbers: pure f
 chat_template.py  the target's chat template, rendered under limits: it is a program from outside
 limits.py         what fits into the target's context
 session.py        one sequence: draft, verify, commit; the reference
-laps.py           seconds by part, without waiting for a device
+phase_timer.py    seconds by part, without waiting for a device
 step.py           the same for a whole batch on its device, with one read by the host
 graphs.py         how its stages run: as they are, compiled, or captured in CUDA graphs
 service.py        the drafter in service: swapped while requests run; the old one returns if it accepted more

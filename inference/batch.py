@@ -13,7 +13,7 @@ from inference.protocol import DraftBatch, Drafter, Proposal, vacant
 from inference.service import Service
 from inference.session import TREE, Generation, Session, Settings
 from inference.step import DeviceStep, fits
-from inference.target.cache import roomy
+from inference.target.cache import round_up_kv_length
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from inference.verification.verify import AUTO, COUPLED, is_lossy
@@ -90,7 +90,7 @@ class Batch:
         self.capacity = max(self.capacity, capacity)
         self.cache.storage.reserve(self.capacity + tree if self.capacity else 0)
         if self.drafts is not None:
-            self.drafts.reserve(roomy(self.cache.storage.capacity))
+            self.drafts.reserve(round_up_kv_length(self.cache.storage.capacity))
 
     def release(self) -> None:
         """Let finished sequences go; the next ones to be admitted take their slots."""
@@ -137,7 +137,7 @@ class Batch:
         clones, drafts = drafter.clones(self.cache.storage.size)
         if drafts is not None:
             check_size(self.target, drafts.nodes, drafter.name)
-            drafts.reserve(roomy(self.cache.storage.capacity + drafts.nodes))
+            drafts.reserve(round_up_kv_length(self.cache.storage.capacity + drafts.nodes))
         sessions = [sequence.session for sequence in self.running]
         states = [session.state_of(clone) for session, clone in zip(sessions, clones, strict=False)]
         for session, clone, state in zip(sessions, clones, states, strict=False):
@@ -208,7 +208,7 @@ def batch_of(
     return batch
 
 
-def lend(
+def acquire(
     target: Target, drafter: Drafter | Service, size: int, requests: Sequence[tuple[list[int], Settings]]
 ) -> Batch:
     """Return a batch for requests: the one that was given back for this drafter, if it has as many slots."""
@@ -225,7 +225,7 @@ def lend(
         return batch_of(target, drafter, size, requests)
 
 
-def give_back(target: Target, drafter: Drafter | Service, batch: Batch) -> None:
+def release(target: Target, drafter: Drafter | Service, batch: Batch) -> None:
     """Keep a batch whose requests are done, if it holds graphs, which would have to be captured anew.
 
     Batches wait while at least as much memory is free as they take, the last ones longest.

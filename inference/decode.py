@@ -7,7 +7,7 @@ from typing import Any, overload
 
 import torch
 
-from inference.batch import give_back, lend
+from inference.batch import acquire, release
 from inference.drafters.plain import Plain
 from inference.limits import check_prompt
 from inference.protocol import Drafter
@@ -107,7 +107,7 @@ def _several(
     """Decode requests in a continuous batch."""
     for prompt, _ in requests:
         check_prompt(target, prompt)
-    batch = lend(target, drafter, min(batch_size, len(requests)), requests)
+    batch = acquire(target, drafter, min(batch_size, len(requests)), requests)
     waiting = deque(enumerate(requests))
     generations: dict[int, Generation] = {}
     reported = [0] * len(requests)
@@ -124,7 +124,7 @@ def _several(
                     on_tokens(sequence.number, generation.tokens[begin:], generation.sources[begin:])
                     reported[sequence.number] = len(generation.tokens)
         batch.release()
-    give_back(target, drafter, batch)
+    release(target, drafter, batch)
     return [generations[number] for number in range(len(requests))]
 
 

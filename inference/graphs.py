@@ -42,7 +42,7 @@ def compiled(stage: Stage, kind: str) -> Stage:
     return call
 
 
-class Forms:
+class StageCache:
     """Calls of compiled stages, whose guards dynamo evaluates whole in a form's first call alone.
 
     Most of them ask attributes of the step what its form and the addresses of its buffers say already; later calls

@@ -123,7 +123,7 @@ class Roots(Protocol):
         """Return logits with those of seen tokens pulled down."""
         ...
 
-    def raced(self, logits: Float[Tensor, "B N V"], depth: int) -> Float[Tensor, "B N V"]:
+    def gumbel_scores(self, logits: Float[Tensor, "B N V"], depth: int) -> Float[Tensor, "B N V"]:
         """Return what a level's tokens are ranked by under the noise of the positions `depth` below the roots."""
         ...
 
@@ -180,7 +180,7 @@ class DraftBatch(Protocol):
         ...
 
     def ranked(
-        self, roots: Roots, room: Int[Tensor, "B"], longest: int, *, waits: bool
+        self, roots: Roots, room: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], Float[Tensor, "B M V"] | None]:
         """Return trees "B N" for sequences that are ranked alike, their ancestors, and q if children were sampled.
 
@@ -189,7 +189,7 @@ class DraftBatch(Protocol):
         Args:
             room: below it no node is drafted if another can be.
             longest: how many rows the longest sequence has, or may have.
-            waits: whether the host may read from the device meanwhile.
+            allow_host_sync: whether the host may read from the device meanwhile.
         """
         ...
 

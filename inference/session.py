@@ -272,7 +272,7 @@ class Session:
         # For reports: no part of the step's time.
         ranks = trees.ranks(drafted, path[: accepted + 1]) if accepted else ()
         nodes = len(drafted.token) - 1
-        self.took(Step(nodes, accepted, committed, draft_s, verify_s, other_s, rule, ranks))
+        self.record_step(Step(nodes, accepted, committed, draft_s, verify_s, other_s, rule, ranks))
 
     def update(self, commit: Commit, last: Float[Tensor, "N D"]) -> None:
         """Update the drafter, and keep the pass if asked to."""
@@ -281,7 +281,7 @@ class Session:
             tree, path = (None, []) if commit.verified is None else commit.verified[:2]
             self.generation.passes.append(Pass(commit.token, commit.features._replace(logits=None), tree, path, last))
 
-    def took(self, step: Step) -> None:
+    def record_step(self, step: Step) -> None:
         """Take note of a step and its seconds."""
         self.generation.steps.append(step)
         self.generation.decode_s += step.draft_s + step.verify_s + step.other_s

@@ -19,12 +19,12 @@ from torch.nn.functional import pad
 
 from heads.base import Features
 from heads.modules.argmax import argmax
-from inference.graphs import Forms, Graphs, Stage, compiled
-from inference.laps import Laps
+from inference.graphs import Graphs, Stage, StageCache, compiled
 from inference.limits import check_size
+from inference.phase_timer import PhaseTimer
 from inference.protocol import DraftBatch, Roots, sharpness_of
 from inference.session import Session, Settings, Step
-from inference.target.cache import BatchCache, roomy
+from inference.target.cache import BatchCache, round_up_kv_length
 from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification import device, verify
@@ -50,7 +50,7 @@ class Slots(NamedTuple):
     root: Int[Tensor, "B"]
     length: Int[Tensor, "B"]
     room: Int[Tensor, "B"]
-    lacking: Int[Tensor, "B"]
+    min_tokens_left: Int[Tensor, "B"]
     active: Int[Tensor, "B"]
     key: Int[Tensor, "B"]
     seen: Bool[Tensor, "B V"]
@@ -74,7 +74,7 @@ class SlotRoots(Roots):
         """Penalise all sequences' logits alike."""
         return penalize(logits, seen, self.sampling)
 
-    def raced(self, logits: Float[Tensor, "B N V"], depth: int) -> Float[Tensor, "B N V"]:
+    def gumbel_scores(self, logits: Float[Tensor, "B N V"], depth: int) -> Float[Tensor, "B N V"]:
         """Race the probs against the noise of the positions `depth` below the roots."""
         assert self.noise is not None
         return (distribution(logits, self.sampling) / self.noise[:, depth - 1 : depth]).log()
@@ -106,19 +106,19 @@ class Drafted(NamedTuple):
     """
 
     tree: DraftTree
-    above: Bool[Tensor, "#B N N"]
+    ancestor_mask: Bool[Tensor, "#B N N"]
     depth: Int[Tensor, "B N"]
     noise: Float[Tensor, "B P V"] | None
     q: Float[Tensor, "B M V"] | None
 
     def first(self, count: int) -> "Drafted":
         """Return what was drafted for the first sequences."""
-        above = self.above if len(self.above) == 1 else self.above[:count]
+        ancestor_mask = self.ancestor_mask if len(self.ancestor_mask) == 1 else self.ancestor_mask[:count]
         noise, q = (None if rows is None else rows[:count] for rows in (self.noise, self.q))
-        return Drafted(DraftTree(*(rows[:count] for rows in self.tree)), above, self.depth[:count], noise, q)
+        return Drafted(DraftTree(*(rows[:count] for rows in self.tree)), ancestor_mask, self.depth[:count], noise, q)
 
 
-class Form(NamedTuple):
+class GraphKey(NamedTuple):
     """What tells the shapes and branches of a step's stages from those of others.
 
     Attributes:
@@ -132,7 +132,7 @@ class Form(NamedTuple):
     sampling: Sampling
     rule: str
     gaps: bool
-    late: bool
+    masks_end: bool
     policy: int
 
 
@@ -151,10 +151,10 @@ class DeviceStep:
         self.target, self.cache, self.drafts = target, cache, drafts
         self.static = target.device.type == "cuda" if static is None else static
         self.graphs = Graphs(target.device) if target.captures else None
-        self.forms = Forms()
+        self.forms = StageCache()
         self.slots: Slots | None = None
         self.ends: Tensor | None = None  # which tokens "V" end an answer
-        self.late = False  # whether an answer of these may not end at once
+        self.masks_end = False  # whether an answer of these may not end at once
         self.current: list[Session] = []  # whose state the slots hold
 
     def enter(self, sessions: Sequence[Session]) -> None:
@@ -169,7 +169,7 @@ class DeviceStep:
         for slot, seen_tokens in enumerate(texts):
             if seen_tokens is not None:
                 slots.seen[slot] = seen_tokens
-        self.late = bool(self.target.eos) and any(session.settings.min_new_tokens for session in sessions)
+        self.masks_end = bool(self.target.eos) and any(session.settings.min_new_tokens for session in sessions)
         self.drafts.catch_up([session.cache.length for session in sessions])
         self.current = list(sessions)
 
@@ -178,11 +178,11 @@ class DeviceStep:
         on = self.target.device
         if self.slots is None or self.slots.seen.shape[1] != vocab:
             with torch.inference_mode(False):  # compiled stages write to no inference tensor
-                root, length, room, lacking, active, key = torch.zeros(
+                root, length, room, min_tokens_left, active, key = torch.zeros(
                     6, self.cache.storage.size, dtype=torch.long, device=on
                 )
                 seen = torch.zeros(self.cache.storage.size, vocab, dtype=torch.bool, device=on)
-                self.slots = Slots(root, length, room, lacking, active, key, seen)
+                self.slots = Slots(root, length, room, min_tokens_left, active, key, seen)
         if self.ends is None:
             self.ends = torch.zeros(self.target.embeddings.vocab_size, dtype=torch.bool, device=on)
             self.ends[sorted(self.target.eos)] = True
@@ -194,9 +194,9 @@ class DeviceStep:
         if len(sessions) != len(self.current) or any(a is not b for a, b in zip(sessions, self.current, strict=True)):
             self.enter(sessions)
         assert self.slots is not None
-        laps, settings = Laps(self.target.device), sessions[0].settings
+        phase_timer, settings = PhaseTimer(self.target.device), sessions[0].settings
         greedy = settings.sampling.temperature == 0
-        laps.mark(None)
+        phase_timer.mark(None)
         slots = self.slots if self.static else Slots(*(buffer[: len(sessions)] for buffer in self.slots))
         longest = max(session.cache.length for session in sessions)
         self.drafts.begin(len(sessions), longest)
@@ -207,29 +207,29 @@ class DeviceStep:
         if self.compiles:
             buffers = [*self.cache.storage.blocks, *self.drafts.tensors(), *self.target.embeddings.kept_rows()]
             self.forms.keep([*self.slots, *buffers])
-        reach = self.reach(longest)
-        result, out, accepted = self.run(slots, reach, settings, laps)
+        kv_length = self.kv_length(longest)
+        result, out, accepted = self.run(slots, kv_length, settings, phase_timer)
         rows = result.tolist()  # the one place where the host waits for the device
         begin = time.perf_counter()
         shown = verify.GREEDY_WALK if greedy else rule
         steps = [self.emit(session, row, shown) for session, row in zip(sessions, rows, strict=False)]
         emitting = time.perf_counter() - begin
         if not self.static and not all(session.generation.finish for session in sessions):
-            laps.mark(None)  # what the host did since is counted by its own clock
+            phase_timer.mark(None)  # what the host did since is counted by its own clock
             most = accepted.path.shape[1] if self.compiles else max(row[0] for row in rows)
-            self.commit(slots, out, accepted, most, self.form(reach, settings), laps)
-        seconds = laps.seconds()
+            self.commit(slots, out, accepted, most, self.form(kv_length, settings), phase_timer)
+        seconds = phase_timer.seconds()
         seconds["other"] += emitting  # meanwhile a device waits
         for session, step in zip(sessions, steps, strict=True):
             draft, verified, other = (seconds[name] / len(sessions) for name in ("draft", "verify", "other"))
-            session.took(step._replace(draft_s=draft, verify_s=verified, other_s=other))
+            session.record_step(step._replace(draft_s=draft, verify_s=verified, other_s=other))
 
-    def reach(self, longest: int) -> int:
+    def kv_length(self, longest: int) -> int:
         """Return how many entries attention reads, in static shapes; else how many there are before a tree."""
         if not self.static:
             return longest
         end, capacity = longest + self.drafts.nodes, self.cache.storage.capacity
-        return end if end > capacity else min(roomy(end), capacity)
+        return end if end > capacity else min(round_up_kv_length(end), capacity)
 
     @property
     def compiles(self) -> bool:
@@ -241,13 +241,13 @@ class DeviceStep:
         """Whether the stages are captured in graphs, whose shapes must stay the same."""
         return self.static and self.graphs is not None
 
-    def form(self, reach: int, settings: Settings) -> Form:
+    def form(self, kv_length: int, settings: Settings) -> GraphKey:
         """Return what tells the shapes and branches of a step's stages from those of others."""
         # Of compiled shapes there are few: a head reads all columns that its rows may come to.
-        held = roomy(self.cache.storage.capacity) if self.compiles and not self.static else reach
-        return Form(held, settings.sampling, settings.rule, settings.gaps, self.late, self.drafts.form)
+        held = round_up_kv_length(self.cache.storage.capacity) if self.compiles and not self.static else kv_length
+        return GraphKey(held, settings.sampling, settings.rule, settings.gaps, self.masks_end, self.drafts.form)
 
-    def launch(self, form: Form, stage: Stage, *args: Any) -> Any:
+    def launch(self, form: GraphKey, stage: Stage, *args: Any) -> Any:
         """Run a stage of a step of this form."""
         run = stage
         if self.compiles and stage in (DeviceStep.draft, DeviceStep.extend, DeviceStep.advance_and_extend):
@@ -258,26 +258,28 @@ class DeviceStep:
         return self.graphs((stage, *form), run, self, *args)
 
     def run(
-        self, slots: Slots, reach: int, settings: Settings, laps: Laps
+        self, slots: Slots, kv_length: int, settings: Settings, phase_timer: PhaseTimer
     ) -> tuple[Int[Tensor, "B X"], TargetOutput, Accepted]:
         """Run a step on the device; return what the host reads, and what is left to commit."""
-        form = self.form(reach, settings)
+        form = self.form(kv_length, settings)
         drafted = self.launch(form, DeviceStep.draft, self.slots if self.compiles else slots, form.held, settings)
         if self.compiles:
             drafted = drafted.first(len(slots.root))
-        laps.mark("draft")
-        inner = None if self.captures else laps  # no graph holds the time that passes in it
-        out, result, accepted = self.launch(form, DeviceStep.evaluate, slots, drafted, reach, settings, inner)
-        laps.mark("verify" if self.captures else "other")
+        phase_timer.mark("draft")
+        inner = None if self.captures else phase_timer  # no graph holds the time that passes in it
+        out, result, accepted = self.launch(form, DeviceStep.evaluate, slots, drafted, kv_length, settings, inner)
+        phase_timer.mark("verify" if self.captures else "other")
         if self.static:
-            self.commit(slots, out, accepted, accepted.path.shape[1], form, laps)
+            self.commit(slots, out, accepted, accepted.path.shape[1], form, phase_timer)
         return result, out, accepted
 
-    def draft(self, slots: Slots, reach: int, settings: Settings) -> Drafted:
+    def draft(self, slots: Slots, kv_length: int, settings: Settings) -> Drafted:
         """Draft a tree for each sequence."""
-        noise, waits = self.noise(slots, settings), not (self.static or self.compiles)
-        tree, above, q = self.drafts.ranked(SlotRoots(slots, settings, noise), slots.room, reach, waits=waits)
-        return Drafted(tree, above, (above.sum(-1) - 1).expand_as(tree.token), noise, q)
+        noise, allow_host_sync = self.noise(slots, settings), not (self.static or self.compiles)
+        tree, ancestor_mask, q = self.drafts.ranked(
+            SlotRoots(slots, settings, noise), slots.room, kv_length, allow_host_sync=allow_host_sync
+        )
+        return Drafted(tree, ancestor_mask, (ancestor_mask.sum(-1) - 1).expand_as(tree.token), noise, q)
 
     def rule(self, settings: Settings) -> str:
         """Return the key of the rule that drafts are verified by."""
@@ -310,7 +312,7 @@ class DeviceStep:
         last, probs = on_device(draft, p, point, not self.static)
         position = slots.length + 1 + drafted.depth.gather(1, last[:, None])[:, 0]
         token = (probs / noise_at(slots.key, position, p.shape[-1])).argmax(-1)
-        return device.accepted(tree, drafted.above, last, token, self.drafts.deepest)
+        return device.accepted(tree, drafted.ancestor_mask, last, token, self.drafts.deepest)
 
     def noise(self, slots: Slots, settings: Settings) -> Float[Tensor, "B P V"] | None:
         """Return the noise of the positions below the roots, if drafts are coupled."""
@@ -320,18 +322,18 @@ class DeviceStep:
         return noise_at(slots.key[:, None].expand_as(position), position, self.target.embeddings.vocab_size)
 
     def evaluate(
-        self, slots: Slots, drafted: Drafted, reach: int, settings: Settings, laps: Laps | None
+        self, slots: Slots, drafted: Drafted, kv_length: int, settings: Settings, phase_timer: PhaseTimer | None
     ) -> tuple[TargetOutput, Int[Tensor, "B X"], Accepted]:
         """Run the target over the trees and choose what is accepted: one stage, for scores are too large to keep."""
-        out = self.forward(slots, drafted, reach)
+        out = self.forward(slots, drafted, kv_length)
         scores = self.processed(slots, drafted, out, settings.sampling)
-        if laps is not None:
-            laps.mark("verify")
+        if phase_timer is not None:
+            phase_timer.mark("verify")
         return out, *self.accept(slots, drafted, scores, settings)
 
-    def forward(self, slots: Slots, drafted: Drafted, reach: int) -> TargetOutput:
+    def forward(self, slots: Slots, drafted: Drafted, kv_length: int) -> TargetOutput:
         """Run the target over the trees, whose entries come behind each sequence's own."""
-        tree, above, depth, *_ = drafted
+        tree, ancestor_mask, depth, *_ = drafted
         count, size = tree.token.shape
         # What lies beyond the context is run at its last position, and never accepted.
         position = (slots.length[:, None] + depth).clamp_max(self.target.context - 1)
@@ -339,11 +341,11 @@ class DeviceStep:
         if count == 1 and not self.static and self.target.compiled is None:
             seen = None
             if size > 1:
-                seen = torch.cat([above.new_ones(1, size, reach), above], 2)
+                seen = torch.cat([ancestor_mask.new_ones(1, size, kv_length), ancestor_mask], 2)
             return self.target.run(token, position, seen, self.cache.active[0], layers)
-        end = reach if self.static else reach + size
+        end = kv_length if self.static else kv_length + size
         columns = slots.length[:, None] + torch.arange(size, device=token.device)
-        seen, column = _layout(slots.length, above, depth, end)
+        seen, column = _layout(slots.length, ancestor_mask, depth, end)
         rows = self.cache.storage.over(columns, end, steady=self.static)
         return self.target.run(token, position, seen, rows, layers, column)
 
@@ -354,12 +356,12 @@ class DeviceStep:
         logits = self.target.embeddings.logits(out.last)
         if slots.seen.shape[1]:
             # The root is seen in any case.
-            path = torch.where(drafted.above, drafted.tree.token[:, None], slots.root[:, None, None])
+            path = torch.where(drafted.ancestor_mask, drafted.tree.token[:, None], slots.root[:, None, None])
             seen = slots.seen[:, None].expand(-1, logits.shape[1], -1).scatter(2, path.clamp_min(0), True)
             logits = penalize(logits, seen, sampling)
-        if self.late:
+        if self.masks_end:
             assert self.ends is not None
-            early = (drafted.depth < slots.lacking[:, None])[..., None]
+            early = (drafted.depth < slots.min_tokens_left[:, None])[..., None]
             logits = logits.masked_fill(early & self.ends, float("-inf"))
         return logits
 
@@ -382,7 +384,7 @@ class DeviceStep:
         self, slots: Slots, drafted: Drafted, scores: Float[Tensor, "B N V"], settings: Settings
     ) -> tuple[Int[Tensor, "B X"], Accepted]:
         """Return what the host reads of a step, and the accepted paths."""
-        tree, above, depths, _, q = drafted
+        tree, ancestor_mask, depths, _, q = drafted
         greedy = settings.sampling.temperature == 0
 
         choose = partial(self.choose, slots, drafted, scores, settings.sampling)
@@ -395,11 +397,13 @@ class DeviceStep:
             if greedy and not self.static and len(tree.token) == 1:
                 accepted, ranks, count = device.follow_on_host(tree, argmax(scores), slots.room, self.drafts.deepest)
             else:
-                present = device.present(tree, above, depths, slots.room)
+                present = device.present(tree, ancestor_mask, depths, slots.room)
                 if greedy:
-                    accepted = device.follow(tree, above, present, argmax(scores), self.drafts.deepest)
+                    accepted = device.follow(tree, ancestor_mask, present, argmax(scores), self.drafts.deepest)
                 elif q is None or verify.RULES[self.rule(settings)].on_device is None:  # a rule that reads no q
-                    accepted = device.walk(tree, above, present, choose, self.drafts.deepest, waits=not self.static)
+                    accepted = device.walk(
+                        tree, ancestor_mask, present, choose, self.drafts.deepest, allow_host_sync=not self.static
+                    )
                 else:
                     accepted = self.verified(slots, drafted, present, scores, settings)
                 accepted = accepted._replace(committed=accepted.committed * slots.active)
@@ -416,8 +420,8 @@ class DeviceStep:
         out: TargetOutput,
         accepted: Accepted,
         most: int,
-        form: Form,
-        laps: Laps,
+        form: GraphKey,
+        phase_timer: PhaseTimer,
     ) -> None:
         """Move the slots on by what was accepted, and hand the drafts their rows.
 
@@ -427,17 +431,17 @@ class DeviceStep:
         if self.compiles and not self.static and len(count) == self.cache.storage.size:  # no slot stands idle
             assert self.slots is not None
             self.launch(form, DeviceStep.advance_and_extend, self.slots, out.hidden, out.last, accepted)
-            laps.mark("draft")
+            phase_timer.mark("draft")
             return
         features = self.launch(form, DeviceStep.advance, slots, out, accepted, most)
-        laps.mark("other")
+        phase_timer.mark("other")
         if features is None:
             return
         if (idle := self.cache.storage.size - len(count)) and self.compiles:
             features = Features(*(pad(rows, (0, 0) * (rows.ndim - 1) + (0, idle)) for rows in features[:4]))
             count = pad(count, (0, idle))
         self.launch(form, DeviceStep.extend, features, count)
-        laps.mark("draft")
+        phase_timer.mark("draft")
 
     def advance(self, slots: Slots, out: TargetOutput, accepted: Accepted, most: int) -> Features | None:
         """Compact the cache to the accepted paths and move the slots on; return the rows that drafts learn of."""
@@ -451,7 +455,7 @@ class DeviceStep:
         slots.root.copy_(token.gather(1, last)[:, 0])
         slots.length.add_(accepted.committed)
         slots.room.sub_(accepted.committed)
-        slots.lacking.sub_(accepted.committed)
+        slots.min_tokens_left.sub_(accepted.committed)
         if slots.seen.shape[1]:
             slots.seen.scatter_(1, torch.where(step <= last, token, slots.root[:, None]), True)
         if self.drafts.nodes == 1:  # of the baseline
@@ -482,7 +486,7 @@ class DeviceStep:
 
 
 def _layout(
-    length: Int[Tensor, "B"], above: Bool[Tensor, "#B N N"], depth: Int[Tensor, "B N"], end: int
+    length: Int[Tensor, "B"], ancestor_mask: Bool[Tensor, "#B N N"], depth: Int[Tensor, "B N"], end: int
 ) -> tuple[Bool[Tensor, "B N S"], Int[Tensor, "B S"]]:
     """Return which of the first S = `end` entries each node sees, and the entries' positions.
 
@@ -491,6 +495,6 @@ def _layout(
     size = depth.shape[1]
     column = torch.arange(end, device=length.device) - length[:, None]  # counted from the root's
     node, within = column.clamp(0, size - 1), (column >= 0) & (column < size)
-    on_path = above.expand(len(length), -1, -1).gather(2, node[:, None].expand(-1, size, -1))
+    on_path = ancestor_mask.expand(len(length), -1, -1).gather(2, node[:, None].expand(-1, size, -1))
     seen = (column < 0)[:, None] | (within[:, None] & on_path)
     return seen, length[:, None] + torch.where(within, depth.gather(1, node), column)

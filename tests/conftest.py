@@ -43,12 +43,6 @@ def shapes_are_checked_anew() -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_line_of_another_run() -> None:
-    """Forget the line about head=best, which a command leaves in the environment for processes that it starts."""
-    os.environ.pop("HEADSTART_BEST_HEAD", None)
-
-
-@pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tests reach this machine alone."""
     connect = socket.socket.connect

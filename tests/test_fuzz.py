@@ -11,7 +11,6 @@ import signal
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -27,17 +26,19 @@ from safetensors.torch import save_file
 from data.answers.files import Answers
 from data.features.store import FeatureStore
 from data.features.vllm_features import STATES, TOKENS, LayerIds, read_tensors
-from eval.config import Selection, eval_config
+from eval.config import Selection
 from eval.inputs.runs import model_of
 from eval.inputs.workloads import read_workload
 from eval.report.reading import read_report, report_of
-from eval.watch.arrivals import Log, growing
 from heads.common.typed import typed
 from heads.formats import lora
 from heads.formats.published import load_published
 from heads.formats.store import load_head, save_head, save_tree
 from inference.drafters.head import saved_trees
 from inference.drafters.policy import TreeConfig
+from ops.log import Log, growing
+from ops.sequential import watcher_config
+from ops.traffic import Hygiene
 from tests import toys
 from tests.data import stores
 from tests.eval.test_reading import report
@@ -45,7 +46,6 @@ from tests.eval.test_sources import NOTHING, OWN
 from tests.fuzzing import CUTS, broken, cut, edited, encoded
 from tests.heads.published import eagle3_authors, publish
 from train.checkpoints import format
-from train.maintenance.traffic import Hygiene
 
 ALL = 100_000  # inputs of `make fuzz`
 FEW = 150  # of each reader otherwise
@@ -131,7 +131,7 @@ def workload(file: Path) -> object:
 
 def logged(file: Path) -> object:
     """Read a log as the watch and the adaptation do."""
-    config = replace(eval_config().watcher, follow=False)
+    config = watcher_config({"follow": False})
     hygiene = Hygiene(toys.target(), str(file), 64)
     records = list(growing(file, follow=False, poll=1.0))
     return hygiene.entries(records), hygiene.remarks(), list(Log(file, config, None))

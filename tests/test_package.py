@@ -8,12 +8,11 @@ import sys
 import zipfile
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
 
 import pytest
 
 from train.package.build import renamed
-from train.package.command import NEEDED, main
+from train.package.command import main
 
 ROOT = Path(__file__).parents[1]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -115,15 +114,24 @@ def test_a_checkout_is_headstart_too(tmp_path: Path) -> None:
     assert shown.stdout.split()[-5:] == ["True", "True", "True", "heads", "heads.rows"]
 
 
-@pytest.mark.parametrize("name", ["audit", "doctor"])
-def test_a_command_without_what_it_needs_says_what_that_is(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+@pytest.mark.parametrize(
+    ("words", "script", "overrides"),
+    [
+        (["audit", "http://a:1", "http://b:1"], "ops/audit.py", ["url=http://a:1", "baseline=http://b:1"]),
+        (["endpoint", "http://a:1", "repeats=1", "x"], "ops/endpoint.py", ["url=http://a:1", "repeats=1", "x"]),
+        (["watch", "log.jsonl", "run=x"], "ops/watch.py", ["log=log.jsonl", "run=x"]),
+        (["watch", "url=http://a:1"], "ops/watch.py", ["url=http://a:1"]),
+    ],
+)
+def test_first_words_may_come_without_their_keys(
+    words: list[str], script: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["headstart", name])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err == f"error: {NEEDED[name]}\n"
+    started: list[str] = []
+    monkeypatch.setattr("runpy.run_path", lambda path, **_: started.append(path))
+    monkeypatch.setenv("HEADSTART_PROGRAM", "")
+    monkeypatch.setattr(sys, "argv", ["headstart", *words])
+    main()
+    assert (started, sys.argv[1:]) == ([str(ROOT / script)], overrides)
 
 
 def test_imports_of_ours_are_renamed_and_others_stay() -> None:

@@ -7,11 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 
-from heads.common.resolvers import ROOT, register_resolvers
-from train import run
-from train.config import run_config
+from heads.common.resolvers import ROOT
 
 # Together they take more CPU time than torch and the rest of a refused command.
 SLOW = ("datasets", "deepspeed", "peft", "pandas", "scipy.optimize", "vl_convert", "wandb",
@@ -53,7 +50,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
         ),
         pytest.param("inference/run.py", ["run=org/head", "prompt=a"], NOWHERE, marks=pytest.mark.slow),
         ("data/run.py", ["data.path=org/set", "inspect=1"], NOWHERE),
-        ("train/publish.py", ["doctor=org/head"], NOWHERE),
+        ("ops/doctor.py", ["run=org/head"], NOWHERE),
     ],
 )
 def test_a_refusal_waits_for_no_slow_import(script: str, words: list[str], said: str, tmp_path: Path) -> None:
@@ -64,20 +61,6 @@ def test_a_refusal_waits_for_no_slow_import(script: str, words: list[str], said:
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert json.loads(done.stdout.splitlines()[-1]) == []
-
-
-def test_a_run_says_what_it_is_before_its_target_is_read(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    def read(_: object) -> None:
-        raise ValueError(capsys.readouterr().out)
-
-    monkeypatch.setattr(run, "check_target", read)
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = run_config(compose("train", ["head=mtp", f"out={tmp_path / 'out'}", "name=mine"]))
-    with pytest.raises(ValueError, match=r"^mine: head=mtp for "):
-        run.train(config)
 
 
 @pytest.mark.parametrize("words", [["--help"], ["-sc", "query=bash"]])

@@ -2,11 +2,9 @@
 
 checkpoints/   checkpoints: their content and format, asynchronous saving, resuming
 distributed/   the processes of a run: launching, watching, sharding strategies
-forecast/      a training within a budget: short trainings of candidates, and the fit of the best one's curve
-maintenance/   a head in service from its log: watch, adapt, prove, swap
 package/       the package headstart: its names in Python, its command, its build
 planning/      checks and a cost estimate of a run before anything is loaded
-release/       publishing a trained head: folder, card, verification, and the doctor
+release/       publishing a trained head: folder, card, upload, verification
 tracking/      trackers of a run's numbers: metrics.jsonl, wandb, TensorBoard, progress bar, the table of a sweep
 config.py      the types of conf/train.yaml
 losses.py      the losses: pure functions of the target's distribution p and the draft's q
@@ -23,5 +21,6 @@ adapt.py       LoRA adapters on a head, and their merge
 streams.py     the command that trains speculative streams, and its loop
 publish.py     the command that publishes a trained head and verifies the download
 convert.py     the command that writes a pickle as safetensors, once
-run.py         the command that trains, and the composition root
+build.py       a run's parts: target, head, data, features, the loop over them
+run.py         the command that trains: resolve, plan or launch, build, train, evaluate
 """

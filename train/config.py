@@ -3,7 +3,6 @@
 Invariants are checked where the values arrive: the key, its value and the remedy in one line.
 """
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ from data.config import DataConfig
 from data.features.source import FeaturesConfig
 from eval.config import EngineConfig
 from eval.measures.results import LIVE, TIERS
-from heads import head_config
+from heads import head_config, with_head
 from heads.base import HeadConfig
 from heads.common.ranges import MACHINE, Amount, Count, Decay, Fraction, NewTokens, Number, OneOf, Positive, Within
 from heads.common.typed import typed
@@ -30,14 +29,13 @@ from train.tracking.trackers import TRACKERS
 
 IGNORE = "ignore"  # of plan: starts a run that does not fit
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
-UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400}  # in seconds
 
 
 @dataclass(frozen=True)
 class TrainerConfig:
     """Configure training: batches in tokens, intervals in steps; `min_lr` is relative to `lr`, shares to `steps`.
 
-    Where `micro_tokens` is null, `train.planning.plan.sized` fills it in.
+    Where `micro_tokens` is null, `train.planning.plan.resolve_micro_batch` fills it in.
     """
 
     steps: Count
@@ -100,7 +98,7 @@ class LauncherConfig:
     """Configure the processes: `num_processes` on each of `num_nodes` nodes, of which this one is `machine_rank`.
 
     `strategy` is one of STRATEGIES, how they share the head. With `slurm` they run as a SLURM job. What is null or auto
-    `train.planning.choice` fills in.
+    `train.planning.resolve` fills in.
     """
 
     num_processes: Count | None
@@ -169,68 +167,6 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True)
-class LoopConfig:
-    """Configure the maintenance of a head in service; conf/experiment/loop.yaml says what each key means."""
-
-    watcher: dict[str, Any]
-    since: Number | None
-    least: Annotated[int, Within(8, 1_000_000)]
-    held_out: Annotated[float, Within(0.05, 0.9)]
-    old: Decay
-    requests: Annotated[int, Within(2, 1_000_000)]
-    old_loss: Fraction
-    command: str | None
-    rollback: bool
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What a training may cost: seconds, or floating-point operations."""
-
-    amount: float
-    timed: bool
-
-    def __str__(self) -> str:
-        """Write it as it is given."""
-        if not self.timed:
-            return f"{self.amount:.3g} operations"
-        unit = next((name for name in ("h", "min") if self.amount >= UNITS[name]), "s")
-        return f"{self.amount / UNITS[unit]:.3g} {unit}"
-
-    @classmethod
-    def read(cls, value: Any) -> "Budget":
-        """Return the budget of `1h`, `90min` or `5e15`; refuse anything else."""
-        match = re.fullmatch(r"\s*(\d+\.?\d*(?:e\+?\d{1,3})?)\s*(s|min|h|d)?\s*", str(value), re.I)
-        amount = float(match[1]) * UNITS[(match[2] or "s").lower()] if match else 0.0
-        if not match or isinstance(value, bool) or not 0 < amount < float("inf"):
-            raise ValueError(
-                f"budget is {shown(value)}: give a time above 0 ({', '.join(f'1{unit}' for unit in UNITS)}), or a "
-                "number of floating-point operations, such as 5e15"
-            )
-        return cls(amount, match[2] is not None)
-
-
-@dataclass(frozen=True)
-class ForecastConfig:
-    """Configure the forecast of `budget`; conf/train.yaml says what each key means."""
-
-    candidates: list[str]
-    share: Annotated[float, Within(0, 1, above=True, below=True)]
-    points: Annotated[int, Within(3, 8)]
-    warmup: Count
-    cooldown: Annotated[float, Within(0, 1, above=True, below=True)]
-    prompts: Annotated[int, Within(4, 4096)]
-    tokens: NewTokens
-
-    def __post_init__(self) -> None:
-        if not all(self.candidates) or len({*self.candidates}) < len(self.candidates) or not self.candidates:
-            raise ValueError(
-                f"forecast.candidates is {shown(self.candidates)}: give one head or more, each once, with overrides of "
-                "its own behind its name, as [mlp,'eagle3 head.layers=2']"
-            )
-
-
-@dataclass(frozen=True)
 class RunConfig:
     """Configure one training run, as conf/train.yaml composes it.
 
@@ -246,11 +182,6 @@ class RunConfig:
     init: str | None
     compare: list[str]
     workload: str | None
-    log: str | None
-    serve: str | None
-    loop: LoopConfig | None
-    budget: Budget | None
-    forecast: ForecastConfig
     model: ModelConfig
     head: HeadConfig
     peft: AdaptConfig
@@ -271,10 +202,10 @@ class RunConfig:
 
 def run_config(cfg: DictConfig) -> RunConfig:
     """Return the composed configuration as typed objects; refuse unknown keys, wrong types and broken invariants."""
+    cfg = with_head(cfg)
     data = typed(DataConfig, cfg.data)  # first, since the trainer's batch follows from its length
     chosen = {"head": head_config(cfg.head), "peft": peft_config(cfg.peft)}  # a name in them chooses their types
-    budget = None if cfg.budget is None else Budget.read(cfg.budget)
-    return checked(typed(RunConfig, cfg, ready={"data": data, "budget": budget, **chosen}))
+    return checked(typed(RunConfig, cfg, ready={"data": data, **chosen}))
 
 
 def checked(run: RunConfig) -> RunConfig:
@@ -287,8 +218,6 @@ def checked(run: RunConfig) -> RunConfig:
             "up into flat pieces: choose adamw with its rate, trainer.optimizer=adamw trainer.lr=3e-3, or "
             "launcher.strategy=fsdp2"
         )
-    if run.log is not None and (run.budget is None) == (run.loop is None):
-        raise ValueError("log is read by a budget or by the loop: give one of budget=1h and experiment=loop with it")
     _check_together(run)
     if run.init in STARTS:  # else the head that it names has a configuration of its own
         _check_confidence(run.head, run.objective)

@@ -39,7 +39,7 @@ SCHEDULE = {f"trainer.{key}": key for key in ("steps", "warmup", "cooldown")}
 SHARED = ("best_tau", "best_step", "stale", "measured")
 
 
-def as_if_so_long(then: dict[str, Any], now: dict[str, Any], trainer: TrainerConfig, steps: int) -> dict[str, Any]:
+def with_new_schedule(then: dict[str, Any], now: dict[str, Any], trainer: TrainerConfig, steps: int) -> dict[str, Any]:
     """Return an earlier run's numerics, with the schedule of now where its first steps would have been the same."""
     if not SCHEDULE.keys() <= then.keys() or then.get("objective.base") is not None:  # which moves with all steps
         return then
@@ -116,7 +116,7 @@ class Loop:
             ) from error
         self.start, self.progress = state["step"], self.progress | state.get("progress", {})
         now = self.identity.numerics
-        then = as_if_so_long(state.get("arithmetic", {}), now, self.trainer, self.start)
+        then = with_new_schedule(state.get("arithmetic", {}), now, self.trainer, self.start)
         if changed := resume.differences(then, now):
             self.control.warn(f"the same data in the same order, but no longer bit for bit: {changed}")
         self.compare(state.get("conditions", {}))
@@ -248,7 +248,7 @@ class Loop:
             self.refuse(step, taken.bad)
         if self.accelerator.device.type == "cpu" and (step + 1) % RELEASE_EVERY == 0:
             release_freed()
-        self.step.laps.mark("other")
+        self.step.phase_timer.mark("other")
         return True
 
     def refuse(self, step: int, why: str) -> None:

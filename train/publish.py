@@ -10,10 +10,9 @@ if __name__ == "__main__":  # the checkout's root instead of train/, so that its
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from collections.abc import Callable
-from dataclasses import fields
 
 from huggingface_hub import HfApi, get_token
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from heads.common.command import command
 from heads.common.connection import check_connected
@@ -22,13 +21,11 @@ from heads.common.files import last_good
 from heads.common.typed import typed
 from heads.common.untrusted import visible
 from heads.formats.store import CONFIG, read_config
-from train.release import doctor
 from train.release.card.engines import misleading, of_checkpoint
 from train.release.card.facts import Facts
-from train.release.config import CHECKPOINT, DoctorConfig, PublishConfig, ServeConfig
-from train.release.folder import FILES, stitched, write_folder
+from train.release.config import CHECKPOINT, PublishConfig
+from train.release.folder import FILES, copy_with_head, write_folder
 from train.release.hub import SHORT, Repository, downloaded, files_of, push, repository, set_tag
-from train.release.serve import check_link, replace_head
 from train.release.trial import Trial, begin
 
 __all__ = ["PublishConfig", "misleading", "publish"]
@@ -47,7 +44,7 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
     if not config.dry_run and not (api.token or get_token()):
         raise ValueError(f"{config.repo}: no token for the Hub; run `hf auth login`, set HF_TOKEN or dry_run=true")
     if config.format == CHECKPOINT:
-        _warn(str(out), stitched(run, out, config))
+        _warn(str(out), copy_with_head(run, out, config))
         say(f"{out}: the target with this head as its MTP module")
         for engine, line in of_checkpoint(out):
             say(f"{engine}: {line}")
@@ -122,20 +119,7 @@ def _assert_has_head(run: Path) -> None:
 @command("publish")
 def main(cfg: DictConfig) -> None:
     """Run the command."""
-    if cfg.doctor is not None:
-        keys = [field.name for field in fields(DoctorConfig)]
-        text, status = doctor.report(typed(DoctorConfig, OmegaConf.masked_copy(cfg, keys)))
-        print(visible(text))
-        raise SystemExit(status)
-    keys = [str(key) for key in cfg if key not in ("doctor", "checkup", "model", "serve")]
-    config, serving = typed(PublishConfig, OmegaConf.masked_copy(cfg, keys)), typed(ServeConfig, cfg.serve, "serve")
-    if serving.link is not None and config.format in (None, CHECKPOINT):
-        raise ValueError("serve.link is of a head's folder: give format=vllm, or another that engines read heads in")
-    if serving.link is not None:
-        check_link(Path(serving.link).expanduser())
-    out = publish(config, HfApi(library_name="headstart"))
-    if serving.link is not None:
-        print(visible(f"{replace_head(out, serving)} is served"))
+    publish(typed(PublishConfig, cfg), HfApi(library_name="headstart"))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from heads.eagle import Eagle
 from heads.eagle3 import Eagle3
 from heads.formats.hub import load_found, resolve_head, sibling_spec
 from heads.formats.mtp_layouts import BLOCK
-from heads.formats.weights import outline
+from heads.formats.weights import meta_state_dict
 from heads.mtp import TARGET, Mtp
 from heads.rows import positions
 from inference.drafters.mtp import load_mtp
@@ -64,7 +64,7 @@ def resolve_init(
         return config, None
     try:
         like = like_target(config, target)
-        odd = objection(like, target)
+        odd = incompatibility(like, target)
         if odd is None or isinstance(config, Mtp.Config):
             config = like
     except ValueError as error:  # rotary positions of a kind that heads do not have
@@ -138,7 +138,7 @@ def from_target(config: HeadConfig, init: str, target: Target) -> nn.Module:
         start: dict[str, Tensor] = {name.replace(BLOCK, _block(config)): value for name, value in loaded.items()}
     else:
         start = last_layer(config, target)
-    odd = mismatch(config, start, target) if init == CHECKPOINT else objection(config, target)
+    odd = mismatch(config, start, target) if init == CHECKPOINT else incompatibility(config, target)
     if odd is not None:
         raise ValueError(f"init={init}: {odd}; init=null makes a new one")
     head: Any = HEADS[config.name](config, target.embeddings)
@@ -304,7 +304,7 @@ def _block(config: Any) -> str:
 
 def _layer(config: Any, target: Target) -> dict[str, Tensor]:
     """Return a head's decoder layers, without values, as far as the target's last layer should have the like."""
-    outlined = outline(HEADS[config.name], config, target.embeddings, "")
+    outlined = meta_state_dict(HEADS[config.name], config, target.embeddings, "")
     if isinstance(config, Mtp.Config):
         return {name: value for name, value in outlined.items() if name.startswith("block.")}
     if isinstance(config, Eagle.Config):
@@ -316,7 +316,7 @@ def _layer(config: Any, target: Target) -> dict[str, Tensor]:
     return {name: value[:, width:] if name in WIDER else value for name, value in (wide | further).items()}
 
 
-def objection(config: Any, target: Target) -> str | None:
+def incompatibility(config: Any, target: Target) -> str | None:
     """Return why a head cannot start as the target's last layer, or None."""
     if target.quantized is not None:
         return f"the weights of {target.name} are quantised"

@@ -25,7 +25,7 @@ from eval.measures.machine import peak_memory
 from heads.base import Features, frozen_count, parameter_count, to_device
 from heads.common.files import write_whole
 from heads.modules.layers import compile_layers
-from inference.laps import Laps
+from inference.phase_timer import PhaseTimer
 from train.checkpoints.state import TrainState
 from train.config import LauncherConfig, TrainerConfig
 from train.distributed import strategy
@@ -45,9 +45,9 @@ WINDOW = 50  # good steps whose median is the reference for a spike; with fewer 
 class Loss(nn.Module):
     """The loss as a forward pass, since data-parallel wrappers synchronise gradients in `forward` alone."""
 
-    def __init__(self, head: nn.Module, config: ObjectiveConfig, *, compiled: bool, quick: bool = False) -> None:
+    def __init__(self, head: nn.Module, config: ObjectiveConfig, *, compiled: bool, autocast: bool = False) -> None:
         super().__init__()
-        self.head, self.noise, self.quick = head, config.noise, quick
+        self.head, self.noise, self.autocast = head, config.noise, autocast
         drafted = config.on_policy.losses or config.losses
         names = dict.fromkeys([*config.losses, *drafted], 0.0)  # a loss is the mean over all rows, weighed or not
         self.config = replace(config, losses=names | config.losses)
@@ -60,14 +60,14 @@ class Loss(nn.Module):
     def forward(
         self, features: Features, weight: Tensor, anchors: Tensor | None, chunks: list[Chunk] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Draft from the rows and return the weighted loss with its metrics, matrix products in bf16 if `quick`.
+        """Draft from the rows and return the weighted loss with its metrics, matrix products in bf16 if `autocast`.
 
         Without `chunks` these are read from the weight, which an accelerator makes the host wait for.
         """
         head: Any = self.head
         if chunks is None:
             chunks = self.chunks(weight > 0, weight.device, features.path)
-        with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.quick):
+        with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.autocast):
             drafts = self.unroll(features, self.config.depths, anchors)
             config = self.config if features.path is None else self.drafted
             return objective(head, drafts, features, weight, config, chunks, config.base_share(self.progress))
@@ -163,7 +163,7 @@ class Stepper:
         self.source, self.width = source, width
         self.head = head = loss.head
         self.sizes = parameter_count(head), frozen_count(head)  # of a head that is sharded there would be less to count
-        self.laps = Laps(accelerator.device)
+        self.phase_timer = PhaseTimer(accelerator.device)
         self.peak = peak_flops(accelerator.device, trainer.peak_tflops)
         self.steps, self.rows, self.stall = 0, 0, 0.0  # since the last record
         self.restore({"flops": None, "rollout_flops": 0, "rollout_tokens": 0})
@@ -180,7 +180,7 @@ class Stepper:
 
     def __call__(self, step: int, *, halted: Callable[[], bool]) -> Step:
         """Take step `step`, counted from 0, unless `halted` says before a micro-batch, on all processes, to stop."""
-        self.laps.mark(None)  # the time before belongs to no part
+        self.phase_timer.mark(None)  # the time before belongs to no part
         trainer, device, stall = self.trainer, self.accelerator.device, self.source.stall
         self.loss.progress = step / trainer.steps
         micro_batches, drafted = self.micro_batches(step)
@@ -189,33 +189,33 @@ class Stepper:
         sampled = [self.loss.sampled(*inputs) for inputs in zip(batches, keys, strict=True)]
         mine: Any = sum(torch.stack([weight.amount, weight.trained.sum((1, 2))]) for _, weight in sampled)
         mine = torch.cat([mine, torch.full_like(mine[:1], drafted)])
-        self.laps.mark("data")
+        self.phase_timer.mark("data")
         shared: Any = self.accelerator.reduce(to_device(mine, device), "sum")
         amount, trained = shared[:2].clamp_min(1)
-        self.laps.mark("wait")
+        self.phase_timer.mark("wait")
         totals: dict[str, Tensor] = {}
         for i, (micro, (anchors, weight)) in enumerate(zip(micro_batches, sampled, strict=True)):
             features = micro.read()
-            self.laps.mark("target")
+            self.phase_timer.mark("target")
             if halted():
                 return Step(stopped=True, record=None, bad=None)
-            self.laps.mark("wait")
+            self.phase_timer.mark("wait")
             scaled = to_device(weight.row, device) / amount[:, None, None]
             chunks = self.loss.chunks(weight.trained, device, micro.batch.path)
             loss, sums = self.backward(features, keys[i], anchors, scaled, chunks, last=i + 1 == len(micro_batches))
             for name, value in {"loss": loss.detach().expand(len(trained)), **sums}.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value
-            self.laps.mark("head")
+            self.phase_timer.mark("head")
         norm = self.strategy.clip(trainer.clip)
-        self.laps.mark("optimiser")
+        self.phase_timer.mark("optimiser")
         numbers = self.read(totals, torch.as_tensor(norm, device=device), trained)
         if self.rollouts is not None:
             numbers["rollout_tokens"] = int(shared[2, 0])
             self.progress["rollout_tokens"] += numbers["rollout_tokens"]
-        self.laps.mark("wait")
+        self.phase_timer.mark("wait")
         bad = self.guard.check(numbers["loss"], numbers["grad_norm"])
         self.update(step, good=bad is None)
-        self.laps.mark("optimiser")
+        self.phase_timer.mark("optimiser")
         self.steps, self.rows = self.steps + 1, self.rows + numbers["rows"]
         self.stall += self.source.stall - stall
         logged = bad is not None or (step + 1) % trainer.log_every == 0
@@ -225,12 +225,12 @@ class Stepper:
     def micro_batches(self, step: int) -> tuple[list[MicroBatch], int]:
         """Return a step's micro-batches, with its rollout, and how many tokens the target has read for this one."""
         given = self.source(step)
-        self.laps.mark("data")
+        self.phase_timer.mark("data")
         if self.rollouts is None or not self.rollouts.due(step):
             return given, 0
         with self.counter:
             rollout, read = self.rollouts(step, [micro.batch for micro in given], self.state.weights())
-        self.laps.mark("rollout")
+        self.phase_timer.mark("rollout")
         return [*given, *rollout], read
 
     def read(self, totals: dict[str, Tensor], norm: Tensor, trained: Tensor) -> dict[str, Any]:
@@ -266,7 +266,7 @@ class Stepper:
         """Return the cost per step since the last record: rates of all processes, the rest of this one."""
         steps, rows, stall = self.steps, self.rows, self.stall
         self.steps, self.rows, self.stall = 0, 0, 0.0
-        phases = {phase: seconds / steps for phase, seconds in seconds_of(self.laps, stall).items()}
+        phases = {phase: seconds / steps for phase, seconds in seconds_of(self.phase_timer, stall).items()}
         seconds = max(sum(phases.values()), 1e-9)  # an accelerator may have passed no event yet
         device, peak = self.accelerator.device, self.peak
         operations = self.operations(step + 1 - steps, step + 1)
@@ -321,9 +321,9 @@ class Stepper:
         return loss, sums
 
 
-def seconds_of(laps: Laps, stall: float) -> dict[str, float]:
+def seconds_of(phase_timer: PhaseTimer, stall: float) -> dict[str, float]:
     """Return the seconds of every part of a step since the last call; `stall` of the target's count as the data's."""
-    spent = dict.fromkeys(PARTS, 0.0) | laps.seconds()
+    spent = dict.fromkeys(PARTS, 0.0) | phase_timer.seconds()
     moved = min(stall, spent["target"])
     return spent | {"data": spent["data"] + moved, "target": spent["target"] - moved}
 

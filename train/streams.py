@@ -48,6 +48,7 @@ from inference.target.placement import REPLICATE
 from inference.target.target import Target
 from inference.verification.rng import keyed
 from train.acceptance import AcceptanceEvaluator
+from train.build import among_processes, batches_for, prepare_out, provenance, values_of
 from train.checkpoints import resume
 from train.config import LauncherConfig, TrainerConfig, check_batch_and_name
 from train.distributed import launch
@@ -56,7 +57,6 @@ from train.distributed.processes import RunLock
 from train.loop import Loop
 from train.objective import Weights, trainable
 from train.planning.check import check_out
-from train.run import alone, batches_for, prepare_out, provenance, values_of
 from train.sampling import ANCHORS
 from train.step import Stepper
 
@@ -125,9 +125,9 @@ class StreamsLoss(nn.Module):
 
     noise = 0.0
 
-    def __init__(self, streams: Streams, run: StreamsRunConfig, *, quick: bool) -> None:
+    def __init__(self, streams: Streams, run: StreamsRunConfig, *, autocast: bool) -> None:
         super().__init__()
-        self.head, self.every, self.decay, self.quick = streams, run.every, run.decay, quick
+        self.head, self.every, self.decay, self.autocast = streams, run.every, run.decay, autocast
 
     def sampled(self, batch: Batch, keys: Tensor) -> tuple[Tensor, Weights]:
         """Return the anchors of a micro-batch in this step, and the weight of each of their streams."""
@@ -140,7 +140,7 @@ class StreamsLoss(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss with its metrics; a stream's weights are one over the global number of its anchors, or 0."""
         assert chunks is None
-        with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.quick):
+        with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.autocast):
             draft, teacher = self.head(features.token, features.document, anchors)
         sums = stream_sums(draft, teacher, weight.permute(1, 2, 0) > 0)
         scale = weight.amax((1, 2)) * self.decay ** torch.arange(len(weight), device=weight.device)
@@ -206,9 +206,9 @@ def loop_of(
     def drafter(streams: Streams, tree: TreeConfig, name: str) -> StreamsDrafter:
         return StreamsDrafter(StreamsDrafter.Config(run.out, tree), target, name, streams)
 
-    # The streams are small: AdamW trains them whatever a preset says, and no head reads recorded features for them.
+    # The streams are small: AdamW trains them whatever a preset says. No head reads recorded features for them.
     trainer = replace(run.trainer, optimizer="adamw", compile=False, estimate_every=None)
-    loss = StreamsLoss(streams, run, quick=accelerator.mixed_precision == "bf16")
+    loss = StreamsLoss(streams, run, autocast=accelerator.mixed_precision == "bf16")
     source = Live(TokensAlone(accelerator.device), batches, ())
     stepper = Stepper(trainer, run.launcher, accelerator, loss, source, target.embeddings.hidden_size)
     evaluator = AcceptanceEvaluator(target, prompts, trainer, run.tree, run.name, drafter)
@@ -222,7 +222,7 @@ def loop_of(
 def train(run: StreamsRunConfig) -> None:
     """Run the whole job on this process, alone in its output folder."""
     check_out(Path(run.out), replaces=run.resume or run.overwrite)
-    alone(run, job)
+    among_processes(run, job)
 
 
 def job(run: StreamsRunConfig, accelerator: Accelerator, lock: RunLock) -> None:
@@ -241,7 +241,8 @@ def job(run: StreamsRunConfig, accelerator: Accelerator, lock: RunLock) -> None:
 
     def begin() -> None:
         origin = provenance(accelerator.num_processes, run.launcher.strategy, data, target.tokenizer)
-        prepare_out(run, lock, identity(run, target, batches, 1).settings, data, origin, KIND)
+        settings = identity(run, target, batches, 1).settings
+        prepare_out(run, values_of(run), lock, settings, data, origin, KIND)
         Console().print(
             f"{run.name}: {parameter_count(streams):,} trained parameters, {len(data.samples):,} samples, "
             f"{len(packed.token):,} rows of {run.data.length} tokens",
@@ -268,7 +269,7 @@ def main(cfg: DictConfig) -> None:
         launch.check_mode()
     with ending_alone(), user_errors(), launch.main_first():
         run = streams_config(cfg)
-        if launch.missing(run.launcher):
+        if launch.needs_processes(run.launcher):
             raise SystemExit(launch.start(run.launcher, os.path.abspath(__file__), launch.overrides()))
         train(run)
 

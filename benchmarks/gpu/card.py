@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eval.report.text import grid
+from eval.report.render import grid
 
 POINTS = 10  # of the loss curve, in a table
 

@@ -17,10 +17,10 @@ from data.text.masks import Sample
 from eval.measures.machine import peak_memory
 from heads.modules.vocab import prune
 from train import objective
+from train.build import batches_for
 from train.config import RunConfig
 from train.distributed.processes import accelerator_for
 from train.planning.plan import plan
-from train.run import batches_for
 from train.start import first_head, resolve_init
 from train.step import Loss, Stepper
 
@@ -61,7 +61,7 @@ def stepper(
     source, width = Live(target, batches, head.feature_layers), target.embeddings.hidden_size
     if compiled:
         source.forwards = target.compiled_forwards()
-    loss = Loss(head, run.objective, compiled=run.trainer.compile, quick=accelerator.mixed_precision == "bf16")
+    loss = Loss(head, run.objective, compiled=run.trainer.compile, autocast=accelerator.mixed_precision == "bf16")
     return Stepper(run.trainer, run.launcher, accelerator, loss, source, width)
 
 

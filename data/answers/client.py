@@ -26,6 +26,7 @@ from heads.common.untrusted import parse_json
 
 T = TypeVar("T")
 
+API = "/v1"  # the path of an endpoint's API
 UNKNOWN_CONTEXT = 2**31
 SHOWN = 160  # characters of a reply in an error
 FEW = 10  # models in an error
@@ -55,6 +56,11 @@ class EndpointConfig:
     max_failures: Count
     api_key_env: str
     extra: dict[str, Any]
+
+
+def base_url(url: str) -> str:
+    """Return an endpoint's URL without the path of its API."""
+    return url.rstrip("/").removesuffix(API)
 
 
 def check_url(key: str, url: str) -> None:

@@ -48,7 +48,6 @@ class Engine:
         self.context = target.context
         self.sampling = Sampling(settings.temperature, 0, settings.top_p)
         self.batch = batch_of(target, drafter, batch_size)
-        self.tokens = self.passes = 0
 
     def answer(self, talks: Iterable[Talk]) -> Iterator[Outcome]:
         """Answer all chats; the next turn of a running chat goes before a new chat."""
@@ -95,7 +94,6 @@ class Engine:
         for talk, prompt, generation in [entry for entry in answering if entry.generation.finish]:
             talk.take(self._reply(prompt, generation))
             waiting.append(talk)
-            self.tokens, self.passes = self.tokens + len(generation.tokens), self.passes + 1 + len(generation.steps)
         answering[:] = [entry for entry in answering if not entry.generation.finish]
         self.batch.release()
 

@@ -9,9 +9,9 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 from data.text.filters import WORD
 from data.text.prompts import WORKLOADS, Prompt, before_answers, locate, prompt_of
 from data.text.records import Message, Record, content_text, parse, readable
-from data.text.sources import open_source
+from data.text.sources import check_source, open_source
 from data.text.template import encode, encode_plain, render
-from eval.config import Selection
+from eval.config import Selection, listed
 from eval.inputs.texts import NO_ANSWER, RecordedText, recorded
 from eval.measures import metrics
 from eval.measures.results import Measurement
@@ -211,6 +211,21 @@ def short_name(name: str) -> str:
     path = Path(name).expanduser()
     keys = [key for key, bundled in WORKLOADS.items() if path.resolve() == bundled]
     return keys[0] if keys else path.name if path.is_file() else name
+
+
+def workload_names(given: Any) -> list[str]:
+    """Return the names of workloads, one or a list of them.
+
+    Raises:
+        ValueError: none of them is there, one is given twice, or is no source of text.
+    """
+    names = [str(name) for name in listed(given) if name]
+    if not names:
+        raise ValueError("workload is missing: give a name, a file or a Hub data set")
+    named_apart(names)
+    for name in names:
+        check_source(locate(name))
+    return names
 
 
 def named_apart(names: Sequence[str]) -> list[str]:

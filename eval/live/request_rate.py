@@ -20,7 +20,7 @@ from data.text.prompts import Prompt
 from eval.live.interleaved import PLAIN, Runs, Setup, in_turns, timed
 from eval.measures import metrics
 from eval.measures.results import Measurement, Request, Row, Subset, by_request
-from inference.batch import Batch, give_back, lend
+from inference.batch import Batch, acquire, release
 from inference.decode import Generation, Settings
 
 
@@ -100,9 +100,11 @@ def measure(setup: Setup, repeats: int, warmup: Sequence[Prompt], batch_size: in
     requests = [(token, settings) for token in (*tokens, *first)]
 
     def served(name: str, prompts: Sequence[list[int]], times: Sequence[float]) -> list[Served]:
-        batch = lend(setup.target, sources[name], size, requests)  # with room for all, or its graphs would be dropped
+        batch = acquire(
+            setup.target, sources[name], size, requests
+        )  # with room for all, or its graphs would be dropped
         answered = serve(batch, prompts, times, settings)
-        give_back(setup.target, sources[name], batch)
+        release(setup.target, sources[name], batch)
         return answered
 
     def answers(name: str, _: Sequence[int], number: int) -> list[Served]:
@@ -119,7 +121,7 @@ def generations(rounds: Rounds) -> Runs:
     return {name: [[one.generation for one in repeats] for repeats in prompts] for name, prompts in rounds.items()}
 
 
-def waited(rows: Sequence[Row], rounds: Rounds, measurement: Measurement) -> list[Row]:
+def queued_rows(rows: Sequence[Row], rounds: Rounds, measurement: Measurement) -> list[Row]:
     """Return the rows that `live.rows` made of a session under load, with the waiting times of its requests.
 
     Latencies are those of all rounds: each had other arrivals, so none is more typical than another. What had a speedup

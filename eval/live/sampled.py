@@ -22,7 +22,7 @@ from eval.measures import chi_square
 from eval.measures.chi_square import Cells, ChiSquareTest
 from eval.measures.losslessness import EPSILON, Divergence, Gate, SampledGate, divergence, gate_of, worst
 from heads.common.progress import progress, tick
-from inference.batch import Running, entries, give_back, lend
+from inference.batch import Running, acquire, entries, release
 from inference.decode import Generation, Settings, reference
 from inference.drafters.plain import Plain
 from inference.protocol import Commit, Context, Drafter, Proposal
@@ -237,7 +237,7 @@ def _stepped(prefix: Prefix, settings: Settings, seeds: str, count: int, size: i
     prompt = text[: len(text) - len(answer)]
     room = text, replace(settings, max_new_tokens=1, min_new_tokens=0)
     try:
-        batch = lend(target, session.drafter, size, [room])
+        batch = acquire(target, session.drafter, size, [room])
     except ValueError:  # as one is refused for which memory is short; an error of a step is none of these
         if size == 1:
             raise
@@ -268,7 +268,7 @@ def _stepped(prefix: Prefix, settings: Settings, seeds: str, count: int, size: i
     for sequence in batch.running:
         sequence.session.generation.finish = "length"
     batch.release()
-    give_back(target, session.drafter, batch)
+    release(target, session.drafter, batch)
     return sampled[:count]
 
 

@@ -22,17 +22,6 @@ LEVEL = 0.95
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 PARTS = ("draft", "verify", "other")  # of a step's time
 
-# Published definitions of acceptance, by the names of `definitions`.
-DEFINITIONS = {
-    "mean_acceptance_length": "τ: tokens a target pass commits, its bonus token included, all passes pooled "
-    "(Spec-Bench's #mean accepted tokens, vLLM's and EAGLE's acceptance length, block efficiency)",
-    "mean_acceptance_length_by_request": "the mean of each request's own τ (SPEED-Bench)",
-    "accepted_per_pass": "drafted tokens that a pass accepts, the bonus token left out, all passes pooled",
-    "accepted_per_pass_by_request": "the mean of each request's own accepted tokens per pass",
-    "draft_acceptance_rate": "drafted tokens accepted, of those drafted (vLLM); it falls as drafts grow",
-    "committed_per_verified": "tokens committed, of all that the target verified (AIPerf); the rest is waste",
-}
-
 Interval = tuple[float, float]
 Number = int | float
 Pair = tuple[Number, Number]
@@ -65,7 +54,7 @@ class Acceptance:
     tau_within_depth: list[float]  # τ with every draft cut off at d, see `_tau_within`
     draft_tokens: int
     accepted_per_draft_token: float | None
-    definitions: dict[str, float | None]  # by the names of `DEFINITIONS`
+    definitions: dict[str, float | None]  # published definitions of acceptance by name
 
 
 def median_run(repeats: Sequence[Generation]) -> Generation:
@@ -119,11 +108,13 @@ def pooled(requests: Sequence[Passes], whole: Passes | None = None) -> Acceptanc
         draft_tokens=round(drafted),
         accepted_per_draft_token=ratio(total.accepted, drafted),
         definitions={
+            # Spec-Bench's mean accepted tokens, vLLM's and EAGLE's acceptance length, block efficiency
             "mean_acceptance_length": tau,
-            "mean_acceptance_length_by_request": tau_mean,
+            "mean_acceptance_length_by_request": tau_mean,  # SPEED-Bench
             "accepted_per_pass": ratio(total.accepted, total.steps),
             "accepted_per_pass_by_request": _mean([ratio(request.accepted, request.steps) for request in requests]),
-            "draft_acceptance_rate": ratio(total.accepted, drafted),
+            "draft_acceptance_rate": ratio(total.accepted, drafted),  # vLLM; it falls as drafts grow
+            # AIPerf: of the tokens that the target verified
             "committed_per_verified": None if total.drafted is None else ratio(total.tokens, drafted + total.steps),
         },
     )

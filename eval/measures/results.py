@@ -58,7 +58,7 @@ class Row:
     category: str = ""  # empty: all prompts of the workload
     prompts: int = 0
     state: str = "none"  # of a source with memory: warm from the requests before, or cold
-    definitions: dict[str, float | None] = field(default_factory=dict)  # by the names of metrics.DEFINITIONS
+    definitions: dict[str, float | None] = field(default_factory=dict)  # published ones, see metrics.pooled
     tau_within_depth: list[float | None] = field(default_factory=list)  # had every draft ended at depth 1, 2, …
     by_request: dict[str, dict[str, float]] = field(default_factory=dict)  # quantiles over the requests
     prefill_s: float = 0.0  # of all requests

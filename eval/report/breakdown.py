@@ -12,7 +12,7 @@ from operator import mul
 from typing import Any
 
 from eval.measures.cost_model import activated
-from eval.report.view import Record
+from eval.report.view import PLAIN, SESSION, Record
 
 COSTS = ("verification", "draft", "overhead")
 STAGES = ("ideal", *COSTS)
@@ -23,9 +23,6 @@ REMEDIES = {
     "overhead": "less overhead a step",
 }
 TENTH = 0.1  # the step by which losses are compared: small, for half the rejections gone is another head altogether
-# rows that share these ran beside each other
-SESSION = ("report", "workload", "category", "temperature", "batch_size", "request_rate")
-PLAIN = "plain"
 
 
 def with_breakdowns(rows: Sequence[Record]) -> list[dict[str, Any]]:
@@ -132,9 +129,9 @@ def sentence(name: str, breakdown: Record) -> str:
         return f"{stages[cost]:.2f}" + " (cheaper than the baseline's)" * (stages[cost] > before[cost])
 
     return (
-        f"{name} commits {stages['ideal']:.2f} tokens a pass. Passes at their own price leave "
-        f"{left('verification')} of that; drafting leaves {left('draft')}; the rest of the step leaves the "
-        f"measured {left('overhead')}. What would help most is {REMEDIES[breakdown['most']]}: a tenth of that "
-        f"loss gone would give {gain:.2f}. An oracle that drafts exactly what is accepted, for nothing, would reach "
+        f"{name} commits {stages['ideal']:.2f} tokens a pass, the speedup if a pass cost a step of the baseline. The "
+        f"dearer passes leave {left('verification')}; drafting leaves {left('draft')}; the rest of the step leaves the "
+        f"measured {left('overhead')}. The greatest gain would come from {REMEDIES[breakdown['most']]}: {gain:.2f} if "
+        f"that loss were a tenth smaller. An oracle that drafts only accepted tokens, at no cost, would reach "
         f"{breakdown['oracle']:.2f}."
     )

@@ -1,114 +1,200 @@
-"""The sections of a report in their order, each with its text, tables and plots; renderers only format them."""
+"""The sections of a report in their order, each with sentences, a table or a plot; renderers only format them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from eval.measures.losslessness import Gate, SampledGate
-from eval.measures.metrics import DEFINITIONS
-from eval.measures.results import ENDPOINT
-from eval.report import breakdown, columns, operating, plots, prose
-from eval.report.breakdown import PLAIN
-from eval.report.columns import Table, topic
+from eval.measures.metrics import LEVEL, PARTS
+from eval.measures.results import ENDPOINT, LIVE
+from eval.report import breakdown, plots
+from eval.report.breakdown import COSTS
 from eval.report.plots import Plot
-from eval.report.tree_plot import tree
-from eval.report.view import PAGE, TEXT, Record, Result, origin, results_of
+from eval.report.view import (
+    PLAIN,
+    Record,
+    Result,
+    flattened,
+    origin,
+    results_of,
+    shown,
+    sweeps,
+    with_interval,
+    without_ending,
+    words,
+)  # fmt: skip
 from inference.verification.verify import emits_samples
 
 LITTLE = 0.02  # of the speedup: costs are not known closer
-OVER = "the same engine without drafts"  # what a speedup is over
-MOST = 5  # near ties shown of each drafter
-AGAINST = {"batch_size": "batch size", "temperature": "temperature", "request_rate": "requests a second"}
+TIES = 5  # near ties shown of each drafter
+TREES, NODES = 8, 16  # of each drafter: other trees, nodes of its own
+INTERVAL = f"[{LEVEL:.0%}]"
+
+Column = tuple[str, Callable[[Result], str]]  # a column's title, and its cell of a result
+
+
+class Table(NamedTuple):
+    """A table; `failed` tells for each line whether its drafter failed a losslessness check."""
+
+    titles: list[str]
+    lines: list[list[str]]
+    failed: list[bool]
 
 
 class Section(NamedTuple):
-    """A part of a report; a page shows one that is `folded` on demand."""
+    """A part of a report; the page folds one that is seldom read."""
 
     id: str
     title: str
     text: Sequence[str] = ()
-    tables: Sequence[Table] = ()
-    plots: Sequence[Plot] = ()
-    folded: bool = False
+    table: Table | None = None
+    plot: Plot | None = None
     bullets: Sequence[str] = ()
+    folded: bool = False
 
 
-def sections(report: Record, medium: str) -> list[Section]:
-    """Return the sections that have a table, a plot or a list, for one of the renderers."""
-    candidates = (on_page if medium == PAGE else in_text)(report, results_of(report))
-    return [one for one in candidates if one.plots or one.bullets or any(table.lines for table in one.tables)]
+def number(title: str, key: str, digits: int | None = 2, per: str | None = None, scale: float = 1.0) -> Column:
+    """Return a column of a value of the row, a dot in its key leading inwards; `per` divides it by another one."""
+
+    def cell(result: Result) -> str:
+        value: Any = result.row
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if per is not None:
+            value = value / result.row[per] * scale if value is not None and result.row[per] else None
+        return shown(value, digits)
+
+    return title, cell
 
 
-def in_text(report: Record, measured: Sequence[Result]) -> Iterator[Section]:
-    """Yield the sections of Markdown: those of whole workloads, with tables in place of plots."""
-    overall = [result for result in measured if result.overall]
-    clocked = [result for result in measured if result.clocked]
-    settings, name = [columns.LABEL, columns.WORKLOAD, columns.T], columns.on_workload(overall)
-    yield Section("reports", "The reports", tables=[columns.reports(report)])
-    yield Section("results", "Results", tables=[columns.results(overall, TEXT)], bullets=compared(report))
-    yield Section("times", "Where the time goes", tables=[topic("times", overall, name)])
-    yield why(report, topic("why", overall))
-    yield other(report, columns.MOST)
-    yield along(report)
-    yield Section("tiers", "With and without a clock", [prose.TIERS], columns.tiers(measured)[:1])
-    yield Section("categories", "By category", tables=[topic("categories", clocked)])
-    listed = topic("definitions", overall)
-    meanings = [f"`{name}`: {meaning}" for name, meaning in DEFINITIONS.items()] if listed.lines else []
-    yield Section("definitions", "What others call acceptance", tables=[listed], bullets=meanings)
-    yield Section("end_to_end", "End to end", [prose.END_TO_END], [topic("end_to_end", overall)])
-    yield users(report)
-    yield Section("load", "Under load", [prose.LOAD], [topic("load", overall, columns.DRAFTER)])
-    yield Section("requests", "Over the requests", tables=[columns.requests(overall)])
-    within = columns.by_depth("within", overall, settings, "depth {}", "tau_within_depth")
-    yield Section("within", "At an equal depth of draft", [prose.WITHIN], [within])
-    yield checks(report, overall, [])
+LABEL: Column = ("drafter", lambda result: result.label)
+T: Column = ("T", lambda result: result.temperature)
+TREE = number("tree", "tree")
+TAU: Column = (f"τ {INTERVAL}", lambda result: result.tau)
+DEPTHS: Column = ("P(a≥1) P(a≥2) …", lambda result: result.accepted)
+SPEED: Column = ("tok/s", lambda result: result.speed)
+SPEEDUP: Column = (f"speedup {INTERVAL}", lambda result: result.speedup)
+LOSSLESS: Column = ("lossless", lambda result: result.lossless)
+HF: Column = ("vs HF", lambda result: result.hide_if_gate_failed(shown(result.row["speedup_hf"])))
+RESULTS = [LABEL, T, TREE, number("rule", "rule"), TAU, DEPTHS, SPEED, SPEEDUP, HF, LOSSLESS]
+SWEEP = [T, TAU, DEPTHS, SPEEDUP, LOSSLESS]  # of the runs of a multirun
 
 
-def on_page(report: Record, measured: Sequence[Result]) -> Iterator[Section]:
-    """Yield the sections of the page: those of all results, with plots, and every number under its key."""
-    trees = [plot for name, record in report.get("trees", {}).items() if record["paths"] for plot in tree(name, record)]
-    both = plots.with_intervals(report, "speedup", "speedup") + plots.with_intervals(report, "tau", "τ")
-    loads = [plot for key, name in AGAINST.items() for plot in plots.against(report, key, name)]
-    why_not, timed, times = (topic(id_, measured, columns.NAME) for id_ in ("why", "load", "times"))
-    depths = columns.by_depth("depths", measured, [columns.NAME], "P(a≥{})", "accepted_by_depth")
-    nodes, everything = columns.nodes(report, measured), columns.everything(measured)
-    yield Section("reports", "The reports", tables=[columns.reports(report)])
-    yield Section("results", "Results", [], [columns.results(measured, PAGE)], both, bullets=compared(report))
-    yield why(report, why_not, plots.breakdown(report))
-    yield checks(report, measured, [columns.checks(report)])
-    yield Section("depths", "Acceptance by depth", [], [depths], plots.acceptance(report))
-    yield users(report, operating.plots(report))
-    yield Section("load", "Under load and temperature", [], [timed], loads + plots.latencies(report))
-    yield other(report, None, plots.loads(report) + plots.trees(report))
-    yield Section("times", "Where the time goes", [], [times], plots.time_split(report))
-    yield Section("tree", "The tree", [prose.NODES] * bool(trees), [nodes], trees, folded=True)
-    yield along(report, plots.along(report))
-    yield Section("tiers", "With and without a clock", [prose.TIERS], columns.tiers(measured), folded=True)
-    yield Section("training", "Training of the head", plots=plots.training(report), folded=True)
-    yield Section("everything", "Every number", ["Those of report.json."], [everything], folded=True)
+def _batch(result: Result) -> str:
+    rate = result.row.get("request_rate")
+    return str(result.row["batch_size"]) + (f" at {rate:g} req/s" if rate is not None else "")
+
+
+WORKLOAD: Column = ("workload", lambda result: without_ending(str(result.row["workload"])))
+CARD = [number("drafter", "drafter"), TREE, WORKLOAD, T, ("batch", _batch), TAU, DEPTHS, SPEED, SPEEDUP, LOSSLESS]
+WHY = [
+    *(LABEL, T, number("τ (ideal)", "ladder.rungs.ideal")),
+    *(number(f"after {cost}", f"ladder.rungs.{cost}") for cost in COSTS[:-1]),
+    *(number("speedup", f"ladder.rungs.{COSTS[-1]}"), number("oracle", "ladder.oracle")),
+    ("would help most", lambda result: breakdown.advice(result.row["ladder"])),
+]
+TIMES = [
+    *(LABEL, T, TREE, number("steps", "steps")),
+    *(number(f"{key} ms", f"seconds.{key}", 2, "steps", 1000.0) for key in PARTS),
+    *(number("drafted", "draft_tokens", 1, "steps"), number("accepted / drafted", "accepted_per_draft_token")),
+    *(number("overlap headroom", "overlap_headroom"), number("latency s", "latency_s", 3)),
+    ("speedup, end to end", lambda result: result.ratio("whole_speedup")),
+]
+LOAD = [
+    *(LABEL, T),
+    *(
+        number(f"{title} {mark}", f"by_request.{key}.{mark}", 3)
+        for title, key in (("queue s", "queue_s"), ("TTFT s", "ttft_s"), ("latency s", "latency_s"))
+        for mark in ("p50", "p95")
+    ),
+    *(SPEED, number("tok/s of one user", "by_request.user_tokens_per_second.p50", 1)),
+    (f"latency ratio {INTERVAL}", lambda result: result.speedup),
+]
+CATEGORIES = [LABEL, T, number("prompts", "prompts"), TAU, SPEEDUP]
+
+
+def table(columns: Sequence[Column], results: Iterable[Result]) -> Table:
+    """Return a table with a line for each result."""
+    listed = list(results)
+    lines = [[cell(result) for _, cell in columns] for result in listed]
+    return Table([title for title, _ in columns], lines, [result.failed for result in listed])
+
+
+def values_table(titles: Sequence[str], body: Sequence[Sequence[Any]], digits: int = 2) -> Table:
+    """Return a table of values that belong to no single result."""
+    return Table(list(titles), [[shown(value, digits) for value in line] for line in body], [False] * len(body))
+
+
+def results_table(report: Record) -> Table:
+    """Return the results of whole workloads: τ, speed, speedup, losslessness."""
+    return table(RESULTS, (result for result in results_of(report) if not result.row.get("category")))
+
+
+def sections(report: Record) -> list[Section]:
+    """Return the sections that have a table, a plot or a list."""
+    results = results_of(report)
+    whole = [result for result in results if result.overall]
+    rated = [result for result in whole if result.row.get("request_rate") is not None]
+    parts = [result for result in results if result.clocked and result.row.get("category")]
+    explained = [result for result in results if result.row.get("ladder") is not None]
+    timed = [result for result in whole if result.row["tier"] == LIVE]
+    load_note = [LOAD_NOTE] if rated else ()
+    training, trees = plots.learning_curve(report.get("training", {})), other_trees(report)
+    candidates = [
+        Section("reports", "The reports", (), compared_conditions(report)),
+        Section("results", "Results", (), results_table(report), plots.speedup(results), compared(report)),
+        Section("why", "Why not more?", why(report), table(WHY, explained)),
+        gate_section(report, whole),
+        Section("depths", "Acceptance by depth", (), None, plots.acceptance(results)),
+        Section("load", "Under load", load_note, table(LOAD, rated), plots.speedup_by_batch(results), paying(results)),
+        Section("times", "Where the time goes", (), table(TIMES, timed), plots.time_of_pass(results)),
+        Section("other", "Other trees", [TREES_NOTE] if recommended(report) else (), trees, folded=True),
+        Section("tree", "The tree", [NODES_NOTE], nodes(report), folded=True),
+        Section("categories", "By category", (), table(CATEGORIES, parts), folded=True),
+        Section("training", "Training of the head", (), None, training, folded=True),
+    ]
+    return [one for one in candidates if one.plot or one.bullets or (one.table and one.table.lines)]
+
+
+def firsts(report: Record) -> list[Result]:
+    """Return each drafter's first result: of the first session asked for, not of the most flattering one.
+
+    It has failed if any of the drafter's has.
+    """
+    first: dict[tuple[str, str], Result] = {}
+    for result in results_of(report):
+        key = result.row["drafter"], result.row.get("report", "")
+        one = first.setdefault(key, result)
+        first[key] = replace(one, failed=one.failed or result.failed)
+    return [result for result in first.values() if result.row["drafter"] != PLAIN] or list(first.values())
 
 
 def sentence(report: Record) -> str:
-    """Return the result in a sentence for everybody: that of the fastest lossless draft source; none without one."""
-    timed = [result for result in firsts(report) if result.row["speedup"] and not result.failed]
-    timed = [result for result in timed if result.row["drafter"] != PLAIN and result.row.get("request_rate") is None]
+    """Return the result in a sentence: that of the fastest lossless draft source; empty without one."""
+    timed = [
+        result
+        for result in firsts(report)
+        if result.row["speedup"] and not result.failed and result.row["drafter"] != PLAIN
+        if result.row.get("request_rate") is None
+    ]
     if not timed:
         return ""
     row = max(timed, key=lambda result: result.row["speedup"]).row
     session, counts = origin(report, row), row.get("lossless") or {}
-    name = session["target"].get("name") or "the target"
     low, high = row.get("speedup_ci") or (None, None)
     between = "" if low is None else f" ({low:.2f} to {high:.2f})"
     source = "speculation" if row["drafter"] == ENDPOINT else row["drafter"]  # whatever a server drafts with
-    # Above 0 the counts are those under coupled noise, and the text timed is the baseline's by some rules alone.
+    # Above 0 the counts are those under coupled noise, and the text timed is the baseline's by some rules only.
     is_same = row["temperature"] == 0 or all(emits_samples(rule) for rule in row["rule"].split(" + "))
     what = " the same text" if is_same else " text of the same distribution"
-    text = f"With {source}, {name} writes{what} {row['speedup']:.2f} times as fast{between} as {OVER}"
+    what = what if counts.get("checked") else ""
+    text = f"With {source}, {session['target'].get('name') or 'the target'} writes{what} {row['speedup']:.2f} times"
+    text += f" as fast{between} as the same engine without drafts"
     if low is not None and low <= 1 < row["speedup"]:
         text += " (not shown to be faster; more prompts narrow the interval)"
-    text += over_hf(row)
+    text += f", {row['speedup_hf']:.2f} times HF generate" if row.get("speedup_hf") else ""
     if not counts.get("checked"):
-        return f"{text.replace(what, '', 1)}; whether the text is the same was not checked."
+        return f"{text}; whether the text is the same was not checked."
     ties = f", {counts['near_tie']} the same but for rounding" if counts.get("near_tie") else ""
     there, dtype = row.get("agreement") or {}, session["settings"].get("gate_dtype")
     if dtype and there.get("identical", counts["checked"]) < there.get("checked", 0):
@@ -117,134 +203,216 @@ def sentence(report: Record) -> str:
     return f"{text}; {counts['identical']} of {counts['checked']} answers identical{noise}{ties}."
 
 
-def over_hf(row: Record) -> str:
-    """Return a speedup over `generate` of transformers in words; nothing where that was not timed."""
-    return f", {row['speedup_hf']:.2f} times HF generate" if row.get("speedup_hf") else ""
-
-
 def compared(report: Record) -> list[str]:
     """Return a line for each drafter that was measured on the prompts of another."""
+
+    def change(difference: Record, digits: int) -> str:
+        value, low, high = (f"{difference[key]:+.{digits}f}" for key in ("difference", "low", "high"))
+        clear = "" if difference["low"] > 0 or difference["high"] < 0 else "not "
+        return f"{value} [{low}, {high}], {clear}clear of zero"
+
     return [
         f"{pair['drafter']} against {pair['base']}, the same {pair['prompts']} prompts of {pair['workload']}, "
-        f"T={pair['temperature']:g}, batch size {pair['batch_size']}: τ {_change(pair['tau'], 2)}, tokens a second "
-        f"{_change(pair['tokens_per_second'], 1)} (paired bootstrap)"
+        f"T={pair['temperature']:g}, batch size {pair['batch_size']}: τ {change(pair['tau'], 2)}, tokens a second "
+        f"{change(pair['tokens_per_second'], 1)} (paired bootstrap)"
         for pair in report.get("paired", [])
     ]
 
 
-def _change(change: Record, digits: int) -> str:
-    value, low, high = (f"{change[key]:+.{digits}f}" for key in ("difference", "low", "high"))
-    clear = "" if change["low"] > 0 or change["high"] < 0 else "not "
-    return f"{value} [{low}, {high}], {clear}clear of zero"
-
-
-def why(report: Record, table: Table, plots_shown: Sequence[Plot] = ()) -> Section:
-    """Return the speedup breakdown: in words for each drafter's first result, in numbers for all."""
-    explained = [result for result in firsts(report) if result.row.get("ladder")]
-    sentences = [breakdown.sentence(result.name, result.row["ladder"]) for result in explained]
-    for result in explained:
-        if counts := origin(report, result.row)["target"].get("experts"):
-            sentences.append(breakdown.experts(result.name, result.row, *counts))
-    return Section("why", "Why not more?", [*sentences, *recommended(report), prose.BREAKDOWN], [table], plots_shown)
-
-
-def firsts(report: Record) -> list[Result]:
-    """Return each drafter's first result: of the first session asked for, not of the most flattering one.
-
-    It has failed if any of the drafter's has.
-    """
-    first: dict[str, Result] = {}
-    for result in results_of(report):
-        one = first.setdefault(columns.drafter_of(result), result)
-        first[columns.drafter_of(result)] = replace(one, failed=one.failed or result.failed)
-    return [result for result in first.values() if result.row["drafter"] != PLAIN] or list(first.values())
+def why(report: Record) -> list[str]:
+    """Return the speedup breakdown of each drafter's first result in words, and which tree to take."""
+    sentences = []
+    for result in firsts(report):
+        if result.row.get("ladder"):
+            sentences.append(breakdown.sentence(result.name, result.row["ladder"]))
+            if counts := origin(report, result.row)["target"].get("experts"):
+                sentences.append(breakdown.experts(result.name, result.row, *counts))
+    return [*sentences, *recommended(report), BREAKDOWN_NOTE]
 
 
 def recommended(report: Record) -> list[str]:
     """Return which tree to take and at which load to stop, in words, for each head with priced trees."""
+
+    def described(tree: Record) -> str:
+        tau, nodes, speedup = tree["tau"], tree["nodes"], tree["speedup"]
+        return f"{tree['tree']} (τ {tau:.2f}, {nodes:.1f} nodes a step, speedup {speedup:.2f})"
+
     sentences = []
     for name, record in report.get("other_trees", {}).items():
         if "loads" not in record:
             continue
         current, best = record["own"], record["best"]
         if current is None or best["tree"] == current["tree"]:
-            advice = f"no tree tried promises more than its own, {_tree(best)}."
+            advice = f"no tree tried promises more than its own, {described(best)}."
         elif best["speedup"] <= current["speedup"] * (1 + LITTLE):
-            advice = f"its own tree, {_tree(current)}, is as good as any that was tried; next is {_tree(best)}."
+            advice = f"its own tree, {described(current)}, is as good as any that was tried; next is {described(best)}."
         else:
-            advice = f"of the trees tried, {_tree(best)} promises most; its own is {_tree(current)}."
+            advice = f"of the trees tried, {described(best)} promises most; its own is {described(current)}."
         sentences.append(f"{name}: {advice}")
-        if len(record["loads"]) > 1:
-            stops = _stops(record, "own", "its own tree"), _stops(record, "best", "the best for each size")
-            sentences.append(f"{name}: {'; '.join(stops)}.")
+        largest = record["loads"][-1]
+        for key, tree in (("own", "its own tree"), ("best", "the best tree for each size")):
+            if len(record["loads"]) > 1 and key in record["stops_paying"]:
+                size = record["stops_paying"][key]
+                still = f"still pays at batch size {largest['batch_size']} ({shown(largest[key])})"
+                stops = still if size is None else f"no longer pays from batch size {size} on"
+                sentences.append(f"{name}: {tree} {stops}, as predicted.")
     return sentences
 
 
-def _tree(tree: Record) -> str:
-    return f"{tree['tree']} (τ {tree['tau']:.2f}, {tree['nodes']:.1f} nodes a step, speedup {tree['speedup']:.2f})"
+def paying(results: Sequence[Result]) -> list[str]:
+    """Return at which batch sizes and request rates each draft setting pays, in words."""
+    lines = []
+    for key, unit in (("batch_size", "batch size"), ("request_rate", "requests a second")):
+        for name, curve in sweeps(results, key).items():
+            by_verdict: dict[str, list[str]] = {}
+            for result in curve:
+                verdict = "pays" if result.row["speedup"] > 1 else "loses"
+                speedup = with_interval(result.row["speedup"], result.row["speedup_ci"])
+                by_verdict.setdefault(verdict, []).append(f"{result.row[key]:g} ({speedup})")
+            at = "; ".join(f"{verdict} at {unit} {', '.join(loads)}" for verdict, loads in by_verdict.items())
+            lines.append(f"{name}: {at}")
+    return lines
 
 
-def _stops(record: Record, who: str, name: str) -> str:
-    """Return at which batch size a tree stops paying, in words."""
-    if who not in record["stops_paying"]:
-        return f"{name} has no prediction"
-    size, largest = record["stops_paying"][who], record["loads"][-1]
-    if size is None:
-        return f"{name} still pays at batch size {largest['batch_size']} ({largest[who]:.2f})"
-    return f"{name} no longer pays from batch size {size} on"
-
-
-def users(report: Record, plots_shown: Sequence[Plot] = ()) -> Section:
-    """Return the tokens a second of all users against those of one, where drafts lose, and how sure that is."""
-    text = [f"{line}." for line in operating.crossings(report)]
-    table, checked = operating.table(report), operating.checks(report)
-    return Section(
-        "users", "Throughput against the speed of one user", [*text, prose.USERS], [table], plots_shown, bullets=checked
-    )
-
-
-def other(report: Record, most: int | None, plots_shown: Sequence[Plot] = ()) -> Section:
-    """Return the predictions for other trees and loads."""
-    tables = [columns.other_trees(report, most), columns.other_loads(report)]
-    text = [prose.SIMULATED] if recommended(report) else []  # what they say stands under "Why not more?"
-    return Section("other", "Other trees and loads", text, tables, plots_shown, folded=True)
-
-
-def along(report: Record, plots_shown: Sequence[Plot] = ()) -> Section:
-    """Return the acceptance that one forward pass of target and head over the text measures."""
-    return Section("forced", "The head along the text", [prose.FORCED], [columns.ranks(report)], plots_shown, True)
-
-
-def checks(report: Record, measured: Sequence[Result], tables: Sequence[Table]) -> Section:
-    """Return the losslessness checks: above temperature 0 in words, with the near ties."""
+def gate_section(report: Record, results: Sequence[Result]) -> Section:
+    """Return the losslessness checks: counts by drafter, checks above temperature 0 and near ties in words."""
     settings = report["settings"]
+    gates = settings.get("gate", {})
     sampled = [SampledGate.read(check) for check in settings.get("sampled_gate", [])]
     lines = [f"{'' if check.passed else 'FAILED: '}{check}." for check in sampled]
-    near = [
-        f"near tie of {name}: {tie}"
-        for name, gate in settings.get("gate", {}).items()
-        for tie in Gate.read(gate).ties[:MOST]
-    ]
-    near += [_timed(result) for result in measured if columns.texts_differ(result.row)]
-    text = [prose.CHECKED, *[prose.SAMPLED] * bool(sampled), *[prose.TIES] * bool(near)]
-    return Section("gate", "Is it lossless?", text, tables, bullets=[*lines, *near])
-
-
-def _timed(result: Result) -> str:
-    """Return how many timed prompts equal the baseline's, with the logit gaps where they first differ."""
-    counts = result.row["agreement"]
-    gaps = ", ".join("inf" if gap is None else f"{gap:.3g}" for gap in counts["gaps"][:MOST])
-    return (
-        f"timed in {counts['dtype']}, {result.label} on {result.row['workload']}: {counts['identical']} of "
-        f"{counts['checked']} prompts identical, {counts['near_tie']} near ties, {counts['beyond']} beyond; top-2 "
-        f"logit gaps {gaps}"
+    near = [f"near tie of {name}: {tie}" for name, gate in gates.items() for tie in Gate.read(gate).ties[:TIES]]
+    for result in results:
+        timed = result.row["agreement"]
+        if timed.get("identical", result.row["prompts"]) < result.row["prompts"]:
+            gaps = ", ".join("inf" if gap is None else f"{gap:.3g}" for gap in timed["gaps"][:TIES])
+            near.append(
+                f"timed in {timed['dtype']}, {result.label} on {result.row['workload']}: {timed['identical']} of "
+                f"{timed['checked']} prompts identical, {timed['near_tie']} near ties, {timed['beyond']} beyond; top-2 "
+                f"logit gaps {gaps}"
+            )
+    keys = ("checked", "identical", "near_tie", "failed")
+    counts = values_table(
+        ("drafter", *map(words, keys)), [(name, *(gate.get(key) for key in keys)) for name, gate in gates.items()]
     )
+    counts = counts._replace(failed=[not gate.get("passed", True) for gate in gates.values()])
+    text = [CHECKED_NOTE, *[SAMPLED_NOTE] * bool(sampled), *[TIES_NOTE] * bool(near)]
+    return Section("gate", "Is it lossless?", text, counts, bullets=[*lines, *near])
 
 
-def notes_of(report: Record) -> tuple[str, ...]:
-    """Return the notes that a report.json needs."""
+def other_trees(report: Record) -> Table:
+    """Return the trees of each head that promise most, or accept most where nothing was priced."""
+    body = []
+    for name, record in report.get("other_trees", {}).items():
+        ranked = sorted(record["trees"], key=lambda tree: tree["speedup"] or tree["tau"], reverse=True)
+        keys = ("family", "tree", "nodes", "tau", "speedup")
+        body += [[name, *(tree[key] for key in keys)] for tree in ranked[:TREES]]
+    return values_table(("drafter", "family", "tree", "nodes a step", "τ", "predicted speedup"), body)
+
+
+def nodes(report: Record) -> Table:
+    """Return the most often accepted nodes of each drafter's tree, with their share of the target passes."""
+    body = []
+    for name, record in report.get("trees", {}).items():
+        ranked = sorted(zip(record["paths"], record["accepted"], strict=True), key=lambda node: -node[1])
+        for path, fraction in ranked[:NODES]:
+            body.append([name, record["label"], " ".join(str(rank + 1) for rank in path), len(path), fraction])
+    return values_table(("drafter", "tree", "ranks from the root", "depth", "accepted"), body, 3)
+
+
+def compared_conditions(report: Record) -> Table:
+    """Return the target, device, settings and workloads of reports side by side."""
+    body: list[dict[str, Any]] = []
+    for one in report.get("reports", []):
+        target, device, settings = one["target"], one["device"], one["settings"]
+        code = settings.get("provenance", {})
+        record = {"name": one["name"], "target": target.get("name")}
+        record |= {"device": device.get("name"), "dtype": device.get("dtype")}
+        record |= {key: settings.get(key) for key in ("max_new_tokens", "prompts", "engine")} | dict(one["work"])
+        body.append(record | {"revision": (code.get("revision") or "-")[:12], "date": code.get("date")})
+    return values_table([words(key) for key in (body[0] if body else ())], [list(record.values()) for record in body])
+
+
+def facts_of(report: Record) -> dict[str, dict[str, Any]]:
+    """Return the target, device and settings that the numbers were measured under, by their names."""
+    settings = {key: value for key, value in report["settings"].items() if key not in ("gate", "sampled_gate")}
+    facts = {"target": report["target"], "device": report["device"], "settings": settings}
+    return {name: {words(key): value for key, value in flattened(values)} for name, values in facts.items()}
+
+
+def notes_of(report: Record) -> Iterator[str]:
+    """Yield the notes on how to read the numbers of a report.json."""
     rows = report["rows"]
+    yield NOTES[0]
     if report["device"].get("type") == ENDPOINT:
-        return (prose.NOTES[0], prose.NOTES[2], prose.SERVED)
-    loaded = any(row["request_rate"] is not None for row in rows)
-    return prose.NOTES + (prose.ABOVE_0,) * any(row["temperature"] > 0 for row in rows) + (prose.AT_A_RATE,) * loaded
+        yield SERVED_NOTE
+        return
+    yield from NOTES[1:]
+    if any(row["temperature"] > 0 for row in rows):
+        yield SAMPLING_NOTE
+    if any(row["request_rate"] is not None for row in rows):
+        yield RATE_NOTE
+    if peak := max((row["memory_bytes"] for row in rows), default=0):
+        yield f"Peak memory: {peak / 2**20:.0f} MiB of the accelerator, else of the process, all drafters together."
+
+
+CHECKED_NOTE = "Greedy output against the baseline's, token for token, in the gate's dtype."
+SAMPLED_NOTE = (
+    "Under coupled noise every drafter must emit the baseline's tokens. The chi-square test samples next tokens after "
+    "fixed texts with the rule in use, often enough to reject, with the power that is named, a distribution that is "
+    "off by the total variation TV. The control, a rule known to be broken, must be rejected each time."
+)
+TIES_NOTE = (
+    "The gap is the baseline's between its two best tokens where the other first differs. Timed text is not checked: "
+    "rounding decides there, and from there on two texts differ."
+)
+LOAD_NOTE = (
+    "With request_rate, requests arrive at random (Poisson) and wait in a queue while the batch is full. TTFT and "
+    "latency count from the arrival. The latency ratio is the baseline's mean latency over the drafter's."
+)
+BREAKDOWN_NOTE = (
+    "The breakdown leads from τ to the speedup: the speedup left after the dearer pass, after the draft too, and after "
+    "all costs. A cost below the baseline's by less than the speedup's interval is noise and shown as none. The oracle "
+    "accepts the same tokens, with drafts and wider passes for nothing. What would help most is the cost, or the share "
+    "rejected at each depth, that gives back most if it were a tenth smaller. A smaller tree accepts less too: "
+    "tune=true weighs one against the other."
+)
+TREES_NOTE = (
+    "Every tree is simulated along the target's own answers and priced with measured costs on this device. It is "
+    "chosen on half of the answers, and predicted for the other half. tune=true decodes with the best ones."
+)
+NODES_NOTE = f"The {NODES} most accepted nodes, with their share of the target passes; ranks are in drafted order."
+NOTES = (
+    "τ is the number of tokens that a target pass commits on average, the bonus token included: tokens after the "
+    "prefill over passes, pooled over all prompts. Intervals resample the prompts, all turns of a conversation and all "
+    "copies of a prompt at once.",
+    "Speed is that of decoding without the prefill; end to end counts both. Each prompt counts with its median repeat. "
+    "The baseline, every drafter and HF generate take turns on each prompt in random order.",
+    "P(a≥d) is the share of target passes in which d drafted tokens or more were accepted.",
+    "speedup is over the baseline, autoregressive decoding in the same engine, dtype and session at the same batch "
+    "size; vs HF is over `generate` of transformers, at batch size 1.",
+    "Times and drafted tokens are per step: one target pass with the draft before it. A verify time far above the "
+    "baseline's means that the tree is wide for this device; a long draft time, that the head is slow.",
+    "x4 behind a name is a batch of 4 sequences that share target passes. A pass counts as a step of each of them, "
+    "with an even share of its time; tok/s is that of all sequences together.",
+    "Overlap headroom: how many times faster the steps would be if a second device drafted the next tree while this "
+    "one verifies (Mirror-SD, arXiv 2510.13161), all of the shorter of the two times hidden: an upper bound.",
+    "lossless counts the prompts whose greedy output is the baseline's token for token, in the gate's dtype. A near "
+    "tie first differs where rounding decides between the two best tokens. A drafter that fails, or whose rule is "
+    "lossy, is given no speedup.",
+)
+SAMPLING_NOTE = (
+    "At temperatures above 0 lossless counts the prompts whose tokens are the baseline's under coupled noise, at every "
+    "batch size asked for; the distribution of tokens sampled with the rule in use is tested too. Exact enumeration in "
+    "the tests proves that the lossless rules keep it."
+)
+RATE_NOTE = (
+    "2 req/s behind a name: requests came at random (Poisson) at that mean rate, at the same moments for the baseline "
+    "and every drafter. Arrivals bound tokens per second, so speedup there is the baseline's mean latency over the "
+    "drafter's."
+)
+SERVED_NOTE = (
+    "Served endpoints: seconds are by this side's clock, from the request to the first token (prefill) and from there "
+    "to the last; all of a step's are under other. x4 is four requests in flight. τ is one and the accepted tokens "
+    "over the passes, by the server's counts. lossless compares greedy texts with the baseline's; a difference is a "
+    "near tie only from where the baseline's own repeats differ."
+)

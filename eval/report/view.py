@@ -1,62 +1,141 @@
-"""The view of a report that all renderers share: results with their names and status, and numbers for reading."""
+"""The view of a result that all renderers share: a row of report.json as people read it."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from eval.measures.losslessness import FailedChecks, labelled
+from data.text.files import kind_of
+from eval.measures.losslessness import WITHHELD, FailedChecks, in_words, labelled
 from eval.measures.results import LIVE
 
 Record = Mapping[str, Any]  # a row, or all of report.json
-
-PAGE, TEXT = "page", "text"  # who renders: report.html; report.md and the terminal
-DISTINGUISHING = ("report", "workload", "category", "tier")  # in a result's name where results differ in it
+PLAIN = "plain"  # the baseline, autoregressive decoding
+# Rows that share these were measured in one session, interleaved.
+SESSION = ("report", "workload", "category", "temperature", "batch_size", "request_rate")
+DEPTHS = 8  # of P(a >= d) in a table
 
 
 @dataclass(frozen=True)
 class Result:
-    """A row of the report with its name and its status among all rows."""
+    """A row of report.json as people read it; `row` has the numbers behind the texts."""
 
     row: Record
-    name: str  # unique among all results
-    label: str  # its drafter, batch size, rate and report, for tables that have a column for the rest
+    label: str  # drafter, batch size, request rate and report; workload and tier where the results differ in them
+    name: str  # the label, with the temperature where the results differ in it
     overall: bool  # whether it is of a whole workload, and by decoding where anything was decoded
     clocked: bool  # whether it is by decoding, or nothing was decoded
     failed: bool  # whether it failed a losslessness check
+
+    @property
+    def temperature(self) -> str:
+        """The temperature."""
+        return f"{self.row['temperature']:g}"
+
+    @property
+    def tau(self) -> str:
+        """τ with its interval."""
+        return with_interval(self.row["tau"], self.row["tau_ci"])
+
+    @property
+    def accepted(self) -> str:
+        """P(a >= d) of the first depths."""
+        fractions = self.row["accepted_by_depth"]
+        more = " …" * (len(fractions) > DEPTHS)
+        return (" ".join(f"{fraction:.2f}" for fraction in fractions[:DEPTHS]) or "-") + more
+
+    @property
+    def speed(self) -> str:
+        """Tokens per second."""
+        return shown(self.row["tokens_per_second"], 1)
+
+    @property
+    def speedup(self) -> str:
+        """The speedup with its interval; under a rate of requests the ratio of mean latencies."""
+        return self.ratio("speedup")
+
+    @property
+    def over(self) -> str:
+        """The denominator of the speedup."""
+        rated = self.row.get("request_rate") is not None
+        return "the baseline's mean latency over its own" if rated else "times the same engine without drafts"
+
+    @property
+    def lossless(self) -> str:
+        """The counts of its losslessness check."""
+        return in_words(self.row.get("lossless"))
+
+    def ratio(self, key: str) -> str:
+        """Return a ratio over the baseline with its interval; a slowdown is labelled."""
+        ratio = self.row.get(key)
+        text = with_interval(ratio, self.row.get(f"{key}_ci"))
+        return self.hide_if_gate_failed(f"{text}, slower" if ratio is not None and ratio < 1 else text)
+
+    def hide_if_gate_failed(self, text: str) -> str:
+        """Return the text, or that it is withheld."""
+        return WITHHELD if self.failed else text
 
 
 def results_of(report: Record) -> list[Result]:
     """Return the results of a report.json, in its order."""
     rows, failed = report.get("rows", []), FailedChecks.recorded(report.get("settings", {}))
     live = any(row.get("tier", LIVE) == LIVE for row in rows)
+    workloads = len({row["workload"] for row in rows if not row.get("category")}) > 1
+    several = len({row["temperature"] for row in rows}) > 1
     results = []
-    for row, name in zip(rows, names(rows), strict=True):
+    for row in rows:
         label = labelled(row["drafter"], row["batch_size"], row.get("report", ""), row.get("request_rate"))
+        label += f", {row['workload']}" if workloads or row.get("category") else ""
+        label += f", {words(row['tier'])}" if row.get("tier", LIVE) != LIVE else ""
+        name = f"{label}, T={row['temperature']:g}" if several else label
         clocked = row.get("tier", LIVE) == LIVE or not live
-        results.append(Result(row, name, label, clocked and not row.get("category"), clocked, failed.result(row)))
+        overall = clocked and not row.get("category")
+        results.append(Result(row, label, name, overall, clocked, failed.result(row)))
     return results
 
 
+def sweeps(results: Sequence[Result], key: str) -> dict[str, list[Result]]:
+    """Return the lossless results over several batch sizes, or several rates of requests, in order.
+
+    By the name of the draft setting: its drafter and the other conditions in which the results differ.
+    """
+    rated = key == "request_rate"
+    swept = [
+        result
+        for result in results
+        if result.overall and not result.failed and result.row["speedup"] is not None
+        if result.row["drafter"] != PLAIN and (result.row.get("request_rate") is not None) == rated
+    ]
+    others = [other for other in SESSION if other != key and len({result.row.get(other) for result in swept}) > 1]
+    curves: dict[str, list[Result]] = {}
+    for result in swept:
+        conditions = [f"{words(other)} {shown(result.row[other], None)}" for other in others]
+        curves.setdefault(", ".join([result.row["drafter"], *conditions]), []).append(result)
+    return {name: sorted(curve, key=lambda result: result.row[key]) for name, curve in curves.items() if len(curve) > 1}
+
+
 def origin(report: Record, row: Record) -> Record:
-    """Return what holds a row's own target, device and settings: of reports side by side the one that it is from."""
+    """Return the record with a row's own target, device and settings: its report's, where several are side by side."""
     return next((one for one in report.get("reports", []) if one["name"] == row.get("report")), report)
 
 
-def names(rows: Sequence[Record]) -> list[str]:
-    """Return a name for each row: the drafter, its batch size and rate, and the values that distinguish it."""
-    keys = [key for key in DISTINGUISHING if len({str(row.get(key)) for row in rows}) > 1]
-    several = len({row["temperature"] for row in rows}) > 1
-    named = []
-    for row in rows:
-        parts = [labelled(row["drafter"], row["batch_size"], request_rate=row.get("request_rate"))]
-        parts += [f"T={row['temperature']:g}"] if several else []
-        named.append(", ".join([*parts, *(_value(key, row) for key in keys if row.get(key) not in (None, "", LIVE))]))
-    return named
+def flattened(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested dicts and lists under flat names, indices from 1; lists of records are left out."""
+    if isinstance(value, list) and any(isinstance(inner, Mapping | list) for inner in value):
+        return
+    if isinstance(value, Mapping | list):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value, 1)
+        for key, inner in items:
+            yield from flattened(inner, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value
 
 
-def _value(key: str, row: Record) -> str:
-    return words(row[key]) if key == "tier" else str(row[key])
+def without_ending(workload: str) -> str:
+    """Return a workload's name without the ending of a file of prompts."""
+    kind = kind_of(Path(workload))
+    return workload[: workload.rindex(kind)] if kind else workload
 
 
 def words(key: str) -> str:
@@ -65,7 +144,7 @@ def words(key: str) -> str:
 
 
 def shown(value: Any, digits: int | None = 2) -> str:
-    """Return a value for reading: a number with so many digits behind its point, a dash where there is none."""
+    """Return a value for reading: a number with its decimals (None: as many as it has), a dash where there is none."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
@@ -73,7 +152,7 @@ def shown(value: Any, digits: int | None = 2) -> str:
     return "-" if value is None else str(value)
 
 
-def shown_interval(value: float | None, interval: Sequence[float | None] | None) -> str:
+def with_interval(value: float | None, interval: Sequence[float | None] | None) -> str:
     """Return a number with its interval, if that has a width."""
     if value is None or interval is None or None in interval or interval[0] == interval[1]:
         return shown(value)

@@ -10,8 +10,7 @@ from eval.measures.losslessness import WITHHELD, FailedChecks, Gate, SampledGate
 from eval.measures.results import Row, finite
 from eval.measures.serving import CONFIG, PROFILE, files
 from eval.report.breakdown import with_breakdowns
-from eval.report.page import RenderError, page
-from eval.report.text import markdown
+from eval.report.render import RenderError, markdown, page
 from heads.common.files import write_whole
 
 SCHEMA = 1
@@ -49,15 +48,36 @@ class Report:
 
     def failures(self) -> list[str]:
         """Return a line for each drafter that failed a losslessness check."""
-        greedy = [_failure(name, gate) for name, gate in self.gates.items() if not gate.passed]
-        return greedy + [f"{check}; speedup {WITHHELD}" for check in self.sampled if not check.passed]
+        lines = []
+        for name, gate in self.gates.items():
+            if not gate.checked:
+                lines.append(f"{name}: no prompt was compared with the baseline; speedup {WITHHELD}")
+            elif not gate.passed:
+                why = "its rule is lossy by choice; " if gate.lossy else ""
+                first = f"; {gate.first}" if gate.first else ""
+                counts = f"{gate.failed} of {gate.checked} prompts differ from the baseline"
+                lines.append(f"{name}: {why}{counts}; speedup {WITHHELD}{first}")
+        return lines + [f"{check}; speedup {WITHHELD}" for check in self.sampled if not check.passed]
 
     def warnings(self) -> list[str]:
         """Return what to compare with care: what the evaluation noted, and numbers of few prompts."""
         whole = [row for row in self.rows if not row.category and not row.report]
         measured = [row for row in whole if row.tau is not None or row.speedup is not None]
         few = [row for row in measured if 0 < row.prompts < ENOUGH]  # 0: an earlier version did not count them
-        noted = [_few(row.prompts, row.workload) for row in few]
+        noted = [
+            f"1 prompt of {row.workload} is too few for a bootstrap interval: give prompts={ENOUGH} or more"
+            if row.prompts == 1  # with nothing to resample there is no interval
+            else f"{row.prompts} prompts of {row.workload} are few for a bootstrap interval, which is then too narrow: "
+            f"give prompts={ENOUGH} or more"
+            for row in few
+        ]
+        for row in whole:
+            rate, latency, queued = row.request_rate, row.by_request.get("latency_s"), row.by_request.get("queue_s")
+            if rate and latency and queued and rate * (latency["p50"] - queued["p50"]) > row.batch_size:
+                noted.append(
+                    f"{row.drafter} at {rate:g} req/s: requests come faster than they are answered, so the "
+                    "queue grows while they come: give a lower request_rate or a larger batch_size"
+                )
         return list(dict.fromkeys([*self.extras.get("warnings", []), *noted]))
 
     def as_dict(self) -> dict[str, Any]:
@@ -107,20 +127,3 @@ def _write(file: Path, text: str) -> None:
         raise OSError(
             f"{file} cannot be written ({error.strerror or error}): free space there, or give another out"
         ) from error
-
-
-def _few(prompts: int, workload: str) -> str:
-    if prompts == 1:  # with nothing to resample there is no interval, the least evidence of all
-        return f"1 prompt of {workload} is too few for a bootstrap interval: give prompts={ENOUGH} or more"
-    return (
-        f"{prompts} prompts of {workload} are few for a bootstrap interval, which is then too narrow: give "
-        f"prompts={ENOUGH} or more"
-    )
-
-
-def _failure(name: str, gate: Gate) -> str:
-    if not gate.checked:
-        return f"{name}: no prompt was compared with the baseline; speedup {WITHHELD}"
-    differing = f"{gate.failed} of {gate.checked} prompts differ from the baseline; speedup {WITHHELD}"
-    why = "its rule is lossy by choice; " if gate.lossy else ""
-    return f"{name}: {why}{differing}" + (f"; {gate.first}" if gate.first else "")

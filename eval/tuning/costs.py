@@ -156,13 +156,13 @@ class PlaybackBatch(HeadBatch):
         self.deepest = source.size if self.chain else min(source.size, max(self.accepted, 1))
 
     def ranked(
-        self, roots: Roots, room: Int[Tensor, "B"], longest: int, *, waits: bool
+        self, roots: Roots, room: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], None]:
         """Time the head's trees, and return the planted ones; an idle slot's is the first sequence's."""
         source = self.source
         assert self.policy is not None
         start = source.clock()
-        super().ranked(roots, room, longest, waits=waits)
+        super().ranked(roots, room, longest, allow_host_sync=allow_host_sync)
         source.draft[draft_key(self.policy)].append(source.clock() - start)
         states = [state for state in self.states if isinstance(state, BatchedPlayback)]
         drafts = [state.planted(self.accepted, source.size, self.chain, source.target) for state in states]

@@ -13,7 +13,7 @@ from eval.measures.cost_model import Costs, Prediction, stops_paying
 from eval.measures.losslessness import WITHHELD, differs
 from eval.measures.metrics import Interval
 from eval.measures.serving import CONFIG, config_of, is_served, ranges
-from eval.report.text import rich_table
+from eval.report.render import rich_table
 from eval.tuning.grid import CHAIN, TREE
 from heads.common.files import write_whole
 from heads.formats.hub import schedule_of

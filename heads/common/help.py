@@ -10,7 +10,7 @@ from heads.common.resolvers import ROOT
 
 CONF = ROOT / "conf"
 KEY = re.compile(r"( *)([\w.]+):(?: (.*?))?(?: ?# (.*))?$")  # a line of our YAML: indent, key, value, comment
-GROUP = re.compile(r"  - (\w+): (\S+|\[.*\])(?: # (.*))?$", re.MULTILINE)  # a line of `defaults`
+GROUP = re.compile(r"  - /?(\w+): (\S+|\[.*\])(?: # (.*))?$", re.MULTILINE)  # a line of `defaults`
 PROGRAM = "HEADSTART_PROGRAM"  # environment variable: how the user started the command, if not by its script
 WIDTH = 34  # of a key and its value
 FLAGS = "-m with several values runs them all; --cfg job prints the configuration; --hydra-help lists Hydra's own flags"
@@ -34,7 +34,8 @@ def help_text(config: str, words: Sequence[str] = ()) -> str:
 
     Its `words` choose the options of groups whose keys are listed, as in head=mtp.
     """
-    comments = [line[2:] for line in _text(config).partition("defaults:")[0].splitlines()]
+    above = _text(config).partition("defaults:")[0].removeprefix("# @package _global_\n")
+    comments = [line[2:] for line in above.splitlines()]
     started, _, purpose = comments[0].partition(": ")
     used = next(line for line in comments if line.startswith("Most used: ")).split()[2:]
     program = os.environ.get(PROGRAM, started)
@@ -87,7 +88,7 @@ def _text(name: str) -> str:
 
 
 def _grouped(config: str, words: Sequence[str]) -> Iterator[list[Entry]]:
-    """Yield a command's own overrides, and those of each group after the group itself."""
+    """Yield a command's own overrides, those of each group after the group itself, and those of an included command."""
     named = dict(word.partition("=")[::2] for word in words)
     yield list(entries(_text(config)))
     for name, chosen, comment in GROUP.findall(_text(config)):
@@ -95,3 +96,5 @@ def _grouped(config: str, words: Sequence[str]) -> Iterator[list[Entry]]:
         files = [option for option in re.findall(r"[\w.]+", named.get(name, chosen)) if option in options(name)]
         inner = [entry for option in files for entry in entries(_text(f"{name}/{option}"), name)]
         yield [Entry(name, chosen, about), *inner]
+    for included in re.findall(r"^  - /(\w+)$", _text(config), re.MULTILINE):
+        yield from _grouped(included, words)

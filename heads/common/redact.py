@@ -7,7 +7,7 @@ by the name that it is given under (`HF_TOKEN=…`, `api_key=…`), or by being 
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from heads.common.untrusted import visible
@@ -37,28 +37,23 @@ SHORTEST = 8  # characters of a secret in the environment that is searched for i
 
 def redacted(text: str) -> str:
     """Return the text with `HIDDEN` instead of every secret."""
-    return _replaced(text, lambda _: HIDDEN)
-
-
-def _replaced(text: str, hide: Callable[[str], str]) -> str:
     for name, value in list(os.environ.items()):
         if len(value) >= SHORTEST and value in text and SECRET_NAME.fullmatch(name):
-            text = text.replace(value, hide(value))
-    text = GIVEN.sub(lambda match: match["name"] + hide(match["value"]), text)
-    return SHAPES.sub(lambda match: hide(match[0]), text)
+            text = text.replace(value, HIDDEN)
+    text = GIVEN.sub(lambda match: match["name"] + HIDDEN, text)
+    return SHAPES.sub(HIDDEN, text)
 
 
 def redacted_words(words: Iterable[str]) -> list[str]:
     """Redact the words of a command line; of `NAME=VALUE` with a secret's name the whole value is hidden."""
-    return [replaced_word(word, lambda _: HIDDEN) for word in words]
+    return [_redacted_word(word) for word in words]
 
 
-def replaced_word(word: str, hide: Callable[[str], str]) -> str:
-    """Return a word of a command line with every secret replaced by the result of `hide`."""
+def _redacted_word(word: str) -> str:
     name, _, value = word.partition("=")
     if SECRET_NAME.fullmatch(name) and value and not re.fullmatch(NUMBER, value, re.IGNORECASE):
-        return f"{name}={hide(value)}"
-    return _replaced(ITEM.sub(lambda match: match["name"] + hide(match["value"]), word), hide)
+        return f"{name}={HIDDEN}"
+    return redacted(ITEM.sub(lambda match: match["name"] + HIDDEN, word))
 
 
 def redacted_values(values: Any) -> Any:

@@ -1,7 +1,7 @@
 """Conversion of values in YAML or JSON to dataclasses, with their types and ranges checked."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from heads.common.help import nearest
 from heads.common.ranges import MACHINE, OneOf, Within
+from heads.common.resolvers import ROOT
 from heads.common.untrusted import CUT, shown
 
 T = TypeVar("T")
@@ -21,15 +22,6 @@ SCALARS: dict[type, tuple[Any, str]] = {
     bool: (BooleanNode, "true or false"),
     str: (StringNode, "a text"),
 }
-
-
-def bracketed(words: Sequence[str], *keys: str) -> list[str]:
-    """Return a command's words with `KEY=A,B` as `KEY=[A,B]` for these keys, which Hydra would take for a sweep."""
-    pairs = [word.partition("=") for word in words]
-    return [
-        f"{key}=[{value}]" if key in keys and value and value[0] not in "['\"" and value != "null" else word
-        for word, (key, _, value) in zip(words, pairs, strict=True)
-    ]
 
 
 def typed(schema: type[T], cfg: object, prefix: str = "", ready: Mapping[str, object] = MappingProxyType({})) -> T:
@@ -57,6 +49,12 @@ def typed(schema: type[T], cfg: object, prefix: str = "", ready: Mapping[str, ob
         )
     built: T = build(schema, values, prefix, ready)
     return built
+
+
+def from_yaml(schema: type[T], config: str, **values: Any) -> T:
+    """Build the dataclass of conf/CONFIG.yaml with these values instead of its own, for callers without Hydra."""
+    read: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / f"{config}.yaml"))
+    return typed(schema, {key: value for key, value in {**read, **values}.items() if key not in ("defaults", "hydra")})
 
 
 def build(schema: Any, values: Any, prefix: str, ready: Mapping[str, object] = MappingProxyType({})) -> Any:

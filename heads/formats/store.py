@@ -22,7 +22,7 @@ from heads.common.errors import one_line
 from heads.common.files import last_good, replacing, write_whole
 from heads.common.typed import typed
 from heads.common.untrusted import names_code, parsed_file, shown
-from heads.formats.weights import check_fit, outline, read_weights
+from heads.formats.weights import check_fit, meta_state_dict, read_weights
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ def load_head(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Modu
 def read_head(folder: Path, content: dict[str, Any], embeddings: Embeddings) -> nn.Module:
     """Load a head whose config.json is read already, of whatever target; refuse tensors that do not fit it."""
     kind, config = _kind(folder, content), head_config(folder, content)
-    check_fit(last_good(folder) / WEIGHTS, outline(kind, config, embeddings, f"{folder}/{CONFIG}: "), CONFIG)
+    check_fit(last_good(folder) / WEIGHTS, meta_state_dict(kind, config, embeddings, f"{folder}/{CONFIG}: "), CONFIG)
     head: nn.Module = kind(config, embeddings)
     fill(head, folder)
     return head

@@ -96,7 +96,7 @@ def digest(few: Mapping[str, Tensor], start: str = "") -> str:
     return sha256.hexdigest()[:32]
 
 
-def outline(kind: Any, config: Any, embeddings: Embeddings, where: str) -> dict[str, Tensor]:
+def meta_state_dict(kind: Any, config: Any, embeddings: Embeddings, where: str) -> dict[str, Tensor]:
     """Return a head's tensors on the meta device, to check a file before allocating the head.
 
     Raises:

@@ -242,13 +242,15 @@ class HeadBatch:
         return grow(self.head, self.cache, self.level(len(contexts)), self.policy, contexts)
 
     def ranked(
-        self, roots: Roots, room: Int[Tensor, "B"], longest: int, *, waits: bool
+        self, roots: Roots, room: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], Float[Tensor, "B M V"] | None]:
         """Grow a tree for each sequence by rank, or by sampling where the roots say so."""
         if self.policy is None:
             return *alone(roots.token), None
         self.hold(longest)
-        return ranked(self.head, self.cache, self.level(len(room)), self.policy, roots, room, waits=waits)
+        return ranked(
+            self.head, self.cache, self.level(len(room)), self.policy, roots, room, allow_host_sync=allow_host_sync
+        )
 
     def catch_up(self, lengths: Sequence[int]) -> None:
         """Commit each sequence's rows since the last draft in one call; one that has just entered has none."""

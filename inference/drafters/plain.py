@@ -41,7 +41,7 @@ class Plain(Drafter, DrafterState, DraftBatch):
         return [self.propose(context) for context in contexts]
 
     def ranked(
-        self, roots: Roots, room: Int[Tensor, "B"], longest: int, *, waits: bool
+        self, roots: Roots, room: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> tuple[DraftTree, Bool[Tensor, "1 1 1"], None]:
         """Return the roots alone."""
         return *alone(roots.token), None

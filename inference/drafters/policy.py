@@ -81,7 +81,7 @@ class ContextRoots(Roots):
         sequences = zip(logits, seen, self.contexts, strict=True)
         return torch.stack([penalize(one, before, context.sampling) for one, before, context in sequences])
 
-    def raced(self, logits: Float[Tensor, "B N V"], depth: int) -> Float[Tensor, "B N V"]:
+    def gumbel_scores(self, logits: Float[Tensor, "B N V"], depth: int) -> Float[Tensor, "B N V"]:
         """Race the probs of coupled sequences; others are ranked by their logits."""
         return torch.stack([self._raced(*pair, depth) for pair in zip(logits, self.contexts, strict=True)])
 
@@ -119,7 +119,7 @@ class Growth:
 
     def scores(self) -> Float[Tensor, "B N W"]:
         """Return what the level's tokens are ranked by: their logits, or the probs with their noise if coupled."""
-        return self.roots.raced(self.logits(), self.depth + 1) if self.roots.noisy else self.logits()
+        return self.roots.gumbel_scores(self.logits(), self.depth + 1) if self.roots.noisy else self.logits()
 
     def log_probs(self) -> Float[Tensor, "B N W"]:
         """Return the log-probs by which nodes of different parents are compared."""
@@ -198,17 +198,25 @@ def grow(head: Expander, state: Any, level: Level, config: TreeConfig, contexts:
 
 
 def ranked(
-    head: Expander, state: Any, level: Level, config: TreeConfig, roots: Roots, room: Int[Tensor, "B"], *, waits: bool
+    head: Expander,
+    state: Any,
+    level: Level,
+    config: TreeConfig,
+    roots: Roots,
+    room: Int[Tensor, "B"],
+    *,
+    allow_host_sync: bool,
 ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], Float[Tensor, "B M V"] | None]:
     """Return the trees "B N" of B sequences that rank alike, their nodes' ancestors, and q if children were sampled.
 
     What is deeper than a sequence has room for is drafted where nothing else is. A token of -1 is none: its level had
-    fewer. The M rows of q are those of the nodes with children. `room` says how deep each sequence's nodes may lie,
-    `waits` whether the host may read, to leave out what need not be computed; else a best_first tree expands all nodes.
+    fewer. The M rows of q are those of the nodes with children. `room` says how deep each sequence's nodes may be,
+    `allow_host_sync` whether the host may read, to leave out what need not be computed; else a best_first tree expands
+    all nodes.
     """
     if config.kind in CONFIDENT:
-        growth, scores = _confident(head, state, level, config, roots, head.max_depth, waits=waits)
-        if not waits or bool((room < growth.deepest).any()):
+        growth, scores = _confident(head, state, level, config, roots, head.max_depth, allow_host_sync=allow_host_sync)
+        if not allow_host_sync or bool((room < growth.deepest).any()):
             scores = scores.masked_fill(growth.depths() > room[:, None], float("-inf"))
         tree = trees.best_n(growth.whole(), scores, config.nodes)[0]
         return tree, trees.ancestors(tree), None
@@ -370,12 +378,19 @@ def candidates(
 
 
 def _confident(
-    head: Expander, state: Any, level: Level, config: TreeConfig, roots: Roots, depth: int, *, waits: bool = True
+    head: Expander,
+    state: Any,
+    level: Level,
+    config: TreeConfig,
+    roots: Roots,
+    depth: int,
+    *,
+    allow_host_sync: bool = True,
 ) -> tuple[Growth, Float[Tensor, "B N"]]:
     growth, depth = Growth(head, state, level, roots), min(depth, config.deepest)
     if config.kind == "dynamic":
         return growth, torch.cat(_dynamic(growth, config, depth), 1)
-    return growth, torch.cat(_best_first(growth, config, depth, waits), 1)
+    return growth, torch.cat(_best_first(growth, config, depth, allow_host_sync), 1)
 
 
 def _dynamic(growth: Growth, config: TreeConfig, depth: int) -> list[Float[Tensor, "B K"]]:
@@ -398,7 +413,7 @@ def _dynamic(growth: Growth, config: TreeConfig, depth: int) -> list[Float[Tenso
     return scores
 
 
-def _best_first(growth: Growth, config: TreeConfig, depth: int, waits: bool) -> list[Float[Tensor, "B K"]]:
+def _best_first(growth: Growth, config: TreeConfig, depth: int, allow_host_sync: bool) -> list[Float[Tensor, "B K"]]:
     """Draft the nodes that best-first search would, a whole level at a time; return the levels' scores.
 
     Best-first search expands the most probable node not yet expanded until the budget is spent, which yields the
@@ -422,7 +437,7 @@ def _best_first(growth: Growth, config: TreeConfig, depth: int, waits: bool) -> 
         best = so_far.topk(min(config.nodes - 1, so_far.shape[1])).values
         # Scores fall along a level, so those to expand come first.
         worth = (reached >= best[:, -1:]).sum(1).max() if best.shape[1] else 0
-        count = int(worth) if waits or not best.shape[1] else reached.shape[1]
+        count = int(worth) if allow_host_sync or not best.shape[1] else reached.shape[1]
         if count == 0 or step + 1 == depth:
             break
         growth.descend(token[:, :count], parent[:, :count], nodes[:, :count])
@@ -441,6 +456,10 @@ def verifiable(target: Target, tree: TreeConfig) -> TreeConfig:
         return tree
     chain = TreeConfig("chain", tree.deepest, 0, 0, [], [])
     log.warning(
-        "%s: %s, so no tree (%s) is verified: %s in its place", target.name, target.objection, tree.label, chain.label
+        "%s: %s, so no tree (%s) is verified: %s in its place",
+        target.name,
+        target.incompatibility,
+        tree.label,
+        chain.label,
     )
     return chain

@@ -135,7 +135,9 @@ def load(config: DraftModelConfig, target: Target, key: str) -> Target:
     try:
         model = Target.load(config.model, config.dtype or same, where, config.trust_remote_code)
         if model.recurrence is not None:
-            raise ValueError(f"{model.objection}, and a text that is revised needs those of others: choose another one")
+            raise ValueError(
+                f"{model.incompatibility}, and a text that is revised needs those of others: choose another one"
+            )
         return model
     except ValueError as error:
         raise ValueError(f"{key}.model={config.model} cannot be used: {error}") from error

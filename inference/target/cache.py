@@ -103,7 +103,7 @@ class BatchPass(NamedTuple):
         )
 
 
-def roomy(end: int) -> int:
+def round_up_kv_length(end: int) -> int:
     """Return the end of the entries in a pass of one of a few sizes; every pass finds room for it."""
     return -(-end // STRIDE) * STRIDE
 
@@ -132,7 +132,7 @@ class Storage:
 
     def reserve(self, capacity: int) -> None:
         """Have room for at least so many entries a sequence."""
-        capacity = max(roomy(capacity), LEAST) if self.fixed else -(-capacity // GRAIN) * GRAIN
+        capacity = max(round_up_kv_length(capacity), LEAST) if self.fixed else -(-capacity // GRAIN) * GRAIN
         if capacity > self.capacity:
             self.capacity, old = capacity, self.layers
             self.blocks, self.layers = [], {}
@@ -153,7 +153,7 @@ class Storage:
     def over(self, columns: Int[Tensor, "B N"], end: int, *, steady: bool = False) -> BatchPass:
         """Return a pass over the first sequences; entries behind the others count after `TargetCache.set_length`."""
         # Nodes of a fixed storage's passes may be padded to twice as many, and their ends to a stride; not of graphs.
-        room = roomy(end + columns.shape[1]) if self.fixed and not steady else end
+        room = round_up_kv_length(end + columns.shape[1]) if self.fixed and not steady else end
         if room > self.capacity:
             self.reserve(2 * room)
         layers = self.layers.values()

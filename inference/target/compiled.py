@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from inference.target.cache import BatchPass, Pool, roomy
+from inference.target.cache import BatchPass, Pool, round_up_kv_length
 from inference.target.model import TargetModel
 
 BACKEND = "inductor"
@@ -171,7 +171,7 @@ def padded(
     """
     batch, count, end = seen.shape
     width, slots = 1 << (count - 1).bit_length(), len(rows.keys[0])
-    more, idle, reach = width - count, slots - batch, roomy(end + width - count)
+    more, idle, reach = width - count, slots - batch, round_up_kv_length(end + width - count)
     seen = pad(seen, (0, reach - end, 0, more, 0, idle))
     seen[:, count:, 0] = True
     seen[batch:, :, 0] = True

@@ -180,13 +180,13 @@ class TargetModel:
         self.pool = Pool({}) if self.recurrence is None else Pool({}, make=partial(RecurrentCache, config=self.config))
         self.packing: Packing | None = None
         self.switch = switch_of(model)
-        self.objection = f"its attention takes no mask of ours ({self.architecture})"
+        self.incompatibility = f"its attention takes no mask of ours ({self.architecture})"
         self.takes_trees = False
 
     def check_masks(self, consequence: str) -> None:
         """Refuse what needs an attention that takes our masks where this one takes none: say what comes of it."""
         if not self.takes_trees:
-            raise ValueError(f"{self.name}: {self.objection}, {consequence}")
+            raise ValueError(f"{self.name}: {self.incompatibility}, {consequence}")
 
     def cache(self, capacity: int = 0) -> TargetCache:
         """Return an empty cache for one sequence of `capacity` entries; one that outgrows it moves to a larger one."""
@@ -334,7 +334,7 @@ class TargetModel:
         if self.takes_trees:
             return position[None], seen[None]
         if look_ahead is not None or drafted.parent.tolist() != list(range(-1, len(drafted.parent) - 1)):
-            raise ValueError(f"{self.name}: {self.objection}; draft with tree=chain")
+            raise ValueError(f"{self.name}: {self.incompatibility}; draft with tree=chain")
         return position[None], None
 
     def run(

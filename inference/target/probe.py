@@ -40,7 +40,7 @@ UNFIT = (ValueError, RuntimeError, TypeError, AttributeError, IndexError, KeyErr
 def check(target: TargetModel) -> bool:
     """Return whether the target verifies trees and batches exactly; false leaves chains, one sequence at a time.
 
-    Why not, it leaves in `target.objection`.
+    Why not, it leaves in `target.incompatibility`.
 
     Raises:
         ValueError: it does not run on a key-value cache, lm_head of the last hidden state is not the model's logits, or
@@ -71,9 +71,9 @@ def _check(target: TargetModel) -> bool:
         return True
     target.takes_trees = False
     why = f"applies {far[0]} itself" if far else "gives a tree or a batch other logits than its sequences alone"
-    target.objection = f"its attention takes no mask of ours ({target.architecture} {why})"
+    target.incompatibility = f"its attention takes no mask of ours ({target.architecture} {why})"
     if target.recurrence is not None:
-        target.objection = f"its recurrent layers keep the state of one path ({target.architecture})"
+        target.incompatibility = f"its recurrent layers keep the state of one path ({target.architecture})"
     if not _is_exact(_tree_is_exact, target, prompt, tree.chain(nodes[: DEPTH + 1])):
         _check_finite(target)
         why = "its cache cannot be rolled back (a recurrent state outside it?)"

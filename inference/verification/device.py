@@ -1,8 +1,8 @@
-"""Acceptance on the device: what rules.py walks on the host, for the trees of a whole batch at once.
+"""Acceptance on the device: the walks of rules.py, for the trees of a whole batch at once.
 
-Nothing here is read by the host unless it may (`waits`). The shapes depend on the trees' sizes alone. What the rules
-of sampled drafts walk is a fixed shape, which the host knows: it visits all nodes, and masks say which of them each
-sequence comes to.
+The host reads nothing here unless `allow_host_sync`. Shapes depend only on the trees' sizes. The rules of sampled
+drafts walk a fixed shape, which the host knows: it visits all nodes, and masks say which of them each sequence comes
+to.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -98,12 +98,12 @@ def walk(
     choose: Callable[[Int[Tensor, "B"], int], Int[Tensor, "B"]],
     deepest: int,
     *,
-    waits: bool,
+    allow_host_sync: bool,
 ) -> Accepted:
     """Walk down each tree while the token that `choose` names after a node was drafted there, the first of equal ones.
 
-    So a distribution is made of the nodes on the accepted paths alone, of which there is one a depth. `waits` says that
-    the host may read, to end where all paths have; the other arguments are as of `follow`.
+    So a distribution is made of the nodes on the accepted paths alone, of which there is one a depth. `allow_host_sync`
+    says that the host may read, to end where all paths have; the other arguments are as of `follow`.
     """
     node = torch.zeros_like(tree.token[:, 0])
     walks, token = torch.ones_like(node, dtype=torch.bool), node
@@ -111,7 +111,7 @@ def walk(
         token = torch.where(walks, choose(node, depth), token)
         child = present & (tree.parent == node[:, None]) & (tree.token == token[:, None]) & walks[:, None]
         walks = child.any(1)
-        if waits and not bool(walks.any()):
+        if allow_host_sync and not bool(walks.any()):
             break
         node = torch.where(walks, child.int().argmax(1), node)
     return accepted(tree, above, node, token, deepest)
@@ -132,36 +132,38 @@ def accepted(
 
 
 @dataclass
-class Coins:
+class AcceptDraws:
     """Coins "B N" by number: each sequence tosses its next one where it is asked to."""
 
     point: Float[Tensor, "B N"]
     tossed: Int[Tensor, "B"]
 
-    def toss(self, probability: Float[Tensor, "B"], tossing: Bool[Tensor, "B"]) -> Bool[Tensor, "B"]:
+    def sample(self, probability: Float[Tensor, "B"], tossing: Bool[Tensor, "B"]) -> Bool[Tensor, "B"]:
         """Return true with the given probability where it tosses, else false."""
         point = self.point.gather(1, self.tossed[:, None])[:, 0]
         self.tossed = self.tossed + tossing
         return tossing & (point < probability)
 
 
-def recursive(draft: Sampled, p: Float[Tensor, "B N V"], point: Float[Tensor, "B N"], waits: bool = False) -> Chosen:
+def recursive(
+    draft: Sampled, p: Float[Tensor, "B N V"], point: Float[Tensor, "B N"], allow_host_sync: bool = False
+) -> Chosen:
     """Recursive rejection, as `rules.recursive`: siblings in sampled order, each against what rejections have left.
 
     Args:
         p: the target's probs after each node.
         point: uniform numbers, as many as there are nodes.
-        waits: whether the host may read, to leave out what no sequence comes to.
+        allow_host_sync: whether the host may read, to leave out what no sequence comes to.
     """
-    coins, rows = Coins(point, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
-    last, target, left = torch.zeros_like(coins.tossed), p[:, 0], draft.q[:, 0]
+    draws, rows = AcceptDraws(point, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
+    last, target, left = torch.zeros_like(draws.tossed), p[:, 0], draft.q[:, 0]
     tokens, more = draft.token.clamp_min(0), _followed(draft.parents)
     for node, parent in enumerate(draft.parents[1:], 1):
         token = tokens[:, node, None]
         tossing = (last == parent) & draft.present[:, node]
-        if waits and not tossing.any():
+        if allow_host_sync and not tossing.any():
             continue
-        stands = coins.toss(_ratio(target, left, token), tossing)
+        stands = draws.sample(_ratio(target, left, token), tossing)
         rejected, stand = (tossing & ~stands)[:, None], stands[:, None]
         target = torch.where(stand, p[:, node], torch.where(rejected, residual(target, left), target))
         if not draft.replacement and more[node]:
@@ -194,10 +196,12 @@ class Frame:
             self.left = torch.where(rejected[:, None], without(self.left, token), self.left)
 
 
-def traversal(draft: Sampled, p: Float[Tensor, "B N V"], point: Float[Tensor, "B N"], waits: bool = False) -> Chosen:
+def traversal(
+    draft: Sampled, p: Float[Tensor, "B N V"], point: Float[Tensor, "B N"], allow_host_sync: bool = False
+) -> Chosen:
     """Traversal verification, as `rules.traversal`: from the leaves up; arguments as of `recursive`."""
-    coins, rows = Coins(point, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
-    last, probs = torch.zeros_like(coins.tossed), p[:, 0]
+    draws, rows = AcceptDraws(point, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
+    last, probs = torch.zeros_like(draws.tossed), p[:, 0]
     tokens, more = draft.token.clamp_min(0), _followed(draft.parents)
     undecided = draft.present[:, 0]
     frames: list[Frame] = []
@@ -213,14 +217,14 @@ def traversal(draft: Sampled, p: Float[Tensor, "B N V"], point: Float[Tensor, "B
             frames.append(Frame(entered, alpha, p[:, node], left))
         else:
             frame = frames.pop()
-            stands = coins.toss(frame.alpha, frame.entered & undecided)
-            if not waits or stands.any():
+            stands = draws.sample(frame.alpha, frame.entered & undecided)
+            if not allow_host_sync or stands.any():
                 probs = torch.where(stands[:, None], frame.target, probs)
             last, undecided = last.masked_fill(stands, node), undecided & ~stands
-            if not frames or (waits and not undecided.any()):
+            if not frames or (allow_host_sync and not undecided.any()):
                 break
             rejected = frames[-1].entered & draft.present[:, node] & undecided  # what was not even entered is too
-            if not waits or rejected.any():
+            if not allow_host_sync or rejected.any():
                 frames[-1].reject(token, rejected, not draft.replacement and more[node])
     return Chosen(last, probs)
 

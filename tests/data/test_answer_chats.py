@@ -4,6 +4,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from data.answers.chats import CAUSES, Conversation, Outcome, Reply, round_trips, talk_of, turns_of
+from data.text.prompts import prompt_of
 from data.text.reasoning import split_reasoning
 from data.text.records import Message, Record, parse
 from tests.data.answering import LENGTH, chat, settings, words
@@ -69,8 +70,9 @@ def test_the_template_gets_tools_system_prompts_and_switches() -> None:
     assert words().decode(made.ask()) == (
         "<|system|> w1 <|end|> <|system|> w9 <|end|> <|system|> w0 <|end|> <|user|> w1 <|end|> <|assistant|>"
     )
+    assert words().decode(prompt_of(record, words()).token) == words().decode(talk(record).ask())
     assert words().decode(talk(chat("a", "w5")).ask()) == "<|user|> w5 <|end|> <|assistant|>"
-    switched = talk(chat("a", "w5"), template_args={"enable_thinking": True})
+    switched = talk(chat("a", "w5"), thinking=False, template_args={"enable_thinking": True})
     assert words().decode(switched.ask()).startswith("<|system|> w1")
 
 
@@ -130,10 +132,10 @@ def test_what_is_cut_off_within_its_reasoning_is_no_answer(tokenizer_with: Token
     assert made.outcome().chat["messages"][1] == {"role": "assistant", "content": "w3", "reasoning_content": "w2"}
 
 
-@pytest.mark.parametrize("value", ["\ud83d", "<|end|>"])
-def test_a_call_that_is_no_text_is_no_answer(value: str) -> None:
+@pytest.mark.parametrize(("value", "cause"), [("\ud83d", "round_trip"), ("<|end|>", "round_trip"), ("w1", "")])
+def test_a_call_that_is_no_text_is_no_answer(value: str, cause: str) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": value}}}
-    assert tell(chat("a", "w1"), Reply("", True, tool_calls=(call,))).cause == "round_trip"
+    assert tell(chat("a", "w1"), Reply("", True, tool_calls=(call,))).cause == cause
 
 
 def test_what_has_no_opening_is_counted() -> None:
@@ -166,12 +168,16 @@ def test_a_seed_belongs_to_the_chat_and_the_turn() -> None:
     assert first.seed() == talk(chat("a", "w9")).seed()
     first.take(Reply("w3", True))
     assert len(seeds | {first.seed()}) == 4
+    assert other.seed() == talk(parse({"id": "b", "text": "w1 w2"}, 0, "f")).seed()
 
 
 def test_an_answer_that_ends_exactly_at_the_context_fits() -> None:
     room = CONTEXT - LENGTH - 3  # three special tokens
     assert talk(chat("a", " ".join(["w1"] * room))).ask() is not None
     assert tell(chat("a", " ".join(["w1"] * (room + 1)))).cause == "context"
+    fits, lacks = (parse({"id": "a", "text": "w1 " * 2 * count}, 0, "f") for count in (room + 3, room + 4))
+    assert talk(fits).ask() is not None
+    assert tell(lacks).cause == "context"
 
 
 def test_what_survives_the_tokenizer(bare: PreTrainedTokenizerFast) -> None:
@@ -188,3 +194,6 @@ def test_plain_text_behind_a_chat_template_stays_plain(bare: PreTrainedTokenizer
     made.take(Reply("w5", True, token=(5,)))
     assert made.outcome().chat == {"id": "a", "text": "w1 w2 w5"}
     assert made.ask() is None
+    made = talk(record, bare)
+    made.take(Reply("é", False, token=tuple(bare("éé")["input_ids"][:-1])))
+    assert made.outcome().chat["text"] == made.prompt.text + "é"  # half a character was cut off

@@ -31,7 +31,8 @@ def test_every_turn_is_asked_in_view_of_the_endpoints_own_answers(server: Server
     record = parse({"id": "a", "messages": chat("a", "w1", "w2").messages, "tools": tools}, 0, "f")
     system = {"role": "system", "content": "w8"}
     record.messages.insert(0, system)
-    client = connect(server, "secret", extra={"top_k": -1})
+    switches = {"enable_thinking": True, "effort": 1}
+    client = connect(server, "secret", extra={"top_k": -1, "chat_template_kwargs": switches})
     write_answers(work([record], how), Endpoint(client, words(), how), tmp_path / "a")
     first, second = server.bodies
     (line,) = lines(tmp_path / "a")
@@ -45,7 +46,7 @@ def test_every_turn_is_asked_in_view_of_the_endpoints_own_answers(server: Server
     rest = {key: value for key, value in first.items() if key not in ("messages", "seed")}
     assert rest == {
         "model": "served", "temperature": 0.7, "top_p": 0.9, "max_tokens": LENGTH, "n": 1, "stream": False,
-        "tools": wrapped, "chat_template_kwargs": {"enable_thinking": True}, "top_k": -1,
+        "tools": wrapped, "chat_template_kwargs": switches, "top_k": -1,
     }  # fmt: skip
     assert server.headers[0]["Authorization"] == "Bearer secret"
 
@@ -64,6 +65,7 @@ def test_no_secret_of_the_requests_stands_in_the_provenance(server: Server, tmp_
 def test_requests_run_side_by_side_and_the_file_is_in_order(server: Server, tmp_path: Path) -> None:
     ask(server, tmp_path / "one")
     assert [line["id"] for line in lines(tmp_path / "one")] == [record.id for record in records(COUNT)]
+    assert {body["top_p"] for body in server.bodies} == {1.0}  # of temperature 0
     meeting = threading.Barrier(3, timeout=20)  # broken unless three requests are there at once
 
     def together(handler: serve.Handler, reply: dict[str, Any]) -> None:
@@ -203,8 +205,8 @@ def test_the_context_is_the_servers_where_it_tells(server: Server, tmp_path: Pat
     long = chat("x", "w1", " ".join(["w1"] * 90))
     counts, _ = ask(server, tmp_path / "a", [long])
     assert counts["shortened"] == {"context": 1}
-    server.models = {"data": [{"id": "served"}]}
-    counts, _ = ask(server, tmp_path / "b", [long])
+    server.models = {"data": [{"id": "other", "max_model_len": 96}, {"id": "served"}]}
+    counts, _ = ask(server, tmp_path / "b", [long], model="served")
     assert counts["shortened"] == {}
 
 

@@ -21,6 +21,7 @@ from heads.eagle import Eagle
 from heads.formats.store import save_head
 from inference.drafters.plain import Plain
 from inference.target.target import Target
+from inference.verification.sample import Sampling
 from tests.data import answering
 from tests.data.answering import LENGTH, chat, records, settings, work
 
@@ -83,11 +84,13 @@ def test_each_turn_is_answered_in_view_of_the_targets_own_answers(tmp_path: Path
         asked = [m for m in record.messages if m["role"] == "user"][: len(answers)]
         assert [m for m in line["messages"] if m["role"] == "user"] == asked
     assert meta(tmp_path / "a.jsonl")["counts"]["answers"] == sum(map(len, expected))
+    assert meta(tmp_path / "a.jsonl")["settings"]["target"]["dtype"] == "torch.float32"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_batch_drafter_and_processes_leave_the_bytes_alone(temperature: float, tmp_path: Path) -> None:
     how = settings(temperature)
+    assert engine(how).sampling == Sampling(temperature, 0, 0.9)
     answer(tmp_path / "one", how, batch_size=1)
     expected = (tmp_path / "one").read_bytes()
     for name, changed in {
@@ -231,6 +234,8 @@ def test_a_target_without_template_writes_plain_text(
     monkeypatch.setattr(target, "tokenizer", bare)
     record = parse({"id": "t", "text": "w1 w2 w3 w4"}, 0, "f")
     (line,) = answer(tmp_path / "a.jsonl", of=[record])
+    assert answer(tmp_path / "a.jsonl", of=[record]) == [line]
+    assert meta(tmp_path / "a.jsonl")["counts"]["answers"] == 1
     assert line["prompt"] == "w1 w2"
     assert line["text"] == line["prompt"] + " " + line["answer"]
     (sample,) = load_samples(config(str(tmp_path / "a.jsonl")), bare)

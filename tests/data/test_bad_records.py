@@ -75,11 +75,12 @@ def test_a_prompt_without_room_in_the_context_is_named_or_dropped(
     ]
     path, asked = write(*records), write(*records, name="asked.jsonl")
     how = {"held_out": 3, "cache": str(tmp_path / "cache") if cached else None}
+    room = len(load_prompts(path, chat, None)[-1].token)
     for own, source in (({}, "data.jsonl, held out"), ({"prompts": asked, "on_bad": "drop"}, f"data.prompts={asked}")):
-        with pytest.raises(ValueError, match=rf"{source}: prompt 7 has \d+ tokens, but .* room for 100: shorten or"):
-            load_training(config(path, **how, **own), chat, 9, None, 100)
-        assert load_training(config(path, **how, **own), chat, 1, None, 100).held_out, "it is not measured on"
-    data = load_training(config(path, on_bad="drop", **how), chat, 2, None, 100)
+        with pytest.raises(ValueError, match=rf"{source}: prompt 7 has \d+ tokens, but .* room for {room}: shorten or"):
+            load_training(config(path, **how, **own), chat, 9, None, room)
+        assert load_training(config(path, **how, **own), chat, 1, None, room).held_out, "it is not measured on"
+    data = load_training(config(path, on_bad="drop", **how), chat, 2, None, room)
     assert ([prompt.id for prompt in data.held_out], data.counts.held_out) == (["6", "8"], 2)
     assert +data.counts.chats == {"dropped, too long a prompt to measure on": 1}
     with pytest.raises(ValueError, match=r"data.jsonl, held out: no prompt has at most 1 tokens"):
@@ -186,9 +187,9 @@ def test_a_name_that_is_no_text_becomes_one(chat: PreTrainedTokenizerFast, write
 
 def test_the_smaller_limit_bounds_what_is_answered(write: Write, config: Config) -> None:
     path = write(*({"text": str(i)} for i in range(9)))
-    limits: list[tuple[int | None, int | None]] = [(None, None), (3, None), (None, 4), (5, 2)]
+    limits: list[tuple[int | None, int | None]] = [(None, None), (3, None), (None, 4), (5, 2), (2, 5)]
     found = [len(records_to_answer(config(path, limit=own), limit)) for own, limit in limits]
-    assert found == [9, 3, 4, 2]
+    assert found == [9, 3, 4, 2, 2]
     assert len(records_to_answer(config(path, limit=3, streaming=True), None)) == 3
 
 

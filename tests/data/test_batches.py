@@ -75,7 +75,7 @@ def test_the_embedded_chats_fill_their_rows(config: Callable[..., DataConfig]) -
 
 def test_cached_samples_pack_as_those_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data.text.cache.BATCH", 7)
-    samples = documents(40, 3 * LENGTH)
+    samples = [Sample(s.id, [t % 50 for t in s.token], s.mask) for s in documents(40, 3 * LENGTH)]
     write_samples(samples, tmp_path / SAMPLES)
     cached = CachedSamples(tmp_path / SAMPLES)
     assert all(map(torch.equal, pack(cached, LENGTH), pack(samples, LENGTH)))
@@ -146,7 +146,7 @@ def test_a_step_depends_on_the_seed_and_its_number_alone(packed: Packed) -> None
 
 def test_fewer_rows_than_a_step_repeat(packed: Packed) -> None:
     few = Packed(*(part[:3] for part in packed))
-    assert Counter(Batches(few, 7, 2, 0, 0, 1).rows(0).tolist()).keys() == {0, 1, 2}
+    assert sorted(Counter(Batches(few, 7, 2, 0, 0, 1).rows(0).tolist()).values()) == [2, 2, 3]
 
 
 def test_the_fingerprint_sees_tokens_masks_bounds_and_order() -> None:

@@ -60,7 +60,7 @@ def test_cached_samples_are_a_sequence(cached: DataConfig, config: Config, chat:
     assert len(samples) == len(plain) == 57
     assert samples[0] == plain[0]
     assert samples[-1] == plain[-1]
-    assert samples[24:27] == plain[24:27]
+    assert samples[24:-9:3] == plain[24:-9:3]
     with pytest.raises(IndexError):
         samples[57]
     assert isinstance(samples, CachedSamples)
@@ -138,7 +138,7 @@ def test_a_file_that_changes_under_the_cache_finds_nothing_stale(
     write: Write, config: Config, bare: Tokenizer, tmp_path: Path, streaming: bool
 ) -> None:
     limit = 9 if streaming else None
-    for text in ("one", "two too"):
+    for text in ("one", "two"):
         path = write({"text": text})
         kept = config(path, cache=str(tmp_path / "cache"), streaming=streaming, limit=limit)
         assert [bare.decode(sample.token[:-1]) for sample in load_samples(kept, bare)] == [text]

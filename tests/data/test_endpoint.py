@@ -29,6 +29,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         (serve.status(500, "oops"), [(0.5, 1.5), (1.0, 3.0)]),
         (serve.status(503, "busy", Retry_After="7"), [(7, 7), (7, 7)]),
         (serve.status(429, "slow down", Retry_After="0"), [(0, 0), (0, 0)]),
+        (serve.status(408, "late"), [(0.5, 1.5), (1.0, 3.0)]),
+        (serve.status(425, "early"), [(0.5, 1.5), (1.0, 3.0)]),
         (serve.reset, [(0.5, 1.5), (1.0, 3.0)]),
         (serve.half, [(0.5, 1.5), (1.0, 3.0)]),
         (serve.text(lambda whole: whole[:-9]), [(0.5, 1.5), (1.0, 3.0)]),
@@ -45,6 +47,11 @@ def test_a_passing_failure_is_tried_again_after_a_while(
     assert (tmp_path / "a").read_bytes() == (tmp_path / "smooth").read_bytes()
     assert len(asked) == len(pauses)
     assert all(low <= pause <= high for pause, (low, high) in zip(asked, pauses, strict=True))
+
+
+def test_a_pause_grows_to_the_longest_alone(server: Server, tmp_path: Path) -> None:
+    server.script = [serve.status(500, "oops")] * 2
+    assert ask(server, tmp_path / "a", backoff=1e6)[1] == [60.0, 60.0]
 
 
 @pytest.mark.parametrize(
@@ -120,9 +127,10 @@ def test_a_reply_that_takes_too_long_is_given_up(send: Send, server: Server, tmp
     assert counts["chats"] == COUNT - 1
 
 
-def test_a_refused_key_stops_the_job_at_once(server: Server, tmp_path: Path) -> None:
-    server.script = [serve.honest, serve.status(401, "no such key")]
-    with pytest.raises(ValueError, match=r"completions: 401 \(no such key\); set the key in the environment variable"):
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refused_key_stops_the_job_at_once(status: int, server: Server, tmp_path: Path) -> None:
+    server.script = [serve.honest, serve.status(status, "no such key")]
+    with pytest.raises(ValueError, match=rf"completions: {status} \(no such key\); set the key in the environment"):
         ask(server, tmp_path / "a")
     assert len(server.bodies) == 2
 

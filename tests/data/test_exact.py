@@ -11,7 +11,7 @@ from data.answers.engine import Engine
 from data.answers.write import write_answers
 from data.config import DataConfig
 from data.text.exact import Exact, exact_tokens
-from data.text.prompts import load_samples, load_training
+from data.text.prompts import before_answers, load_samples, load_training
 from data.text.records import parse
 from inference.batch import Batch
 from inference.drafters.plain import Plain
@@ -28,6 +28,7 @@ TRACE = [  # a question, a call; the tool's result, an answer; a text that was s
     {"prompt_token_ids": [1, 2], "token_ids": [3, 4]},
     {"prompt_token_ids": [1, 2, 3, 4, 5, 6], "token_ids": [7]},
     {"prompt_token_ids": [1, 6], "token_ids": [8]},
+    {"prompt_token_ids": [1, 6, 8, 9], "token_ids": [5]},
 ]
 
 
@@ -59,7 +60,12 @@ def test_the_tokens_of_a_log_are_read_in_each_servers_form(raw: dict[str, Any]) 
 def test_the_turns_of_a_trace_share_a_document_as_far_as_they_go_on_from_one_another() -> None:
     first, second = exact_tokens({"tokens": TRACE}, "f")
     assert first == ([1, 2, 3, 4, 5, 6, 7], [0, 0, 1, 1, 0, 0, 1])
-    assert second == ([1, 6, 8], [0, 0, 1])
+    assert second == ([1, 6, 8, 9, 5], [0, 0, 1, 0, 1])
+    trace, one = (parse({"id": "x", "tokens": log}, 0, "f") for log in (TRACE, TRACE[:1]))
+    asked = [(f"x.{number}", turn["prompt_token_ids"]) for number, turn in enumerate(TRACE, 1)]
+    assert [prompt[:2] for prompt in before_answers(trace, "all")] == asked
+    for record, turns in ((trace, "first"), (one, "all")):
+        assert [prompt[:2] for prompt in before_answers(record, turns)] == [("x", [1, 2])]
 
 
 @pytest.mark.parametrize(
@@ -96,17 +102,18 @@ def test_tokens_are_trained_as_they_are_and_held_out_whole(
         {"id": "c", "input_ids": token, "loss_mask": [1] * len(token)},
         {"id": "d", "input_ids": [5, 4], "loss_mask": [0, 1]},
         {"id": "e", "input_ids": [5, 400], "loss_mask": [0, 1]},
-        {"id": "held", **PAIR},
+        {"id": "held", "category": "qa", **PAIR},
     ]
     asked = write({"text": f"{secret} " * 2}, name="asked.jsonl")
     how = config(write(*records), held_out=1, contamination=5, max_tokens=5, on_bad="drop")
     data = load_training(how, bare, 9, asked)
     samples = {sample.id: (sample.token, sample.mask) for sample in data.samples}
     assert samples == {
-        "a#0": ([1, 2, 3, 4], [0, 0, 1, 1]), "a#1": ([1, 6, 8], [0, 0, 1]), "b": ([9, 8, 7, 6], [0, 1, 0, 1]),
+        "a#0": ([1, 2, 3, 4], [0, 0, 1, 1]), "a#1": ([1, 6, 8, 9, 5], [0, 0, 1, 0, 1]),
+        "b": ([9, 8, 7, 6], [0, 1, 0, 1]),
         "d": ([5, 4], [0, 1]),
     }  # fmt: skip
-    assert [(prompt.id, prompt.token) for prompt in data.held_out] == [("held", [1, 2])]
+    assert [prompt[:3] for prompt in data.held_out] == [("held", [1, 2], "qa")]
     assert (data.counts.duplicates, data.counts.contaminated) == (1, 1)
     assert data.counts.chats["dropped, token of another vocabulary"] == 1
 

@@ -13,6 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 from data.batches import pack
 from data.config import DataConfig
 from data.features import extraction
+from data.features.coding import Copying
 from data.features.store import FeatureStore
 from data.run import main
 from data.text.prompts import load_samples
@@ -100,6 +101,19 @@ def test_what_does_not_fit_is_refused_before_the_first_byte(
     monkeypatch.setattr(extraction.shutil, "disk_usage", lambda _: usage)
     assert "and the disk has 0.000 GB free" in error_of(call, capsys, *words)
     assert not folder.exists()
+
+
+def test_the_time_that_is_left_is_that_of_all_rows_on_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def make(rows: list[int]) -> Copying:
+        now[0] += 2.0 * len(rows)
+        return stores.ready(rows)
+
+    monkeypatch.setattr(extraction.time, "perf_counter", lambda: now[0])
+    seconds = extraction.timed(make, stores.spec(), 4)
+    line = extraction.Estimate(stores.spec(), 7310, 0, 0).line(seconds, 4)
+    assert line.endswith("about 1:00:55 h on 4 processes")
 
 
 def test_what_a_store_holds_already_counts_against_the_budget(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def test_a_copy_of_a_held_out_record_is_dropped(write: Write, config: Config, ba
         ({"prompt": "x", "answer": LONG}, True),
         ({"prompt": "one two three four", "answer": "five six seven eight"}, False),
         ({"prompt": "x", "answer": "y", "system": LONG}, False),
+        ({"prompt": "x", "answer": "y", "text": LONG}, True),
     ],
 )
 def test_contamination_is_so_many_words_in_a_row(config: Config, raw: dict[str, Any], contaminated: bool) -> None:
@@ -131,6 +132,7 @@ def test_everything_dropped_is_counted_and_told(write: Write, config: Config, ch
     assert "second.jsonl 1 of 2 records" in line
     assert "1 duplicates, 1 with 8 words of one of 1 evaluation prompts" in line
     assert f"{counts.short} under 28 tokens; kept: " in line
+    assert f" tokens, {counts.trained / counts.tokens:.0%} trained on; of the chats" in line
     assert Counts.read(json.loads(json.dumps(counts.report()))) == counts
     assert asdict(counts).keys() == counts.report().keys()
 

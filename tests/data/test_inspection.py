@@ -18,7 +18,9 @@ TOOLS_AS_USERS = ("qwen25", "qwen3")  # their templates give a tool's result as 
 def test_trained_tokens_stand_out_on_a_terminal(bare: PreTrainedTokenizerFast) -> None:
     console = Console(force_terminal=True, color_system="standard", record=True, width=80)
     show([Sample("s", bare("ab")["input_ids"], [0, 1])], 1, 8, bare, console)
-    assert "\x1b[2ma\x1b[0m\x1b[1;32mb\x1b[0m" in console.export_text(styles=True)
+    shown = console.export_text(styles=True)
+    assert "\x1b[2ma\x1b[0m\x1b[1;32mb\x1b[0m" in shown
+    assert re.search(r"rows of \S*8\S* tokens are \S*25\.0\S*% full", shown)
 
 
 def test_a_samples_text_moves_no_cursor(bare: PreTrainedTokenizerFast) -> None:

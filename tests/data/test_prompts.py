@@ -287,8 +287,12 @@ def test_plain_prompts_are_long_enough_for_contamination_even_of_bytes(
 
 
 def test_the_first_half_of_a_short_text_is_its_prompt(chat: PreTrainedTokenizerFast, write: Write) -> None:
-    (short,) = load_prompts(write({"text": "abcdef"}), chat, None)
-    assert (short.text, split_text("abcdef", chat)) == ("abc", (short.token, chat("def")["input_ids"]))
+    (short,) = load_prompts(write({"text": "abcdef", "category": "qa"}), chat, None)
+    assert (short.text, short.category, split_text("abcdef", chat)) == (
+        "abc",
+        "qa",
+        (short.token, chat("def")["input_ids"]),
+    )
 
 
 def test_a_plain_prompt_does_not_end_by_a_tokenizers_own_end_token(bare: PreTrainedTokenizerFast, write: Write) -> None:
@@ -324,3 +328,7 @@ def test_text_that_the_tokenizer_does_not_know_is_pointed_out(
     assert caplog.text == ""
     load_samples(config(unknown), bare)
     assert "11% of the tokens are unknown" in caplog.text
+    caplog.clear()
+    bare.unk_token = bare.eos_token  # which ends every text
+    load_samples(config(known), bare)
+    assert caplog.text == ""

@@ -42,6 +42,10 @@ def test_a_folder_is_told_by_all_of_its_files(tmp_path: Path, config: Make) -> N
     assert before["files"] == after["files"] == 2
     assert before["sha256"] != after["sha256"]
     assert "answers" not in before
+    for second, told in (("a", {"by": "a"}), ("b", {"by": "several"})):
+        for name, writer in (("a", "a"), ("b", second)):
+            (tmp_path / f"{name}.txt.meta.json").write_text(json.dumps({"settings": {"by": writer}}))
+        assert source_records(config(str(tmp_path)))[0]["answers"] == told
 
 
 def test_a_hub_data_set_is_told_by_its_revision() -> None:

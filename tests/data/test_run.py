@@ -11,7 +11,6 @@ from hydra.core.global_hydra import GlobalHydra
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data.run import JobConfig, main
-from heads import head_config
 from heads.common.resolvers import ROOT
 from heads.common.typed import typed
 from tests.data.answering import words
@@ -53,6 +52,8 @@ def test_answers_are_written_and_then_shown(
     call(*of_model, f"data.path={path}", *answers)
     assert [json.loads(line)["id"] for line in out.read_text(encoding="utf-8").split("\n")[:-1]] == ["q0", "q1", "q2"]
     assert f"{out}: 3 answers in 3 of 3 chats; train on them with data.path={out}" in capsys.readouterr().out
+    noted = json.loads(Path(f"{out}.meta.json").read_text(encoding="utf-8"))
+    assert [noted[key] for key in ("by", "run", "drafter", "batch_size")] == ["engine", None, {"plain": {}}, 2]
     page = tmp_path / "masks.html"
     call(*of_model, f"data.path={path}", "inspect=2", "limit=4", f"inspect_html={page}")
     shown = capsys.readouterr().out
@@ -124,5 +125,5 @@ def test_a_mistake_is_one_line_and_a_status(
 def test_the_yaml_fits_the_types() -> None:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = compose("data")
-        job = typed(JobConfig, cfg, ready={"head": head_config(cfg.head)})
+        job = typed(JobConfig, cfg, ready={"head": None})
     assert (job.answers, job.inspect) == (None, 0)

@@ -60,7 +60,7 @@ def test_json_in_every_packing(tmp_path: Path, name: str, indent: int | None) ->
     openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
     opener = openers.get(Path(name).suffix, open)
     with opener(tmp_path / name, "wt", encoding="utf-8") as file:
-        file.write(json.dumps(records, indent=indent))
+        file.write(" " + json.dumps(records, indent=indent))
     assert read(str(tmp_path / name), "") == records
 
 
@@ -113,7 +113,9 @@ def folder(tmp_path: Path) -> Path:
     (made / "more" / "my-test-0.txt").write_text("tested\n")
     (made / "constraint.jsonl").write_text('{"text": "any"}\n')
     (made / "README.md").write_text("# not data")
-    (made / ".hidden.jsonl").write_text('{"text": "hidden"}\n')
+    (made / ".git").mkdir()
+    for hidden in (".hidden.jsonl", ".git/hidden.jsonl"):
+        (made / hidden).write_text('{"text": "hidden"}\n')
     return made
 
 
@@ -223,6 +225,7 @@ def test_a_file_of_empty_lines_is_not_read_to_its_end(tmp_path: Path, monkeypatc
         ("a.jsonl", b"", "holds no records"),
         ("a.txt", b"\n \n", "holds no records"),
         ("a.jsonl", b'{"text": "x"}\n{"text": ', r"line 2 is no JSON .*; fix or remove it"),
+        ("a.json", b'[{"text": "x"},\n{"text": }]', r"line 2 is no JSON .*; fix or remove it"),
         ("a.jsonl", b"3\n", "every record must be a JSON object"),
         ("a.jsonl", b"\xff\xfe", "cannot be read"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}' * 99, mtime=0)[:-9], "cannot be read"),
@@ -275,7 +278,7 @@ def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("sizes", [(300, 100), (5, 400), (1, 1)])
+@pytest.mark.parametrize("sizes", [(1500, 500), (5, 400), (1, 1)])
 def test_a_mixture_is_that_of_datasets(seed: int, sizes: tuple[int, int]) -> None:
     columns = [[f"{i}-{k}" for k in range(size)] for i, size in enumerate(sizes)]
     mixed = list(interleave([iter(column) for column in columns], [3.0, 1.0], seed))
@@ -341,8 +344,8 @@ def test_streaming_reads_no_further_than_it_needs(
     with opener(tmp_path / name, "wb") as file:
         file.write(b"".join(line.format(i).encode() for i in range(20_000)) + b"\xff")
     streamed = config(str(tmp_path / name), streaming=True, limit=3, held_out=2)
-    samples = load_samples(streamed, bare)
-    assert [bare.decode(sample.token[:-1]) for sample in samples] == ["t 2", "t 3", "t 4"]
+    samples = [(sample.id, bare.decode(sample.token[:-1])) for sample in load_samples(streamed, bare)]
+    assert samples == [("2", "t 2"), ("3", "t 3"), ("4", "t 4")]
     assert [prompt.id for prompt in held_out_prompts(streamed, bare, None)] == ["0", "1"]
     with pytest.raises(ValueError, match="cannot be read"):
         load_samples(config(str(tmp_path / name), limit=3, held_out=2), bare)

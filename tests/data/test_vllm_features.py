@@ -19,7 +19,7 @@ from tests import toys
 from tests.data import states_server, stores
 from tests.data.test_stored import config
 
-IDS = [1, 3]  # of a target of three layers: what leaves its first, and its last before the final norm
+IDS = [3, 1]  # of a target of three layers: what leaves its last before the final norm, and its first
 
 
 def as_vllm(target: Target, folder: Path, packed: Packed, ids: list[int]) -> None:

@@ -11,7 +11,7 @@ from heads.modules.vocab import prune
 from inference.batch import Batch, batch_of
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
-from inference.laps import Laps
+from inference.phase_timer import PhaseTimer
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling
 from tests import toys
@@ -34,12 +34,12 @@ def test_nothing_of_a_step_waits(name: str, tree: str, sampling: Sampling, targe
     for slot, request in enumerate(requests):
         batch.admit(slot, *request)
     batch.step()  # tables are made
-    reach = step.reach(max(sequence.session.cache.length for sequence in batch.running))
+    kv_length = step.kv_length(max(sequence.session.cache.length for sequence in batch.running))
     if device.type == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.inference_mode():
-            result, *_ = step.run(step.slots, reach, requests[0][1], Laps(device))
+            result, *_ = step.run(step.slots, kv_length, requests[0][1], PhaseTimer(device))
     finally:
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")

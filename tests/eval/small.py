@@ -12,7 +12,6 @@ from eval.config import EvalConfig, eval_config
 from eval.run import main
 from heads.common.errors import user_errors
 from heads.common.resolvers import ROOT, register_resolvers
-from heads.common.typed import bracketed
 from heads.formats.store import save_head
 from tests import toys
 
@@ -31,12 +30,17 @@ def small(runs: Path, out: Path, **values: Any) -> EvalConfig:
 
 def run_main(*words: str) -> int:
     """Run `python eval/run.py` with these words; return its exit status."""
+    return run_command(main, "eval", *words)
+
+
+def run_command(command: Any, name: str, *words: str) -> int:
+    """Run a command, which composes conf/NAME.yaml, with these words; return its exit status."""
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("eval", bracketed(words, "run", "compare"))
+        config = compose(name, [*words])
     try:
         with user_errors():
-            main.__wrapped__(config)
+            command.__wrapped__(config)
     except SystemExit as ended:
         return int(str(ended.code))
     return 0

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from eval.measures.results import Row
-from eval.report import text
+from eval.report import render
 from eval.report.write import Report
 from heads.formats.store import TargetSpec
 from inference.decode import Generation, Step
@@ -40,7 +40,7 @@ ROW = Row(
 
 def markdown(report: Report) -> str:
     """Return a report's Markdown."""
-    return text.markdown(report.as_dict(), report.failures())
+    return render.markdown(report.as_dict(), report.failures())
 
 
 def generation(

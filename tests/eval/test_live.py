@@ -114,6 +114,29 @@ def test_measure_runs_plain_decoding_each_drafter_and_hf(monkeypatch: pytest.Mon
     }
 
 
+def test_a_batch_is_warmed_up_by_full_batches_of_every_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, list[int], int]] = []
+
+    def speculate(_: Any, drafter: Plain, prompts: list[list[int]], __: Any, batch_size: int) -> list[Generation]:
+        calls.append((drafter.name, [token for (token,) in prompts], batch_size))
+        return [generation(2) for _ in prompts]
+
+    monkeypatch.setattr(interleaved, "speculate", speculate)
+    setup = Setup(StubTarget(device=torch.device("cpu")), {"ranked": Ranked(torch.device("cpu"))}, PROMPTS, SETTINGS)
+    for count, warmed in ((2, [7, 8, 7]), (0, None)):
+        runs = measure(setup, 2, WARM[:count], hf=True, batch_size=3)
+        assert [call[:2] for call in calls if len(call[1]) == 3] == [
+            (name, warmed) for name in ("plain", "ranked") if warmed
+        ]
+        assert sorted(call for call in calls if len(call[1]) == 4) == [
+            (name, [0, 1, 2, 3], 3) for name in ("plain", "plain", "ranked", "ranked")
+        ]
+        assert {name: [len(repeats) for repeats in each] for name, each in runs.items()} == {
+            name: [2] * 4 for name in ("plain", "ranked")
+        }
+        calls.clear()
+
+
 def test_hf_generate_emits_plain_decodings_tokens() -> None:
     target, prompt = toys.target(), toys.prompt(0)
     plain = autoregress(target, prompt, Settings(24, GREEDY))
@@ -219,7 +242,7 @@ def test_turns_of_a_dialogue_are_resampled_together() -> None:
 def test_each_category_is_compared_with_its_own_prompts_plain_runs_all_of_them() -> None:
     plain, ranked = (1.0, 2.0, 4.0, 9.0), (0.5, 0.5, 1.0, 1.0)
     runs = {
-        "plain": [[generation(7, [(0, 0)] * 6, seconds)] for seconds in plain],
+        "plain": [[replace(generation(7, [(0, 0)] * 6, seconds), latency_s=seconds)] for seconds in plain],
         "ranked": [[generation(7, [(2, 1)] * 3, seconds)] for seconds in ranked],
         "hf": [[generation(7, seconds=2 * seconds)] for seconds in plain],
     }
@@ -231,5 +254,7 @@ def test_each_category_is_compared_with_its_own_prompts_plain_runs_all_of_them()
         assert (row.speedup, row.speedup_hf) == pytest.approx((slow / fast, 2 * slow / fast))
         assert row.whole_speedup == pytest.approx((slow + 0.1 * count) / (fast + 0.1 * count))  # each prefill takes 0.1
         assert told["plain", category].speedup == 1
-    assert told["ranked", "a"].by_request["speedup"]["p50"] == pytest.approx(3.0)  # of 1 / 0.5 and 4 / 1
+    of_one = {key: told["ranked", "a"].by_request[key]["p50"] for key in ("speedup", "tau", "tokens_per_second")}
+    assert of_one == pytest.approx({"speedup": 3.0, "tau": 2.0, "tokens_per_second": 9.0})  # of 1 / 0.5 and 4 / 1
+    assert (told["plain", ""].latency_s, told["plain", ""].prefill_s) == pytest.approx((3.0, 0.4))  # a median, a sum
     assert told["ranked", "b"].speedup_ci == pytest.approx((4.0, 9.0))  # the quotients of its two prompts

@@ -13,7 +13,7 @@ from data.text.prompts import Prompt
 from eval.config import eval_config
 from eval.live import interleaved, request_rate
 from eval.live.interleaved import Setup
-from eval.live.request_rate import Served, arrivals, latencies, measure, serve, throughput, waited
+from eval.live.request_rate import Served, arrivals, latencies, measure, queued_rows, serve, throughput
 from eval.measures import metrics
 from eval.measures.losslessness import Divergence, Gate
 from eval.measures.results import Measurement, Row
@@ -216,7 +216,7 @@ def loaded(gate: Gate, rate: float | None = 2.0, categories: dict[str, list[int]
     rounds = {"plain": PLAIN, "eagle": FAST}
     session = Measurement("tiny", 0.0, 1, 0, 0, categories=categories or {}, request_rate=rate)
     drafters = {"eagle": Plain(torch.device("cpu"))}
-    return waited(
+    return queued_rows(
         interleaved.rows(request_rate.generations(rounds), drafters, {"eagle": gate}, session), rounds, session
     )
 
@@ -243,7 +243,7 @@ def test_turns_of_one_conversation_are_drawn_together() -> None:
     made = interleaved.rows(
         request_rate.generations(rounds), {"eagle": Plain(torch.device("cpu"))}, {"eagle": GREEN}, session
     )
-    assert [row.speedup_ci for row in waited(made, rounds, session)] == [None, None]
+    assert [row.speedup_ci for row in queued_rows(made, rounds, session)] == [None, None]
 
 
 def test_without_a_green_gate_there_is_no_ratio() -> None:
@@ -289,8 +289,7 @@ def test_a_report_names_the_rates(runs: Path, tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert 'id="table-load"' in page
     assert "eagle x2 at 80 req/s" in page
-    assert "Latency from the arrival to the last token against the rate" in page
-    assert "Speedup, one of mean latencies, against the requests a second" in page
+    assert "eagle: loses at requests a second 40 (" in page
 
 
 def test_without_a_rate_nothing_speaks_of_load(runs: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The gate tells rounding from defects."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,16 @@ import torch
 from torch import Tensor
 
 from data.text.prompts import Prompt
-from eval.gates import check
-from eval.measures.losslessness import UNCHECKED, Gate, gate
+from eval.gates import agreement, check
+from eval.live.interleaved import Setup
+from eval.measures.losslessness import UNCHECKED, FailedChecks, Gate, gate
 from inference import step
+from inference.decode import Settings
 from inference.drafters.head import HeadDrafter
+from inference.verification.sample import GREEDY
 from tests import toys
 from tests.eval.small import small
-from tests.eval.stubs import generation
+from tests.eval.stubs import StubTarget, generation
 
 PLAIN = generation([5, 6, 7, 8], gaps=[2.0, 3.0, 1e-6, 4.0])
 
@@ -90,6 +94,39 @@ def test_nothing_checked_is_not_passed() -> None:
     assert not UNCHECKED.passed
 
 
+def test_a_part_of_the_prompts_has_its_own_verdicts_and_a_lossy_rule_stays_lossy() -> None:
+    runs = [generation(tokens) for tokens in ([5, 6, 7, 8], [5, 6, 9, 8], [1, 6, 7, 8])]
+    found = replace(gate([PLAIN] * 3, runs, ["a", "b", "c"], torch.float32), lossy=True)
+    assert found.among([2, 0]).counts() == {"checked": 2, "identical": 1, "near_tie": 0, "failed": 1}
+    assert not found.among([0]).passed
+    assert replace(found, lossy=False).among([0, 1]).passed
+
+
+@pytest.mark.parametrize("report", ["", "r"])
+@pytest.mark.parametrize(
+    ("drafter", "size", "temperature", "failed"),
+    [
+        ("eagle", 1, 0.0, False), ("eagle", 2, 0.0, True), ("eagle", 4, 0.0, False), ("eagle", 1, 0.5, False),
+        ("mlp", 1, 0.0, False), ("mlp", 1, 1.0, True), ("mlp", 2, 1.0, True), ("mlp", 1, 0.5, False),
+    ],
+)  # fmt: skip
+def test_a_result_fails_by_its_batch_size_or_its_temperature(
+    drafter: str, size: int, temperature: float, failed: bool, report: str
+) -> None:
+    of = f" of {report}" if report else ""
+    checks = FailedChecks(frozenset({f"eagle x2{of}"}), frozenset({(f"mlp{of}", 1.0)}))
+    row = {"drafter": drafter, "batch_size": size, "temperature": temperature, "report": report}
+    assert checks.result(row) == failed
+    assert checks.result(row | {"lossless": {"failed": 1}})
+    assert not checks.result(row | {"report": "another", "lossless": {"failed": 0}})
+
+
+def test_a_source_fails_by_any_temperature_and_by_the_sizes_that_are_asked_for() -> None:
+    checks = FailedChecks(frozenset({"eagle x2"}), frozenset({("mlp", 1.0)}))
+    assert [checks.source("eagle", sizes) for sizes in ([1], [4, 2])] == [False, True]
+    assert checks.source("mlp", [1])
+
+
 def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match="gate_dtype"):
         verdict([5], dtype=torch.float8_e5m2)
@@ -103,10 +140,50 @@ def checked(runs: Path, out: Path) -> dict[str, Gate]:
     return check(target, drafters, prompts, small(runs, out, batch_size=[1, 2]), 0.3)[0]
 
 
+def test_timed_texts_are_compared_with_the_baselines_and_ties_told_by_its_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each prompt's median run; where a text parts from it, the baseline is decoded again up to there."""
+    asked: list[tuple[int, int]] = []
+
+    def again(_: Any, prompt: list[int], how: Settings) -> Any:
+        asked.append((prompt[0], how.max_new_tokens))
+        return generation([5] * how.max_new_tokens, gaps=[0.5, 1e-6, 0.25, 0.125][: how.max_new_tokens])
+
+    monkeypatch.setattr("eval.gates.autoregress", again)
+    prompts = [Prompt(f"p{i}", [10 + i], "") for i in range(4)]
+    texts = [[5, 6, 7, 8], [5, 9, 7, 8], [5, 6, 9, 8], [5, 6, 7]]  # a near tie at 1, beyond at 2, an end at 3
+    runs = {
+        name: [[generation(tokens)] for tokens in each] for name, each in (("plain", [texts[0]] * 4), ("eagle", texts))
+    }
+    runs["hf"] = [[generation([1])]] * 4
+    target: Any = StubTarget(dtype=torch.float32)
+    (found,) = agreement(Setup(target, {}, prompts, Settings(4, GREEDY)), runs).values()
+    counts = {"checked": 4, "identical": 1, "near_tie": 1, "beyond": 2}
+    assert found == {"dtype": "float32", **counts, "gaps": [1e-6, 0.25, 0.125]}
+    assert asked == [(11, 2), (12, 3), (13, 4)]
+
+
 def test_the_baseline_is_one_more_engine_beside_the_reference(runs: Path, tmp_path: Path) -> None:
     found = checked(runs, tmp_path)
     assert list(found) == ["plain", "eagle", "plain x2", "eagle x2"]
     assert all(verdict == Gate(3, 3, 0, 0) for verdict in found.values())
+
+
+def test_the_tests_of_all_temperatures_and_sources_share_one_error(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[float, int]] = []
+
+    def noted(setup: Setup, _: float, tests: int, __: Any) -> list[Any]:
+        asked.append((setup.settings.sampling.temperature, tests))
+        return []
+
+    monkeypatch.setattr("eval.gates.sampled_gates", noted)
+    target = toys.target()
+    head: Any = toys.head("eagle", target)
+    drafters: Any = {kind: HeadDrafter(head, toys.TREES[kind], kind) for kind in ("chain", "dynamic")}
+    config = small(runs, tmp_path, temperature=[0.0, 0.5, 1.0, 1.5])
+    check(target, drafters, [Prompt("p", toys.prompt(0, 12), "")], config, 0.3)
+    assert asked == [(0.5, 6), (1.0, 6), (1.5, 6)]
 
 
 def test_a_wrong_step_fails_though_the_baseline_takes_it_too(

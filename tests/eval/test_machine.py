@@ -14,7 +14,7 @@ from data.text.prompts import TrainingData
 from eval.measures import machine
 from heads.common.resolvers import ROOT
 from tests import toys
-from train.run import provenance as train_provenance
+from train.build import provenance as train_provenance
 
 CPU = torch.device("cpu")
 

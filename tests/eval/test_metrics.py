@@ -23,6 +23,13 @@ def test_acceptance_by_hand() -> None:
     assert found.accepted_by_depth == [3 / 4, 2 / 4, 1 / 4]
     assert found.conditional_by_depth == pytest.approx([3 / 4, 2 / 3, 1 / 2])
     assert found.accepted_per_draft_token == 6 / 16
+    assert found.definitions == pytest.approx(
+        {
+            "mean_acceptance_length": 10 / 4, "mean_acceptance_length_by_request": (7 / 3 + 3) / 2,
+            "accepted_per_pass": 6 / 4, "accepted_per_pass_by_request": (4 / 3 + 2) / 2,
+            "draft_acceptance_rate": 6 / 16, "committed_per_verified": 10 / 20,
+        }
+    )  # fmt: skip
 
 
 def test_tau_is_one_plus_the_sum_over_depths_where_nothing_is_cut_off() -> None:

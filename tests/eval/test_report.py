@@ -14,10 +14,9 @@ from rich.console import Console
 
 from eval.measures.losslessness import UNCHECKED, Divergence, Gate
 from eval.measures.results import TEACHER_FORCED, Row
-from eval.report import page
-from eval.report.page import library
+from eval.report import render
 from eval.report.reading import report_of
-from eval.report.text import terminal
+from eval.report.render import library, terminal
 from eval.report.write import Report
 from heads.common.files import write_whole
 from tests.eval.stubs import ROW, markdown
@@ -108,8 +107,8 @@ def test_names_are_neither_markup_nor_obeyed_by_a_terminal() -> None:
 
 def test_a_loss_is_marked() -> None:
     assert "slower" not in table_line(report())
-    assert "| 0.72x, slower |" in table_line(report(replace(ROW, speedup=0.72, speedup_ci=None)))
-    assert "| 0.81x [0.70, 0.92], slower |" in table_line(report(replace(ROW, speedup=0.81, speedup_ci=(0.7, 0.92))))
+    assert "| 0.72, slower |" in table_line(report(replace(ROW, speedup=0.72, speedup_ci=None)))
+    assert "| 0.81 [0.70, 0.92], slower |" in table_line(report(replace(ROW, speedup=0.81, speedup_ci=(0.7, 0.92))))
 
 
 def table_line(made: Report) -> str:
@@ -146,9 +145,9 @@ def test_a_speedup_beside_a_red_gate_cannot_be_built(kept: dict[str, object]) ->
 
 
 def test_sampling_is_explained_where_there_was_some() -> None:
-    assert "exact enumeration" not in markdown(report())
+    assert "Exact enumeration" not in markdown(report())
     sampled = replace(ROW, temperature=1.0, lossless=UNCHECKED.counts())
-    assert "exact enumeration" in markdown(report(sampled))
+    assert "Exact enumeration" in markdown(report(sampled))
 
 
 def test_categories_are_those_of_the_clock_where_one_ran() -> None:
@@ -157,9 +156,9 @@ def test_categories_are_those_of_the_clock_where_one_ran() -> None:
         replace(SILENT, tier=TEACHER_FORCED, category=row.category, workload=row.workload) for row in (whole, part)
     ]
     both = replace(report(), rows=[whole, part, *along])
-    assert markdown(both).split("## By category")[1].split("##")[0].count("| eagle |") == 1
+    assert markdown(both).split("## By category")[1].split("##")[0].count("| eagle, tiny/math |") == 1
     alone = replace(report(), rows=along)
-    assert "| eagle | tiny/math |" in markdown(alone).split("## By category")[1]
+    assert "| eagle, tiny/math, teacher forced |" in markdown(alone).split("## By category")[1]
     assert "Where the time goes" in markdown(both)
     assert "Where the time goes" not in markdown(alone)
 
@@ -205,8 +204,8 @@ def test_where_the_page_cannot_be_made_the_rest_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     report(replace(ROW, tau=9.0)).write(tmp_path)
-    monkeypatch.setattr(page, "library", library.__wrapped__)
-    monkeypatch.setattr(page, "BUNDLE", "import os, signal; os.kill(os.getpid(), signal.SIGTRAP)")  # as V8 ends
+    monkeypatch.setattr(render, "library", library.__wrapped__)
+    monkeypatch.setattr(render, "BUNDLE", "import os, signal; os.kill(os.getpid(), signal.SIGTRAP)")  # as V8 ends
     report().write(tmp_path)
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(FILES[:3])
     assert json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["rows"][0]["tau"] == ROW.tau

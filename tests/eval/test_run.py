@@ -13,7 +13,8 @@ from hydra import compose, initialize_config_dir
 from eval.config import EvalConfig, eval_config
 from eval.live import interleaved
 from eval.live.interleaved import hf_generate
-from eval.run import evaluate, folder_for, main, prepared, replacing, speed_dtype
+from eval.run import evaluate, main
+from eval.setup import folder_for, prepared, replacing, speed_dtype
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.common.typed import typed
 from inference.decode import Generation, Settings
@@ -47,7 +48,7 @@ def test_two_heads_and_plain_decoding_stand_in_one_report(
     assert told["target"]["name"] == "toy"
     assert (told["device"]["dtype"], told["settings"]["gate_dtype"]) == ("float32", "float32")
     written = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert "exact enumeration" in written
+    assert "Exact enumeration" in written
     assert {"training", "trees", "answers"} <= told.keys()
     assert {(each["drafter"], each["prompt"]) for each in told["answers"]} == {
         (name, prompt) for name in ("eagle", "medusa") for prompt in ("p0", "p1")

@@ -71,7 +71,7 @@ def sampled_test(
     return found
 
 
-def easier_coins(coins: device.Coins, probability: torch.Tensor, tossing: torch.Tensor) -> torch.Tensor:
+def easier_coins(coins: device.AcceptDraws, probability: torch.Tensor, tossing: torch.Tensor) -> torch.Tensor:
     """Toss coins that fall on the draft's side twice as often."""
     point = coins.point.gather(1, coins.tossed[:, None])[:, 0]
     coins.tossed = coins.tossed + tossing
@@ -81,7 +81,7 @@ def easier_coins(coins: device.Coins, probability: torch.Tensor, tossing: torch.
 @pytest.mark.parametrize("tree", ["chain", "sampled"])
 def test_easier_coins_on_the_device_are_caught(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sampled_test(tree).passed
-    monkeypatch.setattr(device.Coins, "toss", easier_coins)
+    monkeypatch.setattr(device.AcceptDraws, "sample", easier_coins)
     found = sampled_test(tree)
     assert found.caught
     assert found.p_value < found.alpha
@@ -115,8 +115,10 @@ def test_slightly_easier_coins_are_caught_by_as_many_draws_as_a_report_has(
     tree: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert sampled_test(tree, 0.02).passed
-    toss = device.Coins.toss
-    monkeypatch.setattr(device.Coins, "toss", lambda self, probability, tossing: toss(self, probability * 1.2, tossing))
+    sample = device.AcceptDraws.sample
+    monkeypatch.setattr(
+        device.AcceptDraws, "sample", lambda self, probability, tossing: sample(self, probability * 1.2, tossing)
+    )
     assert not sampled_test(tree, 0.02).passed
 
 
@@ -124,15 +126,15 @@ def test_slightly_easier_coins_are_caught_by_as_many_draws_as_a_report_has(
 def test_a_batch_that_drafts_nothing_or_finds_no_memory_leaves_the_draws_to_one_sequence(
     paused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes, lend = list[int](), sampled.lend
+    sizes, acquire = list[int](), sampled.acquire
 
     def noted(target: Any, drafter: Any, size: int, requests: Any) -> Any:
         sizes.append(size)
         if size > 1 and not paused:
             raise ValueError("no memory")
-        return lend(target, drafter, size, requests)
+        return acquire(target, drafter, size, requests)
 
-    monkeypatch.setattr(sampled, "lend", noted)
+    monkeypatch.setattr(sampled, "acquire", noted)
     tree = toys.TREES["chain"]
     found = sampled_test("chain", 0.2, 1.0, Schedule([Scheduled(1, tree), Scheduled(2, None if paused else tree)]))
     assert found.passed
@@ -247,17 +249,17 @@ def test_merged_verdicts_are_the_worst_of_each_prompt() -> None:
 def test_the_race_has_the_winner_that_decoding_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     target, how = toys.target(), replace(HOT, rule=COUPLED)
     plain = autoregress(target, PROMPTS[0].token, how)
-    raced = []
+    gumbel_scores = []
     race = sampled.Coupled.race
 
     def noted(self: Any, law: torch.Tensor, depth: int = 1) -> torch.Tensor:
-        raced.append(int(race(self, law, depth).argmax()))
+        gumbel_scores.append(int(race(self, law, depth).argmax()))
         return race(self, law, depth)
 
     monkeypatch.setattr(sampled.Coupled, "race", noted)
     for place in range(len(plain.tokens)):
         assert race_gap(target, PROMPTS[0].token, plain.tokens[:place], how) > 0
-    assert raced == plain.tokens
+    assert gumbel_scores == plain.tokens
 
 
 def test_a_source_that_drafts_nothing_is_not_drawn() -> None:

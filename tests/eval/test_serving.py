@@ -106,9 +106,15 @@ def test_a_report_has_a_profile_where_it_has_one_chain_and_a_schedule_where_it_h
     for changes in ({"tier": "teacher_forced"}, {"request_rate": 2.0}, {"report": "one"}, {"lossless": {"failed": 1}}):
         assert files("tiny", [baseline, replace(chain, **changes)], {}) == {}, changes
     further = [
-        replace(row, batch_size=size, tokens_per_second=30.0) for row in (baseline, chain) for size in (2, 12, 24)
+        replace(
+            row, batch_size=size, tokens_per_second=30.0, accepted_by_depth=[0.5] * 5, conditional_by_depth=[1.0] * 5
+        )
+        for row in (baseline, chain)
+        for size in (24, 2, 12)
     ]
-    assert files("tiny", [baseline, chain, *further], {}).keys() == {PROFILE, CONFIG}
+    written = files("tiny", [*further, baseline, chain], {})
+    assert written.keys() == {PROFILE, CONFIG}
+    assert written[PROFILE]["marginal_accept_rates"] == MARGINAL, "of the smallest batch"
     for drafter, written in (("mlp", {PROFILE}), ("hydra runs/a", {PROFILE}), ("suffix", {PROFILE, CONFIG})):
         rows = [row if row.drafter == "plain" else replace(row, drafter=drafter) for row in (baseline, chain, *further)]
         assert files("tiny", rows, {}).keys() == written, drafter

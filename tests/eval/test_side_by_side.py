@@ -9,18 +9,14 @@ import pytest
 
 from eval.config import eval_config
 from eval.measures.losslessness import Gate, SampledGate
-from eval.report import operating
-from eval.report.columns import nodes, topic
-from eval.report.page import dates
+from eval.report.reading import folder_of, named, shared, side_by_side
 from eval.report.sections import sentence, why
-from eval.report.side_by_side import folder_of, names, shared, side_by_side
-from eval.report.view import results_of
 from eval.report.write import Report
 from tests.eval.small import run_main
 from tests.eval.stubs import ROW, markdown
-from tests.eval.test_operating import EAGLE, SWEEP
 from tests.eval.test_page import Reader, lines
 from tests.eval.test_page import report as page_report
+from tests.eval.test_paying import EAGLE, PLAIN
 from tests.eval.test_reading import RED, SILENT
 
 TOLD = {"name": "tiny", "fingerprint": "33b80c3e0db7aa", "path": "/models/tiny"}
@@ -95,8 +91,8 @@ def test_a_red_gate_stays_red_in_its_own_report_alone(two: list[str]) -> None:
     assert not made.passed
     assert [line.split(":")[0] for line in made.failures()] == ["eagle of two", "hydra of two at T=1"]
     text = markdown(made)
-    (mine,) = (line for line in text.splitlines() if line.startswith("| eagle of one | 0 | point mass"))
-    (other,) = (line for line in text.splitlines() if line.startswith("| eagle of two | 0 | point mass"))
+    (mine,) = (line for line in text.splitlines() if line.startswith("| eagle of one | 0 | chain-2 | point mass"))
+    (other,) = (line for line in text.splitlines() if line.startswith("| eagle of two | 0 | chain-2 | point mass"))
     assert "1.77 [1.61, 1.93]" in mine
     assert "withheld" in other
     assert "| medusa x4 of two |" in text
@@ -158,9 +154,9 @@ def test_the_page_tells_the_reports_apart(tmp_path: Path, two: list[str]) -> Non
     assert [line["device"] for line in lines(read, "reports")] == ["a CPU", "a GPU", "a CPU"]
     results = lines(read, "results")
     assert len(results) == len(told["rows"]) == 2 + 4 + 12
-    assert len({line["name"] for line in results}) == len(results)
-    assert {line["name"]: line["speedup"] for line in results}["eagle, T=0, one"] == ROW.speedup
-    assert sum(line["speedup"] is None for line in results) == 2
+    assert len({(line["drafter"], line["T"]) for line in results}) == len(results)
+    assert {line["drafter"]: line["speedup [95%]"] for line in results}["eagle of one"] == "1.77 [1.61, 1.93]"
+    assert sum(line["speedup [95%]"] == "withheld" for line in results) == 2
     text = (tmp_path / "all" / "report.html").read_text(encoding="utf-8")
     assert text.count("Compare with care:") == len(told["warnings"])
     assert "img" not in read.elements
@@ -168,63 +164,24 @@ def test_the_page_tells_the_reports_apart(tmp_path: Path, two: list[str]) -> Non
         f"{name} of three" for name in page_report().extras["trees"]
     }
     assert "medusa of two" in told["trees"]
-    specs = json.loads(read.scripts["specs"])
-    nodes = next(
-        spec["data"]["values"]
-        for key, spec in specs.items()
-        if key.startswith("tree-") and len(spec["data"]["values"]) == 3
-    )
-    assert [node["share"] for node in nodes] == [1.0, *TREE["accepted"]]
+    assert ["medusa of two", "chain", "1", "1", "0.600"] in [list(line.values()) for line in lines(read, "tree")]
 
 
 def test_each_rows_numbers_are_of_its_own_target_and_device(tmp_path: Path) -> None:
     files = []
-    for name, experts, count, date in (("one", None, None, "2026-01-02"), ("two", [8, 2], 2, "2026-03-04")):
-        device = DEVICE | {"count": count} if count else DEVICE
+    for name, experts in (("one", None), ("two", [8, 2])):
         target = {"name": f"target-{name}", "experts": experts}
-        settings = SETTINGS | {"provenance": {"date": f"{date}T10:00:00"}}
-        files.append(make(tmp_path, name, Report(target, device, settings, {}, [*SWEEP, *EAGLE])))
+        files.append(make(tmp_path, name, Report(target, DEVICE, SETTINGS, {}, [*PLAIN, *EAGLE])))
     made = side_by_side(files).as_dict()
-    values = operating.plots(made)[0].spec["data"]["values"]
-    assert {value["all"] for value in values if "plain" in value["name"]} == {90.0, 45.0}
     assert "target-one writes" in sentence(made), "the first of two equally fast"
-    sentences = why(made, topic("why", results_of(made))).text
-    assert [", two over" in line for line in sentences if "8 experts a layer" in line] == [True]
-    assert dates(made) == "2026-01-02, 2026-03-04"
-
-
-def test_nodes_of_a_red_gate_are_grey_in_its_own_report_alone(tmp_path: Path) -> None:
-    red = plain_and(replace(SILENT, lossless=RED.counts()), gates={"eagle": RED}, extras={"trees": {"eagle": TREE}})
-    green = plain_and(ROW, gates={"eagle": Gate(8, 8, 0, 0)}, extras={"trees": {"eagle": TREE}})
-    made = side_by_side([make(tmp_path, "a", green), make(tmp_path, "b", red)]).as_dict()
-    table = nodes(made, results_of(made))
-    assert [line[0].text for line in table.lines] == ["eagle of a"] * 2 + ["eagle of b"] * 2
-    assert table.failed == [False, False, True, True]
-
-
-def test_what_another_version_wrote_beside_the_rows_is_left_out(tmp_path: Path) -> None:
-    old: dict[str, Any] = {"trees": {"eagle": {"label": "chain", "note": "", "paths": [[0]]}}}
-    told = {"drafter": "eagle", "prompt": "p", "question": "?", "temperature": 0.0, "steps": []}
-    old["answers"] = [told | {"pieces": [["a", "draft", 1]]}]
-    given = {"gates": {"eagle": Gate(8, 8, 0, 0)}}
-    files = [
-        make(tmp_path, "new", plain_and(ROW, **given, extras={"trees": {"eagle": TREE}})),
-        make(tmp_path, "old", plain_and(ROW, **given)),
-    ]
-    whole = json.loads(Path(files[1]).read_text(encoding="utf-8")) | old
-    Path(files[1]).write_text(json.dumps(whole), encoding="utf-8")
-    made = side_by_side(files)
-    assert list(made.extras["trees"]) == ["eagle of new"]
-    assert made.extras["warnings"][-1].startswith("trees, answers of old are in the form of another version")
-    made.write(tmp_path / "all")
-    assert len(made.rows) == 4
+    assert [" of two over" in line for line in why(made) if "8 experts a layer" in line] == [True]
 
 
 def test_names_are_short_where_they_tell_reports_apart(tmp_path: Path) -> None:
     files = [str(tmp_path / name) for name in ("a/report.json", "b/report.json", "mine.json")]
-    assert names(files) == ["a", "b", "mine"]
+    assert list(named(files)) == ["a", "b", "mine"]
     assert folder_of(files) == Path("outputs/compare-a-b-mine")
-    assert names(["x/a/report.json", "y/a/report.json"]) == ["x/a/report.json", "y/a/report.json"]
+    assert list(named(["x/a/report.json", "y/a/report.json"])) == ["x/a/report.json", "y/a/report.json"]
     assert folder_of(["x/a/report.json", "y/a/report.json"]) == Path("outputs/compare-x-a-report.json-y-a-report.json")
 
 
@@ -239,7 +196,7 @@ def test_the_command_measures_nothing_and_says_what_differs(
     two: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run_main(f"compare={two[0]},{two[1]}") == 1  # a gate is red
+    assert run_main(f"compare=[{two[0]},{two[1]}]") == 1  # a gate is red
     printed = capsys.readouterr()
     assert "NOT LOSSLESS: eagle of two: " in printed.err
     assert "compare with care: they differ in the device: " in printed.err
@@ -250,26 +207,26 @@ def test_the_command_measures_nothing_and_says_what_differs(
         "report.html",
     }
     third = make(tmp_path, "three", plain_and(ROW, gates={"eagle": Gate(8, 8, 0, 0)}))
-    assert run_main(f"compare={two[0]},{third}", "out=there") == 0
+    assert run_main(f"compare=[{two[0]},{third}]", "out=there") == 0
     assert (tmp_path / "there" / "report.html").is_file()
     capsys.readouterr()
     again = Path("outputs/compare-one-two/report.json")
-    assert run_main(f"compare={again},{third}", "out=again") == 2
+    assert run_main(f"compare=[{again},{third}]", "out=again") == 2
     assert "several side by side already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["compare=ONE,none.json"], "error: report none.json cannot be read (No such file or directory)"),
-        (["compare=ONE,bad.json"], "error: report bad.json is damaged ("),
-        (["compare=ONE,other.json"], "error: other.json is no report: "),
-        (["compare=ONE,new.json"], "error: report new.json has schema 2, this version reads 1: evaluate again"),
-        (["compare=ONE,outputs/tiny-eagle"], "error: compare names the report "),
-        (["compare=ONE,TWO", "run=outputs/tiny-eagle"], "error: compare names the report "),
-        (["compare=ONE"], "give two reports or more"),
-        (["compare=ONE,ONE"], "twice: leave one out"),
-        (["compare=ONE,TWO", "tune=true"], "error: tune=true takes the head of one run"),
+        (["compare=[ONE,none.json]"], "error: report none.json cannot be read (No such file or directory)"),
+        (["compare=[ONE,bad.json]"], "error: report bad.json is damaged ("),
+        (["compare=[ONE,other.json]"], "error: other.json is no report: "),
+        (["compare=[ONE,new.json]"], "error: report new.json has schema 2, this version reads 1: evaluate again"),
+        (["compare=[ONE,outputs/tiny-eagle]"], "error: compare names the report "),
+        (["compare=[ONE,TWO]", "run=outputs/tiny-eagle"], "error: compare names the report "),
+        (["compare=[ONE]"], "give two reports or more"),
+        (["compare=[ONE,ONE]"], "twice: leave one out"),
+        (["compare=[ONE,TWO]", "tune=true"], "error: tune=true takes the head of one run"),
         (
             ["run=outputs/tiny-eagle", "tune=true", "engine.compile_drafts=true"],
             "error: tune=true times the parts of drafts",

@@ -74,6 +74,14 @@ def test_a_published_head_names_its_target(tmp_path: Path) -> None:
 def test_a_users_target_takes_over_with_its_own_name(tmp_path: Path) -> None:
     found = model_of(trained(tmp_path / "run"), NOTHING | {"path": "/models/other"})
     assert (found.path, found.name, found.prompts) == ("/models/other", "other", "p.jsonl")
+    given = {"quantize": "int8", "adapter": "a", "placement": "offload", "memory_gb": 2.0}
+    found = model_of(trained(tmp_path / "placed", **given), NOTHING | {"path": "/models/other"})
+    assert {key: getattr(found, key) for key in given} == given
+
+
+@pytest.mark.parametrize("placement", ["fsdp", "tensor_parallel"])
+def test_a_target_of_several_processes_is_mapped_to_devices_here(tmp_path: Path, placement: str) -> None:
+    assert model_of(trained(tmp_path / "run", placement=placement), NOTHING).placement == "device_map"
 
 
 def test_foreign_code_runs_only_if_the_user_says_so(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Tables in Markdown hold whatever names are given."""
 
-from eval.report.text import grid
+from eval.report.render import grid
 
 
 def test_a_name_ends_neither_its_cell_nor_its_line() -> None:

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from eval.inputs.texts import Text
 from eval.measures.results import LIVE, TEACHER_FORCED
-from eval.report.columns import flattened
+from eval.offline.teacher_forced import Overlap, Record
+from eval.report.view import flattened
 from eval.run import evaluate
+from eval.tiers import sampled_table, table
 from inference.drafters.policy import TreeConfig
 from tests import toys
 from tests.eval.small import TUNER, small
@@ -86,6 +90,19 @@ def test_the_report_says_what_other_trees_would_give(greedy: Path) -> None:
         written = (greedy / name).read_text(encoding="utf-8")
         assert other["best"]["tree"] in written
         assert "teacher forced" in written
+
+
+def test_shares_by_depth_are_of_the_tokens_that_have_so_many_after_them() -> None:
+    texts = [Record(Text([], 0, 0), rank, {}) for rank in ([[0, 0], [1, 0], [0, -1]], [[0, 2], [0, -1]])]
+    found = table(texts, 2)
+    shares = [*found["rank"][0][:3], *found["rank"][1][:3], *found["n_alpha"], *found["at_every_token"]]
+    assert shares == pytest.approx([4 / 5, 1 / 5, 0, 2 / 3, 0, 1 / 3, 4 / 5, 2 / 3, 4 / 5, 1 / 3])
+    assert found["tokens"] == 5
+    nan = float("nan")
+    share, common = torch.tensor([[0.5, 0.4], [1.0, 0.0]]), torch.tensor([[0.6, 0.2], [0.4, nan]])
+    more = torch.tensor([[0.9, 0.0]]), torch.tensor([[0.8, nan]])
+    sampled = sampled_table([Overlap(Text([], 0, 0), share, common), Overlap(Text([], 0, 0), *more)])
+    assert sampled == {"n_alpha": pytest.approx([0.6, 0.2]), "at_every_token": pytest.approx([0.8, 0.2])}
 
 
 def test_a_red_gate_leaves_other_trees_without_a_price(runs: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from data.text.records import IDS, UNFETCHED
 from eval.config import Selection
 from eval.inputs import workloads
 from eval.inputs.workloads import load_workload, named_apart, read_workload, short_name
-from eval.report.columns import without_ending
+from eval.report.view import without_ending
 from inference.target.target import Target
 from tests import toys
 from tests.eval.small import run_main
@@ -242,6 +242,8 @@ def test_warm_up_prompts_are_none_of_the_measured(tmp_path: Path) -> None:
     assert ([prompt.id for prompt in found.warmup], found.fresh) == (["c1", "a2"], True)
     whole = read_workload(file, toys.target(), Selection(12, 2, False, "first", True))
     assert (len(whole.prompts), len(whole.warmup), whole.fresh) == (12, 2, False)
+    most = read_workload(file, toys.target(), Selection(11, 2, False, "first", True))
+    assert ([prompt.id for prompt in most.warmup], most.fresh) == (["c3", "c2 swapped"], False)
     own = save_prompts([Prompt("p", [1, 2, 3, 4, 5], "")], tmp_path / "one.jsonl")
     assert own is None
     (swapped,) = read_workload(str(tmp_path / "one.jsonl"), toys.target(), Selection(4, 1, False, "first", True)).warmup

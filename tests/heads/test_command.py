@@ -1,10 +1,12 @@
-"""command(): secrets of the command line reach neither Hydra nor its files, and no mistake tells a value."""
+"""command(): a mistake is one line without values; head=best and the head's own training values are filled in."""
 
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -17,13 +19,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from heads import HEADS, head_config
+from heads import HEADS, head_config, say_best_head, with_head
 from heads.base import parameter_count
-from heads.common.command import mistake, quoted, report_best_head, with_best_head, without_secrets
+from heads.common.command import mistake, quoted
 from heads.common.help import CONF, entries, help_text, keys, nearest
-from heads.common.target_config import head_sizes
+from heads.common.resolvers import register_resolvers
+from heads.common.target_config import EXPERTS, experts_of, head_sizes, logit_factor
 from train import convert
-from train.planning.trace import embeddings_of
+from train.planning.head import embeddings_of
 
 SECRET = "cAnArY0123"
 Call = Callable[..., list[str]]
@@ -95,7 +98,6 @@ def test_a_mistake_in_the_overrides_is_one_line_without_their_values(
 )
 def test_a_misspelt_key_gets_the_nearest_names(config: str, word: str, names: str) -> None:
     assert nearest(word, keys(config)) == f"do you mean {names}?"
-    assert nearest("objective.losses.kll", keys("train")) == "", "which any name may be added to"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +127,7 @@ def test_a_mistake_in_a_trainings_words_says_what_to_give(words: list[str], mess
 def test_the_help_lists_the_keys_of_the_head_that_is_named() -> None:
     named = {line.split("=")[0].strip() for line in help_text("train", ["head=eagle3"]).splitlines()}
     assert {"head.feature_norm", "head.lm_head"} <= named
-    assert not any(line.startswith("  head.") for line in help_text("train").splitlines())
+    assert "head.feature_norm" not in help_text("train")
 
 
 @pytest.mark.parametrize("config", sorted(file.stem for file in CONF.glob("*.yaml")))
@@ -158,44 +160,46 @@ def test_a_missing_option_is_named(call: Call, capfd: pytest.CaptureFixture[str]
     assert told.startswith("error: In 'hydra/config': Could not find 'hydra/launcher/oracle' Available options in")
 
 
-def test_a_multirun_writes_no_secret_and_makes_no_folder_of_a_value(call: Call, tmp_path: Path) -> None:
-    urls = [f"https://me:{SECRET}@host/{name}" for name in "ab"]
-    words = ["-m", f"pickle={','.join(urls)}", "out=x/y", f"+hydra.job.env_set.A_TOKEN={SECRET}"]
-    assert call(*words, f"hydra.sweep.dir={tmp_path / 'sweep'}") == urls, "the command has them"
-    assert SECRET not in " ".join(sys.argv)
-    found = list((tmp_path / "sweep").rglob("*"))
-    assert {path.name for path in found} == {"0", "1", "multirun.yaml"}
-    assert not any(SECRET in path.read_text() for path in found if path.is_file())
+def composed(*words: str, config: str = "train") -> Any:
+    register_resolvers()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose(config, list(words))
+    say_best_head(cfg)
+    return with_head(cfg)
 
 
-@pytest.mark.parametrize(
-    ("word", "value"),
-    [
-        (f"foo.api_key='it\\'s {SECRET}'", f"it's {SECRET}"),
-        (f"+a={{api_key: {SECRET}, b: 1}}", SECRET),
-        ("a_token=0x1f", "0x1f"),
-    ],
-)
-def test_the_environment_has_the_secret_as_it_was_meant(word: str, value: str) -> None:
-    before = set(os.environ)
-    (hidden,) = without_secrets([word])
-    ((name, kept),) = ((name, os.environ[name]) for name in set(os.environ) - before)
-    assert f"${{oc.env:{name}}}" in hidden
-    assert value not in hidden
-    assert kept == value
-    assert without_secrets([hidden]) == [hidden], "as a process that this one starts gets it"
+def test_numbers_are_read_under_each_familys_key() -> None:
+    scales = {"logit_scale": 0.5, "lm_head_multiplier": 3.0, "logits_scaling": 4.0}
+    read = [logit_factor(SimpleNamespace(**given)) for given in ({}, *({key: scales[key]} for key in scales), scales)]
+    assert read == [1.0, 0.5, 3.0, 0.25, 0.375]
+    for key, chosen in product(EXPERTS, ("num_experts_per_tok", "top_k_experts")):
+        assert experts_of(SimpleNamespace(**{key: 8, chosen: 2})) == (8, 2)
+        assert experts_of(SimpleNamespace(**{key: 8, chosen: 9})) is experts_of(SimpleNamespace(**{key: 8})) is None
 
 
-def test_the_best_head_is_named_by_the_targets_depth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert with_best_head("train", ["head=best", "name=mine"]) == ["head=mtp", "name=mine"]
-    assert capsys.readouterr().err == "", "what refuses the command comes alone"
-    for expected in ("head=best: mtp, since", ""):
-        report_best_head()
-        assert capsys.readouterr().err.startswith(expected)
+def test_the_best_head_is_named_by_the_targets_depth(tmp_path: Path) -> None:
     sizes = {"model_type": "llama", "hidden_size": 512, "vocab_size": 512}
     for layers, head in ((19, "mlp"), (20, "mtp")):
         (tmp_path / "config.json").write_text(json.dumps(sizes | {"num_hidden_layers": layers}))
-        assert f"head={head}" in with_best_head("data", [f"model.path={tmp_path}", "head=best"])
+        for config in ("data", "train"):
+            assert composed(f"model.path={tmp_path}", config=config).head.name == head
+
+
+def test_a_heads_training_values_are_taken_where_none_are_given() -> None:
+    cfg = composed("head=hass", "trainer.lr=1e-3", "objective.noise=0", "+objective.losses.soft_ce=2.0")
+    assert (cfg.trainer.optimizer, cfg.trainer.lr) == ("adamw", 1e-3)
+    assert (cfg.objective.depths, cfg.objective.depth_decay, cfg.objective.noise) == (3, 1.0, 0)
+    assert dict(cfg.objective.losses) == {"smooth_l1": 0.1, "soft_ce": 2.0, "top_k": 1.0}
+    assert "training" not in cfg.head
+    block = composed("head=block", "head.depths=3", "objective.anchors=null")
+    assert (block.objective.depths, block.objective.anchors, block.trainer.lr) == (3, None, 2e-2)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_every_head_says_how_it_is_trained(head: str) -> None:
+    cfg = composed(f"head={head}")
+    assert "auto" not in [*cfg.objective.values(), cfg.trainer.optimizer, cfg.trainer.lr]
+    assert cfg.objective.losses
 
 
 # The sizes of Gemma 3 270M, Llama 3.2 1B, Llama 3.1 70B, a target with a small vocabulary, and a toy of two layers.
@@ -214,8 +218,7 @@ def test_the_best_head_is_small_for_its_target(
 ) -> None:
     values = {"model_type": "llama", "num_hidden_layers": layers, "hidden_size": width, "vocab_size": vocab}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    assert f"head={head}" in with_best_head("train", [f"model.path={tmp_path}"])
-    report_best_head()
+    assert composed(f"model.path={tmp_path}").head.name == head
     assert capsys.readouterr().err.startswith(f"head=best: {head}, {why}")
 
 
@@ -224,8 +227,7 @@ def test_the_price_of_a_head_is_near_its_parameters(name: str) -> None:
     text = transformers.LlamaConfig(
         hidden_size=512, intermediate_size=1536, num_attention_heads=8, num_key_value_heads=4, vocab_size=4096
     )
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = head_config(compose("train", [f"head={name}"]).head)
+    config = head_config(composed(f"head={name}").head)
     with torch.device("meta"):
         head: Any = HEADS[name](config, embeddings_of(text, torch.float32))
     assert parameter_count(head) == pytest.approx(head_sizes(512, 4096)[name], rel=0.1)
@@ -247,8 +249,7 @@ def test_the_best_heads_line_says_which_engine_serves_it(
 ) -> None:
     sizes = {"model_type": "llama", "num_hidden_layers": 24, "hidden_size": 128, "vocab_size": 256}
     (tmp_path / "config.json").write_text(json.dumps(sizes | {"num_attention_heads": 4} | values))
-    with_best_head("train", [f"model.path={tmp_path}"])
-    report_best_head()
+    composed(f"model.path={tmp_path}")
     assert capsys.readouterr().err.endswith(f"; {served}\n")
 
 
@@ -256,41 +257,12 @@ def test_no_engine_serves_the_best_head_of_a_bundled_target_that_is_not_as_wide_
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for model, served in (("qwen3_0.6b", "no engine is known to serve it"), ("qwen3_8b", "vLLM serves it")):
-        with_best_head("train", [f"model={model}"])
-        report_best_head()
+        composed(f"model={model}")
         assert f"layers; {served}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "head"),
-    [
-        (["name=mine"], "head=mtp"),
-        (["model=llama70b", "model.trust_remote_code=true"], "head=mtp"),
-        (["-m", "trainer.lr=1,2"], "head=mtp"),
-        (["--cfg", "job"], "head=mtp"),
-        (["head=eagle"], "head=eagle"),
-        (["experiment=medusa_llama8b"], None),
-        (["--help"], None),
-    ],
-)
-def test_the_best_head_is_the_default(words: list[str], head: str | None) -> None:
-    assert [word for word in with_best_head("train", words) if word.startswith("head=")] == [head] * (head is not None)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["head=best,mtp"], "in a sweep name the heads"),
-        (["-m", "head=best"], "in a sweep name the heads"),
-        (["-m", "model=llama8b,tiny"], "in a sweep name the heads"),
-        (
-            ["head=best", "model.path=no/where"],
-            "model.path=no/where: neither here nor .* HF_HUB_OFFLINE",
-        ),
-    ],
-)
-def test_no_best_head_is_guessed(words: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_best_head_is_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ValueError, match=message):
-        with_best_head("train", words)
+    with pytest.raises(ValueError, match=r"model.path=no/where: neither here nor .* HF_HUB_OFFLINE"):
+        composed("head=best", "model.path=no/where")

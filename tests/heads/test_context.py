@@ -29,7 +29,7 @@ def test_a_rank_is_at_most_the_targets_width(name: str, tmp_path: Path) -> None:
     register_resolvers()
     toys.ARCHITECTURES[name].save_pretrained(tmp_path)
     for path, rank in ((str(tmp_path), toys.SIZES["hidden_size"]), ("me/not-here", 256)):
-        head = OmegaConf.load(ROOT / "conf" / "head" / "block.yaml").head
+        head = OmegaConf.load(ROOT / "conf" / "head" / "block.yaml")
         assert OmegaConf.create({"model": {"path": path}, "head": head}).head.markov_rank == rank
 
 

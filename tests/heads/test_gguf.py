@@ -42,24 +42,33 @@ def written(
 def test_eagle3_is_written_with_rotary_pairs_side_by_side(tmp_path: Path) -> None:
     file, tensors = written("eagle3", PLAIN | LLAMA3, tmp_path)
     held = {tensor.name: torch.tensor(tensor.data) for tensor in file.tensors}
-    query = tensors["layers.0.self_attn.q_proj.weight"]
-    per_head = query.unflatten(0, (4, 8))
-    pairs = held["blk.0.attn_q.weight"].unflatten(0, (4, 8))
-    assert torch.equal(pairs[:, 0::2], per_head[:, :4])
-    assert torch.equal(pairs[:, 1::2], per_head[:, 4:])
+    for letter, heads in (("q", 4), ("k", 2)):
+        per_head = tensors[f"layers.0.self_attn.{letter}_proj.weight"].unflatten(0, (heads, 8))
+        pairs = held[f"blk.0.attn_{letter}.weight"].unflatten(0, (heads, 8))
+        assert torch.equal(pairs[:, 0::2], per_head[:, :4])
+        assert torch.equal(pairs[:, 1::2], per_head[:, 4:])
     assert torch.equal(held["d2t"], tensors["t2d"].nonzero()[:, 0])
     assert torch.equal(held["output.weight"], tensors["lm_head.weight"])
     assert float(held["rope_freqs.weight"].max()) == 8.0  # the slowest angles, by LLAMA3's factor
     fields = {name: field.contents() for name, field in file.fields.items()}
     assert fields["eagle3.target_layers"] == [2, 4, 5]
+    sizes = {"block_count": 1, "context_length": 160, "embedding_length": 32, "feed_forward_length": 48,
+             "vocab_size": 40, "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 8,
+             "attention.value_length": 8, "rope.dimension_count": 8, "target_hidden_size": 32,
+             "norm_before_residual": False, "norm_before_fc": False}  # fmt: skip
+    assert {key: fields[f"eagle3.{key}"] for key in sizes} == sizes
+    assert fields["eagle3.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-5)
     assert (fields["tokenizer.ggml.tokens"][5], fields["tokenizer.ggml.bos_token_id"]) == ("w5", 3)
 
 
-def test_positions_that_are_stretched_are_said(tmp_path: Path) -> None:
-    linear = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
-    file, _ = written("eagle3", PLAIN | linear, tmp_path)
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_positions_that_are_stretched_are_said(tmp_path: Path, kind: str) -> None:
+    length = {} if kind == "linear" else {"original_max_position_embeddings": 64}
+    scaled = {"rope_theta": 5e5, "rope_scaling": {"rope_type": kind, "factor": 4.0, **length}}
+    file, _ = written("eagle3", PLAIN | scaled, tmp_path)
     fields = {name: field.contents() for name, field in file.fields.items()}
-    said = {"scaling.type": "linear", "scaling.factor": 4.0, "freq_base": 5e5, "dimension_count": 8}
+    said = {"scaling.type": kind, "scaling.factor": 4.0, "freq_base": 5e5, "dimension_count": 8}
+    said |= {"scaling.original_context_length": 64} if length else {}
     assert {key: fields[f"eagle3.rope.{key}"] for key in said} == said
 
 
@@ -70,6 +79,7 @@ def test_dspark_is_written_in_its_dtype_with_vectors_in_fp32(tmp_path: Path) -> 
     assert len(kinds) == len(tensors)
     fields = {name: field.contents() for name, field in file.fields.items()}
     assert (fields["dflash.target_layers"], fields["dflash.sample_from_anchor"]) == ([3, 6], True)
+    assert (fields["dflash.block_size"], fields["dflash.attention.causal"]) == (4, True)
     assert (fields["dflash.has_confidence_head"], fields["tokenizer.ggml.mask_token_id"]) == (True, 7)
 
 

@@ -14,9 +14,11 @@ from tests.heads.newcomer import Newcomer
 from tests.train import jobs
 
 YAML = """\
-# @package _global_
-head: {name: newcomer, depths: 3}
-objective: {depths: 3}
+name: newcomer
+depths: 3
+training:
+  objective: {losses: {soft_ce: 1.0}, depth_decay: 0.8, depths: 3, anchors: null, noise: 0.0}
+  trainer: {optimizer: adamw, lr: 3.0e-3}
 """
 SCRIPT = """
 import sys

@@ -10,7 +10,7 @@ from eval.measures import machine
 from heads.common.errors import one_line, user_errors
 from heads.common.redact import HIDDEN, redact_logs, redacted, redacted_values, redacted_words
 from tests import toys
-from train.run import provenance
+from train.build import provenance
 
 HUB, OPENAI, KEY = "hf_" + "aB3" * 10, "sk-proj-" + "x1" * 12, "0123456789abcdef" * 2 + "01234567"
 SECRETS = [
@@ -20,10 +20,15 @@ SECRETS = [
     f"https://s3/x?X-Amz-Credential={KEY}&X-Amz-Date=1&X-Amz-Signature={KEY}",
     f"https://cdn/x?Expires=1&Policy={KEY}&Signature={KEY}&Key-Pair-Id=K", f"https://blob/x?sv=1&sig={KEY}",
     f"hf_oauth_eyJ{KEY}.{KEY}.{KEY}", f"hf_jwt_eyJ{KEY}.{KEY}",
-    "ghp_" + "a1" * 15, "AKIA" + "A1B2" * 4,
+    *(prefix + "a1" * 15 for prefix in ("ghp_", "gho_", "github_pat_", "glpat-", "wandb_v1_")), "AKIA" + "A1B2" * 4,
+    *(f"{name}={KEY}" for name in ("client_secret", "passwd", "credentials", "access_key", "private-key")),
+    f"https://s3/x?X-Amz-Security-Token={KEY}", f"eyJ{KEY}.{KEY}.{KEY}",
 ]  # fmt: skip
 HARMLESS = (
-    "eos_token=</s> mask_token=<m> accepted_per_draft_token=0.5 trainer.batch_tokens=4096 max_new_tokens=64 token=null "
+    "eos_token=</s> mask_token=<m> bos_token=<s> pad_token=<p> unk_token=<u> sep_token=<x> cls_token=<c> "
+    "image_token=<i> special_token=<q> stop_token=w per_token=w drafted_token=w next_token=w first_token=w "
+    "last_token=w new_token=w "
+    "accepted_per_draft_token=0.5 trainer.batch_tokens=4096 max_new_tokens=64 token=null "
     "objective.normalize=token revision=0123456789abcdef0123456789abcdef01234567 disk-aaaaaaaaaaaaaaaa hf_run"
 )
 
@@ -52,7 +57,8 @@ def test_an_item_of_a_mapping_is_hidden_by_its_key() -> None:
 def test_a_value_of_the_environment_is_known_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert KEY in redacted(f"key {KEY}")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    assert redacted(f"key {KEY}") == f"key {HIDDEN}"
+    monkeypatch.setenv("OTHER_TOKEN", "seven77")
+    assert redacted(f"key {KEY} seven77") == f"key {HIDDEN} seven77", "what is short may be a word"
 
 
 def test_a_configuration_is_hidden_by_its_keys_too() -> None:

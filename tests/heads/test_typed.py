@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from heads.common.typed import bracketed, typed
+from heads.common.typed import typed
 
 
 @dataclass(frozen=True)
@@ -148,10 +148,3 @@ def test_key_is_full_below_the_root() -> None:
 def test_all_missing_keys_at_once() -> None:
     with pytest.raises(ValueError, match="width, rate are missing"):
         typed(Layer, {})
-
-
-def test_names_between_commas_are_a_list() -> None:
-    words = ["-m", "head=eagle,mtp", "compare=a/b,c=d", "run=x", "compare=[e]", "compare='[f,g]'", "compare=null"]
-    changed = [*words[:2], "compare=[a/b,c=d]", "run=[x]", *words[4:]]
-    assert bracketed(words, "compare", "run") == changed
-    assert bracketed(words, "compare")[3] == "run=x"

@@ -25,7 +25,7 @@ from heads.base import Features, NewRows
 from heads.modules.kv_cache import KVCache
 from inference.drafters import policy
 from inference.drafters.head import BatchedState, HeadDrafter
-from inference.laps import Laps
+from inference.phase_timer import PhaseTimer
 from inference.session import Settings
 from inference.step import DeviceStep, Slots
 from inference.target.cache import Pool
@@ -120,13 +120,13 @@ def counted(step: DeviceStep, sampling: str) -> dict[str, int]:
     seen = torch.empty(size, vocab, dtype=torch.bool, device=NAME)
     slots = Slots(*torch.empty(6, size, dtype=torch.long, device=NAME), seen)
     settings = Settings(40, how, rule=rule, gaps=True)
-    step.ends, step.late = torch.empty(step.target.embeddings.vocab_size, dtype=torch.bool, device=NAME), True
+    step.ends, step.masks_end = torch.empty(step.target.embeddings.vocab_size, dtype=torch.bool, device=NAME), True
     with tables_made(), torch.inference_mode():
-        step.run(slots, step.reach(PROMPT), settings, Laps(step.target.device))
+        step.run(slots, step.kv_length(PROMPT), settings, PhaseTimer(step.target.device))
     watch, parts = Watch(), Counting(step.target.device)
     parts.watch = watch
     with watch, torch.inference_mode():
-        told, *_ = step.run(slots, step.reach(PROMPT), settings, parts)
+        told, *_ = step.run(slots, step.kv_length(PROMPT), settings, parts)
     return {"all": watch.counts.total(), "told": told.numel() // size, **parts.parts}
 
 
@@ -143,7 +143,7 @@ def tables_made() -> Iterator[None]:
         torch.tensor = made
 
 
-class Counting(Laps):
+class Counting(PhaseTimer):
     """Counts operations where others count seconds."""
 
     watch: Watch

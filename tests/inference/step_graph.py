@@ -23,7 +23,7 @@ from inference.decode import Generation, Settings, reference, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.graphs import Graphs
-from inference.laps import Laps
+from inference.phase_timer import PhaseTimer
 from inference.step import DeviceStep
 from inference.target import compiled as passes
 from inference.verification.sample import GREEDY, Sampling
@@ -39,7 +39,7 @@ SAMPLINGS = {
 }
 
 
-class Silent(Laps):
+class Silent(PhaseTimer):
     """Marks nothing: time does not belong into a graph."""
 
     def mark(self, ended: str | None) -> None:
@@ -74,11 +74,11 @@ def replace_run(step: Any, run: Any) -> None:
     """Let a function of the step's arguments take the place of its run, but for the first one, which makes tables."""
     original, first = step.run, [True]
 
-    def replaced(slots: Any, reach: int, settings: Settings, laps: Laps) -> Any:
+    def replaced(slots: Any, kv_length: int, settings: Settings, phase_timer: PhaseTimer) -> Any:
         if first:
             first.clear()
-            return original(slots, reach, settings, laps)
-        return run(slots, reach, settings)
+            return original(slots, kv_length, settings, phase_timer)
+        return run(slots, kv_length, settings)
 
     step.run = replaced
 
@@ -90,7 +90,7 @@ def compiled(step: DeviceStep) -> None:
     replace_run(
         step,
         torch.compile(
-            lambda slots, reach, settings: original(slots, reach, settings, Silent(step.target.device)),
+            lambda slots, kv_length, settings: original(slots, kv_length, settings, Silent(step.target.device)),
             fullgraph=True,
             backend="eager",
         ),
@@ -101,12 +101,12 @@ def recorded(step: DeviceStep) -> None:
     """Record the operations of the first step, and run these in all that follow."""
     original, graphs = step.run, list[Any]()
 
-    def run(slots: Any, reach: int, settings: Settings) -> Any:
+    def run(slots: Any, kv_length: int, settings: Settings) -> Any:
         kept = [*slots, *step.cache.storage.blocks, *step.drafts.tensors()]
         if not graphs:
 
             def traced(*_: Tensor) -> Tensor:
-                return original(slots, reach, settings, Silent(step.target.device))[0]
+                return original(slots, kv_length, settings, Silent(step.target.device))[0]
 
             saved = [tensor.clone() for tensor in kept]
             graphs.append(operations_of(traced, kept))

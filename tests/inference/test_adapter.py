@@ -77,6 +77,11 @@ def test_a_target_is_told_from_its_base_and_from_other_adapters(base: str, carri
     (stronger / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 16}))
     specs = [plain, spec, *(Target.load(base, "float32", "cpu", adapter=str(each)).spec for each in (other, stronger))]
     assert len({each.fingerprint for each in specs}) == 4
+    found = set()
+    for key in ("r", "alpha", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "lora_dropout"):
+        (stronger / "adapter_config.json").write_text(json.dumps(config | {key: 99}))
+        found.add(adapters.fingerprint("base", stronger))
+    assert len(found) == 8, "what scales it and, of the last one, what does not"
 
 
 def test_a_head_belongs_to_the_target_with_its_adapter(base: str, carried: str, tmp_path: Path) -> None:

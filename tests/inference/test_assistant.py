@@ -17,7 +17,7 @@ from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification import tree as trees
 from inference.verification.rng import Generator
-from inference.verification.sample import GREEDY, Sampling, distribution
+from inference.verification.sample import GREEDY, Sampling, distribution, penalize
 from inference.verification.tree import DraftTree
 from tests import assistants, toys
 
@@ -129,7 +129,7 @@ def matched(tree: DraftTree, following: list[int]) -> int:
 
 @pytest.mark.parametrize("tree", ["chain", "sampled"])
 def test_laws_are_those_of_a_model_without_a_cache(near: str, tree: str) -> None:
-    sampling = Sampling(0.9, 12, 0.95)
+    sampling = Sampling(0.9, 12, 0.95, 0.0, 1.3)
     source = assistants.assistant(near, toys.target(), tree=toys.TREES[tree], dtype="float64")
     watched = Watched(source)
     made = speculate(toys.target(), watched, toys.prompt(0), Settings(TOKENS, sampling, seed=4))
@@ -141,7 +141,10 @@ def test_laws_are_those_of_a_model_without_a_cache(near: str, tree: str) -> None
             read = context + drafted.token[path[1:]].tolist()
             logits = source.model.model(input_ids=torch.tensor([read]), use_cache=False).logits[0]
             for node, row in zip(path[:-1], range(len(context) - 1, len(read) - 1), strict=True):
-                torch.testing.assert_close(q[node], distribution(logits[row], sampling))
+                seen = torch.zeros(1, toys.VOCAB, dtype=torch.bool)
+                seen[:, read[: row + 1]] = True
+                expected = distribution(penalize(logits[row : row + 1], seen, sampling), sampling)
+                torch.testing.assert_close(q[node], expected[0])
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, T1], ids=["T0", "T1"])

@@ -9,6 +9,7 @@ import torch
 
 from inference.batch import Batch
 from inference.decode import Generation, Settings, speculate
+from inference.drafters import head as head_source
 from inference.drafters.head import HeadDrafter
 from inference.drafters.hybrid import Hybrid
 from inference.drafters.plain import Plain
@@ -130,6 +131,7 @@ def test_twins_share_models_and_nothing_else(near: str) -> None:
     assert one.clone().head is one.head
     drafter = assistants.assistant(near, target)
     assert drafter.clone().model is drafter.model
+    assert drafter.model.dtype == target.dtype, "where no other is given"
     state, other = drafter.start([1]), drafter.clone().start([1])
     assert other.runner.model is state.runner.model
     assert other.runner is not state.runner
@@ -204,21 +206,30 @@ def test_a_storage_that_grows_holds_what_it_held() -> None:
         assert torch.equal(new[:, :, : old.shape[2]], old)
 
 
-def test_a_user_waits_for_the_prefill_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that counts its readings, of which a prompt's pass takes more than all others."""
-    now, run = [0.0], Target.prefill
+@pytest.mark.parametrize("name", ["plain", "prompt_lookup", "sampled"])
+def test_a_user_waits_for_the_prefill_too_and_pays_a_share_of_each_pass(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock of which a prompt takes a million, the head's drafts of a pass 10,000, a pass 1,000, a reading 1."""
+    now, parts = [0.0], ((Target, "prefill", 10**6), (head_source, "grow", 10**4), (Target, "run", 10**3))
+
+    def slowed(run: Callable[..., Any], seconds: int) -> Callable[..., Any]:
+        def slow(*values: Any, **named: Any) -> Any:
+            now[0] += seconds
+            return run(*values, **named)
+
+        return slow
 
     def read() -> float:
         now[0] += 1
         return now[0]
 
-    def slow(self: Target, *values: Any) -> Any:
-        now[0] += 10**6
-        return run(self, *values)
-
     monkeypatch.setattr(time, "perf_counter", read)
-    monkeypatch.setattr(Target, "prefill", slow)
+    for where, part, seconds in parts:
+        monkeypatch.setattr(where, part, slowed(getattr(where, part), seconds))
     target = toys.target()
-    prompts, settings = requests(GREEDY)
-    for made in speculate(target, Plain(target.device), prompts[:2], settings[0], batch_size=2):
-        assert made.latency_s > made.prefill_s > 10**6 > made.decode_s > 0
+    prompts, ways = requests(GREEDY)[0][:2], [Settings(9, GREEDY), Settings(9, GREEDY if name == "plain" else T1)]
+    made = speculate(target, SOURCES[name](target, ""), prompts, ways, batch_size=2)
+    assert all(one.latency_s > one.prefill_s > 10**6 > one.decode_s > 0 for one in made)
+    passes = max(len(one.steps) for one in made) * (1000 + 10_000 * (name == "sampled"))
+    assert 0.8 < sum(one.decode_s for one in made) / passes < 1.3

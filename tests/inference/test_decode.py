@@ -195,11 +195,12 @@ def test_gaps_are_the_targets_own(wrong_first: bool) -> None:
 
 
 def test_callback_sees_every_token_once() -> None:
-    seen: list[int] = []
+    seen: list[tuple[int, str]] = []
     made = speculate(
-        toys.target(), Oracle(plain(), 3), toys.prompt(0), Settings(24, GREEDY), lambda t, _: seen.extend(t)
-    )
-    assert seen == made.tokens
+        toys.target(), Oracle(plain(), 3), toys.prompt(0), Settings(24, GREEDY),
+        lambda *new: seen.extend(zip(*new, strict=True)),
+    )  # fmt: skip
+    assert seen == [*zip(made.tokens, made.sources, strict=True)]
 
 
 @pytest.mark.parametrize("stop", ["END", ("END", "")])

@@ -76,13 +76,13 @@ def reference(rule: str, draft: Sampled, p: Tensor, seed: int, b: int) -> tuple[
     return index[path].tolist(), token
 
 
-def on_device(rule: str, draft: Sampled, p: Tensor, seed: int, waits: bool) -> list[tuple[list[int], int]]:
+def on_device(rule: str, draft: Sampled, p: Tensor, seed: int, allow_host_sync: bool) -> list[tuple[list[int], int]]:
     """Return the same of all drafts."""
     key = torch.tensor([key_of(seed + b) for b in range(B)])
     point = uniform(keyed(keyed(key, COINS), START + 1)[:, None], torch.arange(p.shape[1]))
     walk = RULES[rule].on_device
     assert walk is not None
-    last, left = walk(draft, p, point, waits)
+    last, left = walk(draft, p, point, allow_host_sync)
     tree = DraftTree(draft.token, torch.tensor(draft.parents).expand_as(draft.token))
     count = ancestors(tree).sum(-1).gather(1, last[:, None])[:, 0]
     token = (left / noise_at(key, START + count, V)).argmax(-1)
@@ -103,8 +103,8 @@ def test_every_rule_takes_the_references_path_and_token(shape: str, rule: str, f
         p, q = probs(family, len(parents), seed)
         draft = drafted(SHAPES[shape], q, seed)
         expected = [reference(rule, draft, p, 100 * seed, b) for b in range(B)]
-        found = on_device(rule, draft, p, 100 * seed, waits=False)
-        assert found == on_device(rule, draft, p, 100 * seed, waits=True) == expected
+        found = on_device(rule, draft, p, 100 * seed, allow_host_sync=False)
+        assert found == on_device(rule, draft, p, 100 * seed, allow_host_sync=True) == expected
         lengths |= {len(path) for path, _ in found}
     assert len(lengths) > 1 or family == "disjoint"
 

@@ -9,7 +9,7 @@ from heads.common.typed import build
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.hybrid import Hybrid, HybridState
-from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, Verified
+from inference.protocol import WARM, Commit, Context, Drafter, DrafterState, Proposal, Verified
 from inference.target.model import TargetOutput
 from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY
@@ -71,6 +71,8 @@ def test_the_heads_record_follows_what_was_accepted_of_it() -> None:
     assert source.record.accepted == 3.0  # half of 2, half of 4
     settle(state, [1, 7])
     assert source.record.accepted == 2.0
+    settle(state, [7])
+    assert source.record.accepted == 1.0
     source.reset()
     assert source.record.accepted == 2.0
 
@@ -94,7 +96,9 @@ def test_a_lookup_that_promises_too_much_is_believed_less() -> None:
 
 def test_both_sources_see_every_commit_and_both_forget() -> None:
     head, lookup = Fixed([1], 0.0, "head"), Fixed([2], 3.0, "lookup")
+    lookup.remembers = True
     source = hybrid(head, lookup)
+    assert source.memory == WARM
     settle(source.start([0]), [2, 4])
     source.reset()
     assert head.calls == ["start", "update", "forget"]

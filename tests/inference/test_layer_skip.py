@@ -154,6 +154,8 @@ def test_a_draft_ends_after_its_first_unsure_token(tmp_path: Path, sampling: Sam
     short = propose(drafter(tmp_path, target, EASY, depth=8, stop=stop), target, sampling).tree.token.tolist()
     length = next(i for i in range(8) if sure[i] < stop) + 1
     assert short == whole[: length + 1]
+    own = LayerSkip(LayerSkip.Config(str(tmp_path / "skips.json"), 7, 0.0), target, "own numbers")
+    assert propose(own, target, sampling).tree.token.tolist() == whole[:8]
 
 
 def test_no_proposal_is_deeper_than_the_room(tmp_path: Path) -> None:

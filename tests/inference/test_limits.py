@@ -10,7 +10,7 @@ from eval.config import eval_config
 from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
-from inference.drafters.policy import TreeConfig, check_tree, most_nodes
+from inference.drafters.policy import TreeConfig, check_tree, expanded, most_nodes
 from inference.drafters.registry import make
 from inference.verification.sample import GREEDY
 from tests import toys
@@ -92,6 +92,8 @@ def test_a_policys_trees_are_counted_without_growing_one() -> None:
     begun = time.perf_counter()
     with pytest.raises(ValueError, match="a tree of 16257 nodes is larger"):
         check_tree(toys.target(), TreeConfig("sampled", 0, 0, 0, [], [127, 127]), "head")
+    kinds = ("dynamic", "best_first", "sampled")
+    assert [expanded(TreeConfig(kind, 3, 2, 7, [], [3, 2])) for kind in kinds] == [6, 21, 10]
     with pytest.raises(ValueError, match="more than 16384 nodes"):
         TreeConfig("sampled", 0, 0, 0, [], [1000, 1000, 1000])
     options = {

@@ -61,6 +61,10 @@ def test_linear_layers_are_quantised_and_what_heads_read_is_not(plain: Target, q
     assert 1e-4 < float((found - expected).abs().mean()) < 0.5
 
 
+def test_no_row_of_a_pass_decides_how_another_is_rounded() -> None:
+    assert loading.METHODS["bnb_int8"].config(torch.bfloat16).llm_int8_threshold == 0
+
+
 @pytest.mark.parametrize("tree", ["chain", "dynamic"])
 def test_speculation_equals_plain_decoding_of_the_same_weights(quantised: Target, tree: str) -> None:
     head = toys.head("eagle", quantised)
@@ -191,6 +195,8 @@ def test_scores_that_a_target_caps_are_capped_whatever_attention_transformers_wo
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = assistants.save(toys.target("gemma2").model, toys.tokenizer(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"final_logit_softcapping": None}))
     monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)  # as before transformers 5.24
     model, _ = loading.load(folder, torch.float32, torch.device("cpu"), False, None)
     assert model.config._attn_implementation == "eager"

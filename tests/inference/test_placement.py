@@ -127,8 +127,9 @@ def test_what_cannot_work_is_one_line(folder: str, monkeypatch: pytest.MonkeyPat
     refused(r"give model\.offload=disk", replace(OFFLOAD, offload="cpu"))
     monkeypatch.setattr(placement, "_world", lambda: 4)
     refused(r"model\.tensor_parallel=3 does not divide the 4 processes", replace(parallel, tensor_parallel=3))
-    with pytest.raises(ValueError, match=r"model\.tensor_parallel=4 does not divide the 2 key-value heads of .*fsdp"):
-        check_shape(AutoConfig.from_pretrained(folder), 4, folder)
+    for shape, words in (({}, "2 key-value heads"), ({"num_key_value_heads": 4, "intermediate_size": 50}, "50 MLP")):
+        with pytest.raises(ValueError, match=rf"model\.tensor_parallel=4 does not divide the {words} .*fsdp"):
+            check_shape(AutoConfig.from_pretrained(folder, **shape), 4, folder)
     with pytest.raises(ValueError, match=r"needs processes that make every pass together, which is not so in an eval"):
         check_alone(replace(HERE, placement="fsdp"), "an evaluation")
     with pytest.raises(ValueError, match=r"model\.placement=offload cannot shard or move quantised weights \(int8\)"):
@@ -156,8 +157,9 @@ def test_devices_are_shared_out_among_a_nodes_processes(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda n: (10 * (n + 1), 100))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    where, place = replace(HERE, placement="device_map"), torch.device("cuda", 1)
-    assert placement.devices_of(where, place) == [1, 3, 5, 7]
+    assert replace(HERE, placement="tensor_parallel").group_size == 2, "a node's processes"
+    where, place = replace(HERE, placement="device_map"), torch.device("cuda", 5)
+    assert placement.devices_of(where, place) == [5, 1, 3, 7]
     assert placement.devices_of(replace(where, devices=[4, 5, 6, 7]), place) == [5, 7]
     found = options(replace(where, devices=[4, 5, 6, 7]), PreTrainedConfig(), place, torch.bfloat16, False)
     assert found == {"device_map": "auto", "max_memory": {5: 54, 7: 72}}
@@ -169,6 +171,17 @@ def test_devices_are_shared_out_among_a_nodes_processes(monkeypatch: pytest.Monk
         placement.devices_of(replace(where, devices=[1, 9]), place)
     with pytest.raises(ValueError, match="has 1 devices for 2 processes"):
         placement.devices_of(replace(where, devices=[1]), place)
+
+
+def test_a_placement_is_that_of_its_sizes(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, half = AutoConfig.from_pretrained(folder), replace(OFFLOAD, memory_gb=3.5e-5)
+    found = options(half, config, CPU, torch.bfloat16, False)["device_map"]
+    assert [place for name, place in found.items() if ".layers." in name] == ["cpu", "cpu", "disk"]
+    monkeypatch.setattr(placement, "_world", lambda: 6)
+    monkeypatch.setattr(placement, "mesh", lambda *_: None)
+    parallel = replace(HERE, placement="tensor_parallel", tensor_parallel=2)
+    cut = options(parallel, config, CPU, torch.float32, False)["distributed_config"]
+    assert (cut.tp_size, getattr(cut, "dp_replicate_size", None) or cut.fsdp_size) == (2, 3)
 
 
 def test_a_run_whose_processes_shared_a_target_is_evaluated_over_one_process_devices(tmp_path: Path) -> None:

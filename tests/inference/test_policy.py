@@ -198,9 +198,15 @@ def test_a_ranked_tree_is_the_oracles_alone_and_in_batches(name: str, way: str, 
         grow(head, None, head.level(roots), config, given), rankings, given, strict=True
     ):
         check(proposal.tree, ranking, config, context.room)
-    for waits in (True, False):
+    for allow_host_sync in (True, False):
         tree, above, _ = ranked(
-            head, None, head.level(roots), config, on_device(given, way), torch.tensor(ROOMS), waits=waits
+            head,
+            None,
+            head.level(roots),
+            config,
+            on_device(given, way),
+            torch.tensor(ROOMS),
+            allow_host_sync=allow_host_sync,
         )
         for b, (ranking, context) in enumerate(zip(rankings, given, strict=True)):
             one = DraftTree(tree.token[b], tree.parent[b])

@@ -3,6 +3,7 @@
 import io
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from heads.common.resolvers import register_resolvers
 from heads.common.typed import typed
 from heads.formats.store import save_head
 from inference import api
-from inference.decode import autoregress
+from inference.decode import Settings, autoregress
 from inference.run import GenerateConfig, chat_ids, generate
 from inference.target.config import ModelConfig
 from inference.target.placement import HERE
 from inference.target.target import Target
+from inference.verification.sample import Sampling
 from tests import toys
 
 ROOT = Path(__file__).parents[2]
@@ -108,6 +110,12 @@ def test_the_target_is_the_heads_own_but_for_what_is_given(
     api.loaded(config(f"run={trained}", "model.path=mine", "model.dtype=float32"))
     api.loaded(config("model=llama8b"))
     api.loaded(config())
+    save_head(trained / "head", toys.head("eagle", target), replace(target.spec, adapter="theirs"), TREE)
+    monkeypatch.setattr(api, "load_drafter", lambda *_: None)
+    api.loaded(config(f"run={trained}"))
+    api.loaded(config(f"run={trained}", "model.adapter=mine"))
+    assert [each.adapter for each in asked] == [None] * 4 + ["theirs", "mine"]
+    del asked[4:]
     assert [(each.path, each.dtype) for each in asked] == [
         ("llama", "auto"),
         ("mine", "float32"),
@@ -115,6 +123,15 @@ def test_the_target_is_the_heads_own_but_for_what_is_given(
         (str(ROOT / "examples" / "tiny"), "auto"),
     ]
     assert all(each.where == HERE and not each.trust_remote_code for each in asked)
+
+
+def test_a_request_is_decoded_as_the_command_says() -> None:
+    sampled = ["temperature=0.5", "top_k=5", "top_p=0.8", "min_p=0.1", "repetition_penalty=1.2"]
+    made = config(*sampled, "rule=typical", "lossy=true", "seed=4", "min_new_tokens=3", "stop=[a]")
+    sampling = Sampling(0.5, 5, 0.8, 0.1, 1.2)
+    asked = Settings(12, sampling, ("a",), 4, rule="typical", lossy=True, min_new_tokens=3)
+    assert made.request() == asked
+    assert made.settings(0.5, gaps=True, stop=["a"]) == replace(asked, gaps=True)
 
 
 def test_a_chat_reads_lines_and_remembers(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,6 +169,9 @@ def test_a_head_that_never_drafts_decodes_as_the_baseline_does() -> None:
 
 
 def test_best_trees_by_size_make_a_schedule() -> None:
+    assert [toys.TREES[kind].within(2).shape() for kind in ("sampled", "static")] == [
+        [path for path in toys.TREES[kind].shape() if len(path) <= 2] for kind in ("sampled", "static")
+    ]
     made = scheduled([(2, DYNAMIC), (8, CHAIN), (16, CHAIN), (32, None)])
     assert made.lines == [Scheduled(1, DYNAMIC), Scheduled(8, CHAIN), Scheduled(32, None)]
     assert [made.at(running) for running in (1, 7, 8, 31, 32, 99)] == [DYNAMIC, DYNAMIC, CHAIN, CHAIN, None, None]
@@ -193,6 +196,10 @@ def test_a_saved_schedule_is_drafted_by_unless_a_tree_is_given(folder: Path) -> 
     assert (loaded.schedule, loaded.policy, loaded.shape) == (schedule, DYNAMIC, None)
     given = load_drafter(folder, {"kind": "chain", "depth": 2}, target, "eagle")
     assert (given.tree, given.schedule.lines[1:]) == ("chain-2", [])
+    deep = scheduled([(1, DYNAMIC), (4, TreeConfig("chain", target.context, 0, 0, [], []))])
+    save_tree(folder, asdict(DYNAMIC), asdict(deep)["lines"])
+    with pytest.raises(ValueError, match="tree chain-160: a tree of 161 nodes is larger"):
+        load_drafter(folder, {}, target, "eagle")
     save_tree(folder, asdict(CHAIN))
     assert load_drafter(folder, {}, target, "eagle").tree == "chain-4"
     assert "schedule" not in json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -216,6 +216,9 @@ def test_a_drafter_that_fails_in_one_of_two_batches_is_out_of_service() -> None:
     service.working = failing  # in the other batch
     service.refuse(failing, ValueError("row 9 of 8"), former)
     assert (service.drafter, service.working) == (former, former)
+    service.swap(third := Plain(target.device))
+    service.refuse(failing, ValueError("row 9 of 8"), former)
+    assert service.drafter is third
 
 
 def test_a_rule_for_some_trees_alone_is_refused_before_another_tree_comes() -> None:

@@ -18,8 +18,8 @@ from inference.decode import Generation, Settings, autoregress, reference, specu
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.drafters.policy import TreeConfig
-from inference.graphs import Forms, Graphs
-from inference.laps import Laps
+from inference.graphs import Graphs, StageCache
+from inference.phase_timer import PhaseTimer
 from inference.protocol import Drafter
 from inference.step import DeviceStep
 from inference.target.target import Target
@@ -249,12 +249,12 @@ def test_events_are_asked_once_they_are_done(monkeypatch: pytest.MonkeyPatch) ->
         return waiting(self)
 
     batch = full(toys.target("llama"), source("eagle", "static", toys.target("llama")))
-    original = Laps.__init__
+    original = PhaseTimer.__init__
 
-    def on_cuda(self: Laps, on: torch.device) -> None:
+    def on_cuda(self: PhaseTimer, on: torch.device) -> None:
         original(self, torch.device("cuda"))
 
-    monkeypatch.setattr(Laps, "__init__", on_cuda)
+    monkeypatch.setattr(PhaseTimer, "__init__", on_cuda)
     monkeypatch.setattr(Tensor, "tolist", tolist)
     batch.step()
     taken = batch.running[0].session.generation.steps[0]
@@ -312,8 +312,8 @@ def test_the_budget_of_a_step(counts: dict[str, Any]) -> None:
 
 def test_a_read_would_be_seen(counts: dict[str, Any]) -> None:
     read, copy = "DataDependentOutputException", "RuntimeError"
-    *waits, mixed = counts["refused"]
-    assert waits == [read, read, copy, copy]
+    *syncing, mixed = counts["refused"]
+    assert syncing == [read, read, copy, copy]
     assert mixed in ("FakeTensorDeviceMismatchError", "RuntimeError"), "the latter before torch 2.12"
 
 
@@ -368,7 +368,7 @@ def test_heads_that_share_the_targets_lm_head_draft_by_turns() -> None:
 
 
 def test_a_form_is_met_anew_where_its_buffers_moved() -> None:
-    forms, buffer = Forms(), torch.zeros(3)
+    forms, buffer = StageCache(), torch.zeros(3)
     for tensor, known in ((buffer, False), (buffer, True), (torch.zeros(3), False)):
         forms.keep([tensor])
         assert ("form" in forms.known) == known

@@ -248,10 +248,10 @@ def test_a_clone_drafts_as_the_original_after_a_long_run_of_one_token() -> None:
 def test_the_past_is_bounded_and_forgets_the_oldest() -> None:
     source = make("suffix", toys.target(), memory_nodes=100)
     for request in range(12):
-        source.start([0]).propose(Context([0, *range(request, request + 20)], GREEDY, RNG, 99))
+        source.start([0]).propose(Context([0, *range(request, 3 * request + 10)], GREEDY, RNG, 99))
     source.start([0])
     assert 0 < source.past.nodes <= 100
-    assert source.past.texts[-1] == list(range(11, 31))
+    assert source.past.texts[-1] == list(range(11, 43))
     assert count_in(source.past, [0]) == 0
 
 

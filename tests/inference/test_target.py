@@ -12,7 +12,8 @@ from data.batches import check_known, pack
 from data.text.masks import Sample
 from data.text.prompts import Prompt
 from inference.target import probe
-from inference.target.config import DTYPES, fast_dtype
+from inference.target.config import DTYPES, fast_dtype, model_config
+from inference.target.placement import HERE
 from inference.target.target import Target
 from tests import toys
 
@@ -158,4 +159,27 @@ def test_fast_dtype_is_one_the_device_multiplies(monkeypatch: pytest.MonkeyPatch
     for able, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", Mock(return_value=able))
         assert fast_dtype(torch.device("cuda")) == dtype
-    assert fast_dtype(torch.device("cpu")) in (torch.bfloat16, torch.float32)
+    for able, dtype in (("amx_bf16", torch.bfloat16), ("avx512_bf16", torch.bfloat16), ("avx2", torch.float32)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda able=able: {able: True}, raising=False)
+        assert fast_dtype(torch.device("cpu")) == dtype
+
+
+def test_a_configurations_target_is_loaded_as_it_says_but_for_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Mock()
+    monkeypatch.setattr(Target, "load", load)
+    config = model_config(path="a", dtype="float16", device="cpu", sibling=True, quantize="int8", adapter="b")
+    assert Target.of(config).sibling
+    Target.of(config, "float32", "cuda:1")
+    whole = [
+        ("a", kind, place, False, "int8", "b", HERE) for kind, place in (("float16", "cpu"), ("float32", "cuda:1"))
+    ]
+    assert [call.args for call in load.call_args_list] == whole
+
+
+def test_what_a_target_compiles_and_captures_is_again_so_after_a_while_without() -> None:
+    target = Target(LlamaForCausalLM(LlamaConfig(**toys.SIZES)), toys.tokenizer(), "captured")
+    for kinds in ((True, False), (False, True)):
+        target.captures, target.compiles_drafts = kinds
+        with target.uncaptured():
+            assert (target.captures, target.compiles_drafts) == (False, False)
+        assert (target.captures, target.compiles_drafts) == kinds

@@ -18,12 +18,14 @@ from tests.tokenizers import trained
 
 
 @pytest.mark.parametrize("generation", [True, False])
-def test_the_tokens_that_end_an_answer_are_the_configuration_s(tmp_path: Path, generation: bool) -> None:
+def test_what_ends_an_answer_is_the_configurations_and_the_tokenizers(tmp_path: Path, generation: bool) -> None:
     LlamaForCausalLM(LlamaConfig(**toys.SIZES | {"eos_token_id": [7, 9]})).save_pretrained(tmp_path)
-    toys.tokenizer().save_pretrained(tmp_path)
+    tokenizer = toys.tokenizer()
+    tokenizer.eos_token = "w5"
+    tokenizer.save_pretrained(tmp_path)
     if not generation:
         (tmp_path / "generation_config.json").unlink()
-    assert Target.load(str(tmp_path), "float32", "cpu").eos == {7, 9}
+    assert Target.load(str(tmp_path), "float32", "cpu").eos == {5, 7, 9}
 
 
 def test_a_tokenizer_that_fails_at_a_text_is_named(tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ def test_a_prompt_is_encoded_as_text() -> None:
     found = SharedVocabulary(model("bytes"), model("sentencepiece")).prompt(token)
     assert found == trained("sentencepiece")(TEXT[0])["input_ids"]
     assert found[0] == 0
+    assert SharedVocabulary(model("sentencepiece"), model("bytes")).prompt(found) == token
 
 
 def test_different_ends_of_the_answer_are_one() -> None:

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from eval.audit.compare import FAILED
-from eval.audit.run import JSON
-from tests.eval.audit_proxy import AuditProxy
-from tests.eval.small import run_main
+from ops.audit import main
+from ops.audits.compare import FAILED
+from ops.audits.run import JSON
+from tests.eval.small import run_command
+from tests.ops.audit_proxy import AuditProxy
 from tests.serving.conftest import command
 from tests.serving.engines import TARGET
 from tests.serving.test_endpoint import server
@@ -30,10 +31,10 @@ OVERRIDES = {"mtp": ["--hf-overrides", json.dumps({"num_nextn_predict_layers": 1
 SMALL = [
     "prompts=6",
     "max_new_tokens=40",
-    "auditor.concurrency=[1,4]",
-    "auditor.samples=24",
-    "auditor.borders=[256]",
-    "auditor.minutes=60",
+    "concurrency=[1,4]",
+    "samples=24",
+    "borders=[256]",
+    "minutes=60",
 ]
 SAMPLED = {"sampling", "sampling_top_p"}
 PLUGIN = '''
@@ -50,14 +51,17 @@ def install():
 
     rejection_sampler.expand_batch_to_tokens = expanded
 '''  # fmt: skip
-FEW = ["prompts=4", "max_new_tokens=32", "auditor.samples=8", "auditor.borders=[]"]
+FEW = ["prompts=4", "max_new_tokens=32", "samples=8", "borders=[]"]
 # Faults that differ in what shows them: a count, a limit, a text, numbers, company, a field that was not passed on.
 PLANTED = ("usage", "limit", "stop_string", "lost_token", "logprobs", "leak", "penalty", "seed")
 
 
 def audit(out: Path, audited: str, baseline: str, *words: str) -> Any:
     """Audit a server; return audit.json."""
-    assert run_main(f"audit={audited}", f"baseline={baseline}", f"out={out}", *SMALL, *words) in (0, 1)
+    assert run_command(main, "ops/audit", f"url={audited}", f"baseline={baseline}", f"out={out}", *SMALL, *words) in (
+        0,
+        1,
+    )
     record = json.loads((out / JSON).read_text(encoding="utf-8"))
     print([(f["check"], f["status"], f["summary"]) for f in record["findings"] if f["status"] != "passed"])
     print(record["verdict"], record["requests"], record["minutes"], record["findings"][-1]["summary"])

@@ -71,7 +71,7 @@ def test_a_real_server_is_measured_as_the_verifier_measures(run_of: Callable[[st
     with ExitStack() as stack:
         drafting = stack.enter_context(server(tmp_path / "drafting.log", "--speculative-config", speculative))
         plain = stack.enter_context(server(tmp_path / "plain.log"))
-        command("eval/run.py", f"endpoint={drafting}", f"baseline={plain}", *asked, f"out={tmp_path / 'served'}")
+        command("ops/endpoint.py", f"url={drafting}", f"baseline={plain}", *asked, f"out={tmp_path / 'served'}")
     tree = ["tree=chain", "tree.depth=3", "dtype=float32", "tier=live", f"model.path={TARGET}"]
     command("eval/run.py", f"run={head}", *tree, *asked, f"out={tmp_path / 'here'}")
     rows = {}

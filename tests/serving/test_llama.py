@@ -200,7 +200,7 @@ def test_a_server_of_llama_cpp_is_measured_as_an_endpoint(
     with ExitStack() as stack:
         fast = stack.enter_context(server(tmp_path / "drafting.log", target, *drafting(method, folder)))
         plain = stack.enter_context(server(tmp_path / "plain.log", target))
-        command("eval/run.py", f"endpoint={fast}", f"baseline={plain}", *asked, f"out={tmp_path / 'served'}")
+        command("ops/endpoint.py", f"url={fast}", f"baseline={plain}", *asked, f"out={tmp_path / 'served'}")
     report = json.loads((tmp_path / "served" / "report.json").read_text())
     (row,) = [row for row in report["rows"] if row["drafter"] == "endpoint"]
     assert row["lossless"] == {"checked": 8, "identical": 8, "near_tie": 0, "failed": 0}

@@ -9,17 +9,17 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from eval.inputs.workloads import load_workload
 from inference.target.target import Target
+from ops.replace import ReplaceConfig, Server, replace_head
 from tests.serving.conftest import command
 from tests.serving.engines import ENVIRONMENT, TARGET
 from tests.serving.test_endpoint import PATIENCE, SAID, free_port
-from train.release.config import ServeConfig
-from train.release.serve import Server, replace_head
 
 pytestmark = pytest.mark.serving
 
@@ -54,7 +54,7 @@ class Traffic(threading.Thread):
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Iterator[ServeConfig]:
+def config(tmp_path: Path) -> Iterator[ReplaceConfig]:
     port, pid, link = free_port(), tmp_path / "pid", tmp_path / "head"
     words = [str(ENVIRONMENT / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--port", port]
     words += ["--host", "127.0.0.1", "--model", str(TARGET), "--served-model-name", "tiny", *SAID]
@@ -66,7 +66,7 @@ def config(tmp_path: Path) -> Iterator[ServeConfig]:
     stop = f"kill $(cat {pid}) 2>/dev/null; {gone}; kill -9 $(cat {pid}) 2>/dev/null"
     start = f"echo $$ > {pid}; VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 exec {shlex.join(words)}"
     environment = os.environ.pop("PYTHONPATH", None)
-    yield ServeConfig(str(link), f"{stop}; {start}", f"http://127.0.0.1:{port}", 3.0 * PATIENCE)
+    yield ReplaceConfig("", str(link), f"{stop}; {start}", f"http://127.0.0.1:{port}", 3.0 * PATIENCE)
     if environment is not None:
         os.environ["PYTHONPATH"] = environment
     subprocess.run(stop, shell=True, capture_output=True, check=False, timeout=60)
@@ -74,7 +74,7 @@ def config(tmp_path: Path) -> Iterator[ServeConfig]:
 
 @pytest.mark.slow
 def test_vllm_serves_another_head_after_a_restart_and_the_former_one_where_it_cannot_load_that(
-    run_of: Callable[[str], Path], tmp_path: Path, config: ServeConfig
+    run_of: Callable[[str], Path], tmp_path: Path, config: ReplaceConfig
 ) -> None:
     old = tmp_path / "tiny-eagle"
     said = [f"run={run_of('eagle')}", "repo=me/tiny-eagle", "format=vllm", "dtype=float32", "dry_run=true"]
@@ -88,14 +88,16 @@ def test_vllm_serves_another_head_after_a_restart_and_the_former_one_where_it_ca
     traffic.start()
     try:
         (tmp_path / "broken").mkdir()
+        (tmp_path / "broken" / "config.json").write_text("{}")
+        (tmp_path / "broken" / "model.safetensors").touch()
         with pytest.raises(ValueError, match=f"{old} is served again"):
-            replace_head(tmp_path / "broken", config)
+            replace_head(replace(config, folder=str(tmp_path / "broken")))
         while traffic.count < 20:
             time.sleep(0.2)
         count = traffic.count
         shutil.copytree(old, tmp_path / "same")
         (tmp_path / "same" / "NOTE").write_text("the same weights\n")
-        same = replace_head(tmp_path / "same", config)
+        same = replace_head(replace(config, folder=str(tmp_path / "same")))
     finally:
         traffic.over.set()
         traffic.join()

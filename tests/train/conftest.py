@@ -1,4 +1,4 @@
-"""A run to publish, a Hub to publish it on, and the doctor's patients."""
+"""A run to publish, and a Hub to publish it on."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from heads.formats.store import TargetSpec
-from tests.train.doctoring import Ward, unchecked
 from tests.train.hub_server import Hub, become
 from tests.train.publishing import write_run
 
@@ -29,16 +28,3 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     with Hub() as hub:
         become(hub, monkeypatch, tmp_path / "cache")
         yield hub
-
-
-@pytest.fixture(scope="session")
-def wards(tmp_path_factory: pytest.TempPathFactory) -> Ward:
-    with unchecked():
-        return Ward(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def ward(wards: Ward) -> Iterator[Ward]:
-    """Heads are trained once for all files; shapes are unchecked only while one of these runs."""
-    with unchecked():
-        yield wards

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from transformers import masking_utils
 
+from benchmarks import cuda_path
 from data.batches import Batches, Packed
 from data.features.source import Live
 from heads.modules import attention, vocab
@@ -34,7 +35,6 @@ from tests.inference.accelerator import NAME, on_dummy
 from tests.train import strategy_job
 from tests.train.host_reads import Following
 from train import optim
-from train.planning import path
 from train.step import Loss, Stepper
 
 LENGTH = 32
@@ -110,7 +110,7 @@ def counted(head: str, documents: int, micro_batches: int) -> dict[str, Any]:
     device, options = Device(), frozenset({*documents_of.NEEDED, "enable_gqa"})
     target: Any = toys.target.__wrapped__("llama", torch.float32)  # its parameters are replaced
     with ExitStack() as patches:
-        patches.enter_context(path.path_of("cuda"))
+        patches.enter_context(cuda_path.cuda_path())
         for module, name, there in (
             (optim, "FUSED", (NAME,)),
             (vocab, "SUMS_WIDE", (NAME,)),

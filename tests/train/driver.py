@@ -19,10 +19,11 @@ from torch import Tensor
 
 from heads.common.errors import user_errors
 from heads.common.resolvers import register_resolvers
+from tests.train import jobs
 from train import acceptance
 from train import step as steps
 from train.checkpoints import format
-from train.config import run_config
+from train.planning.resolve import resolve
 from train.run import train
 from train.sampling import row_keys
 from train.step import Stepper
@@ -106,7 +107,7 @@ def child(folder: Path, overrides: list[str], hooks: tuple[str, ...], log: Path,
             HOOKS[name](folder, rank)
     register_resolvers()
     with user_errors(), initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        train(run_config(compose("train", overrides)))
+        train(resolve(compose("train", jobs.with_head(overrides))))
 
 
 def keys_with_places(seed: int, step: int, index: Tensor) -> Tensor:

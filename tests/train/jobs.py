@@ -5,11 +5,15 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM
 
 from tests import toys
+from train.config import RunConfig
+from train.planning.plan import resolve_micro_batch
+from train.planning.resolve import resolve_placement, with_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = [
@@ -35,11 +39,23 @@ def make(folder: Path) -> list[str]:
     return [f"model.path={folder / 'target'}", f"data.path={folder / 'text.txt'}", *QUICK]
 
 
-def start(overrides: list[str], launcher: list[str] | None = None) -> subprocess.Popen[str]:
-    """Start a training job, of head=eagle unless the overrides name another."""
+def with_head(overrides: Sequence[str]) -> list[str]:
+    """Return overrides with head=eagle unless they name a head, or an experiment with its own."""
     named = any(word.startswith(("head=", "experiment=")) for word in overrides)
-    overrides = overrides if named else [*overrides, "head=eagle"]
-    words = [sys.executable, *(launcher or []), str(ROOT / "train" / "run.py"), *overrides]
+    return [*overrides] if named else [*overrides, "head=eagle"]
+
+
+def placed(run: RunConfig) -> RunConfig:
+    """Return a run with what `resolve` fills in by a plan, unchecked."""
+    return resolve_micro_batch(resolve_placement(with_processes(run)))
+
+
+def start(
+    overrides: list[str], launcher: list[str] | None = None, script: str = "train/run.py"
+) -> subprocess.Popen[str]:
+    """Start a training job, of head=eagle unless the overrides name another."""
+    overrides = with_head(overrides)
+    words = [sys.executable, *(launcher or []), str(ROOT / script), *overrides]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
         words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT

@@ -7,6 +7,7 @@ are weighted and where its teacher comes from, or the sizes of a plain one: voca
 import json
 import os
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from transformers import LlamaConfig
 
@@ -28,7 +30,7 @@ from tests.inference.accelerator import NAME, Watch, on_dummy
 from tests.train.test_objective import CONFIG, batch
 from train.losses import LOSSES, ObjectiveConfig
 from train.objective import Chunk, Work, chunk_rows, chunked, labels, objective, weights
-from train.planning.trace import Shadow, embeddings_of
+from train.planning.head import embeddings_of
 
 HOST, WIDTH = torch.device("cpu"), 8
 
@@ -49,6 +51,38 @@ class Plain(nn.Module):
 
     def score(self, state: Tensor, _depth: int) -> Tensor:
         return self.lm_head(state)
+
+
+class Allocations(TorchDispatchMode):
+    """Notes the most bytes that the results of operations on fake tensors have at once."""
+
+    def __init__(self) -> None:
+        init: Any = super().__init__
+        init()
+        self.live, self.peak, self.known = 0, 0, set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):  # an input that was there before
+                self.count(leaf.untyped_storage(), 0)
+        out = 1 if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.count(leaf.untyped_storage(), leaf.untyped_storage().nbytes())
+        return out
+
+    def count(self, storage: Any, size: int) -> None:
+        """Count a storage until it is freed, unless it is counted already."""
+        if id(storage) not in self.known:
+            self.known.add(id(storage))
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self.release, id(storage), size)
+
+    def release(self, key: int, size: int) -> None:
+        """Remove a freed storage."""
+        self.known.discard(key)
+        self.live -= size
 
 
 def on_device(x: Any) -> Any:
@@ -115,14 +149,14 @@ def peak(rows: int, depths: int, *, whole: bool, autocast: bool) -> int:
     weight = weights(token, token + 1, None, of).row
     chunks = chunked(weight > 0, rows if whole else chunk_rows(head, "cuda", weight.numel()), HOST)
     quick = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
-    with FakeTensorMode(allow_non_fake_inputs=True), Shadow() as shadow, quick:
+    with FakeTensorMode(allow_non_fake_inputs=True), Allocations() as allocated, quick:
         if whole:
             work = Work(head, features, weight.flatten(1), of, chunks, labels(head, features))
             loss, _ = work.run([[draft.state.flatten(0, 1), None, None, None] for draft in drafts])
         else:
             loss, _ = objective(head, drafts, features, weight, of, chunks)
         loss.backward()
-    return shadow.most
+    return allocated.peak
 
 
 def of_case(name: str, *rest: str) -> Any:

@@ -10,7 +10,7 @@ if __name__ == "__main__":
 
 from data.features.source import FeatureSource, MicroBatch
 from heads.base import Features
-from train import run
+from train import build, run
 
 
 class Poisoned:
@@ -33,11 +33,11 @@ class Poisoned:
 
 
 def poison(row: int) -> Any:
-    """Return what takes the place of `train.run.source_for`."""
-    inner = run.source_for
+    """Return what takes the place of `train.build.source_for`."""
+    inner = build.source_for
     return lambda *given: Poisoned(inner(*given), row)
 
 
 if __name__ == "__main__":
-    run.source_for = poison(int(sys.argv.pop(1)))
+    build.source_for = poison(int(sys.argv.pop(1)))
     run.main()

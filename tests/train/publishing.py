@@ -16,7 +16,7 @@ from tests.heads.stub import TinyEnds
 from train.release.config import PublishConfig
 
 REPO = "me/tiny-medusa"
-PLOTS = {"plots/tau.png", "plots/speedup.png", "plots/acceptance.png", "plots/training.png"}
+PLOTS = {"plots/speedup.png", "plots/acceptance.png", "plots/training.png"}
 EVERYTHING = {
     "README.md", "config.json", "config.yaml", "model.safetensors", "report.html", "report.json", "report.md",
     "tokenizer_reference.json", *PLOTS, "custom_generate/generate.py",

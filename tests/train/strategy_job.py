@@ -63,7 +63,7 @@ def stepper(run: RunConfig, case: str, accelerator: Accelerator) -> Stepper:
     packed = Packed(token, torch.zeros_like(token), torch.ones_like(token))
     batches = Batches(packed, 5, 2, 0, accelerator.process_index, accelerator.num_processes)
     source, width = Live(target, batches, made.feature_layers), target.embeddings.hidden_size
-    loss = Loss(head, run.objective, compiled=run.trainer.compile, quick=accelerator.mixed_precision == "bf16")
+    loss = Loss(head, run.objective, compiled=run.trainer.compile, autocast=accelerator.mixed_precision == "bf16")
     with mock.patch.object(optim, "FUSED", ("cpu",) if case == "fused" else ("cuda",)):
         return Stepper(run.trainer, run.launcher, accelerator, loss, source, width)
 

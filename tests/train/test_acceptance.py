@@ -11,6 +11,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
+from eval.measures import metrics
 from heads import HEADS
 from heads.base import Features
 from heads.common.resolvers import ROOT, register_resolvers
@@ -21,6 +22,7 @@ from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from tests import drafting, toys
 from tests.eval.stubs import ROW
+from tests.train import jobs
 from train.acceptance import AcceptanceEvaluator
 from train.checkpoints.state import TrainState
 from train.config import RunConfig, run_config
@@ -37,7 +39,7 @@ def run(*overrides: str) -> RunConfig:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         chosen = ("trainer.eval_prompts=3", "trainer.eval_tokens=20", "tree=chain", *overrides)
-        return run_config(compose("train", list(chosen)))
+        return run_config(compose("train", jobs.with_head(chosen)))
 
 
 def judging(target: Target, run: RunConfig) -> AcceptanceEvaluator:
@@ -82,15 +84,14 @@ def test_an_estimate_stops_before_any_prompt_or_text_and_starts_anew() -> None:
 
 def test_tau_is_the_verifiers_on_prompts_that_the_seed_draws() -> None:
     target, head = toys.target(), toys.head("eagle", toys.target())
-    evaluator = judging(target, run())
+    evaluator = judging(target, run("trainer.seed=3"))
     found = evaluator.tau(head)
     made = [
         speculate(target, HeadDrafter(head, run().tree, "eagle"), prompt, Settings(20, GREEDY))
         for prompt in evaluator.prompts
     ]
     assert found["tau"] == sum(len(each.tokens) - 1 for each in made) / sum(len(each.steps) for each in made)
-    low, high = found["tau_ci"]
-    assert low <= found["tau"] <= high
+    assert found["tau_ci"] == metrics.tau_interval(made, 3)
     assert len(evaluator.prompts) == 3
     assert [judging(target, run(f"trainer.seed={seed}")).prompts for seed in range(6)] != [evaluator.prompts] * 6
 
@@ -99,6 +100,8 @@ def test_a_prompt_that_comes_again_makes_no_interval_narrower() -> None:
     target = toys.target()
     evaluator = AcceptanceEvaluator(target, PROMPTS[:1] * 3, run().trainer, run().tree, "again")
     assert evaluator.tau(toys.head("mlp", target))["tau_ci"] is None  # of one prompt there is none
+    ended = judging(target, run("trainer.eval_tokens=1")).tau(toys.head("mlp", target))
+    assert (ended["tau"], ended["tau_ci"]) == (1.0, None)  # no answer has a step
 
 
 def test_operations_are_counted_with_the_backward_pass() -> None:
@@ -121,9 +124,10 @@ def test_a_multiruns_table_has_a_row_a_temperature(tmp_path: Path) -> None:
     found = sweep.rows_of("mine", "eagle", tmp_path)
     assert [(each["name"], each["temperature"]) for each in found] == [("mine", 0.0), ("mine", 1.0)]
     cells = [list(map(str, column.cells)) for column in sweep.table(found).columns]
-    assert cells[1] == ["1,234"] * 2
-    assert cells[6] == ["2.50 [2.10, 2.90]", "2.50"]
-    assert cells[9] == ["4/4", "4/4, 1 FAILED"]
+    assert [cell for cell, _ in cells] == [
+        "mine", "1,234", "64", "5,000", "3", "0", "2.50 [2.10, 2.90]", "0.90 0.60", "1.40 [1.61, 1.93]", "4/4",
+    ]  # fmt: skip
+    assert [cells[i][1] for i in (5, 6, 8, 9)] == ["1", "2.50", "withheld", "4/4, 1 FAILED"]
     (tmp_path / "report.json").write_text(json.dumps(report | {"schema": 2}))
     with pytest.raises(ValueError, match=r"report\.json has schema 2, this version reads 1"):
         sweep.rows_of("mine", "eagle", tmp_path)

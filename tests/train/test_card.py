@@ -23,8 +23,9 @@ from tests.eval.stubs import ROW
 from tests.heads import exporting
 from tests.train.publishing import ORIGIN, REPO, config, medusa
 from train.publish import publish
-from train.release.card import TITLES, Facts, card, engines, metadata, title_of
-from train.release.card.text import bullets, code, escaped
+from train.release.card import TITLES, Facts, card, engines, title_of
+from train.release.card.facts import bullets, code, escaped
+from train.release.card.sections import metadata
 
 HUB_TARGET = TargetSpec("Someone/Target-8B", 11, 4, 3, "f00d")
 
@@ -176,7 +177,7 @@ def test_a_limit_beyond_the_targets_vocabulary_is_none() -> None:
 def test_plots_are_pictures_on_an_opaque_ground(run: Path) -> None:
     out = publish(config(run, dry_run=True), HfApi(), str)
     text = (out / "README.md").read_text()
-    for name in ("tau", "speedup", "acceptance", "training"):
+    for name in ("speedup", "acceptance", "training"):
         data = (out / "plots" / f"{name}.png").read_bytes()
         assert data[:8] == b"\x89PNG\r\n\x1a\n"
         width, height = struct.unpack(">II", data[16:24])
@@ -333,9 +334,9 @@ def test_an_exported_head_names_its_readers_and_limits(run: Path, tmp_path: Path
 
 
 def test_a_published_format_is_tagged_with_its_engines() -> None:
-    assert metadata.of(facts("eagle3", "vllm", EAGLE3)).tags[-4:] == ["vllm", "sglang", "trtllm", "speculators"]
-    assert metadata.of(facts("medusa", "vllm", {})).tags[-1] == "vllm"
-    assert metadata.of(facts("medusa", "medusa", {})).tags[-1] == "medusa"
+    assert metadata(facts("eagle3", "vllm", EAGLE3)).tags[-4:] == ["vllm", "sglang", "trtllm", "speculators"]
+    assert metadata(facts("medusa", "vllm", {})).tags[-1] == "vllm"
+    assert metadata(facts("medusa", "medusa", {})).tags[-1] == "medusa"
 
 
 PRUNED = {"markov_rank": 6, "from_anchor": True, "confidence": True, "draft_vocab": 30, "lm_head": "own"}
@@ -362,7 +363,7 @@ def test_an_engine_that_the_export_refuses_is_not_said_to_serve(
     folder = exporting.exported(head, form, tmp_path, config=target)
     refused = refusals(head, exporting.served(config=target))
     known = facts(kind, form, json.loads((folder / "config.json").read_text()), refused=refused)
-    assert [tag for tag in metadata.of(known).tags if tag in READERS] == readers
+    assert [tag for tag in metadata(known).tags if tag in READERS] == readers
     text = served(known).replace("\\", "")
     assert said in text
     assert ("vllm serve" in text, "sglang.launch_server" in text) == ("vllm" in readers, "sglang" in readers)

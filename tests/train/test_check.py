@@ -13,13 +13,19 @@ from data.text.prompts import Prompt, TrainingData
 from eval.inputs.runs import own_prompts
 from tests import toys
 from tests.train import jobs
-from tests.train.test_features import configured
+from tests.train.test_features import composed
+from tests.train.test_features import configured as unplaced
+from train.build import prepare_out, prompt_room, values_of
+from train.config import RunConfig
 from train.distributed.processes import RunLock
 from train.planning import plan
 from train.planning.check import check_out, check_plan, check_run, check_target, ordinary_mask
-from train.planning.choice import chosen
+from train.planning.resolve import resolve, with_processes
 from train.planning.table import check_memory, table
-from train.run import prepare_out, prompt_room, train
+
+
+def configured(overrides: list[str]) -> RunConfig:
+    return with_processes(unplaced(overrides))
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +52,7 @@ def test_a_run_that_can_start_is_not_refused(toy: list[str]) -> None:
         (["init=/nowhere/run"], "/nowhere/run: no such folder"),
         (["model.adapter=/nowhere/adapter"], "model.adapter=/nowhere/adapter: no such folder"),
         (
-            ["model.path=/nowhere/target"],
+            ["model.path=/nowhere/target", "head=eagle"],
             "model.path=/nowhere/target: no causal LM with tokenizer loads from there (no such folder",
         ),
         (["features=stored", "features.path=/nowhere/store"], "/nowhere/store: holds no feature store"),
@@ -54,7 +60,7 @@ def test_a_run_that_can_start_is_not_refused(toy: list[str]) -> None:
         (["out=/dev/null/run"], "out=/dev/null/run: cannot be written (/dev/null: Not a directory)"),
         (["data.length=161", "trainer.micro_tokens=161"], "data.length is 161, but"),
         (["head=hydra", "init=last_layer"], "init=last_layer starts head=mtp, eagle, hass and eagle3 alone"),
-        (["head.num_heads=7"], "head.num_heads is 7 and head.num_kv_heads 2"),
+        (["head=eagle", "head.num_heads=7"], "head.num_heads is 7 and head.num_kv_heads 2"),
         (["head=eagle3", "head.feature_layers=[7]"], "head.feature_layers is [7]: give different layers from 0 to 2"),
         (["model.device=cuda:99"], "model.device is cuda:99, and torch sees"),
         (["model.device=gpu"], "model.device is 'gpu': give cpu, cuda or cuda:N"),
@@ -118,7 +124,7 @@ def test_a_resumed_run_without_a_checkpoint_says_that_it_begins(
         (out / "checkpoints" / "step-00000004").mkdir(parents=True)
     with RunLock(out) as lock:
         run = configured([*toy, f"out={out}", "resume=true"])
-        prepare_out(run, lock, {}, TrainingData([], [], Counts()), {})
+        prepare_out(run, values_of(run), lock, {}, TrainingData([], [], Counts()), {})
     assert (f"{out}: nothing to resume, begins at step 0\n" in capsys.readouterr().out) is not begun
 
 
@@ -128,7 +134,7 @@ def test_a_run_without_held_out_prompts_leaves_none(toy: list[str], tmp_path: Pa
     for prompts in ([held_out], []):
         with RunLock(out) as lock:
             run = configured([*toy, f"out={out}"])
-            prepare_out(run, lock, {}, TrainingData([], prompts, Counts()), {})
+            prepare_out(run, values_of(run), lock, {}, TrainingData([], prompts, Counts()), {})
         assert (own_prompts(str(out)) is not None) == bool(prompts)
     assert not (out / "prompts.jsonl").exists()
     (out / "prompts.jsonl").touch()
@@ -168,7 +174,7 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_loaded(toy: list[
     little = [*toy, "model.device=cpu", "device.memory_gb=0.001"]
     told = r"does not fit: it needs \d\.\d+ GiB of memory, and this machine has 1\.0 MiB free: give .*plan=ignore"
     with pytest.raises(ValueError, match=told) as error:
-        train(configured(little))
+        resolve(composed(little))
     assert "\n" not in str(error.value)
     check_memory(configured([*little, "plan=ignore"]), 10**9)
 
@@ -234,12 +240,12 @@ def test_a_plan_refuses_what_its_target_or_machine_does_not_have(
     toy: list[str], overrides: list[str], told: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(told)):
-        plan.plan(chosen(configured([*toy, *overrides])))
+        plan.plan(jobs.placed(configured([*toy, *overrides])))
 
 
 def test_a_plan_that_fits_says_what_its_training_still_lacks(toy: list[str], tmp_path: Path) -> None:
     def shown(*words: str) -> str:
-        run = chosen(configured([*toy, f"out={tmp_path}", *words]))
+        run = jobs.placed(configured([*toy, f"out={tmp_path}", *words]))
         console = Console(width=400)
         with console.capture() as text:
             console.print(table(run, plan.plan(run)))

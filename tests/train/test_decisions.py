@@ -1,7 +1,6 @@
 """What a training decides and says of it: each branch with its numbers, at the limit and on either side of it."""
 
 import json
-import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,27 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from inference.drafters.policy import TreeConfig, verifiable
 from train.checkpoints import resume
-from train.config import Budget
-from train.forecast.command import plan
 from train.loop import Loop
 from train.planning import table
-
-
-def test_a_budget_is_shared_among_short_trainings_and_the_run() -> None:
-    device: Any = SimpleNamespace(name="d", tflops=2.0, mfu=0.5)
-    for budget in (Budget(1e15, False), Budget(1000.0, True)):  # of 1e12 operations a second
-        shown = Console(width=200, no_color=True)
-        with shown.capture() as captured:
-            shown.print(plan(budget, 0.4, {"head=a": 1e9, "head=b": 2e9}, device))
-        lines = [re.sub("[│┃|]", " ", line).split() for line in captured.get().splitlines() if "head=" in line]
-        # 0.4 of it is for the short trainings of the two, and the rest for the one that is chosen.
-        assert lines == [["head=a", "1e+09", "600,000"], ["head=b", "2e+09", "300,000"]]
-        one = "" if budget.timed else ": 16.7 min on one"
-        assert f"at an assumed 50% of 2 TFLOP/s (d){one}" in captured.get()
 
 
 @pytest.mark.parametrize(
@@ -104,7 +87,7 @@ def test_a_trainings_cost_counts_the_tokens_of_its_rollouts_too(tmp_path: Path) 
 
 
 def test_a_target_that_verifies_chains_gets_the_deepest_path_of_a_tree(caplog: pytest.LogCaptureFixture) -> None:
-    target: Any = SimpleNamespace(takes_trees=False, name="t", objection="why not")
+    target: Any = SimpleNamespace(takes_trees=False, name="t", incompatibility="why not")
     tree = TreeConfig("dynamic", 5, 3, 4, [], [])
     assert verifiable(target, tree) == TreeConfig("chain", 4, 0, 0, [], [])
     assert caplog.messages == ["t: why not, so no tree (dynamic-d5k3n4) is verified: chain-4 in its place"]

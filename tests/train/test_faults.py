@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.train import driver, jobs
-from tests.train.test_features import configured
+from tests.train.test_features import resolved
 from tests.train.undisturbed import BATCHES, STEPS, Toy, records, steps
 from train import run as runs
 
@@ -157,7 +157,7 @@ def test_a_finished_run_gets_the_head_of_its_best_step_back(
 ) -> None:
     place = toy.new()
     shutil.copytree(toy.folder / "whole", place / "out")
-    again = configured([*toy.overrides, f"out={place / 'out'}", "resume=true"])
+    again = resolved([*toy.overrides, f"out={place / 'out'}", "resume=true"])
     damage(place / "out" / "head")
     runs.train(again)
     toy.same(place)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from data.features.extraction import Layers, extract_features
 from data.features.source import FeaturesConfig
@@ -22,6 +22,7 @@ from tests.data.chat_server import honest, reset
 from tests.data.states_server import StatesServer
 from tests.train import jobs
 from train.config import RunConfig, run_config
+from train.planning.resolve import resolve
 from train.run import train
 
 Train = Callable[..., dict[int, float]]
@@ -38,10 +39,18 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*jobs.make(tmp_path_factory.mktemp("job")), "trainer.steps=3", "trainer.save_every=3", *OFF]
 
 
-def configured(overrides: list[str]) -> RunConfig:
+def composed(overrides: list[str]) -> DictConfig:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return run_config(compose("train", overrides))
+        return compose("train", jobs.with_head(overrides))
+
+
+def configured(overrides: list[str]) -> RunConfig:
+    return run_config(composed(overrides))
+
+
+def resolved(overrides: list[str]) -> RunConfig:
+    return resolve(composed(overrides))
 
 
 @pytest.fixture
@@ -49,7 +58,7 @@ def trained(base: list[str], tmp_path: Path) -> Train:
     """Return a function that trains with overrides, and returns the losses of every step."""
 
     def run(name: str, *overrides: str) -> dict[int, float]:
-        train(configured([*base, f"out={tmp_path / name}", *overrides]))
+        train(resolved([*base, f"out={tmp_path / name}", *overrides]))
         return jobs.losses(tmp_path / name)
 
     return run

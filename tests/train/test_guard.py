@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from data.batches import Batches, Packed
 from tests.train import jobs
 from tests.train.poison import poison
-from tests.train.test_features import configured
+from tests.train.test_features import configured, resolved
+from train import build
 from train import run as runs
 from train.checkpoints import format
 from train.loop import Loop
@@ -46,7 +47,7 @@ class Job:
 
     def train(self, name: str, *overrides: str) -> Path:
         out = self.folder / name
-        runs.train(configured([*self.overrides, f"out={out}", *overrides]))
+        runs.train(resolved([*self.overrides, f"out={out}", *overrides]))
         return out
 
 
@@ -59,7 +60,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 def skipped(job: Job) -> Path:
     """Return the folder of a run whose one bad step was skipped."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "source_for", poison(job.rows[5]))
+        patch.setattr(build, "source_for", poison(job.rows[5]))
         return job.train("skipped")
 
 
@@ -99,7 +100,7 @@ def test_a_run_with_a_skipped_step_resumes_bit_for_bit(
         if int(kept.name.removeprefix("step-")) > BAD + 1:
             shutil.rmtree(kept)
     shutil.rmtree(out / "head")
-    monkeypatch.setattr(runs, "source_for", poison(job.rows[5]))
+    monkeypatch.setattr(build, "source_for", poison(job.rows[5]))
     job.train("resumed", "resume=true")
     assert [record["loss"] for record in records(out).values()] == [r["loss"] for r in records(skipped).values()]
     assert same_head(out, skipped)
@@ -129,7 +130,7 @@ def test_the_batch_is_kept(job: Job, skipped: Path) -> None:
 def test_a_run_that_is_to_stop_stops_before_the_bad_step(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     out = job.folder / "stopped"
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "source_for", poison(job.rows[0]))
+        patch.setattr(build, "source_for", poison(job.rows[0]))
         with pytest.raises(ValueError, match=rf"^stopped before step {BAD + 1}: its loss is nan; its batch") as caught:
             job.train("stopped", "trainer.on_bad_step=stop")
     assert "\n" not in str(caught.value)

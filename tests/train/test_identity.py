@@ -122,7 +122,7 @@ def test_other_data_another_head_and_another_target_are_another_run(run: RunConf
 def test_what_is_not_sampled_alike_shares_no_step_and_no_graph() -> None:
     """Whichever of the two comes first; what a sequence keeps for itself shares a step."""
     target: Any = SimpleNamespace(takes_trees=True, switch=None)
-    step: Any = SimpleNamespace(compiles=False, static=True, late=False, drafts=SimpleNamespace(form=1))
+    step: Any = SimpleNamespace(compiles=False, static=True, masks_end=False, drafts=SimpleNamespace(form=1))
     one = Settings(9, Sampling(0.8, 5, 0.9, 0.1, 1.2))
 
     def alike(other: Settings) -> bool:
@@ -135,7 +135,7 @@ def test_what_is_not_sampled_alike_shares_no_step_and_no_graph() -> None:
     assert without_effect(one, alike) == alone
     assert without_effect(one, lambda other: DeviceStep.form(step, 4, other)) == alone | {"passes"}
     assert without_effect(one.sampling, lambda sampling: alike(replace(one, sampling=sampling))) == set()
-    for change in ({"late": True}, {"drafts": SimpleNamespace(form=2)}):
+    for change in ({"masks_end": True}, {"drafts": SimpleNamespace(form=2)}):
         assert DeviceStep.form(SimpleNamespace(**vars(step) | change), 4, one) != DeviceStep.form(step, 4, one)
     assert DeviceStep.form(step, 5, one) != DeviceStep.form(step, 4, one)
     target.takes_trees = False

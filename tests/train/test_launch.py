@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from heads.common.command import BEST
 from heads.common.resolvers import ROOT, register_resolvers
 from tests.train import jobs
 from train import run as runs
@@ -28,7 +27,7 @@ echo Submitted batch job 77
 def run(*overrides: str) -> RunConfig:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return run_config(compose("train", list(overrides)))
+        return run_config(compose("train", jobs.with_head(overrides)))
 
 
 def test_the_command_has_the_processes_and_a_free_port() -> None:
@@ -36,6 +35,11 @@ def test_the_command_has_the_processes_and_a_free_port() -> None:
     assert words[words.index("--num_processes") + 1] == "3"
     assert words[words.index("--main_process_port") + 1] == "0"
     assert words[-2:] == ["run.py", "name=x"]
+    nodes = ["launcher=nodes2", "launcher.num_processes=3", "launcher.machine_rank=1", "launcher.main_process_ip=ten"]
+    words = launch.command(run(*nodes).launcher, "run.py", [])
+    told = dict(zip(words[::2], words[1::2], strict=False))
+    assert [told[f"--{key}"] for key in ("num_processes", "num_machines", "machine_rank")] == ["6", "2", "1"]
+    assert (told["--main_process_ip"], told["--main_process_port"]) == ("ten", "29500")
     assert "--use_deepspeed" not in launch.command(run("launcher=zero3").launcher, "run.py", [])
 
 
@@ -44,9 +48,9 @@ def test_nodes_that_do_not_know_where_to_meet_are_told(monkeypatch: pytest.Monke
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     nodes = run("launcher=nodes2").launcher  # composes, for plan=true asks for no address
     with pytest.raises(ValueError, match=r"^launcher\.main_process_ip is missing: set it, or MASTER_ADDR") as error:
-        launch.missing(nodes)
+        launch.needs_processes(nodes)
     assert "\n" not in str(error.value)
-    assert launch.missing(run("launcher=nodes2", "launcher.main_process_ip=10.0.0.1").launcher)
+    assert launch.needs_processes(run("launcher=nodes2", "launcher.main_process_ip=10.0.0.1").launcher)
 
 
 def test_a_plan_has_the_command_of_each_of_several_nodes() -> None:
@@ -71,12 +75,13 @@ def test_a_job_of_slurm_is_the_same_command(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("PYTHONPATH", "")
     asked = ["launcher.slurm.partition=gpu", "launcher.slurm.account=me", "launcher.slurm.setup=[module load cuda]"]
     folder = [f"launcher.slurm.folder={tmp_path / 'jobs'}", "+launcher.slurm.extra.constraint=h100"]
-    found = run("launcher=slurm", "launcher.strategy=fsdp2", *asked, *folder)
+    sizes = [f"launcher.slurm.{key}" for key in ("gpus_per_node=4", "cpus_per_task=6", "mem_gb=100", "minutes=90")]
+    found = run("launcher=slurm", "launcher.strategy=fsdp2", *asked, *folder, *sizes)
     assert launch.start(found.launcher, "train/run.py", ["launcher=slurm", "overwrite=true"]) == 0
     script = (tmp_path / "caught.sh").read_text()
     for option in (
-        "partition=gpu", "account=me", "nodes=2", "ntasks-per-node=8", "gpus-per-node=8", "cpus-per-task=8",
-        "time=1440", "constraint=h100", f"signal=USR2@{launch.GRACE}",
+        "partition=gpu", "account=me", "nodes=2", "ntasks-per-node=8", "gpus-per-node=4", "cpus-per-task=6",
+        "mem=100GB", "time=90", "constraint=h100", f"signal=USR2@{launch.GRACE}",
     ):  # fmt: skip
         assert f"#SBATCH --{option}\n" in script
     assert "\nmodule load cuda\n" in script
@@ -96,7 +101,7 @@ def test_a_run_that_was_queued_has_no_result_yet(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(sys, "argv", ["train/run.py", "launcher=slurm", f"out={tmp_path / 'new'}"])
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     runs.main()
-    assert asked == [(runs.__file__, sys.argv[1:])]
+    assert asked == [(runs.__file__, ["launcher=slurm", sys.argv[2]])]
 
 
 @pytest.mark.slow
@@ -114,7 +119,6 @@ def test_a_stop_before_the_first_step_is_one_line(tmp_path: Path) -> None:
 def test_a_trial_says_at_its_end_what_its_numbers_are(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(BEST, "")  # which the command sets, for processes that it starts
     monkeypatch.setattr(runs, "train", lambda _: None)
     monkeypatch.setattr(runs.sweep, "best_tau", lambda _: 1.0)
     trial = "trainer=debug: 4 steps show that it runs; no number of them means anything"
@@ -215,6 +219,11 @@ def test_what_the_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(ValueError, match="num_processes is 8 and this machine has 2 accelerators"):
         processes.check_machine(found.launcher, found.model)
+    inline = run("launcher=inline", "model.device=cuda")
+    processes.check_machine(inline.launcher, inline.model)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # by the user's own launcher
+    with pytest.raises(ValueError, match="num_processes is 4 and this machine has 2 accelerators"):
+        processes.check_machine(inline.launcher, inline.model)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     monkeypatch.setattr("train.distributed.processes.find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"headstart\[cluster\]"):

@@ -268,9 +268,12 @@ def test_dpace_weighs_a_depth_by_what_it_adds_to_the_expected_draft(name: str) -
     assert loss.item() == pytest.approx(expected, rel=1e-4)
 
 
-def test_documents_count_alike_when_normalised_by_sequence() -> None:
+@pytest.mark.parametrize("step", [None, 2])
+def test_documents_count_alike_when_normalised_by_sequence(step: int | None) -> None:
+    """Each by its rows that are drafted from, where those are sampled."""
     features, mask = batch()
-    by = weights(features.document, mask, None, replace(CONFIG, normalize="sequence"))
+    anchors = None if step is None else (torch.arange(16) % step == 0).expand(2, 16)
+    by = weights(features.document, mask, anchors, replace(CONFIG, normalize="sequence"))
     documents = [(0, slice(0, 9)), (0, slice(9, 16)), (1, slice(0, 12))]
     assert by.amount.tolist() == [3.0, 3.0]
     for b, where in documents:

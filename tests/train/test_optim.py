@@ -15,7 +15,7 @@ from train import optim
 from train.adapt import LoraAdapterConfig, adapt
 from train.checkpoints.state import TrainState
 from train.config import TrainerConfig, run_config
-from train.loop import SCHEDULE, as_if_so_long
+from train.loop import SCHEDULE, with_new_schedule
 from train.optim import Average, adamw, learning_rate
 
 
@@ -23,11 +23,13 @@ from train.optim import Average, adamw, learning_rate
 def config() -> TrainerConfig:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return replace(run_config(compose("train")).trainer, steps=100, warmup=0.1, lr=1.0, min_lr=0.1)
+        return replace(run_config(compose("train", ["head=eagle"])).trainer, steps=100, warmup=0.1, lr=1.0, min_lr=0.1)
 
 
 def test_warm_up_then_cosine(config: TrainerConfig) -> None:
     rates = [learning_rate(step, config) for step in range(100)]
+    late = [learning_rate(step, replace(config, cooldown=0.396)) for step in range(100)]  # 40 steps
+    assert (late[10:61], late[80]) == ([1.0] * 51, pytest.approx(rates[55]))
     assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert max(rates) == pytest.approx(1.0)
     assert rates[55] == pytest.approx(0.1 + 0.9 * 0.5)
@@ -39,10 +41,10 @@ def test_a_run_that_is_lengthened_is_another_where_its_objective_moves_with_the_
     longer = replace(config, steps=200, warmup=0.05, cooldown=0.2)
     now = {name: getattr(longer, key) for name, key in SCHEDULE.items()} | {"objective.base": None}
     then = now | {"trainer.steps": 100, "trainer.warmup": 0.1}
-    assert as_if_so_long(then, now, longer, 80) == now
-    assert as_if_so_long(then, now, longer, 90) == then
+    assert with_new_schedule(then, now, longer, 80) == now
+    assert with_new_schedule(then, now, longer, 90) == then
     moving = {"objective.base": [1, 0]}
-    assert as_if_so_long(then | moving, now | moving, longer, 80) == then | moving
+    assert with_new_schedule(then | moving, now | moving, longer, 80) == then | moving
 
 
 def test_decay_on_matrices_alone(config: TrainerConfig) -> None:

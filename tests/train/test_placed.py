@@ -77,7 +77,7 @@ def peak(words: list[str], *overrides: str) -> int:
     """Return the peak that the plan says of a process."""
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        run = run_config(compose("train", [*words, "launcher.num_processes=2", *overrides]))
+        run = run_config(compose("train", ["head=eagle", *words, "launcher.num_processes=2", *overrides]))
     return max(memory.peak for memory in device_memories(plan_inputs(run)))
 
 
@@ -104,8 +104,8 @@ def test_two_processes_of_little_memory_place_themselves(
     assert [line.partition(" ")[0] for line in report["warnings"]] == ["losslessness", "the", "2"]
     assert [row["lossless"]["failed"] for row in report["rows"]] == [0, 0]
     assert report["rows"][-1]["lossless"]["checked"] == 2
-    roomy = jobs.finish(start([*words, *several, "eval.prompts=0", f"out={tmp_path / 'roomy'}"]))
-    assert "model.placement=replicate launcher.strategy=ddp" in roomy
+    wide = jobs.finish(start([*words, *several, "eval.prompts=0", f"out={tmp_path / 'roomy'}"]))
+    assert "model.placement=replicate launcher.strategy=ddp" in wide
 
 
 @pytest.mark.slow

@@ -12,13 +12,14 @@ from transformers import LlamaConfig, Qwen3Config
 from benchmarks import planner
 from heads.common.resolvers import ROOT, register_resolvers
 from tests import families
+from tests.train import jobs
 from train.config import RunConfig, run_config
 from train.planning import shapes
 from train.planning.check import check_plan
-from train.planning.choice import chosen, in_words
 from train.planning.memory import total
-from train.planning.plan import GIB, SAFE, plan, preset, sized
-from train.planning.table import advice, table
+from train.planning.plan import GIB, SAFE, plan, resolve_micro_batch
+from train.planning.resolve import resolve_placement
+from train.planning.table import advice, in_words, table
 
 VICUNA: dict[str, Any] = {"vocab_size": 32000, "tie_word_embeddings": False}
 TARGETS = {
@@ -79,7 +80,7 @@ def run(*overrides: str) -> RunConfig:
 def automatic(*overrides: str) -> RunConfig:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return chosen(run_config(compose("train", list(overrides))))
+        return jobs.placed(run_config(compose("train", jobs.with_head(overrides))))
 
 
 @pytest.fixture
@@ -112,7 +113,10 @@ def test_a_preset_plans_without_network(model: str, billions: float, active: flo
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["model=llama70b", "model.path=me/other"], "model.path=me/other: its configuration cannot be read"),
+        (
+            ["model=llama70b", "model.path=me/other", "head=eagle"],
+            "model.path=me/other: its configuration cannot be read",
+        ),
         (["model=llama8b", "+model.shape.no_such=1", "model.shape.model_type=nonesuch"], "model.shape of meta-llama"),
         (["model=llama8b", "head=eagle3", "head.feature_layers=[90]"], "head.feature_layers is [90]"),
         (["model=llama8b", "head=medusa", "head.heads=2"], "objective.depths is 4 but the head drafts 2"),
@@ -145,7 +149,7 @@ def test_a_bad_value_is_named_in_one_line(override: str, named: str) -> None:
 @pytest.mark.usefixtures("offline")
 def test_a_70b_that_does_not_fit_says_what_to_change() -> None:
     """Each change saves what it says, the largest comes first, and together they are enough."""
-    words = "model=llama70b", "head=medusa", "head.lm_head=shared", "device=h100", "device.memory_gb=14"
+    words = "model=llama70b", "head=medusa", "head.lm_head=shared", "device=h100", "device.memory_gb=13"
     words = *words, BF16, "trainer.batch_tokens=512", "trainer.micro_tokens=512"
     given = run(*words)
     found = plan(given)
@@ -248,11 +252,11 @@ def test_two_nodes_show_what_lies_where() -> None:
     assert len(found["devices"]) == 16
     assert "node 0 device 0-7, node 1 device 0-7: " in text
     assert "target: layers" in text
-    layers = found["devices"][9].held.resident["target: layers"].total()
+    layers = found["devices"][9].resident["target: layers"]
     assert layers == 2 * (found["target_parameters"] - 2 * 128256 * 8192) // 8
-    assert all("measuring τ" in device.held.stages for device in found["devices"])  # it takes all of them
+    assert all("measuring τ" in device.stages for device in found["devices"])  # it takes all of them
     apart = plan(run("experiment=eagle3_llama8b_8x80", "head=medusa", "objective.depths=4", *SMALL))["devices"]
-    assert [i for i, device in enumerate(apart) if "measuring τ" in device.held.stages] == [0]
+    assert [i for i, device in enumerate(apart) if "measuring τ" in device.stages] == [0]
     assert found["hours"] == pytest.approx(found["gpu_hours"] / 16)
 
 
@@ -260,9 +264,9 @@ def test_two_nodes_show_what_lies_where() -> None:
 def test_from_a_store_only_the_ends_are_loaded() -> None:
     words = ("model=llama8b", "head=medusa", "head.lm_head=shared", "device=rtx4090", "features=stored")
     live, stored = plan(run(*words, "eval.prompts=0")), plan(run(*words, "eval.prompts=0", "trainer.eval_prompts=0"))
-    assert "target: layers" in live["devices"][0].held.resident
-    assert "target: layers" not in stored["devices"][0].held.resident
-    assert stored["devices"][0].held.resident["target: embedding, lm_head"].total() == 2 * 2 * 128256 * 4096
+    assert "target: layers" in live["devices"][0].resident
+    assert "target: layers" not in stored["devices"][0].resident
+    assert stored["devices"][0].resident["target: embedding, lm_head"] == 2 * 2 * 128256 * 4096
     assert stored["disk"]["features, if no row comes twice"] == stored["tokens"] * 2 * 4096
     served = plan(
         run(*words[:-1], "features=engine", "features.vllm_layers=[32]", "eval.prompts=0", "trainer.eval_prompts=0")
@@ -297,14 +301,14 @@ def test_a_plan_names_the_store_that_is_still_to_be_extracted(tmp_path: Path) ->
 def test_a_target_whose_ends_do_not_load_alone_counts_whole(name: str, layers: bool, tmp_path: Path) -> None:
     families.config(name).save_pretrained(tmp_path)
     words = ("head=eagle3", "features=stored", "trainer.eval_prompts=0", "eval.prompts=0", *SMALL)
-    resident = plan(run(f"model.path={tmp_path}", *words))["devices"][0].held.resident
+    resident = plan(run(f"model.path={tmp_path}", *words))["devices"][0].resident
     assert ("target: layers" in resident) == layers
 
 
 def test_the_final_evaluation_needs_room_for_the_target_in_fp32() -> None:
-    held, planned = plan(run("head=medusa"))["devices"][0].held, plan(run())
+    held, planned = plan(run("head=medusa"))["devices"][0], plan(run())
     assert total(held.evaluation) == 4 * planned["target_parameters"]
-    assert not plan(run("eval.prompts=0"))["devices"][0].held.evaluation
+    assert not plan(run("eval.prompts=0"))["devices"][0].evaluation
 
 
 def test_a_plan_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +335,7 @@ def test_a_70b_places_itself(machine: tuple[str, ...], strategy: str, gate: str)
     planned = plan(placed)
     assert planned["fits"]
     assert planned["peak_bytes"] < SAFE * planned["device"]["memory_gb"] * GIB
-    assert all(device.held.evaluation for device in planned["devices"])
+    assert all(device.evaluation for device in planned["devices"])
 
 
 EXPERIMENTS = sorted(file.stem for file in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -346,33 +350,41 @@ def test_every_experiment_fits_its_devices(experiment: str) -> None:
     assert found["gpu_hours"] > 0
 
 
-@pytest.fixture(scope="module")
-def process_bytes(tmp_path_factory: pytest.TempPathFactory) -> int:
-    return planner.process(tmp_path_factory.mktemp("process"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", planner.CONFIGURATIONS)
-def test_a_plan_is_near_the_memory_that_a_run_takes(name: str, process_bytes: int, tmp_path: Path) -> None:
-    planned, taken = planner.measure(name, tmp_path, process_bytes)
-    assert planned == pytest.approx(taken, rel=0.1)
+def test_a_plan_is_at_the_memory_that_a_run_takes_or_up_to_a_third_above(name: str, tmp_path: Path) -> None:
+    planned, taken = planner.measure(name, tmp_path)
+    assert taken <= planned <= 1.3 * taken
 
 
-@pytest.mark.slow
-def test_a_process_takes_what_a_cpu_is_said_to_take(process_bytes: int) -> None:
-    assert process_bytes == pytest.approx(preset("cpu").context_gb * GIB, rel=0.1)
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize(
+    ("words", "measured"),  # GiB of an H100, of which the last two leave the target's layers out (benchmarks/gpu.md)
+    [
+        (("trainer.micro_tokens=16384", "trainer.batch_tokens=16384"), 53.5),
+        (("trainer.micro_tokens=16384", "trainer.batch_tokens=16384", "features=stored"), 36.9),
+        (("trainer.micro_tokens=4096", "trainer.batch_tokens=4096", "features=stored"), 15.8),
+    ],
+)
+def test_eagle3_of_an_8b_takes_what_was_measured_on_an_h100_or_up_to_a_third_more(
+    words: tuple[str, ...], measured: float
+) -> None:
+    step = "objective.depths=5", "trainer.optimizer=adamw", "trainer.eval_prompts=0", "eval.prompts=0"
+    found = plan(run("model=llama8b", "head=eagle3", "device=h100", "data.length=2048", *step, *words))
+    assert measured <= found["peak_bytes"] / GIB <= 1.3 * measured
 
 
 @pytest.mark.usefixtures("offline")
 def test_a_plan_says_what_the_process_and_the_allocator_take() -> None:
-    words = "model=llama8b", "head=eagle3", "device=h100", *SMALL
+    words = "model=llama8b", "head=eagle3", "device=h100", "eval.prompts=0", *SMALL
     found = plan(run(*words))
     console = Console(width=120)
     with console.capture() as shown:
         console.print(table(run(*words), found))
     device = found["devices"][0]
-    assert device.held.process == GIB
-    assert device.peak == pytest.approx(GIB + 1.08 * (device.held.asked() - GIB))
+    widest = max(map(total, device.stages.values()))
+    assert device.process == GIB
+    assert device.peak == GIB + total(device.resident) + widest + round(0.15 * widest)
     assert {"process", "allocator"} <= {line.split("│")[1].strip() for line in shown.get().splitlines() if "│" in line}
 
 
@@ -381,18 +393,16 @@ def test_muons_checkpoint_lacks_a_moment_of_each_matrix() -> None:
     words = "model=llama8b", "head=medusa", "head.lm_head=shared", "device=h100", *SMALL
     adamw, muon = (plan(run(*words, f"trainer.optimizer={name}")) for name in ("adamw", "muon"))
     name = "a checkpoint that is being written"
-    held, saved = muon["host"].resident[name].total(), adamw["host"].resident[name].total()
+    held, saved = muon["host"].resident[name], adamw["host"].resident[name]
     assert saved == 12 * adamw["trained_parameters"]
     assert 8 * muon["trained_parameters"] <= held < 8.1 * muon["trained_parameters"]
 
 
 def test_on_a_cpu_a_process_holds_what_lies_on_the_host_elsewhere() -> None:
-    """The checkpoint that is being written, with a running average, and code of products in bf16 if there are any."""
-    words = "head=eagle", "device=cpu", "model.device=cpu", "trainer.ema=0.9", *SMALL
-    found, exact = (plan(run(*words, *rest)) for rest in ((), ("trainer.precision=fp32", "model.dtype=float32")))
-    held = [each["devices"][0].held.resident for each in (found, exact)]
-    assert held[0]["a checkpoint that is being written"].total() == 16 * found["trained_parameters"]
-    assert "code of products in bf16" not in held[1]
+    """The checkpoint that is being written, with a running average."""
+    found = plan(run("head=eagle", "device=cpu", "model.device=cpu", "trainer.ema=0.9", *SMALL))
+    held = found["devices"][0].resident
+    assert held["a checkpoint that is being written"] == 16 * found["trained_parameters"]
     assert found["host"] is None
     assert "a checkpoint that is being written" in plan(run("head=eagle", "device=h100", *SMALL))["host"].resident
 
@@ -407,13 +417,13 @@ def test_micro_batches_are_sized_by_the_memory_of_the_device() -> None:
     alone = plan(run(*words, "trainer.micro_tokens=64"))["peak_bytes"] / GIB
     half = plan(run(*words, "trainer.micro_tokens=512"))["peak_bytes"] / GIB
     found = {
-        memory: sized(run(*words, f"device.memory_gb={memory}")).trainer.micro_tokens
+        memory: resolve_micro_batch(run(*words, f"device.memory_gb={memory}")).trainer.micro_tokens
         for memory in (alone / 2, alone / SAFE + 0.001, half / SAFE + 0.001, 79)
     }
     assert [*found.values()] == [64, 64, 512, 2048]
     assert plan(run(*words))["micro_tokens"] == 2048
     assert plan(run(*words, "launcher=ddp", "launcher.num_processes=5"))["micro_tokens"] == 256
-    assert sized(run(*words, "trainer.micro_tokens=192")).trainer.micro_tokens == 192
+    assert resolve_micro_batch(run(*words, "trainer.micro_tokens=192")).trainer.micro_tokens == 192
 
 
 @pytest.mark.usefixtures("offline")
@@ -431,10 +441,12 @@ def test_on_a_cpu_the_configuration_gives_the_size() -> None:
 
 def test_a_plan_says_its_data_and_that_a_step_has_no_row_for_each_process() -> None:
     words = ["trainer=debug", "model=tiny", "head=mlp", "model.device=cpu", "launcher.num_processes=4"]
-    few, enough = (chosen(run(*words, f"trainer.batch_tokens={rows * 64}", "data.length=64")) for rows in (2, 4))
+    few, enough = (
+        resolve_placement(run(*words, f"trainer.batch_tokens={rows * 64}", "data.length=64")) for rows in (2, 4)
+    )
     assert "=128 is 2 rows for 4 processes, so some have nothing to do: give 256 or more" in in_words(few)
     assert "trainer.batch_tokens" not in in_words(enough)
-    alone = chosen(run(*words[:-1], "trainer.batch_tokens=256", "data.length=64"))
+    alone = resolve_placement(run(*words[:-1], "trainer.batch_tokens=256", "data.length=64"))
     assert plan(enough)["hours"] == pytest.approx(plan(alone)["hours"], rel=0.1), "by the CPU that they share"
     console = Console(record=True, width=200)
     with console.capture() as shown:
@@ -445,7 +457,7 @@ def test_a_plan_says_its_data_and_that_a_step_has_no_row_for_each_process() -> N
 
 
 def test_a_cpus_time_is_estimated_and_nothing_empty_is_listed() -> None:
-    small = chosen(run("trainer=debug", "model=tiny", "head=mlp", "model.device=cpu"))
+    small = resolve_placement(run("trainer=debug", "model=tiny", "head=mlp", "model.device=cpu"))
     planned = plan(small)
     console = Console(record=True, width=120)
     with console.capture() as shown:

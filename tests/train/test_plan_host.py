@@ -12,9 +12,9 @@ from transformers import LlamaConfig
 
 from heads.common.resolvers import ROOT, register_resolvers
 from train.config import RunConfig, run_config
-from train.planning.choice import chosen, in_words
 from train.planning.plan import GIB, SAFE, plan
-from train.planning.table import advice, table
+from train.planning.resolve import resolve_placement, with_processes
+from train.planning.table import advice, in_words, table
 
 SMALL = ("head=eagle", "data.length=64", "trainer.batch_tokens=64", "trainer.micro_tokens=64", "trainer.keep=1")
 HERE = ("launcher.num_processes=1", "launcher.strategy=ddp", "device.count=1", "device.context_gb=0.1")
@@ -32,7 +32,7 @@ def target(tmp_path: Path) -> str:
 def run(*overrides: str) -> RunConfig:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return run_config(compose("train", [*SMALL, *overrides]))
+        return with_processes(run_config(compose("train", [*SMALL, *overrides])))
 
 
 def shown(given: RunConfig, planned: dict[str, Any]) -> str:
@@ -54,18 +54,19 @@ def test_layers_go_to_a_host_that_holds_them_and_else_stay_in_their_files(
     at_a_machine(monkeypatch, 100 * GIB)
     words = (target, *HERE, "eval.prompts=0", "trainer.eval_prompts=0")
     whole, streamed = (
-        plan(chosen(run(*words, "device.memory_gb=80", f"model.placement={kind}"))) for kind in ("replicate", "offload")
+        plan(resolve_placement(run(*words, "device.memory_gb=80", f"model.placement={kind}")))
+        for kind in ("replicate", "offload")
     )
     small = f"device.memory_gb={(whole['peak_bytes'] + streamed['peak_bytes']) / 2 / SAFE / GIB}"
-    needed = streamed["host"].asked() / SAFE
+    needed = streamed["host"].peak / SAFE
     for host, disk in ((needed + GIB / 100, "cpu"), (needed - GIB / 100, "disk")):
         at_a_machine(monkeypatch, host)
-        placed = chosen(run(*words, small))
+        placed = resolve_placement(run(*words, small))
         assert (placed.model.placement, placed.model.offload) == ("offload", disk)
         assert f"model.placement=offload model.offload={disk} " in in_words(placed)
         assert plan(placed)["fits"]
-    at_a_machine(monkeypatch, streamed["host"].asked() / 2)  # nothing fits, and the host lacks most
-    placed = chosen(run(*words, f"device.memory_gb={streamed['peak_bytes'] / GIB}"))
+    at_a_machine(monkeypatch, streamed["host"].peak / 2)  # nothing fits, and the host lacks most
+    placed = resolve_placement(run(*words, f"device.memory_gb={streamed['peak_bytes'] / GIB}"))
     assert (placed.model.placement, placed.model.offload) == ("offload", "disk")
 
 
@@ -73,11 +74,11 @@ def test_what_the_host_does_not_hold_does_not_fit(target: str, monkeypatch: pyte
     """A placement that is given stays, and the plan says what to change."""
     words = (target, *HERE, "device.memory_gb=80", "model.placement=offload", "eval.gate_dtype=bfloat16")
     at_a_machine(monkeypatch, 100 * GIB)
-    room = plan(chosen(run(*words, "model.offload=disk")))["host"].asked()
+    room = plan(resolve_placement(run(*words, "model.offload=disk")))["host"].peak
     at_a_machine(monkeypatch, room)
-    given = chosen(run(*words))
+    given = resolve_placement(run(*words))
     planned = plan(given)
-    assert all(device.fits for device in planned["devices"])
+    assert all(device.share <= 1 for device in planned["devices"])
     assert not planned["fits"]
     changes = {change.overrides: change for change in advice(given, planned)}
     assert changes["model.offload=disk"].fits
@@ -90,10 +91,10 @@ def test_of_another_machine_a_plan_says_how_much_it_needs(target: str) -> None:
     """The final evaluation included, in whose dtype the layers may take twice as much."""
     needed = []
     for gate in ("bfloat16", "float32"):
-        given = chosen(run(target, "device=h100", "model.placement=offload", f"eval.gate_dtype={gate}"))
+        given = resolve_placement(run(target, "device=h100", "model.placement=offload", f"eval.gate_dtype={gate}"))
         planned = plan(given)
         assert planned["fits"]
-        needed.append(planned["host"].asked())
+        needed.append(planned["host"].peak)
         assert f"it fits if a node has {-(-needed[-1] // GIB)} GiB of host memory; without plan=true" in shown(
             given, planned
         )

@@ -13,8 +13,8 @@ from transformers import LlamaConfig
 from heads.common.resolvers import ROOT, register_resolvers
 from train.config import run_config
 from train.planning import check
-from train.planning.choice import chosen
 from train.planning.plan import plan
+from train.planning.resolve import resolve_placement, with_processes
 from train.planning.shapes import target_shape
 from train.planning.table import advice, table
 
@@ -34,7 +34,7 @@ def saved(folder: Path, quantization: dict[str, Any] | None) -> str:
 def run(*overrides: str) -> Any:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return run_config(compose("train", [*SMALL, "device=h100", *overrides]))
+        return with_processes(run_config(compose("train", [*SMALL, "device=h100", *overrides])))
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,9 @@ def test_a_weight_takes_what_its_checkpoint_says(
     quantization: dict[str, Any] | None, size: float, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("train.planning.shapes.find_spec", lambda name: name)
-    whole = chosen(run(saved(tmp_path, quantization), "model.placement=replicate"))
+    whole = resolve_placement(run(saved(tmp_path, quantization), "model.placement=replicate"))
     planned, inner = plan(whole), target_shape(whole.model).inner
-    assert planned["devices"][0].held.resident["target: layers"].total() == pytest.approx(size * inner, abs=1)
+    assert planned["devices"][0].resident["target: layers"] == pytest.approx(size * inner, abs=1)
     console = Console(width=160)
     with console.capture() as shown:
         console.print(table(whole, planned))
@@ -72,16 +72,16 @@ def test_what_is_loaded_whole_is_counted_whole(tmp_path: Path, monkeypatch: pyte
         ({"quant_method": "fp8"}, "device=cpu", "a CPU loads it whole"),
     ):
         words = saved(tmp_path, quantization), device, "model.placement=replicate", "model.dtype=bfloat16"
-        planned = plan(chosen(run(*words)))
+        planned = plan(resolve_placement(run(*words)))
         parameters = target_shape(run(*words).model).inner
-        assert planned["devices"][0].held.resident["target: layers"].total() == 2 * parameters
+        assert planned["devices"][0].resident["target: layers"] == 2 * parameters
         assert said in planned["quantization"]
 
 
 def test_it_goes_only_where_loading_places_it(tmp_path: Path) -> None:
     """And no change is suggested that loading refuses."""
     words = saved(tmp_path, AWQ), "device.memory_gb=1.1"
-    placed = chosen(run(*words))
+    placed = resolve_placement(run(*words))
     planned = plan(placed)
     assert not planned["fits"]
     assert placed.model.placement in {"replicate", "device_map"}
@@ -100,7 +100,7 @@ def test_it_goes_only_where_loading_places_it(tmp_path: Path) -> None:
 )
 def test_what_loading_refuses_is_refused_before(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
     given = run(saved(tmp_path, AWQ), *words)
-    for refuses in (lambda: plan(chosen(given)), lambda: check.check_target(given)):
+    for refuses in (lambda: plan(resolve_placement(given)), lambda: check.check_target(given)):
         with pytest.raises(ValueError, match=re.escape(said)) as error:
             refuses()
         assert "\n" not in str(error.value)
@@ -110,7 +110,7 @@ def test_its_embeddings_bring_its_layers(tmp_path: Path) -> None:
     """What is quantised is loaded whole, even where a store has the features."""
     stored = "features=stored", "trainer.eval_prompts=0", "features.path=x", "model.placement=replicate"
     held = [
-        plan(chosen(run(saved(tmp_path, quantization), *stored)))["devices"][0].held.resident
+        plan(resolve_placement(run(saved(tmp_path, quantization), *stored)))["devices"][0].resident
         for quantization in (None, AWQ)
     ]
     assert ["target: layers" in sizes for sizes in held] == [False, True]

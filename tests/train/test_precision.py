@@ -12,7 +12,7 @@ from tests import toys
 from tests.train.test_objective import batch, config, loss_of
 
 
-def gradient(name: str, quick: bool) -> tuple[float, Tensor]:
+def gradient(name: str, autocast: bool) -> tuple[float, Tensor]:
     """Return a head's loss and the gradient of all its parameters."""
     head: Any = toys.head(name, toys.target()).requires_grad_()
     for parameter in head.parameters():  # bf16 errors of a few percent shall stay that
@@ -21,7 +21,7 @@ def gradient(name: str, quick: bool) -> tuple[float, Tensor]:
     features, mask = batch(head.feature_layers)
     depths = min(4, head.max_depth)
     of = replace(config(soft_ce=1.0), depths=depths)
-    with torch.autocast("cpu", torch.bfloat16, enabled=quick):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss, _ = loss_of(head, head.unroll(features, depths), features, mask, of)
     loss.backward()
     assert all(p.grad is None or p.grad.dtype == p.dtype for p in head.parameters())

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 
 from heads.common.resolvers import ROOT, register_resolvers
@@ -62,11 +63,14 @@ def test_memory_that_is_freed_is_taken_again() -> None:
     assert int(done.stdout) < pages / 10
 
 
-def test_each_run_of_a_process_has_its_own_precision() -> None:
+def test_each_run_of_a_process_has_its_own_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     register_resolvers()
-    for asked, expected in (("bf16", "bf16"), ("fp32", "no"), ("bf16", "bf16")):
+    monkeypatch.setattr(processes, "fast_dtype", lambda _: torch.float32)
+    for asked, expected in (("bf16", "bf16"), ("fp32", "no"), ("bf16", "bf16"), ("auto", "no")):
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            run = run_config(compose("train", [f"trainer.precision={asked}", "model.device=cpu", "launcher=inline"]))
+            run = run_config(
+                compose("train", ["head=eagle", f"trainer.precision={asked}", "model.device=cpu", "launcher=inline"])
+            )
         assert accelerator_for(run.launcher, run.trainer, run.model).mixed_precision == expected
 
 

@@ -16,14 +16,15 @@ from heads.formats import lora
 from heads.formats.hub import load_found, resolve_head
 from heads.formats.store import save_head
 from inference.target.embeddings_only import EmbeddingsOnly
+from ops.doctor import examine
+from ops.examine.config import DoctorConfig
+from ops.examine.finding import WRONG
 from tests import toys
 from tests.train.hub_server import Hub
 from tests.train.hub_state import START, Repo
 from tests.train.publishing import config
 from train.adapt import LoraAdapterConfig, adapt, merged_copy
 from train.publish import publish
-from train.release import doctor
-from train.release.config import CheckupConfig, DoctorConfig, SiblingConfig
 
 BASE, REPO = "me/base-eagle", "me/adapted-eagle"
 RANK = 4
@@ -108,14 +109,13 @@ def test_a_matrix_narrower_than_the_rank_has_factors_of_that_rank() -> None:
 
 def test_the_doctor_examines_the_whole_head(run: Path, hub: Hub) -> None:
     publish(config(run, repo=REPO, base=BASE), HfApi())
-    unmeasured = CheckupConfig(None, 1, 1, 1, "float32", measure=False)
-    target = str(ROOT / "examples" / "tiny")
-    text, status = doctor.report(DoctorConfig(REPO, target, None, unmeasured, SiblingConfig(False)))
-    assert status == 0
-    tensors = len(load_file(run / "head" / "model.safetensors"))
-    assert f"config.json and {tensors} tensors, the form of headstart" in text
+    asked = DoctorConfig(REPO, str(ROOT / "examples" / "tiny"), None, False, False, None, 1, 1, 1, "float32")
+    findings = examine(asked)
+    assert [finding.check for finding in findings if finding.verdict == WRONG] == []
+    assert "headstart loads it" in findings[0].says
     hub.repos[BASE].commit(START)
-    assert doctor.report(DoctorConfig(REPO, target, None, unmeasured, SiblingConfig(False)))[1] == 1
+    (finding,) = examine(asked)
+    assert (finding.verdict, finding.check) == (WRONG, "loads")
 
 
 def test_a_whole_model_for_a_base_is_refused_before_it_is_downloaded(

@@ -12,7 +12,7 @@ from tests.train.hub_server import Hub
 from tests.train.hub_state import FINE, READER, START, TOKEN, Fault, Repo
 from tests.train.publishing import EVERYTHING, REPO, config
 from train.publish import publish
-from train.release.card import measured
+from train.release.card import sections
 from train.release.hub import WAITS
 
 WHOLE = {*EVERYTHING, *START}
@@ -24,7 +24,7 @@ WEIGHTS = "^PUT /lfs/"
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures take time, and their content does not matter here."""
-    monkeypatch.setattr(measured, "_picture", lambda parts: measured.Picture("a plot", parts[0].caption.encode()))
+    monkeypatch.setattr(sections, "_picture", lambda plot: sections.Picture("a plot", plot.caption.encode()))
 
 
 def refusal(run: Path, hub: Hub, **changes: object) -> str:
@@ -142,7 +142,7 @@ def test_another_call_goes_on_where_one_broke_off(run: Path, hub: Hub) -> None:
     hub.faults = [Fault(COMMIT, "cut")]
     refusal(run, hub)
     sent = sorted(hub.received)
-    assert len(sent) == 5, "the head and four plots"
+    assert len(sent) == 4, "the head and three plots"
     hub.faults = []
     publish(config(run), HfApi())
     assert sorted(hub.received) == sent, "no large file is sent twice"

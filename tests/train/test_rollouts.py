@@ -18,11 +18,12 @@ from heads.common.resolvers import ROOT, register_resolvers
 from inference.drafters.policy import TreeConfig
 from tests import toys
 from tests.train import strategy_job
+from train import rollouts
 from train.config import run_config
 from train.losses import OnPolicyConfig
 from train.objective import objective
 from train.planning.check import reads_target
-from train.rollouts import Rollouts
+from train.rollouts import Rollouts, copies
 from train.step import Loss, Stepper
 from train.tracking.flops import Flops
 
@@ -51,16 +52,21 @@ def trained(micro: MicroBatch) -> list[tuple[int, int, int, list[int]]]:
 
 
 def test_a_prompt_over_the_context_keeps_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is that of any answer of a text, of no padding."""
     target: Any = toys.target("llama", torch.float64)
-    token, mask = torch.arange(10)[None], torch.tensor([[0] * 8 + [1, 1]])
-    batches = Batches(Packed(token, torch.zeros_like(token), mask), 1, 1, 0, 0, 1)
+    token, document = torch.arange(12)[None], torch.tensor([[0] * 10 + [-1] * 2])
+    mask = torch.tensor([[0] * 5 + [1] + [0] * 2 + [1, 1, 0, 1]])
+    batches = Batches(Packed(token, document, mask), 1, 1, 0, 0, 1)
     rollouts = Rollouts(target, lambda _: None, TREE, CONFIG, DEPTHS, batches)
     monkeypatch.setattr(target, "context", 6)
-    assert rollouts.prompts(batches(0), random.Random(0)) == 2 * [[4, 5, 6, 7]]
+    found = {tuple(prompt) for seed in range(9) for prompt in rollouts.prompts(batches(0), random.Random(seed))}
+    assert found == {(1, 2, 3, 4), (4, 5, 6, 7)}
 
 
 @pytest.mark.parametrize("nodes", ["text", "accepted", "refused", "all"])
-def test_a_node_teaches_what_the_target_says_behind_its_tokens(nodes: str) -> None:
+def test_a_node_teaches_what_the_target_says_behind_its_tokens(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[list[int], list[Any]]] = []
+    monkeypatch.setattr(rollouts, "copies", lambda *given: made.append(given[:2]) or copies(*given))
     target, _, [micro], read = rollout("eagle3", nodes)
     features, seen = micro.read(), set()
     for b, _, t, path in trained(micro):
@@ -71,7 +77,13 @@ def test_a_node_teaches_what_the_target_says_behind_its_tokens(nodes: str) -> No
     refused = [path for b, _, _, path in trained(micro) if micro.batch.document[b, path[-1]] < 0]
     assert bool(refused) == (nodes in ("refused", "all"))
     assert nodes != "all" or len(trained(micro)) == len(seen), "each node once"
-    assert read > 2 * 12, "every node that the target verified counts, and the prompts"
+    drafts = [one for _, passes in made for one in passes if one.tree is not None]
+    verified = sum(len(one.tree.token) for one in drafts)
+    assert read == verified + sum(len(prompt) + 1 for prompt, _ in made), "an answer's last pass drafts nothing"
+    sizes = [(len(prompt) - 1, len(prompt) - 1 + sum(len(one.token) for one in passes[1:])) for prompt, passes in made]
+    written = sum(first <= t + d <= last for first, last in sizes for t in range(last) for d in range(1, DEPTHS + 1))
+    counts = {"text": written, "accepted": sum(len(one.path) for one in drafts), "all": verified}
+    assert len(trained(micro)) == counts.get(nodes, len(trained(micro)))
 
 
 @pytest.mark.parametrize("name", sorted(HEADS))
@@ -102,10 +114,11 @@ def test_a_head_unrolls_a_draft_as_it_unrolls_text(name: str) -> None:
 
 def test_every_process_step_and_run_draws_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the same ones again: of the seeds that its answers are decoded with."""
-    target, seen = toys.target(), list[tuple[int, ...]]()
+    target, seen, config = toys.target(), list[tuple[int, ...]](), replace(CONFIG, temperature=0.5, tokens=9)
 
     def decoded(_: Any, __: Any, prompts: list[list[int]], settings: list[Any], **___: Any) -> list[Any]:
         seen.append(tuple(each.seed for each in settings))
+        assert [(each.sampling.temperature, each.max_new_tokens) for each in settings] == [(0.5, 9)] * 2
         return [SimpleNamespace(passes=[], steps=[]) for _ in prompts]
 
     monkeypatch.setattr("train.rollouts.speculate", decoded)
@@ -115,7 +128,7 @@ def test_every_process_step_and_run_draws_numbers_of_its_own(monkeypatch: pytest
     packed = Packed(token, torch.zeros_like(token), torch.ones_like(token))
     for seed, rank, step in ((0, 0, 3), (1, 0, 3), (0, 1, 3), (0, 0, 4), (0, 0, 3)):
         batches = Batches(packed, 2, 2, seed, rank, 2)
-        Rollouts(target, lambda _: toys.head("eagle", target), TREE, CONFIG, DEPTHS, batches)(step, batches(step), {})
+        Rollouts(target, lambda _: toys.head("eagle", target), TREE, config, DEPTHS, batches)(step, batches(step), {})
     assert len(set(seen[:4])) == 4
     assert seen[4] == seen[0]
 
@@ -208,6 +221,6 @@ def test_a_run_has_a_target_to_decode_with_or_is_refused() -> None:
     register_resolvers()
     stored = ["objective.on_policy.prompts=1", "features=stored", "features.path=x", "features.on_missing=fail"]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        assert reads_target(run_config(compose("train", [*stored, "trainer.eval_prompts=0"])))
+        assert reads_target(run_config(compose("train", ["head=eagle", *stored, "trainer.eval_prompts=0"])))
         with pytest.raises(ValueError, match=r"each decodes its own prompts: give objective\.on_policy\.prompts=0, or"):
-            run_config(compose("train", ["model.placement=fsdp", "eval.prompts=0", *stored]))
+            run_config(compose("train", ["head=eagle", "model.placement=fsdp", "eval.prompts=0", *stored]))

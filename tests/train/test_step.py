@@ -15,8 +15,8 @@ from tests import toys
 from tests.train import strategy_job
 from train import adapt
 from train import step as steps
+from train.build import loop_of, values_of
 from train.config import RunConfig
-from train.run import loop_of
 from train.step import Stepper
 
 
@@ -45,14 +45,19 @@ def test_every_step_draws_its_own_anchors_and_noise(monkeypatch: pytest.MonkeyPa
         return forward(features, weight, anchors, *rest, **named)
 
     monkeypatch.setattr(step.strategy, "forward", noted)
-    drawn = []
+    drawn, dropout, sown = [], list[list[int]](), list[int]()
+    monkeypatch.setattr(torch, "manual_seed", sown.append)
     for number in (0, 1, 0):
         step(number, halted=lambda: False)
+        dropout.append([*sown])
+        sown.clear()
         hidden = torch.cat([features.hidden for features, _ in seen])
         drawn.append((torch.cat([features.token for features, _ in seen]), hidden, torch.cat([a for _, a in seen])))
         seen.clear()
     (token, noise, anchors), (others, noise1, anchors1), (_, noise0, anchors0) = drawn
     assert token.equal(others), "the rows are the same, so that what differs was drawn"
+    assert dropout[0] == dropout[2]
+    assert len({*dropout[0], *dropout[1]}) == 2 * len(step.source(0)), "a micro-batch has a dropout of its own"
     assert not (noise == noise1).any()
     assert not anchors.equal(anchors1)
     assert noise.equal(noise0)
@@ -144,5 +149,5 @@ def test_a_live_targets_layers_are_compiled_with_the_head(
     source = strategy_job.stepper(run, "eagle3", accelerator).source
     before = source.forwards
     head = toys.head("eagle3", toys.target()).requires_grad_()
-    loop_of(run, accelerator, toys.target(), head, source, [])
+    loop_of(run, accelerator, toys.target(), head, source, [], run.tree, values_of(run))
     assert source.forwards is (layers if compiled else before)

@@ -39,8 +39,8 @@ def processes(count: int, folder: Path, cases: list[str]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return processes(2, tmp_path_factory.mktemp("job") / "quick", QUICK)
+def autocast(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return processes(2, tmp_path_factory.mktemp("job") / "autocast", QUICK)
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +86,8 @@ def check(folder: Path, each: str) -> None:
 
 
 @pytest.mark.parametrize("each", QUICK)
-def test_two_processes_train_as_one_and_go_on_bit_for_bit(quick: Path, each: str) -> None:
-    check(quick, each)
+def test_two_processes_train_as_one_and_go_on_bit_for_bit(autocast: Path, each: str) -> None:
+    check(autocast, each)
 
 
 @pytest.mark.slow

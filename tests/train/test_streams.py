@@ -139,6 +139,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     lines = [" ".join(f"w{draw.randrange(toys.VOCAB)}" for _ in range(draw.randrange(12, 40))) for _ in range(40)]
     (folder / "text.txt").write_text("\n".join(lines) + "\n")
     overrides = [f"model.path={folder / 'target'}", f"data.path={folder / 'text.txt'}", *SMALL]
+    overrides += ["decay=0.5", "trainer.optimizer=muon", "trainer.estimate_every=1"]  # a preset's, for heads
     train(configured(*overrides, f"out={folder / 'whole'}"))
     return folder, overrides
 
@@ -155,6 +156,8 @@ def test_a_run_leaves_its_contract_behind(job: tuple[Path, list[str]]) -> None:
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "tau" in record] == [2, 4]
     assert sorted(losses(out)) == [1, 2, 3, 4]
+    for record in (record for record in records if "loss" in record):
+        assert record["loss"] == pytest.approx(sum(0.5**g * mean for g, mean in enumerate(record["soft_ce"])), rel=1e-4)
     content = json.loads((out / "streams" / "config.json").read_text())
     assert content["streams"]["layers"] == 2
     assert content["target"]["fingerprint"] == toys.target().spec.fingerprint

@@ -14,11 +14,11 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from eval import run as evaluation
 from eval.measures.results import LIVE, TEACHER_FORCED
 from eval.report.write import Report
 from heads.common.command import ending_alone
 from heads.common.resolvers import ROOT, register_resolvers
+from ops import watch
 from tests.eval.stubs import ROW
 from tests.train import jobs
 from train import run as training
@@ -57,8 +57,8 @@ def test_a_run_of_many_fails_alone(
 @pytest.mark.parametrize(
     ("command", "ends", "words"),
     [
-        (evaluation, "eval.run.watch", ["watch=log.jsonl", "watcher.poll=1,2,3"]),
-        (training, "train.maintenance.stages.maintain", ["experiment=loop", "head=mlp", "trainer.seed=1,2,3"]),
+        (training, "train.run.train", ["head=mlp", "launcher=inline", "trainer.seed=1,2,3"]),
+        (watch, "ops.watch.follow", ["log=log.jsonl", "poll=1,2,3"]),
         (streams, "train.distributed.launch.start", ["launcher.num_processes=2", "trainer.seed=1,2,3"]),
     ],
 )
@@ -114,8 +114,8 @@ def test_trials_are_named_after_their_values() -> None:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         words = [[], ["trainer.lr=0.004"], ["objective.depth_decay=0.7"], ["head.layers=2"], ["data.length=256"]]
-        names = [run_config(compose("train", ["sweep=optuna", *each])).name for each in words]
-        assert run_config(compose("train", ["sweep=optuna"])).name == names[0]
+        names = [run_config(compose("train", ["head=eagle", "sweep=optuna", *each])).name for each in words]
+        assert run_config(compose("train", ["head=eagle", "sweep=optuna"])).name == names[0]
     assert len(set(names)) == len(words)
     assert all(name.startswith("tiny-eagle-") for name in names)
 

@@ -1,22 +1,18 @@
 """Settings that must not change on resume, because the losses or the order of the data depend on them."""
 
 import json
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from torch import Tensor
 
 from data.batches import Batches
 from data.features.store import packed_fingerprint
 from heads.base import HeadConfig
-from heads.common.resolvers import ROOT
 from heads.formats.store import RETIRED
 from train.adapt import AdaptConfig
 from train.checkpoints import format
@@ -98,30 +94,10 @@ def first_init(out: Path, head: str) -> str | None:
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return the settings that differ, as text with both values; one that the run did not know had its default.
-
-    One that its head has lost since did nothing.
-    """
+    """Return the settings that differ, as text with both values, of those that the run knew and its head still has."""
     lost = {f"head.{key}" for key in RETIRED.get(str(now.get("head.name")), ())}
-    then = {**(defaults(now) if now.keys() - then.keys() else {}), **then}
-    keys = [key for key in {**then, **now} if then.get(key) != now.get(key) and key not in lost]
-    return ", ".join(f"{key} ({short(then.get(key))}, now {short(now.get(key))})" for key in keys)
-
-
-def defaults(now: dict[str, Any]) -> dict[str, Any]:
-    """Return the values in conf/ of settings that have one, those of a head by its name and its rows' length.
-
-    Libraries of a checkpoint that does not name them are taken for today's.
-    """
-    chosen = {"head": now.get("head.name"), "data.length": now.get("data.length")}
-    begun = GlobalHydra.instance().is_initialized()  # as within a command
-    with nullcontext() if begun else initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        composed = compose("train", [f"{key}={value}" for key, value in chosen.items() if value is not None])
-    in_conf = {key: OmegaConf.select(composed, key) for key in now if "." in key}
-    values: Any = OmegaConf.to_container(OmegaConf.create(in_conf))
-    return plain({key: value for key, value in values.items() if value is not None}) | {
-        key: VERSIONS[key] for key in VERSIONS.keys() & now.keys()
-    }
+    keys = [key for key in then if then[key] != now.get(key) and key not in lost]
+    return ", ".join(f"{key} ({short(then[key])}, now {short(now.get(key))})" for key in keys)
 
 
 def short(value: Any) -> str:

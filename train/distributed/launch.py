@@ -43,7 +43,7 @@ def check_mode() -> None:
     end_with_parent()
 
 
-def missing(launcher: LauncherConfig) -> bool:
+def needs_processes(launcher: LauncherConfig) -> bool:
     """Whether the launcher's processes are still to be started; refuse several nodes without the main one's address."""
     if launched() or (launcher.slurm is None and launcher.world == 1):
         return False
@@ -54,7 +54,7 @@ def missing(launcher: LauncherConfig) -> bool:
     return True
 
 
-def leaves(launcher: LauncherConfig) -> bool:
+def is_queued(launcher: LauncherConfig) -> bool:
     """Whether this command only queues the run, and does not wait for it."""
     return not launched() and launcher.slurm is not None and launcher.slurm.cluster != "local"
 
@@ -184,7 +184,7 @@ def submit(launcher: LauncherConfig, slurm: SlurmConfig, script: str, overrides:
     except (RuntimeError, TypeError, submitit.core.utils.FailedJobError) as error:
         raise ValueError(f"launcher.slurm: no job could be made ({error}); run this where sbatch is") from None
     sys.stdout.write(f"job {job.job_id}: what it prints is in {job.paths.stdout.parent}" + "\n")
-    return 0 if leaves(launcher) else max(job.results())
+    return 0 if is_queued(launcher) else max(job.results())
 
 
 class Task:

@@ -17,16 +17,18 @@ SCRIPTS = {
     "data": "data/run.py",
     "generate": "inference/run.py",
     "publish": "train/publish.py",
-    "doctor": "train/publish.py",
-    "audit": "eval/run.py",
+    "doctor": "ops/doctor.py",
+    "replace": "ops/replace.py",
+    "audit": "ops/audit.py",
+    "endpoint": "ops/endpoint.py",
+    "watch": "ops/watch.py",
+    "loop": "ops/loop.py",
+    "budget": "ops/budget.py",
 }
-CONFIGS = {name: name for name in SCRIPTS} | {"doctor": "publish", "audit": "eval"}
-PLAIN = {"doctor": ("doctor",), "audit": ("audit", "baseline")}  # keys of the first words, which may come without
-NEEDED = {
-    "audit": "headstart audit needs two URLs, that of the server to audit and that of the same model without "
-    "speculation: headstart audit http://localhost:8000 http://localhost:8001",
-    "doctor": "headstart doctor needs a head, a folder or OWNER/NAME on the Hub: headstart doctor outputs/mine",
-}
+OPS = {name: f"ops/{name}" for name, script in SCRIPTS.items() if script.startswith("ops/")}
+CONFIGS = {name: name for name in SCRIPTS} | OPS
+# Keys of the first words, which may come without.
+PLAIN = {"doctor": ("run",), "watch": ("log",), **dict.fromkeys(("audit", "endpoint"), ("url", "baseline"))}
 
 
 def main() -> None:
@@ -46,20 +48,18 @@ def main() -> None:
             if word.startswith("-") or re.match(r"[\w.]+=", word):
                 break
             words[i] = f"{key}={word}"
-        if name in NEEDED and not any(re.match(rf"-|({name}|experiment)=", word) for word in words):
-            print(f"error: {NEEDED[name]}", file=sys.stderr)
-            raise SystemExit(2)
         sys.argv[1:] = words
-        os.environ["HEADSTART_PROGRAM"] = f"headstart {CONFIGS[name]}"  # for the examples of its help
+        os.environ["HEADSTART_PROGRAM"] = f"headstart {Path(CONFIGS[name]).name}"  # for the examples of its help
         runpy.run_path(str(ROOT / SCRIPTS[name]), run_name="__main__")
 
 
 def overview() -> str:
     """Return a line for each sub-command: what it does, from its YAML."""
-    lines = []
+    lines = list[str]()
     for name, config in CONFIGS.items():
-        about = rf"^{name}: null # (.*)" if name in PLAIN else r"^# python [^:]*: (.*)"
-        first = re.search(about, (ROOT / "conf" / f"{config}.yaml").read_text(encoding="utf-8"), re.MULTILINE)
+        first = re.search(
+            r"^# python [^:]*: (.*)", (ROOT / "conf" / f"{config}.yaml").read_text(encoding="utf-8"), re.MULTILINE
+        )
         lines.append(f"  {name:9} {first[1] if first else ''}")
     return "\n".join(["headstart COMMAND [OVERRIDES], and headstart COMMAND --help", "", *lines])
 

@@ -36,7 +36,7 @@ from inference.target.loading import AS_IT_IS, check_method, check_quantized, co
 from inference.target.placement import check_weights
 from train.config import RunConfig
 from train.distributed import processes
-from train.planning.trace import embeddings_of
+from train.planning.head import embeddings_of
 from train.start import AUTO, CHECKPOINT, LAST_LAYER, STARTS, check_start
 
 log = logging.getLogger(__name__)

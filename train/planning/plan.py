@@ -1,14 +1,12 @@
 """The plan of a run from configurations alone: memory by device, disk, FLOPs and hours.
 
 Nothing is loaded or written. What depends on data is taken at its largest: every token is trained, no row comes twice.
-Each assumption is a key of conf/device or stands in docs/training_plan.md.
+Each assumption is a key of conf/device or a constant of this package (docs/training_plan.md).
 """
 
 import re
 import time
-from bisect import bisect_left
-from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +33,7 @@ from inference.target.placement import (
 from train.config import DeviceConfig, RunConfig
 from train.planning import memory
 from train.planning.check import reads_target, unserved
+from train.planning.head import HeadCost, head_cost
 from train.planning.memory import Layout, MemoryUse
 from train.planning.shapes import (
     TargetShape,
@@ -44,7 +43,6 @@ from train.planning.shapes import (
     target_shape,
     weight_bytes,
 )
-from train.planning.trace import NONE, Job, Size, Trace, blocks, head_of, times, trace
 from train.start import AUTO, STARTS, check_copied
 
 GIB = 2**30
@@ -52,9 +50,9 @@ CGROUPS, GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 LIMITS = ("memory.max", "memory.limit_in_bytes")  # of control groups of version 2 and 1
 DEVICES = ROOT / "conf" / "device"
 ROW_BYTES = 9  # a packed token: its number, its document, its mask
-SAFE = 0.9  # of a device's memory that micro-batches are sized for: what is measured may be a tenth above the plan
-GROWING = STEP, PASS = "head's step", "target's pass"  # stages whose memory grows with the rows of a micro-batch
+SAFE = 0.9  # of a device's memory that a run may take
 SIDE = 1024  # of the matrices by which a CPU's operations a second are measured
+LAYERS = "target: layers"
 HOST_BASE = 1.5  # GiB of host memory of a process with torch's CUDA libraries
 
 
@@ -64,35 +62,18 @@ class PlanInputs(NamedTuple):
     run: RunConfig
     device: DeviceConfig
     shape: TargetShape
-    job: Job
-    traced: Trace
+    cost: HeadCost
     layout: Layout
     item: int  # bytes of a value of the target
+    bf16: bool  # whether the head's products are in bf16
     rows: int  # of a micro-batch
     micro: int  # micro-batches of a process in a step
-    layers: int  # bytes of the target's layers, 0 where they stay on disk
+    layers: int  # bytes of the target's layers, 0 where they are not loaded
 
     @property
-    def heap(self) -> bool:
+    def on_cpu(self) -> bool:
         """Whether the device's memory is the process's own."""
         return self.device.type == "cpu"
-
-
-@dataclass(frozen=True)
-class DeviceMemory:
-    """The planned memory of one device: node, index, use by name, peaks and capacity in bytes."""
-
-    node: int
-    device: int
-    held: MemoryUse
-    peak: int
-    fixed: int  # the peak without the stages that grow with a micro-batch
-    capacity: int
-
-    @property
-    def fits(self) -> bool:
-        """Whether the capacity is enough."""
-        return self.peak <= self.capacity
 
 
 def preset(name: str) -> DeviceConfig:
@@ -150,11 +131,16 @@ def host_bytes() -> int:
     return least
 
 
-def sized(run: RunConfig) -> RunConfig:
+def alone_on_cpu(run: RunConfig) -> bool:
+    """Whether a run is a single process on a CPU, which leaves nothing to choose."""
+    return run.launcher.world == 1 and resolved(run.device, run.model.device).type == "cpu"
+
+
+def resolve_micro_batch(run: RunConfig) -> RunConfig:
     """Return a run with its `trainer.micro_tokens`, where they are null: the most that fit SAFE of every device.
 
-    They are a power of two of rows, of those that a process has in a step. What takes more with a row at a time, as a
-    final evaluation may, does not count: it takes as much whatever they are.
+    They are a power of two of rows, of those that a process has in a step. A device that one row fills already, as a
+    final evaluation may, leaves the choice to the others.
     """
     if run.trainer.micro_tokens is not None:
         return run
@@ -162,24 +148,18 @@ def sized(run: RunConfig) -> RunConfig:
     def of(rows: int) -> RunConfig:
         return replace(run, trainer=replace(run.trainer, micro_tokens=rows * run.data.length))
 
-    def fits(rows: int) -> bool:
-        memories = device_memories(plan_inputs(of(rows)))
-        return all(memory.peak <= max(memory.fixed, SAFE * memory.capacity) for memory in memories)
+    def uses(rows: int) -> list[MemoryUse]:
+        return device_memories(plan_inputs(of(rows)))
 
-    most = most_rows(run)
-    if fits(most):
-        return of(most)
-    between = range(1, most.bit_length() - 1)
-    return of(2 ** bisect_left(between, True, key=lambda power: not fits(2**power)))
-
-
-def most_rows(run: RunConfig) -> int:
-    """Return the largest power of two of rows within those that a process has in a step, at least one."""
-    return 1 << max(0, (run.rows // run.launcher.world).bit_length() - 1)
+    limits = [max(use.peak, SAFE * (use.capacity or 0)) for use in uses(1)]
+    rows = 1 << max(0, (run.rows // run.launcher.world).bit_length() - 1)
+    while rows > 1 and any(use.peak > limit for use, limit in zip(uses(rows), limits, strict=True)):
+        rows //= 2
+    return of(rows)
 
 
 def plan_inputs(run: RunConfig) -> PlanInputs:
-    """Return the inputs of a plan, with its errors; `chosen` has filled in its processes, `sized` its micro-batches.
+    """Return the inputs of a plan, with its errors; nothing of it is left open.
 
     The head is the one configured: another one that `init` names is about as large.
     """
@@ -202,19 +182,12 @@ def plan_inputs(run: RunConfig) -> PlanInputs:
     micro = -(-mine // rows)
     config = configuration(run.model).get_text_config()
     check_rows(length, context_of(config), run.model.path)
-    job = Job(
-        run.head, run.peft, run.objective, run.trainer, config, dtype, bf16, str(device.type), rows, length, micro > 1,
-    )  # fmt: skip
-    try:
-        traced = trace(job)
-    except Exception:
-        target_shape(run.model)  # whose error comes before those of a head on it
-        raise
     shape = target_shape(run.model)
+    cost = head_cost(run, config, rows, str(device.type), bf16=bf16, accumulates=micro > 1)
     # A quantised checkpoint's embeddings are not loaded without its layers, nor those that compute with buffers.
     loaded = reads_target(run) or saved_quantization(configuration(run.model)) is not None or not shape.apart
     layers = int(weight_bytes(run.model, dtype.itemsize, str(device.type)) * shape.inner) if loaded else 0
-    return PlanInputs(run, device, shape, job, traced, layout, dtype.itemsize, rows, micro, layers)
+    return PlanInputs(run, device, shape, cost, layout, dtype.itemsize, bf16, rows, micro, layers)
 
 
 def _check_placed(run: RunConfig, layout: Layout, device: str) -> None:
@@ -233,119 +206,111 @@ def _check_placed(run: RunConfig, layout: Layout, device: str) -> None:
         )
 
 
-def device_use(inputs: PlanInputs, main: bool, number: int) -> MemoryUse:
-    """Return the memory use of a process's device; the main process also measures, or all of them together."""
-    run, traced, layout, shape = inputs.run, inputs.traced, inputs.layout, inputs.shape
-    tokens, length = inputs.rows * run.data.length, run.data.length
-    target, gathered, _ = memory.target_state(shape, layout, inputs.layers, inputs.item, number)
-    muon = run.trainer.optimizer == "muon"
-    value = inputs.item if inputs.job.autocast else 4  # bytes of a value of the features as the head reads them
-    features, copy = (memory.features_size(shape, tokens, item, traced.feature_layers) for item in (inputs.item, value))
+def device_memories(inputs: PlanInputs) -> list[MemoryUse]:
+    """Return the memory of every device of every node."""
+    device, layout = inputs.device, inputs.layout
+    capacity, memories = round(float(device.memory_gb or 0) * GIB), []
+    spare = layout.devices if layout.where.placement == DEVICE_MAP and not inputs.on_cpu else []
+    for node in range(layout.nodes):
+        for number in sorted({*range(layout.processes), *spare}):
+            main = node == number == 0
+            held = _resident(inputs, number), _stages(inputs, number, main), _evaluation(inputs, number)
+            if number >= layout.processes:  # it holds layers of another one's process, and nothing else
+                parts = [{name: size for name, size in sizes.items() if name == LAYERS} for sizes in (held[0], held[2])]
+                held = parts[0], {}, parts[1]
+            elif not (main or layout.where.together):
+                held = *held[:2], {}
+            memories.append(
+                MemoryUse(
+                    node, number, round(device.context_gb * GIB), *held, device.slack,
+                    capacity // layout.processes if inputs.on_cpu else capacity,
+                )
+            )  # fmt: skip
+    return memories
+
+
+def _resident(inputs: PlanInputs, number: int) -> dict[str, int]:
+    """Return what stays on a device throughout the training."""
+    run, layout = inputs.run, inputs.layout
+    target, _, _ = memory.target_state(inputs.shape, layout, inputs.layers, inputs.item, number)
+    head = memory.head_state(inputs.cost, layout, run.trainer.optimizer == "muon", run.trainer.ema > 0)
+    return target | head | (host_state(inputs) if inputs.on_cpu else {})
+
+
+def _stages(inputs: PlanInputs, number: int, main: bool) -> dict[str, dict[str, int]]:
+    """Return what each stage of a step takes for its time; the main process also measures, or all of them together."""
+    run, cost, layout, shape = inputs.run, inputs.cost, inputs.layout, inputs.shape
+    tokens, length, read = inputs.rows * run.data.length, run.data.length, len(cost.feature_layers)
+    value = 2 if inputs.bf16 else 4  # bytes of a value of the features as the head reads them
     copied = run.objective.noise > 0 or value != inputs.item
-    several, heap = inputs.micro > 1, inputs.heap
-    resident = target | memory.head_state(traced, layout, muon, run.trainer.ema > 0)
+    features = memory.features_bytes(shape, tokens, inputs.item + (value if copied else 0), read)
+    scratch = 12 * cost.largest if inputs.on_cpu or run.trainer.optimizer == "muon" else 0  # none where it is fused
     stages = {
-        STEP: memory.head_stage(traced, features, copy if copied else NONE, several, heap),
-        "optimiser": {"optimiser: update": traced.update},
-    }
-    if heap:  # what lies on the host elsewhere
-        resident |= host_state(inputs)
-        if inputs.job.autocast or inputs.item == 2:
-            resident["code of products in bf16"] = Counter(large=memory.COMPILED)
-        # In fp32 each; the gradients are gone by then, and count as resident.
-        stages["writing the head"] = {"head: weights, a copy of it, its file": traced.weights + traced.weights}
+        "head's step": {
+            "features": features, "head: activations": cost.activations, "loss: logits, gradients": cost.loss,
+        },
+        "optimiser": {"optimiser: update": scratch},
+    }  # fmt: skip
+    if inputs.on_cpu:
+        stages["writing the head"] = {"head: a copy of it, its file": 8 * cost.trained}
+    _, gathered, _ = memory.target_state(shape, layout, inputs.layers, inputs.item, number)
     if inputs.layers and run.features.runs_target:
-        stages[PASS] = gathered | memory.pass_stage(
-            shape, layout, tokens, length, inputs.item, traced.feature_layers, several
+        stages["target's pass"] = gathered | memory.pass_stage(
+            shape, layout, tokens, length, inputs.item, read, inputs.micro > 1
         )
     if (main or layout.where.together) and run.trainer.eval_prompts and inputs.layers:
         reach = length + run.trainer.eval_tokens
-        stages["measuring τ"] = gathered | memory.measure_stage(shape, layout, traced, reach, inputs.item, inputs.heap)
-    evaluation = evaluation_use(inputs, number) if main or layout.where.together else {}
-    return MemoryUse(round(inputs.device.context_gb * GIB), resident, stages, evaluation)
+        stages["measuring τ"] = gathered | memory.measure_stage(shape, layout, cost, reach, inputs.item)
+    return stages
 
 
-def evaluation_use(inputs: PlanInputs, number: int) -> dict[str, Size]:
-    """Return the sizes of the final evaluation on a device: the target, in the dtype of the losslessness check."""
-    if not inputs.run.eval.prompts:
-        return {}
+def _evaluation(inputs: PlanInputs, number: int) -> dict[str, int]:
+    """Return what the final evaluation takes on a device: the target in the dtype of the losslessness check."""
     held, gathered, _ = _evaluated(inputs, number)
     return held | gathered
 
 
-def _evaluated(inputs: PlanInputs, number: int) -> tuple[dict[str, Size], dict[str, Size], int]:
-    """Return the target's memory in the final evaluation, as `memory.target_state`."""
+def _evaluated(inputs: PlanInputs, number: int) -> tuple[dict[str, int], dict[str, int], int]:
+    """Return the target's memory in the final evaluation, as `memory.target_state`; nothing without one."""
     run, shape = inputs.run, inputs.shape
+    if not run.eval.prompts:
+        return {}, {}, 0
     gate = inputs.item if run.eval.gate_dtype == AUTO else DTYPES[run.eval.gate_dtype].itemsize
     layers = int(weight_bytes(run.model, gate, str(inputs.device.type)) * shape.inner)
     return memory.target_state(shape, inputs.layout, layers, gate, number)
 
 
-def spare_use(inputs: PlanInputs, number: int) -> MemoryUse:
-    """Return the memory use of a device that holds layers alone, of another one's process."""
-    layers = Counter(large=round(inputs.layers * inputs.layout.mapped(number)))
-    evaluation = {name: size for name, size in evaluation_use(inputs, number).items() if name == "target: layers"}
-    return MemoryUse(round(inputs.device.context_gb * GIB), {"target: layers": layers}, {}, evaluation)
-
-
 def host_use(inputs: PlanInputs) -> MemoryUse:
-    """Return the use of a node's host memory beside its devices."""
+    """Return the use of a node's host memory, next to its devices'; its capacity is known of this machine alone."""
     layout = inputs.layout
     _, _, offloaded = memory.target_state(inputs.shape, layout, inputs.layers, inputs.item)
-    held = {name: times(size, layout.processes) for name, size in host_state(inputs).items()}
-    if offloaded:
-        held["target: layers"] = Counter(large=offloaded * layout.processes)
-    evaluated = _evaluated(inputs, 0)[2] if inputs.run.eval.prompts else 0  # by the first process alone
-    evaluation = {"target: layers": Counter(large=evaluated)} if evaluated else {}
-    return MemoryUse(round(HOST_BASE * GIB * layout.processes), held, {}, evaluation)
+    held = {name: size * layout.processes for name, size in host_state(inputs).items()}
+    held |= {LAYERS: offloaded * layout.processes} if offloaded else {}
+    evaluated = _evaluated(inputs, 0)[2]  # by the first process
+    process = round(HOST_BASE * GIB * layout.processes)
+    capacity = None if inputs.run.device.type is not None else host_bytes()
+    return MemoryUse(0, None, process, held, {}, {LAYERS: evaluated} if evaluated else {}, 0.0, capacity)
 
 
-def host_capacity(inputs: PlanInputs) -> int | None:
-    """Return the bytes of host memory beside the devices, None where they are not this machine's, or are a CPU."""
-    return None if inputs.heap or inputs.run.device.type is not None else host_bytes()
+def uses(inputs: PlanInputs) -> list[MemoryUse]:
+    """Return the memory of every device, and of a node's host where that is another one."""
+    return [*device_memories(inputs), *([] if inputs.on_cpu else [host_use(inputs)])]
 
 
-def host_share(inputs: PlanInputs) -> float:
-    """Return the share of a node's host memory that a run takes, 0 where that memory is not known."""
-    capacity = host_capacity(inputs)
-    return 0.0 if capacity is None else host_use(inputs).asked() / capacity
-
-
-def host_state(inputs: PlanInputs) -> dict[str, Size]:
-    """Return what lies in a process's host memory beside itself; checkpoints are shared among all processes."""
-    run = inputs.run
+def host_state(inputs: PlanInputs) -> dict[str, int]:
+    """Return what a process holds in its host's memory; checkpoints are shared among all processes."""
+    trainer = inputs.run.trainer
     return {
-        "data, if no row comes twice": blocks(ROW_BYTES * run.trainer.steps * run.trainer.batch_tokens),
-        "a checkpoint that is being written": times(
-            inputs.traced.weights, state_bytes(inputs) / (4 * inputs.traced.trained * inputs.layout.world)
-        ),
+        "data, if no row comes twice": ROW_BYTES * trainer.steps * trainer.batch_tokens,
+        "a checkpoint that is being written": state_bytes(inputs) // inputs.layout.world,
     }
 
 
 def state_bytes(inputs: PlanInputs) -> int:
     """Return the bytes of a checkpoint: weights, moments, the running average."""
-    trainer, traced = inputs.run.trainer, inputs.traced
-    copies = 1 + memory.moments_of(traced, trainer.optimizer == "muon") + (trainer.ema > 0)
-    return round(4 * (copies * traced.trained + traced.frozen))
-
-
-def device_memories(inputs: PlanInputs) -> list[DeviceMemory]:
-    """Return the memory of every device of every node."""
-    device, layout = inputs.device, inputs.layout
-    capacity, memories = round(float(device.memory_gb or 0) * GIB), []
-    for node in range(layout.nodes):
-        for process in range(layout.processes):
-            held = device_use(inputs, node == process == 0, process)
-            fixed = replace(held, stages={name: size for name, size in held.stages.items() if name not in GROWING})
-            peak, least = (use.peak(device.slack, inputs.heap) for use in (held, fixed))
-            room = capacity // layout.processes if inputs.heap else capacity
-            memories.append(DeviceMemory(node, process, held, peak, least, room))
-        beyond = layout.devices if layout.placement == DEVICE_MAP and not inputs.heap else []
-        for spare in (number for number in beyond if number >= layout.processes):
-            held = spare_use(inputs, spare)
-            peak = held.peak(device.slack, False)
-            memories.append(DeviceMemory(node, spare, held, peak, peak, capacity))
-    return memories
+    trainer, cost = inputs.run.trainer, inputs.cost
+    moments = memory.moments(cost, trainer.optimizer == "muon")
+    return 4 * (cost.trained + cost.frozen + moments + cost.trained * (trainer.ema > 0))
 
 
 def disk(inputs: PlanInputs) -> dict[str, int]:
@@ -358,12 +323,12 @@ def disk(inputs: PlanInputs) -> dict[str, int]:
     sizes = {
         "target, quantised" if quantized else "target, in 16 bits": quantized or 2 * shape.parameters,
         "checkpoints": checkpoints * state_bytes(inputs),
-        "head": 4 * inputs.traced.whole,
+        "head": 4 * inputs.cost.whole,
     }
     if run.features.mode in ("stored", "hybrid"):
         row = size(shape.width, run.features.dtype)
         tokens = run.trainer.steps * run.trainer.batch_tokens
-        sizes["features, if no row comes twice"] = tokens * (inputs.traced.feature_layers + 1) * row
+        sizes["features, if no row comes twice"] = tokens * (len(inputs.cost.feature_layers) + 1) * row
     return sizes
 
 
@@ -376,7 +341,7 @@ def work(inputs: PlanInputs) -> dict[str, Any]:
     tokens = inputs.rows * run.data.length
     steps = run.trainer.steps * run.rows / inputs.rows
     target = round(shape.flops(tokens, run.data.length) * steps)
-    head = round(inputs.traced.flops * steps)
+    head = round(inputs.cost.flops * steps)
     cost: dict[str, Any] = {"target_flops": target, "head_flops": head}
     if device.tflops is None:
         return cost
@@ -385,14 +350,14 @@ def work(inputs: PlanInputs) -> dict[str, Any]:
         cost["gpu_hours_of_extraction"] = target / rate
     hours = (target + head if run.features.runs_target else head) / rate
     # The processes of a machine share its CPU, whose rate is that of all its cores.
-    return cost | {"gpu_hours": hours, "hours": hours / (inputs.layout.nodes if inputs.heap else inputs.layout.world)}
+    return cost | {"gpu_hours": hours, "hours": hours / (inputs.layout.nodes if inputs.on_cpu else inputs.layout.world)}
 
 
-def rated(inputs: PlanInputs) -> PlanInputs:
+def with_measured_flops(inputs: PlanInputs) -> PlanInputs:
     """Return a plan's inputs with the measured operations a second of its device, where that is this CPU."""
-    if not inputs.heap or inputs.device.tflops is not None or inputs.run.device.type is not None:
+    if not inputs.on_cpu or inputs.device.tflops is not None or inputs.run.device.type is not None:
         return inputs
-    return inputs._replace(device=replace(inputs.device, tflops=cpu_tflops(inputs.job.autocast)))
+    return inputs._replace(device=replace(inputs.device, tflops=cpu_tflops(inputs.bf16)))
 
 
 @cache
@@ -415,17 +380,16 @@ def plan(run: RunConfig) -> dict[str, Any]:
     """
     if run.init not in STARTS:
         raise ValueError(f"init={run.init} brings the head's numbers, and plan=true loads nothing: leave init out")
-    run = sized(run)
-    inputs = rated(plan_inputs(run))
-    traced, shape, devices = inputs.traced, inputs.shape, device_memories(inputs)
+    inputs = with_measured_flops(plan_inputs(run))
+    cost, shape, devices = inputs.cost, inputs.shape, device_memories(inputs)
     if run.features.mode == "engine":
-        LayerIds.of(run.features.vllm_layers, head_of(inputs.job)[0].feature_layers, shape.layers)
+        LayerIds.of(run.features.vllm_layers, cost.feature_layers, shape.layers)
     loaded, _, _ = memory.target_state(shape, inputs.layout, inputs.layers, inputs.item)
     return {
         "target_parameters": shape.parameters,
         "active_parameters": shape.active + shape.embeddings,
-        "head_parameters": traced.whole,
-        "trained_parameters": traced.trained,
+        "head_parameters": cost.whole,
+        "trained_parameters": cost.trained,
         "steps": run.trainer.steps,
         "tokens": run.trainer.steps * run.trainer.batch_tokens,
         "micro_tokens": run.trainer.micro_tokens,
@@ -433,11 +397,10 @@ def plan(run: RunConfig) -> dict[str, Any]:
         "loaded_bytes": memory.total(loaded),
         **work(inputs),
         "devices": devices,
-        "host": None if inputs.heap else host_use(inputs),
+        "host": None if inputs.on_cpu else host_use(inputs),
         "disk": disk(inputs),
         "quantization": quantization_note(run.model, str(inputs.device.type)),
         "unserved": unserved(run.model.path, shape.beyond),
-        "host_capacity": host_capacity(inputs),
-        "fits": all(device.fits for device in devices) and host_share(inputs) <= 1,
+        "fits": all(use.share <= 1 for use in uses(inputs)),
         "device": asdict(inputs.device),
     }

@@ -18,13 +18,12 @@ from rich.table import Table
 
 from heads.common.target_config import about_size, experts_of
 from heads.common.untrusted import visible
-from inference.target.placement import TOGETHER
+from inference.target.placement import OFFLOAD, TOGETHER
 from train.adapt import LoraAdapterConfig
 from train.config import IGNORE, RunConfig, checked
 from train.planning.check import holds_run
-from train.planning.choice import alone_on_cpu, in_words
 from train.planning.memory import MemoryUse, total
-from train.planning.plan import GIB, DeviceMemory, host_bytes, plan, sized
+from train.planning.plan import GIB, alone_on_cpu, host_bytes, plan
 from train.planning.shapes import configuration
 
 SHOWN = 2**20 / 20  # bytes: what is less would read as nothing
@@ -44,7 +43,6 @@ class Advice(NamedTuple):
 
 def table(run: RunConfig, planned: dict[str, Any]) -> Group:
     """Return the plan as tables for the terminal, with `advice` if it does not fit."""
-    run = sized(run)
     totals = _table(f"plan: {run.name} -> {run.out}")
     totals.add_row("data", escape(visible(run.data.named)))
     for name in (
@@ -70,19 +68,32 @@ def table(run: RunConfig, planned: dict[str, Any]) -> Group:
     parts: list[Any] = [totals, in_words(run)]
     if planned["unserved"] is not None:
         parts.append(escape(visible(planned["unserved"])))
-    for names, memory in _grouped(planned["devices"]):
-        fit = "fits" if memory.fits else "does NOT fit"
-        title = f"{names}: {gib(memory.peak)} of {gib(memory.capacity)}, {fit}"
-        parts.append(_memory_table(title, memory.held, memory.peak))
-    host, room, needs = planned["host"], planned["host_capacity"], ""
+    parts += [_memory_table(names, use) for names, use in _grouped(planned["devices"])]
+    host, needs = planned["host"], ""
     if host is not None:
-        title, peak = "host memory of each node", host.asked()
-        if room is None:
-            needs = f" if a node has {math.ceil(peak / GIB)} GiB of host memory"
-        else:
-            title += f": {gib(peak)} of {gib(room)}, {'fits' if peak <= room else 'does NOT fit'}"
-        parts.append(_memory_table(title, host, peak))
+        parts.append(_memory_table("host memory of each node", host))
+        if host.capacity is None:
+            needs = f" if a node has {math.ceil(host.peak / GIB)} GiB of host memory"
     return Group(*parts, *([FITS.format(needs, _later(run))] if planned["fits"] else _remedies(run, planned)))
+
+
+def in_words(run: RunConfig) -> str:
+    """Return one line about what was chosen, as overrides."""
+    launcher, gate = run.launcher, run.eval.gate_dtype
+    nodes = f"{launcher.num_nodes} x " if launcher.num_nodes > 1 else ""
+    processes = "1 process" if launcher.local == 1 else f"{launcher.local} processes"
+    disk = f" model.offload={run.model.offload}" if run.model.placement == OFFLOAD else ""
+    last = f" eval.gate_dtype={gate}" if run.eval.prompts else ""
+    idle = ""
+    if run.rows < launcher.world:
+        idle = (
+            f"; a step of trainer.batch_tokens={run.trainer.batch_tokens} is {run.rows} row{'s' * (run.rows > 1)} for "
+            f"{launcher.world} processes, so some have nothing to do: give {launcher.world * run.data.length} or more"
+        )
+    return (
+        f"{nodes}{processes}, placed by the plan: model.placement={run.model.placement}{disk} "
+        f"launcher.strategy={launcher.strategy} trainer.micro_tokens={run.trainer.micro_tokens}{last}{idle}"
+    )
 
 
 def check_memory(run: RunConfig, trained: int) -> None:
@@ -109,7 +120,7 @@ def check_memory(run: RunConfig, trained: int) -> None:
         return
     needed, there = planned["peak_bytes"], planned["devices"][0].capacity
     if _lacks_host_alone(planned):
-        needed, there, where = planned["host"].asked(), planned["host_capacity"], "a node's host"
+        needed, there, where = planned["host"].peak, planned["host"].capacity, "a node's host"
     fitting = (change.overrides for change in advice(run, planned) if change.fits)
     raise ValueError(
         f"{run.name} does not fit: it needs {gib(needed)} of memory, and {where} has {gib(there)} free: give "
@@ -159,11 +170,11 @@ def _time(hours: float) -> str:
     return f"{hours:,.1f} h" if hours >= 1 else f"{60 * hours:.0f} min" if hours >= 1 / 30 else f"{3600 * hours:.0f} s"
 
 
-def _grouped(devices: list[DeviceMemory]) -> Iterator[tuple[str, DeviceMemory]]:
+def _grouped(devices: list[MemoryUse]) -> Iterator[tuple[str, MemoryUse]]:
     """Yield one of each set of devices with equal memory, with the names of all of the set, by node and range."""
-    equal: dict[str, list[DeviceMemory]] = {}
+    equal: dict[str, list[MemoryUse]] = {}
     for memory in devices:
-        equal.setdefault(repr((memory.held, memory.capacity)), []).append(memory)
+        equal.setdefault(repr(replace(memory, node=0, device=0)), []).append(memory)
     for group in equal.values():
         names = []
         for node, inside in groupby(group, key=lambda memory: memory.node):
@@ -172,23 +183,19 @@ def _grouped(devices: list[DeviceMemory]) -> Iterator[tuple[str, DeviceMemory]]:
         yield ", ".join(names), group[0]
 
 
-def _memory_table(title: str, use: MemoryUse, peak: int) -> Table:
-    shown = _table(title)
+def _memory_table(name: str, use: MemoryUse) -> Table:
+    fits = "" if use.capacity is None else f" of {gib(use.capacity)}, {'fits' if use.share <= 1 else 'does NOT fit'}"
+    shown = _table(f"{name}: {gib(use.peak)}{fits}")
     shown.add_row("process", gib(use.process))
-    for name, size in use.resident.items():
-        if size.total() >= SHOWN:
-            shown.add_row(name, gib(size.total()))
-    for stage, sizes in use.stages.items():
-        shown.add_row(f"while: {stage}", gib(sum(size.total() for size in sizes.values())), style="bold")
-        for name, size in sizes.items():
-            if size.total() >= SHOWN:
-                shown.add_row(f"  {name}", gib(size.total()))
-    if use.evaluation:
-        shown.add_row("then: final evaluation, all else freed", gib(total(use.evaluation)), style="bold")
-        for name, size in use.evaluation.items():
-            shown.add_row(f"  {name}", gib(size.total()))
-    if peak > use.asked():
-        shown.add_row("allocator", gib(peak - use.asked()))
+    final = {"final evaluation, all else freed": use.evaluation} if use.evaluation else {}
+    for title, sizes in {"": use.resident, **use.stages, **final}.items():
+        if title:
+            shown.add_row(f"while: {title}", gib(total(sizes)), style="bold")
+        for group, size in sizes.items():
+            if size >= SHOWN:
+                shown.add_row(f"  {group}" if title else group, gib(size))
+    if use.allocator:
+        shown.add_row("allocator", gib(use.allocator))
     return shown
 
 
@@ -215,7 +222,6 @@ def advice(run: RunConfig, planned: dict[str, Any]) -> list[Advice]:
     If no single change is enough, the last entry combines several: those that leave the training's result unchanged
     come before the others. There is no such entry if all of them together are not enough.
     """
-    run = sized(run)
     host = _lacks_host_alone(planned)
     most, single = _taken(planned, host), []
     for words in _changes(run):
@@ -231,12 +237,12 @@ def advice(run: RunConfig, planned: dict[str, Any]) -> list[Advice]:
 
 def _lacks_host_alone(planned: dict[str, Any]) -> bool:
     """Whether every device of a plan has room, so that what lacks is host memory."""
-    return all(device.fits for device in planned["devices"])
+    return all(device.share <= 1 for device in planned["devices"])
 
 
 def _taken(planned: dict[str, Any], host: bool) -> int:
     """Return the bytes that a plan takes of a node's host memory, or of the fullest device."""
-    return int(planned["host"].asked() if host else planned["peak_bytes"])
+    return int(planned["host"].peak if host else planned["peak_bytes"])
 
 
 def _together(run: RunConfig, most: int, host: bool) -> Advice | None:

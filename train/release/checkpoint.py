@@ -58,7 +58,7 @@ class Shard(NamedTuple):
                     yield file.read(min(PIECE, size - first))
 
 
-class Stitching(NamedTuple):
+class Copy(NamedTuple):
     """What a copy is made of: the target's folder and shards, the module's tensors as they are named there, config."""
 
     folder: Path
@@ -67,7 +67,7 @@ class Stitching(NamedTuple):
     config: dict[str, Any]
 
 
-def stitch(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
+def write_copy(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
     """Write the copy of a checkpoint, a folder or Hub name, with this head in its layout; whole or not at all.
 
     Raises:
@@ -85,7 +85,7 @@ def stitch(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
         raise OSError(f"{out}: could not be written ({one_line(error)}); free space, or give another out") from error
 
 
-def _planned(head: Mtp, checkpoint: str, layout: Layout) -> Stitching:
+def _planned(head: Mtp, checkpoint: str, layout: Layout) -> Copy:
     try:
         files = tensor_files(checkpoint)
         shards = [_shard(path) for path in sorted({*files.values()})]
@@ -115,7 +115,7 @@ def _planned(head: Mtp, checkpoint: str, layout: Layout) -> Stitching:
     if unknown := {*stored.values()} - DTYPES.keys():
         raise ValueError(f"{checkpoint}: its last layer is stored as {min(unknown)}; give its unquantised checkpoint")
     dtypes = {name: DTYPES[dtype] for name, dtype in stored.items()}
-    return Stitching(
+    return Copy(
         folder, shards, {name: tensor.to(dtypes[name]).contiguous() for name, tensor in tensors.items()},
         {**config, COUNT: 1},
     )  # fmt: skip
@@ -151,7 +151,7 @@ def _check_head(head: Mtp, layout: Layout) -> None:
             )
 
 
-def _check_out(plan: Stitching, out: Path) -> None:
+def _check_out(plan: Copy, out: Path) -> None:
     """Refuse a folder that is no earlier copy or one with the target, and too little space for what is no link."""
     folder = plan.folder.resolve()
     if out.is_relative_to(folder) or folder.is_relative_to(out):
@@ -179,7 +179,7 @@ def _beside(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _write(plan: Stitching, new: Path) -> None:
+def _write(plan: Copy, new: Path) -> None:
     for path in _beside(plan.folder):
         if path.is_dir():
             shutil.copytree(path, new / path.name, copy_function=_bring)

@@ -37,9 +37,8 @@ from inference.target.embeddings import TargetEmbeddings
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
 from train.release.card import Facts, card
-from train.release.checkpoint import layout_of, stitch
-from train.release.config import PublishConfig
-from train.release.doctor import TEMPLATE
+from train.release.checkpoint import layout_of, write_copy
+from train.release.config import TEMPLATE, PublishConfig
 from train.release.hub import files_of
 
 log = logging.getLogger(__name__)
@@ -220,7 +219,7 @@ def _write_adapter(head: Path, config: PublishConfig, folder: Path) -> None:
         (folder / name).write_bytes(data)
 
 
-def stitched(run: Path, out: Path, config: PublishConfig) -> Facts:
+def copy_with_head(run: Path, out: Path, config: PublishConfig) -> Facts:
     """Write format=checkpoint, and return what is known of the head; refuse a head or a target not of the kind."""
     folder, report = last_good(run / "head"), run / "report.json"
     _refuse_links([folder, folder / CONFIG, folder / WEIGHTS, report])
@@ -246,7 +245,7 @@ def stitched(run: Path, out: Path, config: PublishConfig) -> Facts:
     head = load_head(folder, target.embeddings, target.spec)
     assert isinstance(head, Mtp)
     measured = read_report(report) if report.is_file() else {}
-    stitch(head, path, layout, out)
+    write_copy(head, path, layout, out)
     return Facts(
         config, content, {}, given, measured, provenance={}, settings={}, refused={}, base_id=None, decodes=False
     )

@@ -9,9 +9,9 @@ from hydra.core.hydra_config import HydraConfig
 from rich.console import Console
 from rich.table import Table
 
-from eval.report.columns import SWEEP, results
+from eval.report import sections
 from eval.report.reading import read_report
-from eval.report.text import rich_table
+from eval.report.render import rich_table
 from eval.report.view import results_of
 from heads.common.command import sweeping
 
@@ -68,9 +68,10 @@ def rows_of(name: str, drafter: str, out: Path) -> list[dict[str, Any]]:
 def table(rows: list[dict[str, Any]]) -> Table:
     """Return the table for the terminal."""
     overall = results_of({"rows": rows})
-    measured = results([replace(one, failed=one.failed or one.row.get("failed", False)) for one in overall], SWEEP)
-    body = [[*_cost(row), *cells] for row, cells in zip(rows, measured.texts(), strict=True)]
-    return rich_table("the runs of this multirun", [*COST, *measured.titles()], body)
+    failed = [replace(one, failed=one.failed or one.row.get("failed", False)) for one in overall]
+    measured = sections.table(sections.SWEEP, failed)
+    body = [[*_cost(row), *cells] for row, cells in zip(rows, measured.lines, strict=True)]
+    return rich_table("the runs of this multirun", [*COST, *measured.titles], body)
 
 
 def _cost(row: dict[str, Any]) -> list[str]:

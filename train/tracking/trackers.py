@@ -107,9 +107,11 @@ class Wandb:
         id_file = out / "wandb-id.txt"
         if not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:8])
+        # Without metadata, which hold the command with the secrets in it: provenance.json has what is free of them.
+        settings = wandb.Settings(init_timeout=WAIT, x_disable_meta=True)
         begin = partial(
             wandb.init, project="headstart", dir=str(out), config=config, name=out.name,
-            id=id_file.read_text().strip(), resume="allow", settings=wandb.Settings(init_timeout=WAIT),
+            id=id_file.read_text().strip(), resume="allow", settings=settings,
         )  # fmt: skip
         try:
             self.run: Any = begin(mode="offline" if offline else "online")

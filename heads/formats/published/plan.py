@@ -14,7 +14,7 @@ from heads.base import Embeddings, embedding_of
 from heads.common.rope import Rope, positions_of
 from heads.common.typed import typed
 from heads.common.untrusted import shown
-from heads.formats.weights import outline
+from heads.formats.weights import meta_state_dict
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def assemble(source: Source, plan: Plan, embeddings: Embeddings) -> nn.Module:
         config = typed(kind.Config, {"name": plan.head, "draft_vocab": drafts, **plan.config})
     except ValueError as error:
         raise source.error(f"head.{error}") from None
-    expected_tensors = outline(kind, config, embeddings, f"{source.folder}: ")
+    expected_tensors = meta_state_dict(kind, config, embeddings, f"{source.folder}: ")
     filled, order = dict(plan.filled), None
     if plan.ids is not None:
         filled["vocab.ids"], order = plan.ids.sort()

@@ -1,24 +1,22 @@
 """The model card of a published head: its results, its provenance, how to serve it, its limits.
 
 Every number and name on it was recorded by the run, its head or its report; missing records are named as missing. The
-text is README.jinja, which escapes by the filters of text.py.
+text is README.jinja, which escapes by the functions of facts.py.
 
-facts.py     the records that it is made of
-metadata.py  the YAML that the Hub reads
-measured.py  the table of results, and plots as pictures
+facts.py     the records that it is made of; names and values as text, not as markup
+sections.py  the YAML that the Hub reads, results and plots, provenance
 engines.py   how to serve it, engine by engine
-origin.py    provenance of target, data and weights
-text.py      names and values as text, not as markup
 """
 
+import json
 import shlex
+from functools import partial
 from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from train.release.card import engines, measured, metadata, origin
-from train.release.card.facts import Facts
-from train.release.card.text import block, bullets, code, escaped, quoted
+from train.release.card import engines, sections
+from train.release.card.facts import Facts, block, bullets, code, escaped
 
 __all__ = ["Facts", "card"]
 
@@ -43,23 +41,24 @@ def title_of(head: str) -> str:
 
 def card(facts: Facts) -> dict[str, str | bytes]:
     """Return README.md with its YAML metadata, and the plots that it shows, by the names of their files."""
-    pictures = measured.pictures_of(facts)
+    pictures = sections.pictures_of(facts)
     rows = [result.row for result in facts.mine]
     environment = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
-    filters = {"shell": shlex.quote, "bullets": bullets}
-    environment.filters |= filters | {function.__name__: function for function in (block, code, escaped, quoted)}
+    quoted = partial(json.dumps, ensure_ascii=False)  # as Python writes a text, in one line
+    environment.filters |= {"shell": shlex.quote, "quoted": quoted, "bullets": bullets}
+    environment.filters |= {"block": block, "code": code, "escaped": escaped}
     text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         facts=facts,
         repo=facts.publish.repo,
         form=facts.publish.format,
-        metadata=metadata.of(facts).to_yaml(),
+        metadata=sections.metadata(facts).to_yaml(),
         title=title_of(facts.kind),
-        results=measured.table(facts),
-        conditions=measured.conditions(facts.report),
+        results=sections.table(facts),
+        conditions=sections.conditions(facts.report),
         pictures=pictures,
         warning=engines.misleading(facts.publish.repo, facts.kind),
         engines=list(engines.serving(facts)),
-        origin=origin.lines_of(facts),
+        origin=sections.origin(facts),
         rows=rows,
         trees=[row["tree"] for row in rows if not row["tree"].startswith("chain")],
     )

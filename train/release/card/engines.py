@@ -18,8 +18,7 @@ from heads.formats.published import dflash, eagle, eagle3, gguf, hydra, medusa, 
 from heads.formats.published.export import FORMATS
 from heads.formats.store import CONFIG
 from heads.modules.fusion import EAGLE3_LAYERS, default_layers
-from train.release.card.facts import Facts
-from train.release.card.text import block, code, escaped
+from train.release.card.facts import Facts, block, code, escaped
 
 VLLM, VLLM_OLD, SGLANG, TRTLLM = "vLLM 0.33.0", "vLLM 0.32.0", "SGLang 0.5.23", "TensorRT-LLM 1.4.0rc"
 BOTH_VLLM = "vLLM 0.32.0 and 0.33.0"

@@ -1,13 +1,17 @@
-"""The records that the card is made of."""
+"""The records that the card is made of; untrusted names and values in it are shown literally, never as markup."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from eval.measures.results import LIVE
 from eval.report.view import Result, results_of
 from heads.formats.hub import on_hub
 from train.release.config import PublishConfig
+
+MARKUP = re.compile(r"([\\`*_\[\]<>~&#!|])")
 
 
 @dataclass(frozen=True)
@@ -88,3 +92,33 @@ class Facts:
         """Whether a row's drafter is this head, named by its kind, and by its run too where there are several."""
         kind, _, run = drafter.partition(" ")
         return kind == self.kind and (not run or Path(run).name == self.run.resolve().name)
+
+
+def escaped(text: str) -> str:
+    """Return a text in one line, every sign of Markdown and HTML in it as itself."""
+    return MARKUP.sub(r"\\\1", " ".join(text.split()))
+
+
+def code(value: object) -> str:
+    """Return a value as code, whatever backticks it holds."""
+    text = " ".join(str(value).split())
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    pad = " " if text[:1] == "`" or text[-1:] == "`" else ""
+    return f"{fence}{pad}{text}{pad}{fence}"
+
+
+def block(text: str, language: str = "") -> str:
+    """Return lines as a block of code, whatever backticks they hold."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
+def bullets(values: dict[str, Any]) -> str:
+    """Return a nested list of everything that is set."""
+    lines = []
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            lines += [f"- {escaped(str(key))}:", *(indent(bullets(value), "  ").splitlines())]
+        elif value not in (None, [], {}, ""):
+            lines.append(f"- {escaped(str(key))}: {code(value)}")
+    return "\n".join(lines)

@@ -1,0 +1,143 @@
+"""The renderers of a report's sections: a table for the terminal, Markdown, and one HTML page from the template.
+
+The page loads nothing from anywhere: styles, scripts and the plotting library (Vega-Lite, from the vl-convert-python
+package) are inlined, and its content security policy forbids the rest. The template escapes names and texts.
+"""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from rich.table import Table
+from rich.text import Text
+
+from eval.measures.results import LIVE
+from eval.report.sections import facts_of, firsts, notes_of, results_table, sections, sentence
+from eval.report.view import PLAIN, Record
+from heads.common.untrusted import visible
+
+HERE = Path(__file__).parent
+BUNDLE = "import sys, vl_convert; sys.stdout.buffer.write(vl_convert.javascript_bundle().encode())"
+# Columns of the terminal that begin at the left.
+WORDS = ("drafter", "head", "rule", "lossless", "family", "tree", "sequences and context")
+
+
+class RenderError(Exception):
+    """The page cannot be made here."""
+
+
+def title(report: Record) -> str:
+    """Return one line: target, device, dtype and quantisation."""
+    target, device = report["target"], report["device"]
+    how = f", weights quantised ({quantized})" if (quantized := target.get("quantized")) else ""
+    adapted = f" with adapter {adapter}" if (adapter := target.get("adapter")) else ""
+    dtype = f", {device['dtype']}" if device.get("dtype") else ""  # none: no model computed
+    return " ".join(f"{target.get('name')}{adapted} on {device.get('name')}{dtype}{how}".split())
+
+
+def warnings_of(report: Record, failures: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the kind and the text of each warning at the top."""
+    warned = [("Compare with care:", line) for line in report.get("warnings", [])]
+    return [*(("Not lossless.", line) for line in failures), *warned]
+
+
+def terminal(report: Record) -> Table:
+    """Return the results for the terminal."""
+    table = results_table(report)
+    return rich_table(title(report), table.titles, table.lines)
+
+
+def rich_table(caption: str, header: Sequence[str], body: Sequence[Sequence[str]]) -> Table:
+    """Return a table for the terminal, in whose cells rich looks for no markup."""
+    table = Table(title=Text(visible(caption)))
+    for name in header:
+        table.add_column(name, justify="left" if name in WORDS else "right")
+    for line in body:
+        table.add_row(*(Text(visible(cell)) for cell in line))
+    return table
+
+
+def markdown(report: Record, failures: Sequence[str]) -> str:
+    """Return a report.json for reading, with a line for each failed losslessness check."""
+
+    def line(text: str) -> str:
+        return " ".join(text.split())  # a name in it begins no other line
+
+    blocks = [f"# {title(report)}", *map(line, filter(None, [sentence(report)]))]
+    blocks += [line(f"**{kind}** {text}.") for kind, text in warnings_of(report, failures)]
+    for section in sections(report):
+        content = list(map(line, section.text))
+        content += [grid(section.table.titles, section.table.lines)] if section.table and section.table.lines else []
+        content += ["\n".join(f"- {line(bullet)}" for bullet in section.bullets)] if section.bullets else []
+        blocks += [f"## {section.title}", *content] if content else []
+    blocks.append("## How it was measured")
+    for name, values in facts_of(report).items():
+        blocks.append(line(f"{name}: {', '.join(f'{key} {value}' for key, value in values.items())}."))
+    blocks.append("\n".join(f"- {line(note)}" for note in notes_of(report)))
+    # Names from outside are no HTML, no link and no picture, and move no cursor.
+    return visible("\n\n".join(blocks)).replace("<", "&lt;").replace("](", "]\\(") + "\n"
+
+
+def grid(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table; a name may hold what would end its cell or its line."""
+    lines = ([" ".join(text.split("\n")).replace("|", "\\|") for text in line] for line in (header, *body))
+    first, *rest = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([first, f"|{' --- |' * len(header)}", *rest])
+
+
+def page(report: Record, failures: Sequence[str]) -> str:
+    """Return the page of a report.json, with a line for each failed losslessness check; raises what `library` does."""
+    environment = Environment(
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # and its keys in their order
+    headlines, filled = firsts(report), sections(report)
+    drafters = dict.fromkeys(result.row["drafter"] for result in headlines if result.row["drafter"] != PLAIN)
+    return environment.get_template("page.html.j2").render(
+        title=f"{', '.join(drafters)} for {title(report)}" if drafters else title(report),
+        sentence=sentence(report),
+        warnings=warnings_of(report, failures),
+        headlines=headlines,
+        gate_status=gate_status(report),
+        sections=filled,
+        answers=report.get("answers", []),
+        notes=list(notes_of(report)),
+        facts=facts_of(report),
+        style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
+        script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
+        library=library(),
+        report=report,
+        specs={section.id: section.plot.spec for section in filled if section.plot},
+    )
+
+
+def gate_status(report: Record) -> str:
+    """Return the status of a drafter that failed no check."""
+    if report["settings"].get("gate"):
+        return "lossless, by the check below"
+    decoded = any(row["tier"] == LIVE for row in report["rows"])
+    return "not checked" if decoded else "nothing was decoded: nothing was checked"
+
+
+@lru_cache
+def library() -> Markup:
+    """Return Vega, Vega-Lite and Vega-Embed as one script, bundled in a child process.
+
+    vl-convert bundles with V8, which ends its process without tens of gigabytes of address space.
+
+    Raises:
+        RenderError: the child process failed.
+    """
+    process = subprocess.run([sys.executable, "-c", BUNDLE], cwd=HERE.anchor, capture_output=True, check=False)
+    if process.returncode:
+        raise RenderError(
+            f"the plotting library cannot be bundled, V8 ended with status {process.returncode}; where ulimit -v "
+            "bounds the address space, raise it"
+        )
+    script = process.stdout.decode()
+    assert "</script" not in script.lower(), "the plotting library would end its own script element"
+    return Markup(script)

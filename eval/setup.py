@@ -1,0 +1,95 @@
+"""What an evaluation needs before it measures: target, dtype, workloads and the folder of its report."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from data.text.prompts import Prompt
+from eval.config import EngineConfig, EvalConfig
+from eval.inputs.drafters import check_drafters
+from eval.inputs.runs import model_of, own_prompts
+from eval.inputs.workloads import Workload, named_apart, read_workload, workload_names
+from heads.common.files import check_writable
+from heads.common.progress import Bar, say
+from heads.common.untrusted import visible
+from inference.decode import autoregress
+from inference.target.config import DTYPES, ModelConfig, device_named, fast_dtype
+from inference.target.loading import configuration, note_dtype
+from inference.target.placement import check_alone
+from inference.target.target import Target
+
+
+def prepared(config: EvalConfig) -> tuple[ModelConfig, list[str], Path]:
+    """Return the target to load, the workloads and the report's folder, checked as far as nothing is loaded for it.
+
+    Raises:
+        ValueError: naming the key and the remedy.
+    """
+    runs = config.runs()
+    model = model_of(runs[0] if runs else None, config.model)
+    check_drafters(config)
+    names, out = workloads_of(config, model), folder_for(config.out, runs, list(config.drafter))
+    if model.sibling and config.out is None:
+        out /= model.name  # the run's own report is of the head's own target
+    device_named(model.device)
+    check_writable(out, "out")
+    replaced = "" if config.tune else replacing(out)
+    say(visible(f"evaluation on {', '.join(names)} with {model.path}, to {out}{replaced}"))
+    configuration(model.path, model.trust_remote_code)
+    return model, names, out
+
+
+def workloads_of(config: EvalConfig, model: ModelConfig) -> list[str]:
+    """Return the workloads: the configured ones, else the first run's own prompts, else the model's; refuse none."""
+    return workload_names(config.workload or own_prompts(next(iter(config.runs()), None)) or model.prompts)
+
+
+def folder_for(out: str | None, runs: Sequence[str], drafters: Sequence[str]) -> Path:
+    """Return the folder of the report: the user's, else the first run's, else one under outputs/."""
+    first = Path(runs[0]).expanduser() if runs else Path("-".join(drafters))
+    return Path(out).expanduser() if out else first if first.is_dir() else Path("outputs") / first.name
+
+
+def replacing(out: Path) -> str:
+    """Return what to add to a folder's name where a report in it is replaced; nothing where there is none."""
+    return ", in place of the report there; out=FOLDER writes elsewhere" if (out / "report.json").exists() else ""
+
+
+def load_target(model: ModelConfig, dtype: str, engine: EngineConfig) -> Target:
+    """Load the target in a dtype, that of the weights that are not quantised, and compile it if the engine is to be."""
+    if not distributed.is_initialized():  # else all processes of a training are here
+        check_alone(model.where, "an evaluation")
+    target = Target.of(model, dtype)
+    if engine.compile or engine.compile_drafts:
+        target.compile(drafts_alone=not engine.compile)
+    return target
+
+
+def dtype_for(config: EvalConfig, model: ModelConfig) -> str:
+    """Return the dtype to time in, and say so where it was chosen and the checkpoint's is another."""
+    chosen = speed_dtype(config, model, device_named(model.device))
+    if config.dtype == model.dtype == "auto":
+        note_dtype(model.path, model.trust_remote_code, DTYPES[chosen])
+    return chosen
+
+
+def speed_dtype(config: EvalConfig, model: ModelConfig, device: torch.device) -> str:
+    """Return the dtype to time in: the evaluation's, else the model's, else the one that is fast on the device."""
+    chosen: str = next((name for name in (config.dtype, model.dtype) if name != "auto"), "auto")
+    return str(fast_dtype(device)).removeprefix("torch.") if chosen == "auto" else chosen
+
+
+def read(config: EvalConfig, target: Target, names: Sequence[str]) -> list[Workload[Prompt]]:
+    """Return the workloads; of dialogues, the target greedily writes the answers that nobody recorded."""
+    settings = config.settings(0.0)
+
+    def answer(token: list[int]) -> str:
+        bar.show(bar.done + 1)
+        return str(target.tokenizer.decode(autoregress(target, token, settings).tokens, skip_special_tokens=True))
+
+    named = zip(names, named_apart(names), strict=True)
+    with Bar(None, "answering the dialogues") as bar:
+        return [replace(read_workload(name, target, config, answer), name=shown) for name, shown in named]

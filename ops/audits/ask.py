@@ -1,0 +1,215 @@
+"""Requests to both servers within a budget, and the questions that they hold."""
+
+import threading
+import time
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+from typing import Annotated, Any, NamedTuple, TypeVar, cast
+
+from data.answers.client import EndpointError, base_url, check_url
+from heads.common.progress import Bar
+from heads.common.ranges import Amount, Count, NewTokens, Number, Positive, Within
+from heads.common.untrusted import visible
+from ops.served.client import STREAMED, ClientConfig, Server, within
+from ops.served.exchange import Question, Reply, read_replies
+
+T = TypeVar("T")
+
+AUDITED, BASELINE = SIDES = ("audited", "baseline")
+LOGPROBS = 5  # most probable tokens asked for
+CANCEL_AFTER = 2  # events of a stream that is broken off
+GONE = ("unreachable", "timeout")
+QUESTIONS = (  # where no workload is given
+    "Explain in a few sentences why the sky is blue.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "List the planets of the solar system, each with one fact.",
+    "Translate into French: The weather is nice today and we are going to the beach.",
+    "A train leaves at 9:40 and arrives at 13:05. How long does it travel? Think step by step.",
+    "Write a short story about a lighthouse keeper who finds a letter.",
+    "What is the difference between a list and a tuple in Python?",
+    "Give me a recipe for pancakes as a numbered list.",
+    "Write a JSON object that describes a book with title, author and year.",
+    "Repeat this sentence exactly five times: the quick brown fox jumps over the lazy dog.",
+    "Who was Ada Lovelace, and what is she known for?",
+    "Write an SQL query that counts the orders of each customer.",
+    "Write a polite e-mail that moves a meeting from Monday to Thursday.",
+    "Explain recursion to a child of ten.",
+    "Name three causes of the First World War and explain one of them.",
+    "Count from one to thirty in words.",
+)
+
+
+@dataclass(frozen=True)
+class AuditConfig:
+    """What an audit asks, whom, and when it ends; conf/ops/audit.yaml says what each key means."""
+
+    url: str
+    baseline: str | None
+    client: ClientConfig
+    out: str
+    workload: Any  # a name, a list of them, or None
+    prompts: Count
+    max_new_tokens: NewTokens
+    seed: Number
+    requests: Count
+    minutes: Positive
+    concurrency: list[Count]
+    borders: list[Count]
+    samples: Annotated[int, Within(8, 500)]
+    sample_tokens: NewTokens
+    near_tie: Amount
+    alpha: Annotated[float, Within(1e-4, 0.5)]
+    plain: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        """Refuse an audit without a baseline."""
+        for key, url in (("url", self.url), ("baseline", self.baseline or self.url)):
+            check_url(key, url)
+        if not self.plain and base_url(self.baseline or self.url) == base_url(self.url):
+            raise ValueError(
+                "audit needs a baseline: the same model served without speculation at another URL (baseline=URL), or "
+                "the fields of a request that turn speculation off (plain={...})"
+            )
+
+
+class EndedError(Exception):
+    """Nothing more is asked: the budget of requests or minutes is used up, or a server does not answer any more."""
+
+
+def ask_text(id_: str, text: str, chat: bool, *before: str, **fields: Any) -> Question:
+    """Return a question of a user's text; `before` are the messages of a conversation until then, the user's first."""
+    if not chat:
+        return Question(id_, "/completions", {"prompt": "\n\n".join([*before, text]), **fields})
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate([*before, text])]
+    return Question(id_, "/chat/completions", {"messages": messages, **fields})
+
+
+class Crash(NamedTuple):
+    """The end of the audited server beside other requests, where the baseline goes on: on which question, and how."""
+
+    question: Question
+    in_flight: int
+    detail: str
+
+
+class Asker:
+    """Asks both servers; may be called from several threads.
+
+    Attributes:
+        ended: why nothing more is asked, empty until then.
+        crash: how the audited server ended, if it did so beside other requests.
+
+    Raises:
+        EndedError: before a request beyond the budget, and where a server does not answer any more. An error that a
+            server answers with is a reply.
+    """
+
+    def __init__(self, sides: Mapping[str, Server], config: AuditConfig, settings: Mapping[str, Any], bar: Bar) -> None:
+        self.sides, self.config, self.settings, self.bar = sides, config, settings, bar
+        self.requests, self.in_flight = 0, 1
+        self.ended = ""
+        self.crash: Crash | None = None
+        self.begun = time.monotonic()
+        self.lock = threading.Lock()
+
+    @property
+    def minutes(self) -> float:
+        """Minutes since the first request."""
+        return (time.monotonic() - self.begun) / 60
+
+    def body(self, side: str, question: Question) -> dict[str, Any]:
+        """Return the fields of a request but for the server's own; it is streamed unless the question says no."""
+        streamed = STREAMED if question.body.get("stream", True) else {}
+        return {"model": self.sides[side].model, **self.settings, **streamed, **question.body}
+
+    def ask(self, side: str, question: Question, cancel: bool = False) -> list[Reply]:
+        """Return the choices of a server's reply, one but for `n`; a reply to `cancel` is broken off."""
+        seconds = self._count()
+        server = self.sides[side]
+        body = {**self.body(side, question), **server.config.extra}
+        begin = time.perf_counter()
+        try:
+            events = within(server.client, seconds).events(question.path, body)
+            if cancel:
+                with closing(cast(Generator[Any, None, None], events)) as begun:
+                    list(islice(begun, CANCEL_AFTER))
+                return [Reply(error="cancelled")]
+            return read_replies(((time.perf_counter() - begin, event) for event in events), server.model)
+        except EndpointError as failure:
+            if failure.cause == "timeout":
+                self._left()
+            if failure.cause in GONE and not server.alive():
+                raise self._gone(side, question, failure) from failure
+            return [Reply(error=visible(f"{failure.cause}: {failure.detail}"))]
+        except ValueError as refusal:  # of the key, or of a path that a server without this feature lacks
+            return [Reply(error=visible(" ".join(str(refusal).split())))]
+
+    def one(self, side: str, question: Question, cancel: bool = False) -> Reply:
+        """Return the only choice of a server's reply."""
+        return self.ask(side, question, cancel)[0]
+
+    def all(
+        self, side: str, questions: Sequence[Question], in_flight: int, cancelled: Collection[int] = ()
+    ) -> list[Reply | None]:
+        """Return a server's replies to questions, `in_flight` at a time; the `cancelled` ones, by index, break off.
+
+        None stands for a reply that did not come before the audit ended.
+        """
+        self.in_flight = min(in_flight, len(questions))
+        with ThreadPoolExecutor(in_flight) as pool:
+            futures = [
+                pool.submit(self.one, side, question, cancel=i in cancelled) for i, question in enumerate(questions)
+            ]
+            try:
+                self.taken(future.result() for future in futures)
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+        self.in_flight = 1
+        return [None if future.cancelled() or future.exception() else future.result() for future in futures]
+
+    def taken(self, items: Iterable[T]) -> list[T]:
+        """Return what comes of items that ask, as far as they come before the audit ends; `ended` then says why."""
+        taken = []
+        try:
+            for item in items:
+                taken.append(item)
+        except EndedError:
+            assert self.ended
+        except KeyboardInterrupt:
+            self.ended = self.ended or "interrupted"
+        return taken
+
+    def _gone(self, side: str, question: Question, failure: EndpointError) -> EndedError:
+        """Return the error of a server that does not answer any more, and remember how it ended."""
+        detail = f"a server went away: {self.sides[side].url}: {failure.cause} ({failure.detail})"
+        crashed = side == AUDITED and self.in_flight > 1 and self.sides[BASELINE].alive()
+        with self.lock:
+            if crashed and self.crash is None:
+                self.crash = Crash(question, self.in_flight, detail)
+            return self._end(detail)
+
+    def _end(self, reason: str) -> EndedError:
+        self.ended = self.ended or reason
+        return EndedError(self.ended)
+
+    def _count(self) -> float:
+        """Count a request; return the seconds that are left for it."""
+        with self.lock:
+            if self.ended:
+                raise EndedError(self.ended)
+            if self.requests >= self.config.requests:
+                raise self._end(f"the budget of {self.config.requests} requests is used up")
+            seconds = self._left()
+            self.requests += 1
+            self.bar.show(self.requests)
+            return seconds
+
+    def _left(self) -> float:
+        seconds = 60 * (self.config.minutes - self.minutes)
+        if seconds <= 0:
+            raise self._end(f"the budget of {self.config.minutes:g} minutes is used up")
+        return seconds

@@ -1,0 +1,60 @@
+"""Starting the other commands as processes, and the configuration of a command that starts trainings."""
+
+import subprocess
+import sys
+from dataclasses import fields
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from heads.common.command import quoted
+from heads.common.resolvers import ROOT
+from train.config import RunConfig
+
+REFUSED = (1, 2)  # exit statuses of a command that failed or was refused; others are of a signal
+
+
+def run_command(script: str, words: list[str]) -> None:
+    """Run a script of this checkout with these overrides, to its end; pass on a SIGTERM or Ctrl-C and wait.
+
+    Raises:
+        SystemExit: it ended with another status than 0.
+    """
+    process = subprocess.Popen([sys.executable, str(ROOT / script), *words])
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        raise
+    if status:
+        raise SystemExit(status if status > 0 else 128 - status)
+
+
+def split_config(cfg: DictConfig) -> tuple[DictConfig, DictConfig]:
+    """Return the keys of conf/train.yaml in a composed configuration, and the others."""
+    training = {field.name for field in fields(RunConfig)}
+    return (
+        OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key in training]),
+        OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in training]),
+    )
+
+
+def overrides_of(values: dict[str, Any], prefix: str = "") -> list[str]:
+    """Return nested values as overrides of a command."""
+    words: list[str] = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            words += overrides_of(value, f"{prefix}{key}.")
+        else:
+            words.append(f"{prefix}{key}={_literal(value)}")
+    return words
+
+
+def _literal(value: Any) -> str:
+    """Return a value as Hydra's grammar has it."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_literal, value))}]"
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return str(value) if isinstance(value, int | float) else quoted(value)

@@ -1,0 +1,259 @@
+"""The keys and tensors of a head by which engines draft, each with what every engine that reads it does.
+
+The values are compared with those of the head as headstart's own reader loads it, of which every tensor is accounted
+for. The readings are those of vLLM 0.33, SGLang 0.5.23, TensorRT-LLM 1.4, llama.cpp and speculators 0.9.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from data.text.template import template_sha256
+from heads.common.rope import Rope, positions_of
+from heads.common.target_config import UNBOUNDED, context_of
+from heads.formats.layer_ids import BLOCK_OUTPUTS, BLOCK_STATES, STATES, as_states
+from heads.formats.published import dflash, eagle, eagle3, medusa, mimo, peagle
+from heads.formats.published.plan import EMBEDDING, PLAIN, is_targets_embedding
+from heads.formats.store import CONFIG, QUANTISED, WEIGHTS
+from heads.modules.fusion import EAGLE3_LAYERS, chosen_layers, default_layers
+from inference.target.embeddings_only import EmbeddingsOnly
+from inference.target.target import Target
+from ops.examine.files import OWN, Examined
+from ops.examine.finding import OK, WRONG, Finding, Findings, listed, ok, unknown, wrong
+from train.release.config import TEMPLATE
+from train.release.folder import tokenizer_sha256
+
+CLASSES = {"eagle3": eagle3.CLASS, "eagle": eagle.CLASS, "medusa": medusa.CLASS, "dflash": dflash.CLASS,
+           "mimo": mimo.CLASS}  # fmt: skip
+DRAFT = re.compile("eagle|medusa|dflash|dspark|mtp|mimo", re.IGNORECASE)  # in the name of a draft model's class
+THERE, MISSING = "there", "missing"  # of a tensor; and of a key
+LENGTH = 2048  # positions of a Llama whose config.json does not say
+OTHER_LAYERS = "reads other layers than it was trained on: acceptance falls, often to nothing, without an error"
+UNFILLED = "makes biases that no tensor fills: they stay as memory happened to be"
+# NVIDIA modelopt 0.47 writes it when it exports a head that was trained without (eagle_export_rope_scaling).
+MODELOPT = {"rope_type": "yarn", "factor": 32, "original_max_position_embeddings": 2048}
+
+
+class Key(NamedTuple):
+    """A key of config.json, or a tensor, that engines read."""
+
+    name: str
+    actual: Any  # its value; where it is missing, the one that the engines take, or MISSING
+    right: Any  # the value with which they draft as the head was trained
+    engines: dict[str, str]  # what each engine that reads it does with another value
+    remedy: str = ""  # empty: set it to the right value
+
+
+def table(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Iterator[Key]:
+    """Yield the keys that engines read of a head in a form of theirs."""
+    config, layer, tensors, form = head.config, head.layer, head.tensors, head.form
+    has = {name: THERE if name in tensors else MISSING for name in ("fc.bias", "lm_head.weight")}
+    model_type = config.get("model_type", MISSING)
+    yield Key(
+        "model_type", model_type, CLASSES[form].model_type if model_type in (MISSING, None) else model_type,
+        {"sglang": "refuses the head"},
+    )  # fmt: skip
+    if form == "medusa":
+        bias = "blocks.0.layers.0.bias" in tensors
+        yield Key("medusa_fc_bias", config.get("medusa_fc_bias", False), bias, {"vllm": "drops the blocks' biases"})
+        return
+    dtype = str(next(t.dtype for t in tensors.values() if t.is_floating_point())).removeprefix("torch.")
+    yield Key(
+        "torch_dtype", config.get("torch_dtype", config.get("dtype", MISSING)), dtype,
+        {"sglang": "casts the tensors to it, and to float16 where it is missing, whose range features overflow"},
+    )  # fmt: skip
+    length, context = layer.get("max_position_embeddings", LENGTH), context_of(target.config)
+    if context != UNBOUNDED and isinstance(length, int):
+        yield Key(
+            "max_position_embeddings", length, max(length, context),
+            {"vllm": "before 0.32 caps the context that it serves there", "sglang": "crashes or slows down beyond it"},
+        )  # fmt: skip
+    for name in ("bias", "attention_bias", "mlp_bias"):
+        yield Key(name, config.get(name, False), False, {"vllm": UNFILLED, "sglang": UNFILLED})
+    inner = head.part("transformer_layer_config")
+    for name in sorted(inner.keys() & config.keys() - {"torch_dtype", "dtype", "architectures", "model_type"}):
+        yield Key(
+            f"transformer_layer_config.{name}", inner[name], config[name],
+            {"speculators": "reads this, and vLLM, SGLang and TensorRT-LLM the key at the top level"},
+            f"set both {name} to the value that it was trained with",
+        )  # fmt: skip
+    prefixed = any(name.startswith("model.") for name in head.stored)
+    if form != "mimo":
+        yield Key(
+            "model.*", THERE if prefixed else MISSING, MISSING,
+            {"vllm": "stops at the first", "sglang": "loads none of an EAGLE-1 head, and drafts from random weights"},
+            f"take model. from the front of every name in {WEIGHTS}",
+        )  # fmt: skip
+    shipped = next((tensor for name, tensor in tensors.items() if name.endswith(EMBEDDING)), None)
+    if shipped is not None and peagle.MASK not in tensors:
+        same = is_targets_embedding(shipped, target.embeddings)
+        yield Key(
+            EMBEDDING, "the target's" if same else "another than the target's", "the target's",
+            {"vllm": "drafts from it, and SGLang from the target's"},
+            f"remove it from {WEIGHTS}: engines take the target's",
+        )  # fmt: skip
+    if form == "eagle":
+        yield Key(
+            "lm_head.weight", has["lm_head.weight"], MISSING,
+            {"vllm": "refuses the head", "sglang": "takes the target's in its place"},
+            f"remove it from {WEIGHTS}; where it was trained, train with head.lm_head=shared",
+        )  # fmt: skip
+        remedy = f"add {len(tensors['fc.weight'])} zeros of that name to {WEIGHTS}"
+        yield Key("fc.bias", has["fc.bias"], THERE, {"sglang": "makes it random"}, remedy)
+        zero = has["fc.bias"] == MISSING or not bool(tensors["fc.bias"].any())
+        yield Key(
+            "fc.bias", "zero" if zero else "not zero", "zero", {"vllm": "drops it"},
+            "train with head.bias=false, or serve it in SGLang (format=sglang)",
+        )  # fmt: skip
+    if form in ("eagle3", "dflash"):
+        yield Key(
+            "tie_word_embeddings", config.get("tie_word_embeddings", False), False,
+            {"sglang": "puts the embedding in the lm_head's place: accepts nothing, or stops at its shape"},
+        )  # fmt: skip
+        yield from _layers(head, loaded, target)
+    if form == "eagle3":
+        rows = len(tensors["lm_head.weight"]) if has["lm_head.weight"] == THERE else None
+        yield Key(
+            "draft_vocab_size", config.get("draft_vocab_size", MISSING), rows,
+            {"vllm": "stops at the shape of lm_head", "sglang": "stops without the key, or makes an lm_head at random",
+             "trtllm": "takes the head for another method"},
+        )  # fmt: skip
+        residual = "takes the residual before the norm all the same: acceptance falls, without an error"
+        yield Key(
+            "norm_before_residual", config.get("norm_before_residual", False), False,
+            {"sglang": residual, "trtllm": residual},
+            "serve it in vLLM, or train with head.norm_before_residual=false",
+        )  # fmt: skip
+        fed = "feeds the normed output back, which from depth 2 on is not what it was trained on"
+        yield Key(
+            "norm_output", bool(config.get("norm_output")), getattr(loaded, "feeds_normed", False),
+            {"vllm": fed, "sglang": fed, "trtllm": fed},
+        )  # fmt: skip
+
+
+def _layers(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Iterator[Key]:
+    """Yield the keys of the target's layers: of the outputs from 0 in some, of states in others, the embedding first.
+
+    The right ones are those of the training's config.yaml where that is there.
+    """
+    layers, count = [*loaded.feature_layers], target.spec.num_layers
+    if "feature_layers" in head.trained and len(layers) > 1:
+        layers = sorted(chosen_layers(head.trained["feature_layers"], len(layers), count))
+    if head.form == "eagle3":
+        nested, default = head.part("eagle_config").get(STATES), default_layers(EAGLE3_LAYERS, count)
+        read = dict.fromkeys(("vllm", "speculators"), OTHER_LAYERS)
+        yield Key(STATES, head.config.get(STATES) or as_states(default), as_states(layers), read)
+        yield Key(f"eagle_config.{STATES}", nested or default, layers, {"sglang": OTHER_LAYERS})
+        return
+    block, states = head.part("dflash_config").get(BLOCK_OUTPUTS, MISSING), head.config.get(BLOCK_STATES)
+    read = {"sglang": f"stops without it, else {OTHER_LAYERS}", "vllm": OTHER_LAYERS}
+    yield Key(f"dflash_config.{BLOCK_OUTPUTS}", block, layers, read)
+    yield Key(BLOCK_STATES, states or as_states(layers), as_states(layers), {"speculators": OTHER_LAYERS})
+
+
+def readings(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Findings:
+    """Yield a finding for each key that engines read; none of them reads our own form."""
+    if head.form == OWN:
+        yield ok("headstart's own form, which engines do not load: export it with format=…", "architectures")
+        return
+    if head.form not in CLASSES or not (head.config.get("architectures") or head.form in ("eagle3", "dflash")):
+        yield ok("the authors' own layout, for their code and headstart", "architectures")
+        return
+    yield _architectures(head)
+    if head.form != "medusa":
+        yield _positions(head, target)
+    for name, actual, right, engines, remedy in table(head, loaded, target):
+        value = actual if actual in (THERE, MISSING) else json.dumps(actual, default=str).strip('"')
+        if actual == right and type(actual) is type(right):
+            yield ok(f"{value}, read by {listed([*engines])}", name)
+        else:
+            costs = "; ".join(f"{listed([engine])} {what}" for engine, what in engines.items())
+            yield wrong(name, value, costs, remedy or f'set "{name}" to {json.dumps(right)} in {CONFIG}', *engines)
+
+
+def _architectures(head: Examined) -> Finding:
+    """Compare the names of its class with those that each engine knows.
+
+    An engine that does not know a draft model's name stops; a whole model's name it takes for the whole model.
+    """
+    names, served = [str(name) for name in head.config.get("architectures") or []], CLASSES[head.form]
+    unaware = [engine for engine, pattern in served.found.items() if not any(re.fullmatch(pattern, n) for n in names)]
+    if not unaware:
+        return ok(", ".join(names), "architectures")
+    verdict = OK if len(unaware) < len(served.found) and any(map(DRAFT.search, names)) else WRONG
+    remedy = f'set "architectures": {json.dumps(served.architectures)} in {CONFIG}'
+    says = f"{', '.join(names) or 'none'}, which {listed(unaware)} does not know as a head: for it {remedy}"
+    costs = "the engine finds no class for it and stops, or takes it for a whole model"
+    return Finding(verdict, "architectures", says, costs, remedy, tuple(unaware))
+
+
+def _positions(head: Examined, target: Target | EmbeddingsOnly) -> Finding:
+    """Compare the rotary positions of both keys with each other, with the training's and with the target's."""
+    declared, theirs = positions_of(head.layer) or PLAIN, positions_of(target.config.to_dict())
+    older = positions_of({key: value for key, value in head.layer.items() if key != "rope_parameters"})
+    trained = positions_of(head.trained)
+    costs = "attention is turned by other angles than in training: acceptance falls with the distance, without an error"
+    if older not in (None, declared):
+        assert older is not None
+        says = f"rope_parameters says {_shown(declared)} and rope_theta with rope_scaling {_shown(older)}"
+        costs = f"engines on transformers 5 read the one, older ones the other; in one of them {costs}"
+        return wrong("rope", says, costs, f"set both to {_shown(trained or theirs or declared)}")
+    if trained not in (None, declared):
+        assert trained is not None
+        says = f"{CONFIG} says {_shown(declared)}, the training's config.yaml {_shown(trained)}"
+        return wrong("rope", says, costs, f"set {_keys(trained)} in {CONFIG}")
+    if trained is not None or theirs in (None, declared):
+        return ok(f"{_shown(declared)}, as {'the target has it' if trained is None else 'it was trained'}", "rope")
+    assert theirs is not None
+    added = theirs.scaling is None and declared.scaling == MODELOPT
+    why = "right only if it was trained so"
+    if added:
+        why = f"NVIDIA modelopt adds this scaling to heads that were trained without it: if so, set {_keys(theirs)}"
+    return unknown(f"{_shown(declared)} where the target has {_shown(theirs)}: {why}", "rope")
+
+
+def _keys(rope: Rope) -> str:
+    scaling = "null" if rope.scaling is None else json.dumps(rope.scaling)
+    return f'"rope_theta": {rope.theta:g} and "rope_scaling": {scaling}'
+
+
+def _shown(rope: Rope) -> str:
+    scaling = "" if rope.scaling is None else f" scaled by {rope.scaling}"
+    return f"theta {rope.theta:g}{scaling}" + ("" if rope.share == 1 else f" over {rope.share:g} of the width")
+
+
+def records(head: Examined, target: Target | EmbeddingsOnly, sibling: bool) -> Findings:
+    """Compare what the training recorded of its target with the target: weights, tokenizer, chat template."""
+    path, spec = target.spec.name, head.report.get("target") if head.form != OWN else head.part("target")
+    fingerprint, now = (spec if isinstance(spec, dict) else {}).get("fingerprint"), target.spec.fingerprint
+    if not isinstance(fingerprint, str) or QUANTISED in fingerprint + now or (sibling and fingerprint != now):
+        yield unknown(f"whether its weights are those of {path} is not recorded: τ will show", "target")
+    elif fingerprint != now:
+        yield wrong(
+            "target", f"made for the weights {fingerprint} of {head.said_target}, and those of {path} are {now}",
+            "it drafts from features that mean something else: next to nothing is accepted",
+            "give the head's own target with target=…, or for another checkpoint of the same model sibling=true",
+        )  # fmt: skip
+    else:
+        yield ok(f"{path}, by its fingerprint", "target")
+    template = next((record[TEMPLATE] for record in (head.origin, head.reference) if TEMPLATE in record), MISSING)
+    for name, trained, current, remedy in (
+        ("tokenizer", head.reference.get("tokenizer_sha256") or MISSING, tokenizer_sha256(path), "use the training's"),
+        (
+            "chat template",
+            template,
+            template_sha256(target.tokenizer),
+            "serve the training's (--chat-template)",
+        ),
+    ):
+        if MISSING in (trained, current or trained):
+            yield unknown("nothing records its hash", name)
+        elif trained != current:
+            yield wrong(
+                name, f"its hash was {trained}, the target's now is {current}",
+                "texts become other tokens than those it was trained on: acceptance falls, without an error",
+                f"{remedy}, or train again with this one",
+            )  # fmt: skip
+        else:
+            yield ok(f"that of the training, {current}", name)

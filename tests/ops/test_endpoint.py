@@ -1,0 +1,294 @@
+"""A served model on this machine measured like a local one: exact counts, times, texts, and the speedup."""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from data.text.records import parse
+from eval.inputs.workloads import Workload
+from eval.measures.counters import verified
+from eval.measures.losslessness import Gate
+from eval.measures.results import Measurement
+from eval.report.reading import read_report, report_of
+from ops.endpoint import main
+from ops.served.client import Answer, Server, busy_s
+from ops.served.exchange import Question, questions_of
+from ops.served.measurement import Runs, differs, rows, text_gate
+from tests.eval.small import run_command
+from tests.ops.endpoint_server import DEPTH, MODEL, Served, key_of, words
+from tests.ops.serving import PROMPTS, TOKENS, config, expected, measured, rows_of, wrong
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("detailed", [False, True])
+def test_acceptance_is_what_the_server_counts_at_every_batch_size(engine: str, detailed: bool, log: Path) -> None:
+    accepted = [count for each in expected() for count in each]
+    with Served(engine, detailed=detailed) as made:
+        measured(config(made, log, batch_size=[1, 4], repeats=2))
+    first, second = rows_of(log)
+    for row in (first, second):
+        assert (row["tier"], row["prompts"], row["tokens"]) == ("live", PROMPTS, 2 * PROMPTS * (TOKENS - 1))
+        assert row["steps"] == 2 * len(accepted)
+        assert row["draft_tokens"] == 2 * DEPTH * len(accepted)
+        exact = engine == "vllm" or detailed  # SGLang's counters know the passes, and of them what the answer kept
+        kept = sum(accepted) if exact else PROMPTS * (TOKENS - 1) - len(accepted)
+        assert row["tau"] == pytest.approx(1 + kept / len(accepted))
+        assert row["accepted_per_draft_token"] == pytest.approx(kept / (DEPTH * len(accepted)))
+        deeper = [sum(count > depth for count in accepted) / len(accepted) for depth in range(DEPTH)]
+        assert row["accepted_by_depth"] == (pytest.approx(deeper) if exact else [])
+        assert (row["speedup"], row["whole_speedup"], row["lossless"]["checked"]) == (None, None, 0)
+        assert row["tokens_per_second"] > row["whole_tokens_per_second"] > 0
+        assert set(row["by_request"]) >= {"latency_s", "ttft_s", "tokens_per_second"}
+    assert (first["batch_size"], second["batch_size"]) == (1, 4)
+    assert first["tau_ci"][0] <= first["tau"] <= first["tau_ci"][1]
+    assert (second["tau_ci"] is None) is not detailed  # side by side, counters do not tell requests apart
+    assert first["drafter"] == ("eagle3" if engine == "sglang" else "endpoint")
+
+
+def test_as_many_requests_are_in_flight_as_the_batch_size_says(served: Served, log: Path) -> None:
+    measured(config(served, log))
+    assert served.most == 1
+    meet = threading.Barrier(PROMPTS, timeout=20)
+    served.before = lambda _: meet.wait()
+    measured(config(served, log, batch_size=PROMPTS, warmup=0))
+    assert served.most == PROMPTS
+
+
+def test_requests_arrive_at_a_rate(served: Served, plain: Served, log: Path) -> None:
+    measured(config(served, log, baseline=plain.url, batch_size=2, request_rate=[None, 80], repeats=2))
+    found = rows_of(log)
+    assert [(row["drafter"], row["request_rate"]) for row in found] == [
+        ("plain", None), ("endpoint", None), ("plain", 80), ("endpoint", 80),
+    ]  # fmt: skip
+    for row in found[2:]:
+        assert set(row["by_request"]) >= {"queue_s", "latency_s", "ttft_s"}
+        assert (row["whole_speedup"], row["tau"], row["lossless"]["failed"]) == (
+            None,
+            found[row["drafter"] != "plain"]["tau"],
+            0,
+        )
+        assert row["speedup"] > 0
+
+
+def test_each_rate_has_the_verdicts_of_its_own_texts(served: Served, plain: Served, log: Path) -> None:
+    asked: list[object] = []
+
+    def changing(body: object) -> None:
+        asked.append(body)
+        if len(asked) > 1 + 2 * PROMPTS:  # the first rate's warm-up and its repeats
+            served.words = wrong
+
+    served.before = changing
+    measured(config(served, log, baseline=plain.url, batch_size=2, request_rate=[None, 80], repeats=2))
+    failed = [row["lossless"]["failed"] for row in rows_of(log) if row["drafter"] == "endpoint"]
+    assert failed == [0, 1]
+
+
+def test_no_first_token_is_claimed_of_a_server_that_does_not_stream(served: Served, log: Path) -> None:
+    served.stream = False
+    measured(config(served, log, request_rate=80))
+    waits = set(rows_of(log)[0]["by_request"])
+    assert waits >= {"queue_s", "latency_s"}
+    assert "ttft_s" not in waits
+
+
+def test_a_request_that_arrives_while_others_are_in_flight_waits(served: Served, log: Path) -> None:
+    served.before = lambda _: time.sleep(0.05)
+    measured(config(served, log, request_rate=1e6, repeats=1))
+    row = rows_of(log)[0]
+    assert served.most == 1
+    waits = [0.05 * place for place in range(PROMPTS)]
+    for level, low in (("p5", waits[0]), ("p95", waits[-2])):
+        assert row["by_request"]["queue_s"][level] >= low
+        assert row["by_request"]["latency_s"][level] >= low + 0.05
+    assert row["tokens_per_second"] <= PROMPTS * (TOKENS - 1) / (0.05 * PROMPTS)
+
+
+def test_categories_have_rows_of_their_own(served: Served, log: Path) -> None:
+    made = measured(config(served, log))
+    found = {row.workload: row for row in made.rows}
+    assert list(found) == ["log.jsonl", "log.jsonl/a", "log.jsonl/b"]
+    for of, start in (("a", 0), ("b", 1)):
+        mine = [count for each in expected()[start::2] for count in each]
+        assert found[f"log.jsonl/{of}"].tau == pytest.approx(1 + sum(mine) / len(mine))
+
+
+def test_beside_a_baseline_there_is_a_speedup(
+    served: Served, plain: Served, log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = measured(config(served, log, baseline=plain.url, batch_size=[1, 4], repeats=3))
+    assert made.passed
+    told = rows_of(log)
+    assert [(row["drafter"], row["batch_size"]) for row in told] == [
+        ("plain", 1), ("endpoint", 1), ("plain", 4), ("endpoint", 4),
+    ]  # fmt: skip
+    for base, row in (told[:2], told[2:]):
+        assert (base["tau"], base["speedup"], base["whole_speedup"]) == (1, 1, 1)
+        assert row["speedup"] == pytest.approx(row["tokens_per_second"] / base["tokens_per_second"])
+        assert row["whole_speedup"] == pytest.approx(row["whole_tokens_per_second"] / base["whole_tokens_per_second"])
+        assert row["speedup_ci"][0] < row["speedup_ci"][1]
+        assert row["lossless"] == {"checked": PROMPTS, "identical": PROMPTS, "near_tie": 0, "failed": 0}
+        assert row["ladder"] is None  # nobody says where a step's time goes
+    report = json.loads((log.parent / "report" / "report.json").read_text(encoding="utf-8"))
+    assert report["settings"]["gate"]["endpoint x4"]["passed"] is True
+    assert report["target"]["name"] == MODEL
+    assert report["device"]["name"] == f"vllm 0.33.0 at {served.url}"
+    assert (report["settings"]["endpoint"], report["settings"]["baseline"]) == (served.url, plain.url)
+    assert "Served endpoints" in (log.parent / "report" / "report.md").read_text(encoding="utf-8")
+    assert "Served endpoints" in (log.parent / "report" / "report.html").read_text(encoding="utf-8")
+    assert "endpoint x4" in capsys.readouterr().out
+
+
+def test_the_two_take_turns_in_random_order(log: Path) -> None:
+    order: list[str] = []
+    with Served() as served, Served(drafts=False) as plain:
+        for name, each in (("served", served), ("plain", plain)):
+            each.before = lambda _, name=name: order.append(name)
+        measured(config(served, log, baseline=plain.url, repeats=4, warmup=0))
+    pairs = [tuple(order[i : i + 2]) for i in range(0, len(order), 2)]
+    assert len(pairs) == 4 * PROMPTS
+    assert set(pairs) == {("served", "plain"), ("plain", "served")}
+
+
+def test_texts_that_differ_withhold_the_speedup_and_the_first_is_shown(
+    served: Served, plain: Served, log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served.words = wrong
+    made = measured(config(served, log, baseline=plain.url))
+    row = rows_of(log)[1]
+    assert row["lossless"] == {"checked": PROMPTS, "identical": PROMPTS - 1, "near_tie": 0, "failed": 1}
+    assert (row["speedup"], row["speedup_ci"], row["whole_speedup"]) == (None, None, None)
+    assert row["tau"] > 1
+    _, line = capsys.readouterr().err.splitlines()  # the first warns of few prompts
+    at = len("".join(words(key_of({"messages": [{"role": "user", "content": "say 2"}]}), 3))) + 1
+    assert line.startswith("NOT LOSSLESS: endpoint: 1 of 4 prompts differ from the baseline; speedup withheld")
+    assert f"prompt p2, character {at}: '<b>no</b>" in line
+    assert "<b>no</b>" not in (log.parent / "report" / "report.html").read_text(encoding="utf-8")
+    told = read_report(log.parent / "report" / "report.json")
+    assert report_of(told, "report.json").gates == made.gates
+
+
+def test_a_difference_is_a_near_tie_only_from_where_the_baseline_wavers() -> None:
+    gate = text_gate(
+        [["abc", "abd"], ["abc", "abd"], ["abc", "abc"]],
+        [["abe", "abc"], ["xbc", "abc"], ["abc", "abe"]],
+        ["p", "q", "r"],
+    )
+    assert gate.counts() == {"checked": 3, "identical": 0, "near_tie": 1, "failed": 2}
+    assert str(gate.first) == "prompt q, character 0: 'xbc' instead of 'abc'"
+    assert (differs("ab", "abc"), differs("ab", "ab")) == (2, None)
+
+
+def test_a_server_that_does_not_stream_has_whole_times_alone(plain: Served, log: Path) -> None:
+    with Served(stream=False) as served:
+        made = measured(config(served, log, baseline=plain.url))
+    assert made.warnings()[0].startswith(f"{served.url}: {PROMPTS} of {PROMPTS} answers came at once")
+    row = rows_of(log)[1]
+    assert (row["tokens_per_second"], row["speedup"]) == (None, None)
+    assert row["whole_speedup"] > 0
+    assert row["lossless"]["identical"] == PROMPTS
+    assert row["tau"] > 1
+
+
+def test_requests_say_all_of_sampling_and_carry_the_key_which_the_report_does_not(
+    served: Served, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-very-secret")
+    measured(config(served, log, temperature=[0, 0.5], top_k=5, min_new_tokens=3, warmup=0))
+    greedy, drawn = served.bodies[0], served.bodies[-1]
+    assert {key: greedy[key] for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")} == {
+        "temperature": 0.0, "top_p": 1.0, "top_k": 5, "min_p": 0.0, "repetition_penalty": 1.0,
+    }  # fmt: skip
+    assert (greedy["max_tokens"], greedy["min_tokens"], greedy["stream"]) == (TOKENS, 3, True)
+    assert ("seed" in greedy, drawn["seed"], drawn["temperature"]) == (False, 0, 0.5)
+    assert greedy["messages"] == [{"role": "user", "content": "say 0"}]
+    assert served.headers[0]["Authorization"] == "Bearer sk-very-secret"
+    files = list((log.parent / "report").iterdir())
+    assert len(files) == 4  # the profile that engines read is the fourth
+    assert all("very-secret" not in file.read_text(encoding="utf-8") for file in files)
+    assert {row["rule"] for row in rows_of(log)} == {"greedy", "the server's"}
+
+
+def test_texts_and_tokens_are_completions(served: Served, tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    lines = [{"id": "t", "text": "one two three four"}, *[{"prompt_token_ids": [3, 4], "token_ids": [5]}] * 2]
+    file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    made = measured(config(served, file, warmup=0))
+    assert [body["prompt"] for body in served.bodies] == ["one two", [3, 4], [3, 4]]
+    assert (made.settings["prompts"], made.settings["distinct_prompts"]) == (3, 2)
+    assert "prompts 3, distinct prompts 2," in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+    assert "<dt>distinct prompts</dt><dd>2</dd>" in (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
+    assert made.rows[0].tau_ci is not None
+    file.write_text("\n".join([json.dumps(lines[-1])] * 3), encoding="utf-8")
+    assert measured(config(served, file, warmup=0)).rows[0].tau_ci is None
+
+
+def test_every_question_after_its_recorded_answers() -> None:
+    said = [{"role": role, "content": role[0] + str(i)} for i, role in enumerate(["user", "assistant", "user"])]
+    record = parse({"id": "d", "messages": [{"role": "system", "content": "s"}, *said]}, 0, "x")
+    first, second = questions_of(record, "all", chat=True)
+    assert [first.id, second.id] == ["d.1", "d.2"]
+    assert [message["content"] for message in second.body["messages"]] == ["s", "u0", "a1", "u2"]
+    (alone,) = questions_of(record, "first", chat=False)
+    assert (alone.path, alone.body["prompt"]) == ("/completions", "u0")
+    unanswered = parse({"id": "d", "messages": [said[0], said[2]]}, 0, "x")
+    with pytest.raises(ValueError, match="nobody recorded the answer before question 2; give a log with answers, or"):
+        list(questions_of(unanswered, "all", chat=True))
+
+
+def test_the_command(served: Served, plain: Served, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"url={served.url}/v1", f"workload={log}", f"out={log.parent / 'report'}", "repeats=1"]
+    words += ["max_new_tokens=8", "client.timeout=10"]
+    assert run_command(main, "ops/endpoint", *words, "batch_size=[1,4]", f"baseline={plain.url}") == 0
+    assert [row["drafter"] for row in rows_of(log)] == ["plain", "endpoint"] * 2
+    served.words = wrong
+    assert run_command(main, "ops/endpoint", *words, f"baseline={plain.url}") == 1
+    capsys.readouterr()
+    assert run_command(main, "ops/endpoint", *words, "client.model=other") == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert run_command(main, "ops/endpoint", f"url={served.url}") == 2
+    assert "workload is missing" in capsys.readouterr().err
+
+
+def test_speedups_and_their_intervals_are_the_servers_over_the_baselines() -> None:
+    """All requests alike, so that the intervals are points: ten tokens after the first, in a quarter of the time."""
+    session = Measurement("log", 0.0, 1, 0, 0, conversations=range(4))
+    drafts = verified(5, 10, 5, (5,))
+
+    def runs(latency_s: float) -> Runs:
+        return Runs([[Answer("x", 11, latency_s, 1.0, drafts)] for _ in range(4)], [drafts] * 4)
+
+    _, row = rows({"plain": runs(5.0), "endpoint": runs(2.0)}, {"endpoint": Gate(4, 4, 0, 0)}, session)
+    assert (row.tokens_per_second, row.speedup, row.speedup_ci) == (10.0, 4.0, (4.0, 4.0))
+    assert (row.whole_tokens_per_second, row.whole_speedup, row.whole_speedup_ci) == (5.5, 2.5, (2.5, 2.5))
+    assert row.by_request["speedup"]["p50"] == 4.0
+    assert (row.tau, row.tau_ci, row.prefill_s) == (2.0, (2.0, 2.0), 4.0)
+
+
+def test_waiting_in_the_queue_is_neither_prefill_nor_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = object.__new__(Server)
+    server.is_baseline = True
+    monkeypatch.setattr(server, "send", lambda *_: Answer("x", 11, 1.0, 0.25, None))
+    arrived = [-9.0, -9.0, -5.0]  # long before they are sent
+    answers, _ = server.send_all([Question("", "", {})] * 3, {}, 2, arrived)
+    assert all(answer.queue_s >= 5 for answer in answers)
+    assert sum(answer.seconds for answer in answers) == pytest.approx(busy_s(answers))
+    for answer in answers:
+        assert answer.decode_s == pytest.approx(0.75 * answer.weight)
+        assert answer.seconds == pytest.approx(answer.weight)
+
+
+def test_seconds_without_requests_do_not_count() -> None:
+    spans = [(0.0, 2.0, 3.0), (4.0, 0.0, 4.0), (4.5, 1.0, 1.5), (9.0, 0.0, 1.0)]  # arrived, then the queue, the latency
+    assert busy_s([Answer("", 1, latency, None, None, 1.0, *at) for *at, latency in spans]) == 1.0 + 4.0 + 1.0
+
+
+def test_requests_without_a_category_join_those_of_the_category_other() -> None:
+    def categories(*names: str) -> dict[str, list[int]]:
+        return Workload("", [Question("", "", {}, name) for name in names], [], False, [], 0).categories()
+
+    assert categories("", "a", "other") == {"other": [0, 2], "a": [1]}
+    assert categories("", "other") == {}

@@ -1,0 +1,480 @@
+"""A head in service from its log: adapted, proven and swapped, resumed from any stage, never replaced by a worse one.
+
+The toy target's greedy answers are the traffic; its head in service has random weights, so that training helps.
+"""
+
+import gc
+import itertools
+import json
+import shutil
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from safetensors.torch import load_file
+
+from eval.measures.losslessness import Gate
+from eval.measures.metrics import counted
+from eval.measures.results import Measurement, Request, Source, result
+from eval.report.write import Report
+from heads.common.files import last_good, read_checked
+from heads.common.resolvers import ROOT, register_resolvers
+from heads.common.typed import typed
+from heads.formats.hub import resolve_head
+from heads.formats.store import read_config, save_head
+from inference.decode import Settings, autoregress
+from inference.target.target import Target
+from inference.tree_config import TreeConfig
+from inference.verification.sample import GREEDY
+from ops import loop as stages
+from ops import proof
+from ops.commands import overrides_of, run_command, split_config
+from ops.loop import LoopJob, maintain
+from ops.state import FILE, SWAP, WATCH, State
+from tests import toys
+from tests.train import jobs
+from train.config import run_config
+
+NEW_FROM = 60  # of the log's records
+TREE = TreeConfig("dynamic", 2, 20, 30, [], [])  # wide, so that a toy head gains by what tokens are frequent
+SMALL = [
+    "loop.watcher.reference=30", "loop.watcher.least=10", "loop.watcher.lengths=[]", "loop.least=20",
+    "loop.requests=15", "data.length=32", "data.held_out=4", "data.cache=null", "data.contamination=null",
+    "trainer.steps=120", "trainer.lr=1e-2", "trainer.batch_tokens=256", "trainer.micro_tokens=256",
+    "trainer.eval_every=20", "trainer.save_every=10", "trainer.eval_prompts=2", "trainer.eval_tokens=8",
+    "trainer.estimate_every=null", "trainer.precision=fp32", "launcher=inline", "model.device=cpu",
+    "model.dtype=float32", "eval.max_new_tokens=10",
+]  # fmt: skip
+
+
+def answer(of: Target, prompt: list[int]) -> list[int]:
+    return list(autoregress(of, prompt, Settings(12, GREEDY)).tokens)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a target, a head in service and a log of which the second half fell."""
+    folder = tmp_path_factory.mktemp("service")
+    target = toys.target()
+    target.model.save_pretrained(folder / "target")
+    target.tokenizer.save_pretrained(folder / "target")
+    saved = Target.of(run_config_of(folder, []).model)
+    save_head(folder / "served" / "head", toys.head("medusa", saved), saved.spec, asdict(TREE))
+    model = {"name": "toy", "path": str(folder / "target"), "dtype": "float32", "device": "cpu"}
+    (folder / "served" / "config.yaml").write_text(json.dumps({"model": model}), encoding="utf-8")
+    records = []
+    for i in range(2 * NEW_FROM):
+        prompt = toys.prompt(i, 6)
+        accepted = [2, 1, 2, 3] if i < NEW_FROM else [0, 1, 0]
+        records.append({"prompt_token_ids": prompt, "token_ids": answer(target, prompt), "accepted": accepted})
+    write(folder / "log.jsonl", records)
+    return folder
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def words_of(folder: Path, more: list[str]) -> list[str]:
+    named = [f"log={folder / 'log.jsonl'}", f"serve={folder / 'served'}", f"model.path={folder / 'target'}"]
+    return ["head=medusa", *named, *SMALL, f"out={folder / 'loop'}", *more]
+
+
+def run_config_of(folder: Path, more: list[str]) -> Any:
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return run_config(split_config(compose("ops/loop", words_of(folder, more)))[0])
+
+
+@pytest.fixture
+def folder(service: Path, tmp_path: Path) -> Iterator[Path]:
+    """Return a copy of the service, in which the loop's command composes its trainings."""
+    shutil.copytree(service, tmp_path / "service")
+    file = tmp_path / "service" / "served" / "config.yaml"
+    file.write_text(file.read_text(encoding="utf-8").replace(str(service), str(tmp_path / "service")), encoding="utf-8")
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        yield tmp_path / "service"
+
+
+def real_training(words: list[str]) -> None:
+    run_command("train/run.py", words)
+
+
+def go(folder: Path, *more: str, train: Any = real_training) -> int:
+    words = words_of(folder, [*more])
+    training, own = split_config(compose("ops/loop", words))
+    return maintain(run_config(training), typed(LoopJob, own), words, train)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def same(first: Path, second: Path) -> bool:
+    ours, theirs = weights(first), weights(second)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def decisions(folder: Path) -> list[tuple[str, str]]:
+    return [(one["stage"], one["decision"]) for one in read_checked(folder / "loop" / FILE)["decisions"]]
+
+
+@pytest.mark.slow
+def test_a_fall_is_seen_and_a_better_head_takes_over_and_can_be_taken_back(folder: Path) -> None:
+    served = folder / "served" / "head"
+    shutil.copytree(served, folder / "before")
+    assert go(folder) == 0
+    assert [stage for stage, _ in decisions(folder)] == ["watch", "adapt", "adapt", "prove", "swap"]
+    assert "better on the new traffic" in decisions(folder)[3][1]
+    traffic = folder / "loop" / "round-1" / "traffic"
+    assert abs(sum(1 for _ in (traffic / "new.jsonl").open()) - 0.75 * NEW_FROM) <= 5
+    assert same(served, folder / "loop" / "round-1" / "adapted" / "head")
+    assert not same(served, folder / "before")
+    assert read_config(served)["tree"] == asdict(TREE), "another tree would have been compared, and served"
+    assert (folder / "loop" / "round-1" / "proof" / "report.html").is_file()
+    assert go(folder) == 0, "the same log again: nothing new"
+    count = len(decisions(folder))
+    assert "no alarm" in decisions(folder)[-1][1]
+    assert go(folder) == 0
+    assert len(decisions(folder)) == count
+    assert go(folder, "loop.rollback=true") == 0
+    assert same(served, folder / "before")
+
+
+def test_a_head_that_was_only_proven_is_nothing_to_go_back_from(folder: Path) -> None:
+    (folder / "loop").mkdir()
+    state = State(str(folder / "served"), stage=SWAP)
+    state.decide(folder / "loop", "proven, to be published", {}, WATCH, round=2)
+    with pytest.raises(ValueError, match="no head was swapped in yet"):
+        go(folder, "loop.rollback=true")
+
+
+def test_a_log_that_was_rotated_is_watched_from_its_first_line(folder: Path) -> None:
+    (folder / "loop").mkdir()
+    State(str(folder / "served"), begin=1000, round=2).decide(folder / "loop", "the round before", {"to": 1000}, WATCH)
+    with pytest.raises(StoppedError):
+        go(folder, train=stop)
+    assert tuple(stage for stage, _ in decisions(folder)[1:3]) == ("watch", "adapt")
+
+
+def test_a_line_given_as_the_first_new_one_is_one_of_the_log_and_can_be_corrected(folder: Path) -> None:
+    def state() -> State:
+        return State.read(folder / "loop", str(folder / "served"))
+
+    behind = rf"^loop.since={2 * NEW_FROM}: .*log.jsonl has {2 * NEW_FROM} lines"
+    with pytest.raises(ValueError, match=behind):
+        go(folder, f"loop.since={2 * NEW_FROM}")
+    assert state().stage == WATCH
+    for _ in range(2):
+        with pytest.raises(ValueError, match="5 new records can be used"):
+            go(folder, f"loop.since={2 * NEW_FROM - 5}")
+    assert len(decisions(folder)) == 1
+    with pytest.raises(ValueError, match=behind):
+        go(folder, f"loop.since={2 * NEW_FROM}")
+    for since in (NEW_FROM, NEW_FROM + 1):  # the latter when the log is divided already
+        with pytest.raises(StoppedError):
+            go(folder, f"loop.since={since}", train=stop)
+        assert state().since == NEW_FROM
+    assert [line for _, line in decisions(folder)[:2]] == [
+        f"new from line {first + 1} on, as given" for first in (2 * NEW_FROM - 5, NEW_FROM)
+    ]
+
+
+def test_a_plan_touches_nothing(folder: Path) -> None:
+    with pytest.raises(ValueError, match="plan=true plans a training"):
+        go(folder, "plan=true")
+    assert not (folder / "loop").exists()
+
+
+@pytest.mark.parametrize("word", ["reference=2", "alarm_rate=0", "alarm_rate=x"])
+def test_a_watcher_that_is_none_is_named(folder: Path, word: str) -> None:
+    with pytest.raises(ValueError, match=rf"loop\.watcher\.{word.partition('=')[0]}"):
+        go(folder, f"loop.watcher.{word}")
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_command_puts_the_head_into_service_or_the_former_one_stays(folder: Path, status: int) -> None:
+    served, loop = folder / "served" / "head", folder / "loop"
+    target = toys.target()
+    for i, name in enumerate(("former", "adapted")):
+        torch.manual_seed(i)
+        save_head(loop / "round-1" / name / "head", toys.head("medusa", target), target.spec, asdict(TREE))
+    State(str(folder / "served")).decide(loop, "better", {"new": []}, SWAP, since=NEW_FROM)
+    file = folder / "loaded"
+    assert go(folder, f"loop.command='echo $RUN > {file}; exit {status}'") == (1 if status else 0)
+    assert file.read_text() == f"{loop / 'round-1' / 'adapted'}\n"
+    assert same(served, loop / "round-1" / ("former" if status else "adapted") / "head")
+    assert ("command ended with status 3; the head in service stays" in decisions(folder)[-1][1]) == bool(status)
+
+
+def test_going_back_amid_a_swap_leaves_the_former_head(folder: Path) -> None:
+    served, loop = folder / "served" / "head", folder / "loop"
+    shutil.copytree(served, folder / "before")
+    for name in ("former", "adapted"):
+        shutil.copytree(served, loop / "round-1" / name / "head")
+    config = read_config(served)
+    save_head(served, toys.head("medusa", toys.target()), toys.target().spec, config["tree"])  # as a swap killed behind
+    State(str(folder / "served")).decide(loop, "better", {"new": []}, SWAP, since=NEW_FROM)
+    assert go(folder, "loop.rollback=true") == 0
+    assert same(served, folder / "before")
+    assert go(folder) == 0, "the log that the other head served is behind"
+    assert same(served, folder / "before")
+    assert "has the head of" in decisions(folder)[-2][1]
+
+
+def test_a_link_to_the_head_in_service_stays_one_however_often_it_is_swapped(tmp_path: Path) -> None:
+    for name in ("first", "second", "heads/current"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text(name)
+    link = tmp_path / "link"
+    link.symlink_to(Path("heads", "current"))
+    for name in ("second", "first", "second"):
+        stages.copy_head(tmp_path / name, link)
+        assert link.is_symlink()
+        assert (link / "config.json").read_text() == name
+    current = tmp_path / "heads" / "current"
+    assert [*current.parent.iterdir()] == [current]
+    current.rename(current.with_name(".current.old"))  # as a swap that is killed between its two moves leaves it
+    assert resolve_head(str(link)) == link
+    assert (last_good(link) / "config.json").read_text() == "second"
+    stages.copy_head(tmp_path / "first", link)
+    assert (link / "config.json").read_text() == "first"
+    assert [*current.parent.iterdir()] == [current]
+
+
+def test_going_back_from_a_killed_command_touches_no_head_of_an_engine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, published = folder / "loop", folder / "published"
+    shutil.copytree(folder / "served" / "head", loop / "round-1" / "former" / "head")
+    (folder / "served" / "head").rename(published)
+    link = folder / "served" / "head"
+    link.symlink_to(published)  # as train/publish.py serves it
+    monkeypatch.setattr(stages, "is_published", lambda _: True)
+    State(str(folder / "served")).decide(loop, "better", {"new": []}, SWAP, since=NEW_FROM)
+    with pytest.raises(ValueError, match="no head was swapped in yet"):
+        go(folder, "loop.rollback=true")
+    with pytest.raises(ValueError, match=r"former is not in service again: .* ended with status 3"):
+        go(folder, "loop.rollback=true", "loop.command='exit 3'")
+    assert go(folder, "loop.rollback=true", f"loop.command='echo $RUN > {folder / 'loaded'}'") == 0
+    assert (folder / "loaded").read_text() == f"{loop / 'round-1' / 'former'}\n"
+    assert link.readlink() == published
+    assert decisions(folder)[-1][1] == f"loop.command has put {loop / 'round-1' / 'former'} into service"
+
+
+class StoppedError(Exception):
+    """What stops a stage."""
+
+
+def stop(*_: Any, **__: Any) -> None:
+    raise StoppedError
+
+
+def after(function: Any, *given: Any, **named: Any) -> None:
+    """Stop behind a function: what it has done is there, its decision is not."""
+    function(*given, **named)
+    raise StoppedError
+
+
+@pytest.mark.slow
+def test_it_goes_on_wherever_it_was_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [
+        (stages, "split"),
+        (stages, "_copy_run"),
+        (proof, "compared"),
+        (proof, "verdict"),
+        (stages, "copy_head"),
+    ]
+    for module, name in places:
+        for hook in (stop, partial(after, getattr(module, name))):
+            with monkeypatch.context() as patch:
+                patch.setattr(module, name, hook)
+                with pytest.raises(StoppedError):
+                    go(folder)
+    assert go(folder) == 0
+    assert [stage for stage, _ in decisions(folder)] == ["watch", "adapt", "adapt", "prove", "swap"]
+    assert same(folder / "served" / "head", folder / "loop" / "round-1" / "adapted" / "head")
+
+
+@pytest.mark.slow
+def test_a_killed_command_goes_on(folder: Path) -> None:
+    words = words_of(folder, ["trainer.steps=60", "trainer.save_every=5"])
+    job = jobs.start(words, script="ops/loop.py")
+    checkpoints = folder / "loop" / "round-1" / "adapted" / "checkpoints"
+    while not any(checkpoints.glob("step*")):
+        assert job.poll() is None, job.communicate()[0]
+        time.sleep(0.02)
+    job.kill()
+    job.communicate()
+    assert not (checkpoints.parent / "training.json").exists(), "it was over before: nothing was tested"
+    printed = jobs.finish(jobs.start(words, script="ops/loop.py"))
+    assert "swap: " in printed
+    assert same(folder / "served" / "head", folder / "loop" / "round-1" / "adapted" / "head")
+
+
+def test_a_stopped_training_goes_on(folder: Path) -> None:
+    seen: list[list[str]] = []
+
+    def train(words: list[str]) -> None:
+        seen.append(words)
+        if len(seen) == 1:
+            (folder / "loop" / "round-1" / "adapted" / "checkpoints").mkdir(parents=True)
+        raise StoppedError
+
+    for _ in range(2):
+        with pytest.raises(StoppedError):
+            go(folder, train=train)
+    assert "resume=false" in seen[0]
+    assert "resume=true" in seen[1]
+
+
+def worse(folder: Path, words: list[str]) -> None:
+    """Train nothing: the adapted head is the former one with other random weights."""
+    out = Path(next(word for word in words if word.startswith("out=")).removeprefix("out=").strip("'"))
+    target = Target.of(run_config(split_config(compose("ops/loop", words_of(folder, [])))[0]).model)
+    torch.manual_seed(5)
+    head: Any = toys.head("medusa", target)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    save_head(out / "head", head, target.spec, asdict(toys.TREES["chain"]))
+    (out / "training.json").write_text("{}", encoding="utf-8")
+
+
+def test_a_worse_head_is_never_swapped_in_and_the_round_is_tried_again_with_more_of_the_log(folder: Path) -> None:
+    log = folder / "log.jsonl"
+    fallen = log.read_bytes().splitlines(keepends=True)[NEW_FROM:]
+    shutil.copytree(folder / "served" / "head", folder / "before")
+    assert go(folder, train=partial(worse, folder)) == 1
+    assert decisions(folder)[-1][0] == "prove"
+    assert "the head in service stays" in decisions(folder)[-1][1]
+    assert same(folder / "served" / "head", folder / "before")
+    for _ in range(2):
+        assert go(folder, train=stop) == 0
+        assert "0 of 20 lines more to try again" in decisions(folder)[-1][1]
+    with log.open("ab") as file:
+        file.writelines(fallen[:20])
+    with pytest.raises(StoppedError):
+        go(folder, train=stop)
+    assert State.read(folder / "loop", str(folder / "served")).round == 2
+    assert State.read(folder / "loop", str(folder / "served")).stage == "adapt", "the reference is what it was"
+
+
+def report_of(**changes: Any) -> Report:
+    """Return a report of two heads on new and old requests."""
+    prompts, without = changes.get("prompts", 9), changes.get("without")
+    pair = {"drafter": "mtp /a", "base": "mtp /f", "temperature": 0.0, "prompts": prompts}
+    tau = {"new": {"difference": 0.5, "low": 0.2, "high": 0.8}, "old": {"difference": 0.0, "low": -0.1, "high": 0.1}}
+    tau |= {key: value for key, value in changes.items() if key in tau}
+    paired = [{**pair, "workload": f"proof_{key}.jsonl", "tau": value} for key, value in tau.items() if key != without]
+    names, failed = changes.get("names", ("mtp /f", "mtp /a")), changes.get("failed", 0)
+    rows = []
+    for name, key in itertools.product(names, tau):
+        measurement = Measurement(f"proof_{key}.jsonl", 0.0, 1, 0, 0)
+        requests = [Request(counted([1, 1], 2, 4))] * 9
+        rows.append(result(Source(name, "greedy", "chain"), next(measurement.parts(9)), requests))
+    gates = changes.get("gates", {"mtp /a": Gate(9, 9 - failed, 0, failed)})
+    return Report({}, {}, {}, gates, rows, extras={"paired": changes.get("paired", paired)})
+
+
+GAIN, LOSS = "τ 2.00 +0.50 [+0.20, +0.80] of 9 requests", "τ 2.00 +0.00 [-0.10, +0.10] of 9 requests"
+NO_GATE, FEW = "the adapted head fails the losslessness check", "too few requests to compare: "
+NOT, BETTER = "not better on the new traffic: τ 2.00 +0.50 ", f"better on the new traffic: {GAIN}; on the old: "
+FORGOTTEN = f"better on the new traffic ({GAIN}), but the old is forgotten: τ 2.00 "
+
+
+def difference(low: float, middle: float = 0.5) -> dict[str, float]:
+    return {"difference": middle, "low": low, "high": 0.8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, f"{BETTER}{LOSS}; lossless"),
+        ({"failed": 1}, NO_GATE),
+        ({"gates": {}}, NO_GATE),
+        ({"names": ("mtp /f",)}, NO_GATE),
+        ({"paired": []}, f"{FEW}nothing to compare; on the old: no old requests"),
+        ({"without": "old"}, f"{FEW}{GAIN}; on the old: no old requests"),
+        ({"prompts": 7}, f"{FEW}τ 2.00 +0.50 [+0.20, +0.80] of 7 requests; on the old: τ 2.00 +0.00 [-0.10, +0.10] of"),
+        ({"new": difference(float("nan"))}, f"{NOT}[+nan, +0.80] of 9 requests"),
+        ({"new": difference(0.0)}, f"{NOT}[+0.00, +0.80] of 9 requests"),
+        ({"old": difference(float("nan"), 0.0)}, f"{FORGOTTEN}+0.00 [+nan, +0.80] of 9 requests"),
+        ({"old": difference(-0.21, -0.1)}, f"{FORGOTTEN}-0.10 [-0.21, +0.80] of 9 requests"),
+        ({"old": difference(-0.2, -0.1)}, f"{BETTER}τ 2.00 -0.10 [-0.20, +0.80] of 9 requests; lossless"),
+    ],
+)
+def test_only_a_head_that_is_better_lossless_and_forgets_nothing_is_better(changes: Any, why: str) -> None:
+    """An old τ of 2 may lose a tenth of it, 0.2."""
+    found = proof.verdict(report_of(**changes), Path("/a"), 0.1)
+    assert found.sentence.startswith(why)
+    assert found.better == why.startswith(BETTER)
+
+
+def test_a_proof_without_requests_is_not_of_the_targets_own_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[list[str]] = []
+    monkeypatch.setattr(proof, "run_command", lambda _, words: given.append(words))
+    monkeypatch.setattr(proof, "read_report", lambda _: {})
+    monkeypatch.setattr(proof, "report_of", lambda *_: None)
+    for name in proof.PROOFS:
+        (tmp_path / name).touch()
+    settings = run_config_of(tmp_path, []).eval
+    proof.compared(Path("f"), Path("a"), tmp_path, tmp_path, 5, settings, {"path": "t"}, {})
+    assert f"workload=['{tmp_path / proof.NEW}']" in given[0], "which is refused, as an empty file is"
+
+
+def test_values_are_read_back_as_overrides() -> None:
+    values = {"run": "a b/c", "n": 3, "x": 0.5, "yes": True, "none": None, "of": {"list": ["a,b", 2], "empty": []}}
+    words = overrides_of(values)
+    parsed = {one.get_key_element(): one.value() for one in OverridesParser.create().parse_overrides(words)}
+    expected = {key: value for key, value in values.items() if key != "of"}
+    assert parsed == expected | {"of.list": ["a,b", 2], "of.empty": []}
+
+
+def test_the_target_that_reads_the_log_is_gone_when_the_training_loads_its_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[weakref.ref[Target]] = []
+
+    def of(*given: Any) -> Target:
+        target = Target.load(str(folder / "target"), "float32", "cpu")
+        loaded.append(weakref.ref(target))
+        return target
+
+    def train(_: list[str]) -> None:
+        gc.collect()
+        assert loaded
+        assert not any(target() for target in loaded)
+        raise StoppedError
+
+    monkeypatch.setattr(stages.Target, "of", of)
+    with pytest.raises(StoppedError):
+        go(folder, train=train)
+
+
+def test_what_cannot_begin_is_refused_in_a_line_and_leaves_no_folder(folder: Path) -> None:
+    for log in (folder / "gone.jsonl", folder):
+        with pytest.raises(ValueError, match=f"^{log}: no such file; give the log that the service writes$"):
+            go(folder, f"log={log}")
+        assert not (folder / "loop").exists()
+    with pytest.raises(ValueError, match=r"^out=/dev/null/loop: cannot be written"):
+        go(folder, "out=/dev/null/loop")
+
+
+def test_another_head_or_a_damaged_state_is_refused_in_a_line(folder: Path) -> None:
+    assert go(folder, "loop.watcher.reference=1000") == 0
+    with pytest.raises(ValueError, match="maintains"):
+        go(folder, f"serve={folder / 'served' / 'head'}")
+    (folder / "loop" / FILE).write_text("{}", encoding="utf-8")
+    with pytest.raises(ValueError, match="damaged"):
+        go(folder)

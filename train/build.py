@@ -1,0 +1,233 @@
+"""A training run's parts from its resolved configuration: target, head, data, features and the loop over them.
+
+Every component is constructed here, by hand, from its own typed configuration.
+"""
+
+import json
+import logging
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, set_seed
+from omegaconf import OmegaConf
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from data.batches import Batches, check_known, fingerprint, pack, token_counts
+from data.features.source import FeatureSource, Live
+from data.text.prompts import TrainingData, load_training, save_prompts
+from data.text.sources import open_sources
+from data.text.template import template_sha256
+from eval.inputs.workloads import ROOM
+from eval.measures.machine import revision
+from heads.base import HeadConfig, frozen_count, parameter_count
+from heads.common.files import write_whole
+from heads.common.redact import redacted_values, redacted_words
+from heads.common.target_config import context_of
+from heads.modules.layers import Recomputing
+from heads.modules.vocab import prune
+from inference.drafters.policy import TreeConfig, verifiable
+from inference.target.embeddings_only import EmbeddingsOnly, load_target
+from inference.target.target import Target
+from train import adapt
+from train.acceptance import AcceptanceEvaluator
+from train.checkpoints import format, resume
+from train.config import RunConfig
+from train.distributed import processes
+from train.distributed.control import on_main
+from train.distributed.processes import RunLock
+from train.features import origin_of, source_for
+from train.loop import KeptHead, Loop
+from train.planning.check import check_out, clear_out, ordinary_mask, reads_target, unserved
+from train.planning.plan import alone_on_cpu
+from train.planning.table import in_words
+from train.rollouts import Rollouts
+from train.start import AUTO, STARTS, first_head, fit_start, resolve_init
+from train.step import Loss, Stepper
+
+T = TypeVar("T", bound=Any)  # a run's configuration
+
+
+def among_processes(run: T, job: Callable[[T, Accelerator, RunLock], None]) -> None:
+    """Run a job on every process of a run, as the first one has resolved it, with the lock of its output folder."""
+    accelerator = processes.accelerator_for(run.launcher, run.trainer, run.model)
+    accelerator.wait_for_everyone()  # no process may see what another one starts to write
+    with RunLock(Path(run.out)) as lock:
+        on_main(accelerator, lock.take)
+        (run,) = broadcast_object_list([run])
+        job(run, accelerator, lock)
+    accelerator.end_training()
+
+
+def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
+    """Load the target, the head and the data, create the output folder, and return the loop that trains the head.
+
+    What only the loaded target says is decided here: whether it verifies trees, and what `init=auto` starts from.
+
+    Raises:
+        ValueError: target, head, data or an earlier run in the folder do not fit each other.
+    """
+    if not accelerator.is_main_process:
+        logging.disable(logging.WARNING)  # of what all of them load the first one warns
+    set_seed(run.trainer.seed)
+    goes_on = run.resume and bool(format.checkpoints(Path(run.out) / "checkpoints"))
+    init = resume.first_init(Path(run.out), run.head.name) if goes_on and run.init == AUTO else run.init
+    target = load_target(run.model, str(accelerator.device), whole=reads_target(run))
+    tree = verifiable(target, run.tree) if isinstance(target, Target) else run.tree
+    config, init = resolve_init(init, run.head, target)
+    head: Any = first_head(config, init, target).to(accelerator.device)
+    for module in head.modules():
+        if isinstance(module, Recomputing):
+            module.recompute = run.trainer.recompute
+    prompt_count = max(run.eval.prompts, run.trainer.eval_prompts)
+    data = load_training(run.data, target.tokenizer, prompt_count, run.workload, prompt_room(run, target.config))
+    packed = pack(data.samples, run.data.length)
+    check_known(packed, data.held_out, target.tokenizer, target.embeddings.vocab_size)
+    if init in STARTS:  # else the vocabulary is chosen already
+        prune(head, token_counts(data.samples, target.embeddings.vocab_size))
+    batches = batches_for(run, packed, accelerator)
+    if not goes_on:
+        fit_start(head, init, target, batches)
+    adapt.adapt(head, run.peft)
+    source = source_for(run.features, target, head, batches)
+    values = values_of(run) | redacted_values({"head": asdict(head.config), "init": init, "tree": asdict(tree)})
+
+    def begin() -> None:
+        origin = {
+            **provenance(accelerator.num_processes, run.launcher.strategy, data, target.tokenizer),
+            "micro_tokens": run.trainer.micro_tokens,
+            "sources": [source.provenance() for source in open_sources(run.data)],
+            **({} if init is None else {"init": init, "peft": asdict(run.peft)}),
+            **origin_of(source),
+        }
+        prepare_out(run, values, lock, identity(run, head.config, target, batches, 1).settings, data, origin)
+        started = f"starts from {init}, whose numbers replace those of head={run.head.name}; " if init else ""
+        frozen = f" next to {count:,} frozen ones" if (count := frozen_count(head)) else ""
+        filled = float((packed.document >= 0).float().mean())
+        Console().print(
+            f"{run.name}: {started}{parameter_count(head):,} trained parameters{frozen}, {len(data.samples):,} "
+            f"samples, {len(packed.token):,} rows of {run.data.length} tokens ({filled:.0%} filled)",
+            highlight=False,
+        )
+        placed = None if alone_on_cpu(run) else in_words(run)
+        mask = ordinary_mask(getattr(run.head, "mask_token", None), target.embeddings.vocab_size, target.tokenizer)
+        for line in filter(None, (unserved(run.model.path, target.embeddings.beyond_tables()), mask, placed)):
+            Console().print(line, highlight=False, soft_wrap=True, markup=False)
+
+    on_main(accelerator, begin)
+    logging.disable(logging.NOTSET)
+    held_out = [prompt.token for prompt in data.held_out]
+    return loop_of(run, accelerator, target, head, source, held_out, tree, values)
+
+
+def loop_of(
+    run: RunConfig, accelerator: Accelerator, target: Target | EmbeddingsOnly, head: Any, source: FeatureSource,
+    prompts: list[list[int]], tree: TreeConfig, values: dict[str, Any],
+) -> Loop:  # fmt: skip
+    """Return the run's training loop, ready for its first step or for the one that it was stopped at.
+
+    `tree` is the one that the target verifies; trackers show `values`.
+    """
+    evaluator = rollouts = None
+    if isinstance(target, Target) and run.trainer.eval_prompts:
+        evaluator = AcceptanceEvaluator(target, prompts, run.trainer, tree, run.name)
+    if isinstance(target, Target) and isinstance(source, Live) and run.trainer.compile:
+        source.forwards = target.compiled_forwards()
+    loss = Loss(head, run.objective, compiled=run.trainer.compile, autocast=accelerator.mixed_precision == "bf16")
+    kept_head = KeptHead(Path(run.out, "head"), head, target, tree)
+    drafted = run.objective.on_policy
+    if isinstance(target, Target) and drafted.prompts:
+        rollouts = Rollouts(target, kept_head.decoding, tree, drafted, run.objective.depths, source.batches)
+    width = target.embeddings.hidden_size
+    stepper = Stepper(run.trainer, run.launcher, accelerator, loss, source, width, rollouts)
+    this_run = identity(run, head.config, target, source.batches, accelerator.num_processes)
+    return Loop(Path(run.out), stepper, kept_head, evaluator, this_run, resumes=run.resume, config=values)
+
+
+def batches_for(run: Any, packed: Any, accelerator: Accelerator) -> Batches:
+    """Return the run's batches, the trainer's token budgets converted to rows."""
+    rows, micro = (tokens // run.data.length for tokens in (run.trainer.batch_tokens, run.trainer.micro_tokens))
+    return Batches(packed, rows, micro, run.trainer.seed, accelerator.process_index, accelerator.num_processes)
+
+
+def identity(
+    run: RunConfig, head: HeadConfig, target: Target | EmbeddingsOnly, batches: Batches, world: int
+) -> resume.Identity:
+    """Return the settings that identify the run on resume; `head` is the configuration of the head as built."""
+    weighed = {f"objective.{key}": value for key, value in asdict(run.objective).items()}
+    return resume.Identity(
+        resume.settings(run.trainer, head, run.peft, target.spec.fingerprint, batches),
+        resume.numerics(run.trainer, weighed, run.launcher.strategy, world),
+    )
+
+
+def prompt_room(run: RunConfig, config: Any) -> int | None:
+    """Return how many tokens a held-out prompt may have to be measured on, None where none is.
+
+    The final evaluation, which has the last word, asks for more room than a measurement while training.
+    """
+    if run.eval.prompts and run.workload is None:
+        return context_of(config) - ROOM
+    return context_of(config) - 1 if run.trainer.eval_prompts else None
+
+
+def prepare_out(
+    run: Any, values: dict[str, Any], lock: RunLock, settings: dict[str, Any], data: TrainingData,
+    origin: dict[str, Any], weights: str = "head",
+) -> None:  # fmt: skip
+    """Create the output folder, once everything that a run needs has loaded: a mistake costs no earlier run.
+
+    config.yaml gets `values`, provenance.json `origin`. Then say what became of the data.
+    """
+    out = Path(run.out)
+    if run.resume:
+        resume.check(out, settings)
+        if not format.checkpoints(out / "checkpoints"):
+            line = f"{out}: nothing to resume, begins at step 0"
+            Console().print(line, markup=False, highlight=False, soft_wrap=True)
+    out.mkdir(parents=True, exist_ok=True)
+    lock.take()
+    check_out(out, replaces=run.resume or run.overwrite)  # another run may have come first, and ended
+    format.clear(out / "checkpoints")
+    if run.overwrite and not run.resume:
+        clear_out(out, weights)
+    write_whole(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(values)).encode())
+    if data.held_out:
+        save_prompts(data.held_out, out / "prompts.jsonl")
+    else:  # nor those of a start that failed, which this run may train on
+        (out / "prompts.jsonl").unlink(missing_ok=True)
+    write_whole(out / "provenance.json", (json.dumps(redacted_values(origin), indent=2) + "\n").encode())
+    Console().print(data.counts.line(run.data), markup=False, highlight=False)
+
+
+def provenance(world: int, strategy: str, data: TrainingData, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the provenance of this run: code, versions, command, processes and their strategy, and the data."""
+    code = revision()
+    return {
+        "git_revision": code["revision"],
+        "git_dirty": bool(code["dirty"]),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "command": " ".join(redacted_words(sys.argv)),
+        "world_size": world,
+        "strategy": strategy,
+        "data_fingerprint": fingerprint(data.samples),
+        "chat_template_sha256": template_sha256(tokenizer),
+        "data": data.counts.report(),
+    }
+
+
+def values_of(run: Any) -> dict[str, Any]:
+    """Return a run's configuration as trackers and config.yaml show it: without secrets."""
+    values: dict[str, Any] = redacted_values(asdict(run))
+    return values
