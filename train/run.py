@@ -35,7 +35,7 @@ from train.planning.table import table
 from train.tracking import sweep
 from train.tracking.trackers import conclude
 
-DEBUG = "debug"  # of conf/trainer/
+BEST, DEBUG = "best", "debug"  # of conf/head/, of conf/trainer/
 
 
 def train(run: RunConfig) -> None:
@@ -89,7 +89,9 @@ def show_plan(run: RunConfig) -> None:
 
 def start_processes(run: RunConfig) -> None:
     """Start the processes of a resolved run; exit with their status unless it is 0, after which a multirun goes on."""
-    words = [f"head={run.head.name}" if word == "head=best" else word for word in launch.overrides()]
+    words = [word for word in launch.overrides() if word != f"head={BEST}"]
+    if HydraConfig.get().runtime.choices.get("head") == BEST:  # the processes need not choose, and say, it again
+        words.append(f"head={run.head.name}")
     if status := launch.start(run.launcher, os.path.abspath(__file__), words):
         raise SystemExit(status)
     if run.eval.prompts and not launch.is_queued(run.launcher):
