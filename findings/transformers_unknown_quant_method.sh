@@ -45,4 +45,5 @@ print("warned:", *(line[:110] for line in lines if "quant" in line.lower()), sep
 print(f"loaded {loaded.dtype}; equals the unscaled FP8 values: {torch.equal(loaded.float(), unscaled)}")
 print(f"its norm over that of the true weight: {(loaded.float().norm() / weight.norm()).item():.1f}")
 assert torch.equal(loaded.float(), unscaled)
+assert any(line.startswith("Unknown quantization type, got modelopt") for line in lines)
 PYTHON

@@ -77,7 +77,7 @@ def follow(config: WatchConfig) -> int:
 def windows(server: Metrics, config: WatchConfig) -> Iterator[Observation]:
     """Yield windows of a server's counters, each of `config.passes` passes or more, other clients' among them.
 
-    A restart begins a window anew. A server that is away is waited for, `config.away` seconds at most.
+    A restart begins a new window. A server may be away for `config.away` seconds.
 
     Raises:
         ValueError: it has no counters, answers without drafts, or stays away.

@@ -46,14 +46,14 @@ def redacted(text: str) -> str:
 
 def redacted_words(words: Iterable[str]) -> list[str]:
     """Redact the words of a command line; of `NAME=VALUE` with a secret's name the whole value is hidden."""
-    return [_redacted_word(word) for word in words]
-
-
-def _redacted_word(word: str) -> str:
-    name, _, value = word.partition("=")
-    if SECRET_NAME.fullmatch(name) and value and not re.fullmatch(NUMBER, value, re.IGNORECASE):
-        return f"{name}={HIDDEN}"
-    return redacted(ITEM.sub(lambda match: match["name"] + HIDDEN, word))
+    shown = []
+    for word in words:
+        name, _, value = word.partition("=")
+        if SECRET_NAME.fullmatch(name) and value and not re.fullmatch(NUMBER, value, re.IGNORECASE):
+            shown.append(f"{name}={HIDDEN}")
+        else:
+            shown.append(redacted(ITEM.sub(lambda match: match["name"] + HIDDEN, word)))
+    return shown
 
 
 def redacted_values(values: Any) -> Any:

@@ -287,7 +287,7 @@ def speed(
 
 
 def _load(timings: Sequence[Timed], in_flight: int, seed: int) -> dict[str, Any] | None:
-    """Return both servers' speeds with so many requests in flight, and the speedup with its bootstrap interval.
+    """Return both servers' speeds at a number of requests in flight, and the speedup with its bootstrap interval.
 
     The speedup is that of a user's tokens a second, by pairs of answers to the same question.
     """
