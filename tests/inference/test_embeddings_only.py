@@ -65,6 +65,16 @@ def test_the_final_norm_makes_the_last_state(name: str) -> None:
     assert not torch.allclose(made.hidden[:, :, 0], made.last, atol=1e-2)
 
 
+def test_of_several_norms_beside_the_layers_the_final_one_is_the_last() -> None:
+    base = torch.nn.Module()
+    base.before, base.layers, base.norm = (
+        torch.nn.LayerNorm(4),
+        torch.nn.ModuleList([torch.nn.Linear(4, 4)]),
+        torch.nn.LayerNorm(4),
+    )
+    assert final_norm(base, 1) is base.norm
+
+
 def test_the_layers_stay_on_disk(tmp_path: Path) -> None:
     path = assistants.save(toys.target().model, toys.tokenizer(), tmp_path / "target")
     bare = EmbeddingsOnly.load(str(path), "float32", "cpu", False)
