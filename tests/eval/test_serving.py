@@ -84,6 +84,7 @@ def test_ranges_begin_at_one_and_meet() -> None:
     assert config_of([(1, 15, 3), (16, 64, 0)]) == {
         "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 15, 3], [16, 64, 0]],
     }  # fmt: skip
+    assert config_of([(1, 64, 0)])["num_speculative_tokens"] == 1, "of 0 vLLM takes none"
 
 
 def test_a_step_between_measured_sizes_is_between_their_times() -> None:
@@ -103,7 +104,8 @@ def test_a_report_has_a_profile_where_it_has_one_chain_and_a_schedule_where_it_h
     assert files("tiny", [baseline, chain], {}).keys() == {PROFILE}
     along_text = replace(chain, tier="teacher_forced", accepted_by_depth=[0.9] * 5, tokens_per_second=None)
     assert files("tiny", [baseline, chain, along_text], {})[PROFILE]["marginal_accept_rates"] == MARGINAL
-    for changes in ({"tier": "teacher_forced"}, {"request_rate": 2.0}, {"report": "one"}, {"lossless": {"failed": 1}}):
+    others = [{"tier": "teacher_forced"}, {"request_rate": 2.0}, {"report": "one"}, {"lossless": {"failed": 1}}]
+    for changes in (*others, {"temperature": 0.5}, {"category": "maths"}):
         assert files("tiny", [baseline, replace(chain, **changes)], {}) == {}, changes
     further = [
         replace(
