@@ -2,12 +2,11 @@
 
     python ops/budget.py budget=1h log=traffic.jsonl model.path=/my/model
 
-Every training is a `train/run.py` of its own; `forecast.json` in the output folder holds the stages that are done.
+Every training is a `train/run.py` of its own; `budget.json` in the output folder holds the trainings that are done.
 
-Successive halving (Jamieson and Talwalkar, arXiv 1502.07943): every round has the same share of the budget. A candidate
-trains at a constant rate, from which a cooldown branches off at the end of each round, so that each of its points is a
-whole training and the next one continues from before that cooldown (Hägele et al., arXiv 2405.18392). So does the run
-of the best candidate. A power function of the tokens through its points says what it will come to.
+Successive halving (Jamieson and Talwalkar, arXiv 1502.07943): every round has the same share of the budget, and drops
+the slower half of the candidates. A candidate trains at a constant rate, so that each round continues the one before,
+and the run of the best one continues its last and ends with a cooldown (Hägele et al., arXiv 2405.18392).
 """
 
 import json
@@ -19,7 +18,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import NormalDist
 from typing import Annotated, Any
 
 if __name__ == "__main__":
@@ -29,15 +27,12 @@ import numpy as np
 from omegaconf import DictConfig
 from rich.console import Console
 
-from data.text.files import META, OPENERS, check_file
-from data.text.sources import Files, open_source
 from heads.common.command import command, quoted
-from heads.common.files import replacing, write_whole
+from heads.common.files import write_whole
 from heads.common.ranges import Count, NewTokens, Within
 from heads.common.typed import typed
 from heads.common.untrusted import parse_json, shown
 from ops.commands import REFUSED, run_command, split_config
-from ops.curve import LEVEL, Predicted, predict, with_interval
 from train.checkpoints import format
 from train.checkpoints.resume import differences, plain
 from train.config import RunConfig, run_config
@@ -53,7 +48,7 @@ DECIDED = {  # overrides that a training within a budget cannot take, with what 
     "trainer.cooldown": "a budget has one for all trainings: give forecast.cooldown in its place",
     "trainer.warmup": "a budget has one for all trainings: give forecast.warmup, in steps, in its place",
 }
-FOLDER, STATE = "forecast", "forecast.json"  # in the run's folder: the short trainings, and the stages that are done
+FOLDER, STATE = "candidates", "budget.json"  # in the run's folder: the short trainings, and the record of them
 PROBE = 6  # steps of the training that says what a step costs
 ROOM = 1.1  # of a budget that is advised: the next run's steps may take longer
 Train = Callable[[list[str]], object]  # runs a training with these overrides, to its end
@@ -88,11 +83,10 @@ class Budget:
 
 @dataclass(frozen=True)
 class ForecastConfig:
-    """Configure the forecast of `budget`; conf/ops/budget.yaml says what each key means."""
+    """Configure the short trainings of `budget`; conf/ops/budget.yaml says what each key means."""
 
     candidates: list[str]
     share: Annotated[float, Within(0, 1, above=True, below=True)]
-    points: Annotated[int, Within(3, 8)]
     warmup: Count
     cooldown: Annotated[float, Within(0, 1, above=True, below=True)]
     prompts: Annotated[int, Within(4, 4096)]
@@ -115,40 +109,42 @@ class BudgetConfig:
     forecast: ForecastConfig
 
 
-class Forecast:
-    """The trainings of a run within its budget; `state` is what `forecast.json` holds.
+class Search:
+    """The trainings of a run within its budget; `state` is the content of `budget.json`.
 
     Args:
-        run: the run, apart from its head.
+        run: the run, without its head.
         config: its budget and candidates.
         words: the overrides that all trainings have in common.
         train: runs a training with further overrides, to its end.
     """
 
     def __init__(self, run: RunConfig, config: BudgetConfig, words: list[str], train: Train) -> None:
-        self.run, self.budget, self.config, self.out = run, config.budget, config.forecast, Path(run.out)
-        self.log, self.train = config.log, train
+        self.run, self.budget, self.config, self.train = run, config.budget, config.forecast, train
+        self.out = Path(run.out)
         settings = plain({"budget": str(self.budget), "overrides": sorted(words), **asdict(self.config)})
-        self.state: dict[str, Any] = {
-            "settings": settings, "spent": 0.0, "cost": {}, "fixed": {}, "left_out": {}, "points": {}, "steps": None,
-        }  # fmt: skip
+        self.state: dict[str, Any] = {"settings": settings, "spent": 0.0, "left_out": {}, "runs": {}, "steps": None}
         path = self.out / STATE
         if run.overwrite and not run.resume:
             path.unlink(missing_ok=True)
         if path.exists():
             if not run.resume:
-                raise ValueError(f"{run.out} holds a forecast already: give resume=true or overwrite=true")
-            state = parse_json(path.read_bytes())
-            if changed := differences(state["settings"], settings):
+                raise ValueError(f"{run.out} holds a budget's trainings already: give resume=true or overwrite=true")
+            self.state = parse_json(path.read_bytes())
+            if changed := differences(self.state["settings"], settings):
                 raise ValueError(
                     f"{path}: resume=true needs the settings that it began with, and here differ {changed}"
                 )
-            self.state = state
         else:
             shutil.rmtree(self.out / FOLDER, ignore_errors=True)
-        if self.log is not None:
-            copied = keep_log(self.log, run.data.split, self.out)
-            self.train = lambda more: train([*more, f"data.path={quoted(copied)}"])
+        if config.log is not None:
+            log = Path(config.log)
+            copy = self.out / f"log{''.join(log.suffixes)}"
+            if log.is_file() and not copy.is_file():  # to which a service may add lines meanwhile
+                self.out.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(log, copy)
+            source = str(copy) if log.is_file() else config.log
+            self.train = lambda more: train([*more, f"data.path={quoted(source)}"])
 
     def save(self) -> None:
         """Write the state."""
@@ -164,118 +160,97 @@ class Forecast:
         schedule = [f"trainer.cooldown={cooldown}", f"trainer.warmup={min(1.0, self.config.warmup / steps)}"]
         return [*overrides_of(words), f"trainer.steps={steps}", *schedule]
 
-    def stable(self, steps: int) -> int:
-        """Return the step with which the cooldown begins, as `train.optim.cooldown_begin` does."""
-        return steps - round(self.config.cooldown * steps)
-
-    def measure(self, words: str, steps: int, cooldown: float, begin: int) -> None:
-        """Train a candidate to `steps` from its checkpoint at step `begin`, evaluate it, and count what that costs."""
+    def measure(self, words: str, steps: int, number: int) -> None:
+        """Train a candidate to `steps` in round `number`, evaluate it, and count the cost."""
         began, folder, config = time.monotonic(), self.folder(words), self.config
-        for path in format.checkpoints(folder / "checkpoints"):
-            if format.step_of(path) > begin:  # of a cooldown
-                shutil.rmtree(path)
-        save = max(1, steps - round(cooldown * steps))
+        if number == 0:  # the probe's warm-up was shorter
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        checkpoints = format.checkpoints(folder / "checkpoints")
+        begin = format.step_of(checkpoints[-1]) if checkpoints else 0
         self.train([
-            *self.overrides(words, steps, cooldown), f"out={quoted(folder)}", "name=pilot",
-            "resume=true" if format.checkpoints(folder / "checkpoints") else "overwrite=true",
-            "trainer.eval_prompts=0", "trainer.patience=null", "trainer.trackers=[jsonl]", "trainer.log_every=1",
-            f"trainer.eval_every={steps}", f"trainer.save_every={save}", f"trainer.keep={-(-steps // save) + 1}",
-            f"eval.prompts={config.prompts}", f"eval.max_new_tokens={config.tokens}", "eval.repeats=1",
-            "eval.hf=false", "eval.tier=[live]",
+            *self.overrides(words, steps, 0.0), f"out={quoted(folder)}", "name=pilot",
+            "resume=true" if checkpoints else "overwrite=true", "trainer.eval_prompts=0", "trainer.patience=null",
+            "trainer.trackers=[jsonl]", "trainer.log_every=1", f"trainer.eval_every={steps}",
+            f"trainer.save_every={steps}", f"eval.prompts={config.prompts}", f"eval.max_new_tokens={config.tokens}",
+            "eval.repeats=1", "eval.hf=false", "eval.tier=[live]",
         ])  # fmt: skip
-        cost, seconds = cost_of(folder), time.monotonic() - began
-        unit = cost["seconds" if self.budget.timed else "flops"]
-        if not unit:
-            raise ValueError("no operations were counted: give a budget in time")
-        self.state["cost"][words] = unit
-        taken = (steps - begin) * unit
-        self.state["fixed"][words] = max(0.0, seconds - taken) if self.budget.timed else 0.0
-        self.state["spent"] += seconds if self.budget.timed else taken
+        cost = cost_of(folder, self.budget.timed)
+        seconds = time.monotonic() - began if self.budget.timed else (steps - begin) * cost
+        self.state["spent"] += seconds
+        fixed = max(0.0, seconds - (steps - begin) * cost)
+        row = {"tau": None, "speedup": 0.0} if number < 0 else measured(folder, words)
+        self.state["runs"][words] = {"cost": cost, "fixed": fixed, "steps": steps, "rounds": number + 1, **row}
+        self.save()
 
     def probe(self) -> list[str]:
         """Train every candidate for a few steps, to see what these cost; return those that the target takes."""
+        runs, left_out = self.state["runs"], self.state["left_out"]
         for words in self.config.candidates:
-            if words not in self.state["cost"] and words not in self.state["left_out"]:
+            if words not in runs and words not in left_out:
                 try:
-                    self.measure(words, PROBE, 0.0, 0)
+                    self.measure(words, PROBE, -1)
                 except SystemExit as error:
                     if error.code not in REFUSED:  # as of a signal
                         raise
-                    self.state["left_out"][words] = f"its training ended with status {error.code}, see above"
-                self.save()
-        for words, why in self.state["left_out"].items():
+                    left_out[words] = f"its training ended with status {error.code}, see above"
+                    self.save()
+        for words, why in left_out.items():
             say(f"{words} is left out: {why}")
-        if not self.state["cost"]:
-            copies = "" if self.log is None else f"; {self.out / FOLDER} has a copy of log={self.log}"
-            why = "; ".join(self.state["left_out"].values())
-            raise ValueError(f"no candidate can be trained: {why}{copies}")
-        return list(self.state["cost"])
+        if not runs:
+            raise ValueError(f"no candidate can be trained: {'; '.join(left_out.values())}")
+        return [*runs]
 
     def choose(self) -> str:
-        """Train all candidates, then the faster half of them for longer, until one has enough points; return it.
+        """Train all candidates, then the faster half of them for longer, until one is left; return it.
 
         Raises:
             ValueError: the budget is too small for the first round.
         """
-        running = self.probe()
-        rounds = max(self.config.points, math.ceil(math.log2(len(running))) + 1)
-        share, fixed = self.config.share * self.budget.amount / rounds, self.state["fixed"]
-        least = max(2, round(self.config.warmup / (1 - self.config.cooldown)))
-        needed = max(fixed[words] + least * self.state["cost"][words] for words in running) * len(running)
-        if needed > share and not self.state["points"]:
-            enough = Budget(ROOM * needed * rounds / self.config.share, self.budget.timed)
+        running, runs = self.probe(), self.state["runs"]
+        rounds = math.ceil(math.log2(len(running)))
+        share = self.config.share * self.budget.amount / max(rounds, 1)
+        least = max(PROBE + 1, self.config.warmup)
+        needed = max(runs[words]["fixed"] + least * runs[words]["cost"] for words in running) * len(running)
+        if needed > share and not any(runs[words]["rounds"] for words in running):
+            enough = Budget(ROOM * needed * max(rounds, 1) / self.config.share, self.budget.timed)
             raise ValueError(
                 f"budget={self.budget} is too small for short trainings of {len(running)} candidates: about {enough} "
                 "would do, or fewer forecast.candidates, or a lower forecast.warmup, each with overwrite=true"
             )
         for number in range(rounds):
             for words in running:
-                points = self.state["points"].setdefault(words, [])
-                if len(points) > number:
-                    continue
-                begin = self.stable(points[-1]["steps"]) if points else 0
-                more = int((share / len(running) - fixed[words]) / self.state["cost"][words])
-                steps = max(begin + more, points[-1]["steps"] + 2 if points else least)
-                self.measure(words, steps, self.config.cooldown, begin)
-                points.append({"steps": steps, **measured(self.folder(words), words)})
-                self.save()
-                tokens = steps * self.run.trainer.batch_tokens
-                say(f"{words}: {tokens:,} tokens, τ {points[-1]['tau']:.2f}, {points[-1]['speedup']:.2f}x")
-            running.sort(key=lambda words: -self.state["points"][words][number]["speedup"])
+                one = runs[words]
+                if one["rounds"] <= number:
+                    more = int((share / len(running) - one["fixed"]) / one["cost"])
+                    begin = one["steps"] if number else 0
+                    self.measure(words, max(begin + more, begin + 1, least), number)
+                    one = runs[words]
+                    tokens = one["steps"] * self.run.trainer.batch_tokens
+                    say(f"{words}: {tokens:,} tokens, τ {one['tau']:.2f}, {one['speedup']:.2f}x")
+            finished = [words for words in running if runs[words]["rounds"] > number + 1]  # of a call that was stopped
+            running.sort(key=lambda words: (words not in finished, -runs[words]["speedup"]))
             running = running[: math.ceil(len(running) / 2)]
         return running[0]
 
-    def predicted(self, words: str, steps: int) -> tuple[Predicted, Predicted]:
-        """Return τ and speedup of a candidate after N steps, at the cost of a pass that was measured last."""
-        points, bound = self.state["points"][words], 1.0 + self.run.tree.deepest
-        tokens, tau, error = zip(*((point["steps"], point["tau"], point["error"]) for point in points), strict=True)
-        result = predict(tokens, tau, error, steps, bound)
-        scale = points[-1]["speedup"] / points[-1]["tau"]
-        return result, Predicted(*(scale * value for value in result))
-
     def finish(self, words: str) -> None:
-        """Train a candidate for the rest of the budget, and say what was forecast of it and what came out."""
-        last = self.state["points"][words][-1]["steps"]
-        begin, folder = self.stable(last), self.out / "checkpoints"
+        """Train a candidate for the rest of the budget, and say what came out."""
+        one, folder = self.state["runs"][words], self.folder(words)
         if self.state["steps"] is None:
             clear_out(self.out)
-            left = self.budget.amount - self.state["spent"] - self.state["fixed"][words]
-            steps = max(last, begin + int(left / self.state["cost"][words]))
-            shutil.copytree(self.folder(words) / "checkpoints" / format.folder_of(Path(), begin).name,
-                            format.folder_of(folder, begin))  # fmt: skip
+            left = self.budget.amount - self.state["spent"] - one["fixed"]
+            name = format.folder_of(Path(), one["steps"]).name
+            shutil.copytree(folder / "checkpoints" / name, self.out / "checkpoints" / name)
             for file in ("metrics.jsonl", "config.yaml"):  # the latter says what its head began as
-                shutil.copy(self.folder(words) / file, self.out / file)
-            self.state["steps"] = steps
+                shutil.copy(folder / file, self.out / file)
+            self.state["steps"] = one["steps"] + max(1, int(left / one["cost"]))
             self.save()
         steps = self.state["steps"]
-        tau, speedup = self.predicted(words, steps)
-        promised = f"τ {with_interval(tau)}, {with_interval(speedup, 'x')} (interval of {LEVEL:.0%})"
-        say(f"{words} is trained on {steps * self.run.trainer.batch_tokens:,} tokens; forecast: {promised}")
+        say(f"{words} is trained on {steps * self.run.trainer.batch_tokens:,} tokens")
         self.train([*self.overrides(words, steps, self.config.cooldown), "resume=true", f"out={quoted(self.out)}",
                     f"name={quoted(self.run.name)}"])  # fmt: skip
         if self.run.eval.prompts:
-            came = measured(self.out, words)
-            say(f"forecast: {promised}; came out: τ {came['tau']:.2f}, {came['speedup']:.2f}x")
+            row = measured(self.out, words)
+            say(f"came out: τ {row['tau']:.2f}, {row['speedup']:.2f}x")
 
 
 def say(line: str) -> None:
@@ -289,40 +264,23 @@ def overrides_of(words: str) -> list[str]:
 
 
 def measured(folder: Path, words: str) -> dict[str, float]:
-    """Return τ, its standard error and the speedup that a finished training's report has of its head."""
+    """Return τ and the speedup that a finished training's report has of its head."""
     row = sweep.rows_of("", words.split(maxsplit=1)[0], folder)[0]
     if row["tau"] is None or row["speedup"] is None:
         raise ValueError(f"{folder}: nothing was drafted, as every answer has one token; give other data.prompts")
-    low, high = row["tau_ci"] or (row["tau"], row["tau"])
-    return {"tau": row["tau"], "error": (high - low) / (2 * NormalDist().inv_cdf(0.975)), "speedup": row["speedup"]}
+    return {"tau": row["tau"], "speedup": row["speedup"]}
 
 
-def cost_of(folder: Path) -> dict[str, float]:
-    """Return a step's seconds, where the first may compile, and its operations, 0 if they are not counted."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    seconds = [record["step_seconds"] for record in lines if "step_seconds" in record]
+def cost_of(folder: Path, timed: bool) -> float:
+    """Return a step's seconds, where the first may compile, or its floating-point operations."""
+    if timed:
+        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        seconds = [record["step_seconds"] for record in lines if "step_seconds" in record]
+        return float(np.median(seconds[1:] or seconds))
     total = json.loads((folder / "training.json").read_text())
-    return {"seconds": float(np.median(seconds[1:] or seconds)), "flops": (total["flops"] or 0.0) / total["steps"]}
-
-
-def keep_log(log: str, split: str, out: Path) -> str:
-    """Return where the log's files are kept as they were when the forecast began; a data set's name on the Hub.
-
-    All trainings read the same data, though a service may add lines meanwhile.
-
-    Raises:
-        ValueError: it is not there, or of no known format.
-    """
-    folder = out / FOLDER / "log"
-    if not folder.is_dir() and isinstance(source := open_source(log, split), Files):
-        with replacing(folder) as copies:
-            for number, file in enumerate(source.files):
-                packed = file.suffix if file.suffix in OPENERS else ""
-                copy = copies / f"{number:06d}{check_file(file)}{packed}"  # in their order; it names no split
-                shutil.copyfile(file, copy)
-                if (about := file.with_name(f"{file.name}{META}")).is_file():
-                    shutil.copyfile(about, copy.with_name(f"{copy.name}{META}"))
-    return str(folder) if folder.is_dir() else log
+    if not total["flops"]:
+        raise ValueError("no operations were counted: give a budget in time")
+    return float(total["flops"] / total["steps"])
 
 
 def shared_words(words: list[str], log: str | None) -> list[str]:
@@ -352,8 +310,8 @@ def main(cfg: DictConfig) -> None:
             run_command("train/run.py", [*words, *overrides_of(candidate)])
         return
     check_out(Path(run.out), replaces=run.resume or run.overwrite)
-    forecast = Forecast(run, config, words, lambda more: run_command("train/run.py", [*words, *more]))
-    forecast.finish(forecast.choose())
+    search = Search(run, config, words, lambda more: run_command("train/run.py", [*words, *more]))
+    search.finish(search.choose())
 
 
 if __name__ == "__main__":
