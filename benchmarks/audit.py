@@ -17,14 +17,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from heads.common.typed import from_yaml
+from ops.audit import JSON, Verdict, audited
 from ops.audits.ask import AuditConfig
 from ops.audits.compare import PASSED
-from ops.audits.run import JSON, Verdict, audited
 from tests.ops.audit_decoding import ALTERNATIVES, FAULTS
 from tests.ops.audit_server import AuditServer
 
 NAMED = {
     "temperature": "distribution",
+    "rejected_draft": "wrong_token",
+    "draft_bonus": "wrong_token",
     **dict.fromkeys(ALTERNATIVES, "logprobs"),
 }  # by the audit, where the name there is another
 PASS_S = 0.01  # seconds a pass, for the fault that is one of speed: more than the server itself takes on a busy machine

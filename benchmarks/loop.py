@@ -35,8 +35,8 @@ from inference.target.config import model_config
 from inference.target.target import Target
 from inference.verification.sample import Sampling
 from inference.verification.verify import COUPLED
-from ops.log import Player
 from ops.sequential import watcher_config
+from ops.watch import replayed
 
 TINY = ROOT / "examples" / "tiny"
 TEMPERATURE = 0.5  # that the embedded target's chats were written at
@@ -138,9 +138,9 @@ def sibling(folder: Path, seed: int) -> Path:
 
 def tau(run: Path, model: Path, records: list[dict[str, Any]]) -> float:
     """Return a head's τ along logged answers."""
-    loaded = api.load(str(run), f"model.path={model}", "model.sibling=true", "model.dtype=float32")
-    player: Any = Player(lambda: loaded, watcher_config({"max_new_tokens": 2048}), "log")
-    counts = together([player(record, index) for index, record in enumerate(records)])
+    loaded: Any = api.load(str(run), f"model.path={model}", "model.sibling=true", "model.dtype=float32")
+    config = watcher_config({"max_new_tokens": 2048})
+    counts = together([replayed(*loaded, config, record, index, "log") for index, record in enumerate(records)])
     return float(counts.tokens / counts.steps)
 
 

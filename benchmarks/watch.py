@@ -14,18 +14,19 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.loop import records_of, words_of
-from ops.log import counts_in
-from ops.sequential import Alarm, Detector, Observation, WatcherConfig, watcher_config
+from eval.measures.metrics import Passes
+from ops.sequential import Alarm, Detector, WatcherConfig, watcher_config
+from ops.watch import counts_in
 
 
-def observations(file: str) -> list[Observation]:
+def observations(file: str) -> list[Passes]:
     """Return the requests of a log that counts them."""
     counts = [counts_in(record) for record in records_of(Path(file))]
-    return [Observation(passes) for passes in counts if passes is not None and passes.steps]
+    return [passes for passes in counts if passes is not None and passes.steps]
 
 
 def watched(
-    quiet: list[Observation], shifted: list[Observation], change: int, most: int, config: WatcherConfig, seed: int
+    quiet: list[Passes], shifted: list[Passes], change: int, most: int, config: WatcherConfig, seed: int
 ) -> Alarm | None:
     """Watch one stream."""
     rng, detector = np.random.default_rng(seed), Detector(config)
@@ -56,7 +57,7 @@ def main() -> None:
             for seed in range(runs // 4)
             if (alarm := watched(quiet, shifted, change, change + 2000, config, 1000 + seed)) is not None
         ]
-        means = [statistics.fmean(one.accepted for one in pool) for pool in (quiet, shifted)]
+        means = [statistics.fmean(one.accepted / one.steps for one in pool) for pool in (quiet, shifted)]
         if delays:
             print(
                 f"accepted tokens a pass {means[0]:.2f} -> {means[1]:.2f}, {after:,} requests behind the reference: "

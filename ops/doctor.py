@@ -12,20 +12,58 @@ from pathlib import Path
 if __name__ == "__main__":  # the checkout's root instead of ops/, so that its files shadow no module
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import re
+from dataclasses import dataclass
+from typing import Any
+
 from omegaconf import DictConfig
 
+from eval.config import Selection
+from eval.inputs.workloads import read_workload, short_name
+from eval.measures import metrics
+from eval.measures.results import LIVE, Row
+from eval.report.reading import row_of
+from heads import HEADS
 from heads.common.command import command
 from heads.common.errors import one_line
+from heads.common.progress import progress
+from heads.common.ranges import Count
 from heads.common.typed import typed
 from heads.common.untrusted import visible
 from heads.formats.hub import load_found, sibling_spec
+from heads.formats.published.export import assert_known
 from heads.formats.store import CONFIG
+from inference.decode import Settings, speculate
+from inference.drafters.head import HeadDrafter
+from inference.drafters.policy import TreeConfig, check_tree
 from inference.target.target import Target
-from ops.examine.acceptance import acceptance
-from ops.examine.config import DoctorConfig
-from ops.examine.files import OWN, load_target, read
+from inference.verification.sample import GREEDY
+from ops.examine.files import OWN, Examined, load_target, read
 from ops.examine.finding import WRONG, Finding, meant_for, ok, unknown, written, wrong
 from ops.examine.keys import readings, records
+
+BUNDLED, NAME = "tiny", "acceptance"
+NOTHING = 1.05  # tokens a pass; below that a head is of no use
+
+
+@dataclass(frozen=True)
+class DoctorConfig:
+    """The head (`run`), its target, and how its acceptance is measured; conf/ops/doctor.yaml explains each key."""
+
+    run: str
+    target: str | None
+    format: str | None
+    sibling: bool
+    measure: bool
+    workload: str | None
+    prompts: Count
+    max_new_tokens: Count
+    depth: Count
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.format is not None:
+            assert_known(self.format)
 
 
 def examine(config: DoctorConfig) -> list[Finding]:
@@ -54,6 +92,97 @@ def examine(config: DoctorConfig) -> list[Finding]:
     else:
         findings.append(unknown(why or "measure is false", "acceptance"))
     return [meant_for(finding, config.format) for finding in findings]
+
+
+def acceptance(head: Examined, target: Target, loaded: Any, config: DoctorConfig) -> Finding:
+    """Decode greedily, with the tree and limit of the card where it has them, and compare τ with the card's.
+
+    Raises:
+        ValueError: the workload that is given cannot be read.
+    """
+    drafting = loaded.to(device=target.device, dtype=target.dtype).eval()
+    kind = next(name for name, class_ in HEADS.items() if type(drafting) is class_)
+    workload = config.workload or head.prompts or BUNDLED
+    reported = _row(head, kind, short_name(workload)) if target.takes_trees else None
+    chain = TreeConfig("chain", min(config.depth, drafting.max_depth), 0, 0, [], [])
+    tree = chain if reported is None else _tree(head, reported.tree) or chain
+    try:
+        check_tree(target, tree, kind)
+        read = read_workload(workload, target, Selection(config.prompts, 0, True, "first", True))
+    except ValueError as error:
+        if config.workload is not None:
+            raise
+        return unknown(f"nothing to measure on ({error})", NAME)
+    limit = head.report["settings"].get("max_new_tokens") if reported is not None else None
+    settings = Settings(min(limit or config.max_new_tokens, config.max_new_tokens), GREEDY)
+    prompts = [prompt.token for prompt in read.prompts]
+    drafter = HeadDrafter(drafting, tree, kind)
+    generations = [speculate(target, drafter, prompt, settings) for prompt in progress(prompts, "decoding")]
+    tau = metrics.acceptance(generations).tau
+    if tau is None:
+        return unknown("no answer is longer than a token; give workload=FILE with other prompts", NAME)
+    bounds = metrics.tau_interval(generations, 0, metrics.clustered(prompts)) or (tau, tau)
+    here = f"τ {_shown(tau, bounds)} on {len(prompts)} prompts of {read.name}, tree {tree.label}"
+    if bounds[1] < NOTHING:
+        return wrong(
+            NAME, f"next to nothing is accepted: {here}", "every engine loses time to it",
+            "fix what is wrong above; if nothing is, train it for longer or for this target",
+        )  # fmt: skip
+    return _compared(here, bounds, read.name, reported, config.sibling)
+
+
+def _compared(here: str, bounds: tuple[float, float], workload: str, reported: Row | None, sibling: bool) -> Finding:
+    """Compare what was measured `here` with the card's row."""
+    if reported is None or reported.tau is None:
+        return unknown(f"{here}; no report.json says what it should be", NAME)
+    expected = reported.tau_ci or (reported.tau, reported.tau)
+    card = f"the card's {_shown(reported.tau, expected)}"
+    if reported.workload != workload:
+        return unknown(f"{here}; {card} is on {reported.workload}: give workload=FILE with those prompts", NAME)
+    if sibling:
+        return unknown(f"{here}; {card} is that of the target that it was made for", NAME)
+    if bounds[1] < expected[0]:
+        return wrong(
+            NAME, f"{here}; {card} is more", "the card promises a speed that the head does not have here",
+            "fix what is wrong above, or measure again and publish that: python eval/run.py run=…",
+        )  # fmt: skip
+    return ok(f"{here}; {card}", NAME)
+
+
+def _row(head: Examined, kind: str, workload: str | None) -> Row | None:
+    """Return the report's row on this head that can be measured again: greedy, one at a time, of a known tree.
+
+    One on the workload comes first.
+    """
+    name = str(head.trained.get("name") or kind)
+    rows = [row_of(row) for row in head.report.get("rows", [])]
+    fit = [
+        row
+        for row in rows
+        if row.drafter.split(" ")[0] in {name, kind} & HEADS.keys()
+        and (row.tier, row.temperature, row.batch_size) == (LIVE, 0, 1)
+        and (row.request_rate, row.category) == (None, "")
+        and row.tau is not None
+        and _tree(head, row.tree) is not None
+    ]
+    return min(fit, key=lambda row: row.workload != workload, default=None)
+
+
+def _tree(head: Examined, label: str) -> TreeConfig | None:
+    """Return the tree of a row's label, of a schedule's the first: one that the head's files have, or a chain."""
+    label, *_ = label.split(", ")
+    for values in (head.config.get("tree"), head.run.get("tree")):
+        try:
+            if values and (tree := typed(TreeConfig, values)).label == label:
+                return tree
+        except ValueError:
+            continue
+    chain = re.fullmatch(r"chain-(\d+)", label)
+    return TreeConfig("chain", int(chain[1]), 0, 0, [], []) if chain else None
+
+
+def _shown(tau: float, interval: tuple[float, float]) -> str:
+    return f"{tau:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
 @command("ops/doctor")

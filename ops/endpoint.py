@@ -1,4 +1,9 @@
-"""python ops/endpoint.py url=URL: acceptance and speed of a served model, with baseline=URL its speedup."""
+"""python ops/endpoint.py url=URL: acceptance and speed of a served model, with baseline=URL its speedup.
+
+Latencies are by the client's clock, acceptance by the server's counts. With the same model served without speculation
+as the baseline, both answer the same prompts alternately, greedy texts are compared, and a speedup is reported. The
+batch size is the number of requests in flight.
+"""
 
 import sys
 from pathlib import Path
@@ -6,14 +11,244 @@ from pathlib import Path
 if __name__ == "__main__":  # as a script: the checkout's root in place of this folder, or `import heads` would fail
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import platform
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, NamedTuple
+
 from omegaconf import DictConfig
 
+from data.answers.client import base_url, check_url
+from eval.config import TURNS, Conditions, Selection
+from eval.inputs.workloads import Workload, prompt_counts, workload_names
+from eval.live.interleaved import PLAIN, in_turns, judged
+from eval.live.request_rate import Served, arrivals, queued_rows
+from eval.measures.losslessness import Divergence, Gate, gate_of, labelled, shared_length
+from eval.measures.machine import cpu_name, provenance
+from eval.measures.metrics import Passes, together
+from eval.measures.results import ENDPOINT, UNTIMED, Measurement, Request, Row, Source, Subset, result
+from eval.report.write import Report
 from eval.run import publish
 from heads.common.command import command, ending_alone
 from heads.common.errors import keeping, user_errors
 from heads.common.files import check_writable
+from heads.common.ranges import Count, NewTokens, Number, OneOf
 from heads.common.typed import typed
-from ops.served.measurement import ServedConfig, measure
+from inference.decode import Generation
+from ops.served import BASELINE, Answer, ClientConfig, Question, Server, read_questions
+
+REPORTED = ("max_new_tokens", "seed", "repeats", "warmup", "turns")
+# Every request has all of sampling's fields, so that no server's default applies; client.extra has others.
+SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+SHOWN = 24  # characters of a text, from the first difference
+Servers = Mapping[str, Server]  # by drafter name, the baseline's is PLAIN
+
+
+@dataclass(frozen=True)
+class ServedConfig(Conditions):
+    """A served model to measure, its baseline, and the requests; conf/ops/endpoint.yaml says what keys mean."""
+
+    url: str
+    baseline: str | None
+    client: ClientConfig
+    out: str
+    workload: Any  # a name or a list of them
+    prompts: Count
+    warmup: Number
+    turns: Annotated[str, OneOf(TURNS)]
+    max_new_tokens: NewTokens
+    repeats: Count
+    seed: Number
+
+    def __post_init__(self) -> None:
+        """Refuse values that are out of their range, or that contradict each other."""
+        check_url("url", self.url)
+        temperatures, _, _ = self.temperatures(), self.batch_sizes(), self.request_rates()
+        if self.baseline is not None:
+            check_url("baseline", self.baseline)
+            if base_url(self.baseline) == base_url(self.url):
+                raise ValueError("baseline is url itself: serve the model without speculation at another port")
+            if 0.0 not in temperatures:
+                raise ValueError(
+                    f"temperature is {self.temperature!r}: texts can be compared at 0 only, so give temperature=[0,…] "
+                    "or no baseline"
+                )
+
+
+class Runs(NamedTuple):
+    """One server's answers to a workload: the repeats of each request, and the counts of passes of each batch."""
+
+    answers: list[list[Answer]]
+    passes: list[Passes]
+
+
+class Measured(NamedTuple):
+    """A measurement: its settings, its requests' ids, and the answers by drafter name."""
+
+    measurement: Measurement
+    ids: list[str]
+    runs: dict[str, Runs]
+
+
+def measure(config: ServedConfig) -> Report:
+    """Measure the endpoint, and its baseline if there is one, on every workload, temperature and batch size.
+
+    Raises:
+        ValueError: a server does not answer, lacks the model, counts no drafts, restarted or served other clients
+            meanwhile; a request failed; or a workload cannot be read. Nothing is written then.
+    """
+    selection = Selection(config.prompts, config.warmup, False, config.turns, True)
+    jobs = [read_questions(name, selection, config.client.chat) for name in workload_names(config.workload)]
+    servers = {ENDPOINT: (server := Server(config.url, config.client, "url"))}
+    if config.baseline is not None:
+        servers = {PLAIN: Server(config.baseline, config.client, BASELINE), **servers}
+        servers[PLAIN].check_baseline_of(server)
+    measured: list[Measured] = []
+    checked = Counter[int]()  # greedy prompts so far, by batch size
+    for job in jobs:
+        ids = [request.id for request in job.prompts]
+        for temperature, size, rate in config.conditions():
+            measurement = job.measurement(temperature, size, config.seed, start=checked[size], request_rate=rate)
+            checked[size] += len(ids) if temperature == 0 else 0
+            seed = {"seed": config.seed} if temperature else {}
+            settings = {"max_tokens": config.max_new_tokens, "temperature": temperature, **SAMPLING, **seed}
+            measured.append(Measured(measurement, ids, _runs(servers, job, settings, measurement, config.repeats)))
+    gates = _gates(measured) if config.baseline is not None else {}
+    warnings = []
+    for name, one in servers.items():
+        firsts = [answer.ttft_s for run in measured for repeats in run.runs[name].answers for answer in repeats]
+        if whole := firsts.count(None):
+            warnings.append(
+                f"{one.url}: {whole} of {len(firsts)} answers came at once and not as they were written (it does "
+                "not stream, or a gateway before it holds streams back): their rows have speeds end to end only"
+            )
+    return Report(
+        target={"name": server.model, "path": server.model},
+        device={
+            "name": f"{server.engine or ENDPOINT} at {server.url}",
+            "type": ENDPOINT,
+            "dtype": None,
+            "client": cpu_name(),
+            "python": platform.python_version(),
+        },
+        settings={
+            **prompt_counts(jobs, "measured ones"),
+            "endpoint": config.url,
+            "baseline": config.baseline,
+            **{key: getattr(config, key) for key in REPORTED},
+            "engine": "as served",
+            "provenance": provenance(),
+        },
+        gates=gates,
+        rows=[row for one in measured for row in rows(one.runs, gates, one.measurement)],
+        extras={"warnings": warnings} if warnings else {},
+    )
+
+
+def _runs(
+    servers: Servers, job: Workload[Question], settings: Mapping[str, Any], measurement: Measurement, repeats: int
+) -> dict[str, Runs]:
+    """Send all requests to all servers, `repeats` times, in turns: after each request, or after all in full batches.
+
+    Requests that arrive at a rate are sent as full batches are.
+    """
+    in_flight, rate, gaps = measurement.batch_size, measurement.request_rate, random.Random(measurement.seed)
+    count = len(job.prompts)
+    when = [None if rate is None else arrivals(count, rate, gaps) for _ in range(repeats)]
+    for server in servers.values() if job.warmup else ():
+        server.send_all(job.warmup, settings, in_flight, None)
+    passes: dict[str, list[Passes]] = {name: [] for name in servers}
+
+    def answer(name: str, batch: Sequence[int], number: int) -> list[Answer]:
+        requests = [job.prompts[i] for i in batch]
+        answers, counts = servers[name].send_all(requests, settings, in_flight, when[number])
+        passes[name].append(counts)
+        return answers
+
+    batches = [[i] for i in range(count)] if in_flight == 1 and rate is None else [range(count)]
+    answers = in_turns(list(servers), answer, batches, repeats, measurement.seed)
+    if PLAIN in servers:
+        servers[PLAIN].refuse_drafts()
+    return {name: Runs(answers[name], passes[name]) for name in servers}
+
+
+def _gates(measured: Sequence[Measured]) -> dict[str, Gate]:
+    """Check the greedy texts of all workloads for losslessness, at every batch size."""
+    gates: dict[str, Gate] = {}
+    for size in dict.fromkeys(one.measurement.batch_size for one in measured):
+        greedy = [one for one in measured if one.measurement.temperature == 0 and one.measurement.batch_size == size]
+        ids = [id_ for one in greedy for id_ in one.ids]
+        texts = {
+            name: [[answer.text for answer in repeats] for one in greedy for repeats in one.runs[name].answers]
+            for name in greedy[0].runs
+        }
+        plain = texts.pop(PLAIN)
+        gates |= {labelled(name, size): text_gate(plain, drafted, ids) for name, drafted in texts.items()}
+    return gates
+
+
+def text_gate(plain: Sequence[Sequence[str]], drafted: Sequence[Sequence[str]], ids: Sequence[str]) -> Gate:
+    """Check greedy texts for losslessness: the baseline's first text of a prompt against all repeats with drafts.
+
+    Logits are not visible, so a difference is a failure, unless the baseline's own repeats differ there or earlier:
+    then rounding decides, and the difference is a near tie.
+    """
+
+    def compared(ours: Sequence[str], theirs: Sequence[str], prompt: str) -> tuple[Divergence | None, bool]:
+        unstable = min((shared_length(ours[0], other) for other in ours if other != ours[0]), default=None)
+        differences = [(shared_length(ours[0], other), other) for other in theirs if other != ours[0]]
+        if not differences:
+            return None, False
+        at, other = min(differences)
+        shown = f"{other[at : at + SHOWN]!r} instead of {ours[0][at : at + SHOWN]!r}"
+        return Divergence(prompt, at, None, None, None, shown), unstable is not None and at >= unstable
+
+    return gate_of(compared(*texts) for texts in zip(plain, drafted, ids, strict=True))
+
+
+def _measured(repeats: Sequence[Answer]) -> Request:
+    """Return a request with the times of its median repeat, the lower one of two, and the counts of all repeats."""
+    run = sorted(repeats, key=lambda run: run.seconds)[(len(repeats) - 1) // 2]
+    passes = [repeat.passes for repeat in repeats if repeat.passes is not None]
+    return Request(
+        passes=together(passes) if len(passes) == len(repeats) else None,
+        decoding=None if run.decode_s is None else (run.decoded, run.decode_s),
+        end_to_end=(run.tokens, run.seconds),
+        prefill_s=None if run.decode_s is None else run.seconds - run.decode_s,
+        seconds=UNTIMED | {"other": sum(repeat.decode_s or 0.0 for repeat in repeats)},
+        waits={"latency_s": run.latency_s, "ttft_s": run.ttft_s},
+    )
+
+
+def rows(by_server: Mapping[str, Runs], gates: Mapping[str, Gate], measurement: Measurement) -> list[Row]:
+    """Return the servers' rows of a measurement, given their answers by drafter name; the baseline's may be missing."""
+    requests = {name: [_measured(repeats) for repeats in runs.answers] for name, runs in by_server.items()}
+    timed = [
+        judged(_row(name, runs, subset, subset.of(requests[name])), subset, requests, gates)
+        for subset in measurement.parts(len(next(iter(requests.values()))))
+        for name, runs in by_server.items()
+    ]
+    if measurement.request_rate is None:
+        return timed
+    rounds = {name: [[_served(run) for run in repeats] for repeats in runs.answers] for name, runs in by_server.items()}
+    return queued_rows(timed, {PLAIN: next(iter(rounds.values())), **rounds}, measurement)
+
+
+def _served(answer: Answer) -> Served:
+    """Return an answer whose request arrived at a rate as `queued_rows` reads it: its times, and as many tokens."""
+    generation = Generation(tokens=[0] * answer.tokens, steps=[], latency_s=answer.latency_s)
+    return Served(generation, answer.arrived, answer.queue_s, answer.ttft_s)
+
+
+def _row(name: str, runs: Runs, subset: Subset, requests: Sequence[Request]) -> Row:
+    counts = [request.passes for request in requests if request.passes is not None]
+    total = together((counts if len(counts) == len(requests) else []) if subset.category else runs.passes)
+    rule = "none" if name == PLAIN else "greedy" if subset.measurement.temperature == 0 else "the server's"
+    depths = f"served, depth {len(total.by_depth)}" if total.by_depth else "served"
+    row = result(Source(name, rule, "none" if name == PLAIN else depths), subset, requests, total)
+    return replace(row, tokens=sum(run.decoded for repeats in subset.of(runs.answers) for run in repeats))
 
 
 @command("ops/endpoint")

@@ -6,12 +6,14 @@ Everything is in one folder: state.json; by round the log's records, the former 
 adapted one's run, and the report that compares them.
 """
 
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,30 +21,33 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from omegaconf import DictConfig
+from rich.console import Console
 
+from data.text.prompts import before_answers
+from data.text.records import parse, readable
 from eval.inputs.runs import model_of
 from heads.common.command import command, quoted
-from heads.common.files import check_writable, claim, last_good, replacing
+from heads.common.files import check_writable, claim, last_good, read_checked, replacing, write_checked, write_whole
 from heads.common.ranges import Decay, Fraction, Number, Within
 from heads.common.typed import typed
+from heads.common.untrusted import visible
 from heads.formats.hub import kind_of, resolve_head
 from heads.formats.published import is_published
 from heads.formats.store import SCHEDULE, read_config, save_tree
-from inference.target.target import Target
 from ops import proof
 from ops.commands import run_command, split_config
-from ops.log import Log, check_log, player
+from ops.proof import LEAST
 from ops.sequential import EARLY, watched, watcher_config
-from ops.state import ADAPT, PROVE, SWAP, WATCH, State
-from ops.traffic import Hygiene, split
+from ops.watch import Log, check_log, growing, json_object, player
 from train.config import RunConfig, run_config
-from train.distributed import processes
 from train.distributed.launch import key_of, overrides
 
 Train = Callable[[list[str]], None]  # a training with these overrides
 OWN = ("experiment", "log", "serve", "loop", "name", "out", "resume", "overwrite", "plan", "init", "data.path")
+STATE = "state.json"
+WATCH, ADAPT, PROVE, SWAP = "watch", "adapt", "prove", "swap"
 NEW, OLD = "new.jsonl", "old.jsonl"
-FORMER, ADAPTED, PROOF = "former", "adapted", "proof"
+TRAFFIC, FORMER, ADAPTED, PROOF = "traffic", "former", "adapted", "proof"
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,6 @@ class LoopConfig:
     requests: Annotated[int, Within(2, 1_000_000)]
     old_loss: Fraction
     command: str | None
-    rollback: bool
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,44 @@ class LoopJob:
     log: str
     serve: str
     loop: LoopConfig
+
+
+@dataclass
+class State:
+    """Where a maintenance is; written whole with each decision."""
+
+    serve: str  # the head in service, as it was named
+    round: int = 1  # each ends with a swap, or with the decision that there is none
+    stage: str = WATCH  # to run next
+    begin: int = 0  # the line of the log, from 0, with which this round's watch begins
+    tried: int = 0  # lines of the log when a round swapped nothing; 0 where the last round swapped a head
+    decisions: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, folder: Path, serve: str) -> "State":
+        """Return the state in a folder, a new one where there is none; refuse that of another head."""
+        if not (folder / STATE).is_file():
+            write_checked(folder / STATE, asdict(cls(serve)))
+        content = read_checked(folder / STATE)
+        state = typed(cls, {key: content.get(key) for key in (one.name for one in fields(cls))})
+        if state.serve != serve:
+            raise ValueError(f"{folder} maintains {state.serve}, not serve={serve}: give that, or another out")
+        return state
+
+    def decide(self, out: Path, decision: str, evidence: dict[str, Any], stage: str, **changes: int) -> None:
+        """Record a decision of this stage, go on to another one, and say so."""
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        record = {"at": now, "round": self.round, "stage": self.stage, "decision": decision, "evidence": evidence}
+        self.decisions.append(record)
+        say(f"{self.stage}: {decision}")
+        self.stage = stage
+        vars(self).update(changes)
+        write_checked(out / STATE, asdict(self))
+
+
+def say(line: str) -> None:
+    """Print a line."""
+    Console().print(visible(line), highlight=False, soft_wrap=True, markup=False)
 
 
 def maintain(run: RunConfig, service: LoopJob, words: list[str], train: Train) -> int:
@@ -101,29 +143,31 @@ class Maintenance:
         self.run, self.words, self.train, self.state = run, words, train, state
         self.serve, self.loop = service.serve, service.loop
         self.out, self.log = Path(run.out), Path(service.log).expanduser()
+        self.head = resolve_head(self.serve)
         keys = {"model.path" if key == "model" else key for key in map(key_of, words)}
         named = sorted(key.removeprefix("model.") for key in keys if key.startswith("model."))
         given = {key: getattr(run.model, key) for key in named}
         self.model = model_of(self.serve, given)
         self.given: dict[str, Any] = {"path": self.model.path, "sibling": True, **given}
         # A published head brings no tree: both heads draft the training's then, and else the served one's.
-        self.published = is_published(resolve_head(self.serve))
+        self.published = is_published(self.head)
         self.tree = asdict(run.tree) if self.published else {}
+        # A swap replaces a folder here; it does not touch a head on the Hub or in an engine's format.
+        self.ours = last_good(Path(self.serve).expanduser()).is_dir() and not self.published
 
     @property
     def folder(self) -> Path:
         """The folder of this round."""
-        return self.state.folder(self.out)
+        return self.out / f"round-{self.state.round}"
 
     @property
-    def ours(self) -> bool:
-        """Whether the head in service is a folder here that a swap replaces: not on the Hub, nor of an engine."""
-        return last_good(Path(self.serve).expanduser()).is_dir() and not self.published
+    def lines(self) -> int:
+        """Lines of the log."""
+        with self.log.open("rb") as file:
+            return sum(1 for _ in file)
 
     def go(self) -> int:
         """Run stage after stage until a round ends, or there is nothing to do yet."""
-        if self.loop.rollback:
-            return self.roll_back()
         stages = {WATCH: self.watch, ADAPT: self.adapt, PROVE: self.prove, SWAP: self.swap}
         done: int | None = None
         while done is None:
@@ -131,84 +175,64 @@ class Maintenance:
         return done
 
     def watch(self) -> int | None:
-        """Watch the log from where this round began; from its first line where another file has its name."""
-        lines = _lines(self.log)
-        if max(self.state.begin, self.state.tried) > lines:
-            self.state.begin = self.state.tried = 0
-        if self.state.tried and (more := lines - self.state.tried) < self.loop.least:
-            self.state.drop_quiet()
-            decision = f"the last round swapped nothing; {more:,} of {self.loop.least:,} lines more to try again"
-            self.state.decide(self.out, decision, {}, WATCH)
+        """Watch the log from where this round began, and divide it; from its first line where it is another file."""
+        state, lines, since = self.state, self.lines, self.loop.since
+        if max(state.begin, state.tried) > lines:
+            state.begin = state.tried = 0
+        if state.tried and lines - state.tried < self.loop.least:
+            more = f"{lines - state.tried:,} of {self.loop.least:,} lines more to try again"
+            say(f"{WATCH}: the last round swapped nothing; {more}")
             return 0
-        if self.take_since():
-            return None
-        watcher = watcher_config(self.loop.watcher, "loop.watcher")
-        play = player(self.serve, self.given, self.tree, watcher, str(self.log))
-        log = Log(self.log, watcher, play, self.state.begin)
-        outcome = watched(log, watcher)
-        if outcome.alarm is None:
-            early = f", the first {watcher.reference} of which are the reference" * (outcome.status == EARLY)
-            self.state.drop_quiet()
-            self.state.decide(self.out, f"no alarm in {outcome.requests:,} requests{early}", {}, WATCH)
-            return 0
-        line = log.numbers[outcome.alarm.since]
-        self.state.decide(self.out, str(outcome.alarm), vars(outcome.alarm) | {"line": line}, ADAPT, since=line)
+        if since is not None and since >= lines:
+            raise ValueError(
+                f"loop.since={since}: {self.log} has {lines} lines, counted from 0; give the first new one"
+            )
+        if since is not None and since >= state.begin:
+            decision, evidence = f"new from line {since + 1:,} on, as given", {"line": since}
+        else:
+            watcher = watcher_config(self.loop.watcher, "loop.watcher")
+            play = player(self.serve, self.given, self.tree, watcher, str(self.log))
+            log = Log(self.log, watcher, play, state.begin)
+            outcome = watched(log, watcher)
+            if outcome.alarm is None:
+                early = f", the first {watcher.reference} of which are the reference" * (outcome.status == EARLY)
+                say(f"{WATCH}: no alarm in {outcome.requests:,} requests{early}")
+                return 0
+            since = log.numbers[outcome.alarm.since]
+            decision, evidence = str(outcome.alarm), {**outcome.alarm._asdict(), "line": since}
+        shutil.rmtree(self.folder / TRAFFIC, ignore_errors=True)  # of a call that was stopped
+        with replacing(self.folder / TRAFFIC) as folder:
+            counts = split(self.log, since, self.loop, folder)
+        state.decide(self.out, decision, evidence | counts, ADAPT)
         return None
 
-    def take_since(self) -> bool:
-        """Go on with the line that is given as the first new one, unless it lies before this round; say whether."""
-        since, lines = self.loop.since, _lines(self.log)
-        if since is None or since < self.state.begin:
-            return False
-        if since >= lines:
-            raise ValueError(
-                f"loop.since={since}: {self.log} has {lines} lines, counted from 0, so none of them would be new; give "
-                "the first that is"
-            )
-        if (self.state.stage, self.state.since) != (ADAPT, since):
-            self.state.decide(self.out, f"new from line {since + 1:,} on, as given", {}, ADAPT, since=since)
-        return True
-
     def adapt(self) -> None:
-        """Divide the log, set the former head aside, and train from it on the new part and some of the old."""
-        traffic = self.folder / "traffic"
-        if not traffic.is_dir():
-            self.take_since()  # which may have been corrected, as where too few new lines could be used
-            self.divide(traffic)
-            processes.release_freed()
-        if not (self.folder / FORMER).is_dir():
-            _copy_run(self.serve, self.folder / FORMER)
-        adapted = self.folder / ADAPTED
+        """Set the former head aside, and train from it on the new requests and some of the old."""
+        former, adapted, traffic = (self.folder / name for name in (FORMER, ADAPTED, TRAFFIC))
+        if not former.is_dir():
+            with replacing(former) as folder:
+                shutil.copytree(last_good(self.head), folder / "head")
+                config = self.head.parent / "config.yaml"  # which names the target
+                if self.head != Path(self.serve).expanduser() and config.is_file():
+                    shutil.copy(config, folder)
         if not (adapted / "training.json").is_file():
             self.train(self.overrides(traffic, adapted))
         if not self.published:
-            served = read_config(self.folder / FORMER / "head")
+            served = read_config(former / "head")
             save_tree(adapted / "head", served["tree"], served.get(SCHEDULE))
         self.state.decide(self.out, f"trained: {adapted}", {"run": str(adapted)}, PROVE)
 
-    def divide(self, traffic: Path) -> None:
-        """Write the parts of the log; the target that reads them is gone before the training loads its own."""
-        assert self.state.since is not None
-        hygiene = Hygiene(Target.of(self.model), str(self.log), self.run.data.max_tokens)
-        with replacing(traffic) as folder:
-            names, loop = (NEW, proof.NEW, OLD, proof.OLD), self.loop
-            counts = split(self.log, self.state.since, hygiene, loop.held_out, loop.least, folder, names)
-        line = f"{counts[NEW]:,} new and {counts[OLD]:,} old requests to train on"
-        self.state.decide(self.out, "; ".join([line, *counts.pop("remarks")]), counts, ADAPT)
-
     def overrides(self, traffic: Path, adapted: Path) -> list[str]:
-        """Return the overrides of the training: the user's own, behind the experiment's, and what the loop decides."""
+        """Return the overrides of the training: the user's own, behind the experiment's, and those of the loop."""
         given = [word for word in self.words if not {key_of(word), key_of(word).split(".")[0]} & {*OWN}]
-        old = (traffic / OLD).stat().st_size > 0
-        share = self.loop.old
-        paths = ",".join(quoted(traffic / name) for name in (NEW, OLD)[: 1 + (old and share > 0)])
-        weights = [f"data.weights=[{1 - share},{share}]"] if old and share else []
-        resumes, kind = (adapted / "checkpoints").is_dir(), kind_of(resolve_head(self.serve))
+        share = self.loop.old if (traffic / OLD).stat().st_size else 0.0
+        paths = ",".join(quoted(traffic / name) for name in ((NEW, OLD) if share else (NEW,)))
+        weights = [f"data.weights=[{1 - share},{share}]"] if share else []
+        resumes = (adapted / "checkpoints").is_dir()
         return [
-            "experiment=adapt", f"model.path={quoted(self.model.path)}", f"head={kind}", *given,
-            f"init={quoted(self.folder / FORMER)}", f"data.path=[{paths}]",
-            *weights,
-            "data.prompts=''", f"name='{self.folder.name}'", f"out={quoted(adapted)}", "eval.prompts=0",
+            "experiment=adapt", f"model.path={quoted(self.model.path)}", f"head={kind_of(self.head)}", *given,
+            f"init={quoted(self.folder / FORMER)}", f"data.path=[{paths}]", *weights, "data.prompts=''",
+            f"name='{self.folder.name}'", f"out={quoted(adapted)}", "eval.prompts=0",
             f"resume={str(resumes).lower()}", f"overwrite={str(not resumes).lower()}",
         ]  # fmt: skip
 
@@ -216,66 +240,43 @@ class Maintenance:
         """Compare the adapted head with the former one, and decide."""
         former, adapted, out = (self.folder / name for name in (FORMER, ADAPTED, PROOF))
         report = proof.compared(
-            former, adapted, self.folder / "traffic", out, self.loop.requests, self.run.eval, self.given, self.tree
+            former, adapted, self.folder / TRAFFIC, out, self.loop.requests, self.run.eval, self.given, self.tree
         )
         verdict = proof.verdict(report, adapted, self.loop.old_loss)
         evidence = verdict.evidence | {"report": str(out / "report.html")}
-        if verdict.better:
-            self.state.decide(self.out, verdict.sentence, evidence, SWAP)
-            return None
-        return self._not_swapped(verdict.sentence, evidence)
+        if not verdict.better:
+            return self._not_swapped(verdict.sentence, evidence)
+        self.state.decide(self.out, verdict.sentence, evidence, SWAP)
+        return None
 
     def swap(self) -> int:
         """Replace the head in service, whole, unless it is on the Hub or in an engine's format; run the command."""
-        run = self.folder / ADAPTED
+        run, former = self.folder / ADAPTED, self.folder / FORMER
         if self.ours:
-            copy_head(run / "head", resolve_head(self.serve))
-        if failed := self._command(run):
+            copy_head(run / "head", self.head)
+        status = 0
+        if self.loop.command is not None:
+            environment = {**os.environ, "RUN": str(run)}
+            status = subprocess.run(self.loop.command, shell=True, check=False, env=environment).returncode
+        if status:
             if self.ours:
-                copy_head(self.folder / FORMER / "head", resolve_head(self.serve))
-            return self._not_swapped(failed, {})
+                copy_head(former / "head", self.head)
+            return self._not_swapped(f"loop.command ended with status {status}", {})
+        decision = f"loop.command has put {run} into service"
         if self.ours:
-            self._end_round(f"{self.serve} has the adapted head; back: loop.rollback=true", {"from": str(run)})
+            decision = f"{self.serve} has the adapted head; the former one is {former / 'head'}"
         elif self.loop.command is None:
-            publish = f"python train/publish.py run={run} repo=OWNER/NAME format=vllm"
-            self._end_round(f"proven, to be published: {publish}", {})
-        else:
-            self._end_round(f"loop.command has put {run} into service", {})
-        return 0
-
-    def _command(self, run: Path) -> str:
-        """Run the command that makes the service load a run's head; return what is wrong where it fails."""
-        if self.loop.command is None:
-            return ""
-        done = subprocess.run(self.loop.command, shell=True, check=False, env={**os.environ, "RUN": str(run)})
-        return f"loop.command ended with status {done.returncode}" if done.returncode else ""
-
-    def roll_back(self) -> int:
-        """Put the former head of the last swap back into service; a round begins behind what the other one served."""
-        swaps = (one for one in reversed(self.state.decisions) if one["stage"] == SWAP and "from" in one["evidence"])
-        begun = self.state.stage == SWAP and (self.ours or self.loop.command is not None)
-        last = self.state.round if begun else next((one["round"] for one in swaps), None)
-        if last is None:
-            raise ValueError(f"{self.out}: no head was swapped in yet, so there is none to go back to")
-        former = self.out / f"round-{last}" / FORMER
-        if self.ours:  # else what a killed swap may have done is its command's alone
-            copy_head(resolve_head(str(former)), resolve_head(self.serve))
-        has = f"{self.serve} has the head of {former} again"
-        if failed := self._command(former):
-            raise ValueError(f"{has}, but {failed}" if self.ours else f"{former} is not in service again: {failed}")
-        self._end_round(has if self.ours else f"loop.command has put {former} into service", {"former": str(former)})
+            decision = f"proven, to be published: python train/publish.py run={run} repo=OWNER/NAME format=vllm"
+        self.state.decide(
+            self.out, decision, {"from": str(run)}, WATCH, round=self.state.round + 1, begin=self.lines, tried=0
+        )
         return 0
 
     def _not_swapped(self, why: str, evidence: dict[str, Any]) -> int:
         """End a round in which the head in service stays: traffic that fell is no reference for the next one."""
-        begin, tried = self.state.begin, _lines(self.log)
-        self._end_round(f"{why}; the head in service stays", evidence, begin=begin, tried=tried)
+        decision = f"{why}; the head in service stays"
+        self.state.decide(self.out, decision, evidence, WATCH, round=self.state.round + 1, tried=self.lines)
         return 1
-
-    def _end_round(self, decision: str, evidence: dict[str, Any], **changes: int) -> None:
-        """Record the last decision of a round; the next one watches what the log gets from now on, if nothing else."""
-        begun = {"round": self.state.round + 1, "since": None, "begin": _lines(self.log), "tried": 0}
-        self.state.decide(self.out, decision, evidence, WATCH, **begun | changes)
 
 
 def copy_head(head: Path, served: Path) -> None:
@@ -287,19 +288,45 @@ def copy_head(head: Path, served: Path) -> None:
         shutil.copytree(last_good(head), folder, dirs_exist_ok=True)
 
 
-def _copy_run(serve: str, former: Path) -> None:
-    """Copy a head, and of its run the configuration, which names the target."""
-    head = resolve_head(serve)
-    with replacing(former) as folder:
-        shutil.copytree(last_good(head), folder / "head")
-        config = head.parent / "config.yaml"
-        if head != Path(serve).expanduser() and config.is_file():
-            shutil.copy(config, folder)
+def requests_of(lines: Iterator[bytes], name: str) -> Iterator[tuple[bytes, str]]:
+    """Yield a log's lines that have an answer, each with its prompt; lines of no known shape are left out."""
+    for number, line in enumerate(lines):
+        try:
+            entry = parse(readable(json_object(line), number, name), number, name)
+        except ValueError:
+            continue
+        roles = [message["role"] for message in entry.messages]
+        if entry.exact:
+            yield line, str(next(before_answers(entry, "first")).token)
+        elif "assistant" in roles:
+            yield line, json.dumps(entry.messages[: roles.index("assistant")])
 
 
-def _lines(log: Path) -> int:
-    with log.open("rb") as file:
-        return sum(1 for _ in file)
+def split(log: Path, since: int, loop: LoopConfig, folder: Path) -> dict[str, int]:
+    """Write a log's old and new requests, each in two parts by time: for training and for the proof; return counts.
+
+    The proof leaves out a request whose prompt is trained on, with another answer or in the same dialogue.
+
+    Raises:
+        ValueError: too few of them can be used, or are left for the proof.
+    """
+    lines = list(growing(log, follow=False, poll=1.0))
+    counts: dict[str, int] = {}
+    for trained, held_out, some in ((NEW, proof.NEW, lines[since:]), (OLD, proof.OLD, lines[:since])):
+        entries = list(dict.fromkeys(requests_of(iter(some), str(log))))  # without copies
+        cut = len(entries) - round(loop.held_out * len(entries))
+        seen = {prompt for _, prompt in entries[:cut]}
+        anew = {prompt: line for line, prompt in reversed(entries[cut:]) if prompt not in seen}
+        if trained == NEW and (len(entries) < loop.least or len(anew) < LEAST):
+            raise ValueError(
+                f"{log}: {len(entries)} new records can be used, {len(anew)} of them for the proof with a prompt that "
+                f"no other one has, and loop.least={loop.least} and {LEAST} are needed: wait for more, or lower it"
+            )
+        for name, kept_lines in ((trained, [line for line, _ in entries[:cut]]), (held_out, [*anew.values()][::-1])):
+            content = [line.rstrip(b"\n") + b"\n" for line in kept_lines]
+            write_whole(folder / name, b"".join(content))
+            counts[name] = len(content)
+    return counts
 
 
 @command("ops/loop")

@@ -1,7 +1,7 @@
-"""The adapted head beside the head in service: one evaluation of both on the same held-out requests, and the verdict.
+"""The adapted head next to the head in service: one evaluation of both on the same held-out requests, and the verdict.
 
-Better is better on the new traffic beyond the paired interval's lower end, lossless, and on the old traffic no worse
-than allowed, the interval's lower end again. Whatever cannot be compared is not better.
+The adapted head is better if its τ on the new traffic is higher by the paired interval's lower end, it is lossless, and
+its τ on the old traffic has fallen by no more than allowed, by the lower end again. Without a comparison it is not.
 """
 
 from dataclasses import asdict
@@ -17,7 +17,6 @@ from ops.commands import overrides_of, run_command
 from train.config import EvalSettings
 
 FAILED = 1  # exit status of an evaluation in which a head is not lossless, which its report says
-
 LEAST = 8  # requests of a kind: of fewer, an interval says little
 PROOFS = NEW, OLD = "proof_new.jsonl", "proof_old.jsonl"
 
@@ -51,38 +50,36 @@ def compared(
     except SystemExit as ended:
         if ended.code != FAILED:
             raise
-    file = out / "report.json"
-    return report_of(read_report(file), str(file))
+    return report_of(read_report(out / "report.json"), str(out / "report.json"))
 
 
 def verdict(report: Report, adapted: Path, old_loss: float) -> Verdict:
     """Return the verdict of a report in which the head in service comes first."""
     name = next((row.drafter for row in report.rows if row.drafter.endswith(str(adapted))), "")
     failed = FailedChecks.of(report.gates, report.sampled).source(name, [1])
-    pairs = [pair for pair in report.extras.get("paired", []) if pair["drafter"] == name]
     taus = {(row.workload, row.temperature): row.tau for row in report.rows if row.drafter not in ("plain", name)}
-    pairs_of: dict[str, list[dict[str, Any]]] = {NEW: [], OLD: []}
-    for pair in pairs:
-        of = taus.get((pair["workload"], pair["temperature"])) or 0.0
-        pairs_of[pair["workload"]].append({**pair["tau"], "former": of, "prompts": pair["prompts"]})
-    evidence = {"lossless": name in report.gates and not failed, "new": pairs_of[NEW], "old": pairs_of[OLD]}
-    gains = "; ".join(map(_in_words, pairs_of[NEW])) or "nothing to compare"
-    losses = "; ".join(map(_in_words, pairs_of[OLD])) or "no old requests"
-    few = [
-        name for name, pairs in pairs_of.items()
-        if any(row.workload == name for row in report.rows) and min((p["prompts"] for p in pairs), default=0) < LEAST
-    ]  # fmt: skip
+    pairs: dict[str, list[dict[str, Any]]] = {NEW: [], OLD: []}
+    for pair in report.extras.get("paired", []):
+        if pair["drafter"] == name:
+            former = taus.get((pair["workload"], pair["temperature"])) or 0.0
+            pairs[pair["workload"]].append({**pair["tau"], "former": former, "prompts": pair["prompts"]})
+    evidence = {"lossless": name in report.gates and not failed, "new": pairs[NEW], "old": pairs[OLD]}
+    new, old = (
+        "; ".join("τ {former:.2f} {difference:+.2f} [{low:+.2f}, {high:+.2f}] of {prompts} requests".format(**pair)
+                  for pair in pairs[kind]) or "nothing to compare"
+        for kind in PROOFS
+    )  # fmt: skip
+    measured = {row.workload for row in report.rows}
+    few = any(min((pair["prompts"] for pair in pairs[kind]), default=0) < LEAST for kind in PROOFS if kind in measured)
+    sentence, better = f"better on the new traffic: {new}; on the old: {old}; lossless", False
     if not evidence["lossless"]:
-        return Verdict(False, "the adapted head fails the losslessness check", evidence)
-    if few or not pairs_of[NEW]:
-        return Verdict(False, f"too few requests to compare: {gains}; on the old: {losses}", evidence)
-    if not all(pair["low"] > 0 for pair in pairs_of[NEW]):
-        return Verdict(False, f"not better on the new traffic: {gains}", evidence)
-    if not all(pair["low"] >= -old_loss * pair["former"] for pair in pairs_of[OLD]):
-        return Verdict(False, f"better on the new traffic ({gains}), but the old is forgotten: {losses}", evidence)
-    return Verdict(True, f"better on the new traffic: {gains}; on the old: {losses}; lossless", evidence)
-
-
-def _in_words(pair: dict[str, Any]) -> str:
-    change = f"{pair['difference']:+.2f} [{pair['low']:+.2f}, {pair['high']:+.2f}]"
-    return f"τ {pair['former']:.2f} {change} of {pair['prompts']} requests"
+        sentence = "the adapted head fails the losslessness check"
+    elif few or not pairs[NEW]:
+        sentence = f"too few requests to compare: {new}; on the old: {old}"
+    elif not all(pair["low"] > 0 for pair in pairs[NEW]):
+        sentence = f"not better on the new traffic: {new}"
+    elif not all(pair["low"] >= -old_loss * pair["former"] for pair in pairs[OLD]):
+        sentence = f"better on the new traffic ({new}), but the old is forgotten: {old}"
+    else:
+        better = True
+    return Verdict(better, sentence, evidence)

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
-from data.answers.client import Client, EndpointConfig, EndpointError, base_url, check_url
+from data.answers.client import check_url
 from data.text.files import content_hash
-from eval.measures.counters import Counters, read_counters, restarted
+from eval.measures.counters import restarted
 from heads.common.command import command
 from heads.common.files import claim, flush, replacing
 from heads.common.ranges import Positive
@@ -30,6 +30,7 @@ from heads.common.typed import typed
 from heads.common.untrusted import visible
 from heads.formats.published import is_published
 from heads.formats.store import CONFIG
+from ops.served import Metrics
 
 POLL_S = 0.5  # between two looks at a server
 # Polled: one that a later command kills, and waits for, must not stay as a zombie of this process.
@@ -54,115 +55,82 @@ class ServerError(Exception):
     """A server that did not come up, or went away."""
 
 
-class Server:
-    """A server that is restarted by a command, and what it counts."""
+def restart(config: ReplaceConfig) -> None:
+    """Run the command, and wait until the server that it starts answers.
 
-    def __init__(self, config: ReplaceConfig) -> None:
-        self.config, self.log = config, Path(f"{config.link}.log").expanduser()
-        once = EndpointConfig(None, 1, config.start_s, 0, 0.0, 0.0, 1, "", {})
-        self.client = Client(base_url(config.url), once, None, "url", "")
-
-    def counters(self) -> Counters | None:
-        """Return what it counts; None where it is down, or not yet up."""
-        try:
-            (health, _), (status, page) = self.client.page("/health"), self.client.page("/metrics")
-        except EndpointError:
-            return None
-        return read_counters(page) if health == status == 200 else None
-
-    def restart(self) -> None:
-        """Run the command, and wait until the server that it starts answers.
-
-        Raises:
-            ServerError: the command failed, or nobody answers in time.
-        """
-        before = self.counters()
-        with self.log.open("ab") as output:
-            process = subprocess.Popen(
-                self.config.command, shell=True, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                start_new_session=True,
-            )  # fmt: skip
-        STARTED.append(process)
-        deadline = time.monotonic() + self.config.start_s
-        while time.monotonic() < deadline:
-            for earlier in STARTED:
-                earlier.poll()
-            if status := process.returncode:
-                raise ServerError(f"command ended with status {status}, see {self.log}")
-            now = self.counters()
-            # A command that serves does not end; the server from before may answer for a while yet, after it too.
-            if now is not None and (
-                before is None or restarted(before, now) or (status == 0 and before.started is None)
-            ):
-                return
-            time.sleep(POLL_S)
-        raise ServerError(f"{self.client.url} does not answer within {self.config.start_s:g} s, see {self.log}")
+    Raises:
+        ServerError: the command failed, or nobody answers in time.
+    """
+    server, log = Metrics(config.url, ""), Path(f"{config.link}.log").expanduser()
+    before = server.reading()
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            config.command, shell=True, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    STARTED.append(process)
+    deadline = time.monotonic() + config.start_s
+    while time.monotonic() < deadline:
+        for earlier in STARTED:
+            earlier.poll()
+        if status := process.returncode:
+            raise ServerError(f"command ended with status {status}, see {log}")
+        now = server.reading()
+        # A command that serves does not end; the server from before may answer for a while yet, after it too.
+        if now is not None and (before is None or restarted(before, now) or (status == 0 and before.started is None)):
+            return
+        time.sleep(POLL_S)
+    raise ServerError(f"{server.url} does not answer within {config.start_s:g} s, see {log}")
 
 
 def replace_head(config: ReplaceConfig) -> Path:
     """Serve the configured head instead of the one behind the link; return the folder that is served.
 
-    While it is replaced, the link `.NAME.former` next to the link NAME leads to the head that was served before, so
-    that a call after an interrupted one still has it to go back to.
+    Until the server runs with it, the link `.NAME.former` next to the link NAME leads to the head that was served
+    before, also after an interrupted call.
 
     Raises:
         ValueError: engines do not read the head, the link is a file or folder, or another call replaces its head; or
             the server does not come up with this head, and has the former one again.
     """
-    link = Path(config.link).expanduser().absolute()
-    head = Path(config.folder).expanduser()
+    link, head = Path(config.link).expanduser().absolute(), Path(config.folder).expanduser()
     if not (head / CONFIG).is_file() or not is_published(head):
         raise ValueError(
             f"folder={head}: no head in a format that engines read; write one: python train/publish.py format=vllm "
             "dry_run=true"
         )
     if link.exists() and not link.is_symlink():
-        raise ValueError(
-            f"link={link}: that is no link; move it aside, make a link of that name to it, and let the server load its "
-            "head from there"
-        )
-    former, server = link.with_name(f".{link.name}.former"), Server(config)
+        raise ValueError(f"link={link}: that is no link; move it aside, and make a link of that name to it")
+    former = link.with_name(f".{link.name}.former")
     with claim(link.with_name(f".{link.name}.lock"), wait=False) as free:
         if not free:
             raise ValueError(f"link={link}: its head is being replaced by another call; wait for that")
-        new = _copied(head, link)
+        files = sorted(path for path in head.rglob("*") if path.is_file())
+        content = "".join(f"{path.relative_to(head)} {content_hash(path)}\n" for path in files)
+        new = link.with_name(f"{link.name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}")
+        if not new.is_dir():
+            with replacing(new) as folder:
+                shutil.copytree(head, folder, dirs_exist_ok=True)
         if not former.is_symlink() and link.exists():
             if link.resolve() == new.resolve():
                 return new
             _point(former, link.resolve())
         _point(link, new)
         try:
-            server.restart()
+            restart(config)
         except ServerError as error:
-            raise ValueError(f"{new} is not served: {error}; {_restored(link, former, server)}") from error
+            if not former.is_symlink():
+                link.unlink()
+                raise ValueError(f"{new} is not served: {error}; there was no other, so {link} is removed") from error
+            old = former.resolve()
+            _point(link, old)
+            try:
+                restart(config)
+            except ServerError as again:
+                raise ValueError(f"{new} is not served: {error}; {old} is behind {link} again, but: {again}") from again
+            former.unlink()
+            raise ValueError(f"{new} is not served: {error}; {old} is served again") from error
         former.unlink(missing_ok=True)
         return new
-
-
-def _restored(link: Path, former: Path, server: Server) -> str:
-    """Serve the former head again; return what is served now."""
-    if not former.is_symlink():
-        link.unlink()
-        return f"there was no other, so that {link} is removed"
-    old = former.resolve()
-    _point(link, old)
-    try:
-        server.restart()
-    except ServerError as error:
-        return f"{old} is behind {link} again, but: {error}"
-    former.unlink()
-    return f"{old} is served again"
-
-
-def _copied(head: Path, link: Path) -> Path:
-    """Return a copy of a head's folder beside the link, named after its content."""
-    files = sorted(path for path in head.rglob("*") if path.is_file())
-    content = "".join(f"{path.relative_to(head)} {content_hash(path)}\n" for path in files)
-    folder = link.with_name(f"{link.name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}")
-    if not folder.is_dir():
-        with replacing(folder) as new:
-            shutil.copytree(head, new, dirs_exist_ok=True)
-    return folder
 
 
 def _point(link: Path, folder: Path) -> None:

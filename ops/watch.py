@@ -6,22 +6,44 @@ from pathlib import Path
 if __name__ == "__main__":  # as a script: the checkout's root in place of this folder, or `import heads` would fail
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import logging
+import os
 import time
-from collections.abc import Iterator
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from omegaconf import DictConfig
 
 from data.answers.client import check_url
-from eval.measures.counters import ENGINES, between, decoded_between, restarted
+from data.text.exact import reply_in
+from data.text.files import LONGEST, OPENERS
+from data.text.records import parse, readable
+from eval.inputs.runs import model_of
+from eval.inputs.texts import recorded
+from eval.measures.counters import ENGINES, between, decoded_between, of_reply, restarted
+from eval.measures.metrics import Passes, counted, together
+from eval.offline.teacher_forced import passes_along, record
+from eval.tiers import within_context
 from heads.common.command import command, ending_alone
 from heads.common.errors import user_errors
 from heads.common.ranges import Count, Positive
 from heads.common.typed import typed
-from ops.log import Log, player
-from ops.sequential import EARLY, QUIET, Observation, WatcherConfig, watched
-from ops.served.client import Metrics
+from heads.common.untrusted import parse_json, visible
+from heads.formats.hub import resolve_head
+from inference.drafters.head import HeadDrafter, load_drafter, saved_tree
+from inference.drafters.policy import CONFIDENT
+from inference.target.target import Target
+from ops.sequential import EARLY, QUIET, WatcherConfig, watched
+from ops.served import Metrics
+
+log = logging.getLogger(__name__)
+
+Replay = Callable[[dict[str, Any], int], Passes]  # of a record, by its number
+DEEPEST = 1000  # accepted tokens of a pass
+TRIES = 20  # records without acceptance that may come before half of all must have it
 
 
 @dataclass(frozen=True)
@@ -39,7 +61,6 @@ class WatchConfig(WatcherConfig):
 
     def __post_init__(self) -> None:
         """Refuse a watch of nothing or of two things, and an end of what has none."""
-        super().__post_init__()
         if (self.log is None) == (self.url is None):
             raise ValueError("give what to watch: log=FILE, or url=http://localhost:8000 of a server's counters")
         if self.url is not None:
@@ -54,27 +75,25 @@ def follow(config: WatchConfig) -> int:
     Raises:
         ValueError: there is no such log, head or server, or nothing says how many tokens were accepted.
     """
-    log: Log | None = None
+    skipped = ""
     if config.url is not None:
-        # A window holds many answers, so it has no length of one.
-        outcome = watched(windows(Metrics(config.url, config.api_key_env), config), replace(config, lengths=[]))
+        outcome = watched(windows(Metrics(config.url, config.api_key_env), config), config)
     else:
         name = str(config.log)
         play = player(config.run, config.model, config.tree, config, name) if config.run else None
-        log = Log(Path(name).expanduser(), config, play)
-        outcome = watched(log, config)
+        source = Log(Path(name).expanduser(), config, play)
+        outcome = watched(source, config)
+        skipped = f", {source.skipped} lines left out" if source.skipped else ""
     if outcome.alarm is not None:
         print(outcome.alarm, flush=True)
     ends = {QUIET: "no alarm", EARLY: f"too few yet to compare: the first {config.reference} are the reference"}
     if outcome.status in ends:
-        count = f"{outcome.requests} requests or windows" + (
-            f", {log.skipped} lines left out" * bool(log.skipped) if log else ""
-        )
+        count = f"{outcome.requests} requests or windows{skipped}"
         print(f"{config.log or config.url}: {count}: {ends[outcome.status]}", file=sys.stderr)
     return outcome.status
 
 
-def windows(server: Metrics, config: WatchConfig) -> Iterator[Observation]:
+def windows(server: Metrics, config: WatchConfig) -> Iterator[Passes]:
     """Yield windows of a server's counters, each of `config.passes` passes or more, other clients' among them.
 
     A restart begins a new window. A server may be away for `config.away` seconds.
@@ -98,8 +117,159 @@ def windows(server: Metrics, config: WatchConfig) -> Iterator[Observation]:
             if (after.finished or 0) > (before.finished or 0):
                 raise ValueError(f"{server.url} answers without drafts: give the server that speculates")
         elif (passes := between(before, after, decoded_between(before, after))).steps >= config.passes:
-            yield Observation(passes)
+            yield passes
             before = after
+
+
+def check_log(path: Path) -> None:
+    """Refuse a log that is not there, no file, or packed."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; give the log that the service writes")
+    if path.suffix in OPENERS:
+        raise ValueError(f"{path}: a log that grows is read as it is, not packed; unpack it")
+
+
+def growing(path: Path, *, follow: bool, poll: float) -> Iterator[bytes]:
+    """Yield the lines of a file, and those that are added to it; an incomplete one waits for its end.
+
+    Where another file takes its name, the rest of the old one comes first; one that was cut begins anew. Without
+    `follow` it ends where the file does.
+
+    Raises:
+        ValueError: there is no such file at first, it is packed, or a line is too long for a record.
+    """
+    check_log(path)
+    file = path.open("rb")
+    try:
+        while True:
+            start, replaced = file.tell(), follow and _replaced(file.fileno(), path)
+            line = file.readline(LONGEST + 1)
+            if len(line) > LONGEST:
+                raise ValueError(f"{path}: a line has more than {LONGEST} bytes: write a record a line")
+            if line.endswith(b"\n") or (line and (replaced or not follow)):
+                yield line if start else line.removeprefix(BOM_UTF8)
+            elif replaced:
+                file.close()
+                file = path.open("rb")
+            elif not follow:
+                return
+            else:
+                file.seek(start if start <= os.fstat(file.fileno()).st_size else 0)
+                time.sleep(poll)
+    finally:
+        file.close()
+
+
+def _replaced(handle: int, path: Path) -> bool:
+    """Whether another file has a path's name by now; between two names there may be none for a while."""
+    try:
+        return not os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def json_object(line: bytes) -> dict[str, Any]:
+    """Return a line's JSON object; refuse anything else."""
+    raw = parse_json(line)
+    if not isinstance(raw, dict):
+        raise ValueError("it is no JSON object")
+    return raw
+
+
+class Log:
+    """A log's observations: the counts of its records, else those of a head replayed along them.
+
+    `skipped` counts the records that have neither; `numbers` has the line, from 0, of each observation.
+    """
+
+    def __init__(self, path: Path, config: WatcherConfig, replay: Replay | None, begin: int = 0) -> None:
+        self.path, self.config, self.replay, self.begin = path, config, replay, begin
+        self.lines = self.skipped = 0
+        self.numbers: list[int] = []
+
+    def __iter__(self) -> Iterator[Passes]:
+        """Yield the passes of each record with an answer of two tokens or more.
+
+        Raises:
+            ValueError: more than half of the records have no acceptance, so that the watch would see nothing.
+        """
+        for line in growing(self.path, follow=self.config.follow, poll=self.config.poll):
+            self.lines += 1
+            if not line.strip() or self.lines <= self.begin:
+                continue
+            try:
+                raw = json_object(line)
+                passes = counts_in(raw)
+                if passes is None and self.replay is None:
+                    raise ValueError("it counts no accepted tokens: give run=, whose head is then replayed along it")
+                passes = self.replay(raw, self.lines) if passes is None and self.replay else passes
+            except ValueError as error:
+                self._skip(error)
+                continue
+            if passes is not None and passes.steps:
+                self.numbers.append(self.lines - 1)
+                yield passes
+
+    def _skip(self, error: ValueError) -> None:
+        self.skipped += 1
+        where = f"{self.path}: line {self.lines}"
+        if self.skipped > TRIES and 2 * self.skipped > self.lines - self.begin:
+            raise ValueError(f"{where}: {error}; so do {self.skipped} of {self.lines} lines") from error
+        if self.skipped == 1:
+            log.warning("%s is left out, as others like it will be: %s", where, visible(str(error)))
+
+
+def counts_in(raw: Mapping[str, Any]) -> Passes | None:
+    """Return the counts that a record has of its answer's passes, None where it has none.
+
+    That is `accepted`, how many tokens each pass accepted, or the counts in vLLM's and SGLang's replies.
+    """
+    accepted = raw.get("accepted")
+    if isinstance(accepted, list) and all(type(count) is int and 0 <= count <= DEEPEST for count in accepted):
+        return replace(counted(accepted, 0, sum(accepted) + len(accepted)), drafted=None)
+    reply = reply_in(raw)
+    usage = reply.get("usage")
+    tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    return of_reply(reply, max(tokens - 1, 0) if type(tokens) is int else 0)
+
+
+def player(run: str, given: Mapping[str, Any], tree: Mapping[str, Any], config: WatcherConfig, name: str) -> Replay:
+    """Return the replay of a run's head along the log of a name; target and head are loaded with its first record.
+
+    `given` and `tree` have what the user says of the target and of the head's tree, None what is left as it is.
+
+    Raises:
+        ValueError: no such run, a run without a head, or a tree that the head cannot draft.
+    """
+    folder = resolve_head(run)
+    saved_tree(folder, tree)
+
+    @cache
+    def load() -> tuple[Target, HeadDrafter]:
+        target = Target.of(model_of(run, given))
+        return target, load_drafter(folder, tree, target, "head")
+
+    return lambda raw, number: replayed(*load(), config, readable(raw, number, name), number, name)
+
+
+def replayed(
+    target: Target, drafter: HeadDrafter, config: WatcherConfig, raw: dict[str, Any], number: int, name: str
+) -> Passes:
+    """Return the passes that the answers of a record would have taken, under the head's tree in greedy decoding.
+
+    Raises:
+        ValueError: it has no answer, is of no known shape, or of another tokenizer.
+    """
+    entry, tree = parse(raw, number, name), drafter.policy
+    grown = [tree] if tree.kind in CONFIDENT else []
+    depth = min(drafter.head.max_depth, tree.deepest)
+    texts = [
+        within_context(answer.text, entry.id, name, target, truncate=True)
+        for answer in recorded(entry, target, config.turns, config.max_new_tokens)
+    ]
+    return together(
+        [passes_along(record(target, drafter.head, text, grown, depth, steps_alone=True), tree) for text in texts]
+    )
 
 
 @command("ops/watch")

@@ -36,9 +36,9 @@ from heads.formats.published import load_published
 from heads.formats.store import load_head, save_head, save_tree
 from inference.drafters.head import saved_trees
 from inference.drafters.policy import TreeConfig
-from ops.log import Log, growing
+from ops.loop import requests_of
 from ops.sequential import watcher_config
-from ops.traffic import Hygiene
+from ops.watch import Log, growing
 from tests import toys
 from tests.data import stores
 from tests.eval.test_reading import report
@@ -132,9 +132,8 @@ def workload(file: Path) -> object:
 def logged(file: Path) -> object:
     """Read a log as the watch and the adaptation do."""
     config = watcher_config({"follow": False})
-    hygiene = Hygiene(toys.target(), str(file), 64)
-    records = list(growing(file, follow=False, poll=1.0))
-    return hygiene.entries(records), hygiene.remarks(), list(Log(file, config, None))
+    requests = requests_of(growing(file, follow=False, poll=1.0), str(file))
+    return list(requests), list(Log(file, config, None))
 
 
 def answers(out: Path) -> object:

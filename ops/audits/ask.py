@@ -1,4 +1,4 @@
-"""Requests to both servers within a budget, and the questions that they hold."""
+"""Requests to both servers within a budget, and their questions."""
 
 import threading
 import time
@@ -13,15 +13,13 @@ from data.answers.client import EndpointError, base_url, check_url
 from heads.common.progress import Bar
 from heads.common.ranges import Amount, Count, NewTokens, Number, Positive, Within
 from heads.common.untrusted import visible
-from ops.served.client import STREAMED, ClientConfig, Server, within
-from ops.served.exchange import Question, Reply, read_replies
+from ops.served import STREAMED, ClientConfig, Question, Reply, Server, read_replies, within
 
 T = TypeVar("T")
 
 AUDITED, BASELINE = SIDES = ("audited", "baseline")
-LOGPROBS = 5  # most probable tokens asked for
-CANCEL_AFTER = 2  # events of a stream that is broken off
-GONE = ("unreachable", "timeout")
+LOGPROBS = 5  # most probable tokens per position
+CANCEL_AFTER = 2  # events of a cancelled stream
 QUESTIONS = (  # where no workload is given
     "Explain in a few sentences why the sky is blue.",
     "Write a Python function that returns the n-th Fibonacci number.",
@@ -44,7 +42,7 @@ QUESTIONS = (  # where no workload is given
 
 @dataclass(frozen=True)
 class AuditConfig:
-    """What an audit asks, whom, and when it ends; conf/ops/audit.yaml says what each key means."""
+    """The servers, the requests and their budget; conf/ops/audit.yaml says what each key means."""
 
     url: str
     baseline: str | None
@@ -76,11 +74,19 @@ class AuditConfig:
 
 
 class EndedError(Exception):
-    """Nothing more is asked: the budget of requests or minutes is used up, or a server does not answer any more."""
+    """The budget of requests or minutes is used up, or a server stopped answering."""
+
+
+class Crash(NamedTuple):
+    """The audited server went away under several requests while the baseline answers: on which question, and how."""
+
+    question: Question
+    in_flight: int
+    detail: str
 
 
 def ask_text(id_: str, text: str, chat: bool, *before: str, **fields: Any) -> Question:
-    """Return a question of a user's text; `before` are the messages of a conversation until then, the user's first."""
+    """Return a question of a user's text; `before` are the earlier messages of the conversation, the user's first."""
     if not chat:
         return Question(id_, "/completions", {"prompt": "\n\n".join([*before, text]), **fields})
     roles = ("user", "assistant")
@@ -88,30 +94,21 @@ def ask_text(id_: str, text: str, chat: bool, *before: str, **fields: Any) -> Qu
     return Question(id_, "/chat/completions", {"messages": messages, **fields})
 
 
-class Crash(NamedTuple):
-    """The end of the audited server beside other requests, where the baseline goes on: on which question, and how."""
-
-    question: Question
-    in_flight: int
-    detail: str
-
-
 class Asker:
-    """Asks both servers; may be called from several threads.
+    """Client of both servers; its methods may be called from several threads.
 
     Attributes:
-        ended: why nothing more is asked, empty until then.
-        crash: how the audited server ended, if it did so beside other requests.
+        ended: the reason why the audit ended early, empty until then.
+        crash: how the audited server ended, if it did so under several requests.
 
     Raises:
-        EndedError: before a request beyond the budget, and where a server does not answer any more. An error that a
-            server answers with is a reply.
+        EndedError: before a request beyond the budget, and where a server stopped answering. An error that a server
+            answers with is a reply.
     """
 
     def __init__(self, sides: Mapping[str, Server], config: AuditConfig, settings: Mapping[str, Any], bar: Bar) -> None:
         self.sides, self.config, self.settings, self.bar = sides, config, settings, bar
-        self.requests, self.in_flight = 0, 1
-        self.ended = ""
+        self.requests, self.in_flight, self.ended = 0, 1, ""
         self.crash: Crash | None = None
         self.begun = time.monotonic()
         self.lock = threading.Lock()
@@ -122,13 +119,18 @@ class Asker:
         return (time.monotonic() - self.begun) / 60
 
     def body(self, side: str, question: Question) -> dict[str, Any]:
-        """Return the fields of a request but for the server's own; it is streamed unless the question says no."""
+        """Return the fields of a request, without those of one server; it is streamed unless the question says no."""
         streamed = STREAMED if question.body.get("stream", True) else {}
         return {"model": self.sides[side].model, **self.settings, **streamed, **question.body}
 
     def ask(self, side: str, question: Question, cancel: bool = False) -> list[Reply]:
-        """Return the choices of a server's reply, one but for `n`; a reply to `cancel` is broken off."""
-        seconds = self._count()
+        """Return the choices of a reply; with `cancel` the stream is broken off."""
+        with self.lock:
+            if self.requests >= self.config.requests:
+                self._end(f"the budget of {self.config.requests} requests is used up")
+            seconds = self._seconds_left()
+            self.requests += 1
+            self.bar.show(self.requests)
         server = self.sides[side]
         body = {**self.body(side, question), **server.config.extra}
         begin = time.perf_counter()
@@ -141,29 +143,30 @@ class Asker:
             return read_replies(((time.perf_counter() - begin, event) for event in events), server.model)
         except EndpointError as failure:
             if failure.cause == "timeout":
-                self._left()
-            if failure.cause in GONE and not server.alive():
-                raise self._gone(side, question, failure) from failure
+                self._seconds_left()
+            if failure.cause in ("unreachable", "timeout") and not server.alive():
+                detail = f"a server went away: {server.url}: {failure.cause} ({failure.detail})"
+                if side == AUDITED and self.in_flight > 1 and self.sides[BASELINE].alive():
+                    self.crash = self.crash or Crash(question, self.in_flight, detail)
+                self._end(detail)
             return [Reply(error=visible(f"{failure.cause}: {failure.detail}"))]
         except ValueError as refusal:  # of the key, or of a path that a server without this feature lacks
             return [Reply(error=visible(" ".join(str(refusal).split())))]
 
     def one(self, side: str, question: Question, cancel: bool = False) -> Reply:
-        """Return the only choice of a server's reply."""
+        """Return the only choice of a reply."""
         return self.ask(side, question, cancel)[0]
 
     def all(
         self, side: str, questions: Sequence[Question], in_flight: int, cancelled: Collection[int] = ()
     ) -> list[Reply | None]:
-        """Return a server's replies to questions, `in_flight` at a time; the `cancelled` ones, by index, break off.
+        """Return a server's replies, `in_flight` at a time; streams of the `cancelled` indices are broken off.
 
         None stands for a reply that did not come before the audit ended.
         """
         self.in_flight = min(in_flight, len(questions))
         with ThreadPoolExecutor(in_flight) as pool:
-            futures = [
-                pool.submit(self.one, side, question, cancel=i in cancelled) for i, question in enumerate(questions)
-            ]
+            futures = [pool.submit(self.one, side, question, i in cancelled) for i, question in enumerate(questions)]
             try:
                 self.taken(future.result() for future in futures)
             finally:
@@ -172,7 +175,7 @@ class Asker:
         return [None if future.cancelled() or future.exception() else future.result() for future in futures]
 
     def taken(self, items: Iterable[T]) -> list[T]:
-        """Return what comes of items that ask, as far as they come before the audit ends; `ended` then says why."""
+        """Return the items of an iterable that asks, up to the end of the audit; `ended` then says why."""
         taken = []
         try:
             for item in items:
@@ -183,33 +186,12 @@ class Asker:
             self.ended = self.ended or "interrupted"
         return taken
 
-    def _gone(self, side: str, question: Question, failure: EndpointError) -> EndedError:
-        """Return the error of a server that does not answer any more, and remember how it ended."""
-        detail = f"a server went away: {self.sides[side].url}: {failure.cause} ({failure.detail})"
-        crashed = side == AUDITED and self.in_flight > 1 and self.sides[BASELINE].alive()
-        with self.lock:
-            if crashed and self.crash is None:
-                self.crash = Crash(question, self.in_flight, detail)
-            return self._end(detail)
-
-    def _end(self, reason: str) -> EndedError:
+    def _end(self, reason: str) -> None:
         self.ended = self.ended or reason
-        return EndedError(self.ended)
+        raise EndedError(self.ended)
 
-    def _count(self) -> float:
-        """Count a request; return the seconds that are left for it."""
-        with self.lock:
-            if self.ended:
-                raise EndedError(self.ended)
-            if self.requests >= self.config.requests:
-                raise self._end(f"the budget of {self.config.requests} requests is used up")
-            seconds = self._left()
-            self.requests += 1
-            self.bar.show(self.requests)
-            return seconds
-
-    def _left(self) -> float:
+    def _seconds_left(self) -> float:
         seconds = 60 * (self.config.minutes - self.minutes)
-        if seconds <= 0:
-            raise self._end(f"the budget of {self.config.minutes:g} minutes is used up")
+        if self.ended or seconds <= 0:
+            self._end(f"the budget of {self.config.minutes:g} minutes is used up")
         return seconds

@@ -7,38 +7,35 @@ import random
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from eval.measures.cost_model import cycled
 from ops.audits.ask import AUDITED, BASELINE, SIDES, ask_text
 from ops.audits.compare import NOT_OFFERED, Audit, Finding, Timed, judged, unstreamed
-from ops.served.exchange import Question, Reply
+from ops.served import Question, Reply
 
 Pairs = list[tuple[Question, Reply]]
 
 GROUPS = 4  # of prompts with a shared prefix, half of them in either order
 SHARED = 220  # words of that prefix
+TAILS = ("What are the notes about?", "Write the first ten words of the notes, then the last ten.")
 FOLLOW_UPS = ("Say that again in other words.", "Give an example of it.")
 DIALOGUES = 4
 FILLER = "the river runs past old stone walls while light rain falls on quiet fields and far hills turn grey"
 AROUND = (-1, 0, 1, 3)  # tokens from a border
-PROBES = 4  # requests that find a prompt's length, at most
 MANY = 12  # prompts of the checks that need no more
 
 
 def identity(audit: Audit) -> Finding:
     """Ask every question alone, twice: with cold and with warm caches, both servers in turn."""
-    pairs: Pairs = []
     replies: dict[str, list[Reply]] = {side: [] for side in SIDES}
     for side, reply in audit.asker.taken(_twice(audit)):
         replies[side].append(reply)
+    pairs: Pairs = []
     for question, theirs, ours in zip(audit.questions * 2, replies[BASELINE], replies[AUDITED], strict=False):
         audit.comparer.learn(question, theirs)
         pairs.append((question, ours))
     audit.comparer.calibrate(question for question, _ in pairs)
-    audit.timings += [
-        Timed(side, 1, answers, sum(reply.latency_s for reply in answers)) for side, answers in replies.items()
-    ]
+    audit.timings += [Timed(side, 1, some, sum(reply.latency_s for reply in some)) for side, some in replies.items()]
     finding = judged(audit, "identity", pairs)
     if (bound := audit.comparer.near_tie) > audit.config.near_tie:
         finding.summary += f"; it left its own answers across {bound / 2:.2f} nats, twice that is a near tie"
@@ -46,11 +43,11 @@ def identity(audit: Audit) -> Finding:
 
 
 def _twice(audit: Audit) -> Iterator[tuple[str, Reply]]:
-    for side in SIDES:  # what a server does for its first request alone is not timed
-        audit.asker.one(side, ask_text("warm-up", "Hello", audit.chat, max_tokens=8))
+    for side in SIDES:  # a server's first request is not timed
+        audit.asker.one(side, ask_text("warm-up", "Hello", audit.config.client.chat, max_tokens=8))
     # In random order, and then in the other: a server on the same machine that has just answered still takes its cores.
-    draw = random.Random(audit.seed)
-    orders = [draw.sample(SIDES, len(SIDES)) for _ in audit.questions]
+    rng = random.Random(audit.config.seed)
+    orders = [rng.sample(SIDES, len(SIDES)) for _ in audit.questions]
     for turn in (1, -1):
         for question, order in zip(audit.questions, orders, strict=True):
             for side in order[::turn]:
@@ -60,33 +57,32 @@ def _twice(audit: Audit) -> Iterator[tuple[str, Reply]]:
 def prefix_cache(audit: Audit) -> Finding:
     """Ask x, y and x again behind a prefix that both share, and y, x, y behind another."""
     before: dict[str, tuple[Question, ...]] = {}
-    return judged(audit, "prefix_cache", _behind_prefixes(audit, before), "stale_cache", before)
 
+    def pairs() -> Iterator[tuple[Question, Reply]]:
+        for group in range(GROUPS):
+            prefix = f"Notes, page {audit.config.seed}-{group}. {filler(SHARED, group)}\n\n"
+            x, y = (
+                _limited(audit, f"prefix {group}{name}", prefix + tail)
+                for name, tail in zip("xy", TAILS if group % 2 == 0 else TAILS[::-1], strict=True)
+            )
+            before[x.id], before[y.id] = (x, y), (x,)
+            yield from in_order(audit, [x, y, x])
 
-def _behind_prefixes(audit: Audit, before: dict[str, tuple[Question, ...]]) -> Iterator[tuple[Question, Reply]]:
-    for group in range(GROUPS):
-        prefix = f"Notes, page {audit.seed}-{group}. {filler(SHARED, group)}\n\n"
-        tails = ("What are the notes about?", "Write the first ten words of the notes, then the last ten.")
-        x, y = (
-            ask_text(f"prefix {group}{'xy'[i]}", prefix + tail, audit.chat, max_tokens=audit.tokens)
-            for i, tail in enumerate(tails if group % 2 == 0 else tails[::-1])
-        )
-        before[x.id], before[y.id] = (x, y), (x,)
-        yield from in_order(audit, [x, y, x])
+    return judged(audit, "prefix_cache", pairs(), "stale_cache", before)
 
 
 def conversations(audit: Audit) -> Finding:
     """Ask follow-up questions, with the baseline's answers as what was said before."""
-    return judged(audit, "conversations", _followed_up(audit), "history")
 
+    def pairs() -> Iterator[tuple[Question, Reply]]:
+        for number, question in enumerate(audit.questions[:DIALOGUES]):
+            history = [question.prompt, audit.asker.one(BASELINE, question).text]
+            for turn, follow_up in enumerate(FOLLOW_UPS, 2):
+                turned = ask_text(f"dialogue {number}, turn {turn}", follow_up, audit.config.client.chat, *history)
+                yield from in_order(audit, [turned])
+                history += [follow_up, audit.comparer.texts.get(turned.prompt, "")]
 
-def _followed_up(audit: Audit) -> Iterator[tuple[Question, Reply]]:
-    for number, question in enumerate(audit.questions[:DIALOGUES]):
-        history = [question.prompt, audit.asker.one(BASELINE, question).text]
-        for turn, follow_up in enumerate(FOLLOW_UPS, 2):
-            turned = ask_text(f"dialogue {number}, turn {turn}", follow_up, audit.chat, *history)
-            yield from in_order(audit, [turned])
-            history += [follow_up, audit.comparer.texts.get(turned.prompt, "")]
+    return judged(audit, "conversations", pairs(), "history")
 
 
 def borders(audit: Audit) -> Finding:
@@ -94,43 +90,43 @@ def borders(audit: Audit) -> Finding:
     pairs = audit.asker.taken(
         pair for border in audit.config.borders for pair in in_order(audit, around(audit, border))
     )
-    if not audit.config.borders:
-        return Finding("borders", NOT_OFFERED, "no borders were to be tried: borders is empty")
     if not pairs:
-        return Finding("borders", NOT_OFFERED, "the server takes no prompts that long, or does not count their tokens")
-    lengths = {reply.prompt_tokens for _, reply in pairs if reply.prompt_tokens}
+        why = "the server takes no prompts that long, or does not count their tokens"
+        return Finding("borders", NOT_OFFERED, why if audit.config.borders else "borders is empty")
+    lengths = sorted({reply.prompt_tokens for _, reply in pairs if reply.prompt_tokens})
     finding = judged(audit, "borders", pairs, "prompt_chunk")
-    finding.summary += f"; prompts of {', '.join(map(str, sorted(lengths)))} tokens" if lengths else ""
+    finding.summary += f"; prompts of {', '.join(map(str, lengths))} tokens" if lengths else ""
     return finding
 
 
 def around(audit: Audit, border: int) -> list[Question]:
     """Return prompts of about as many tokens as a border has, by the baseline's count; none where it does not count."""
 
-    def length(words: int) -> int | None:
-        probe = _long(audit, border, words).having("probe", max_tokens=1)
-        return audit.asker.one(BASELINE, probe).prompt_tokens
+    def prompt(words: int) -> Question:
+        text = f"Page {audit.config.seed}-{border}: {filler(words, border)}. Continue."
+        return _limited(audit, f"border {border}, {words} words", text)
 
-    few, many = border // 4, border // 2
-    first, count = length(few), length(many)
-    if first is None or count is None or count <= first:
+    def length(words: int) -> int:
+        return audit.asker.one(BASELINE, prompt(words).having("probe", max_tokens=1)).prompt_tokens or 0
+
+    words, fewer = border // 2, border // 4
+    shortest, count = length(fewer), length(words)
+    if not 0 < shortest < count:
         return []
-    a_word, words = (count - first) / (many - few), many
-    for _ in range(PROBES):
-        if count is None or count == border:
-            break
-        words = min(max(1, words + round((border - count) / a_word)), 4 * border)
+    rate = (words - fewer) / (count - shortest)
+    for _ in range(2):
+        words += round((border - count) * rate)
         count = length(words)
-    return [_long(audit, border, words + more) for more in AROUND if words + more > 0] if count else []
+    return [prompt(words + more) for more in AROUND] if count else []
 
 
 def side_by_side(audit: Audit) -> Finding:
     """Ask the questions several at a time."""
     sizes = [size for size in audit.config.concurrency if size > 1]
-    pairs = [pair for size in sizes for pair in together(audit, cycled(audit.questions, size), size)]
     if not sizes:
         return Finding("concurrency", NOT_OFFERED, "only one request at a time was to be sent")
-    return judged(audit, "concurrency", pairs, "batch", in_flight=max(audit.config.concurrency))
+    pairs = [pair for size in sizes for pair in together(audit, cycled(audit.questions, size), size)]
+    return judged(audit, "concurrency", pairs, "batch", in_flight=max(sizes))
 
 
 def cancelled(audit: Audit) -> Finding:
@@ -152,22 +148,15 @@ def streaming(audit: Audit) -> Finding:
             audit.comparer.learn(question, audit.asker.one(BASELINE, whole))
             yield question, audit.asker.one(AUDITED, whole)
 
-    return asked_with(judged(audit, "streaming", pairs(), "streaming"), stream=False)
+    finding = judged(audit, "streaming", pairs(), "streaming")
+    return replace(finding, differences=[d._replace(question=unstreamed(d.question)) for d in finding.differences])
 
 
 def penalties(audit: Audit) -> Finding:
     """Ask with penalties on tokens that the answer has already."""
     fields = {"presence_penalty": 0.6, "frequency_penalty": 0.4}
-    pairs = in_order(audit, [question.having("with penalties", **fields) for question in audit.questions[:MANY]])
-    return judged(audit, "penalties", pairs, "penalty")
-
-
-def asked_with(finding: Finding, **fields: Any) -> Finding:
-    """Return a finding whose questions had further fields, which their answers do not depend on."""
-    differences = [
-        d._replace(question=d.question._replace(body={**d.question.body, **fields})) for d in finding.differences
-    ]
-    return replace(finding, differences=differences)
+    questions = [question.having("with penalties", **fields) for question in audit.questions[:MANY]]
+    return judged(audit, "penalties", in_order(audit, questions), "penalty")
 
 
 def in_order(audit: Audit, questions: Sequence[Question]) -> Iterator[tuple[Question, Reply]]:
@@ -196,11 +185,10 @@ def together(audit: Audit, questions: Sequence[Question], in_flight: int, cancel
 
 
 def filler(words: int, start: int) -> str:
-    """Return a text of so many words."""
+    """Return a text of N words."""
     pieces = FILLER.split()
     return " ".join(pieces[(start + 7 * i) % len(pieces)] for i in range(words))
 
 
-def _long(audit: Audit, border: int, words: int) -> Question:
-    text = f"Page {audit.seed}-{border}: {filler(words, border)}. Continue."
-    return ask_text(f"border {border}, {words} words", text, audit.chat, max_tokens=audit.tokens)
+def _limited(audit: Audit, id_: str, text: str) -> Question:
+    return ask_text(id_, text, audit.config.client.chat, max_tokens=audit.config.max_new_tokens)

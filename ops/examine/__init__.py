@@ -1,7 +1,5 @@
 """What the doctor reads of a head and its target, and what it finds.
 
-acceptance.py  the measured acceptance against the card's
-config.py      the types of conf/ops/doctor.yaml
 files.py       the head's files, from disk or the Hub, and the target as far as it loads
 finding.py     the findings, for the terminal
 keys.py        the keys and tensors that engines read, and the records of the training

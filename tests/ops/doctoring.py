@@ -28,8 +28,7 @@ from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
-from ops.doctor import examine
-from ops.examine.config import DoctorConfig
+from ops.doctor import DoctorConfig, examine
 from ops.examine.finding import WRONG, Finding
 from tests import toys
 from tests.eval.stubs import ROW

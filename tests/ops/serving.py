@@ -11,7 +11,7 @@ from eval.report.reading import read_report
 from eval.report.write import Report
 from eval.run import publish
 from heads.common.typed import from_yaml
-from ops.served.measurement import ServedConfig, measure
+from ops.endpoint import ServedConfig, measure
 from tests.ops.endpoint_server import Served, key_of, passes, words
 
 TOKENS = 12
@@ -35,7 +35,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a workload of two categories; it is asked of this machine, without a key."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    monkeypatch.setattr("ops.served.client.LAG_S", 0.2)
+    monkeypatch.setattr("ops.served.LAG_S", 0.2)
     file = tmp_path / "log.jsonl"
     lines = [{"id": f"p{i}", "prompt": f"say {i}", "category": "ab"[i % 2]} for i in range(PROMPTS + 1)]
     file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")

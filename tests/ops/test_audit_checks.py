@@ -1,420 +1,451 @@
-"""Single checks of the audit: tool calls, choices, seeds, the stated power, and what the end of an audit leaves."""
+"""Single checks of the audit on replies without a network: both outcomes of each."""
 
-import shutil
-import subprocess
-import sys
+import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ops.audits.ask import SIDES
-from ops.audits.compare import FAILED, FAULT, NEAR_TIE, NOT_OFFERED, NOT_RUN, PASSED, UNDECIDED, UNEXPLAINED, Timed
-from ops.audits.greedy import _twice
-from ops.audits.output import plot
-from ops.audits.properties import difference_of, nearest_tie, parsed, token_gap
-from ops.audits.run import CHECKS, PAGE, REPRODUCTION, Verdict, share_machine, speed
-from ops.audits.sampling import kernels_of, permuted, smallest_shares
-from ops.audits.seeds import fewer
-from ops.served.exchange import Question, Reply, Token
-from tests.ops.audit_server import AuditServer
-from tests.ops.test_audit import ask, refusing, statuses
+from data.answers.client import EndpointError
+from heads.common.typed import from_yaml
+from ops.audit import speed, verdict_of
+from ops.audits.ask import SIDES, AuditConfig
+from ops.audits.compare import (
+    FAILED,
+    FAULT,
+    NEAR_TIE,
+    NOT_OFFERED,
+    NOT_RUN,
+    PASSED,
+    UNDECIDED,
+    UNEXPLAINED,
+    Audit,
+    Comparer,
+    Difference,
+    Finding,
+    Timed,
+    breach,
+    diagnosed,
+    gap_at,
+    penalized,
+)  # fmt: skip
+from ops.audits.greedy import _twice, borders
+from ops.audits.output import cut, difference_record, one_line
+from ops.audits.properties import checked, limits, logprobs_hold, schema_breach, stop_in, stop_strings, usage
+from ops.audits.sampling import AGAIN, OPENING, fewer, kernel_of, p_value, sampling
+from ops.served import Question, Reply, Token, read_replies, read_tokens
+from tests.ops.test_audit import SMALL
 
-Body = dict[str, Any]
-
-
-@pytest.fixture
-def baseline() -> Iterator[AuditServer]:
-    with AuditServer(speculates=False) as server:
-        yield server
-
-
-@pytest.fixture
-def server() -> Iterator[AuditServer]:
-    with AuditServer(speculates=True) as server:
-        yield server
-
-
-@pytest.fixture
-def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return what leaves an audit a few of its checks."""
-
-    def chosen(*checks: str) -> None:
-        monkeypatch.setattr("ops.audits.run.CHECKS", {check: CHECKS[check] for check in checks})
-
-    return chosen
+Answer = Callable[[str, int], Reply]
+UNAVAILABLE = Reply(error="http_503: overloaded")
 
 
-def finding_of(verdict: tuple[Verdict, Any], check: str) -> Any:
-    return next(finding for finding in verdict[1]["findings"] if finding["check"] == check)
+class Asker:
+    """Servers without a network: `answer` is given the side and how many requests the side had before."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer, self.ended = answer, ""
+        self.counts = {"audited": 0, "baseline": 0}
+        self.sides = {side: SimpleNamespace(url=f"http://h:{i}") for i, side in enumerate(SIDES)}
+
+    def one(self, side: str, question: Question) -> Reply:
+        self.counts[side] += 1
+        return self.answer(side, self.counts[side] - 1)
+
+    def all(self, side: str, questions: list[Question], in_flight: int) -> list[Reply]:
+        return [self.one(side, question) for question in questions]
+
+    def taken(self, items: Iterator[Any]) -> list[Any]:
+        return list(items)
 
 
-def changing(server: AuditServer, monkeypatch: pytest.MonkeyPatch, change: Callable[[Body, list[Body]], None]) -> None:
-    """Let a server's events be changed, given the request's body."""
-    events = server.events
-
-    def changed(path: str, body: Any) -> Any:
-        listed = list(events(path, body))
-        change(body, listed)
-        yield from listed
-
-    monkeypatch.setattr(server, "events", changed)
-
-
-def rewritten(change: Callable[[str], str], stream_alone: bool) -> Callable[[Body, list[Body]], None]:
-    """Return what changes the arguments of calls of the model's own choice, in streams alone if it is so."""
-
-    def change_of(body: Body, events: list[Body]) -> None:
-        if body.get("tool_choice") != "auto" or (stream_alone and not body.get("stream")):
-            return
-        choices = [choice for event in events for choice in event["choices"]]
-        messages = [choice.get("delta") or choice.get("message") or {} for choice in choices]
-        functions = [call["function"] for message in messages for call in message.get("tool_calls", [])]
-        text = change("".join(function["arguments"] for function in functions))
-        for number, function in enumerate(functions):
-            function["arguments"] = "" if number else text
-
-    return change_of
+def audit_of(answer: Answer, prompts: int = 4, **values: Any) -> Audit:
+    asker: Any = Asker(answer)
+    questions = [Question(f"q{i}", "/completions", {"prompt": f"q{i}"}) for i in range(prompts)]
+    urls = {"url": "http://h:1", "baseline": "http://h:2"}
+    config = from_yaml(AuditConfig, "ops/audit", **(urls | SMALL | {"samples": 16} | values))
+    return Audit(asker, Comparer(asker, 0.5), questions, config)
 
 
 @pytest.mark.parametrize(
-    ("change", "stream_alone", "note"),
+    ("failing", "wrong", "status", "fault"),
     [
-        (lambda text: text.replace('"degrees": ', '"degrees": 1'), False, "read as another call"),
-        (lambda text: text.replace('"degrees": ', '"degrees": 1'), True, "another call"),
-        (lambda text: text[1:], True, "is no JSON"),
-        (lambda text: text[:0], True, "is no JSON"),
+        (lambda *_: False, False, PASSED, ""),
+        (lambda *_: False, True, FAILED, "distribution"),
+        (lambda side, _: side == "baseline", False, NOT_OFFERED, ""),
+        (lambda side, number: side == "baseline" and number % 4, True, UNDECIDED, ""),
+        (lambda side, number: side == "audited" and number == 9, False, FAILED, "error"),
     ],
 )
-def test_a_parser_that_spoils_calls_of_the_model_s_choice_is_named(
-    change: Any, stream_alone: bool, note: str, tmp_path: Path, server: AuditServer, baseline: AuditServer,
-    only: Any, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    only("tool_calls")
-    changing(server, monkeypatch, rewritten(change, stream_alone))
-    verdict, record = ask(tmp_path, server.url, baseline.url)
-    finding = finding_of((verdict, record), "tool_calls")
-    assert (verdict.status, verdict.fault) == (FAILED, "tool_call")
-    assert finding["differences"][0]["id"].startswith("tool auto")
-    assert note in finding["differences"][0]["note"]
-    assert "named: 6 of 6 calls are the baseline's" in finding["summary"]
-
-
-def test_spaces_in_arguments_are_no_difference_and_without_auto_named_calls_are_checked(
-    tmp_path: Path, server: AuditServer, baseline: AuditServer, only: Any, monkeypatch: pytest.MonkeyPatch
+def test_samples_of_another_distribution_and_failures_are_told_apart(
+    failing: Any, wrong: bool, status: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    only("tool_calls")
-    changing(server, monkeypatch, rewritten(lambda text: text.replace(": ", ":  "), False))
-    assert statuses(ask(tmp_path, server.url, baseline.url)[1])["tool_calls"] == PASSED
-    for one in (server, baseline):
-        refusing(one, monkeypatch, lambda body: body.get("tool_choice") == "auto")
-    finding = finding_of(ask(tmp_path, server.url, baseline.url), "tool_calls")
-    assert finding["status"] == PASSED
-    assert "auto: not offered, http_400" in finding["summary"]
+    monkeypatch.setattr("ops.audits.sampling.CHUNKS", 1)
+
+    def answer(side: str, number: int) -> Reply:
+        word = 0 if wrong and side == "audited" else number * 5 % 8
+        return UNAVAILABLE if failing(side, number) else Reply(text=f"w{word} and more")
+
+    finding = sampling(audit_of(answer, alpha=0.01), "sampling")
+    assert (finding.status, finding.fault) == (status, fault)
 
 
-def call(arguments: str, *tokens: Token) -> Reply:
-    return Reply(calls=(("f", arguments),), finish="tool_calls", tokens=tokens)
+def test_the_second_round_of_samples_has_seeds_of_its_own_on_either_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ops.audits.sampling.CHUNKS", 1)
+    seeds: list[tuple[str, int]] = []
+
+    def one(side: str, question: Question) -> Reply:
+        seeds.append((side, question.body["seed"]))
+        return Reply(text="w0 and more" if side == "audited" else f"w{len(seeds) * 5 % 8} and more")
+
+    audit = audit_of(lambda _, __: Reply(), prompts=1, alpha=0.01)
+    audit.asker.one = one
+    assert sampling(audit, "sampling").status == FAILED
+    assert len(seeds) == 2 * audit.config.samples * (1 + AGAIN)
+    assert len({seed for _, seed in seeds}) == len(seeds)
 
 
-def one(text: str, logprob: float, **top: float) -> Token:
-    return Token(text.encode(), logprob, {key.encode(): value for key, value in top.items()})
+def test_samples_of_one_distribution_pass_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ops.audits.sampling.CHUNKS", 2)
+    rng = np.random.default_rng(1)
+    words = np.array([f"{a} {b}" for a in "uvwxyz" for b in "stuv"])
 
+    def p_of(ours: list[str], theirs: list[str]) -> float:
+        return p_value([kernel_of(ours, theirs)], rng)
 
-@pytest.mark.parametrize(
-    ("ours", "again", "kind"),
-    [
-        (call('{"a": 2}'), [call('{"a": 2}', one("2", -0.8))], NEAR_TIE),
-        (call('{"a": 3}'), [call('{"a": 3}', one("3", -4.0))], FAULT),  # a token far below
-        (call('{"a": 2}'), [call('{"a": 2}', one("1", -0.6))], FAULT),  # the tokens are the baseline's
-        (call('{"a": 2}'), [call('{"a": 1}', one("1", -0.6))], NEAR_TIE),  # in a stream alone, and there is a near tie
-        (call('{"a": '), [call('{"a": 1}', one("1", -0.6))], FAULT),  # no near tie breaks JSON
-        (Reply("I cannot"), [Reply("I cannot", tokens=(one("I", -0.1),))], FAULT),
-        (Reply(error="http_500"), [], FAULT),
-    ],
-)
-def test_a_call_is_judged_by_its_tokens(ours: Reply, again: list[Reply], kind: str) -> None:
-    question = Question("x", "/chat/completions", {"messages": [], "tool_choice": "auto"})
-    right = [call('{"a": 1}', one("1", -0.6, **{"1": -0.6, "2": -0.8, "3": -4.0}))]
-    assert difference_of(question, ours, right, again, 0.5).kind == kind
-    silent = difference_of(question, ours, [call('{"a": 1}')], again, 0.5)
-    broken = ours.error or ours.calls[:1] == (("f", '{"a": '),)
-    assert silent.kind == (FAULT if broken else UNEXPLAINED)
+    def sampled(count: int, shift: float) -> list[str]:
+        weights = np.ones(len(words))
+        weights[0] += shift
+        return [str(text) for text in rng.choice(words, count, p=weights / weights.sum())]
 
-
-def test_gaps_of_tokens() -> None:
-    tokens = (one("a", -0.1, a=-0.1, b=-3.0), one("c", -0.2, c=-0.2, d=-0.9))
-    assert token_gap(tokens, (tokens[0], one("d", 0.0))) == (1, pytest.approx(0.7))
-    assert token_gap(tokens, tokens[:1]) == (1, pytest.approx(0.7))
-    assert token_gap(tokens[:1], tokens) == (1, None)
-    assert nearest_tie(tokens) == pytest.approx(0.7)
-    assert nearest_tie((one("a", -0.1),)) is None
-    assert nearest_tie(()) is None
-    assert parsed(call("[" * 100_000)) == [("f", "[" * 100_000)]
-
-
-def texts(events: list[Body]) -> dict[int, list[Body]]:
-    """Return the deltas of each choice of a stream."""
-    deltas: dict[int, list[Body]] = {}
-    for choice in (choice for event in events for choice in event["choices"]):
-        deltas.setdefault(choice["index"], []).append(choice["delta"])
-    return deltas
-
-
-def once(_: Body, events: list[Body]) -> None:
-    for event in events:
-        event["choices"] = [choice for choice in event["choices"] if choice["index"] == 0]
-
-
-def counted_once(_: Body, events: list[Body]) -> None:
-    events[-1]["usage"]["completion_tokens"] //= 2
-
-
-def copied(_: Body, events: list[Body]) -> None:
-    first, second = ("".join(delta["content"] for delta in deltas) for deltas in texts(events).values())
-    for deltas in texts(events).values():
-        for number, delta in enumerate(deltas):
-            delta["content"] = "" if number else first or second
-
-
-def reversed_second(_: Body, events: list[Body]) -> None:
-    deltas = texts(events)[1]
-    text = "".join(delta["content"] for delta in deltas)[::-1]
-    for number, delta in enumerate(deltas):
-        delta["content"] = "" if number else text
-
-
-@pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [(None, ""), (once, "choices"), (counted_once, "usage"), (copied, "choices"), (reversed_second, "choices")],
-)
-def test_two_choices_are_checked_though_the_baseline_refuses_them_at_temperature_0(
-    greedy: bool, change: Any, fault: str, tmp_path: Path, server: AuditServer, baseline: AuditServer, only: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    only("choices")
-    if change is not None:
-        changing(server, monkeypatch, lambda body, events: change(body, events) if body.get("n") == 2 else None)
-    for each_server in (server, baseline):
-        refusing(each_server, monkeypatch, lambda body: body.get("n") == 2 and not body["temperature"] and not greedy)
-    verdict, record = ask(tmp_path, server.url, baseline.url)
-    finding = finding_of((verdict, record), "choices")
-    expected = fault if not greedy or change is not copied else ""  # which greedy ones are
-    assert (finding["status"], verdict.fault) == (FAILED if expected else PASSED, expected)
-    assert greedy or "with a temperature alone" in finding["summary"]
-    if not greedy and change in (counted_once, copied):
-        script = [sys.executable, str(tmp_path / REPRODUCTION)]
-        shown = subprocess.run([*script, server.url, baseline.url], capture_output=True, text=True, check=False)
-        same = subprocess.run([*script, baseline.url, baseline.url], capture_output=True, text=True, check=False)
-        assert (shown.returncode, same.returncode) == (1, 0), shown.stdout + same.stdout + shown.stderr + same.stderr
-
-
-def without_logprobs(_: Body, events: list[Body]) -> None:
-    for choice in (choice for event in events for choice in event["choices"]):
-        choice["logprobs"] = None
-
-
-def of_other_tokens(_: Body, events: list[Body]) -> None:
-    for choice in (choice for event in events for choice in event["choices"]):
-        logprobs = choice.get("logprobs") or {}
-        for entry in logprobs.get("content") or []:
-            entry.update(token="x", bytes=[120])
-        if "tokens" in logprobs:
-            logprobs["tokens"] = ["x"] * len(logprobs["tokens"])
-
-
-@pytest.mark.parametrize(("chat", "stream"), [(True, True), (False, False)])  # the replies that have the fault
-@pytest.mark.parametrize(
-    ("change", "note"),
-    [
-        (without_logprobs, "no logprobs"),
-        (of_other_tokens, "the tokens of the logprobs are not those of the text"),
-        ("copied_top", "an alternative to token"),
-        ("shifted_top", "an alternative to token"),
-        ("cut_top", "alternatives where the baseline lists"),
-    ],
-)
-def test_wrong_logprobs_are_named_and_reproduced(
-    change: Any, note: str, stream: bool, chat: bool, tmp_path: Path, server: AuditServer, baseline: AuditServer,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr("ops.audits.run.CHECKS", {"logprobs": CHECKS["logprobs"]})
-    clean, faulty = server.events, AuditServer(fault=change).events if isinstance(change, str) else server.events
-
-    def events(path: str, body: Any) -> Any:
-        wrong = bool(body.get("stream")) == stream
-        listed = list((faulty if wrong else clean)(path, body))
-        if wrong and callable(change):
-            change(body, listed)
-        yield from listed
-
-    monkeypatch.setattr(server, "events", events)
-    client = {"model": None, "chat": chat, "timeout": 60.0, "api_key_env": "NONE", "extra": {}}
-    finding = finding_of(ask(tmp_path, server.url, baseline.url, client=client), "logprobs")
-    assert (finding["status"], finding["fault"]) == (FAILED, "logprobs")
-    assert note in finding["differences"][0]["note"]
-    assert finding["summary"] == "5 of 10 replies hold"
-    script = [sys.executable, str(tmp_path / REPRODUCTION)]
-    shown = subprocess.run([*script, server.url, baseline.url], capture_output=True, text=True, check=False)
-    same = subprocess.run([*script, baseline.url, baseline.url], capture_output=True, text=True, check=False)
-    assert (shown.returncode, same.returncode) == (1, 0), shown.stdout + same.stdout + shown.stderr + same.stderr
-
-
-def test_choices_that_ignore_their_seed_are_named(
-    tmp_path: Path, server: AuditServer, baseline: AuditServer, only: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    only("choices")
-    with AuditServer(speculates=True, fault="seed") as faulty:
-        for refused in (faulty, baseline):
-            refusing(refused, monkeypatch, lambda body: body.get("n") == 2 and not body["temperature"])
-        verdict, _ = ask(tmp_path, faulty.url, baseline.url)
-    assert (verdict.status, verdict.fault) == (FAILED, "seed")
-
-
-def test_seeds_that_the_baseline_ignores_too_are_not_offered(
-    tmp_path: Path, only: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    only("seeds")
-    with AuditServer(speculates=True, fault="seed") as server, AuditServer(speculates=False) as plain:
-        events = plain.events
-        monkeypatch.setattr(plain, "events", lambda path, body: events(path, {**body, "seed": None}))
-        finding = finding_of(ask(tmp_path, server.url, plain.url), "seeds")
-    assert finding["status"] == NOT_OFFERED
-    assert "it does not take a seed" in finding["summary"]
+    ps = [p_of(sampled(40, 0), sampled(40, 0)) for _ in range(60)]
+    assert sum(p <= 0.1 for p in ps) <= 15
+    assert min(ps) > 1e-3
+    assert p_of(sampled(80, 40), sampled(80, 0)) < 1e-4
+    assert p_of(["a b c"] * 30, ["a b"] * 30) < 1e-4
+    same = "a " * OPENING
+    assert p_of([same + "b c d e"] * 30, [same + "e d c b"] * 30) < 1e-4, "in another order they are other answers"
+    assert p_of(["a b"] * 8, ["a b"] * 8) == 1
 
 
 def test_the_test_of_seeds_is_one_sided_and_exact() -> None:
-    rng = np.random.default_rng(0)
-    assert fewer([4] * 8, [4] * 8, rng) == 1.0
-    assert fewer([4] * 8, [0] * 8, rng) == 1.0
-    assert fewer([4] * 8, [4] * 12, rng) == 1.0
-    assert fewer([0, 0], [4, 4], rng) == pytest.approx(1 / 6, rel=0.02)
-    assert fewer([0] * 24, [4] * 24, rng) < 1e-5
+    assert fewer([True] * 8, [True] * 12) == 1.0
+    assert fewer([True] * 8, [False] * 8) == 1.0
+    assert fewer([False] * 2, [True] * 2) == pytest.approx(1 / 6)
+    assert fewer([False] * 24, [True] * 24) < 1e-5
 
 
-def test_the_stated_shares_are_those_that_the_tests_show() -> None:
-    rng = np.random.default_rng(0)
-    words = np.array([f" w{i}" for i in range(24)])
+def test_without_borders_none_are_tried() -> None:
+    finding = borders(audit_of(lambda _, __: Reply(), borders=[]))
+    assert (finding.status, finding.summary) == (NOT_OFFERED, "borders is empty")
 
-    def sampled(prompt: int, count: int, wrong: float, test: str) -> list[str]:
-        """Return answers, a share of them wrong in the way of a test."""
-        answers = []
-        for _ in range(count):
-            other = rng.random() < wrong
-            first = 6 * ((prompt + (other and test != "lengths")) % 4)
-            length = int(rng.integers(8, 16)) // (2 if other and test == "lengths" else 1)
-            answers.append("".join(rng.choice(words[first : first + 6], length)))
-        return answers
 
-    bound, size = 0.01, 24
-    shares = smallest_shares([([], sampled(prompt, size, 0.0, "")) for prompt in range(4)], bound, rng)
-    assert set(shares) == {"beginnings", "lengths", "words"}
-    for test, share in shares.items():
-        assert share is not None
-        shown = 0
-        for _ in range(8):
-            sides = [(sampled(i, 4 * size, share, test), sampled(i, 4 * size, 0.0, test)) for i in range(4)]
-            kernels = kernels_of(sides)[test]
-            labels = np.repeat([1.0, -1.0], 4 * size)
-            shown += (
-                permuted(kernels, 400, rng) >= sum(labels @ kernel @ labels for kernel in kernels)
-            ).mean() <= bound
-        assert shown >= 6
-    assert smallest_shares([([], [" a b"] * 8)] * 2, bound, rng)["beginnings"] is None  # all answers are alike
+FAILING = breach(Question("q", "/completions", {}), "a", "b", "usage", "counted wrongly")
+DIFFERING = FAILING._replace(kind=UNEXPLAINED, fault="")
+NO_DRAFTS = "no fault in 2 checks, but the server counts no drafts: does it speculate?"
+UNCLEAR = "answers differ in usage, and no logprobs say whether at near ties"
 
 
 @pytest.mark.parametrize(
-    ("fault", "check", "requests", "status"),
+    ("status", "differences", "drafts", "ended", "near_tie", "expected", "sentence"),
     [
-        ("usage", "usage", 8, FAILED),
-        ("", "usage", 8, NOT_RUN),
-        ("stale_cache", "prefix_cache", 11, UNDECIDED),  # no request is left to ask how near
-        ("", "prefix_cache", 11, NOT_RUN),
-        ("temperature", "sampling", 100, NOT_RUN),
-        ("seed", "seeds", 70, NOT_RUN),
+        (PASSED, [], 1, "", 4.0, PASSED, "no fault in 2 checks"),
+        (PASSED, [], None, "", 0.5, PASSED, "no fault in 2 checks"),
+        (PASSED, [], 0, "", 0.5, UNDECIDED, NO_DRAFTS),
+        (PASSED, [], 1, "", 4.1, UNDECIDED, "the baseline left its own answers across 2.0 nats: is it greedy?"),
+        (PASSED, [], 1, "interrupted", 0.5, UNDECIDED, "no fault in 2 checks, then interrupted"),
+        (NOT_OFFERED, [], 1, "", 0.5, PASSED, "no fault in 1 checks"),
+        (UNDECIDED, [], 1, "", 0.5, UNDECIDED, "no fault in 1 checks, but usage cannot be judged: why"),
+        (UNDECIDED, [DIFFERING], 1, "", 0.5, UNDECIDED, UNCLEAR),
+        (FAILED, [FAILING], 0, "", 4.1, FAILED, "not lossless: usage failed"),
+        (FAILED, [FAILING], 1, "interrupted", 0.5, FAILED, "not lossless: usage failed, then interrupted"),
     ],
 )
-def test_a_budget_that_ends_in_a_check_keeps_what_it_has(
-    fault: str, check: str, requests: int, status: str, tmp_path: Path, baseline: AuditServer, only: Any
+def test_the_verdict_of_findings(
+    status: str, differences: list[Difference], drafts: int | None, ended: str, near_tie: float, expected: str,
+    sentence: str,
+) -> None:  # fmt: skip
+    findings = [Finding("identity", PASSED, ""), Finding("usage", status, "why", differences)]
+    verdict = verdict_of([*findings, Finding("speed", PASSED, "", figures={"drafts": drafts})], ended, near_tie)
+    assert (verdict.status, verdict.sentence) == (expected, sentence)
+    assert verdict.fault == ("usage" if expected == FAILED else "")
+
+
+def test_the_diagnosis_is_of_the_first_failure_but_for_telling_ones() -> None:
+    def finding(check: str, status: str = FAILED, look: str = "", differing: int = 0) -> Finding:
+        wrong = [FAILING._replace(fault=look)] * differing
+        return Finding(check, status, "", wrong, {"answers": 16})
+
+    passed = finding("streaming", PASSED)
+    for findings, fault in (
+        ([finding("identity", PASSED)], ""),
+        ([finding("identity"), finding("streaming")], "wrong_token"),
+        ([finding("tool_calls"), finding("schemas")], "schema"),
+        ([finding("identity", FAILED, "", 9), passed], "streaming"),
+        ([finding("identity", FAILED, "limit", 9), passed], "streaming"),
+        ([finding("identity", FAILED, "", 1), passed], "wrong_token"),
+        ([finding("identity", FAILED, "error", 9), passed], "error"),
+        ([finding("tool_calls", FAILED, "error", 1), finding("schemas")], "error"),
+        ([finding("seeds", FAILED, "seed", 1), finding("sampling", PASSED)], "seed"),
+        ([finding("seeds", FAILED, "seed", 1), finding("sampling")], "distribution"),
+    ):
+        assert diagnosed(findings) == fault
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "shown"),
+    [
+        ("ax", NEAR_TIE, ", 0.10 nats less likely"),
+        ("ay", FAULT, ", 3.00 nats less likely"),
+        ("az", FAULT, ", at least 3.00 nats less likely"),
+        ("bz", UNEXPLAINED, ", at least 0.20 nats less likely"),  # any token may be as near as the last one listed
+        ("bx", NEAR_TIE, ", 0.20 nats less likely"),
+    ],
+)
+def test_a_token_that_is_not_listed_is_no_near_tie(text: str, kind: str, shown: str) -> None:
+    tops = {"a": {b"x": -0.6, b"y": -3.5}, "b": {b"v": -0.6, b"x": -0.7}}
+    tokens = (Token(text[0].encode(), 0.0, {}), Token(b"w", -0.5, {b"w": -0.5, **tops[text[0]]}))
+    question = Question("q", "/completions", {"prompt": "q"})
+    reply = Reply(f"{text[0]}w", tokens=tokens)
+    comparer = audit_of(lambda _, __: reply).comparer
+    comparer.learn(question, reply)
+    difference = comparer.difference(question, Reply(text))
+    assert difference is not None
+    assert difference.kind == kind
+    assert one_line(difference_record(difference)).endswith(f"{shown} to the baseline")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "status", "summary"),
+    [
+        (["no"], ["no"], NOT_OFFERED, "the baseline does not hold it: 0 of 8 replies hold; 8 breaches are the base"),
+        (["no", "yes"], ["no", "yes"], PASSED, "4 of 8 replies hold; 4 breaches are the baseline's too"),
+        (["yes"], ["yes", "no"], FAILED, "4 of 8 replies hold"),
+    ],
+)
+def test_what_the_baseline_breaks_too_does_not_hold(
+    theirs: list[str], ours: list[str], status: str, summary: str
 ) -> None:
-    only(check, "limits")
-    with AuditServer(speculates=True, fault=fault) as server:
-        verdict, record = ask(tmp_path, server.url, baseline.url, requests=requests)
-    finding = finding_of((verdict, record), check)
-    assert finding["status"] == status
-    assert finding["summary"].endswith(f", then the budget of {requests} requests is used up")
-    assert bool(finding["differences"]) == (status in (FAILED, UNDECIDED))
-    assert statuses(record)["limits"] == NOT_RUN
-    assert record["requests"] == requests
-    assert verdict.status == (FAILED if status == FAILED else UNDECIDED)
-    assert f"then the budget of {requests} requests is used up" in verdict.sentence
+    replies = {"baseline": theirs, "audited": ours}
+
+    def answer(side: str, question: Question) -> Reply:
+        return Reply(text=replies[side][int(question.id[1:]) % len(replies[side])])
+
+    audit = audit_of(lambda _, __: Reply(), prompts=8)
+    audit.asker.one = answer
+    finding = checked(audit, "schemas", "schema", audit.questions, lambda _, r, __: None if r.text == "yes" else "not")
+    assert finding.status == status
+    assert finding.summary.startswith(summary)
 
 
-def test_labels_of_the_plot_keep_off_its_title() -> None:
-    loads = [
-        {"in_flight": n, "user": {"audited": 9.0 / n, "baseline": 5.0 / n}, "throughput": {"audited": n, "baseline": n}}
-        for n in (1, 8)
-    ]
-    drawn: Any = plot({"findings": [{"check": "speed", "figures": {"loads": loads}}]})
-    assert min(y for curve in drawn["curves"] for _, y, _ in curve["points"]) >= drawn["edge"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("fault", ["", "logprobs"])
-def test_the_page_fits_a_phone_and_a_desk(fault: str, scheme: str, tmp_path: Path, baseline: AuditServer) -> None:
-    playwright = pytest.importorskip("playwright.sync_api")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("there is no Chromium")
-    with AuditServer(speculates=True, fault=fault) as server:
-        ask(tmp_path, server.url, baseline.url)
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        for width in (390, 1280):
-            view = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-            view.goto((tmp_path / PAGE).as_uri())
-            view.evaluate("document.querySelectorAll('details').forEach(fold => { fold.open = true })")
-            assert view.evaluate("document.documentElement.scrollWidth") == width
-            heights = "[...document.querySelectorAll('svg text')].map(text => text.getBoundingClientRect().height)"
-            assert min(view.evaluate(heights)) > 10
+ONE = Reply(text="a b", completion_tokens=1, finish="length", prompt_tokens=3, total_tokens=4)
+STOPPED = Reply(text="one two", finish="stop", completion_tokens=2)
 
 
 @pytest.mark.parametrize(
-    ("baseline", "shared"),
+    ("check", "theirs", "ours", "note"),
     [
-        ("http://127.0.0.1:8001", True),
-        ("http://localhost:8000", False),  # the same server, by a field of its requests
-        ("http://elsewhere:8000", False),
+        (
+            limits,
+            ONE,
+            ONE._replace(finish="stop"),
+            "the baseline's text of 1 tokens, finish_reason stop and not length",
+        ),
+        (limits, ONE._replace(finish=None), ONE, None),  # the baseline gives none
+        (limits, ONE, ONE._replace(text="a c"), None),  # another token of as many
+        (limits, ONE, ONE._replace(text="a", completion_tokens=0, finish="stop"), None),
+        (limits, ONE, ONE._replace(text="a"), "1 tokens: 'a' is cut short"),
+        (limits, ONE, ONE._replace(text="a b c", completion_tokens=2), "2 tokens where max_tokens is 1, finish_reason"),
+        (limits, ONE, ONE._replace(text="a", completion_tokens=0), "0 tokens where max_tokens is 1, finish_reason"),
+        (limits, ONE, ONE._replace(text="a b c", completion_tokens=None), None),
+        (stop_strings, STOPPED, STOPPED, None),
+        (stop_strings, STOPPED, STOPPED._replace(text="one two three"), "the stop string ' three' is in the text"),
+        (stop_strings, STOPPED, STOPPED._replace(finish="length"), "finish_reason length where the baseline stops at"),
+        (stop_strings, STOPPED, STOPPED._replace(text="one", finish="length"), None),  # another answer
+        (stop_strings, STOPPED._replace(finish="length"), STOPPED._replace(finish="length"), None),
+        (usage, ONE, ONE, None),
+        (usage, ONE, ONE._replace(prompt_tokens=4), "4 tokens of the prompt, the baseline counts 3"),
+        (usage, ONE, ONE._replace(completion_tokens=2), "2 tokens of the same text, the baseline counts 1"),
+        (usage, ONE, ONE._replace(text="c", completion_tokens=2, total_tokens=5), None),
+        (usage, ONE, ONE._replace(text="c", completion_tokens=2), "3 and 2 tokens add up to 4"),
+        (usage, ONE, ONE._replace(total_tokens=None), None),
     ],
 )
-def test_servers_of_one_machine_are_known(baseline: str, shared: bool) -> None:
-    assert share_machine("http://localhost:8000", baseline) == shared
-    timings = [Timed(side, 1, [Reply(text="a b", completion_tokens=2, latency_s=1.0)], 1.0) for side in SIDES]
-    assert ("slow each other" in speed(timings, (None, None), 0, shared=shared).summary) == shared
+def test_both_outcomes_of_what_a_reply_must_hold(
+    check: Callable[[Audit], Finding], theirs: Reply, ours: Reply, note: str | None
+) -> None:
+    audit = audit_of(lambda side, _: ours if side == "audited" else theirs, prompts=1)
+    audit.comparer.answers = {question.content: [Reply(text="one two three four")] for question in audit.questions}
+    finding = check(audit)
+    assert finding.status == (FAILED if note else PASSED)
+    assert not note or finding.differences[0].note.startswith(note)
+
+
+def listed(*tokens: str, also: str = "wxyz", **values: float) -> Reply:
+    """Return a reply whose tokens' lists hold each token at -0.5 and others from -1 on, but for the `values`."""
+    tops = [{token: -0.5, **{other: -1.0 - i for i, other in enumerate(also) if other != token}} for token in tokens]
+    for top in tops:
+        top.update((key, value) for key, value in values.items() if key in top)
+    made = [
+        Token(token.encode(), values.get(token, -0.5), {key.encode(): value for key, value in top.items()})
+        for token, top in zip(tokens, tops, strict=True)
+    ]
+    return Reply("".join(tokens), tokens=tuple(made))
+
+
+def at(reply: Reply, index: int, other: Reply) -> Reply:
+    """Return a reply with the list of another one's token at an index."""
+    tokens = list(reply.tokens)
+    tokens[index] = tokens[index]._replace(top=other.tokens[index].top)
+    return reply._replace(tokens=tuple(tokens))
+
+
+def third(also: str = "wxyz", **values: float) -> Reply:
+    """Return FIVE with another list of its third token."""
+    return at(FIVE, 2, listed(*"abcde", also=also, **values))
+
+
+FIVE = listed(*"abcde")  # lists of five, the token's own entry among them
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "note"),
+    [
+        (FIVE, FIVE, None),
+        (FIVE, listed(*"abcde", b=-0.9), None),
+        (FIVE, listed(*"abcde", b=0.1), "token 1 has 0.100 where the baseline has -0.500"),
+        (FIVE, listed(*"abcde", **dict.fromkeys("abcde", -0.38)), None),
+        (FIVE, listed(*"abcde", **dict.fromkeys("abcde", -0.36)), "token 0 has -0.360 where"),
+        (FIVE, third(z=-4.9), None),
+        (FIVE, third(z=-5.1), "an alternative to token 2 has -5.100 where"),
+        (FIVE, third("wxyu", u=-3.1), None),  # as the last one any may be listed
+        (FIVE, third("wxyu", u=-2.9), "an alternative to token 2 has -2.900 where"),
+        (FIVE, third("xyzu", x=-2.0, y=-3.0, z=-4.0, u=-4.5), "an alternative to token 2 has -4.500 where the base"),
+        (FIVE, listed(*"abcde", also="wxy"), "token 0 lists 4 alternatives where the baseline lists 5"),
+        (FIVE, third("wxy"), None),  # two of the same text are one
+        (FIVE, third("wx"), "token 2 lists 3 alternatives where the baseline lists 5"),
+        (third("wxyzv"), FIVE, None),  # the token in addition to the five asked for
+        (FIVE, listed("a", "x", "c", c=-3.0), "token 2 is not the first of its alternatives"),
+        (FIVE, listed("a", "x", "c", c=-1.4), None),  # behind a near tie nothing is compared
+        (FIVE, Reply("abcde"), "no logprobs"),
+        (FIVE, FIVE._replace(text="other"), "the tokens of the logprobs are not those of the text"),
+    ],
+)
+def test_logprobs_are_the_baseline_s_with_their_alternatives(theirs: Reply, ours: Reply, note: str | None) -> None:
+    finding = logprobs_hold(audit_of(lambda side, _: ours if side == "audited" else theirs))
+    assert finding.status == (FAILED if note else PASSED)
+    assert not note or finding.differences[0].note.startswith(note)
+    assert finding.summary == f"{0 if note else 8} of 8 replies hold"
+
+
+DOUBT = "8 of 8 replies hold; of the baseline itself token 0"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "summary"),
+    [
+        (listed("a", a=-3.0), f"{DOUBT} is not the first of its alternatives"),
+        (listed("a", also="vw"), f"{DOUBT} lists 3 alternatives where 5 were asked for"),
+        (Reply("a"), "the baseline gives no logprobs"),
+    ],
+)
+def test_alternatives_that_the_baseline_breaks_are_reported(theirs: Reply, summary: str) -> None:
+    finding = logprobs_hold(audit_of(lambda _, __: theirs))
+    assert finding.status == (PASSED if theirs.tokens else NOT_OFFERED)
+    assert finding.summary.startswith(summary)
+
+
+def token(text: str, logprob: float, **top: float) -> Token:
+    return Token(text.encode(), logprob, {key.encode(): value for key, value in {text: logprob, **top}.items()})
+
+
+def test_penalties_are_taken_off_logprobs_from_before_them() -> None:
+    tokens = (token("a", -0.1, b=-2.0), token("b", -1.0, a=-0.5))
+    body = {"presence_penalty": 0.6, "frequency_penalty": 0.4}
+    assert penalized(tokens, {}) == [*tokens]
+    second = penalized(tokens, body)[1]
+    assert (second.logprob, second.top[b"a"]) == (-1.0, pytest.approx(-1.5))
+    after = [token("a", -0.1, b=-2.0), token("b", -0.4, a=-0.5)]
+    assert penalized(after, body) == after  # the choice is the most probable one: they are after
+
+
+def test_the_gap_is_that_of_the_token_at_the_first_difference() -> None:
+    tokens = (token("a", -0.1, b=-3.0), token("bc", -0.2, bd=-0.5, x=-4.0), token("e", -0.1, f=-2.0))
+    theirs = Reply("abce", tokens=tokens)
+    assert gap_at(theirs, "abde", {}) == (2, pytest.approx(0.3))
+    assert gap_at(theirs, "abze", {}) == (2, pytest.approx(3.8))  # at least: the token is not listed
+    assert gap_at(theirs, "abc", {}) == (3, pytest.approx(1.9))  # an end
+    assert gap_at(theirs, "abcef", {}) == (4, None)  # the baseline ended, and does not say how surely
+    assert gap_at(Reply("abce"), "abde", {}) == (2, None)
+    assert gap_at(Reply("zbce", tokens=tokens), "zbde", {}) == (2, None)  # the tokens are not the text's
+    ended = Reply("abce", tokens=(*tokens, token("</s>", -0.4, g=-0.6)))
+    assert gap_at(ended, "abceg", {}) == (4, pytest.approx(0.2))
+
+
+def test_replies_are_assembled_from_their_events() -> None:
+    first = {"logprobs": {"content": [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}]}}
+    call = {"index": 0, "function": {"name": "f", "arguments": '{"a"'}}
+    more = {"delta": {"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]}, "finish_reason": "tool_calls"}
+    choices: list[list[dict[str, Any]]] = [
+        [{"index": 0, "delta": {"content": "a"}, **first}],
+        [{"index": 1, "delta": {"tool_calls": [call]}}],
+        [{"index": 1, **more}],
+        [],
+    ]
+    usage = {"prompt_tokens": 3, "completion_tokens": True}
+    events = [(0.1 + i, {"model": "m", "choices": one, "usage": usage}) for i, one in enumerate(choices)]
+    one, other = read_replies(events, "m")
+    assert (one.text, one.tokens, one.ttft_s) == ("a", (Token(b"a", -0.5, {}),), 0.1)
+    assert (other.calls, other.finish) == ((("f", '{"a": 1}'),), "tool_calls")
+    assert (other.prompt_tokens, other.completion_tokens) == (3, None)
+    huge = {"choices": [{"text": "a"}], "model": "m", "usage": {"completion_tokens": 10**400}}
+    assert read_replies([(0.1, huge)], "m")[0].completion_tokens is None
+    with pytest.raises(EndpointError, match="choices"):
+        read_replies([(0.1, {"choices": [{"delta": {"tool_calls": ["f"]}}], "model": "m"})], "m")
+    with pytest.raises(EndpointError, match="too_large"):
+        read_replies([(0.1, {"choices": [{"text": "a" * 100_000}], "model": "m"})] * 11, "m")
+    for logprobs, tokens in (
+        ({"tokens": ["a"], "token_logprobs": [None], "top_logprobs": [None]}, []),
+        ({"content": [{"token": "a", "bytes": 10**12, "logprob": -math.inf}]}, [Token(b"a", -9999.0, {})]),
+        ({"tokens": ["a"], "token_logprobs": [-1], "top_logprobs": [{"b": -2}]}, [Token(b"a", -1.0, {b"b": -2.0})]),
+    ):
+        assert read_tokens(logprobs) == tokens
+
+
+def test_schemas_stop_strings_and_shown_texts() -> None:
+    assert schema_breach('{"city": "Oslo", "degrees": 3, "sunny": true}', "stop") is None
+    assert "is no int" in str(schema_breach('{"city": "Oslo", "degrees": true, "sunny": true}', "stop"))
+    assert "is no JSON" in str(schema_breach('{"city": "Os', "stop"))
+    assert schema_breach('{"city": "Os', "length") is None
+    assert "is no JSON" in str(schema_breach("The weather in Oslo is", "length"))  # free text up to the limit
+    assert "is no JSON" in str(schema_breach("[" * 100_000, "stop"))
+    assert "keys" in str(schema_breach("[]", "stop"))
+    assert stop_in("one two three one two four") == " one"
+    assert stop_in("a") is None
+    assert cut("é" * 300, 500)[0].startswith("…")
 
 
 def test_speculation_loses_from_a_load_on_only_if_no_larger_one_wins() -> None:
-    timings = [
+    audit = audit_of(lambda _, __: Reply())
+    audit.timings = [
         Timed(side, load, [Reply(text="a b", completion_tokens=9, latency_s=seconds)] * 4, seconds)
         for load, gain in ((1, 0.5), (4, 2.0), (8, 0.8), (16, 0.7))
         for side, seconds in (("baseline", 1.0), ("audited", 1 / gain))
     ]
-    found = speed(timings, (None, None), 0)
-    assert [round(load["speedup"], 1) for load in found.figures["loads"]] == [0.5, 2.0, 0.8, 0.7]
-    assert found.figures["loses_from"] == 8
-    assert speed(timings[:4], (None, None), 0).figures["loses_from"] is None
+    figures = speed(audit, None, None).figures
+    assert figures["speedup"] == pytest.approx({1: 0.5, 4: 2.0, 8: 0.8, 16: 0.7})
+    assert figures["loses_from"] == 8
+    del audit.timings[4:]
+    assert speed(audit, None, None).figures["loses_from"] is None
+    del audit.timings[:]
+    assert speed(audit, None, None).status == NOT_RUN
 
 
 def test_both_servers_come_first_as_often_and_in_no_fixed_order() -> None:
-    questions = [SimpleNamespace(id=str(number)) for number in range(16)]
-    asker = SimpleNamespace(one=lambda side, question: (side, question.id))
-    audit: Any = SimpleNamespace(seed=0, chat=False, questions=questions, asker=asker)
-    asked = [side for side, _ in _twice(audit)]
+    audit = audit_of(lambda side, _: Reply(text=side), prompts=16)
+    asked = [reply.text for _, reply in _twice(audit)]
     firsts = asked[::2]
     assert firsts.count("audited") == 16
     assert firsts[16:] == asked[1::2][:16]

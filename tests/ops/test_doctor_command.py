@@ -16,7 +16,6 @@ from ops.doctor import examine
 from ops.examine import files
 from ops.examine.files import read
 from ops.examine.finding import OK, UNKNOWN, WRONG, Finding, meant_for
-from tests import toys
 from tests.ops.doctoring import TREE, Ward, asked, change, faults, rope, set_to, turned, without
 from tests.train.hub_server import Hub, Repo, become
 from tests.train.publishing import VALUES
@@ -82,15 +81,6 @@ def test_bad_input_is_one_line(
     assert status(monkeypatch, *[word.format(**places) for word in words]) == 2
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error:"))
     assert told.format(**places) in line
-
-
-def test_the_help_lists_the_keys(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["doctor.py", "--help"])
-    doctor.main()
-    text = capsys.readouterr().out
-    assert text.startswith("examine a published head: ")
-    assert "  python ops/doctor.py run=outputs/tiny-eagle3/publish\n" in text
-    assert "\n  sibling=false " in text
 
 
 def test_a_repository_is_examined_with_what_lies_beside_the_head(
@@ -218,12 +208,3 @@ def test_a_run_is_examined_on_its_own_prompts_and_its_records_are_published(tmp_
         assert [each.check for each in faults(out, ward.target)] == ["chat template"]
     finally:
         template.write_text(kept)
-
-
-def test_a_template_has_a_hash_of_its_own() -> None:
-    tokenizer: Any = toys.tokenizer()
-    assert template_sha256(tokenizer) is None
-    tokenizer.chat_template = "a"
-    one = template_sha256(tokenizer)
-    tokenizer.chat_template = {"default": "a", "tools": "b"}
-    assert len({one, template_sha256(tokenizer), None}) == 3

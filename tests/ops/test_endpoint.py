@@ -8,15 +8,12 @@ from pathlib import Path
 import pytest
 
 from data.text.records import parse
-from eval.inputs.workloads import Workload
 from eval.measures.counters import verified
 from eval.measures.losslessness import Gate
 from eval.measures.results import Measurement
 from eval.report.reading import read_report, report_of
-from ops.endpoint import main
-from ops.served.client import Answer, Server, busy_s
-from ops.served.exchange import Question, questions_of
-from ops.served.measurement import Runs, differs, rows, text_gate
+from ops.endpoint import Runs, main, rows, text_gate
+from ops.served import Answer, Question, Server, busy_s, questions_of
 from tests.eval.small import run_command
 from tests.ops.endpoint_server import DEPTH, MODEL, Served, key_of, words
 from tests.ops.serving import PROMPTS, TOKENS, config, expected, measured, rows_of, wrong
@@ -45,7 +42,7 @@ def test_acceptance_is_what_the_server_counts_at_every_batch_size(engine: str, d
     assert (first["batch_size"], second["batch_size"]) == (1, 4)
     assert first["tau_ci"][0] <= first["tau"] <= first["tau_ci"][1]
     assert (second["tau_ci"] is None) is not detailed  # side by side, counters do not tell requests apart
-    assert first["drafter"] == ("eagle3" if engine == "sglang" else "endpoint")
+    assert first["drafter"] == "endpoint"
 
 
 def test_as_many_requests_are_in_flight_as_the_batch_size_says(served: Served, log: Path) -> None:
@@ -85,14 +82,6 @@ def test_each_rate_has_the_verdicts_of_its_own_texts(served: Served, plain: Serv
     measured(config(served, log, baseline=plain.url, batch_size=2, request_rate=[None, 80], repeats=2))
     failed = [row["lossless"]["failed"] for row in rows_of(log) if row["drafter"] == "endpoint"]
     assert failed == [0, 1]
-
-
-def test_no_first_token_is_claimed_of_a_server_that_does_not_stream(served: Served, log: Path) -> None:
-    served.stream = False
-    measured(config(served, log, request_rate=80))
-    waits = set(rows_of(log)[0]["by_request"])
-    assert waits >= {"queue_s", "latency_s"}
-    assert "ttft_s" not in waits
 
 
 def test_a_request_that_arrives_while_others_are_in_flight_waits(served: Served, log: Path) -> None:
@@ -135,7 +124,7 @@ def test_beside_a_baseline_there_is_a_speedup(
     report = json.loads((log.parent / "report" / "report.json").read_text(encoding="utf-8"))
     assert report["settings"]["gate"]["endpoint x4"]["passed"] is True
     assert report["target"]["name"] == MODEL
-    assert report["device"]["name"] == f"vllm 0.33.0 at {served.url}"
+    assert report["device"]["name"] == f"vllm at {served.url}"
     assert (report["settings"]["endpoint"], report["settings"]["baseline"]) == (served.url, plain.url)
     assert "Served endpoints" in (log.parent / "report" / "report.md").read_text(encoding="utf-8")
     assert "Served endpoints" in (log.parent / "report" / "report.html").read_text(encoding="utf-8")
@@ -179,7 +168,6 @@ def test_a_difference_is_a_near_tie_only_from_where_the_baseline_wavers() -> Non
     )
     assert gate.counts() == {"checked": 3, "identical": 0, "near_tie": 1, "failed": 2}
     assert str(gate.first) == "prompt q, character 0: 'xbc' instead of 'abc'"
-    assert (differs("ab", "abc"), differs("ab", "ab")) == (2, None)
 
 
 def test_a_server_that_does_not_stream_has_whole_times_alone(plain: Served, log: Path) -> None:
@@ -197,12 +185,12 @@ def test_requests_say_all_of_sampling_and_carry_the_key_which_the_report_does_no
     served: Served, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-very-secret")
-    measured(config(served, log, temperature=[0, 0.5], top_k=5, min_new_tokens=3, warmup=0))
+    measured(config(served, log, temperature=[0, 0.5], warmup=0))
     greedy, drawn = served.bodies[0], served.bodies[-1]
     assert {key: greedy[key] for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")} == {
-        "temperature": 0.0, "top_p": 1.0, "top_k": 5, "min_p": 0.0, "repetition_penalty": 1.0,
+        "temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
     }  # fmt: skip
-    assert (greedy["max_tokens"], greedy["min_tokens"], greedy["stream"]) == (TOKENS, 3, True)
+    assert (greedy["max_tokens"], greedy["stream"]) == (TOKENS, True)
     assert ("seed" in greedy, drawn["seed"], drawn["temperature"]) == (False, 0, 0.5)
     assert greedy["messages"] == [{"role": "user", "content": "say 0"}]
     assert served.headers[0]["Authorization"] == "Bearer sk-very-secret"
@@ -284,11 +272,3 @@ def test_waiting_in_the_queue_is_neither_prefill_nor_a_step(monkeypatch: pytest.
 def test_seconds_without_requests_do_not_count() -> None:
     spans = [(0.0, 2.0, 3.0), (4.0, 0.0, 4.0), (4.5, 1.0, 1.5), (9.0, 0.0, 1.0)]  # arrived, then the queue, the latency
     assert busy_s([Answer("", 1, latency, None, None, 1.0, *at) for *at, latency in spans]) == 1.0 + 4.0 + 1.0
-
-
-def test_requests_without_a_category_join_those_of_the_category_other() -> None:
-    def categories(*names: str) -> dict[str, list[int]]:
-        return Workload("", [Question("", "", {}, name) for name in names], [], False, [], 0).categories()
-
-    assert categories("", "a", "other") == {"other": [0, 2], "a": [1]}
-    assert categories("", "other") == {}

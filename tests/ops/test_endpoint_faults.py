@@ -1,5 +1,7 @@
 """What can be wrong with a served endpoint: one line each, and nothing written."""
 
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +9,77 @@ import pytest
 
 from data.answers.client import EndpointError
 from heads.common.typed import from_yaml
-from ops.served.client import Answer, read_answer
-from ops.served.measurement import ServedConfig
+from ops.endpoint import ServedConfig
+from ops.served import Answer, read_answer
 from tests.ops.endpoint_server import MODEL, Served, key_of
 from tests.ops.serving import PROMPTS, config, expected, measured, refuse, rows_of
+
+
+def restarting(**counts: int) -> Callable[[Served], None]:
+    """Return a change of a server, whose counters begin anew before its third request."""
+
+    def change(served: Served) -> None:
+        def before(_: Any) -> None:
+            if len(served.bodies) == 3:
+                served.counts = Counter(counts)
+
+        served.before = before
+
+    return change
+
+
+def failing(text: str, prompt: str = "") -> Callable[[Served], None]:
+    """Return a change of a server, which fails to answer a prompt."""
+
+    def change(served: Served) -> None:
+        def before(body: dict[str, Any]) -> None:
+            if prompt in key_of(body):
+                raise RuntimeError(text)
+
+        served.before = before
+
+    return change
+
+
+def miscounting(count: int) -> Callable[[Served], None]:
+    """Return a change of a server, which counts more requests than there are, or fewer."""
+    return lambda served: setattr(served, "before", lambda _: served.counts.update({"finished": count}))
+
+
+OTHERS = "counted 2 requests where 1 were sent: give a server without other clients"
+ANEW = "its counters began anew while it was measured"
+IDLE = "does not speculate: it counts no drafts; start it with a draft source"
+MEMORY = r"prompt p2: http_500 \(out of memory\); nothing is written: fix the endpoint or leave the prompt out"
+TEMPLATE = r"http_500 \(client\.chat=false asks a model without a chat template; default chat"
+
+
+@pytest.mark.parametrize(
+    ("server", "change", "message", "values"),
+    [
+        ({"engine": ""}, None, "/metrics has no counters of vLLM's, SGLang's or llama.cpp's: start vLLM without", {}),
+        ({"engine": "vllm", "drafts": False}, None, IDLE, {}),
+        ({"engine": "sglang", "drafts": False}, None, IDLE, {}),
+        ({}, restarting(), ANEW, {}),
+        ({}, restarting(restarts=1, passes=1000, finished=1000), ANEW, {}),  # the counters overtake
+        ({"engine": "vllm"}, miscounting(1), OTHERS, {}),
+        ({"engine": "sglang"}, miscounting(1), OTHERS, {}),
+        ({}, miscounting(-1), "counted 0 requests where 1 were sent", {}),
+        ({}, failing("out of\nmemory", "say 2"), MEMORY, {"batch_size": 1}),
+        ({}, failing("out of\nmemory", "say 2"), MEMORY, {"batch_size": 4}),
+        ({}, failing("default chat template is no longer allowed"), TEMPLATE, {}),
+        ({}, None, r"serves served, not other; name what it serves: client.model=NAME", {"client": {"model": "other"}}),
+    ],
+)
+def test_a_server_that_cannot_be_measured(
+    server: dict[str, Any], change: Any, message: str, values: dict[str, Any], log: Path
+) -> None:
+    with Served(**server) as served:
+        if change is not None:
+            change(served)
+        values = {key: vars(config(served, log).client) | value if key == "client" else value
+                  for key, value in values.items()}  # fmt: skip
+        refuse(log, message, served, **values)
+    assert served.counts["finished"] <= 1000 + PROMPTS  # none is sent again
 
 
 def test_no_server(log: Path) -> None:
@@ -19,99 +88,29 @@ def test_no_server(log: Path) -> None:
     refuse(log, r"/v1/models: unreachable \(ConnectError.*; start the endpoint, or correct url=", gone)
 
 
-def test_a_model_that_is_not_served(served: Served, log: Path) -> None:
-    client = config(served, log).client
-    told = {**vars(client), "model": "other"}
-    refuse(log, r"serves served, not other; name what it serves: client.model=NAME", served, client=told)
-
-
-def test_a_server_without_metrics(log: Path) -> None:
-    with Served(engine="") as served:
-        refuse(log, r"/metrics has no counters of vLLM's, SGLang's or llama.cpp's: start vLLM without", served)
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_a_server_that_does_not_speculate(engine: str, log: Path) -> None:
-    with Served(engine, drafts=False) as served:
-        refuse(log, "does not speculate: it counts no drafts; start it with a draft source", served)
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_a_baseline_that_speculates(engine: str, served: Served, log: Path) -> None:
-    with Served(engine) as other:
-        refuse(
-            log, "speculates: baseline is for the same model served without a draft source", served, baseline=other.url
-        )
-
-
-def test_a_baseline_that_says_in_its_replies_that_it_speculates(served: Served, log: Path) -> None:
-    with Served(detailed=True) as other:
-        other.hidden = True
-        refuse(log, "speculates: baseline is for", served, baseline=other.url)
-
-
-def test_a_baseline_of_another_model(served: Served, log: Path) -> None:
-    with Served(drafts=False) as other:
-        other.models = ["larger"]
-        refuse(log, "serves larger and http.* served: the baseline is the same model", served, baseline=other.url)
-
-
-def test_a_server_that_starts_anew_in_mid_run(served: Served, log: Path) -> None:
-    def restart(body: dict[str, Any]) -> None:
-        if len(served.bodies) == 3:
-            served.counts.clear()
-
-    served.before = restart
-    refuse(log, "its counters began anew while it was measured", served)
-
-
-def test_a_server_that_starts_anew_and_whose_counters_overtake(served: Served, log: Path) -> None:
-    def restart(body: dict[str, Any]) -> None:
-        if len(served.bodies) == 3:
-            served.counts.update({"restarts": 1, "passes": 1000, "finished": 1000})
-
-    served.before = restart
-    refuse(log, "its counters began anew while it was measured", served)
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_a_server_that_others_ask_too(engine: str, log: Path) -> None:
-    with Served(engine) as served:
-        served.before = lambda _: served.counts.update(["finished"])
-        refuse(log, "counted 2 requests where 1 were sent: give a server without other clients", served)
-
-
-def test_counters_that_do_not_hear_of_the_requests(served: Served, log: Path) -> None:
-    served.before = lambda _: served.counts.subtract(["finished"])
-    refuse(log, "counted 0 requests where 1 were sent", served)
+@pytest.mark.parametrize(
+    ("server", "changes", "message"),
+    [
+        ({"engine": "vllm"}, {}, "speculates: baseline is for the same model served without a draft source"),
+        ({"engine": "sglang"}, {}, "speculates: baseline is for the same model"),
+        ({"detailed": True}, {"hidden": True}, "speculates: baseline is for"),  # its replies say so
+        ({"drafts": False}, {"models": ["larger"]}, "serves larger and http.* served: the baseline is the same model"),
+    ],
+)
+def test_a_server_that_is_no_baseline(
+    server: dict[str, Any], changes: dict[str, Any], message: str, served: Served, log: Path
+) -> None:
+    with Served(**server) as other:
+        vars(other).update(changes)
+        refuse(log, message, served, baseline=other.url)
 
 
 def test_counters_may_lag_behind_the_answers(served: Served, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served.lag = 0.05
-    monkeypatch.setattr("ops.served.client.LAG_S", 20.0)
+    monkeypatch.setattr("ops.served.LAG_S", 20.0)
     measured(config(served, log))
     accepted = [count for each in expected() for count in each]
     assert rows_of(log)[0]["tau"] == pytest.approx(1 + sum(accepted) / len(accepted))
-
-
-@pytest.mark.parametrize("size", [1, 4])
-def test_a_request_that_fails_in_mid_run(size: int, served: Served, log: Path) -> None:
-    def fail(body: dict[str, Any]) -> None:
-        if "say 2" in key_of(body):
-            raise RuntimeError("out of\nmemory")
-
-    served.before = fail
-    told = r"prompt p2: http_500 \(out of memory\); nothing is written: fix the endpoint or leave the prompt out"
-    refuse(log, told, served, batch_size=size)
-    assert served.counts["finished"] <= PROMPTS  # none is sent again
-
-
-def test_a_server_without_a_chat_template_has_its_option_named(served: Served, log: Path) -> None:
-    def fail(body: dict[str, Any]) -> None:
-        raise RuntimeError("default chat template is no longer allowed")
-
-    served.before = fail
-    refuse(log, r"http_500 \(client\.chat=false asks a model without a chat template; default chat", served)
 
 
 PIECE = {"model": MODEL, "choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}]}
@@ -174,10 +173,8 @@ def test_a_stream_that_a_gateway_held_back_has_no_time_of_its_first_token(
         ({"url": "http://host/v1?key=secret"}, "url: the URL of host carries a user or a query"),
         ({"baseline": "ftp://h:1"}, "baseline=ftp://h:1: give a URL such as"),
         ({"baseline": "http://h:1/v1/"}, "baseline is url itself"),
-        ({"baseline": "http://h:2", "temperature": 1.0}, "texts can be compared at 0 alone"),
+        ({"baseline": "http://h:2", "temperature": 1.0}, "texts can be compared at 0 only"),
         ({"client": {"timeout": 0.0}}, "client.timeout is 0.0: give a number above 0"),
-        ({"min_new_tokens": 999}, "min_new_tokens is 999: give 0 to max_new_tokens"),
-        ({"top_p": 0.0}, "top_p is 0.0: give a number above 0"),
         ({"request_rate": 0}, "request_rate is 0: give requests a second"),
         ({"batch_size": []}, "batch_size is"),
     ],

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from ops.audit import main
+from ops.audit import JSON, main
 from ops.audits.compare import FAILED
-from ops.audits.run import JSON
 from tests.eval.small import run_command
 from tests.ops.audit_proxy import AuditProxy
 from tests.serving.conftest import command

@@ -16,7 +16,7 @@ import pytest
 
 from eval.inputs.workloads import load_workload
 from inference.target.target import Target
-from ops.replace import ReplaceConfig, Server, replace_head
+from ops.replace import ReplaceConfig, replace_head, restart
 from tests.serving.conftest import command
 from tests.serving.engines import ENVIRONMENT, TARGET
 from tests.serving.test_endpoint import PATIENCE, SAID, free_port
@@ -80,8 +80,7 @@ def test_vllm_serves_another_head_after_a_restart_and_the_former_one_where_it_ca
     said = [f"run={run_of('eagle')}", "repo=me/tiny-eagle", "format=vllm", "dtype=float32", "dry_run=true"]
     command("train/publish.py", *said, f"out={old}")
     (tmp_path / "head").symlink_to(old)
-    server = Server(config)
-    server.restart()
+    restart(config)
     # A head of a minute's training accepts something in its own domain alone.
     prompts = load_workload(str(TARGET / "prompts.jsonl"), Target.load(str(TARGET), "float32", "cpu"), 8)
     traffic = Traffic(config.url, [prompt.token for prompt in prompts])

@@ -16,8 +16,7 @@ from heads.formats import lora
 from heads.formats.hub import load_found, resolve_head
 from heads.formats.store import save_head
 from inference.target.embeddings_only import EmbeddingsOnly
-from ops.doctor import examine
-from ops.examine.config import DoctorConfig
+from ops.doctor import DoctorConfig, examine
 from ops.examine.finding import WRONG
 from tests import toys
 from tests.train.hub_server import Hub

@@ -1,0 +1,471 @@
+"""Served models: questions, streamed replies with their times, and the counters of vLLM, SGLang and llama.cpp."""
+
+import copy
+import itertools
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from data.answers.client import API, FINISH_REASONS, Client, EndpointConfig, EndpointError, base_url
+from data.text.prompts import OPENING, Prompt, before_answers
+from data.text.records import content_text
+from eval.config import Selection
+from eval.inputs.workloads import Readable, Workload, gathered
+from eval.measures.counters import SGLANG, Counters, between, of_reply, read_counters, restarted, verified
+from eval.measures.metrics import Passes, together
+from heads.common.progress import tick
+from heads.common.ranges import Positive
+
+BASELINE = "baseline"  # the option of a server without a draft source
+POLL_S, LAG_S = 0.02, 5.0  # between two readings of counters that lag behind the answers, and for how long at most
+PAGE_S = 30.0  # timeout of a server's own pages
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
+LONGEST = 2**20  # characters of a reply
+LEAST = -9999.0  # of a logprob, as vLLM writes that of a token that cannot come
+MOST = 2**31  # tokens that a server counts
+# A stream came at once if N tokens or more took less than either after the first: a gateway held it back.
+AT_ONCE, AT_ONCE_SHARE, AT_ONCE_S = 16, 0.01, 0.0005  # of the latency, and seconds a token
+
+
+class Token(NamedTuple):
+    """A token of an answer: its bytes, its logprob, and those of the most probable tokens there by their bytes."""
+
+    text: bytes
+    logprob: float
+    top: dict[bytes, float]
+
+
+class Reply(NamedTuple):
+    """An answer; `error` is the server's, in one line, where there is none."""
+
+    text: str = ""
+    calls: tuple[tuple[str, str], ...] = ()  # names and arguments of tool calls, as they were sent
+    finish: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    total_tokens: int | None = None
+    tokens: tuple[Token, ...] = ()  # empty without logprobs
+    latency_s: float = 0.0  # from the request on, as is the next
+    ttft_s: float | None = None  # None of a reply that came at once, streamed or not
+    error: str = ""
+
+    @property
+    def content(self) -> str:
+        """Its text and tool calls as one text, to be compared; of an error, its line."""
+        calls = "".join(f"\n{name}({arguments})" for name, arguments in self.calls)
+        return f"[{self.error}]" if self.error else self.text + calls
+
+
+class _Choice:
+    """A choice under assembly."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.calls: dict[int, list[str]] = {}
+        self.tokens: list[Token] = []
+        self.finish: str | None = None
+        self.first: float | None = None
+
+    def add(self, seconds: float, choice: Mapping[str, Any]) -> None:
+        """Take an event's part of the choice."""
+        message = choice.get("delta") or choice.get("message") or {}
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        self.text += _encodable("".join(filter(None, (reasoning, message.get("content"), choice.get("text")))))
+        for position, call in enumerate(message.get("tool_calls") or []):
+            index, function = call.get("index"), call.get("function") or {}
+            name_arguments = self.calls.setdefault(position if index is None else index, ["", ""])
+            for i, key in enumerate(("name", "arguments")):
+                name_arguments[i] += _encodable(function.get(key) or "")
+        if self.first is None and (self.text or self.calls):
+            self.first = seconds
+        self.tokens += read_tokens(choice.get("logprobs"))
+        self.finish = choice.get("finish_reason") or self.finish
+
+
+def _encodable(text: str) -> str:
+    """Return a text without lone surrogates, which JSON may hold and no file."""
+    return text.encode(errors="replace").decode()
+
+
+def read_replies(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) -> list[Reply]:
+    """Assemble a reply's choices from its events, each with the seconds from the request to its arrival.
+
+    Raises:
+        EndpointError: an error, another model's reply, or no choice, or one of another shape.
+    """
+    choices: dict[int, _Choice] = {}
+    usage: Mapping[str, Any] = {}
+    end, count = 0.0, 0
+    for end, event in events:
+        count += 1
+        if (message := event.get("message" if event.get("object") == "error" else "error")) is not None:
+            raise EndpointError("error", str(message))
+        if event.get("model") != model:
+            raise EndpointError("wrong_model", f"the reply is {event.get('model')!r}'s")
+        usage = event.get("usage") or usage
+        try:
+            for position, choice in enumerate(event.get("choices") or []):
+                choices.setdefault(choice.get("index", position), _Choice()).add(end, choice)
+        except (AttributeError, TypeError) as error:
+            raise EndpointError("choices", str(event["choices"])) from error
+        if sum(len(choice.text) for choice in choices.values()) > LONGEST:  # a server that does not end its answer
+            raise EndpointError("too_large", f"the reply has more than {LONGEST} characters")
+    if not choices:
+        raise EndpointError("choices", "the reply has no choice")
+    counts = [usage.get(f"{key}_tokens") for key in ("prompt", "completion", "total")]
+    prompt, completion, total = (n if type(n) is int and 0 <= n < MOST else None for n in counts)
+    replies = []
+    for _, choice in sorted(choices.items()):
+        first, tokens = choice.first or end, completion or 0
+        whole = count == 1 or (tokens >= AT_ONCE and end - first < min(AT_ONCE_SHARE * end, AT_ONCE_S * tokens))
+        calls = tuple((name, arguments) for name, arguments in choice.calls.values())
+        replies.append(Reply(choice.text, calls, choice.finish, prompt, completion, total, tuple(choice.tokens), end,
+                             None if whole else first))  # fmt: skip
+    return replies
+
+
+def read_tokens(logprobs: Any) -> list[Token]:
+    """Return the tokens in a choice's logprobs, in the form of chats or of completions; none of a malformed one."""
+    if not isinstance(logprobs, dict):
+        return []
+    try:
+        if isinstance(logprobs.get("content"), list):
+            return [
+                Token(_bytes(entry), _number(entry["logprob"]),
+                      {_bytes(top): _number(top["logprob"]) for top in entry.get("top_logprobs") or []})
+                for entry in logprobs["content"]
+            ]  # fmt: skip
+        tops = logprobs.get("top_logprobs") or [{}] * len(logprobs["tokens"])
+        columns = zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True)
+        return [
+            Token(text.encode(), _number(value), {key.encode(): _number(lp) for key, lp in (top or {}).items()})
+            for text, value, top in columns
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return []
+
+
+def _bytes(entry: Mapping[str, Any]) -> bytes:
+    """Return a token's bytes, which are listed where a token is half a character."""
+    return bytes(entry["bytes"]) if isinstance(entry.get("bytes"), list) else str(entry["token"]).encode()
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, int | float) or math.isnan(value):
+        raise ValueError(f"{value!r} is no logprob")
+    return float(min(max(value, LEAST), -LEAST))
+
+
+class Question(NamedTuple):
+    """A request: its id, its path, its fields besides those that all share, and its category."""
+
+    id: str
+    path: str
+    body: Mapping[str, Any]
+    category: str = ""
+
+    @property
+    def chat(self) -> bool:
+        """Whether it is a chat."""
+        return "messages" in self.body
+
+    @property
+    def prompt(self) -> str:
+        """Its prompt as a text."""
+        messages = self.body.get("messages")
+        return "\n".join(str(m.get("content")) for m in messages) if messages else str(self.body.get("prompt"))
+
+    @property
+    def content(self) -> tuple[str, str]:
+        """Its path and fields as JSON, the same of two questions that differ in their ids only."""
+        return self.path, json.dumps(self.body, sort_keys=True)
+
+    def having(self, suffix: str, **fields: Any) -> "Question":
+        """Return the same question with further fields, under an id of its own."""
+        return self._replace(id=f"{self.id} {suffix}", body={**self.body, **fields})
+
+
+def read_questions(name: str, selection: Selection, chat: bool) -> Workload[Question]:
+    """Read a workload's questions; one without further prompts for the warm-up repeats its last ones."""
+
+    def read(record: Readable, turns: str) -> Iterator[Question]:
+        return questions_of(record, turns, chat)
+
+    return gathered(name, selection, read, lambda question: question.content, lambda question: question)
+
+
+def questions_of(record: Readable, turns: str, chat: bool) -> Iterator[Question]:
+    """Yield a record's questions: its first question, or every question behind the messages before it.
+
+    A plain text's prompt is the end of its first half, at most OPENING words. Without `chat`, messages are sent as one
+    text.
+
+    Raises:
+        ValueError: the record has no prompt, or no recorded answer before a question.
+    """
+
+    def completion(id_: str, prompt: Any) -> Question:
+        return Question(id_, "/completions", {"prompt": prompt}, record.category)
+
+    if isinstance(record, Prompt) or record.exact:
+        prompts = [record] if isinstance(record, Prompt) else before_answers(record, turns)
+        yield from (completion(prompt.id, list(prompt.token)) for prompt in prompts)
+        return
+    questions = [i for i, message in enumerate(record.messages) if message["role"] == "user"]
+    if not questions:
+        words = record.text.split()
+        if not words:
+            raise ValueError(f"prompt {record.id}: has no user message and no text; remove it")
+        half = max(1, len(words) // 2)
+        yield completion(record.id, " ".join(words[max(0, half - OPENING) : half]))
+    for turn, index in enumerate(questions if turns == "all" else questions[:1], 1):
+        messages = record.messages[: index + 1]
+        if any(first["role"] == second["role"] == "user" for first, second in itertools.pairwise(messages)):
+            raise ValueError(
+                f"prompt {record.id}: nobody recorded the answer before question {turn}; give a log with answers, or "
+                "turns=first"
+            )
+        name = f"{record.id}.{turn}" if turns == "all" and len(questions) > 1 else record.id
+        if chat:
+            body = {"messages": list(messages), **({"tools": list(record.tools)} if record.tools else {})}
+            yield Question(name, "/chat/completions", body, record.category)
+        else:  # the prompt of a tokenizer without a chat template
+            yield completion(name, "\n\n".join(map(content_text, messages if turn > 1 else messages[-1:])))
+
+
+class Answer(NamedTuple):
+    """An answer: text, tokens as the server counts them, seconds to the last and to the first token, its passes.
+
+    `ttft_s` is None where the answer came at once, `passes` where the server does not count those of each request.
+    `weight` is the share of its seconds that count, below 1 where requests are concurrent. Of requests that arrive at a
+    rate, `latency_s` and `ttft_s` count from the arrival: `arrived`, from the round's first one, and `queue_s` until it
+    was sent.
+    """
+
+    text: str
+    tokens: int
+    latency_s: float
+    ttft_s: float | None
+    passes: Passes | None
+    weight: float = 1.0
+    arrived: float = 0.0
+    queue_s: float = 0.0
+
+    @property
+    def decoded(self) -> int:
+        """Tokens after the prefill's one."""
+        return max(self.tokens - 1, 0)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the sending to the last token."""
+        return (self.latency_s - self.queue_s) * self.weight
+
+    @property
+    def decode_s(self) -> float | None:
+        """Seconds from the first token to the last; None where it came at once."""
+        return None if self.ttft_s is None else (self.latency_s - self.ttft_s) * self.weight
+
+
+def read_answer(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) -> Answer:
+    """Assemble the answer from a reply's events, as `read_replies` does.
+
+    Raises:
+        EndpointError: what that raises, several choices, no finish reason, or no count of tokens.
+    """
+    arrived = list(events)
+    reply, *others = read_replies(arrived, model)
+    if others:
+        raise EndpointError("choices", f"the reply has {1 + len(others)}")
+    if reply.finish not in FINISH_REASONS:
+        raise EndpointError("finish_reason", f"it is {reply.finish!r}")
+    if (tokens := reply.completion_tokens) is None:
+        raise EndpointError("usage", "the reply does not count its tokens")
+    text = reply.text + "".join(name + arguments for name, arguments in reply.calls)
+    passes = [counted for _, event in arrived if (counted := of_reply(event, max(tokens - 1, 0))) is not None]
+    return Answer(text, tokens, reply.latency_s, reply.ttft_s, passes[-1] if passes else None)
+
+
+@dataclass(frozen=True)
+class ClientConfig:
+    """Configuration of the requests to a server; conf/ops/endpoint.yaml says what each key means."""
+
+    model: str | None
+    chat: bool
+    timeout: Positive
+    api_key_env: str
+    extra: dict[str, Any]
+
+
+class Metrics:
+    """A server's own pages, at its URL without the API's path; `key` is the option that holds it."""
+
+    def __init__(self, url: str, api_key_env: str, key: str = "url", timeout: float = PAGE_S) -> None:
+        self.url, self.secret = base_url(url), os.environ.get(api_key_env)
+        # Without retries: a repeated request would be timed and counted twice.
+        self.once = EndpointConfig(None, 1, timeout, 0, 0.0, 0.0, 1, api_key_env, {})
+        self.root = Client(self.url, replace(self.once, timeout=PAGE_S), self.secret, key, "client")
+
+    def alive(self) -> bool:
+        """Whether the server still answers."""
+        try:
+            return self.root.page(f"{API}/models")[0] == 200
+        except EndpointError:
+            return False
+
+    def counters(self) -> Counters | None:
+        """Read the server's counters, None without metrics of a known engine; refuse a server that does not answer."""
+        try:
+            status, page = self.root.page("/metrics")
+        except EndpointError as failure:
+            raise ValueError(f"{self.url}/metrics: {failure}; start the endpoint again") from failure
+        return read_counters(page) if status == 200 else None
+
+    def reading(self) -> Counters | None:
+        """Read the counters of a server that need not answer: None then too."""
+        try:
+            return self.counters()
+        except ValueError:
+            return None
+
+
+class Server(Metrics):
+    """A served model; `engine` names the engine of its metrics, and is empty without metrics."""
+
+    def __init__(self, url: str, config: ClientConfig, key: str) -> None:
+        super().__init__(url, config.api_key_env, key, config.timeout)
+        self.config, self.is_baseline = config, key == BASELINE
+        how = replace(self.once, model=config.model, extra=config.extra)
+        advice = "client.chat=false asks a model without a chat template"
+        self.client = Client(self.url + API, how, self.secret, key, "client", advice)
+        self.model, _ = within(self.client, PAGE_S).served()
+        reading = self.reading()
+        self.engine = reading.engine if reading is not None else ""
+
+    def send(self, request: Question, settings: Mapping[str, Any]) -> Answer:
+        """Send a request, once, and return the answer; refuse a missing or malformed one."""
+        more = {"return_meta_info": True} if self.engine == SGLANG else {}
+        body = {"model": self.model, **request.body, **settings, "n": 1, **STREAMED, **more, **self.config.extra}
+        begin = time.perf_counter()
+        try:
+            events = ((time.perf_counter() - begin, event) for event in self.client.events(request.path, body))
+            return read_answer(events, self.model)
+        except EndpointError as failure:
+            raise ValueError(
+                f"{self.url}, prompt {request.id}: {failure.cause} ({failure.detail}); nothing is written: fix the "
+                "endpoint or leave the prompt out, and run the same command again"
+            ) from failure
+
+    def send_all(
+        self, requests: Sequence[Question], settings: Mapping[str, Any], in_flight: int, when: Sequence[float] | None
+    ) -> tuple[list[Answer], Passes]:
+        """Send requests, `in_flight` at a time, with the fields that their bodies share; return answers and all passes.
+
+        They arrive `when` seconds from now, ascending, and wait while as many are in flight; None: all are there.
+        The baseline does not speculate, and a forward pass of it commits one token.
+
+        Raises:
+            ValueError: a request failed; or the counters show that the server restarted, that it served other clients
+                too, that another server answered, or that it does not speculate.
+        """
+        before = None if self.is_baseline else self.counters()
+        begin = time.perf_counter()
+
+        def send(request: Question, arrived: float | None) -> Answer:
+            if arrived is None:
+                return self.send(request, settings)
+            time.sleep(max(0.0, begin + arrived - time.perf_counter()))
+            queue_s = time.perf_counter() - begin - arrived
+            answer = self.send(request, settings)
+            first = None if answer.ttft_s is None else answer.ttft_s + queue_s
+            latency_s = answer.latency_s + queue_s
+            return answer._replace(arrived=arrived, queue_s=queue_s, ttft_s=first, latency_s=latency_s)
+
+        with ThreadPoolExecutor(in_flight) as pool:
+            arrivals = when if when is not None else [None] * len(requests)
+            answers = []
+            for answer in pool.map(send, requests, arrivals):  # a failure cancels others
+                answers.append(answer)
+                tick()
+        wall = time.perf_counter() - begin
+        if in_flight > 1:
+            weight = (wall if when is None else busy_s(answers)) / sum(answer.seconds for answer in answers)
+            answers = [answer._replace(weight=weight) for answer in answers]
+        if self.is_baseline:
+            if any(answer.passes is not None for answer in answers):
+                self.refuse_drafts(drafts=True)
+            answers = [answer._replace(passes=verified(answer.decoded, 0, 0, ())) for answer in answers]
+        passes = [answer.passes for answer in answers if answer.passes is not None]
+        if len(passes) == len(answers):
+            return answers, together(passes)
+        if before is None:
+            raise ValueError(
+                f"{self.url}/metrics has no counters of vLLM's, SGLang's or llama.cpp's: start vLLM without "
+                "--disable-log-stats, SGLang with --enable-metrics, llama.cpp with --metrics"
+            )
+        decoded = sum(answer.decoded for answer in answers)
+        total = between(before, self._counters_after(before, len(answers), decoded), decoded)
+        return ([answers[0]._replace(passes=total)] if len(answers) == 1 else answers), total
+
+    def check_baseline_of(self, server: "Server") -> None:
+        """Refuse to be the baseline of a server of another model, or to speculate, unless it is the same server."""
+        if self.model != server.model:
+            raise ValueError(
+                f"{self.url} serves {self.model} and {server.url} {server.model}: the baseline is the same model, "
+                "served under the same name (--served-model-name)"
+            )
+        if self.url != server.url:
+            self.refuse_drafts()
+
+    def refuse_drafts(self, *, drafts: bool = False) -> None:
+        """Refuse a baseline with `drafts`, or whose counters count drafts: it speculates."""
+        counters = self.reading()
+        if drafts or (counters is not None and counters.drafts is not None):
+            raise ValueError(f"{self.url} speculates: {BASELINE} is for the same model served without a draft source")
+
+    def _counters_after(self, before: Counters, count: int, decoded: int) -> Counters:
+        """Wait until the counters include `count` further requests, and return them if they have no others."""
+        deadline = time.monotonic() + LAG_S
+        while True:
+            after = self.counters()
+            if after is None or restarted(before, after):
+                raise ValueError(
+                    f"{self.url}/metrics: its counters began anew while it was measured: the server restarted, or "
+                    "several share this URL; measure one server, again from the start"
+                )
+            ended = count if after.finished is None else round(after.finished - (before.finished or 0))
+            if ended >= count or time.monotonic() > deadline:
+                break
+            time.sleep(POLL_S)
+        if ended != count:
+            raise ValueError(
+                f"{self.url}/metrics counted {ended} requests where {count} were sent: give a server without other "
+                "clients, and not one of several behind a URL"
+            )
+        if after.drafts is None or (after.engine == SGLANG and after.drafts == (before.drafts or 0) and decoded):
+            raise ValueError(
+                f"{self.url} does not speculate: it counts no drafts; start it with a draft source (vLLM: "
+                "--speculative-config, SGLang: --speculative-algorithm, llama.cpp: --spec-type), or give it as baseline"
+            )
+        return after
+
+
+def busy_s(answers: Iterable[Answer]) -> float:
+    """Return the seconds in which any of the requests that arrived at a rate was under way."""
+    total = until = 0.0
+    for begin, end in sorted((one.arrived + one.queue_s, one.arrived + one.latency_s) for one in answers):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+def within(client: Client, seconds: float) -> Client:
+    """Return the same client with a timeout of `seconds` at most."""
+    bounded = copy.copy(client)
+    bounded.config = replace(client.config, timeout=min(client.config.timeout, seconds))
+    return bounded
