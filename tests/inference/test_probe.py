@@ -96,7 +96,7 @@ def gpt_neo(window: int) -> GPTNeoConfig:
 
 
 OWN_MASKS: dict[str, PreTrainedConfig] = {
-    "GPTNeoForCausalLM gives": gpt_neo(16),
+    "GPTNeoForCausalLM gives": gpt_neo(LONGEST),
     "GPTNeoForCausalLM applies window_size=80 itself": gpt_neo(LONGEST + 16),
     "MptForCausalLM gives": MptConfig(
         vocab_size=toys.VOCAB, d_model=32, n_layers=3, n_heads=4, max_seq_len=160, initializer_range=0.4
