@@ -333,7 +333,7 @@ def test_what_our_head_cannot_do_is_refused_by_name(
     ("make", "name", "tensor", "named"),
     [
         (eagle_authors, "layers.0.self_attn.q_proj.bias", torch.zeros(32), "q_proj.bias (attention_bias, qkv_bias)"),
-        (eagle_authors, "layers.0.self_attn.q_proj.weight", torch.zeros(36, 32), "has 36 rows, k_proj 16: no heads"),
+        (eagle_authors, "layers.0.self_attn.q_proj.weight", torch.zeros(34, 32), "34 rows, k_proj 16: no heads of 8"),
         (eagle_authors, "layers.0.self_attn.k_proj.weight", torch.zeros(24, 32), "k_proj 24: no heads of 8"),
         (eagle3_sglang, "layers.1.hidden_norm.weight", torch.zeros(32), "differ, and which of them is meant"),
         (mimo, "model.mtp_layers.0.self_attn.k_proj.bias", torch.ones(16), "k_proj.bias (attention_bias, qkv_bias)"),
