@@ -50,7 +50,7 @@ def resolve_head(run_or_repo: str) -> Path:
             if (last_good(folder) / CONFIG).is_file():
                 return folder
         raise ValueError(f"{path}: no head in it, neither head/{CONFIG} nor {CONFIG}; let its training save one")
-    if (path.parent.is_dir() and path.parent != Path()) or not REPO.fullmatch(run_or_repo):
+    if path.parent.is_dir() or not REPO.fullmatch(run_or_repo):
         raise ValueError(f"{path}: no such folder; give a run's or published folder, or a Hub id OWNER/NAME")
     return _downloaded_head(run_or_repo)
 

@@ -62,8 +62,6 @@ def _factors(path: Path) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
         down, up = tensors.pop(name + DOWN).float(), tensors.pop(name + UP, torch.empty(0)).float()
         if down.ndim != 2 or up.ndim != 2 or up.shape[1] != down.shape[0]:
             raise ValueError(f"{path}: {shown(name)} has not two factors of one rank; {REMEDY}")
-        if not bool(down.isfinite().all() and up.isfinite().all()):
-            raise ValueError(f"{path}: {shown(name)} holds values that are not finite; {REMEDY}")
         yield f"{name.removeprefix(PREFIX)}weight", (up, down)
     if tensors:
         raise ValueError(f"{path}: {shown(next(iter(tensors)))} is no factor of a weight; {REMEDY}")

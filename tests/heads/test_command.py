@@ -174,6 +174,7 @@ def test_numbers_are_read_under_each_familys_key() -> None:
     assert read == [1.0, 0.5, 3.0, 0.25, 0.375]
     for key, chosen in product(EXPERTS, ("num_experts_per_tok", "top_k_experts")):
         assert experts_of(SimpleNamespace(**{key: 8, chosen: 2})) == (8, 2)
+        assert experts_of(SimpleNamespace(**{key: 8, chosen: 8})) == (8, 8)
         assert experts_of(SimpleNamespace(**{key: 8, chosen: 9})) is experts_of(SimpleNamespace(**{key: 8})) is None
 
 

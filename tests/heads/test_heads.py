@@ -255,5 +255,7 @@ def test_sizes_at_and_beyond_their_limit_are_taken() -> None:
     assert convolved.size == 5
     ranked: Any = toys.head_of("medusa", toys.HEAD_CONFIGS["medusa"] | {"lm_head": "own", "lm_head_rank": 99}, target)
     assert ranked.lm_heads[0].weight.shape[1] == target.embeddings.hidden_size
+    masked: Any = toys.head_of("peagle", toys.HEAD_CONFIGS["peagle"] | {"mask_token": -3}, target)
+    assert masked.mask_token == toys.VOCAB - 3
     selector = Selector(4, 2, 99, 8)
     assert selector(torch.randn(1, 8), selector.context(torch.randn(1, 4), token)).isfinite().all()

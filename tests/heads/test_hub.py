@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from heads.common.resolvers import ROOT
 from heads.formats.hub import on_hub, resolve_head, target_path
 from tests.train.hub_server import Hub, become
 from tests.train.hub_state import Fault, Repo
@@ -117,3 +118,7 @@ def test_a_target_in_the_home_is_found_there(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("HOME", str(tmp_path))
     assert target_path("~/models/mine") == str(tmp_path / "models" / "mine")
     assert target_path("~/models/mine") == target_path(portable(f"{tmp_path}/models/mine"))
+    monkeypatch.chdir(tmp_path)
+    assert target_path("examples/tiny") == str(ROOT / "examples" / "tiny")
+    make(tmp_path / "examples" / "tiny")
+    assert target_path("examples/tiny") == "examples/tiny"

@@ -10,7 +10,8 @@ import pytest
 from heads.common.untrusted import inside, names_code, parse_json, parse_yaml, plain_name
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000, b"[" * 101 + b"]" * 101, b"1" * 5000])
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000, b"[" * 101 + b"]" * 101, b"1" * 5000,
+                                     b'{"a":' * 101 + b"1" + b"}" * 101])  # fmt: skip
 def test_what_is_no_json_is_one_line(content: bytes) -> None:
     with pytest.raises(ValueError, match=r"\S") as error:
         parse_json(content)
@@ -56,7 +57,7 @@ def test_code_is_seen_at_any_depth_unless_it_is_switched_off() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", ".", "..", "/etc/passwd", "../x", "a/b", "a/", "a\n", "\0", "\ud800", "x" * 256, 3]
+    "name", ["", ".", "..", "/etc/passwd", "../x", "a/b", "a/", "a\n", "\0", "\ud800", "x" * 256, "é" * 128, 3]
 )
 def test_a_name_that_leads_out_is_refused(tmp_path: Path, name: Any) -> None:
     assert not plain_name(name)

@@ -103,6 +103,7 @@ def test_a_terminal_gets_nested_bars_and_no_lines(now: list[float], monkeypatch:
             now[0] += 60.0
             inner.show(2)
             progress.BARS.refresh()
+        assert progress.BARS.live.is_started, "for the outer bar"
     shown = screen.getvalue()
     assert "loss 2.0" in shown
     assert "2/3" in shown

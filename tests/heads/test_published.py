@@ -32,8 +32,10 @@ from tests.heads.published import (
     hydra_plain,
     hydra_prefix,
     medusa_first,
+    mimo,
     mlp_speculator,
     mlp_tied,
+    peagle,
     publish,
     refused,
 )  # fmt: skip
@@ -309,6 +311,13 @@ def test_specforges_norm_output_is_the_norm_before_the_lm_head(
         (dflash, {"dflash_config": {"target_layer_ids": [0, 2]}}, "mask_token_id"),
         (dflash, {"block_size": None}, "block_size"),
         (dflash, {"dflash_config": {"use_swa": True}}, "a sliding window (use_swa)"),
+        (dflash, {"dflash_config": {"mask_token_id": 40, "target_layer_ids": [0, 2]}}, "mask_token_id is 40"),
+        (dflash, {"dflash_config": {"mask_token_id": 7}}, "does not join the default five"),
+        (domino, {"dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 2]}}, "pure_draft_prefix_len=None"),
+        (dflash2, {"dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 2]}}, "does not say selector_top_k"),
+        (peagle, {"ptd_token_id": 40}, "mask_token_id is 40"),
+        (eagle_authors, {"head_dim": 5}, "q_proj.weight has 32 rows, k_proj 16: no heads of 5"),
+        (eagle_authors, {"head_dim": 32}, "no heads of 32"),
         (dflash, {"output_multiplier": 2.0}, "output_multiplier=2.0"),
         (dflash, {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
     ],
@@ -320,10 +329,22 @@ def test_what_our_head_cannot_do_is_refused_by_name(
     assert named in refused(tmp_path, tensors, {**config, **change})
 
 
-def test_a_bias_of_qwen2_is_refused_by_name(tmp_path: Path) -> None:
-    _, tensors, config = eagle_authors()
-    tensors["layers.0.self_attn.q_proj.bias"] = torch.zeros(32)
-    assert "layers.0.self_attn.q_proj.bias (attention_bias, qkv_bias)" in refused(tmp_path, tensors, config)
+@pytest.mark.parametrize(
+    ("make", "name", "tensor", "named"),
+    [
+        (eagle_authors, "layers.0.self_attn.q_proj.bias", torch.zeros(32), "q_proj.bias (attention_bias, qkv_bias)"),
+        (eagle_authors, "layers.0.self_attn.q_proj.weight", torch.zeros(34, 32), "34 rows, k_proj 16: no heads of 8"),
+        (eagle_authors, "layers.0.self_attn.k_proj.weight", torch.zeros(24, 32), "k_proj 24: no heads of 8"),
+        (eagle3_sglang, "layers.1.hidden_norm.weight", torch.zeros(32), "differ, and which of them is meant"),
+        (mimo, "model.mtp_layers.0.self_attn.k_proj.bias", torch.ones(16), "k_proj.bias (attention_bias, qkv_bias)"),
+        (mimo, "model.mtp_layers.1.input_proj.weight", torch.zeros(32, 64), "several MTP modules"),
+    ],
+)
+def test_tensors_that_our_head_has_no_place_for_are_refused_by_name(
+    make: Callable[[], Any], name: str, tensor: torch.Tensor, named: str, tmp_path: Path
+) -> None:
+    _, tensors, config = make()
+    assert named in refused(tmp_path, tensors | {name: tensor}, config)
 
 
 def test_the_prefix_layer_is_the_targets_where_its_config_is_silent(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from tests.heads.stub import TinyEnds
         ),  # the ids themselves, as other projects store them
         (lambda t: {**t, "d2t": torch.zeros_like(t["d2t"])}, "d2t and t2d do not name the same tokens"),
         (lambda t: {**t, "d2t": -torch.arange(30)}, "d2t does not name 30 different tokens"),
+        (lambda t: {**t, "d2t": torch.full_like(t["d2t"], -1)}, "does not name 30 different tokens"),
         (lambda t: {**t, "d2t": torch.full_like(t["d2t"], 11)}, "does not name 30 different tokens of the target's 40"),
         (lambda t: {**t, "d2t": t["d2t"] + 2**62}, "d2t does not name 30 different tokens of the target's 40"),
         (lambda t: {**t, "d2t": t["d2t"][:0]}, "d2t does not name 0 different tokens"),

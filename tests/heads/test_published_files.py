@@ -119,6 +119,8 @@ def test_a_pickle_of_something_else_is_refused(tmp_path: Path) -> None:
     publish(tmp_path / "theirs", {}, {}, "pytorch_model.bin")
     torch.save({"model": {"fc.weight": torch.zeros(2)}}, tmp_path / "theirs" / "pytorch_model.bin")
     assert "not a mapping of names to tensors" in unconverted(tmp_path / "theirs" / "pytorch_model.bin")
+    torch.save({"fc.weight": torch.zeros(2).to(torch.float8_e4m3fn)}, tmp_path / "theirs" / "pytorch_model.bin")
+    assert "is of type F8_E4M3; the types read are" in unconverted(tmp_path / "theirs" / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"no such file, nor a folder or repository with one of pytorch_model\.bin"):
         find_pickle(str(tmp_path))
 

@@ -129,6 +129,16 @@ def test_the_targets_name_is_not_compared(saved: Path) -> None:
     assert same(head(), load_head(saved, TinyEnds(), replace(SPEC, name="/elsewhere")))
 
 
+@pytest.mark.parametrize("made_for_quantised", [True, False])
+def test_a_fingerprint_without_the_quantised_weights_leaves_open_whose_head_it_is(
+    saved: Path, caplog: pytest.LogCaptureFixture, made_for_quantised: bool
+) -> None:
+    specs = [SPEC, replace(SPEC, fingerprint=store.QUANTISED + "f00d")]
+    save_head(saved, head(), specs[made_for_quantised], TREE)
+    assert same(head(), load_head(saved, TinyEnds(), specs[not made_for_quantised]))
+    assert "cannot be told" in caplog.text
+
+
 def edited(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> Path:
     content = json.loads((folder / "config.json").read_text())
     edit(content)

@@ -59,8 +59,12 @@ def test_no_key_is_copied() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
-def test_a_target_attends_so_and_has_the_logits_of_the_model_as_it_came(name: str) -> None:
+def test_a_target_attends_so_and_has_the_logits_of_the_model_as_it_came(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, drafted = toys.target(name), DraftTree(torch.tensor([3, 1, 2, 5]), torch.tensor([-1, 0, 0, 1]))
+    for layer in target.decoder_layers:  # by no toy's own
+        monkeypatch.setattr(layer.self_attn, "scaling", 0.7)
 
     def logits(attention: str) -> Tensor:
         target.config._attn_implementation = attention

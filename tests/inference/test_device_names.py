@@ -21,6 +21,8 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 def test_a_gpu_has_the_index_that_tensors_there_have(current: list[torch.device]) -> None:
     assert [str(device_named(name)) for name in ("cuda", "cuda:2", "cpu")] == ["cuda:0", "cuda:2", "cpu"]
     assert str(use_device("cuda")) == "cuda:0"
+    with pytest.raises(ValueError, match="cuda:4, and torch sees 4 accelerators"):
+        use_device("cuda:4")
     assert not current
 
 

@@ -1,4 +1,4 @@
-"""What a capture that fails leaves behind."""
+"""When stages are captured, and what a capture that fails leaves behind."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -33,3 +33,28 @@ def test_a_failed_capture_leaves_its_stream_and_ends_its_allocations(monkeypatch
     assert not graphs.able
     assert state["stream"] is here
     assert ended == [(1, "pool")]
+
+
+def test_a_second_call_is_captured_and_the_next_ones_replayed_until_a_buffer_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls, pools, buffers = list[str](), list[object](), [torch.zeros(1), torch.zeros(1)]
+
+    @contextmanager
+    def graph(_graph: Any, *, pool: object, **_: Any) -> Iterator[None]:
+        pools.append(pool)
+        yield
+
+    fakes = {"CUDAGraph": lambda: SimpleNamespace(replay=lambda: calls.append("replay")), "graph_pool_handle": object,
+             "device": lambda _: nullcontext(), "Stream": lambda _: None, "current_stream": lambda _: None,
+             "graph": graph}  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    graphs = Graphs(torch.device("cuda:1"))
+    for buffer in (0, 0, 1):
+        graphs.keep([buffers[buffer]])
+        for key in "aabb":
+            graphs(key, calls.append, key)
+    captured = [word for key in "ab" for word in (key, key, "replay")]
+    assert calls == [*captured, *["replay"] * 4, *captured]
+    assert [pools.index(pool) for pool in pools] == [0, 0, 2, 2]

@@ -8,7 +8,7 @@ import torch
 from heads.common.typed import build
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
-from inference.drafters.hybrid import Hybrid, HybridState
+from inference.drafters.hybrid import Hybrid, HybridState, Record
 from inference.protocol import WARM, Commit, Context, Drafter, DrafterState, Proposal, Verified
 from inference.target.model import TargetOutput
 from inference.verification.rng import Generator
@@ -74,7 +74,7 @@ def test_the_heads_record_follows_what_was_accepted_of_it() -> None:
     settle(state, [7])
     assert source.record.accepted == 1.0
     source.reset()
-    assert source.record.accepted == 2.0
+    assert source.record == Record(2.0)
 
 
 def test_a_lookup_that_promises_too_much_is_believed_less() -> None:

@@ -37,8 +37,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 # The first is the one that `make setup` installs; the others are tested where their libraries are.
 def test_transformers_draws_no_bar_over_weights(capfd: pytest.CaptureFixture[str]) -> None:
+    loggers = [logging.getLogger(f"transformers.{name}") for name in loading.LISTING]
+    before = [logger.level for logger in loggers]
     with loading._quiet():
         list(transformers.logging.tqdm(range(3), desc="Loading weights"))
+    assert [logger.level for logger in loggers] == before
     assert capfd.readouterr().err == ""
     assert transformers.logging.is_progress_bar_enabled()
 
@@ -137,6 +140,9 @@ def test_a_quantisation_that_transformers_skips_is_named(
     read = loading.configuration(str(tmp_path), trust_remote_code=False)
     with pytest.raises(ValueError, match=algorithm):  # as plans ask
         loading.check_quantized(str(tmp_path), read, None)
+    for older in ("load_in_8bit", "load_in_4bit"):  # of bitsandbytes, which transformers reads without a method
+        read.quantization_config = {older: True}
+        assert loading.check_quantized(str(tmp_path), read, None) == "by its checkpoint"
 
 
 def test_weights_without_their_scales_are_not_loaded(plain: Target, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_the_model_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     assert target.config._attn_implementation == GROUPED
 
 
-@pytest.mark.parametrize("window", [None, 5, 7, 40])
+@pytest.mark.parametrize("window", [None, 5, 7, 29, 40])
 def test_a_window_goes_over_a_document_in_blocks(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "BLOCK", 8)
     generator = torch.Generator().manual_seed(0)

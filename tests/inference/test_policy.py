@@ -7,6 +7,7 @@ definition literally.
 import heapq
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -168,8 +169,10 @@ def paths(tree: DraftTree) -> list[Path]:
 
 def contexts(way: str) -> Iterator[Context]:
     for prompt, room in zip(PROMPTS, ROOMS, strict=True):
-        kind = Drafting if way == "sampled" else Coupled
-        yield Context(prompt, SAMPLINGS[way], kind(SEED, torch.device("cpu"), prompt), room)
+        kind, sampling = Drafting if way == "sampled" else Coupled, SAMPLINGS[way]
+        if way == "sampled":  # each sequence in its own way
+            sampling = replace(sampling, temperature=0.3 * room)
+        yield Context(prompt, sampling, kind(SEED, torch.device("cpu"), prompt), room)
 
 
 def check(tree: DraftTree, ranking: Ranking, config: TreeConfig, room: int) -> None:

@@ -14,7 +14,7 @@ from data.answers.engine import Engine
 from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
-from inference.drafters.policy import verifiable
+from inference.drafters.policy import TreeConfig, verifiable
 from inference.target import probe
 from inference.target.probe import LONGEST
 from inference.target.target import Target
@@ -96,7 +96,7 @@ def gpt_neo(window: int) -> GPTNeoConfig:
 
 
 OWN_MASKS: dict[str, PreTrainedConfig] = {
-    "GPTNeoForCausalLM gives": gpt_neo(16),
+    "GPTNeoForCausalLM gives": gpt_neo(LONGEST),
     "GPTNeoForCausalLM applies window_size=80 itself": gpt_neo(LONGEST + 16),
     "MptForCausalLM gives": MptConfig(
         vocab_size=toys.VOCAB, d_model=32, n_layers=3, n_heads=4, max_seq_len=160, initializer_range=0.4
@@ -131,6 +131,7 @@ def test_trees_and_batches_that_a_target_masks_by_itself_are_refused_by_name(
     with pytest.raises(ValueError, match=rf"own: .*\({said}.*batch_size=1"):
         speculate(target, Plain(target.device), [prompt, prompt[:3]], settings, batch_size=2)
     assert verifiable(target, toys.TREES["static"]).label == "chain-4"  # as the commands that load a head do
+    assert verifiable(target, TreeConfig("dynamic", 9, 2, 3, [], [])).label == "chain-3", "no deeper than the tree"
     assert re.search(rf"own: .*\({said}.* chain-4 in its place", caplog.text)
     asked = AnswerSettings(0.0, 1.0, TOKENS, True, False, 0, None, {})
     with pytest.raises(ValueError, match=rf"own: .*\({said}.*batch_size=1"):

@@ -186,6 +186,7 @@ def test_refusals_are_one_line(target: Target, trained: Path, monkeypatch: pytes
         ([f"run={tmp_path}/nowhere", "prompt=w1"], "no such folder"),
         (["max_new_tokens=0", "prompt=w1"], "max_new_tokens is 0"),
         (["temperature=-1", "prompt=w1"], "temperature is -1"),
+        (["model.placement=fsdp", "prompt=w1"], "which is not so in decoding"),
         ([f"run={trained}", "prompt=w1", "tree.kind=bush"], "bush"),
         ([], "prompt is missing"),
     ]

@@ -83,7 +83,7 @@ def test_distinct_draws_without_replacement() -> None:
     ("values", "named"),
     [
         ((-1.0, 0, 1.0), "temperature"),
-        ((1.0, -2, 1.0), "top_k"),
+        ((1.0, -1, 1.0), "top_k"),
         ((1.0, 0, 0.0), "top_p"),
         ((1.0, 0, 1.5), "top_p"),
         ((1.0, 0, 1.0, -0.1), "min_p"),

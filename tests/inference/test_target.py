@@ -1,6 +1,7 @@
 """The target's features and its refusals."""
 
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -174,6 +175,9 @@ def test_a_configurations_target_is_loaded_as_it_says_but_for_what_is_given(monk
         ("a", kind, place, False, "int8", "b", HERE) for kind, place in (("float16", "cpu"), ("float32", "cuda:1"))
     ]
     assert [call.args for call in load.call_args_list] == whole
+    given: list[dict[str, str]] = [{}, {"quantize": "none", "adapter": "none"}, {"quantize": "int8"}, {"adapter": "b"}]
+    assert [model_config(path="a", **each).as_saved for each in given] == [True, True, False, False]
+    assert model_config(path="a", placement="auto", offload="disk").where == replace(HERE, offload="disk")
 
 
 def test_what_a_target_compiles_and_captures_is_again_so_after_a_while_without() -> None:

@@ -95,6 +95,7 @@ def test_bad_configurations_are_named() -> None:
         ("dynamic", {"depth": -3, "nodes": 9, "top_k": 2}, "tree.depth is"),
         ("static", {"paths": [[-1]]}, "tree.paths holds a path"),
         ("static", {"paths": [[]]}, "tree.paths holds a path"),
+        ("static", {"paths": [[16_385]]}, "tree.paths holds a path"),
         ("static", {"paths": [[rank] for rank in range(16_385)]}, "holds 16385 nodes"),
         ("chain", {"depth": 2000}, "tree.depth is"),
         ("static", {"paths": [[0] * 100_000]}, "tree.paths is 100000 deep"),

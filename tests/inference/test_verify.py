@@ -75,6 +75,7 @@ def test_an_unknown_or_unallowed_rule_is_named(rule: str, lossy: bool, named: st
         ("sampled", 1.0, "traversal"),
         ("independent", 1.0, "traversal_replacement"),
         ("dynamic", 1.0, "point_mass"),
+        ("static", 1.0, "point_mass"),
         ("sampled", 0.0, "greedy"),
     ],
 )

@@ -154,6 +154,7 @@ def test_what_is_no_adapter_is_not_published(run: Path, hub: Hub, target: Embedd
         ({"r": 0}, "not a head's adapter"),
         ({"peft_type": "LOHA"}, "not a head's adapter"),
         ({"use_dora": True}, "use_dora is True"),
+        ({"lora_alpha": -(1 << 21)}, "which no adapter has"),
         ({"rank_pattern": {"(a+)+b": 8}}, "rank_pattern"),
         ({"base_model_name_or_path": "/etc"}, "no name of the Hub"),
         ({"base_model_name_or_path": REPO}, "an adapter itself"),
@@ -172,19 +173,23 @@ def test_an_adapter_from_outside_is_refused_in_a_line(
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("end", "change", "complaint"),
     [
-        (lambda up: up[:, :2], "two factors of one rank"),
-        (lambda up: up[1:], "has not in that shape"),
-        (lambda up: up / 0, "not finite"),
-        (None, "is no factor"),
+        (lora.UP, lambda up: up[:, :2], "two factors of one rank"),
+        (lora.UP, lambda up: up[1:], "has not in that shape"),
+        (lora.DOWN, lambda down: down[:, 1:], "has not in that shape"),
+        (lora.UP, lambda up: up / 0, "not finite"),
+        (lora.DOWN, lambda down: down / 0, "not finite"),
+        (lora.UP, None, "is no factor"),
     ],
 )
-def test_damaged_factors_are_refused(run: Path, hub: Hub, target: EmbeddingsOnly, change: Any, complaint: str) -> None:
+def test_damaged_factors_are_refused(
+    run: Path, hub: Hub, target: EmbeddingsOnly, end: str, change: Any, complaint: str
+) -> None:
     publish(config(run, repo=REPO, base=BASE, reverify=False), HfApi())
     files = hub.repos[REPO].files
     tensors = load(files[lora.WEIGHTS])
-    name = next(name for name in tensors if name.endswith(lora.UP))
+    name = next(name for name in tensors if name.endswith(end))
     tensors |= {"x": tensors[name].clone()} if change is None else {name: change(tensors[name]).contiguous()}
     hub.repos[REPO].commit({**files, lora.WEIGHTS: save(tensors)})
     with pytest.raises(ValueError, match=complaint) as error:
