@@ -115,7 +115,7 @@ def test_everything_dropped_is_counted_and_told(write: Write, config: Config, ch
     records = [{"prompt": f"q{i}", "answer": "a" * (i + 1)} for i in range(8)]
     first = write(*records, records[0], name="first.jsonl")
     second = write({"prompt": LONG, "answer": "x"}, {"prompt": "q" * 200, "answer": "x"}, name="second.jsonl")
-    asked = write({"prompt": LONG}, name="asked.jsonl")
+    asked = write({"prompt": LONG}, {"prompt": "short"}, name="asked.jsonl")
     sizes = {"min_tokens": 28, "max_tokens": 120, "on_bad": "drop"}
     filtered = config([first, second], prompts=asked, contamination=8, **sizes)
     samples, _, counts = load_training(filtered, chat, 1)
@@ -130,7 +130,7 @@ def test_everything_dropped_is_counted_and_told(write: Write, config: Config, ch
     assert counts.trained == sum(sum(sample.mask) for sample in samples)
     line = counts.line(filtered)
     assert "second.jsonl 1 of 2 records" in line
-    assert "1 duplicates, 1 with 8 words of one of 1 evaluation prompts" in line
+    assert "1 duplicates, 1 with 8 words of one of 2 evaluation prompts (1 of them too short to look for), " in line
     assert f"{counts.short} under 28 tokens; kept: " in line
     assert f" tokens, {counts.trained / counts.tokens:.0%} trained on; of the chats" in line
     assert Counts.read(json.loads(json.dumps(counts.report()))) == counts
