@@ -8,6 +8,7 @@ from data.text.records import SHOWN, Record, parse
 
 QUESTION = {"role": "user", "content": "why"}
 ANSWER = {"role": "assistant", "content": "so"}
+NO_CALL = {"role": "user", "content": '{"name": "weather"}'}
 SYSTEM = {"role": "system", "content": "be brief"}
 SHAREGPT = [{"from": "system", "value": "be brief"}, {"from": "human", "value": "why"}, {"from": "gpt", "value": "so"}]
 
@@ -28,10 +29,11 @@ SHAREGPT = [{"from": "system", "value": "be brief"}, {"from": "human", "value": 
         ({"prompt": ["why", "really"]}, [QUESTION], ""),
         ({"prompt": "why"}, [QUESTION], ""),
         ({"prompt": "why", "answer": None}, [QUESTION], ""),
-        ({"text": "a story"}, [], "a story"),
+        ({"text": "a story", "body": "of it"}, [], "a story"),
         ({"prompt": "why", "answer": "so", "text": "whyso"}, [QUESTION, ANSWER], "whyso"),
         ({"messages": [{**QUESTION, "tool_calls": None}, ANSWER]}, [QUESTION, ANSWER], ""),
         ({"messages": [SYSTEM, ANSWER, QUESTION, ANSWER]}, [SYSTEM, QUESTION, ANSWER], ""),
+        ({"messages": [NO_CALL, ANSWER]}, [NO_CALL, ANSWER], ""),
     ],
 )
 def test_every_shape_is_recognised(raw: dict[str, Any], messages: list[dict[str, Any]], text: str) -> None:
@@ -115,7 +117,8 @@ def test_what_is_no_json_to_be_read_stays_text(text: str) -> None:
 
 @pytest.mark.parametrize("tool", [TOOL, TOOL["function"], {"type": "function", **TOOL["function"]}])
 def test_definitions_of_tools_become_openais(tool: dict[str, Any]) -> None:
-    assert parse({"messages": [QUESTION], "tools": [tool]}, 0, "f").tools == (TOOL,)
+    served = {"type": "web_search"}  # which has no name
+    assert parse({"messages": [QUESTION], "tools": [tool, served]}, 0, "f").tools == (TOOL, served)
 
 
 @pytest.mark.parametrize("form", [lambda value: value, json.dumps])

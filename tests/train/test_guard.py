@@ -136,7 +136,7 @@ def test_a_run_that_is_to_stop_stops_before_the_bad_step(job: Job, monkeypatch: 
     assert "\n" not in str(caught.value)
     assert sorted(records(out)) == [1, 2, 3, 4]
     kept = json.loads((out / "checkpoints" / f"step-{BAD:08d}" / "state.json").read_text())
-    assert '"skipped": 0, "in_a_row": 0' in json.dumps(kept), "it was not skipped, and is judged again by the resumed run"
+    assert '"skipped": 0, "in_a_row": 0' in json.dumps(kept), "it was not skipped: the resumed run judges it again"
     job.train("stopped", "resume=true")  # the data are mended: nothing of the bad step is left
     assert [record["loss"] for record in records(out).values()] == [
         record["loss"] for record in records(job.folder / "good").values()
