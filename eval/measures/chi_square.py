@@ -79,7 +79,7 @@ def cells(probs: Float[Tensor, "V"]) -> Cells:
     likely.sort(key=lambda token: -float(probs[token]))
     expected = probs[likely].tolist()
     rest = max(0.0, 1.0 - math.fsum(expected))
-    if rest >= CELL / 2 or not likely:
+    if rest >= CELL / 2:
         return Cells(likely, [*expected, rest])
     return Cells(likely[:-1], [*expected[:-1], expected[-1] + rest])
 

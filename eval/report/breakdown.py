@@ -53,7 +53,7 @@ def speedup_breakdown(row: Record, plain: Record | None) -> dict[str, Any] | Non
         return None
     if not all(record[key] for record in (row, plain) for key in ("tau", "tokens_per_second", "steps")):
         return None
-    tau, base = row["tau"], plain["tau"] / plain["tokens_per_second"]
+    tau, base = row["tau"], 1 / plain["tokens_per_second"]
     step = tau / row["tokens_per_second"]
     beyond = {"verification": _beyond(row, plain, "verify"), "draft": _beyond(row, plain, "draft")}
     beyond["overhead"] = step - base - sum(beyond.values())

@@ -266,6 +266,9 @@ def test_what_is_held_out_tells_prompts_apart(config: Callable[..., DataConfig])
     told = source_of(config("me/hub", held_out=2))
     assert told != source_of(config("me/hub", held_out=3))
     assert told != source_of(config("me/hub", held_out=2, streaming=True, limit=1))
+    assert told != source_of(config("me/hub", held_out=2, seed=9))
+    two = ["me/hub", "me/other"]
+    assert source_of(config(two, weights=[1.0, 2.0])) != source_of(config(two, weights=[2.0, 1.0]))
     assert source_of(config("me/hub", held_out=2, prompts="p")) == source_of(config("me/hub", prompts="p"))
 
 

@@ -47,9 +47,9 @@ def test_short_documents_stay_whole_and_no_token_is_lost() -> None:
 
 def test_long_documents_become_documents_of_their_own() -> None:
     (sample,) = documents(1, 1, seed=1)
-    long = Sample("long", list(range(1, 41)), [0] * 20 + [1] * 20)
+    long = Sample("long", list(range(1, 34)), [0] * 13 + [1] * 20)
     packed = pack([long, sample], LENGTH)
-    assert sorted(len(token) for token, _ in unpacked(packed)) == [1, 8, LENGTH, LENGTH]
+    assert sorted(len(token) for token, _ in unpacked(packed)) == [1, 1, LENGTH, LENGTH]
     assert sorted(t for token, _ in unpacked(packed) for t in token) == sorted(long.token + sample.token)
     assert sum(sum(mask) for _, mask in unpacked(packed)) == 20 + sum(sample.mask)
 
@@ -124,6 +124,8 @@ def test_a_filler_batch_trains_nothing_and_has_real_tokens(packed: Packed) -> No
     assert int(filler.index) == -1
     assert not filler.mask.any()
     assert (filler.document >= 0).any()
+    *_, last = Batches(packed, 3, 1, 0, 1, 2)(0)
+    assert last.token.equal(packed.token[:1].long()), "a filler has the first row's, whatever else the process has"
 
 
 def test_every_epoch_has_every_row_once_in_an_order_of_its_own(packed: Packed) -> None:
@@ -134,6 +136,7 @@ def test_every_epoch_has_every_row_once_in_an_order_of_its_own(packed: Packed) -
     assert size % rows_per_step  # so a batch reaches over the epoch's end
     assert sorted(first) == sorted(second) == list(range(size))
     assert first != second
+    assert Batches(packed, size, 2, 1, 0, 1).rows(0).tolist() != second, "another seed begins as this one goes on"
 
 
 def test_a_step_depends_on_the_seed_and_its_number_alone(packed: Packed) -> None:

@@ -103,9 +103,19 @@ def test_the_code_that_shapes_samples_is_in_the_key(
     assert cache_key(config("f"), chat, []) != before
 
 
+@pytest.mark.parametrize("library", ["transformers", "tokenizers"])
+def test_the_libraries_that_tokenise_are_in_the_key(
+    config: Config, chat: Tokenizer, monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
+    before = cache_key(config("f"), chat, [])
+    monkeypatch.setattr(getattr(cache, library), "__version__", "0")
+    assert cache_key(config("f"), chat, []) != before
+
+
 def test_what_shapes_no_sample_is_not_in_the_key(config: Config, chat: Tokenizer) -> None:
     assert cache_key(config("f"), chat, ["a"]) == cache_key(config("f", length=7, cache="c"), chat, ["a"])
     assert cache_key(config("f"), chat, ["a"]) != cache_key(config("f"), chat, ["b"])
+    assert cache_key(config("f"), chat, ["a", "b"]) != cache_key(config("f"), chat, ["b", "a"])
 
 
 def test_a_tokenizer_that_changes_under_the_cache_finds_nothing_stale(

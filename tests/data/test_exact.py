@@ -76,6 +76,7 @@ def test_the_turns_of_a_trace_share_a_document_as_far_as_they_go_on_from_one_ano
         ({"input_ids": [1, 2], "loss_mask": [1]}, "it has 2 tokens and a loss_mask of 1; give a 0 or 1 for each"),
         ({"input_ids": [1, 2], "loss_mask": [1, 2]}, "give a 0 or 1 for each token"),
         ({"input_ids": [1, 2], "loss_mask": [0, 0]}, "is all zeros; remove the sample"),
+        ({"input_ids": [1, True], "loss_mask": [0, 1]}, "input_ids is no list of token numbers: fix or remove"),
         ({"input_ids": [1, 2.0], "loss_mask": [0, 1]}, "input_ids is no list of token numbers: fix or remove"),
     ],
 )
@@ -102,10 +103,13 @@ def test_tokens_are_trained_as_they_are_and_held_out_whole(
         {"id": "c", "input_ids": token, "loss_mask": [1] * len(token)},
         {"id": "d", "input_ids": [5, 4], "loss_mask": [0, 1]},
         {"id": "e", "input_ids": [5, 400], "loss_mask": [0, 1]},
+        {"id": "f", "messages": [{"role": "system", "content": secret}, {"role": "user", "content": "x"}],
+         "input_ids": token, "loss_mask": [0] * (len(token) - 1) + [1]},
+        {"id": "whole", "input_ids": [6, 7, 8], "loss_mask": [1, 1, 1]},
         {"id": "held", "category": "qa", **PAIR},
-    ]
+    ]  # fmt: skip
     asked = write({"text": f"{secret} " * 2}, name="asked.jsonl")
-    how = config(write(*records), held_out=1, contamination=5, max_tokens=5, on_bad="drop")
+    how = config(write(*records), held_out=2, contamination=5, max_tokens=5, on_bad="drop")
     data = load_training(how, bare, 9, asked)
     samples = {sample.id: (sample.token, sample.mask) for sample in data.samples}
     assert samples == {
@@ -113,7 +117,7 @@ def test_tokens_are_trained_as_they_are_and_held_out_whole(
         "b": ([9, 8, 7, 6], [0, 1, 0, 1]),
         "d": ([5, 4], [0, 1]),
     }  # fmt: skip
-    assert [prompt[:3] for prompt in data.held_out] == [("held", [1, 2], "qa")]
+    assert [prompt[:3] for prompt in data.held_out] == [("whole", [6], ""), ("held", [1, 2], "qa")]
     assert (data.counts.duplicates, data.counts.contaminated) == (1, 1)
     assert data.counts.chats["dropped, token of another vocabulary"] == 1
 

@@ -94,6 +94,7 @@ def test_scripts_without_spaces_have_a_word_a_character(config: Config) -> None:
     prompt = "请用一句话解释什么是推测解码"
     records = [{"text": f"好的{prompt}。"}, {"text": prompt[:9]}]
     assert kept(config("f", contamination=10), records, prompt)[0] == ["1"]
+    assert kept(config("f", contamination=2), [{"text": "die STRASSE"}], "die straße")[0] == []
 
 
 @pytest.mark.parametrize("where", ["prompts", "held out", "workload"])
@@ -104,18 +105,19 @@ def test_contamination_is_looked_for_in_all_evaluation_prompts(
     records = [{"id": "a", "prompt": f"now {LONG}", "answer": "so"}, {"id": "b", "prompt": "why", "answer": "so"}]
     asked = write(told, {"id": "q", "question": "short"}, name="asked.jsonl")
     path = write(*records, *([{**told, "answer": "it is"}] if where == "held out" else []))
-    changed = {"held out": {"held_out": 1}, "prompts": {"prompts": asked}, "workload": {}}[where]
+    others = write({"id": "p", "question": "another"}, name="others.jsonl")
+    changed = {"held out": {"held_out": 1}, "prompts": {"prompts": asked}, "workload": {"prompts": others}}[where]
     data = load_training(config(path, contamination=8, **changed), chat, 1, asked if where == "workload" else "")
     assert [sample.id for sample in data.samples] == ["b"]
     assert (data.counts.contaminated, data.counts.checked) == (1, 1)
-    assert [prompt.id for prompt in data.held_out] == ([] if where == "workload" else ["p"])
+    assert [prompt.id for prompt in data.held_out] == ["p"]
 
 
 def test_everything_dropped_is_counted_and_told(write: Write, config: Config, chat: Tokenizer) -> None:
     records = [{"prompt": f"q{i}", "answer": "a" * (i + 1)} for i in range(8)]
     first = write(*records, records[0], name="first.jsonl")
     second = write({"prompt": LONG, "answer": "x"}, {"prompt": "q" * 200, "answer": "x"}, name="second.jsonl")
-    asked = write({"prompt": LONG}, name="asked.jsonl")
+    asked = write({"prompt": LONG}, {"prompt": "short"}, name="asked.jsonl")
     sizes = {"min_tokens": 28, "max_tokens": 120, "on_bad": "drop"}
     filtered = config([first, second], prompts=asked, contamination=8, **sizes)
     samples, _, counts = load_training(filtered, chat, 1)
@@ -130,7 +132,7 @@ def test_everything_dropped_is_counted_and_told(write: Write, config: Config, ch
     assert counts.trained == sum(sum(sample.mask) for sample in samples)
     line = counts.line(filtered)
     assert "second.jsonl 1 of 2 records" in line
-    assert "1 duplicates, 1 with 8 words of one of 1 evaluation prompts" in line
+    assert "1 duplicates, 1 with 8 words of one of 2 evaluation prompts (1 of them too short to look for), " in line
     assert f"{counts.short} under 28 tokens; kept: " in line
     assert f" tokens, {counts.trained / counts.tokens:.0%} trained on; of the chats" in line
     assert Counts.read(json.loads(json.dumps(counts.report()))) == counts
@@ -160,6 +162,6 @@ def test_nothing_is_said_of_what_is_held_out_where_the_limit_stopped_the_reading
 
 def test_prompts_of_ones_own_are_named(config: Config) -> None:
     counts = Counts(Counter({"f": 75}), Counter({"f": 75}), 0)
-    assert "data: measured on my.jsonl; f 75 of 75 records; dropped: " in counts.line(
+    assert "data: measured on my.jsonl; f 75 of 75 records; dropped: 0 duplicates; kept: " in counts.line(
         config("f.jsonl", prompts="my.jsonl")
     )

@@ -17,10 +17,12 @@ TOOLS_AS_USERS = ("qwen25", "qwen3")  # their templates give a tool's result as 
 
 def test_trained_tokens_stand_out_on_a_terminal(bare: PreTrainedTokenizerFast) -> None:
     console = Console(force_terminal=True, color_system="standard", record=True, width=80)
-    show([Sample("s", bare("ab")["input_ids"], [0, 1])], 1, 8, bare, console)
+    show([Sample(name, bare("ab")["input_ids"], [0, 1]) for name in ("first", "second")], 1, 8, bare, console)
     shown = console.export_text(styles=True)
     assert "\x1b[2ma\x1b[0m\x1b[1;32mb\x1b[0m" in shown
-    assert re.search(r"rows of \S*8\S* tokens are \S*25\.0\S*% full", shown)
+    assert re.search(r"rows of \S*8\S* tokens are \S*50\.0\S*% full", shown)
+    assert "first" in shown
+    assert "second" not in shown
 
 
 def test_a_samples_text_moves_no_cursor(bare: PreTrainedTokenizerFast) -> None:
@@ -71,6 +73,8 @@ def test_the_page_holds_every_token_and_nothing_from_elsewhere(tmp_path: Path) -
     assert [int(number) for span in spans for number in span[1].split()] == samples[0].token
     assert [bool(span[0]) for span in spans for _ in span[1].split()] == [bool(on) for on in samples[0].mask]
     assert all(bool(span[0]) != bool(span[2]) for span in spans)
+    begun = re.findall(r"<b>(\w+)</b>\s*<span[^>]*>(.*?)</span>", page, re.DOTALL)
+    assert {text for role, text in begun if role != "assistant"} == {"&lt;|im_start|&gt;"}
     assert page.count("<h2>") == 1
     on, tokens = sum(samples[0].mask), len(samples[0].mask)
     assert f"<p>{on} of {tokens} tokens trained on ({on / tokens:.1%})</p>" in page

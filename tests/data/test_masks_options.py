@@ -16,6 +16,7 @@ from data.text.masks import Turn, samples_of
 from data.text.prompts import load_prompts, load_samples
 from data.text.reasoning import reasoning_of, skip, without
 from data.text.records import Record, parse
+from data.text.template import render
 from tests.data.chatml import PLAIN, TAGGED, Tokens
 from tests.data.families import CHATS, chat_record, family_tokenizer, marked, masked
 from tests.tokenizers import trained
@@ -114,6 +115,7 @@ def test_where_training_starts_in_an_answer(text: str, cut: bool, left: str) -> 
     given, answer = text.split("|", 1)
     whole = given + answer
     assert whole[skip(whole, len(given), len(whole), cut) :] == left
+    assert skip(whole, len(given), len(given) + 1, cut) == len(given), "the answer ends before the block does"
 
 
 def test_what_a_template_does_to_a_chat_is_counted(
@@ -252,6 +254,13 @@ def test_a_tokenizer_that_tells_no_characters_is_named(config: Config, monkeypat
     monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
     with pytest.raises(ValueError, match=r"sample a: its tokens span the edge of an answer, .*use the model's fast"):
         samples_of(Record("a", "", told("a mat", "the other cat"), ""), tokenizer, "f", config("f"), Counter())
+
+
+def test_a_template_that_joins_arguments_to_text_gets_them_as_json(tokenizer_with: Tokens) -> None:
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": {"town": "Zürich"}}}]}
+    joins = "{% for m in messages %}{{ m.content + (m.tool_calls or [{'function': {'arguments': ' '}}])[0]"
+    joins += ".function.arguments }}{% endfor %}"
+    assert render([*told("Why?"), called], tokenizer_with(joins), False) == 'Why? {"town": "Zürich"}'
 
 
 @pytest.mark.parametrize("template", [PLAIN, TAGGED])

@@ -324,7 +324,8 @@ def test_text_that_the_tokenizer_does_not_know_is_pointed_out(
 ) -> None:
     bare.unk_token = "<|endoftext|>"
     known, unknown = write({"text": "a tale"}, name="known.jsonl"), write({"text": "a <|endoftext|> tale"})
-    load_samples(config(known), bare)
+    rare = write({"text": "a tale " * 99 + "<|endoftext|> of it"}, name="rare.jsonl")
+    load_samples(config([known, rare]), bare)
     assert caplog.text == ""
     load_samples(config(unknown), bare)
     assert "11% of the tokens are unknown" in caplog.text

@@ -46,6 +46,11 @@ def test_each_token_of_each_layer_has_its_own_scale() -> None:
 def test_bf16_of_bf16_is_exact() -> None:
     x = states().bfloat16()
     assert torch.equal(decode(encode(x, "bf16"), torch.bfloat16), x)
+    found, wanted = encode(x, "fp8"), encode(x.float(), "fp8")
+    assert found.scale is not None
+    assert wanted.scale is not None
+    assert found.scale.equal(wanted.scale)
+    assert found.value.float().equal(wanted.value.float())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,6 +8,7 @@ from data.text.records import SHOWN, Record, parse
 
 QUESTION = {"role": "user", "content": "why"}
 ANSWER = {"role": "assistant", "content": "so"}
+NO_CALL = {"role": "user", "content": '{"name": "weather"}'}
 SYSTEM = {"role": "system", "content": "be brief"}
 SHAREGPT = [{"from": "system", "value": "be brief"}, {"from": "human", "value": "why"}, {"from": "gpt", "value": "so"}]
 
@@ -28,14 +29,15 @@ SHAREGPT = [{"from": "system", "value": "be brief"}, {"from": "human", "value": 
         ({"prompt": ["why", "really"]}, [QUESTION], ""),
         ({"prompt": "why"}, [QUESTION], ""),
         ({"prompt": "why", "answer": None}, [QUESTION], ""),
-        ({"text": "a story"}, [], "a story"),
+        ({"text": "a story", "body": "of it"}, [], "a story"),
         ({"prompt": "why", "answer": "so", "text": "whyso"}, [QUESTION, ANSWER], "whyso"),
         ({"messages": [{**QUESTION, "tool_calls": None}, ANSWER]}, [QUESTION, ANSWER], ""),
         ({"messages": [SYSTEM, ANSWER, QUESTION, ANSWER]}, [SYSTEM, QUESTION, ANSWER], ""),
+        ({"messages": [NO_CALL, ANSWER]}, [NO_CALL, ANSWER], ""),
     ],
 )
 def test_every_shape_is_recognised(raw: dict[str, Any], messages: list[dict[str, Any]], text: str) -> None:
-    assert parse({**raw, "id": 7, "category": "c"}, 0, "f") == Record("7", "c", messages, text, source="f")
+    assert parse({**raw, "id": 0, "category": "c"}, 7, "f") == Record("0", "c", messages, text, source="f")
 
 
 CALL = {"name": "weather", "arguments": {"town": "Bern"}}
@@ -60,6 +62,16 @@ def test_further_shapes(raw: dict[str, Any], messages: list[dict[str, Any]]) -> 
     assert parse(raw, 7, "f") == Record("7", "", messages, "", source="f")
 
 
+@pytest.mark.parametrize(
+    "key",
+    ["id", "question_id", "task_id", "conversation_id", "prompt_id", "custom_id", "uid", "unique_id", "instance_id",
+     "_id", "ID", "key", "request_id"],
+)  # fmt: skip
+def test_a_record_has_its_own_name(key: str) -> None:
+    assert parse({"prompt": "why", key: "a"}, 7, "f").id == "a"
+    assert parse({"prompt": "why", key: None}, 7, "f").id == "7"
+
+
 DEEP = "[" * 10_000 + "]" * 10_000
 
 
@@ -78,9 +90,11 @@ def test_tool_calls_of_openai_become_what_templates_read(arguments: Any, tools: 
     assert record.tools == (TOOL,)
 
 
-def test_tool_calls_of_sharegpt() -> None:
+@pytest.mark.parametrize("returns", ["observation", "function", "tool"])
+@pytest.mark.parametrize("answers", ["gpt", "chatgpt", "bing", "bard", "model", "assistant"])
+def test_tool_calls_of_sharegpt(answers: str, returns: str) -> None:
     turns = [("human", "why"), ("function_call", '{"name": "weather", "arguments": {"town": "Bern"}}'),
-             ("observation", "rain"), ("gpt", "so")]  # fmt: skip
+             (returns, "rain"), (answers, "so")]  # fmt: skip
     record = parse({"conversations": [{"from": role, "value": text} for role, text in turns]}, 0, "f")
     assert record.messages == [QUESTION, CALLED, RESULT, ANSWER]
 
@@ -103,7 +117,8 @@ def test_what_is_no_json_to_be_read_stays_text(text: str) -> None:
 
 @pytest.mark.parametrize("tool", [TOOL, TOOL["function"], {"type": "function", **TOOL["function"]}])
 def test_definitions_of_tools_become_openais(tool: dict[str, Any]) -> None:
-    assert parse({"messages": [QUESTION], "tools": [tool]}, 0, "f").tools == (TOOL,)
+    served = {"type": "web_search"}  # which has no name
+    assert parse({"messages": [QUESTION], "tools": [tool, served]}, 0, "f").tools == (TOOL, served)
 
 
 @pytest.mark.parametrize("form", [lambda value: value, json.dumps])

@@ -123,6 +123,9 @@ def test_fewer_layers_are_chosen_from_more(tmp_path: Path, target: Target, packe
     assert torch.equal(one.hidden, all_of.hidden[:, :, 1:])
     assert none.hidden.shape == (2, 16, 0, 32)
     assert torch.equal(none.last, all_of.last)
+    form = FeatureRequest((2,), torch.bfloat16)
+    coarse = steps(Stored(store, batches(packed), form, torch.device("cpu"), 3, None), 1)[0]
+    assert coarse.hidden.dtype == coarse.last.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp8"])
@@ -137,6 +140,8 @@ def test_a_store_knows_its_rows_by_tokens_and_documents_alone(target: Target, pa
     found = [spec_of(target, other, LAYERS, config()).data for other in others]
     assert found[0] == found[3]
     assert len({*found}) == 3
+    spec = spec_of(target, packed, LAYERS, config(shard_mb=3))
+    assert spec.shard_rows == 3 * 10**6 // spec.row_bytes
 
 
 def test_every_rank_reads_its_own_rows(tmp_path: Path, target: Target, packed: Packed) -> None:
@@ -168,13 +173,15 @@ def test_a_damaged_row_is_named_or_computed_with_a_warning(
     tmp_path: Path, target: Target, packed: Packed, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = extracted(tmp_path, target, packed)
-    flip(tmp_path / SHARDS / "000001.safetensors", 0.7)
-    with pytest.raises(DamagedError, match=r"000001\.safetensors: row [345]"):
+    for name in ("000001", "000002"):
+        flip(tmp_path / SHARDS / f"{name}.safetensors", 0.7)
+    with pytest.raises(DamagedError, match=r"00000[12]\.safetensors: row [3-8]"):
         steps(stored(store, batches(packed)), 9)
     with caplog.at_level(logging.WARNING):
         source = stored(store, batches(packed), fallback(target, store))
         same(steps(source, 9), steps(Live(target, batches(packed), LAYERS), 9), 1e-5)
     assert "000001.safetensors" in caplog.text
+    assert "000002.safetensors" in caplog.text
     assert source.computed > 0
 
 

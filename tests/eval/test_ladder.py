@@ -10,13 +10,13 @@ from eval.report.breakdown import STAGES, advice, closer, experts, sentence, spe
 
 # A plain step takes 10 ms, 9 of them the pass.
 PLAIN: dict[str, Any] = {
-    "drafter": "plain", "workload": "tiny", "temperature": 0.0, "batch_size": 1, "steps": 100, "tau": 1.0,
-    "tokens_per_second": 100.0, "speedup": 1.0, "seconds": {"draft": 0.0, "verify": 0.9, "other": 0.1},
+    "drafter": "plain", "workload": "tiny", "temperature": 0.0, "batch_size": 1, "steps": 200, "tau": 1.0,
+    "tokens_per_second": 100.0, "speedup": 1.0, "seconds": {"draft": 0.0, "verify": 1.8, "other": 0.2},
     "conditional_by_depth": [],
 }  # fmt: skip
 # A step takes 20 ms: 15 the pass, 3 the draft, 2 the rest; it commits 3 tokens.
 ROW = {
-    **PLAIN, "drafter": "eagle", "tau": 3.0, "tokens_per_second": 150.0, "speedup": 1.5,
+    **PLAIN, "drafter": "eagle", "steps": 100, "tau": 3.0, "tokens_per_second": 150.0, "speedup": 1.5,
     "seconds": {"draft": 0.3, "verify": 1.5, "other": 0.2}, "conditional_by_depth": [0.9, 0.5],
 }  # fmt: skip
 
@@ -33,7 +33,7 @@ def test_each_cost_has_its_rung() -> None:
 @pytest.mark.parametrize(
     ("interval", "stages", "noise"),
     [
-        ([1.4, 1.6], [3.0, 3 * 10 / 16, 1.5, 1.5], ["overhead"]),
+        ([1.4, 1.51], [3.0, 3 * 10 / 16, 1.5, 1.5], ["overhead"]),
         ([1.49, 1.51], [3.0, 3 * 10 / 16, 3 * 10 / 20.4, 1.5], []),
         (None, [3.0, 3 * 10 / 16, 1.5, 1.5], ["overhead"]),  # one prompt: how noisy it is cannot be known
     ],
@@ -46,17 +46,22 @@ def test_a_rise_is_shown_only_where_it_is_more_than_noise(
     record = speedup_breakdown({**ROW, "seconds": seconds, "speedup_ci": interval}, PLAIN)
     assert record is not None
     assert (list(record["rungs"].values()), record["noise"]) == (pytest.approx(stages), noise)
+    assert record["less"]["overhead"] == 1.5  # no time is to be saved there
     text = sentence("eagle", record)
     assert ("the measured 1.50 (no cost beyond noise)" in text) == bool(noise)
     assert ("the measured 1.50 (cheaper than the baseline's)" in text) == (not noise)
 
 
 def test_a_pass_that_seems_cheaper_than_a_plain_step_leaves_tau() -> None:
-    cheap = {**ROW, "tokens_per_second": 280.0, "speedup": 2.8, "speedup_ci": [2.4, 3.2]}
+    cheap = {**ROW, "tokens_per_second": 280.0, "speedup": 2.8, "speedup_ci": [2.78, 3.2]}
     record = speedup_breakdown({**cheap, "seconds": {"draft": 0.1, "verify": 0.85, "other": 0.12}}, PLAIN)
     assert record is not None
     assert record["noise"] == ["verification"]
     assert list(record["rungs"].values()) == pytest.approx([3.0, 3.0, 3 * 10 / 10.5, 2.8])
+    record = speedup_breakdown({**cheap, "seconds": {"draft": 0.2, "verify": 0.85, "other": 0.02}}, PLAIN)
+    assert record is not None
+    assert record["noise"] == ["verification", "overhead"]
+    assert list(record["rungs"].values()) == pytest.approx([3.0, 3.0, 2.8, 2.8])
 
 
 def test_the_greatest_of_the_smaller_losses_is_named() -> None:
@@ -108,7 +113,7 @@ def test_activated_experts_are_those_of_all_ways_to_choose(tokens: int) -> None:
 
 
 def test_a_report_says_what_a_tree_costs_a_target_with_experts() -> None:
-    words = experts("eagle", ROW | {"draft_tokens": 1500}, 128, 8)
+    words = experts("eagle", ROW | {"draft_tokens": 1500, "batch_size": 2}, 128, 8)
     assert "8 of the target's 128 experts" in words
-    assert "over 16.0 nodes a sequence reads about 82.4 of them" in words
-    assert "one of the baseline 8.0: where reading weights takes the time, that is 10.3 times" in words
+    assert "over 16.0 nodes a sequence reads about 111.8 of them" in words
+    assert "one of the baseline 15.5: where reading weights takes the time, that is 7.2 times" in words

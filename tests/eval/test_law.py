@@ -36,7 +36,7 @@ def test_a_rest_too_rare_joins_the_rarest_cell() -> None:
 
 
 def test_thin_cells_raise_the_draws() -> None:
-    assert samples_for([Cells([0], [0.999, 0.001])], 0.5, 1e-3) == 5000
+    assert samples_for([Cells([0], [0.5, 0.5]), Cells([0], [0.999, 0.001])], 0.5, 1e-3) == 5000
 
 
 def test_prefixes_share_the_draws_that_all_their_cells_together_need() -> None:

@@ -142,10 +142,10 @@ def checked(runs: Path, out: Path) -> dict[str, Gate]:
 
 def test_timed_texts_are_compared_with_the_baselines_and_ties_told_by_its_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each prompt's median run; where a text parts from it, the baseline is decoded again up to there."""
-    asked: list[tuple[int, int]] = []
+    asked: list[tuple[int, int, int]] = []
 
     def again(_: Any, prompt: list[int], how: Settings) -> Any:
-        asked.append((prompt[0], how.max_new_tokens))
+        asked.append((prompt[0], how.max_new_tokens, how.min_new_tokens))
         return generation([5] * how.max_new_tokens, gaps=[0.5, 1e-6, 0.25, 0.125][: how.max_new_tokens])
 
     monkeypatch.setattr("eval.gates.autoregress", again)
@@ -156,10 +156,10 @@ def test_timed_texts_are_compared_with_the_baselines_and_ties_told_by_its_gaps(m
     }
     runs["hf"] = [[generation([1])]] * 4
     target: Any = StubTarget(dtype=torch.float32)
-    (found,) = agreement(Setup(target, {}, prompts, Settings(4, GREEDY)), runs).values()
+    (found,) = agreement(Setup(target, {}, prompts, Settings(4, GREEDY, min_new_tokens=3)), runs).values()
     counts = {"checked": 4, "identical": 1, "near_tie": 1, "beyond": 2}
     assert found == {"dtype": "float32", **counts, "gaps": [1e-6, 0.25, 0.125]}
-    assert asked == [(11, 2), (12, 3), (13, 4)]
+    assert asked == [(11, 2, 2), (12, 3, 3), (13, 4, 3)]
 
 
 def test_the_baseline_is_one_more_engine_beside_the_reference(runs: Path, tmp_path: Path) -> None:

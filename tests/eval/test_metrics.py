@@ -50,6 +50,8 @@ def test_counts_that_one_request_lacks_are_unknown_of_all() -> None:
     assert (found.draft_tokens, found.accepted_per_draft_token) == (0, None)
     assert found.definitions["committed_per_verified"] is None
     assert metrics.pooled([known]).definitions["committed_per_verified"] == 5 / 8
+    deep = metrics.Passes(5, 2, 4, 3, ())  # depths that nobody counted
+    assert [metrics.pooled(each).accepted_by_depth for each in ([known, deep], [deep, known])] == [[], []]
     apart = metrics.pooled([known, unknown], total)
     assert (apart.draft_tokens, apart.accepted_by_depth, apart.tau_within_depth) == (8, [3 / 4, 2 / 4], [7 / 4, 9 / 4])
 
@@ -118,7 +120,7 @@ def test_where_one_request_alone_decoded_there_is_no_interval() -> None:
     assert metrics.tau_interval([LONG, *ended], 0) is None
     assert metrics.paired_interval(pairs, base, 0) is None
     assert metrics.difference(pairs, base, 0) is None
-    assert metrics.tau_interval([LONG, SHORT, *ended], 0) is not None
+    assert metrics.tau_interval([LONG, SHORT, *ended], 0) == pytest.approx((7 / 3, 3))  # no draw of the ended alone
 
 
 def test_nothing_decoded_is_none_and_not_a_division_by_zero() -> None:

@@ -71,6 +71,15 @@ def test_plots_show_each_number_at_its_depth_step_and_drafter() -> None:
     ]
 
 
+def test_a_result_is_read_as_its_row_says() -> None:
+    deep = replace(ROW, accepted_by_depth=[0.5] * 8, conditional_by_depth=[0.5] * 8)
+    deeper = replace(deep, accepted_by_depth=[0.5] * 9, tier="teacher_forced", speedup=0.999)
+    found = results_of(Report({"name": "tiny"}, {"name": "a CPU"}, {}, {}, [PLAIN, deep, deeper]).as_dict())
+    assert [each.overall for each in found] == [True, True, False]
+    assert ["slower" in each.speedup for each in found] == [False, False, True]
+    assert [each.accepted for each in found[1:]] == [" ".join(["0.50"] * 8), " ".join(["0.50"] * 8) + " …"]
+
+
 def test_the_table_of_other_trees_has_those_that_promise_or_accept_most_first() -> None:
     lines = sections.other_trees(content()).lines
     assert [line[2] for line in lines] == ["dynamic-d4k3n9", "chain-2", "static-9"]

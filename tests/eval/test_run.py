@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
+from eval.conditions import remarks_of
 from eval.config import EvalConfig, eval_config
 from eval.live import interleaved
 from eval.live.interleaved import hf_generate
@@ -156,8 +158,8 @@ def test_each_temperature_and_each_workload_has_its_own_check(
 ) -> None:
     """And the time is that of the dtype asked for, whatever the check's."""
     first, *others = (runs / "prompts.jsonl").read_text().splitlines()
-    names, told = ["one.jsonl", "other.jsonl"], list[int]()
-    for name, lines in zip(names, ([first], others[::-1]), strict=True):
+    names, told = ["one.jsonl", "other.jsonl", "third.jsonl"], list[int]()
+    for name, lines in zip(names, ([first], others[1:], others[:1]), strict=True):
         (tmp_path / name).write_text("\n".join(lines))
 
     def sampled(setup: Any, _: float, tests: int, __: Any) -> list[SampledGate]:
@@ -181,18 +183,26 @@ def test_each_temperature_and_each_workload_has_its_own_check(
         t: [tuple(rows[name, t].lossless[key] for key in ("identical", "near_tie", "failed")) for name in names]
         for t in (0.0, 1.0, 0.5)
     }
-    assert counts == {0.0: [(1, 0, 0), (1, 1, 0)], 1.0: [(1, 0, 0), (0, 1, 1)], 0.5: [(1, 0, 0), (1, 1, 0)]}
-    assert [rows[name, t].speedup is None for t in (0.0, 1.0, 0.5) for name in names] == [False] * 2 + [True] * 2 + [
-        False
-    ] * 2
+    same, tie, wrong = (1, 0, 0), (0, 1, 0), (0, 0, 1)
+    assert counts == {0.0: [same, tie, same], 1.0: [same, wrong, tie], 0.5: [same, same, tie]}
+    assert all((rows[name, t].speedup is None) == (t == 1.0) for t in (0.0, 1.0, 0.5) for name in names)
 
 
 def test_plain_decoding_alone_needs_no_head(runs: Path, tmp_path: Path) -> None:
     values = {"drafter": {"plain": {}}, "run": None, "model": {"path": str(runs / "target"), "device": "cpu"}}
-    made = evaluate(small(runs, tmp_path, workload=str(runs / "prompts.jsonl"), **values))
-    assert [row.drafter for row in made.rows] == ["plain"]
+    made = evaluate(small(runs, tmp_path, workload=str(runs / "prompts.jsonl"), batch_size=[1, 2], **values))
+    assert [(row.drafter, row.batch_size) for row in made.rows] == [("plain", 1), ("plain", 2)]
+    assert list(made.gates) == ["plain", "plain x2"]
     assert made.passed
     assert made.target["name"] == "target"
+
+
+def test_heads_of_which_some_are_tuned_are_named(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, target = small(runs, tmp_path, compare=[str(runs / "medusa")]), toys.target()
+    for tuned, remarks in (((), 0), (("eagle",), 1), (("eagle", "medusa"), 0)):
+        monkeypatch.setattr("eval.conditions.is_tuned", lambda head, tuned=tuned: head.parent.name in tuned)
+        assert len(remarks_of(config, target)) == remarks
+        assert remarks_of(replace(config, tree={"nodes": 5}), target) == []
 
 
 def test_a_tree_is_the_heads_own_but_for_what_is_given(runs: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from eval.live import interleaved, sampled
 from eval.live.interleaved import Setup
 from eval.live.sampled import coupled_check, race_gap, sampled_gates
 from eval.measures.chi_square import ChiSquareTest
-from eval.measures.losslessness import Divergence, Gate, SampledGate, verdict_of, worst
+from eval.measures.losslessness import UNCHECKED, Divergence, Gate, SampledGate, verdict_of, worst
 from inference import step
 from inference.decode import Generation, Settings, autoregress
 from inference.drafters.head import HeadDrafter
@@ -275,6 +275,7 @@ def test_the_verdict_needs_both_parts() -> None:
     green, red = Gate(3, 3, 0, 0), Gate(3, 2, 0, 1)
     assert SampledGate("eagle", 1.0, green, law, "").passed
     assert not SampledGate("eagle", 1.0, red, law, "").passed
+    assert not SampledGate("eagle", 1.0, UNCHECKED, law, "").passed
     assert not SampledGate("eagle", 1.0, green, replace(law, p_value=1e-9), "").passed
     assert not SampledGate("eagle", 1.0, green, replace(law, control_p=0.5), "").passed
 

@@ -352,10 +352,12 @@ def test_the_tree_that_is_predicted_best_of_all_is_decoded_with(
 def test_what_was_measured_first_stands_at_the_speed_of_what_was_measured_later() -> None:
     """The machine runs at half its speed by then: what is not measured again costs twice what it did."""
     chain, tree = toys.TREES["chain"], toys.TREES["static"]
-    first = replace(costs_of(chain, {0: 1.0, 4: 2.0, 8: 3.0}), draft={draft_key(chain): 1.0, draft_key(tree): 3.0})
-    again = Costs(1, 2.0, {0: 2.0, 4: 4.1}, ({0: 0.0}, {0: 0.0}), {draft_key(chain): 2.1}, {2: 0.5})
+    first = replace(costs_of(chain, {0: 1.0, 4: 2.0, 8: 3.0, 16: 2.9}), settle=({0: 1.0, 1: 2.0}, {0: 3.0, 1: 4.0}))
+    first = replace(first, draft={draft_key(chain): 1.0, draft_key(tree): 3.0}, commit={1: 0.25})
+    again = Costs(1, 2.0, {0: 2.0, 4: 4.1}, ({0: 5.0}, {0: 6.0}), {draft_key(chain): 2.1}, {2: 0.75})
     both = merged(first, again)
-    assert (both.plain, both.verify) == (2.0, {0: 2.0, 4: 4.1, 8: 6.0})
+    assert (both.plain, both.verify) == (2.0, pytest.approx({0: 2.0, 4: 4.1, 8: 5.9, 16: 5.9}))  # wider is not cheaper
+    assert (both.settle, both.commit) == (({0: 5.0, 1: 4.0}, {0: 6.0, 1: 8.0}), {1: 0.5, 2: 0.75})
     assert both.draft == {draft_key(chain): 2.1, draft_key(tree): 6.0}
     assert step_seconds(ROW) == pytest.approx({"draft": 0.01, "verify": 0.02, "other": 0.001})  # of twelve steps
 

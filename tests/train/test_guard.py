@@ -136,7 +136,7 @@ def test_a_run_that_is_to_stop_stops_before_the_bad_step(job: Job, monkeypatch: 
     assert "\n" not in str(caught.value)
     assert sorted(records(out)) == [1, 2, 3, 4]
     kept = json.loads((out / "checkpoints" / f"step-{BAD:08d}" / "state.json").read_text())
-    assert '"skipped": 0' in json.dumps(kept), "it was not skipped, and is judged again by the resumed run"
+    assert '"skipped": 0, "in_a_row": 0' in json.dumps(kept), "it was not skipped: the resumed run judges it again"
     job.train("stopped", "resume=true")  # the data are mended: nothing of the bad step is left
     assert [record["loss"] for record in records(out).values()] == [
         record["loss"] for record in records(job.folder / "good").values()
@@ -205,8 +205,9 @@ def guard(spike: float | None = None) -> Guard:
 )
 def test_what_is_not_finite_is_bad(loss: float, norm: float, why: str | None) -> None:
     watching = guard()
+    watching.progress["skipped"] = 99  # of which none was in a row
     assert watching.check(loss, norm) == why
-    assert watching.progress["skipped"] == (why is not None)
+    assert watching.progress["skipped"] == 99 + (why is not None)
     assert watching.progress["recent"] == ([1.0] if why is None else [])
     assert not watching.stops()
 
@@ -224,6 +225,8 @@ def test_a_spike_is_measured_by_the_recent_median() -> None:
         assert len(each.progress["recent"]) == WINDOW
     assert watching.check(2.0, 1.0) is None
     assert (watching.progress["skipped"], watching.progress["in_a_row"]) == (1, 0)
+    young = guard(3.0)
+    assert [young.check(loss, 1.0) for loss in (1.0, 9.0)] == [None, None]
     calm = guard()
     assert all(calm.check(loss, 1.0) is None for loss in [1.0] * WINDOW + [1e9])
 

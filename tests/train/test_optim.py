@@ -41,8 +41,8 @@ def test_a_run_that_is_lengthened_is_another_where_its_objective_moves_with_the_
     longer = replace(config, steps=200, warmup=0.05, cooldown=0.2)
     now = {name: getattr(longer, key) for name, key in SCHEDULE.items()} | {"objective.base": None}
     then = now | {"trainer.steps": 100, "trainer.warmup": 0.1}
-    assert with_new_schedule(then, now, longer, 80) == now
-    assert with_new_schedule(then, now, longer, 90) == then
+    assert with_new_schedule(then, now, longer, 81) == now  # whose last step, 80, has the peak in both
+    assert with_new_schedule(then, now, longer, 82) == then
     moving = {"objective.base": [1, 0]}
     assert with_new_schedule(then | moving, now | moving, longer, 80) == then | moving
 
