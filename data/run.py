@@ -28,7 +28,7 @@ from data.answers.write import Work, Worker, source_of, write_answers
 from data.config import DataConfig
 from data.features.extraction import Layers, extract_features
 from data.features.source import FeaturesConfig
-from data.inspection import show, write_page
+from data.inspection import show
 from data.text.prompts import load_samples, records_to_answer
 from data.text.sources import check_sources
 from heads import head_config, say_best_head, with_head
@@ -65,7 +65,6 @@ class JobConfig(AnswerSettings):
     tree: dict[str, Any]
     endpoint: EndpointConfig
     inspect: Number
-    inspect_html: str | None
     limit: Count | None
     batch_size: Count
 
@@ -117,8 +116,6 @@ def answerer_of(job: JobConfig, settings: AnswerSettings) -> Answerer:
 
 def check(job: JobConfig) -> None:
     """Refuse contradictions, data, files and folders to write and draft sources, before anything is loaded."""
-    if job.inspect_html is not None and job.inspect < 1:
-        raise ValueError(f"inspect_html={job.inspect_html}: shows the samples of inspect=N; give inspect=5 as well")
     if job.answers is None and job.inspect < 1 and job.head is None:
         raise ValueError(
             "nothing to do: give answers=FILE.jsonl, or inspect=N to see N samples with their loss masks, or "
@@ -131,8 +128,7 @@ def check(job: JobConfig) -> None:
     check_sources(job.data)
     if job.answers is not None and Path(job.answers).suffix not in JSON_LINES:
         raise ValueError(f"answers={job.answers}: is written as JSON Lines; give a name that ends in .jsonl or .json")
-    written = {"answers": job.answers, "vllm_prompts": job.vllm_prompts, "inspect_html": job.inspect_html}
-    for key, file in written.items():
+    for key, file in {"answers": job.answers, "vllm_prompts": job.vllm_prompts}.items():
         if file is not None:
             check_writable(Path(file).parent, key)
     if job.features.path is not None:
@@ -159,9 +155,6 @@ def run(job: JobConfig) -> None:
         tokenizer = load_tokenizer(job.model.path, job.model.trust_remote_code)
         samples = list(load_samples(job.data, tokenizer, max(job.inspect, job.limit or 0)))
         show(samples, job.inspect, job.data.length, tokenizer, Console())
-        if job.inspect_html is not None:
-            write_page(samples, job.inspect, tokenizer, Path(job.inspect_html))
-            print(f"{job.inspect_html}: the same samples as a page")
     if job.answers is not None:
         answer(job, Path(job.answers))
     if job.head is not None:

@@ -266,7 +266,7 @@ def _check_together(run: RunConfig) -> None:
             f"model.placement={kind} takes all processes for a pass, and in a rollout each decodes its own prompts: "
             "give objective.on_policy.prompts=0, or model.placement=replicate"
         )
-    if run.features.mode == "hybrid" or (run.features.mode == "stored" and run.features.on_missing == "compute"):
+    if run.features.mode == "stored" and run.features.on_missing == "compute":
         raise ValueError(
             f"model.placement={kind} takes all processes for a pass, and they lack different rows of a store: give "
             "features=live, or features.on_missing=fail with a whole store"

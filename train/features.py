@@ -1,4 +1,4 @@
-"""The source of a run's features: the live target, a feature store, both, or a serving engine."""
+"""The source of a run's features: the live target, a feature store, or a serving engine."""
 
 import logging
 from dataclasses import asdict
@@ -7,13 +7,12 @@ from typing import Any
 
 from data.batches import Batches
 from data.features.coding import compute
-from data.features.extraction import GB, spec_of
-from data.features.served import Served
+from data.features.extraction import spec_of
+from data.features.served import Served, VllmServers
 from data.features.source import FeatureRequest, FeaturesConfig, FeatureSource, Live
-from data.features.store import META, FeatureStore
-from data.features.stored import Fallback, Stored, StoreWriter
+from data.features.store import FeatureStore
+from data.features.stored import Stored
 from data.features.vllm_features import LayerIds, pieces
-from data.features.vllm_server import VllmServers
 from heads.base import DraftHead
 from inference.target.embeddings_only import EmbeddingsOnly, norm_of
 from inference.target.target import Target
@@ -41,18 +40,14 @@ def source_for(
         return served(config, target, head, batches)
     folder = config.folder
     here = spec_of(target, batches.packed, head.feature_layers, config)
-    if config.mode == "hybrid" and not (folder / META).exists():
-        FeatureStore.create(folder, here)
     store = FeatureStore(folder)
     store.check(here, SAME)
-    fallback = None
+    recomputed = None
     if config.on_missing == "compute":
         assert isinstance(target, Target)
         for why in store.damaged.values():
             log.warning("%s; its rows are computed", why)
-        budget = None if config.budget_gb is None else config.budget_gb * GB
-        writer = StoreWriter(FeatureStore(folder), budget) if config.mode == "hybrid" else None
-        fallback = Fallback(partial(compute, target, spec=store.spec), writer)
+        recomputed = partial(compute, target, spec=store.spec)
     elif missing := store.missing():
         why = next(iter(store.damaged.values()), f"row {missing[0]} is the first")
         raise ValueError(
@@ -60,7 +55,7 @@ def source_for(
             "extraction, or give features.on_missing=compute"
         )
     form = FeatureRequest(head.feature_layers, target.dtype)
-    return Stored(store, batches, form, target.device, config.prefetch, fallback)
+    return Stored(store, batches, form, target.device, config.prefetch, recomputed)
 
 
 def served(config: FeaturesConfig, target: Target | EmbeddingsOnly, head: DraftHead, batches: Batches) -> FeatureSource:

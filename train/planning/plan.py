@@ -15,7 +15,7 @@ import psutil
 import torch
 from omegaconf import OmegaConf
 
-from data.features.quantize import size
+from data.features.store import size
 from data.features.vllm_features import LayerIds
 from heads.common.resolvers import ROOT
 from heads.common.target_config import check_rows, context_of
@@ -325,7 +325,7 @@ def disk(inputs: PlanInputs) -> dict[str, int]:
         "checkpoints": checkpoints * state_bytes(inputs),
         "head": 4 * inputs.cost.whole,
     }
-    if run.features.mode in ("stored", "hybrid"):
+    if run.features.mode == "stored":
         row = size(shape.width, run.features.dtype)
         tokens = run.trainer.steps * run.trainer.batch_tokens
         sizes["features, if no row comes twice"] = tokens * (len(inputs.cost.feature_layers) + 1) * row
