@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from train.distributed.strategy import counts_on, held, master_state, put, put_master, whole, zero_stage
-from train.optim import Average, MuonAndAdamW, trained_state
+from train.optim import Average, trained_state
 
 
 class TrainState:
@@ -51,9 +51,6 @@ class TrainState:
         """
         kind, rest, key = split(name)
         p = self.head.state_dict(keep_vars=True)[rest]
-        plain: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
-        if kind == "state" and key != "momentum_buffer" and isinstance(plain, MuonAndAdamW):
-            plain.leave_to_adamw(p)
         shape = vars(p).get("ds_shape", p.shape)
         if value.ndim and value.shape != shape:
             raise RuntimeError(f"{name} is {tuple(value.shape)}, and its parameter {tuple(shape)}")
