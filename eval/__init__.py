@@ -9,7 +9,6 @@ tuning/          which tree is fastest on this device
 gates.py         all gates of an evaluation
 tune.py          the best tree for a head at every batch size: predicted, measured, written
 tiers.py         the tiers without a clock: which texts, which sources
-explain.py       predicted speed of other trees, priced with the device's costs
 sessions.py      the live tier: every workload, temperature, batch size and rate; what is left out to end in time
 config.py        the types of conf/eval.yaml
 search_skips.py  the command that searches sub-layers to skip

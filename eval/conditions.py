@@ -64,7 +64,7 @@ def devices_of(target: Target) -> dict[str, int]:
 def settings_of(config: EvalConfig, workloads: Sequence[Workload[Any]]) -> dict[str, Any]:
     """Return the settings that the numbers depend on besides models and machine."""
     sampling = ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "lossy", "seed")
-    protocol = ("gate_dtype", "repeats", "warmup", "truncate", "turns", "balanced", "budget", "gate_tv")
+    protocol = ("gate_dtype", "repeats", "warmup", "truncate", "turns", "balanced", "gate_tv")
     return {
         **prompt_counts(workloads, "measured ones, halves swapped"),
         **{key: getattr(config, key) for key in ("max_new_tokens", "min_new_tokens", *sampling, *protocol)},

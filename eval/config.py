@@ -19,22 +19,16 @@ TURNS = ("first", "all")
 
 @dataclass(frozen=True)
 class TunerConfig:
-    """Values that the tuner tries: depths, children and budgets of trees, contexts; and the samples of every cost.
-
-    `prompts` and `batch_sizes` are the report's: the texts along which it simulates trees, and the sizes it prices.
-    """
+    """Values that the tuner tries: depths, children and budgets of trees; and the samples of every cost."""
 
     depths: list[Count]
     top_k: list[Count]
     nodes: list[Count]
-    contexts: list[Count]
     samples: Count
-    prompts: Count
-    batch_sizes: list[Count]
 
     def __post_init__(self) -> None:
         """Refuse empty lists of which one value at least is tried."""
-        for key in ("depths", "top_k", "nodes", "batch_sizes"):
+        for key in ("depths", "top_k", "nodes"):
             if not getattr(self, key):
                 raise ValueError(f"tuner.{key} is empty: give at least one number")
 
@@ -65,7 +59,6 @@ class SourcesConfig:
     compare: list[str]
     tree: dict[str, Any]
     cold: bool
-    budget: Count | None
 
     def runs(self) -> list[str]:
         """Return the folders of `run`."""

@@ -18,7 +18,7 @@ from eval.config import RECORDED, EvalConfig
 from eval.gates import check
 from eval.inputs.drafters import load_drafters
 from eval.inputs.workloads import load_workload
-from eval.measures.losslessness import FailedChecks, Gate, SampledGate
+from eval.measures.losslessness import Gate, SampledGate
 from eval.measures.machine import device_facts
 from eval.measures.results import LIVE
 from eval.measures.serving import CONFIG as SERVING
@@ -82,9 +82,7 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
             target = load_target(model, dtype, config.engine)
     drafters = load_drafters(config, target)
     timed = timed_rows(config, target, workloads, drafters, gates, sampled) if live else Timed([], [], {})
-    failed = FailedChecks.of(gates, sampled)
-    not_lossless = {name for name in drafters if failed.source(name, config.batch_sizes())}
-    rows, extras = along_texts(config, target, workloads, drafters, logs or timed.materials, not_lossless)
+    rows, extras = along_texts(config, target, workloads, drafters, logs or timed.materials)
     if remarks:
         extras["warnings"] = remarks
     return Report(

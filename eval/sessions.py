@@ -1,6 +1,6 @@
 """The rows of all tiers: timed sessions of every workload and setting, and statistics along given texts."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,13 +12,12 @@ from eval.inputs.drafters import Drafters
 from eval.inputs.runs import find_heads
 from eval.inputs.workloads import Workload
 from eval.live import request_rate
-from eval.live.answers import answers
-from eval.live.extras import paired, training, trees
+from eval.live.extras import answers, paired, training, trees
 from eval.live.interleaved import PLAIN, Setup, measure, rows
 from eval.measures.losslessness import Gate, SampledGate
 from eval.measures.machine import peak_memory
 from eval.measures.results import LIVE, TEACHER_FORCED, Row
-from eval.tiers import Material, answered, generate_answers, other_trees, teacher_forced_rows
+from eval.tiers import Material, answered, generate_answers, teacher_forced_rows
 from inference.protocol import Drafter
 from inference.target.target import Target
 from inference.verification.verify import is_lossy
@@ -72,7 +71,7 @@ def timed_rows(
                 request_rate=rate,
             )
             if not measured.rows:
-                shown = answers(runs, drafters, workload.prompts, target, temperature)
+                shown = answers(runs, list(drafters), workload.prompts, target.tokenizer)
                 measured.extras.update(trees=trees(runs, drafters), answers=shown)
             timed = rows(runs, drafters, gates, measurement)
             if rate is None:
@@ -91,21 +90,17 @@ def along_texts(
     workloads: Sequence[Workload[Prompt]],
     drafters: Mapping[str, Drafter],
     materials: list[Material],
-    not_lossless: Collection[str],
 ) -> tuple[list[Row], dict[str, Any]]:
     """Return the rows of the heads along texts, and their extras by the report's keys.
 
     `materials` are recorded texts, or those that the baseline has just written; where there are none, the target
-    answers the prompts. Sources that are `not_lossless` failed a losslessness check: no speedup is predicted for them.
+    answers the prompts.
     """
-    tiers = config.tiers()
-    if TEACHER_FORCED not in tiers:
+    if TEACHER_FORCED not in config.tiers():
         return [], {}
     materials = materials or generate_answers(config, target, workloads)
     rows, along = teacher_forced_rows(config, target, drafters, materials)
-    priced = set(drafters) - set(not_lossless) if LIVE in tiers else set()
-    others = other_trees(config.tuner, config, target, drafters, materials, priced)
-    return rows, {"teacher_forced": along, "other_trees": others}
+    return rows, {"teacher_forced": along}
 
 
 def check_sources(config: EvalConfig) -> None:

@@ -4,21 +4,19 @@ Both tiers measure the same τ. What a lossless rule emits is the target's text 
 for all heads: the one that autoregressive decoding has just written, or one from a log.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from data.text.prompts import Prompt
-from eval.config import DecodingConfig, Selection, TunerConfig
-from eval.explain import explained, price
+from eval.config import DecodingConfig, Selection
 from eval.inputs.texts import Text, of_answer
 from eval.inputs.workloads import Workload, check_known, read_log
 from eval.measures.metrics import Passes, median_run
 from eval.measures.results import TEACHER_FORCED, Request, Row, Source, text_results
 from eval.offline.teacher_forced import Overlap, Record, expected, overlap, passes_along, record
-from eval.tuning.grid import simulate
 from eval.tuning.static_tree import acceptance
 from heads.common.progress import progress
 from inference.decode import Generation, Settings, autoregress
@@ -121,27 +119,6 @@ def teacher_forced_rows(
             conditions = {"workload": workload.name, "temperature": material.temperature}
             by_head.setdefault(name, conditions | statistics)
     return rows, by_head
-
-
-def other_trees(
-    tuner: TunerConfig,
-    config: DecodingConfig,
-    target: Target,
-    drafters: Mapping[str, Drafter],
-    materials: Sequence[Material],
-    priced: Collection[str],
-) -> dict[str, Any]:
-    """Return predictions of other trees by head, along the first greedy texts, with speedups for `priced` heads."""
-    tuner = tuner.within(target.context)
-    texts = next((material.texts for material in materials if material.by_target and material.temperature == 0), [])
-    texts = [text for text in texts if text.generated > 1]
-    apart = -(-len(texts) // tuner.prompts) or 1
-    by_head = {}
-    for name, drafter in heads_of(drafters).items() if texts else ():
-        trees, _ = simulate(tuner, target, drafter, texts[::apart])
-        costs = price(tuner, config, target, drafter, trees, texts[::apart]) if name in priced else {}
-        by_head[name] = explained(trees, costs)
-    return by_head
 
 
 def heads_of(drafters: Mapping[str, Drafter]) -> dict[str, HeadDrafter]:

@@ -10,14 +10,13 @@ is not chosen.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any, TypeVar
 
 from data.text.prompts import Prompt
 from eval.config import DecodingConfig, TunerConfig
 from eval.inputs.texts import Text, write
 from eval.live.interleaved import PLAIN, Setup, decoded_once, measure, rows
-from eval.measures.cost_model import Costs, at_context, cycled, rising
+from eval.measures.cost_model import Costs, cycled, rising
 from eval.measures.losslessness import gate, labelled
 from eval.measures.machine import device_facts, provenance
 from eval.measures.results import Measurement, Row
@@ -97,10 +96,7 @@ def tune(plan: TunePlan, target: Target, prompts: Sequence[Prompt], engine: str)
         raise ValueError("the target answers every prompt with one token, so nothing is drafted: set another workload")
     texts = [text for _, text in answered]
     trees, table = simulate(grid, target, drafter, texts)
-    most = target.context - max(plan.sizes) - 1
-    here = min(most, round(fmean(text.start + text.generated / 2 for text in texts)))  # the workload's context
-    contexts = costing.verification(target, plan.sizes, [here, *grid.contexts], 2 * grid.samples, plan.decoding.seed)
-    bench = Bench(plan, target, drafter, texts, halves([prompt for prompt, _ in answered])[1], contexts, here)
+    bench = Bench(plan, target, drafter, texts, halves([prompt for prompt, _ in answered])[1])
     costs: dict[int, Costs] = {}
     results: list[AtBatch] = []
     for batch in sorted({1, *plan.batch_sizes}):
@@ -113,7 +109,7 @@ def tune(plan: TunePlan, target: Target, prompts: Sequence[Prompt], engine: str)
             candidates = bench.measured(ranked(finalists, costs, batch, group), costs, batch)
             results.append(AtBatch(batch, costs[batch], candidates, fastest(candidates), ""))
     settings = settings_of(plan, target, texts, engine)
-    return Tuning(settings, table.tolist(), contexts, concluded(results, plan.run, folder))
+    return Tuning(settings, table.tolist(), concluded(results, plan.run, folder))
 
 
 def ranked(trees: Sequence[Tried], costs: Mapping[int, Costs], batch: int, group: Group) -> list[list[Tried]]:
@@ -127,18 +123,13 @@ def ranked(trees: Sequence[Tried], costs: Mapping[int, Costs], batch: int, group
 
 @dataclass(frozen=True)
 class Bench:
-    """The setup of measurements: target, head, all texts, and the prompts held back from the choice.
-
-    `contexts` are a sequence's verification seconds by tokens of context, then nodes; `here` is the workload's context.
-    """
+    """The setup of measurements: target, head, all texts, and the prompts held back from the choice."""
 
     plan: TunePlan
     target: Target
     head: HeadDrafter
     texts: list[Text]
     held: list[Prompt]
-    contexts: Mapping[int, Mapping[int, float]]
-    here: int
 
     def costs(self, trees: Sequence[Tried], samples: int, batch: int, first: Costs | None = None) -> Costs:
         """Measure the trees' costs at a batch size; those measured `first` fill the gaps."""
@@ -150,15 +141,7 @@ class Bench:
 
     def measured(self, groups: Sequence[Sequence[Tried]], costs: Mapping[int, Costs], batch: int) -> list[Candidate]:
         """Return the candidates; the first of each group and the one predicted best of all are decoded with."""
-        others = {**self.contexts}
-        here = others.pop(self.here, None)
-        elsewhere = {context: at_context(costs, here, there) for context, there in others.items() if here is not None}
-
-        def candidate(one: Tried) -> Candidate:
-            far = {context: one.predicted(moved, batch).speedup for context, moved in elsewhere.items()}
-            return Candidate(one.family, one.tree, one.predicted(costs, batch), far)
-
-        priced = [[candidate(one) for one in group] for group in groups]
+        priced = [[Candidate(one.family, one.tree, one.predicted(costs, batch)) for one in group] for group in groups]
         every = [one for members in priced for one in members]
         best = max(every, key=lambda one: one.predicted.speedup)
         promising = [one for one in every if one is best or any(one is members[0] for members in priced)]

@@ -3,5 +3,5 @@
 workloads.py  prompts to measure on
 texts.py      what the target writes after them, or a log has recorded
 runs.py       the head and the target of a run's folder
-drafters.py   a configuration's draft sources; cold clones of those that remember, a limit on draft depth
+drafters.py   a configuration's draft sources; cold clones of those that remember
 """

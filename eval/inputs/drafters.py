@@ -1,6 +1,6 @@
 """Build draft sources from the `drafter` part of a configuration: trained heads, and those of inference/drafters.
 
-Each may be wrapped: by one that forgets past requests, and by a limit on draft depth.
+One that remembers past requests is also measured cold.
 """
 
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ from typing import Any
 from eval.config import SourcesConfig
 from eval.inputs.runs import find_heads
 from heads.common.typed import build
-from inference.drafters.head import HeadDrafter, load_drafter, saved_tree
+from inference.drafters.head import load_drafter, saved_tree
 from inference.drafters.hybrid import Hybrid
 from inference.drafters.registry import configured, make
-from inference.protocol import COLD, Commit, Context, Drafter, DrafterState, Proposal
+from inference.protocol import COLD, Drafter, DrafterState
 from inference.target.target import Target
 
 Drafters = dict[str, Drafter]
@@ -41,7 +41,7 @@ def load_drafters(config: SourcesConfig, target: Target) -> Drafters:
             drafters[name] = _hybrid(config, options, target)
         elif name != "plain":  # autoregressive decoding is in every report
             drafters[name] = make(name, options, target)
-    return in_states(drafters, config.cold, config.budget)
+    return in_states(drafters, config.cold)
 
 
 def _hybrid(config: SourcesConfig, options: Mapping[str, Any], target: Target) -> Drafter:
@@ -66,64 +66,36 @@ def _heads(config: SourcesConfig, target: Target) -> Drafters:
     return {name: load_drafter(folder, config.tree, target, name) for name, folder in _folders(config).items()}
 
 
-def in_states(drafters: Drafters, cold: bool, depth: int | None) -> Drafters:
-    """Return the sources within a budget of depth, each that remembers past requests followed by a cold clone."""
+def in_states(drafters: Drafters, cold: bool) -> Drafters:
+    """Return the sources, each that remembers past requests followed by a cold clone if `cold`."""
     sources: Drafters = {}
     for name, drafter in drafters.items():
-        sources[name] = drafter if depth is None else limited(drafter, depth)
+        sources[name] = drafter
         if cold and drafter.remembers:
             label = f"{name} {COLD}"
-            sources[label] = WrappedDrafter(drafter.clone(), label, depth, cold=True)
+            sources[label] = ColdDrafter(drafter.clone(), label)
     return sources
 
 
-def limited(drafter: Drafter, depth: int) -> Drafter:
-    """Return a source that drafts no deeper: a head under smaller trees, so that it drafts for a batch as before."""
-    if isinstance(drafter, HeadDrafter):
-        return drafter.within(depth)
-    return WrappedDrafter(drafter, drafter.name, depth, cold=False)
+class ColdDrafter(Drafter):
+    """A draft source that starts every sequence without memory."""
 
+    memory = COLD
 
-class WrappedDrafter(Drafter):
-    """A draft source that drafts no deeper than `depth`, if one is given; where it is cold, starts without memory."""
-
-    def __init__(self, inner: Drafter, name: str, depth: int | None, cold: bool) -> None:
-        self.inner, self.name, self.depth, self.cold = inner, name, depth, cold
-        self.tree = inner.tree if depth is None else f"{inner.tree} within {depth}"
+    def __init__(self, inner: Drafter, name: str) -> None:
+        self.inner, self.name, self.tree = inner, name, inner.tree
         self.feature_layers, self.remembers = inner.feature_layers, inner.remembers
         self.head, self.policy = inner.head, inner.policy
 
-    @property
-    def memory(self) -> str:
-        """Whether a sequence starts warm or cold."""
-        return COLD if self.cold else self.inner.memory
-
     def start(self, prompt: list[int]) -> DrafterState:
         """Begin a sequence."""
-        if self.cold:
-            self.inner.reset()
-        state = self.inner.start(prompt)
-        return state if self.depth is None else DepthLimitedState(state, self.depth)
+        self.inner.reset()
+        return self.inner.start(prompt)
 
     def reset(self) -> None:
         """Drop the memory of earlier sequences."""
         self.inner.reset()
 
-    def clone(self) -> "WrappedDrafter":
-        """Return a clone of the inner source, wrapped alike."""
-        return WrappedDrafter(self.inner.clone(), self.name, self.depth, self.cold)
-
-
-class DepthLimitedState(DrafterState):
-    """State of one sequence drafted under a budget of depth."""
-
-    def __init__(self, inner: DrafterState, depth: int) -> None:
-        self.inner, self.depth = inner, depth
-
-    def update(self, commit: Commit) -> None:
-        """Take in committed tokens."""
-        self.inner.update(commit)
-
-    def propose(self, context: Context) -> Proposal:
-        """Draft, to the budget's depth."""
-        return self.inner.propose(context._replace(room=min(context.room, self.depth), reach=context.ahead))
+    def clone(self) -> "ColdDrafter":
+        """Return a clone of the inner source, cold as well."""
+        return ColdDrafter(self.inner.clone(), self.name)

@@ -7,5 +7,5 @@ metrics.py       acceptance and speed from recorded generations
 counters.py      served engines' counts of their drafts, in our terms
 machine.py       a measurement's environment: device, versions, revision
 results.py       a row of the report, the settings it was measured under, and how it is built from requests
-serving.py       what engines read of a measurement: the profile of acceptance, and how long to draft by batch size
+serving.py       what vLLM reads of a measurement: how many tokens to draft by batch size
 """

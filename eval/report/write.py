@@ -8,7 +8,7 @@ from typing import Any
 
 from eval.measures.losslessness import WITHHELD, FailedChecks, Gate, SampledGate
 from eval.measures.results import Row, finite
-from eval.measures.serving import CONFIG, PROFILE, files
+from eval.measures.serving import CONFIG, schedule_of
 from eval.report.breakdown import with_breakdowns
 from eval.report.render import RenderError, markdown, page
 from heads.common.files import write_whole
@@ -108,11 +108,10 @@ class Report:
         """
         content = self.as_dict()
         _write(folder / "report.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
-        for name in (*READ, PROFILE, CONFIG):
+        for name in (*READ, CONFIG):
             (folder / name).unlink(missing_ok=True)
-        conditions = {"osl": self.settings.get("max_new_tokens"), "device": self.device.get("name")}
-        for name, record in files(str(self.target["name"]), self.rows, conditions).items():
-            _write(folder / name, json.dumps(record, indent=2) + "\n")
+        if schedule := schedule_of(self.rows):
+            _write(folder / CONFIG, json.dumps(schedule, indent=2) + "\n")
         _write(folder / "report.md", markdown(content, self.failures()))
         try:
             _write(folder / "report.html", page(content, self.failures()))

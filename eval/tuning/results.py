@@ -1,7 +1,7 @@
 """The results of a tuning: the candidates and the verdict at every batch size, tune.json and the tables."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,6 @@ class Candidate:
     family: str  # the kind of tree, or that it is the one the head has
     tree: TreeConfig
     predicted: Prediction
-    at_contexts: dict[int, float]  # the predicted speedup by tokens of context, at the same acceptance
     measured: Measured | None = None
 
     @property
@@ -86,7 +85,6 @@ class Tuning:
 
     settings: dict[str, Any]  # those of the measurement
     accepted: list[list[float]]  # the share of the text's tokens by depth, then by rank, in the texts to choose from
-    contexts: dict[int, dict[int, float]]  # a sequence's verification seconds by tokens of context, then drafted nodes
     batches: list[AtBatch]
 
     @property
@@ -111,7 +109,7 @@ class Tuning:
 
     def write(self, out: Path) -> None:
         """Write tune.json, and the schedule of its chains as vLLM takes it, if it serves the head."""
-        content = {"schema": 2, **asdict(self), "stops_paying": self.stops()}
+        content = {"schema": 3, **asdict(self), "stops_paying": self.stops()}
         for record, at in zip(content["batches"], self.batches, strict=True):
             for written, one in zip(record["candidates"], at.candidates, strict=True):
                 written["error"] = one.error
@@ -123,7 +121,7 @@ class Tuning:
 
     def show(self, console: Console) -> None:
         """Print the costs, the candidates and the verdicts."""
-        console.print(cost_table(self.batches, self.contexts))
+        console.print(cost_table(self.batches))
         for at in self.batches:
             console.print(candidate_table(at.batch, at.candidates))
         for at in self.batches:
@@ -167,28 +165,24 @@ def conclude(batch: int, candidates: Sequence[Candidate], done: str) -> str:
     return f"batch size {batch}: {verdict}; decode plainly{then}{tail}"
 
 
-def cost_table(batches: Sequence[AtBatch], contexts: Mapping[int, Mapping[int, float]]) -> Table:
-    """Return the cost of a verification pass by drafted nodes, at the workload's contexts and at others."""
-    widest = batches[0].costs.verify
-    shown = [size for size in sorted(widest) if all(size in seconds for seconds in contexts.values())]
-    workload_rows = [(f"{at.batch}, workload", at.costs.plain, at.costs.verify) for at in batches]
-    far = [(f"1, {context} tokens", None, seconds) for context, seconds in contexts.items()]
+def cost_table(batches: Sequence[AtBatch]) -> Table:
+    """Return the cost of a verification pass by drafted nodes at every batch size."""
+    sizes = sorted(batches[0].costs.verify)
+    costs = [(at.batch, [at.costs.plain, *map(at.costs.verify.get, sizes)]) for at in batches]
     body = [
-        [name, *("" if seconds is None else f"{1e3 * seconds:.2f}" for seconds in (plain, *map(row.get, shown)))]
-        for name, plain, row in [*workload_rows, *far]
+        [str(batch), *("" if seconds is None else f"{1e3 * seconds:.2f}" for seconds in row)] for batch, row in costs
     ]
     title = "milliseconds of a verification pass by drafted nodes, and of a plain step"
-    return rich_table(title, ["sequences and context", "plain", *map(str, shown)], body)
+    return rich_table(title, ["sequences", "plain", *map(str, sizes)], body)
 
 
 def candidate_table(batch: int, candidates: Sequence[Candidate]) -> Table:
     """Return the candidates at a batch size, a row each."""
     measured = next((one.measured for one in candidates if one.measured), None)
     rate = measured.plain_tokens_per_second if measured else None
-    headers = "family, tree, predicted tau, tok/s, speedup, measured tau, tok/s, speedup, off by, predicted by context"
+    headers = "family, tree, predicted tau, tok/s, speedup, measured tau, tok/s, speedup, off by"
     body = []
     for one in candidates:
-        elsewhere = ", ".join(f"{context}: {gain:.2f}" for context, gain in one.at_contexts.items())
         expected, measured = one.predicted, one.measured
         cells = [f"{expected.tau:.2f}", f"{expected.tokens_per_second:.1f}", f"{expected.speedup:.2f}"]
         if measured is None:
@@ -196,7 +190,7 @@ def candidate_table(batch: int, candidates: Sequence[Candidate]) -> Table:
         else:
             cells += [f"{measured.tau or 0:.2f}", f"{measured.tokens_per_second or 0:.1f}"]
             cells += [f"{measured.speedup:.2f}" if measured.speedup else WITHHELD]
-        cells += ["" if one.error is None else f"{100 * one.error:+.1f} %", elsewhere]
+        cells.append("" if one.error is None else f"{100 * one.error:+.1f} %")
         body.append([one.family, one.tree.label, *cells])
     title = f"trees at batch size {batch}" + (f", plain {rate:.1f} tokens/s" if rate else "")
     return rich_table(title, headers.split(", "), body)

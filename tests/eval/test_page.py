@@ -11,7 +11,6 @@ import pytest
 
 from data.text.prompts import Prompt
 from eval.live import extras
-from eval.live.answers import answers
 from eval.live.interleaved import Runs, rows
 from eval.measures.chi_square import ChiSquareTest
 from eval.measures.losslessness import Divergence, Gate, SampledGate
@@ -67,8 +66,8 @@ def beside() -> dict[str, Any]:
     prompts = [Prompt("p0", toys.prompt(0, 5), ""), Prompt(EVIL, toys.prompt(1, 5), "")]
     run = generation(toys.prompt(2, 6), [(4, 2), (4, 1)])
     run.sources[1:3] = ["draft", "draft"]
-    shown = answers({name: [[run], [run]] for name in TREES}, drafters(), prompts, toys.target(), 0.0)
-    evil = {"text": EVIL, "source": "draft", "step": 2, "p": 0.25, "q": None, "top": [[EVIL, 0.0001]]}
+    shown = extras.answers({name: [[run], [run]] for name in TREES}, list(drafters()), prompts, toys.tokenizer())
+    evil = {"text": EVIL, "source": "draft", "step": 2}
     shown[0]["pieces"].append(evil)
     return {
         "training": {"eagle": extras.curves([*records, *measured])},

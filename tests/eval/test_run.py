@@ -60,7 +60,6 @@ def test_two_heads_and_plain_decoding_stand_in_one_report(
             by_depth[len(path) - 1] += share
         assert by_depth == pytest.approx(row["accepted_by_depth"])
         assert tree["steps"] == row["steps"]
-    assert all(0 < piece["p"] <= 1 for each in told["answers"] for piece in each["pieces"])
     assert "Why not more?" in (tmp_path / "report.html").read_text(encoding="utf-8")
     pairs = [(pair["drafter"], pair["base"], pair["temperature"], pair["prompts"]) for pair in told["paired"]]
     assert pairs == [("medusa", "eagle", t, 2) for t in (0.0, 1.0)]
@@ -205,7 +204,6 @@ def test_a_mistake_is_named_in_one_line(runs: Path, tmp_path: Path, values: dict
         ({"gate_tv": 0.0}, "gate_tv is 0.0"),
         ({"gate_tv": 0.25}, "gate_tv is 0.25: give a number below 0.25"),
         ({"turns": "last"}, "turns is 'last'"),
-        ({"budget": 0}, "budget is 0"),
         ({"workload": [3]}, "workload is"),
         ({"run": [3]}, "run is"),
         ({"promts": 3}, "promts"),

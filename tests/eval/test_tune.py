@@ -32,9 +32,8 @@ from inference.target.target import Target
 from inference.tree_config import scheduled
 from tests import toys
 
-REPORTED = {"prompts": 2, "batch_sizes": [1]}
-GRID = {"depths": [1, 2, 3], "top_k": [2, 3], "nodes": [2, 4, 8], "contexts": [16, 4096], "samples": 1} | REPORTED
-SMALL = {"depths": [2], "top_k": [2], "nodes": [3], "contexts": [16], "samples": 1} | REPORTED
+GRID = {"depths": [1, 2, 3], "top_k": [2, 3], "nodes": [2, 4, 8], "samples": 1}
+SMALL = {"depths": [2], "top_k": [2], "nodes": [3], "samples": 1}
 OWN_TREE = TreeConfig("dynamic", 4, 3, 9, [], [])
 
 
@@ -113,7 +112,6 @@ def test_every_number_is_in_the_file_and_predicted_tau_is_the_measured_one(run: 
     told = json.loads((run / "tune.json").read_text(encoding="utf-8"))
     (alone,) = told["batches"]
     assert set(alone["costs"]) == {"batch", "plain", "verify", "settle", "draft", "commit"}
-    assert list(told["contexts"]) == ["9", "16"]  # the workload's own; a third is longer than the target's
     assert len(told["accepted"]) == 4
     timed = {one["family"]: one for one in alone["candidates"] if one["measured"]}
     assert set(timed) == {"chain", "static", "dynamic", "best_first", OWN}
@@ -121,7 +119,6 @@ def test_every_number_is_in_the_file_and_predicted_tau_is_the_measured_one(run: 
         assert one["predicted"]["tau"] == pytest.approx(one["measured"]["tau"])
         assert one["measured"]["lossless"] == {"checked": 1, "identical": 1, "near_tie": 0, "failed": 0}
         assert one["error"] == pytest.approx(one["predicted"]["speedup"] / one["measured"]["speedup"] - 1)
-        assert list(one["at_contexts"]) == ["16"]
     worth = [one for one in timed.values() if one["measured"]["speedup"] > 1 and abs(one["error"]) <= OFF]
     best = max(worth, key=lambda one: one["measured"]["speedup"], default=None)
     assert alone["best"] == (best and {k: v for k, v in best.items() if k != "error"})

@@ -19,7 +19,6 @@ from huggingface_hub.utils._paths import filter_repo_objects
 from data.text.files import content_hash
 from eval.live.extras import METRICS
 from eval.measures.serving import CONFIG as SCHEDULE
-from eval.measures.serving import PROFILE
 from eval.report.reading import read_report
 from heads.common.errors import one_line
 from heads.common.files import last_good, replacing
@@ -44,7 +43,7 @@ from train.release.hub import files_of
 log = logging.getLogger(__name__)
 
 TOKENIZER = "tokenizer_reference.json"
-COPIED = ("config.yaml", "report.json", "report.md", "report.html", PROFILE, SCHEDULE)
+COPIED = ("config.yaml", "report.json", "report.md", "report.html", SCHEDULE)
 READ = (*COPIED, "provenance.json", METRICS, "prompts.jsonl")  # all of a run, besides its head
 TENSORS = (WEIGHTS, gguf.FILE, *lora.FILES)
 FILES = (CONFIG, *TENSORS, TOKENIZER, "README.md", *COPIED, "plots/*", f"{custom_generate.FOLDER}/*")  # patterns
