@@ -32,7 +32,12 @@ def show(samples: Sequence[Sample], count: int, length: int, tokenizer: PreTrain
     """Print the first `count` samples with their trained tokens highlighted, and the coverage of each and of all."""
     for sample in samples[:count]:
         out.rule(Text(visible(f"{sample.id}: {coverage([sample])}")))
-        out.print(_coloured(sample, tokenizer, brackets=not out.is_terminal))
+        brackets = not out.is_terminal
+        text = Text()
+        for on, run in groupby(pieces(sample, tokenizer), key=itemgetter(1)):
+            string = visible("".join(text for text, _ in run))
+            text.append(f"⟦{string}⟧" if on and brackets else string, style="bold green" if on else "dim")
+        out.print(text)
     filled = sum(len(sample.token) for sample in samples) / pack(samples, length).token.numel()
     out.rule(f"{len(samples)} samples: {coverage(samples)}")
     out.print(f"rows of {length} tokens are {filled:.1%} full; fingerprint {fingerprint(samples)}")
@@ -42,12 +47,3 @@ def coverage(samples: Sequence[Sample]) -> str:
     """Describe how many tokens are trained on."""
     trained, tokens = sum(sum(sample.mask) for sample in samples), sum(len(sample.mask) for sample in samples)
     return f"{trained} of {tokens} tokens trained on ({trained / tokens:.1%})"
-
-
-def _coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase, brackets: bool) -> Text:
-    """Return the sample's text; `brackets` encloses the trained text in brackets, for output without colours."""
-    text = Text()
-    for on, run in groupby(pieces(sample, tokenizer), key=itemgetter(1)):
-        string = visible("".join(text for text, _ in run))
-        text.append(f"⟦{string}⟧" if on and brackets else string, style="bold green" if on else "dim")
-    return text

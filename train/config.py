@@ -220,7 +220,21 @@ def checked(run: RunConfig) -> RunConfig:
         )
     _check_together(run)
     if run.init in STARTS:  # else the head that it names has a configuration of its own
-        _check_confidence(run.head, run.objective)
+        predicts = getattr(run.head, "confidence", False)
+        if predicts and not run.objective.losses.get("confidence"):
+            raise ValueError(
+                "head.confidence=true predicts each draft's acceptance, and no loss teaches it: give "
+                "+objective.losses.confidence=1.0, or head.confidence=false"
+            )
+        for key, losses in (
+            ("losses", run.objective.losses),
+            ("on_policy.losses", run.objective.on_policy.losses or {}),
+        ):
+            if not predicts and "confidence" in losses:
+                raise ValueError(
+                    f"objective.{key}.confidence: head={run.head.name} predicts no acceptance; give head=block with "
+                    "head.confidence=true, or leave the loss out"
+                )
     check_batch_and_name(run.name, run.trainer, run.data.length)
     return run
 
@@ -235,22 +249,6 @@ def check_batch_and_name(name: str, trainer: TrainerConfig, length: int) -> None
         tokens = getattr(trainer, key)
         if tokens is not None and tokens < length:
             raise ValueError(f"trainer.{key} is {tokens}, less than a row of data.length={length}: raise it")
-
-
-def _check_confidence(head: HeadConfig, objective: ObjectiveConfig) -> None:
-    """Refuse a head that predicts acceptance and is not taught to, which would be noise, and the loss without it."""
-    predicts = getattr(head, "confidence", False)
-    if predicts and not objective.losses.get("confidence"):
-        raise ValueError(
-            "head.confidence=true predicts each draft's acceptance, and no loss teaches it: give "
-            "+objective.losses.confidence=1.0, or head.confidence=false"
-        )
-    for key, losses in (("losses", objective.losses), ("on_policy.losses", objective.on_policy.losses or {})):
-        if not predicts and "confidence" in losses:
-            raise ValueError(
-                f"objective.{key}.confidence: head={head.name} predicts no acceptance; give head=block with "
-                "head.confidence=true, or leave the loss out"
-            )
 
 
 def _check_together(run: RunConfig) -> None:

@@ -40,7 +40,14 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
     """
     run = Path(config.run).expanduser()
     out = Path(config.out).expanduser() if config.out else run / "publish"
-    _assert_has_head(run)
+    if not run.is_dir():
+        others = sorted(path.parent.parent.name for path in run.parent.glob("*/head/config.json"))
+        there = f"; runs with a head there: {', '.join(others)}" if others else ""
+        raise ValueError(f"run={run}: no such folder{there}")
+    if (run / CONFIG).is_file():
+        raise ValueError(f"run={run}: that is a head's folder; give the folder of the run that trained it")
+    if not last_good(run / "head").is_dir():
+        raise ValueError(f"run={run}: it holds no head/; train it to its first evaluation, or name another run")
     if not config.dry_run and not (api.token or get_token()):
         raise ValueError(f"{config.repo}: no token for the Hub; run `hf auth login`, set HF_TOKEN or dry_run=true")
     if config.format == CHECKPOINT:
@@ -103,17 +110,6 @@ def _verified(out: Path, repo: Repository, commit: str, trial: Trial | str, api:
             f"{error}; the repository stands at {commit}, {before}: publish again, or take it down on the Hub"
         ) from error
     return f", downloaded again and equal in every file and tensor; {tau}"
-
-
-def _assert_has_head(run: Path) -> None:
-    if not run.is_dir():
-        others = sorted(path.parent.parent.name for path in run.parent.glob("*/head/config.json"))
-        there = f"; runs with a head there: {', '.join(others)}" if others else ""
-        raise ValueError(f"run={run}: no such folder{there}")
-    if (run / CONFIG).is_file():
-        raise ValueError(f"run={run}: that is a head's folder; give the folder of the run that trained it")
-    if not last_good(run / "head").is_dir():
-        raise ValueError(f"run={run}: it holds no head/; train it to its first evaluation, or name another run")
 
 
 @command("publish")

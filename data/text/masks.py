@@ -98,7 +98,17 @@ def samples_of(
         elif plain:
             return _plain(record, tokenizer, config.max_tokens, seen)
         else:
-            samples = _chat(record, tokenizer, config, seen)
+            turns = joined(turns_of(record, tokenizer, config, seen))
+            masked = [_end_turns(*_mask(text, spans, tokenizer), tokenizer) for text, spans in turns]
+            for _, mask in masked:
+                if len(set(mask)) < 2:
+                    value = "ones" if any(mask) else "zeros"
+                    raise BadSampleError(
+                        f"mask all {value}",
+                        f"the loss mask is all {value}; check its messages, and where the chat template "
+                        "puts {% generation %}",
+                    )
+            samples = _samples(record.id, masked, config.max_tokens, seen)
     except BAD as error:
         bad = bad_sample(error)
         if config.on_bad == "fail":
@@ -164,21 +174,6 @@ def _plain(record: Record, tokenizer: PreTrainedTokenizerBase, max_tokens: int, 
     pieces = [token[start : start + max_tokens] for start in range(0, len(token), max_tokens)]
     names = [record.id if start == 0 else f"{record.id}#{start}" for start in range(len(pieces))]
     return [Sample(name, piece, [1] * len(piece)) for name, piece in zip(names, pieces, strict=True)]
-
-
-def _chat(record: Record, tokenizer: PreTrainedTokenizerBase, config: DataConfig, seen: Counter[str]) -> list[Sample]:
-    """Return the chat as one sample, or as several where the template renders earlier turns differently."""
-    turns = joined(turns_of(record, tokenizer, config, seen))
-    masked = [_end_turns(*_mask(text, spans, tokenizer), tokenizer) for text, spans in turns]
-    for _, mask in masked:
-        if len(set(mask)) < 2:
-            value = "ones" if any(mask) else "zeros"
-            raise BadSampleError(
-                f"mask all {value}",
-                f"the loss mask is all {value}; check its messages, and where the chat template "
-                "puts {% generation %}",
-            )
-    return _samples(record.id, masked, config.max_tokens, seen)
 
 
 def _samples(

@@ -136,7 +136,9 @@ def _messages(raw: dict[str, Any]) -> list[Message] | None:
             if not (isinstance(chat, list) and all(_is_message(message) for message in chat)):
                 return None
             given = [_message(message) for message in chat]
-            return _from_first_question(given if given[0]["role"] == "system" else system + given)
+            messages = given if given[0]["role"] == "system" else system + given
+            first = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
+            return [m for m in messages[:first] if m["role"] != "assistant"] + messages[first:]
     turns = raw.get("turns") or raw.get("prompt")
     if turns and isinstance(turns, list) and isinstance(turns[0], str):
         return [{"role": "user", "content": turns[0]}]
@@ -195,11 +197,6 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     if "function" in tool or "name" not in tool:
         return tool
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
-
-
-def _from_first_question(messages: list[Message]) -> list[Message]:
-    first = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
-    return [m for m in messages[:first] if m["role"] != "assistant"] + messages[first:]
 
 
 def readable(raw: dict[str, Any], index: int, path: str) -> dict[str, Any]:

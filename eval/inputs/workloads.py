@@ -129,7 +129,15 @@ def gathered(
     Warm-up prompts are the workload's next ones; where it has no more, the last of those that are measured, as `repeat`
     changes them. Prompts of the same `content` count as one.
     """
-    measured, spare = _chosen(name, selection)
+    most = selection.prompts + selection.warmup
+    records = list(_records(locate(name), SEARCHED if selection.balanced else most))
+    if not records:
+        raise ValueError(f"workload {name} has no prompts: give a file with one prompt a line")
+    picked = in_turn(records, most) if selection.balanced else records
+    measured, spare = (
+        sorted(picked[: selection.prompts], key=lambda record: record[0]),
+        picked[selection.prompts : most],
+    )
     indexed = [(index, prompt) for index, record in measured for prompt in _named(name, record, read, selection.turns)]
     prompts = [prompt for _, prompt in indexed]
     warmup = [prompt for _, record in spare for prompt in _named(name, record, read, "first")]
@@ -138,16 +146,6 @@ def gathered(
     contents = [content(prompt) for prompt in prompts]
     conversations = metrics.clustered(contents, [index for index, _ in indexed])
     return Workload(short_name(name), prompts, warmup, fresh, conversations, len(set(contents)))
-
-
-def _chosen(name: str, selection: Selection) -> tuple[list[Indexed], list[Indexed]]:
-    """Return the records to measure on with their indices, in the workload's order, and those for the warm-up."""
-    most = selection.prompts + selection.warmup
-    records = list(_records(locate(name), SEARCHED if selection.balanced else most))
-    if not records:
-        raise ValueError(f"workload {name} has no prompts: give a file with one prompt a line")
-    picked = in_turn(records, most) if selection.balanced else records
-    return sorted(picked[: selection.prompts], key=lambda record: record[0]), picked[selection.prompts : most]
 
 
 def fit(prompt: Prompt, target: Target, truncate: bool) -> Prompt:

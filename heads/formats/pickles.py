@@ -57,25 +57,22 @@ def convert(pickle: Path, out: Path) -> Path:
     if out.exists():
         raise ValueError(f"out={out}: is there already; name another folder")
     with replacing(out) as new:
-        _unpickle(pickle, new / WEIGHTS)
+        file = new / WEIGHTS
+        env = {name: value for name, value in os.environ.items() if not SECRET_NAME.fullmatch(name)}
+        most = SPARE + MEMORY_FACTOR * pickle.stat().st_size
+        words = [sys.executable, "-c", CHILD, str(pickle.resolve()), str(file.resolve()), str(most)]
+        try:
+            done = subprocess.run(
+                words, env=env, cwd=file.parent, capture_output=True, text=True, timeout=LONGEST, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ValueError(f"{pickle}: not converted within {LONGEST} s; find it as safetensors") from error
+        if done.returncode != 0:
+            lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"status {done.returncode}"]
+            message = next((line for line in lines if "Error" in line), lines[-1])
+            reason = one_line(ValueError(message.split(". ")[0]))[:300]
+            raise ValueError(f"{pickle}: damaged, or holds more than tensors ({reason}); find it as safetensors")
         header(new / WEIGHTS)
         if (pickle.parent / CONFIG).is_file():
             shutil.copyfile(pickle.parent / CONFIG, new / CONFIG)
     return out
-
-
-def _unpickle(pickle: Path, file: Path) -> None:
-    env = {name: value for name, value in os.environ.items() if not SECRET_NAME.fullmatch(name)}
-    most = SPARE + MEMORY_FACTOR * pickle.stat().st_size
-    words = [sys.executable, "-c", CHILD, str(pickle.resolve()), str(file.resolve()), str(most)]
-    try:
-        done = subprocess.run(
-            words, env=env, cwd=file.parent, capture_output=True, text=True, timeout=LONGEST, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ValueError(f"{pickle}: not converted within {LONGEST} s; find it as safetensors") from error
-    if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"status {done.returncode}"]
-        message = next((line for line in lines if "Error" in line), lines[-1])
-        reason = one_line(ValueError(message.split(". ")[0]))[:300]
-        raise ValueError(f"{pickle}: damaged, or holds more than tensors ({reason}); find it as safetensors")

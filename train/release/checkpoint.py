@@ -77,7 +77,22 @@ def write_copy(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
     """
     plan = _planned(head, checkpoint, layout)
     out = out.resolve()
-    _check_out(plan, out)
+    folder = plan.folder.resolve()
+    if out.is_relative_to(folder) or folder.is_relative_to(out):
+        raise ValueError(f"{out}: that or the target's {folder} lies in the other; give another out=FOLDER")
+    if out.exists() and not (out / MODULE).is_file():
+        raise ValueError(f"{out}: is there, and no earlier copy; give another out=FOLDER")
+    parent = next(path for path in out.parents if path.exists())
+    linked = _can_link(plan.shards[0].path.resolve(), parent)
+    sizes = [s.path.stat().st_size for s in plan.shards if not linked or plan.tensors.keys() & s.entries]
+    brought = (path.stat().st_size for entry in _beside(plan.folder) for path in (entry, *entry.rglob("*")))
+    sizes += [size for size in brought if not linked or size <= SMALL]
+    needed = sum(sizes) + sum(tensor.nbytes for tensor in plan.tensors.values())
+    if needed > (free := shutil.disk_usage(parent).free):
+        raise ValueError(
+            f"{out}: needs {needed / 1e9:.1f} GB, and {parent} has {free / 1e9:.1f} GB free; give an out=FOLDER with "
+            "more space, or on the target's file system, where most of it is hard links"
+        )
     try:
         with replacing(out) as new:
             _write(plan, new)
@@ -99,7 +114,12 @@ def _planned(head: Mtp, checkpoint: str, layout: Layout) -> Copy:
         ) from error
     folder, layers = shards[0].path.parent, head.embeddings.num_layers
     config: dict[str, Any] = parsed_file((folder / CONFIG).resolve(), "download it again")
-    _check_head(head, layout)
+    for key, value in {**AS_TRAINED, "raw_state": layout.raw_state}.items():
+        if (actual := getattr(head.config, key)) != value:
+            raise ValueError(
+                f"format=checkpoint: the head has {key}={written(actual)}, which the target's own module has not; "
+                f"train with head.{key}={written(value)}"
+            )
     entries = {name: entry for shard in shards for name, entry in shard.entries.items()}
     last = f"model.layers.{layers - 1}."
     split = not any(name.startswith(last) and name.endswith(".gate_up_proj") for name in entries)
@@ -140,35 +160,6 @@ def layout_of(config: dict[str, Any], checkpoint: str) -> Layout:
             "head is one for all depths"
         )
     return FAMILIES[name]
-
-
-def _check_head(head: Mtp, layout: Layout) -> None:
-    for key, value in {**AS_TRAINED, "raw_state": layout.raw_state}.items():
-        if (actual := getattr(head.config, key)) != value:
-            raise ValueError(
-                f"format=checkpoint: the head has {key}={written(actual)}, which the target's own module has not; "
-                f"train with head.{key}={written(value)}"
-            )
-
-
-def _check_out(plan: Copy, out: Path) -> None:
-    """Refuse a folder that is no earlier copy or one with the target, and too little space for what is no link."""
-    folder = plan.folder.resolve()
-    if out.is_relative_to(folder) or folder.is_relative_to(out):
-        raise ValueError(f"{out}: that or the target's {folder} lies in the other; give another out=FOLDER")
-    if out.exists() and not (out / MODULE).is_file():
-        raise ValueError(f"{out}: is there, and no earlier copy; give another out=FOLDER")
-    parent = next(path for path in out.parents if path.exists())
-    linked = _can_link(plan.shards[0].path.resolve(), parent)
-    sizes = [s.path.stat().st_size for s in plan.shards if not linked or plan.tensors.keys() & s.entries]
-    brought = (path.stat().st_size for entry in _beside(plan.folder) for path in (entry, *entry.rglob("*")))
-    sizes += [size for size in brought if not linked or size <= SMALL]
-    needed = sum(sizes) + sum(tensor.nbytes for tensor in plan.tensors.values())
-    if needed > (free := shutil.disk_usage(parent).free):
-        raise ValueError(
-            f"{out}: needs {needed / 1e9:.1f} GB, and {parent} has {free / 1e9:.1f} GB free; give an out=FOLDER with "
-            "more space, or on the target's file system, where most of it is hard links"
-        )
 
 
 def _beside(folder: Path) -> Iterator[Path]:

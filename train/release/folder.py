@@ -177,29 +177,25 @@ def exported(head: Path, config: PublishConfig) -> Iterator[tuple[Path, dict[str
         if config.format is None:
             _write_adapter(head, config, folder)
         else:
-            refused = _write_export(head, config, config.format, folder)
+            spec = read_config(head)["target"]
+            path = _path_of(spec, config)
+            target = _target_at(path, spec.get("adapter"))
+            name = spec["name"] if on_hub(spec["name"]) else path
+            served = Served(
+                name=name if on_hub(name) else Path(name).name,
+                config=target.config.to_dict(),
+                dtype=DTYPES[config.dtype],
+                draft_tokens=config.draft_tokens,
+            )
+            trained, tokenizer = load_head(head, target.embeddings, target.spec), None
+            if config.gguf is not None:
+                vocabulary = target.embeddings.vocab_size, target.tokenizer.get_vocab()
+                tokenizer = gguf.tokenizer_of(Path(config.gguf).expanduser(), *vocabulary)
+            export(trained, config.format, served, folder)
+            if tokenizer is not None:
+                gguf.write(folder, tokenizer)
+            refused = refusals(trained, served)
         yield folder, refused
-
-
-def _write_export(head: Path, config: PublishConfig, form: str, folder: Path) -> dict[str, str]:
-    spec = read_config(head)["target"]
-    path = _path_of(spec, config)
-    target = _target_at(path, spec.get("adapter"))
-    name = spec["name"] if on_hub(spec["name"]) else path
-    served = Served(
-        name=name if on_hub(name) else Path(name).name,
-        config=target.config.to_dict(),
-        dtype=DTYPES[config.dtype],
-        draft_tokens=config.draft_tokens,
-    )
-    trained, tokenizer = load_head(head, target.embeddings, target.spec), None
-    if config.gguf is not None:
-        vocabulary = target.embeddings.vocab_size, target.tokenizer.get_vocab()
-        tokenizer = gguf.tokenizer_of(Path(config.gguf).expanduser(), *vocabulary)
-    export(trained, form, served, folder)
-    if tokenizer is not None:
-        gguf.write(folder, tokenizer)
-    return refusals(trained, served)
 
 
 def _write_adapter(head: Path, config: PublishConfig, folder: Path) -> None:

@@ -192,17 +192,18 @@ def decoder(source: Source, layer: str, embeddings: Embeddings, *, sliding: bool
     source.compare("num_attention_heads", sizes["num_heads"])
     source.compare("num_key_value_heads", sizes["num_kv_heads"])
     source.compare("intermediate_size", sizes["intermediate_size"])
-    return {**sizes, "length": length, **_rope(source), "norm_eps": float(config.get("rms_norm_eps", EPS))}
-
-
-def _rope(source: Source) -> dict[str, Any]:
     try:
         rope = positions_of(source.config) or PLAIN
     except ValueError as error:
         raise source.error(str(error)) from None
     if rope.unsupported is not None:
         raise source.refusal(rope.unsupported)
-    return {"rope_theta": rope.theta, "rope_scaling": rope.scaling}
+    return {
+        **sizes,
+        "length": length,
+        **{"rope_theta": rope.theta, "rope_scaling": rope.scaling},
+        "norm_eps": float(config.get("rms_norm_eps", EPS)),
+    }
 
 
 def _check_options(source: Source, layer: str, *, sliding: bool) -> None:

@@ -103,7 +103,15 @@ def _eagle3(facts: Facts) -> Iterator[Serving]:
     alone = f"\n\nor, with the same target and number of tokens:\n\n{short}" if facts.hub else ""
     yield _taken(facts, "vllm", BOTH_VLLM, _vllm(facts, "eagle3", facts.publish.draft_tokens) + alone)
     yield _taken(facts, "sglang", SGLANG, _sglang(facts, "EAGLE3"))
-    yield _taken(facts, "trtllm", TRTLLM, _trtllm(facts))
+    layers, count = facts.served["eagle_config"][STATES], facts.config["target"]["num_layers"]
+    lines = ["speculative_config:", "  decoding_type: Eagle3", f"  max_draft_len: {facts.publish.draft_tokens}"]
+    lines.append(f"  speculative_model: {facts.publish.repo}")
+    if layers != default_layers(EAGLE3_LAYERS, count):  # which it reads by default
+        lines.append(f"  eagle3_layers_to_capture: {layers}")
+    line = f"trtllm-serve {shlex.quote(facts.path)} --config draft.yaml"
+    yield _taken(
+        facts, "trtllm", TRTLLM, (f"with this as draft.yaml:\n\n{block(chr(10).join(lines), 'yaml')}\n\n{block(line)}")
+    )
 
 
 def _peagle(facts: Facts) -> Iterator[Serving]:
@@ -206,13 +214,3 @@ def _sglang(facts: Facts, algorithm: str) -> str:
 def _sglang_server(facts: Facts, algorithm: str) -> str:
     words = ["python", "-m", "sglang.launch_server", "--model-path", facts.path, "--speculative-algorithm", algorithm]
     return shlex.join([*words, "--speculative-draft-model-path", facts.publish.repo])
-
-
-def _trtllm(facts: Facts) -> str:
-    layers, count = facts.served["eagle_config"][STATES], facts.config["target"]["num_layers"]
-    lines = ["speculative_config:", "  decoding_type: Eagle3", f"  max_draft_len: {facts.publish.draft_tokens}"]
-    lines.append(f"  speculative_model: {facts.publish.repo}")
-    if layers != default_layers(EAGLE3_LAYERS, count):  # which it reads by default
-        lines.append(f"  eagle3_layers_to_capture: {layers}")
-    line = f"trtllm-serve {shlex.quote(facts.path)} --config draft.yaml"
-    return f"with this as draft.yaml:\n\n{block(chr(10).join(lines), 'yaml')}\n\n{block(line)}"
