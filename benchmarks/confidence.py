@@ -53,7 +53,7 @@ from benchmarks.confidence_replay import (
     ranked,
 )
 from data.text.prompts import held_out_prompts
-from eval.inputs.texts import Text, write
+from eval.inputs.workloads import Text, write
 from eval.measures import metrics
 from eval.measures.cost_model import between, draft_key
 from eval.measures.machine import device_facts

@@ -7,8 +7,11 @@ torchrun the processes share the work.
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +22,19 @@ import torch
 from accelerate import PartialState
 from omegaconf import DictConfig
 from rich.console import Console
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
 
 from data.answers.chats import Answerer, AnswerSettings
 from data.answers.client import Client, EndpointConfig, check_url
 from data.answers.endpoint import Endpoint
 from data.answers.engine import Engine, check_drafter, drafter_of
-from data.answers.write import Work, Worker, source_of, write_answers
+from data.answers.files import Work, Worker, source_of, write_answers
+from data.batches import fingerprint, pack
 from data.config import DataConfig
 from data.features.extraction import Layers, extract_features
 from data.features.source import FeaturesConfig
-from data.inspection import show
+from data.text.masks import Sample
 from data.text.prompts import load_samples, records_to_answer
 from data.text.sources import check_sources
 from heads import head_config, say_best_head, with_head
@@ -37,10 +43,12 @@ from heads.common.command import command
 from heads.common.files import check_writable
 from heads.common.ranges import Count, Number
 from heads.common.typed import typed
+from heads.common.untrusted import visible
 from inference.target.config import ModelConfig, device_named
 from inference.target.loading import load_tokenizer
 from inference.target.placement import check_alone
 from inference.target.target import Target
+from inference.text_stream import TextStream
 
 PATIENCE = timedelta(days=30)  # for which a process that has answered its chats waits for the others
 URLS = ("http://", "https://")
@@ -136,6 +144,38 @@ def check(job: JobConfig) -> None:
     if job.answers is not None and job.by == "engine":
         device_named(job.model.device)
         check_drafter(job.drafter, job.run, job.tree)
+
+
+def pieces(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
+    """Return the shortest texts of whole characters, mostly a token each, and whether each is trained on."""
+    done: list[tuple[str, bool]] = []
+    stream = TextStream(tokenizer, special=True)
+    for token, on in zip(sample.token, sample.mask, strict=True):
+        if text := stream.push(token):
+            done.append((text, bool(on)))
+    rest = stream.rest()
+    return [*done, (rest, bool(sample.mask[-1]))] if rest else done
+
+
+def show(samples: Sequence[Sample], count: int, length: int, tokenizer: PreTrainedTokenizerBase, out: Console) -> None:
+    """Print the first `count` samples with their trained tokens highlighted, and the coverage of each and of all."""
+    for sample in samples[:count]:
+        out.rule(Text(visible(f"{sample.id}: {coverage([sample])}")))
+        brackets = not out.is_terminal
+        text = Text()
+        for on, run in groupby(pieces(sample, tokenizer), key=itemgetter(1)):
+            string = visible("".join(text for text, _ in run))
+            text.append(f"⟦{string}⟧" if on and brackets else string, style="bold green" if on else "dim")
+        out.print(text)
+    filled = sum(len(sample.token) for sample in samples) / pack(samples, length).token.numel()
+    out.rule(f"{len(samples)} samples: {coverage(samples)}")
+    out.print(f"rows of {length} tokens are {filled:.1%} full; fingerprint {fingerprint(samples)}")
+
+
+def coverage(samples: Sequence[Sample]) -> str:
+    """Describe how many tokens are trained on."""
+    trained, tokens = sum(sum(sample.mask) for sample in samples), sum(len(sample.mask) for sample in samples)
+    return f"{trained} of {tokens} tokens trained on ({trained / tokens:.1%})"
 
 
 @command("data")

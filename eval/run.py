@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from omegaconf import DictConfig
 from rich.console import Console
 
-from eval.conditions import described, devices_of, remarks_of, settings_of
 from eval.config import RECORDED, EvalConfig
 from eval.gates import check
 from eval.inputs.drafters import load_drafters
@@ -22,15 +21,12 @@ from eval.measures.losslessness import Gate, SampledGate
 from eval.measures.machine import device_facts
 from eval.measures.results import LIVE
 from eval.measures.serving import CONFIG as SERVING
-from eval.report.reading import folder_of, side_by_side
 from eval.report.render import terminal
 from eval.report.sections import compared, sentence
-from eval.report.write import READ, Report
-from eval.sessions import Timed, along_texts, check_sources, timed_rows
-from eval.setup import dtype_for, load_target, prepared, read
-from eval.tiers import recorded
-from eval.tune import TunePlan, tune
-from eval.tuning.results import TUNED
+from eval.report.write import READ, Report, folder_of, side_by_side
+from eval.sessions import Timed, along_texts, check_sources, recorded, timed_rows
+from eval.setup import described, devices_of, dtype_for, load_target, prepared, read, remarks_of, settings_of
+from eval.tune import TUNED, TunePlan, tune
 from heads.common.command import command, ending_alone
 from heads.common.errors import keeping, user_errors
 from heads.common.files import check_writable

@@ -13,12 +13,12 @@ from typing import Any
 from data.text.exact import reply_in
 from data.text.files import LONGEST, OPENERS
 from data.text.records import label, parse, readable
-from eval.inputs.runs import model_of
-from eval.inputs.texts import recorded
+from eval.inputs.drafters import model_of
+from eval.inputs.workloads import recorded
 from eval.measures.counters import of_reply
 from eval.measures.metrics import Passes, counted, together
-from eval.offline.teacher_forced import passes_along, record
-from eval.tiers import within_context
+from eval.sessions import within_context
+from eval.teacher_forced import passes_along, record
 from heads.common.untrusted import parse_json, visible
 from heads.formats.hub import resolve_head
 from inference.drafters.head import HeadDrafter, load_drafter, saved_tree

@@ -20,7 +20,7 @@ if __name__ == "__main__":
 
 from omegaconf import DictConfig
 
-from eval.inputs.runs import model_of
+from eval.inputs.drafters import model_of
 from heads.common.command import command, quoted
 from heads.common.files import check_writable, claim, last_good, replacing
 from heads.common.ranges import Decay, Fraction, Number, Within

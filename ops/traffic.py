@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from data.text.records import Record, content_text, parse, readable
-from eval.inputs.texts import Text, recorded
-from eval.inputs.workloads import check_known
-from eval.tiers import within_context
+from eval.inputs.workloads import Text, check_known, recorded
+from eval.sessions import within_context
 from heads.common.files import write_whole
 from heads.common.redact import SHAPES
 from heads.common.untrusted import parse_json

@@ -22,10 +22,9 @@ from inference.drafters.policy import TreeConfig
 from inference.target.config import DTYPES, ModelConfig
 from inference.target.loading import AS_IT_IS
 from inference.target.placement import AUTO, check_weights
-from train.adapt import AdaptConfig, peft_config
 from train.losses import ObjectiveConfig
-from train.start import STARTS
-from train.tracking.trackers import TRACKERS
+from train.start import STARTS, AdaptConfig, peft_config
+from train.trackers import TRACKERS
 
 IGNORE = "ignore"  # of plan: starts a run that does not fit
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")

@@ -21,8 +21,7 @@ from heads.common.files import last_good
 from heads.common.typed import typed
 from heads.common.untrusted import visible
 from heads.formats.store import CONFIG, read_config
-from train.release.card.engines import misleading, of_checkpoint
-from train.release.card.facts import Facts
+from train.release.card import Facts, misleading, of_checkpoint
 from train.release.config import CHECKPOINT, PublishConfig
 from train.release.folder import FILES, copy_with_head, write_folder
 from train.release.hub import SHORT, Repository, downloaded, files_of, push, repository, set_tag

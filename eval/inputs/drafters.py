@@ -1,20 +1,106 @@
-"""Build draft sources from the `drafter` part of a configuration: trained heads, and those of inference/drafters.
+"""The draft sources of a configuration: trained heads, found in their runs, and those of inference/drafters.
 
 One that remembers past requests is also measured cold.
 """
 
 from collections.abc import Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from eval.config import SourcesConfig
-from eval.inputs.runs import find_heads
 from heads.common.typed import build
+from heads.common.untrusted import names_code, parse_yaml
+from heads.formats.hub import kind_of, resolve_head, target_path
+from heads.formats.published import is_published
+from heads.formats.store import read_config
 from inference.drafters.head import load_drafter, saved_tree
 from inference.drafters.hybrid import Hybrid
 from inference.drafters.registry import configured, make
 from inference.protocol import COLD, Drafter, DrafterState
+from inference.target.config import ModelConfig, model_config
+from inference.target.placement import DEVICE_MAP, TOGETHER, Placement
 from inference.target.target import Target
+
+# The keys of a run's model that still apply where model.path names another one.
+INHERITED = ("dtype", "device", "quantize", "adapter", "prompts", *(field.name for field in fields(Placement)))
+
+
+def find_heads(runs: list[str]) -> dict[str, Path]:
+    """Return the head folders of the runs under the names that the report gives them.
+
+    A head is called by its kind, and by its run too where two are of one kind.
+
+    Raises:
+        ValueError: a run has no head, or is given twice.
+    """
+    repeated = sorted({run for run in runs if runs.count(run) > 1})
+    if repeated:
+        raise ValueError(f"run {', '.join(repeated)} is given twice: leave one out of run and compare")
+    folders = {run: resolve_head(run) for run in runs}
+    kinds = {run: kind_of(folder) for run, folder in folders.items()}
+    alone = {run for run, kind in kinds.items() if list(kinds.values()).count(kind) == 1}
+    return {kinds[run] if run in alone else f"{kinds[run]} {run}": folder for run, folder in folders.items()}
+
+
+def own_prompts(run: str | None) -> str | None:
+    """Return the file of held-out prompts that a run's training left in its folder, None if there is none."""
+    file = None if run is None else Path(run).expanduser() / "prompts.jsonl"
+    return str(file) if file is not None and file.is_file() and file.stat().st_size else None
+
+
+def overlay(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with the `overrides` that are not None."""
+    return {**base, **{key: value for key, value in overrides.items() if value is not None}}
+
+
+def model_of(run: str | None, given: Mapping[str, Any]) -> ModelConfig:
+    """Return the model to load: the run's, changed by the user's values; refuse if neither names one, or a bad run."""
+    trained = {} if run is None else _trained_model(run)
+    # A run's folder may come from elsewhere: whether the target's own code may run is for the user alone to say.
+    if trained.pop("trust_remote_code", False) and given.get("trust_remote_code") is None and given.get("path") is None:
+        raise ValueError(
+            f"run={run}: was trained with model.trust_remote_code=true, which no file may say for you: say it again "
+            "if you trust the target's code, else model.trust_remote_code=false"
+        )
+    if run is not None and not Path(run).expanduser().is_dir():
+        trained.pop("prompts", None)  # a file of the machine that it was trained on
+    if trained.get("placement") in TOGETHER:  # of the run's processes; here is one
+        trained["placement"] = DEVICE_MAP
+    if given.get("path") is not None:
+        trained = {key: value for key, value in trained.items() if key in INHERITED}
+    model = overlay(trained, given)
+    if not model.get("path"):
+        raise ValueError(
+            "model.path is missing: give model=… or model.path=…, or run=… of a head that knows its target"
+        )
+    path = target_path(model["path"])
+    return model_config(**{**model, "path": path, "name": model.get("name") or Path(path).name})
+
+
+def _trained_model(run: str) -> dict[str, Any]:
+    """Return the `model` of a run's config.yaml, or where that was not published, the target its head names."""
+    folder = resolve_head(run)
+    folders = [folder, *([folder.parent] if folder.name == "head" else [])]  # published by itself, or within its run
+    file = next((path / "config.yaml" for path in folders if (path / "config.yaml").is_file()), None)
+    if file is None:
+        saved = {} if is_published(folder) else read_config(folder)["target"]
+        return {"path": saved["name"], "adapter": saved.get("adapter")} if saved else {}
+    try:
+        config = parse_yaml(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}): restore it, or give model=… and remove it") from error
+    model = config.get("model") if isinstance(config, dict) else None
+    if not isinstance(model, dict):
+        raise ValueError(f"{file} has no model: restore it, or give model=…")
+    if code := names_code({**config, "model": {**model, "trust_remote_code": None}}):
+        raise ValueError(f"{file} names code to run by the key {code}, which is refused: remove the key")
+    try:
+        trained = model_config(**{str(key): value for key, value in model.items()})
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}; restore it") from error
+    return {key: value for key, value in asdict(trained).items() if key in model}
+
 
 Drafters = dict[str, Drafter]
 

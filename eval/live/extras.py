@@ -17,7 +17,7 @@ from inference.decode import Generation
 from inference.protocol import Drafter
 from inference.text_stream import TextStream
 
-METRICS = "metrics.jsonl"  # of a run's folder, by train/tracking/trackers.py
+METRICS = "metrics.jsonl"  # of a run's folder, by train/trackers.py
 POINTS = 200  # of a training curve; more cannot be seen
 NODES = 400  # of a tree; more cannot be distinguished
 ANSWERS, QUESTION = 3, 1500  # sample answers of each drafter, characters of a prompt's end

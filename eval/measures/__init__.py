@@ -1,8 +1,7 @@
 """The ground floor: metrics, rows of results, statistics, losslessness, the cost model.
 
 cost_model.py    the speed that costs and acceptance predict, in batches of any size
-losslessness.py  the gate: the same tokens as the baseline
-chi_square.py    the chi-square test of sampled tokens, and the sample size for its power
+losslessness.py  the gate: the same tokens as the baseline; the chi-square test of sampled ones
 metrics.py       acceptance and speed from recorded generations
 counters.py      served engines' counts of their drafts, in our terms
 machine.py       a measurement's environment: device, versions, revision

@@ -5,7 +5,7 @@ import re
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
-from data.inspection import pieces, show
+from data.run import pieces, show
 from data.text.masks import Sample
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from eval.inputs.texts import write
+from eval.inputs.workloads import write
 from eval.measures.cost_model import draft_key
 from eval.tuning import costs as costing
 from eval.tuning.costs import PlaybackBatch, measure, planted, typical

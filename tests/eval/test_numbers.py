@@ -13,7 +13,7 @@ from eval.report import plots
 from eval.report.render import markdown, title
 from eval.report.view import results_of
 from eval.report.write import Report
-from eval.tuning.results import AtBatch, Candidate, Measured, candidate_table, cost_table
+from eval.tune import AtBatch, Candidate, Measured, candidate_table, cost_table
 from tests import toys
 from tests.eval.stubs import ROW
 

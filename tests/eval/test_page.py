@@ -12,8 +12,7 @@ import pytest
 from data.text.prompts import Prompt
 from eval.live import extras
 from eval.live.interleaved import Runs, rows
-from eval.measures.chi_square import ChiSquareTest
-from eval.measures.losslessness import Divergence, Gate, SampledGate
+from eval.measures.losslessness import ChiSquareTest, Divergence, Gate, SampledGate
 from eval.measures.results import Measurement
 from eval.report import plots
 from eval.report.breakdown import STAGES

@@ -15,9 +15,8 @@ from rich.console import Console
 from eval.measures.losslessness import UNCHECKED, Divergence, Gate
 from eval.measures.results import TEACHER_FORCED, Row
 from eval.report import render
-from eval.report.reading import report_of
 from eval.report.render import library, terminal
-from eval.report.write import Report
+from eval.report.write import Report, report_of
 from heads.common.files import write_whole
 from tests.eval.stubs import ROW, markdown
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from eval.inputs.texts import Text
+from eval.inputs.workloads import Text
 from eval.measures.results import LIVE, TEACHER_FORCED
-from eval.offline.teacher_forced import Overlap, Record
 from eval.report.view import flattened
 from eval.run import evaluate
-from eval.tiers import sampled_table, table
+from eval.sessions import sampled_table, table
+from eval.teacher_forced import Overlap, Record
 from tests.eval.small import small
 
 SUFFIX = {

@@ -18,10 +18,25 @@ from eval.live.interleaved import PLAIN
 from eval.measures.cost_model import Costs, Prediction, Replayed, ReplayedStep, draft_key
 from eval.measures.serving import CONFIG
 from eval.run import main, tuned
-from eval.tune import Bench, TunePlan, concluded, halves, keep, merged, ranked
+from eval.tune import (
+    OFF,
+    TUNED,
+    AtBatch,
+    Bench,
+    Candidate,
+    Measured,
+    TunePlan,
+    Tuning,
+    conclude,
+    concluded,
+    fastest,
+    halves,
+    keep,
+    merged,
+    ranked,
+)
 from eval.tuning import costs, grid
 from eval.tuning.grid import OWN, Tried, hopeful, proposed, sizes_for
-from eval.tuning.results import OFF, TUNED, AtBatch, Candidate, Measured, Tuning, conclude, fastest
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.common.typed import typed
 from heads.formats.store import save_head, save_tree

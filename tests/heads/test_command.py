@@ -26,7 +26,7 @@ from heads.common.help import CONF, entries, help_text, keys, nearest
 from heads.common.resolvers import register_resolvers
 from heads.common.target_config import EXPERTS, experts_of, head_sizes, logit_factor
 from train import convert
-from train.planning.head import embeddings_of
+from train.planning.shapes import embeddings_of
 
 SECRET = "cAnArY0123"
 Call = Callable[..., list[str]]

@@ -12,7 +12,7 @@ from eval.inputs.workloads import Workload
 from eval.measures.counters import verified
 from eval.measures.losslessness import Gate
 from eval.measures.results import Measurement
-from eval.report.reading import read_report, report_of
+from eval.report.write import read_report, report_of
 from ops.endpoint import main
 from ops.served.client import Answer, Server, busy_s
 from ops.served.exchange import Question, questions_of

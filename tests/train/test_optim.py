@@ -12,11 +12,11 @@ from heads import HEADS
 from heads.common.resolvers import ROOT, register_resolvers
 from tests import toys
 from train import optim
-from train.adapt import LoraAdapterConfig, adapt
-from train.checkpoints.state import TrainState
+from train.checkpoints.saver import TrainState
 from train.config import TrainerConfig, run_config
 from train.loop import SCHEDULE, with_new_schedule
 from train.optim import Average, adamw, learning_rate
+from train.start import LoraAdapterConfig, adapt
 
 
 @pytest.fixture(scope="module")

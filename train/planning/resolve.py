@@ -17,7 +17,7 @@ from heads import say_best_head
 from inference.target.config import DTYPES, default_device, fast_dtype
 from inference.target.placement import AUTO, DEVICE_MAP, OFFLOAD, PLACEMENTS, REPLICATE, TENSOR_PARALLEL, TOGETHER
 from train.config import RunConfig, checked, run_config
-from train.distributed.started import launched, on_node, world
+from train.distributed.launch import launched, on_node, world
 from train.planning.check import check_plan, check_settings, check_target
 from train.planning.plan import (
     SAFE,

@@ -19,7 +19,7 @@ from huggingface_hub.utils._paths import filter_repo_objects
 from data.text.files import content_hash
 from eval.live.extras import METRICS
 from eval.measures.serving import CONFIG as SCHEDULE
-from eval.report.reading import read_report
+from eval.report.write import read_report
 from heads.common.errors import one_line
 from heads.common.files import last_good, replacing
 from heads.common.resolvers import ROOT

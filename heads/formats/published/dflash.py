@@ -16,9 +16,19 @@ import torch
 from torch import Tensor
 
 from heads.base import Embeddings, embedding_of
-from heads.formats.layer_ids import BLOCK_OUTPUTS, BLOCK_STATES, as_outputs
 from heads.formats.published.exporting import EngineClass, Export, Foreign, Shapes, layer_shapes
-from heads.formats.published.plan import KNOWN, OFFSETS, Plan, Source, check_width, decoder, drafted_by_offsets
+from heads.formats.published.plan import (
+    BLOCK_OUTPUTS,
+    BLOCK_STATES,
+    KNOWN,
+    OFFSETS,
+    Plan,
+    Source,
+    as_outputs,
+    check_width,
+    decoder,
+    drafted_by_offsets,
+)
 from heads.modules.fusion import DFLASH_LAYERS
 
 DSPARK, DFLASH2 = "Qwen3DSparkModel", "DFlash2DraftModel"

@@ -1,10 +1,10 @@
 """EAGLE-3 and 3.1: the authors' `midlayer` or `layers.0`, `fc`, `norm`, a lm_head of its own, `d2t` and `t2d`.
 
 One folder serves vLLM, SGLang, TensorRT-LLM and speculators, another the authors' own code. vLLM and speculators read
-the layers at the top level and SGLang within `eagle_config`, each counting in its own way (heads/formats/layer_ids.py);
-files are found with either of them under either key. The defaults of both are the same three layers. Layers after the
-first have their norm before attention under two names, because vLLM reads the one and SGLang and TensorRT-LLM the
-other. The lm_head is always written, the target's where the head shares it: without one SGLang may make a random one.
+the layers at the top level and SGLang within `eagle_config`, each counting in its own way (plan.py); files are found
+with either of them under either key. The defaults of both are the same three layers. Layers after the first have their
+norm before attention under two names, because vLLM reads the one and SGLang and TensorRT-LLM the other. The lm_head is
+always written, the target's where the head shares it: without one SGLang may make a random one.
 """
 
 import logging
@@ -15,9 +15,19 @@ import torch
 from torch import Tensor
 
 from heads.base import Embeddings
-from heads.formats.layer_ids import STATES, as_outputs, as_states
 from heads.formats.published.exporting import NORMS, EngineClass, Export, Foreign, Shapes, layer_shapes
-from heads.formats.published.plan import KNOWN, OFFSETS, Plan, Source, check_width, decoder, drafted_by_offsets
+from heads.formats.published.plan import (
+    KNOWN,
+    OFFSETS,
+    STATES,
+    Plan,
+    Source,
+    as_outputs,
+    as_states,
+    check_width,
+    decoder,
+    drafted_by_offsets,
+)
 from heads.modules.fusion import EAGLE3_LAYERS, default_layers
 
 log = logging.getLogger(__name__)

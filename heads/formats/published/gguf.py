@@ -19,10 +19,9 @@ from torch import Tensor
 from heads.common.errors import one_line
 from heads.common.rope import SCALINGS, Rope
 from heads.common.untrusted import shown
-from heads.formats.layer_ids import BLOCK_OUTPUTS, STATES, as_states
 from heads.formats.published import dflash, eagle3
 from heads.formats.published.exporting import Export, Foreign
-from heads.formats.published.plan import KNOWN, OFFSETS
+from heads.formats.published.plan import BLOCK_OUTPUTS, KNOWN, OFFSETS, STATES, as_states
 from heads.formats.store import CONFIG, WEIGHTS
 from heads.modules.fusion import EAGLE3_LAYERS
 

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,20 @@ from heads.common.rope import Rope, positions_of
 from heads.common.typed import typed
 from heads.common.untrusted import shown
 from heads.formats.weights import meta_state_dict
+
+STATES = "eagle_aux_hidden_state_layer_ids"  # hidden states at the top level, outputs within `eagle_config`
+BLOCK_STATES, BLOCK_OUTPUTS = "aux_hidden_state_layer_ids", "target_layer_ids"  # of a block head
+
+
+def as_states(outputs: Sequence[int]) -> list[int]:
+    """Return the hidden states, counted from the embedding, that are these layers' outputs."""
+    return [i + 1 for i in outputs]
+
+
+def as_outputs(states: Sequence[int]) -> list[int]:
+    """Return the layers whose outputs these hidden states are; the embedding is -1."""
+    return [i - 1 for i in states]
+
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.report import sections
-from eval.report.reading import read_report
 from eval.report.render import rich_table
 from eval.report.view import results_of
+from eval.report.write import read_report
 from heads.common.command import sweeping
 
 TABLE, WIDTH = "table.json", 140
