@@ -124,19 +124,16 @@ def load_drafters(config: SourcesConfig, target: Target) -> Drafters:
         if name == "head":
             drafters.update(_heads(config, target))
         elif name == "hybrid":
-            drafters[name] = _hybrid(config, options, target)
+            settings = build(Hybrid.Config, dict(options), "drafter.hybrid")
+            lookup = make("hybrid.lookup", settings.lookup, target)
+            if not lookup.scores:
+                raise ValueError(
+                    "drafter.hybrid.lookup.source: only a source that scores its drafts will do, such as suffix"
+                )
+            drafters[name] = Hybrid(settings, next(iter(_heads(config, target).values())), lookup, "hybrid")
         elif name != "plain":  # autoregressive decoding is in every report
             drafters[name] = make(name, options, target)
     return in_states(drafters, config.cold)
-
-
-def _hybrid(config: SourcesConfig, options: Mapping[str, Any], target: Target) -> Drafter:
-    """Return the first run's head beside a model-free source."""
-    settings = build(Hybrid.Config, dict(options), "drafter.hybrid")
-    lookup = make("hybrid.lookup", settings.lookup, target)
-    if not lookup.scores:
-        raise ValueError("drafter.hybrid.lookup.source: only a source that scores its drafts will do, such as suffix")
-    return Hybrid(settings, next(iter(_heads(config, target).values())), lookup, "hybrid")
 
 
 def _folders(config: SourcesConfig) -> dict[str, Path]:

@@ -10,8 +10,6 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from transformers import PreTrainedTokenizerBase
-
 from data.config import DataConfig
 from data.text.exact import Exact
 from data.text.filters import WORD
@@ -107,20 +105,15 @@ def _answers(record: Record, target: Target) -> Iterator[tuple[list[int], int]]:
     elif all(message["role"] != "assistant" for message in record.messages):
         raise ValueError(f"record {record.id}: {NO_ANSWER}")
     elif tokenizer.chat_template:
-        yield from _rendered(record, tokenizer)
+        dropped: Counter[str] = Counter()
+        samples = samples_of(record, tokenizer, "workload", _masking(), dropped)
+        if not samples:
+            cause = next(iter(+dropped), "no answer").removeprefix("dropped, ")
+            raise ValueError(f"record {record.id}: no answer can be told from its prompt ({cause}): fix it")
+        for sample in samples:
+            yield from ((sample.token[:end], start) for start, end in Exact(sample.token, sample.mask).answers())
     else:
         yield from _joined(record.messages, target)
-
-
-def _rendered(record: Record, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], int]]:
-    """Yield the answers of a chat, found by its loss mask."""
-    dropped: Counter[str] = Counter()
-    samples = samples_of(record, tokenizer, "workload", _masking(), dropped)
-    if not samples:
-        cause = next(iter(+dropped), "no answer").removeprefix("dropped, ")
-        raise ValueError(f"record {record.id}: no answer can be told from its prompt ({cause}): fix it")
-    for sample in samples:
-        yield from ((sample.token[:end], start) for start, end in Exact(sample.token, sample.mask).answers())
 
 
 def _joined(messages: Sequence[Message], target: Target) -> Iterator[tuple[list[int], int]]:

@@ -249,23 +249,20 @@ def conditions(report: dict[str, Any]) -> str:
 
 def pictures_of(facts: Facts) -> dict[str, Picture]:
     """Return the plots that the run has numbers for, by the names of their files."""
-    plots_by_name = {
-        "speedup": plots.speedup(facts.live),
-        "acceptance": plots.acceptance(facts.live),
-        "training": plots.learning_curve(_curves(facts)),
-    }
-    return {f"plots/{name}.png": _picture(shown) for name, shown in plots_by_name.items() if shown}
-
-
-def _curves(facts: Facts) -> dict[str, Any]:
-    """Return the training curves from the run's records, else from its report."""
     curves: dict[str, Any] = extras.training({facts.kind: facts.run / "head"})
     curves = curves or {
         name: curve
         for name, curve in facts.report.get("training", {}).items()
         if facts.has_drafter(name) and curve.keys() >= {"steps", "tau"}  # an earlier version's may lack some
     }
-    return {name: {**curve, "tau": curve["tau"] if len(curve["tau"]) > 1 else []} for name, curve in curves.items()}
+    plots_by_name = {
+        "speedup": plots.speedup(facts.live),
+        "acceptance": plots.acceptance(facts.live),
+        "training": plots.learning_curve(
+            {name: {**curve, "tau": curve["tau"] if len(curve["tau"]) > 1 else []} for name, curve in curves.items()}
+        ),
+    }
+    return {f"plots/{name}.png": _picture(shown) for name, shown in plots_by_name.items() if shown}
 
 
 def _picture(shown: Plot) -> Picture:
