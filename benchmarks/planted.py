@@ -239,12 +239,6 @@ BUGS = [
         ["tests/data/test_extraction.py"],
     ),
     Bug(
-        "data/features/stored.py",
-        "zip(numbers, computed, strict=True) if number >= 0})",
-        "zip(numbers, computed, strict=True)})",
-        ["tests/data/test_stored.py"],
-    ),
-    Bug(
         "train/objective.py",
         "return Weights(self.trained, self.row * factor, self.amount * factor)",
         "return Weights(self.trained, self.row * factor, self.amount)",

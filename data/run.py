@@ -37,10 +37,11 @@ from data.features.source import FeaturesConfig
 from data.text.masks import Sample
 from data.text.prompts import load_samples, records_to_answer
 from data.text.sources import check_sources
-from heads import head_config, say_best_head, with_head
+from heads import head_config, with_head
 from heads.base import HeadConfig
 from heads.common.command import command
 from heads.common.files import check_writable
+from heads.common.progress import say
 from heads.common.ranges import Count, Number
 from heads.common.typed import typed
 from heads.common.untrusted import visible
@@ -182,10 +183,14 @@ def coverage(samples: Sequence[Sample]) -> str:
 def main(cfg: DictConfig) -> None:
     """Run the command on its configuration."""
     extracts = cfg.features.mode != "live" or cfg.vllm_prompts is not None
-    job = typed(JobConfig, cfg, ready={"head": head_config(with_head(cfg).head) if extracts else None})
-    check(job)
+    head, best = None, None
     if extracts:
-        say_best_head(cfg)
+        cfg, best = with_head(cfg)
+        head = head_config(cfg.head)
+    job = typed(JobConfig, cfg, ready={"head": head})
+    check(job)
+    if best:
+        say(best)
     run(job)
 
 

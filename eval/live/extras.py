@@ -135,15 +135,15 @@ def answers(runs: Runs, drafters: Sequence[str], prompts: Sequence[Prompt], toke
     Returns:
         By prompt and drafter the prompt's end, the steps as [drafted, accepted, committed], and the `pieces`.
     """
-    found = []
+    records = []
     for index, prompt in enumerate(prompts[:ANSWERS]):
         question = visible(str(tokenizer.decode(prompt.token))[-QUESTION:])
         for name in drafters:
             run = runs[name][index][0]
             steps = [[step.drafted, step.accepted, step.committed] for step in run.steps]
             answer = {"pieces": pieces(run, tokenizer), "steps": steps}
-            found.append({"drafter": name, "prompt": prompt.id, "question": question, **answer})
-    return found
+            records.append({"drafter": name, "prompt": prompt.id, "question": question, **answer})
+    return records
 
 
 def pieces(run: Generation, tokenizer: Any) -> Records:
@@ -154,12 +154,12 @@ def pieces(run: Generation, tokenizer: Any) -> Records:
         the `step` that committed it, 0 for the prefill.
     """
     passes = [0] + [number for number, step in enumerate(run.steps, 1) for _ in range(step.committed)]
-    stream, found = TextStream(tokenizer), []
+    stream, records = TextStream(tokenizer), []
     piece: dict[str, Any] = {}
     for token, source, number in zip(run.tokens, run.sources, passes, strict=True):
         piece = {"source": source, "step": number}
         if text := stream.push(token):
-            found.append({"text": visible(text), **piece})
+            records.append({"text": visible(text), **piece})
     if rest := stream.rest():
-        found.append({"text": visible(rest), **piece})
-    return found
+        records.append({"text": visible(rest), **piece})
+    return records

@@ -325,6 +325,11 @@ class FailedChecks:
         sampled = (labelled(row["drafter"], 1, report), row["temperature"]) in self.sampled
         return differs(row.get("lossless")) or greedy or sampled
 
+    def source(self, name: str, sizes: Sequence[int]) -> bool:
+        """Whether a drafter has failed at one of these batch sizes, or at any temperature."""
+        greedy = any(labelled(name, size) in self.greedy for size in sizes)
+        return greedy or any(drafter == name for drafter, _ in self.sampled)
+
 
 def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
     """Return with how many of the same items two sequences begin."""
