@@ -74,7 +74,7 @@ class TextIndex(DrafterState):
     def lookup(self, count: int) -> list[int]:
         """Return up to `count` tokens that may follow the text, none from the end of the answer on."""
         for n in self.drafter.sizes:
-            start = self.after.get(tuple(self.text[-n:])) if n < len(self.text) else None
+            start = self.after.get(tuple(self.text[-n:]))
             if start is not None:
                 draft = self.text[start : start + count]
                 # After the end nothing can be accepted, and the end itself comes as well as the pass's own token.

@@ -163,7 +163,7 @@ class SuffixTree:
             path.append(node)
         for parent, node in reversed(list(pairwise(path))):
             node.best = max(node.children.values(), key=lambda child: child.count, default=None)
-            if node.best is not None and node.best.count == node.count and node not in self.active:
+            if node.best is not None and node.best.count == node.count:
                 self._join(parent, node, node.best)
 
     def _join(self, parent: Node, node: Node, child: Node) -> None:

@@ -195,7 +195,9 @@ def test_a_key_that_the_server_repeats_is_not_shown(status: int, server: Server)
 
 def test_retry_after_is_seconds_or_a_date() -> None:
     soon = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=100), usegmt=True)
+    past, far = (format_datetime(datetime.now(timezone.utc) + timedelta(days=days), usegmt=True) for days in (-1, 3))
     late = "Mon, 01 Jan 99999999999999999999 00:00:00 GMT"
     found = [retry_after(value) for value in ("3", "-1", "soon", "", late)]
     assert found == [3.0, 0.0, None, None, None]
     assert 90 < (retry_after(soon) or 0) <= 100
+    assert (retry_after(past), (retry_after(far) or 0) // 86_400) == (0.0, 2)

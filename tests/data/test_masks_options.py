@@ -153,12 +153,46 @@ def test_bad_chats_fail_by_name_or_are_dropped_and_counted(
     assert all(f"1 dropped, {cause}" in caplog.text for cause in bad)
 
 
-def test_chats_whose_later_samples_are_too_long_keep_the_others() -> None:
-    tokenizer = family_tokenizer("qwen3", False)
-    first, second = masked(chat_record("qwen3", "plain"), tokenizer)
+def test_chats_whose_later_samples_are_too_long_keep_the_others(config: Config) -> None:
+    tokenizer, record, seen = family_tokenizer("qwen3", False), chat_record("qwen3", "plain"), Counter[str]()
+    first, second = masked(record, tokenizer)
     assert len(first.token) < 70 < len(second.token)
-    (kept,) = masked(chat_record("qwen3", "plain"), tokenizer, max_tokens=len(first.token))
+    (kept,) = samples_of(record, tokenizer, "f", config("f", max_tokens=len(first.token)), seen)
     assert kept == first
+    assert seen["cut at data.max_tokens"] == 1
+
+
+FIRST_CALL = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}"
+    "{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize(("names", "lost"), [(["look"], 0), (["look", "find"], 1)])
+def test_one_of_several_calls_that_a_template_leaves_out_is_counted(
+    names: list[str], lost: int, tokenizer_with: Tokens, config: Config
+) -> None:
+    calls = [{"function": {"name": name, "arguments": {}}} for name in names]
+    record, seen = (
+        Record("a", "", [*told("Why?"), {"role": "assistant", "content": "", "tool_calls": calls}], ""),
+        Counter[str](),
+    )
+    assert samples_of(record, tokenizer_with(FIRST_CALL), "f", config("f"), seen)
+    assert seen["whose tool calls the chat template leaves out"] == lost
+
+
+IN_TWO = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ 'ask: ' + m.content + '\n' }}{% else %}{% generation %}"
+    "{{ m.content }}{% endgeneration %}{{ ' by me ' }}{% generation %}{{ 'end<|im_end|>' }}{% endgeneration %}"
+    "{{ '\n' }}{% endif %}{% endfor %}"
+)
+
+
+def test_every_block_of_every_answer_is_trained(tokenizer_with: Tokens, config: Config) -> None:
+    tokenizer, record = tokenizer_with(IN_TWO), Record("a", "", told("Why?", "So.", "How?", "It is."), "")
+    (sample,) = samples_of(record, tokenizer, "f", config("f"), Counter())
+    first, second = (f"⟦{text}⟧ by me ⟦end<|im_end|>⟧\n" for text in ("So.", "It is."))
+    assert marked(sample, tokenizer) == f"ask: Why?\n{first}ask: How?\n{second}"
 
 
 REWRITTEN = (

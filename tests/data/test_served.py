@@ -42,12 +42,14 @@ def server(target: Target, tmp_path: Path) -> Iterator[StatesServer]:
         yield running
 
 
-def servers(*running: StatesServer, ids: Any = IDS, folder: Path | None = None, **changed: Any) -> VllmServers:
+def servers(
+    *running: StatesServer, ids: Any = IDS, folder: Path | None = None, of: tuple[int, ...] = LAYERS, **changed: Any
+) -> VllmServers:
     """Return the servers for training, which wait little between retries."""
     values = {"concurrency": 4, "timeout": 5.0, "retries": 3, "backoff": 0.001, **changed}
     urls = [each.url for each in running]
     where = config(mode="engine", path=None, url=urls, vllm=str(folder or running[0].folder))
-    layers = LayerIds.of(ids, LAYERS, 3)
+    layers = LayerIds.of(ids, of, 3)
     return VllmServers(replace(where, endpoint=asking.config(**values)), layers, 32)
 
 
@@ -58,18 +60,19 @@ def checked(packed: Packed, target: Target, found: VllmServers) -> VllmServers:
 
 def served(
     packed: Packed, target: Target, *running: StatesServer, of: Batches | None = None,
-    store: FeatureStore | None = None, **changed: Any,
+    store: FeatureStore | None = None, layers: tuple[int, ...] = LAYERS, **changed: Any,
 ) -> Served:  # fmt: skip
-    found = checked(packed, target, servers(*running, **changed))
-    form, norm = FeatureRequest(LAYERS, torch.float32), final_norm(target.base, 3)
+    found = checked(packed, target, servers(*running, of=layers, **changed))
+    form, norm = FeatureRequest(layers, torch.float32), final_norm(target.base, 3)
     return Served(found, of or batches(packed), form, norm, torch.device("cpu"), 3, store)
 
 
+@pytest.mark.parametrize("layers", [LAYERS, LAYERS[:1]])
 def test_served_features_are_the_live_ones_and_no_file_stays(
-    packed: Packed, target: Target, server: StatesServer
+    packed: Packed, target: Target, server: StatesServer, layers: tuple[int, ...]
 ) -> None:
-    source = served(packed, target, server)
-    same(steps(source, 9), steps(Live(target, batches(packed), LAYERS), 9), 1e-5)
+    source = served(packed, target, server, layers=layers)
+    same(steps(source, 9), steps(Live(target, batches(packed), layers), 9), 1e-5)
     assert source.close() == "features: 36 rows served, 0 from the store"
     assert server.leftovers() == []
 

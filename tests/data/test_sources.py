@@ -393,6 +393,9 @@ def test_a_hub_data_set_by_name_and_configuration(
     assert texts == [f"t {i}" for i in range(first, first + 4)]
     assert served.asked == [("me/set", "small", "train_sft", streaming)]
     assert [prompt.text for prompt in held_out_prompts(hub, bare, None)] == (["t", "t"])
+    if not streaming:
+        with pytest.raises(ValueError, match=r"me/set: 9 records, data\.held_out=30 leaves none"):
+            load_samples(config("me/set", split="train", held_out=30), bare)
     assert open_source("me/set", "", streaming).identity() != open_source("me/other", "", streaming).identity()
 
 

@@ -6,14 +6,27 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save
 
-from data.features.extraction import extract
-from data.features.store import INDEX, META, SHARDS, DamagedError, FeatureStore, StoreSpec
+from data.features.coding import Copying
+from data.features.extraction import estimate, extract
+from data.features.store import (
+    INDEX,
+    META,
+    SHARDS,
+    WAITING,
+    DamagedError,
+    FeatureStore,
+    StoreSpec,
+    WriteQueue,
+    serialized,
+)
 from heads.common import files
 from heads.common.files import claim, read_checked, write_checked
 from tests.data import stores
@@ -124,6 +137,8 @@ def test_a_flipped_bit_in_an_entry_is_named_and_mended(tmp_path: Path, at: float
     assert "000001.json" in store.damaged["000001"]
     filled(tmp_path)
     assert contents(tmp_path) == before
+    store.refresh()
+    assert store.damaged == {}
 
 
 @pytest.mark.parametrize("at", [0.0, 0.2, 0.5, 0.9])
@@ -227,6 +242,35 @@ def test_a_small_file_system_that_fills_up(tmp_path: Path) -> None:
     whole = int(done.stdout.split("\nwhole:")[1])
     assert 0 < whole < 400
     assert whole % 50 == 0
+
+
+def test_a_shard_has_the_bytes_that_safetensors_writes() -> None:
+    groups = [{"last": torch.randn(n, 6, 3).to(torch.float8_e4m3fn), "last_scale": torch.randn(n, 6)} for n in (1, 2)]
+    whole = {name: torch.cat([group[name] for group in groups]) for name in groups[0]}
+    assert b"".join(serialized(tuple(groups))) == save(whole)
+
+
+def test_few_shards_wait_to_be_written() -> None:
+    """So that a disk slower than the target does not fill the memory."""
+    free = threading.Event()
+
+    def slow() -> None:
+        free.wait()
+
+    with WriteQueue() as queue:
+        for _ in range(WAITING):
+            queue.put(slow)
+        threading.Timer(0.1, free.set).start()
+        queue.put(slow)
+        assert free.is_set()
+
+
+def test_a_damaged_shard_keeps_its_name(tmp_path: Path) -> None:
+    store = FeatureStore.create(tmp_path, stores.SPEC)
+    for rows in ([3], [5, 6]):
+        store.write(store.free_name("keep"), rows, stores.made(rows))
+    flip(tmp_path / INDEX / "keep-000001.json", 0.5)
+    assert FeatureStore(tmp_path).free_name("keep") == "keep-000002"
 
 
 def test_an_entry_is_small_and_says_its_rows(tmp_path: Path) -> None:

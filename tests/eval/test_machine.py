@@ -32,6 +32,18 @@ def test_memory_is_in_bytes() -> None:
     assert machine.peak_memory(CPU) < 2**40
 
 
+def test_what_linux_says_is_read_in_its_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"cpu MHz": ["1000.0", "3000.0"], "VmHWM": ["64 kB"], "model name": ["first", "second"]}
+    monkeypatch.setattr(machine, "_from_linux", lambda _, key: said[key])
+    assert (machine.clock_mhz(CPU), machine.peak_memory(CPU), machine.cpu_name()) == (2000.0, 65_536, "first")
+
+
+@pytest.mark.parametrize(("status", "dirty"), [(" M a.py", True), ("", False)])
+def test_a_changed_checkout_is_said_to_be(status: str, dirty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "git", lambda command, *_: {"rev-parse": "0123abcd", "status": status}[command])
+    assert machine.revision() == {"revision": "0123abcd", "dirty": dirty}
+
+
 def test_provenance_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["eval/run.py", "run=a b"])
     made = machine.provenance()

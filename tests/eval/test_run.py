@@ -13,6 +13,7 @@ from hydra import compose, initialize_config_dir
 from eval.config import EvalConfig, eval_config
 from eval.live import interleaved
 from eval.live.interleaved import hf_generate
+from eval.measures.losslessness import Gate, SampledGate, verdict_of
 from eval.run import evaluate, main
 from eval.setup import folder_for, prepared, replacing, speed_dtype
 from heads.common.resolvers import ROOT, register_resolvers
@@ -147,6 +148,42 @@ def test_the_gate_runs_with_the_rule_and_the_rows_name_it(
     assert [row.rule for row in made.rows] == ["none", "greedy", "none", "coupled"]
     assert {rule for rule, _ in asked} == {"coupled"}
     assert {(s.temperature, s.min_p, s.repetition_penalty) for _, s in asked} == {(0.0, 0.01, 1.3), (1.0, 0.01, 1.3)}
+
+
+def test_each_temperature_and_each_workload_has_its_own_check(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the time is that of the dtype asked for, whatever the check's."""
+    first, *others = (runs / "prompts.jsonl").read_text().splitlines()
+    names, told = ["one.jsonl", "other.jsonl"], list[int]()
+    for name, lines in zip(names, ([first], others[::-1]), strict=True):
+        (tmp_path / name).write_text("\n".join(lines))
+
+    def sampled(setup: Any, _: float, tests: int, __: Any) -> list[SampledGate]:
+        told.append(tests)
+        temperature = setup.settings.sampling.temperature
+        verdicts = ["identical", "failed" if temperature == 1 else "identical", "near_tie"]
+        return [SampledGate(name, temperature, verdict_of(verdicts, [], []), None, "none") for name in setup.drafters]
+
+    def greedy(_: Any, __: Any, ids: list[str], dtype: Any) -> Gate:
+        assert (ids, dtype) == (["p0", "p2", "p1"], torch.float64)
+        return verdict_of(["identical", "near_tie", "identical"], [], [])
+
+    monkeypatch.setattr("eval.gates.sampled_gates", sampled)
+    monkeypatch.setattr("eval.gates.gate", greedy)
+    given = {"temperature": [0, 1.0, 0.5], "hf": False, "gate_dtype": "float64"}
+    made = evaluate(small(runs, tmp_path, **given, workload=[str(tmp_path / name) for name in names]))
+    assert made.device["dtype"] == "float32"
+    assert told == [2, 2]
+    rows = {(row.workload, row.temperature): row for row in made.rows if row.drafter == "eagle"}
+    counts = {
+        t: [tuple(rows[name, t].lossless[key] for key in ("identical", "near_tie", "failed")) for name in names]
+        for t in (0.0, 1.0, 0.5)
+    }
+    assert counts == {0.0: [(1, 0, 0), (1, 1, 0)], 1.0: [(1, 0, 0), (0, 1, 1)], 0.5: [(1, 0, 0), (1, 1, 0)]}
+    assert [rows[name, t].speedup is None for t in (0.0, 1.0, 0.5) for name in names] == [False] * 2 + [True] * 2 + [
+        False
+    ] * 2
 
 
 def test_plain_decoding_alone_needs_no_head(runs: Path, tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def test_ranges_begin_at_one_and_meet() -> None:
     assert config_of([(1, 15, 3), (16, 64, 0)]) == {
         "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 15, 3], [16, 64, 0]],
     }  # fmt: skip
+    assert config_of([(1, 64, 0)])["num_speculative_tokens"] == 1, "of 0 vLLM takes none"
 
 
 def test_a_step_between_measured_sizes_is_between_their_times() -> None:
@@ -98,7 +99,10 @@ def test_a_report_has_a_schedule_where_it_has_one_chain_in_batches() -> None:
     assert schedule_of([*rows, along_text]) == written
     assert schedule_of([baseline, chain]) is None, "of one batch size"
     assert schedule_of([*rows, replace(chain, tree="chain-3")]) is None
-    others = {"tree": "dynamic-d4k3n8", "tier": "teacher_forced", "request_rate": 2.0, "lossless": {"failed": 1}}
+    others = {
+        "tree": "dynamic-d4k3n8", "tier": "teacher_forced", "request_rate": 2.0, "lossless": {"failed": 1},
+        "temperature": 0.5, "category": "maths", "report": "one",
+    }  # fmt: skip
     for key, value in others.items():
         changed = [row if row.drafter == "plain" else replace(row, **{key: value}) for row in rows]
         assert schedule_of(changed) is None, key

@@ -34,6 +34,7 @@ from eval.tune import (
     keep,
     merged,
     ranked,
+    step_seconds,
 )
 from eval.tuning import costs, grid
 from eval.tuning.grid import OWN, Tried, hopeful, proposed, sizes_for
@@ -46,6 +47,7 @@ from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
 from inference.tree_config import scheduled
 from tests import toys
+from tests.eval.stubs import ROW
 
 GRID = {"depths": [1, 2, 3], "top_k": [2, 3], "nodes": [2, 4, 8], "samples": 1}
 SMALL = {"depths": [2], "top_k": [2], "nodes": [3], "samples": 1}
@@ -180,6 +182,12 @@ def test_a_target_that_takes_chains_alone_gets_chains() -> None:
     whole = proposed(grid, table, OWN_TREE, 2, takes_trees=True)
     assert set(whole) == {"chain", "static", "dynamic", "best_first", OWN}
     assert max(tree.deepest for name, each in whole.items() if name != OWN for tree in each) == 2
+    assert {(tree.depth, tree.top_k, tree.nodes) for tree in whole["dynamic"]} == {
+        *((1, k, 2) for k in (2, 3)), *((2, 2, n) for n in (2, 4)), *((2, 3, n) for n in (2, 4, 8)),
+    }, "as many nodes as levels or more, and no more than there are"  # fmt: skip
+    assert {(tree.depth, tree.nodes) for tree in proposed(grid, table, OWN_TREE, 3, True)["best_first"]} == {
+        *((d, n) for d in (1, 2) for n in (2, 4, 8)), (3, 4), (3, 8),
+    }  # fmt: skip
 
 
 def test_a_head_of_the_hub_and_a_tree_that_is_there_are_not_written(run: Path) -> None:
@@ -223,6 +231,9 @@ def test_every_batch_size_gets_its_verdict_and_the_smallest_ones_tree_and_a_sche
         kinds = [one["tree"]["kind"] == "chain" for one in each["candidates"] if one["measured"]]
         assert sorted(kinds) == [False, True]
     assert {kind: each["measured"] for kind, each in told["stops_paying"].items()} == {"chain": 3, "tree": 3}
+    assert json.loads((run / CONFIG).read_text()) == {
+        "num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [[1, 2, 2], [3, 3, 0]],
+    }  # fmt: skip
     out = capsys.readouterr().out
     assert f"written to {run / 'head'}, with the schedule {schedule.label}" in out.replace("\n", "")
     assert "batch size 2:" in out
@@ -359,6 +370,7 @@ def test_what_was_measured_first_stands_at_the_speed_of_what_was_measured_later(
     both = merged(first, again)
     assert (both.plain, both.verify) == (2.0, {0: 2.0, 4: 4.1, 8: 6.0})
     assert both.draft == {draft_key(chain): 2.1, draft_key(tree): 6.0}
+    assert step_seconds(ROW) == pytest.approx({"draft": 0.01, "verify": 0.02, "other": 0.001})  # of twelve steps
 
 
 @pytest.mark.parametrize(

@@ -240,10 +240,16 @@ def test_the_price_of_a_head_is_near_its_parameters(name: str) -> None:
     ("values", "served"),
     [
         ({}, "vLLM serves it; most engines serve eagle3"),
+        ({"qk_rope_head_dim": 64}, "no engine is known to serve it for this target; most engines serve eagle3"),
+        ({"head_dim": 32, "qk_rope_head_dim": 64}, "vLLM serves it; most engines serve eagle3"),
         ({"head_dim": 64}, "no engine is known to serve it for this target; most engines serve eagle3"),
         ({"partial_rotary_factor": 0.5}, "no engine is known to serve it for this target; most engines serve eagle3"),
         ({"num_hidden_layers": 2, "vocab_size": 9}, "no engine serves it; most engines serve eagle3"),
         ({"logits_scaling": 8.0}, "no engine serves a head of this target, which scales its embedding or logits"),
+        (
+            {"final_logit_softcapping": 30.0},
+            "no engine serves a head of this target, which scales its embedding or logits",
+        ),
         ({"model_type": "gemma3_text"}, "no engine serves a head of this target, which scales its embedding or logits"),
     ],
 )

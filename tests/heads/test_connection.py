@@ -30,7 +30,9 @@ def silent() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kind", ["model", "dataset"])
-def test_what_was_not_downloaded_is_refused(kind: str) -> None:
+def test_what_was_not_downloaded_is_refused(kind: str, tmp_path: Path) -> None:
+    other = {"model": "datasets/org___name", "dataset": "hub/models--org--name"}[kind]
+    (tmp_path / other).mkdir(parents=True)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"^neither here nor downloaded before, and http://127\.0\.0\.1:9 cannot"):
             check_reachable("org/name", kind)

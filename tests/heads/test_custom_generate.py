@@ -12,6 +12,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from heads.base import Features
@@ -19,6 +20,7 @@ from heads.formats import custom_generate
 from heads.formats.custom_generate.generate import Head, choose
 from heads.formats.store import save_head
 from tests import drafting, toys
+from tests.tokenizers import trained
 
 PAIRS = [
     name for name, (kind, options) in toys.PAIRS.items() if kind in custom_generate.KINDS and not options.get("prefix")
@@ -100,15 +102,20 @@ def test_accepted_drafts_save_passes(folder: Path, monkeypatch: pytest.MonkeyPat
 
     def draft(_: Any, last: Tensor, ids: Tensor, count: int, *__: Any) -> list[tuple[Tensor, Tensor]]:
         at = ids.shape[1]
+        counts.append(count)
         known = plain[0, at : at + max(count, 0)].clone()
         known[2:] = 0
         return [(token[None], torch.zeros(model.config.vocab_size)) for token in known]
 
+    counts = list[int]()
     module = sys.modules[type(generate(folder, prompt(), return_dict_in_generate=True)).__module__]
     monkeypatch.setattr(module.Head, "draft", draft)
     found = generate(folder, prompt(), return_dict_in_generate=True)
     assert torch.equal(found.sequences, plain)
     assert found.passes <= NEW // 3 + 1
+    assert (counts[0], counts[-1]) == (3, 1), "the saved tree's depth, and what is left beside the model's own token"
+    generate(folder, prompt(), draft_tokens=99)
+    assert max(counts) == toys.HEAD_CONFIGS["mlp"]["heads"] > 3
 
 
 def test_stops_streams_and_processors_are_generates(folder: Path) -> None:
@@ -120,6 +127,14 @@ def test_stops_streams_and_processors_are_generates(folder: Path) -> None:
     )
     asked = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
     assert torch.equal(generate(folder, prompt(), **asked), model.generate(prompt(), **GREEDY, **asked))
+    tokenizer = trained("bytes")
+    word = tokenizer.decode(plain[0, 14:15])
+    for at in (12, 99):
+        criteria = StoppingCriteriaList([lambda ids, *_, at=at: torch.tensor([ids.shape[1] >= at])])
+        stops: dict[str, Any] = {"stop_strings": [word], "tokenizer": tokenizer, "stopping_criteria": criteria}
+        stopped = generate(folder, prompt(), **stops)
+        assert torch.equal(stopped, model.generate(prompt(), **GREEDY, **stops))
+        assert stopped.shape[1] < plain.shape[1], "by the string or, before it, by the criterion"
 
     class Streamed(BaseStreamer):
         def __init__(self) -> None:
@@ -159,6 +174,9 @@ def test_a_seed_gives_the_same_draws(folder: Path) -> None:
     [
         ({"num_beams": 2}, "beam_search: not with custom_generate"),
         ({"ids": prompt().repeat(2, 1)}, "custom_generate decodes one sequence without padding"),
+        ({"attention_mask": (prompt() != prompt()[0, 0]).long()}, "one sequence without padding"),
+        ({"model": AutoModelForCausalLM.from_config(LlamaConfig(**toys.SIZES | {"num_hidden_layers": 2}))},
+         "its num_layers is 3, this model's 2"),
         ({"prompt_lookup_num_tokens": 2}, "assisted_generation: not with custom_generate"),
         ({"output_logits": True}, "output_logits: not with custom_generate"),
         ({"labels": prompt()}, "labels: not with custom_generate"),

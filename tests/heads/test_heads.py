@@ -228,3 +228,32 @@ def test_a_selector_keeps_other_tokens_in_order_below_all_candidates() -> None:
     below = scores[others].unflatten(0, (64, 5))
     assert (below.amax(-1) < scores.gather(-1, best).amin(-1)).all()
     assert below.argsort(-1).equal(logits[others].unflatten(0, (64, 5)).argsort(-1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "named"),
+    [
+        ("block", {"markov_rank": 4, "domino": 4}, "head.markov_rank and head.domino correct the same logits"),
+        ("block", {"domino": 4, "selector_rank": 4}, "head.domino and head.selector_rank correct the same logits"),
+        ("block", {"domino": 4, "depths": 1}, "head.domino corrects depths from the second on"),
+        ("block", {"selector_rank": 4, "draft_vocab": 30}, "head.selector_rank selects among the whole vocabulary"),
+        ("block", {"conv": 6}, "head.conv is 6: give at most the slots"),
+        ("block", {"conv": 5, "from_anchor": True}, "head.conv is 5: give at most the slots"),
+        ("block", {"conv": 2, "conv_group": 5}, "head.conv_group is 5: give a divisor"),
+        ("eagle3", {"feature_norm": True, "joint_norm": True}, "give one norm before fc"),
+        ("mtp", {"raw_state": True, "feature_layers": [1]}, "head.raw_state=true reads the target's last layer alone"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(kind: str, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        toys.head_of(kind, toys.HEAD_CONFIGS[kind] | options, toys.target())
+
+
+def test_sizes_at_and_beyond_their_limit_are_taken() -> None:
+    target, token = toys.target(), torch.tensor([3])
+    convolved: Any = toys.head_of("block", toys.HEAD_CONFIGS["block"] | {"conv": 5}, target)
+    assert convolved.size == 5
+    ranked: Any = toys.head_of("medusa", toys.HEAD_CONFIGS["medusa"] | {"lm_head": "own", "lm_head_rank": 99}, target)
+    assert ranked.lm_heads[0].weight.shape[1] == target.embeddings.hidden_size
+    selector = Selector(4, 2, 99, 8)
+    assert selector(torch.randn(1, 8), selector.context(torch.randn(1, 4), token)).isfinite().all()

@@ -49,7 +49,7 @@ def test_plain_values_are_read() -> None:
 
 
 def test_code_is_seen_at_any_depth_unless_it_is_switched_off() -> None:
-    assert names_code({"a": [{"b": {"_target_": "os.system"}}]}) == "_target_"
+    assert names_code({"a": [1, {"b": {"_target_": "os.system"}}]}) == "_target_"
     assert names_code({"auto_map": {"AutoModel": "x.Y"}}) == "auto_map"
     assert names_code({"trust_remote_code": True}) == "trust_remote_code"
     assert names_code({"trust_remote_code": False, "a": ["_target_", {"x": "auto_map"}]}) is None
@@ -71,6 +71,7 @@ def test_a_link_that_leads_out_is_refused(tmp_path: Path) -> None:
     (folder / "own").write_text("")
     (folder / "near").symlink_to("own")
     (folder / "far").symlink_to(tmp_path / "other")
+    assert plain_name("x" * 255)
     assert inside(folder, "near") == folder / "near"
     assert inside(folder, "not there yet") == folder / "not there yet"
     with pytest.raises(ValueError, match="a link out of its folder"):

@@ -76,9 +76,9 @@ def test_the_innermost_bar_speaks(now: list[float], read: Read) -> None:
         with progress.Bar(3, "measuring"):
             now[0] += 31.0
             progress.tick()
-        outer.show(1)
-        now[0] += 31.0
         outer.show(2)
+        now[0] += 31.0
+        progress.tick()
     assert read() == ["measuring: 0 of 3, 0:00:31 so far", "step: 2 of 9, 1.9/min, 0:03:37 left"]
 
 

@@ -262,6 +262,12 @@ def test_yarn_of_modelopt_is_read(tmp_path: Path) -> None:
     assert yarn == {"type": "yarn", "factor": 32.0}
 
 
+LEVEL = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_specforges_norm_output_is_the_norm_before_the_lm_head(
     nested: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -281,6 +287,7 @@ def test_specforges_norm_output_is_the_norm_before_the_lm_head(
     [
         (eagle_authors, {"rope_scaling": {"type": "dynamic", "factor": 8.0}}, "rope_scaling of type dynamic"),
         (eagle_authors, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'low_freq_factor'"),
+        (eagle_authors, {"rope_scaling": LEVEL}, "high_freq_factor is not above"),
         (eagle_authors, {"rope_scaling": {"rope_type": "linear", "factor": 0}}, "no number factor above 0"),
         (eagle_authors, {"rope_parameters": {"rope_type": "yarn"}, "rope_scaling": None}, "transformers does not read"),
         (eagle_authors, {"rope_parameters": {"rope_type": "ntk"}, "rope_scaling": None}, "rope_scaling of type ntk"),
@@ -301,6 +308,9 @@ def test_specforges_norm_output_is_the_norm_before_the_lm_head(
         (dspark, {"markov_head_type": "rnn"}, "markov_head_type"),
         (dflash, {"dflash_config": {"target_layer_ids": [0, 2]}}, "mask_token_id"),
         (dflash, {"block_size": None}, "block_size"),
+        (dflash, {"dflash_config": {"use_swa": True}}, "a sliding window (use_swa)"),
+        (dflash, {"output_multiplier": 2.0}, "output_multiplier=2.0"),
+        (dflash, {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
     ],
 )
 def test_what_our_head_cannot_do_is_refused_by_name(

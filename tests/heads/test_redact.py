@@ -58,13 +58,20 @@ def test_a_value_of_the_environment_is_known_anywhere(monkeypatch: pytest.Monkey
     assert KEY in redacted(f"key {KEY}")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("OTHER_TOKEN", "seven77")
-    assert redacted(f"key {KEY} seven77") == f"key {HIDDEN} seven77", "what is short may be a word"
+    monkeypatch.setenv("THIRD_TOKEN", "eight888")
+    assert redacted(f"key {KEY} seven77 eight888") == f"key {HIDDEN} seven77 {HIDDEN}", "what is short may be a word"
 
 
 def test_a_configuration_is_hidden_by_its_keys_too() -> None:
     assert redacted_values({f"https://a:{KEY}@b": 3}) == {f"https://{HIDDEN}@b": 3}
-    config = {"api_key": "x", "token": None, "hub": [{"url": f"https://a:{KEY}@b"}], "eos_token": "</s>", "lr": 0.1}
-    assert redacted_values(config) == {**config, "api_key": HIDDEN, "hub": [{"url": f"https://{HIDDEN}@b"}]}
+    config = {
+        "api_key": "x",
+        "token": None,
+        "hub": [("a", {"url": f"https://a:{KEY}@b"})],
+        "eos_token": "</s>",
+        "lr": 0.1,
+    }
+    assert redacted_values(config) == {**config, "api_key": HIDDEN, "hub": [["a", {"url": f"https://{HIDDEN}@b"}]]}
 
 
 def test_provenance_has_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:

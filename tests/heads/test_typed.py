@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from heads.common.ranges import Amount, Count
 from heads.common.typed import typed
 
 
@@ -32,8 +33,8 @@ class Config:
     name: str
     group: Group
     paths: list[list[int]]
-    layers: tuple[int, ...]
-    weights: dict[str, float]
+    layers: tuple[Count, ...]
+    weights: dict[str, Amount]
     limit: int | None
     head: Any
     rows: list[Layer]
@@ -99,6 +100,8 @@ def test_optional_section_and_interpolation() -> None:
     root = OmegaConf.create({"width": 7, "section": values()})
     root.section.group.spare = {"width": "${width}", "rate": "1e-3"}
     assert typed(Config, root.section).group.spare == Layer(7, 1e-3)
+    ready = Layer(1, None)
+    assert typed(Group, {"layer": {}, "spare": None}, ready={"layer": ready}) == Group(ready, None)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +123,8 @@ def test_optional_section_and_interpolation() -> None:
         ({"table": {"x": {"width": 3, "rate": 1, "odd": 1}}}, ["table.x.odd"]),
         ({"paths": [[0], ["q"]]}, ["paths[1][0]: 'q'"]),
         ({"weights": {"a": "heavy"}}, ["weights.a: 'heavy'"]),
+        ({"layers": [1, 0]}, ["layers[1] is 0", "give 1 or more"]),
+        ({"weights": {"a": 1, "b": -1}}, ["weights.b is -1", "give 0 or more"]),
         ({"weights": 3}, ["weights is 3", "a mapping"]),
         ({"limit": "many"}, ["limit: 'many'"]),
         ({"name": None}, ["name: None is not a text"]),

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from heads.common.target_config import read_target_config
 from inference.target import loading
-from inference.target.checkpoint import tensor_files
+from inference.target.checkpoint import check_files, tensor_files
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
 from tests import assistants, toys
@@ -89,6 +89,12 @@ def say(folder: Path, **values: object) -> None:
 def test_a_configuration_of_which_no_target_can_be_made(folder: Path, values: dict[str, object], told: str) -> None:
     say(folder, **values)
     assert told in refusal(folder)
+
+
+def test_quantised_weights_may_take_less_than_a_byte_each(folder: Path) -> None:
+    config = read_target_config(str(folder), trust_remote_code=False)
+    config.num_hidden_layers, config.quantization_config = 30, {}  # of 3 in fp32: half a byte each
+    check_files(str(folder), config)
 
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])

@@ -188,6 +188,7 @@ def test_padding_leaves_the_pass_as_it_is_and_sees_something() -> None:
     assert wide[3].columns.tolist() == [[4, 5, 6, 7], [7, 8, 9, 10], [0, 1, 2, 3]]
     assert wide[3].end == 256
     assert wide[4] is not None
+    assert wide[4].shape == (3, 256)
     assert torch.equal(wide[4][:2, :10], column)
 
 

@@ -168,7 +168,7 @@ def test_stop_string_over_several_tokens() -> None:
 def test_a_stop_string_whose_characters_take_several_tokens_each(monkeypatch: pytest.MonkeyPatch) -> None:
     target, stop = toys.target(), "ぁ人間終😀ぁ"
     monkeypatch.setattr(target, "tokenizer", trained("bytes"))
-    session = Session(target, Plain(target.device), [1, 2], Settings(90, GREEDY, stop=(stop,)))
+    session = Session(target, Plain(target.device), [1, 2], Settings(90, GREEDY, stop=("z", stop)))
     tokens = target.tokenizer(stop, add_special_tokens=False)["input_ids"]
     assert len(tokens) > len(stop) + 8
     session.emit([*tokens, 3], ["bonus"] * (len(tokens) + 1), [])

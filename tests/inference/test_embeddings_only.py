@@ -1,6 +1,7 @@
 """A target's ends without its layers: the same as the whole target's."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from inference.target.checkpoint import fingerprint
-from inference.target.embeddings import final_norm
-from inference.target.embeddings_only import EmbeddingsOnly
+from inference.target.config import model_config
+from inference.target.embeddings import TargetEmbeddings, final_norm
+from inference.target.embeddings_only import EmbeddingsOnly, load_target
 from inference.target.target import Target
 from tests import assistants, families, toys
 
@@ -63,11 +65,53 @@ def test_the_final_norm_makes_the_last_state(name: str) -> None:
     assert not torch.allclose(made.hidden[:, :, 0], made.last, atol=1e-2)
 
 
+def test_of_several_norms_beside_the_layers_the_final_one_is_the_last() -> None:
+    base = torch.nn.Module()
+    base.before, base.layers, base.norm = (
+        torch.nn.LayerNorm(4),
+        torch.nn.ModuleList([torch.nn.Linear(4, 4)]),
+        torch.nn.LayerNorm(4),
+    )
+    assert final_norm(base, 1) is base.norm
+
+
 def test_the_layers_stay_on_disk(tmp_path: Path) -> None:
     path = assistants.save(toys.target().model, toys.tokenizer(), tmp_path / "target")
     bare = EmbeddingsOnly.load(str(path), "float32", "cpu", False)
     held = {id(p): p.numel() for part in (bare.embeddings, bare.norm) for p in part.parameters() if not p.is_meta}
     assert sum(held.values()) == 2 * toys.VOCAB * 32 + 32
+
+
+@pytest.mark.parametrize(
+    ("given", "whole", "found"),
+    [
+        ({}, False, "ends"),
+        ({}, True, "whole"),
+        ({"quantize": "none", "adapter": "none"}, False, "ends"),
+        ({"quantize": "int8"}, False, "whole"),
+        ({"adapter": "a"}, False, "whole"),
+    ],
+)
+def test_layers_are_loaded_where_they_or_other_weights_than_saved_are_wanted(
+    given: dict[str, str], whole: bool, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EmbeddingsOnly, "load", lambda *_: "ends")
+    monkeypatch.setattr(Target, "of", lambda *_, **__: "whole")
+    loaded: Any = load_target(model_config(path="x", **given), "cpu", whole=whole)
+    assert loaded == found
+
+
+def test_logits_of_some_tokens_have_their_bias_scale_and_cap() -> None:
+    embeddings, state = TargetEmbeddings(toys.target().model), torch.randn(3, 32)
+    ids = torch.tensor([3, 17, 39])
+    assert embeddings.beyond_tables() is None
+    embeddings.lm_head = torch.nn.Linear(32, toys.VOCAB)
+    assert embeddings.beyond_tables() == "its logits have a bias, a cap or a scale"
+    embeddings.factor, embeddings.softcap = 3.0, 2.0
+    whole = embeddings.logits(state)
+    torch.testing.assert_close(whole, 2 * (3 * embeddings.lm_head(state) / 2).tanh())
+    torch.testing.assert_close(embeddings._traced(state, ids), embeddings.lm_head(state)[:, ids])
+    torch.testing.assert_close(embeddings.logits(state, ids), whole[:, ids])
 
 
 def test_what_cannot_be_loaded_so_says_why(tmp_path: Path) -> None:

@@ -181,13 +181,14 @@ def test_a_file_of_another_target_is_refused_by_name(tmp_path: Path) -> None:
         ('{"format": 1}', "missing"),
         ("format", "not a file of skipped sub-layers"),
         ("layer", "skips layer 3"),
+        ("below", "skips layer -1"),
     ],
 )
 def test_a_bad_file_is_named_in_one_line(tmp_path: Path, content: str | None, said: str) -> None:
     path, target = tmp_path / "skips.json", toys.target()
     drafter(tmp_path, target, EASY)
     kept = json.loads(path.read_text())
-    changed = {"format": {"format": 7}, "layer": {"mlp": [3]}}
+    changed = {"format": {"format": 7}, "layer": {"mlp": [3]}, "below": {"attention": [-1]}}
     path.unlink()
     if content is not None:
         path.write_text(json.dumps(kept | changed[content]) if content in changed else content)

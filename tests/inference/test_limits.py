@@ -92,6 +92,7 @@ def test_a_policys_trees_are_counted_without_growing_one() -> None:
     begun = time.perf_counter()
     with pytest.raises(ValueError, match="a tree of 16257 nodes is larger"):
         check_tree(toys.target(), TreeConfig("sampled", 0, 0, 0, [], [127, 127]), "head")
+    check_tree(toys.target(), TreeConfig("chain", 159, 0, 0, [], []), "head")  # of 160 nodes, as many as it reads
     kinds = ("dynamic", "best_first", "sampled")
     assert [expanded(TreeConfig(kind, 3, 2, 7, [], [3, 2])) for kind in kinds] == [6, 21, 10]
     with pytest.raises(ValueError, match="more than 16384 nodes"):

@@ -125,6 +125,9 @@ def test_the_likeliest_outcomes_are_prepared(near: str) -> None:
     chain.token, chain.answers = [3, 5], list(laws.log().split(1))
     # All accepted: 0.81 of the guesses 7 and 9; rejected at once: 0.1 of guess 11; after one: 0.09 spread thinly.
     assert state._outcomes(chain)[:3] == [(3, 5, 7), (3, 5, 9), (11,)]
+    for end, first in ((7, (3, 5, 9)), (5, (11,))):  # what ends the answer, at the end of an outcome or within it
+        state.assistant.eos = frozenset({end})
+        assert state._outcomes(chain)[0] == first
 
 
 @pytest.mark.parametrize(

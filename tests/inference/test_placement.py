@@ -122,9 +122,12 @@ def test_what_cannot_work_is_one_line(folder: str, monkeypatch: pytest.MonkeyPat
     parallel, sharded = replace(HERE, placement="tensor_parallel"), replace(HERE, placement="fsdp")
     refused(r"there is one: give launcher\.num_processes", parallel)
     refused(r"there is one: give launcher\.num_processes", sharded)
-    refused(r"cannot shard or move quantised weights \(int8\)", sharded, quantized="int8")
+    for kind in (parallel, sharded):
+        refused(r"cannot shard or move quantised weights \(int8\)", kind, quantized="int8")
     refused(r"model\.adapter=a is merged into whole weights", parallel, adapter="a")
     refused(r"give model\.offload=disk", replace(OFFLOAD, offload="cpu"))
+    placement.check_offload(replace(OFFLOAD, offload="cpu"), "cuda")
+    check(replace(parallel, tensor_parallel=1), None, None, CPU)
     monkeypatch.setattr(placement, "_world", lambda: 4)
     refused(r"model\.tensor_parallel=3 does not divide the 4 processes", replace(parallel, tensor_parallel=3))
     for shape, words in (({}, "2 key-value heads"), ({"num_key_value_heads": 4, "intermediate_size": 50}, "50 MLP")):

@@ -209,6 +209,7 @@ def test_a_saved_schedule_is_drafted_by_unless_a_tree_is_given(folder: Path) -> 
         ([], r"schedule has the batch sizes \[\]: give them in ascending order, from 1 on"),
         ([{"batch_size": 2, "tree": None}], r"batch sizes \[2\]"),
         ([{"batch_size": 1, "tree": None}, {"batch_size": 1, "tree": None}], r"batch sizes \[1, 1\]"),
+        ([{"batch_size": size, "tree": None} for size in (1, 4, 2)], r"batch sizes \[1, 4, 2\]"),
         ([{"batch_size": 1, "tree": {"kind": "bush"}}], r"schedule.lines\[0\].tree.depth, .* are missing"),
         ([{"batch_size": 0, "tree": None}], r"schedule.lines\[0\].batch_size is 0: give 1 or more"),
         ([{"batch_size": 1, "tree": asdict(CHAIN) | {"depth": 0}}], "tree.depth is 0"),

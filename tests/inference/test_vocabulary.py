@@ -130,6 +130,11 @@ def test_different_ends_of_the_answer_are_one() -> None:
     knows_both = made("<end>", "a", "<eos>", "<end>")
     knows_both.tokenizer.add_special_tokens({"pad_token": "<eos>"})
     assert SharedVocabulary(knows_both, made("<eos>", "a", "b", "<eos>")).one == {0: 0, 1: 2}, "the end is one token"
+    padded, pads = made("<end>", "a", "b", "<end>"), made("<end>", "a", "<p>", "<end>")
+    for one in (padded, pads):
+        one.tokenizer.add_special_tokens({"pad_token": "<p>"})
+    both = SharedVocabulary(padded, pads).one, SharedVocabulary(pads, padded).one
+    assert both == ({0: 0, 2: 2}, {0: 0, 2: 2}), "a token beyond an embedding has no counterpart"
 
 
 def test_same_vocabularies_pad_and_cut() -> None:
@@ -142,6 +147,7 @@ def test_same_vocabularies_pad_and_cut() -> None:
     assert torch.equal(wide[:, :size], logits[:, :size])
     assert wide[:, size:].isneginf().all()
     assert padded.follow([3, size + 1, 4]) == [3, 4]
+    assert padded.to_assistant(torch.tensor([3, size + 1])).tolist() == [3, size - 1], "an embedding's row"
     law = distribution(wide, Sampling(1.0, 0, 1.0))
     assert law[:, size:].eq(0).all()
     torch.testing.assert_close(law[:, :size], logits[:, :size].softmax(-1))

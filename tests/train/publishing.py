@@ -33,10 +33,12 @@ trainer: {{steps: 40, batch_tokens: 512}}
 objective: {{losses: {{soft_ce: 1.0}}, depths: 2}}
 """
 RECORDS = [
-    {"step": 1, "loss": 3.0, "accuracy": [0.1, 0.1], "rows": 400},
-    {"step": 2, "loss": 2.0, "accuracy": [0.4, 0.2], "rows": 410},
-    {"step": 2, "tau": 2.3, "tau_ci": [2.1, 2.5], "best": True},
-    {"step": 3, "loss": 1.5, "accuracy": [0.5, 0.3], "rows": 390},
+    {"step": 2, "loss": 3.0, "accuracy": [0.1, 0.1], "rows": 400},
+    {"step": 2, "tau": 2.1, "tau_ci": [2.0, 2.2], "best": True},
+    {"step": 4, "loss": 2.0, "accuracy": [0.4, 0.2], "rows": 410},
+    {"step": 4, "tau": 2.3, "tau_ci": [2.1, 2.5], "best": True},
+    {"step": 6, "loss": 1.5, "accuracy": [0.5, 0.3], "rows": 390},
+    {"step": 6, "tau": 2.2, "tau_ci": [2.1, 2.3], "best": False},
 ]
 ORIGIN = {
     "git_revision": "c0ffee",
@@ -46,7 +48,7 @@ ORIGIN = {
     "data": {
         "records": {"Someone/chats:en": 100, "/elsewhere/own.jsonl": 50},
         "kept": {"Someone/chats:en": 90, "/elsewhere/own.jsonl": 50},
-        "held_out": 8, "duplicates": 10, "contaminated": 0, "short": 0, "samples": 140, "tokens": 1000, "trained": 400,
+        "held_out": 8, "duplicates": 10, "contaminated": 7, "short": 0, "samples": 140, "tokens": 1000, "trained": 400,
     },
     "sources": [
         {"name": "Someone/chats:en", "revision": "abc123"},

@@ -38,7 +38,7 @@ def facts(
 ) -> Facts:  # fmt: skip
     head: dict[str, Any] = {"name": kind, "length": None, **more}
     target = {"name": name, "num_layers": 24, "adapter": None, "vocab_size": 2048}
-    settings = {"head": head, "target": target, "tree": {"kind": "chain", "depth": 3}}
+    settings = {"head": head, "target": target, "tree": {"kind": "chain", "depth": 2}}
     return Facts(
         config(Path("run"), repo="me/head", format=form), settings, served, tokenizer_sha256=None, report={},
         provenance={}, settings={}, refused={} if refused is None else refused, base_id=None, decodes=form is None,
@@ -82,7 +82,11 @@ def test_an_interval_of_no_width_is_not_published(run: Path) -> None:
 
 
 def test_the_card_says_what_was_measured(run: Path) -> None:
+    report = json.loads((run / "report.json").read_text())
+    report["settings"] = {"prompts": 5, "max_new_tokens": 64, "provenance": {"date": "2026-01-02T03:04:05"}}
+    (run / "report.json").write_text(json.dumps(report))
     text = card_of(run)
+    assert "torch and transformers: a CPU. 5 prompts a workload, 64 new tokens at most. Measured on 2026-01-02." in text
     assert "\n# A Medusa head for target\n" in text
     measured = section(text, "Measured")
     assert (
@@ -102,12 +106,15 @@ def test_where_the_head_comes_from(run: Path) -> None:
     assert "- fingerprint: `f00d`" in origin
     assert "- `Someone/chats:en`, 90 of 100 records, revision `abc123`" in origin
     assert "- `own.jsonl`, 50 of 50 records, sha256 `beef`; who wrote its answers: by `engine`, dtype `bf16`" in origin
-    assert "- dropped: 10 duplicates" in origin
+    assert "- dropped: 10 duplicates, 7 contaminated\n" in origin
+    assert "- 8 records held out for measuring" in origin
+    assert "- fingerprint of the samples: `feed`" in origin
     assert "- 140 samples of 1,000 tokens, 40% of them trained on" in origin
-    assert "- 3 of 40 optimiser steps" in origin
-    assert "- 1,536 tokens seen at most, 512 a step" in origin
+    assert "- 6 of 40 optimiser steps" in origin
+    assert "- 3,072 tokens seen at most, 512 a step" in origin
     assert "- 1,200 positions trained on" in origin
-    assert "those of step 2, the best by the verifier" in origin
+    assert "those of step 4, the best by the verifier" in origin
+    assert "- losses by weight: `{'soft_ce': 1.0}`, depths trained: `2`" in origin
     assert "`c0ffee`" in section(card_of(run), "Provenance")
 
 
@@ -155,6 +162,9 @@ def test_a_slow_or_lossy_head_is_warned_of_and_its_card_says_so(run: Path, capsy
     assert len(warned.splitlines()) == 1
     text, warned = published(rows[0], slow)  # at another batch size, say
     assert (warned, "**It is" in text) == ("", False)
+    text, warned = published(rows[0], {**rows[1], "drafter": "medusa outputs/another"})
+    assert (warned, "**It is" in text) == ("", False)
+    assert "not lossless" in published(rows[0], {**rows[1], "drafter": f"medusa outputs/{run.name}"})[1]
 
 
 def test_a_target_in_a_folder_is_called_as_its_config_does(run: Path) -> None:
@@ -291,6 +301,7 @@ def test_a_target_of_this_machine_is_no_hub_id() -> None:
         ("peagle", "vllm", PEAGLE, "eagle3", 6, "SGLang 0.5.23 and TensorRT-LLM 1.4.0rc, which draft one token after"),
         ("block", "vllm", DFLASH, "dflash", 7, "--speculative-algorithm DFLASH"),
         ("block", "vllm", {**DFLASH, "architectures": ["Qwen3DSparkModel"]}, "dspark", 7, "algorithm DSPARK"),
+        ("block", "vllm", {**DFLASH, "dflash_config": {"sample_from_anchor": True}}, "dflash", 8, "algorithm DFLASH"),
     ],
 )
 def test_a_line_for_each_engine_and_who_does_not_serve(

@@ -95,13 +95,13 @@ def test_the_layers_are_not_loaded_and_the_head_is_kept(
     words = extracted(base, tmp_path / "store", "medusa")
     target = Target.load(base[0].partition("=")[2], "float32", "cpu")
     monkeypatch.setattr(Target, "load", None)
-    losses = trained("run", *HEADS["medusa"], *words)
-    assert sorted(losses) == list(range(1, 4))
+    losses = trained("run", *HEADS["medusa"], *words, "trainer.log_every=3")
+    assert sorted(losses) == [3]
     head: Any = load_found(tmp_path / "run" / "head", target.embeddings, target.spec)
     assert isinstance(head, Medusa)
     cost = json.loads((tmp_path / "run" / "training.json").read_text())
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    waited = sum(line["stall_seconds"] for line in lines)
+    (waited,) = (line["stall_seconds"] for line in lines)  # of all three steps
     assert cost["stall_seconds"] == pytest.approx(waited)
     assert 0 <= cost["stall_seconds"] < cost["seconds"]
     rows = 3 * 256 // 32

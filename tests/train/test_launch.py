@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from heads.common.resolvers import ROOT, register_resolvers
 from tests.train import jobs
@@ -136,6 +138,29 @@ def test_the_main_process_says_first_what_is_wrong(monkeypatch: pytest.MonkeyPat
         with pytest.raises(ValueError, match="here"), launch.main_first():
             raise ValueError("here")
     assert waited == [launch.AFTER]
+
+
+@pytest.mark.parametrize(
+    ("ended", "status", "said"),
+    [
+        (2, 2, ""),  # it has printed its error
+        (1, 1, "error: process 3 ended with status 1\n"),
+        (-9, 137, "error: process 3 ended with status -9\n"),
+        (signal.SIGINT, 130, ""),
+    ],
+)
+def test_the_status_is_that_of_the_first_process_that_failed(
+    ended: int, status: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(_: object) -> None:
+        if isinstance(ended, signal.Signals):
+            raise SignalException("stopped", ended)
+        raise ChildFailedError("run.py", {3: ProcessFailure(3, 1, ended, "")})
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", fails)
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    assert launch.start(run("launcher=ddp").launcher, "run.py", []) == status
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -1,8 +1,12 @@
 """What a process of a run does about its machine."""
 
 import os
+import signal
 import subprocess
 import sys
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +14,8 @@ from hydra import compose, initialize_config_dir
 
 from heads.common.resolvers import ROOT, register_resolvers
 from train.config import run_config
-from train.distributed import processes
+from train.distributed import control, processes
+from train.distributed.control import ProcessControl
 from train.distributed.processes import accelerator_for
 
 # Of its own process: an allocator's settings and its state are the process's.
@@ -66,12 +71,41 @@ def test_memory_that_is_freed_is_taken_again() -> None:
 def test_each_run_of_a_process_has_its_own_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     register_resolvers()
     monkeypatch.setattr(processes, "fast_dtype", lambda _: torch.float32)
+    group, waits = processes.InitProcessGroupKwargs, list[timedelta]()
+    monkeypatch.setattr(processes, "InitProcessGroupKwargs", lambda timeout: waits.append(timeout) or group())
     for asked, expected in (("bf16", "bf16"), ("fp32", "no"), ("bf16", "bf16"), ("auto", "no")):
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             run = run_config(
                 compose("train", ["head=eagle", f"trainer.precision={asked}", "model.device=cpu", "launcher=inline"])
             )
         assert accelerator_for(run.launcher, run.trainer, run.model).mixed_precision == expected
+        assert waits.pop() == timedelta(seconds=run.trainer.timeout)
+
+
+def test_messages_wait_as_long_as_the_collectives_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(control.dist, "new_group", lambda **named: made.append(named))
+    pair: Any = SimpleNamespace(process_index=0, num_processes=2)
+    ProcessControl(pair, 7)
+    assert made == [{"backend": "gloo", "timeout": timedelta(seconds=7)}]
+
+
+def test_a_signal_stops_a_run_and_only_a_later_one_kills_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher forwards the first one, which its processes have then twice."""
+    now, killed, before = [100.0], list[Any](), signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(control, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(control.os, "kill", lambda *given: killed.append(given))
+    one: Any = SimpleNamespace(process_index=0, num_processes=1)
+    stopping = ProcessControl(one, 7)
+    with stopping.listening():
+        assert not stopping.halted()
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+            assert (stopping.halted(), stopping.signal, killed) == (True, "SIGINT", [])
+            now[0] += control.REPEATED
+        signal.raise_signal(signal.SIGTERM)
+        assert (stopping.signal, killed) == ("SIGINT", [(os.getpid(), signal.SIGTERM)])
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.parametrize(

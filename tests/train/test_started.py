@@ -60,6 +60,22 @@ def test_the_first_node_of_a_list(nodes: str, address: str) -> None:
     assert taken_over(TASK | {"SLURM_JOB_NODELIST": nodes})["MASTER_ADDR"] == address
 
 
+@pytest.mark.parametrize(
+    ("given", "local", "address", "port"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "3(x2),5", "SLURM_STEP_NODELIST": "cpu[3-5]"}, "5", "cpu3", "25012"),
+        ({"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "7"}, "3", "10.0.0.9", "7"),
+        ({"SLURM_TASKS_PER_NODE": "11", "SLURM_NNODES": "1", "SLURM_NODEID": "0"}, "11", "127.0.0.1", "25012"),
+    ],
+)
+def test_the_step_and_the_user_say_more_than_the_job(
+    given: dict[str, str], local: str, address: str, port: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(started, "PORTS", 25_000)
+    found = taken_over(TASK | given)
+    assert (found["LOCAL_WORLD_SIZE"], found["MASTER_ADDR"], found["MASTER_PORT"]) == (local, address, port)
+
+
 def test_tasks_are_shared_out_evenly_where_slurm_does_not_say() -> None:
     task = {key: value for key, value in TASK.items() if "PER_NODE" not in key}
     assert taken_over(task | {"SLURM_NTASKS": "12"})["LOCAL_WORLD_SIZE"] == "4"
@@ -118,6 +134,10 @@ def test_a_node_is_told_where_to_meet_by_its_environment(monkeypatch: pytest.Mon
     launcher = OmegaConf.create({"num_nodes": 2, "machine_rank": 0, "main_process_ip": None})
     launch.take_over(launcher, 1)
     assert (launcher.machine_rank, launcher.main_process_ip) == (1, "node0")
+    monkeypatch.delenv("NODE_RANK")
+    launcher = OmegaConf.create({"num_nodes": 3, "machine_rank": 2, "main_process_ip": None})
+    started.take_over(launcher, 1)
+    assert launcher.machine_rank == 2
     monkeypatch.setenv("NODE_RANK", "N")
     with pytest.raises(ValueError, match="NODE_RANK is 'N': give the number"):
         launch.take_over(OmegaConf.create({"num_nodes": 2, "machine_rank": 0, "main_process_ip": None}), 1)

@@ -104,9 +104,40 @@ def test_the_table_has_what_a_clock_measured(tmp_path: Path) -> None:
     live = replace(ROW, lossless={"checked": 1, "identical": 1, "near_tie": 0, "failed": 0})
     along = replace(live, tier=TEACHER_FORCED, speedup=None, speedup_ci=None, speedup_hf=None)
     (tmp_path / "training.json").write_text("{}")
-    (tmp_path / "report.json").write_text(json.dumps(Report({}, {}, {}, {}, [live, along]).as_dict()))
+    others = [replace(live, drafter="plain"), replace(live, category="maths", workload="tiny/maths")]
+    (tmp_path / "report.json").write_text(json.dumps(Report({}, {}, {}, {}, [*others, live, along]).as_dict()))
     (row,) = sweep.rows_of("tiny-eagle", "eagle", tmp_path)
     assert (row["tier"], row["speedup"]) == (LIVE, ROW.speedup)
+
+
+def test_a_run_is_in_the_table_of_its_multirun_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lossless = {"checked": 8, "identical": 7, "near_tie": 0, "failed": 1}
+    failed = replace(ROW, lossless=lossless, speedup=None, speedup_ci=None, speedup_hf=None)
+    for name, flops, row in (("a", 1e12, ROW), ("b", None, failed), ("a", 3e12, ROW)):
+        out = tmp_path / name
+        out.mkdir(exist_ok=True)
+        cost = {"parameters": 5000, "tokens": 2000, "flops": flops, "seconds": 1234.4}
+        (out / "training.json").write_text(json.dumps(cost))
+        (out / "report.json").write_text(json.dumps(Report({}, {}, {}, {}, [row]).as_dict()))
+        capsys.readouterr()
+        sweep.note(f"tiny-{name}", "eagle", out)
+        assert capsys.readouterr().out == ""  # a run by itself
+        with monkeypatch.context() as patch:
+            many = SimpleNamespace(mode=RunMode.MULTIRUN, sweep=SimpleNamespace(dir=str(tmp_path / "sweep")))
+            patch.setattr(HydraConfig, "initialized", lambda: True)
+            patch.setattr(HydraConfig, "get", lambda many=many: many)
+            sweep.note(f"tiny-{name}", "eagle", out)
+    table = json.loads((tmp_path / "sweep" / sweep.TABLE).read_text())
+    assert [(row["name"], row["out"], row["failed"]) for row in table] == [
+        ("tiny-b", str(tmp_path / "b"), True),
+        ("tiny-a", str(tmp_path / "a"), False),
+    ]
+    first, second = (line for line in capsys.readouterr().out.splitlines() if "tiny-" in line)
+    assert [cell.strip() for cell in first.split("│")][1:6] == ["tiny-b", "5,000", "2,000", "-", "1,234"]
+    assert "withheld" in first
+    assert [cell.strip() for cell in second.split("│")][4:6] == ["3,000", "1,234"]
 
 
 def test_trials_are_named_after_their_values() -> None:
