@@ -14,8 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from data.features.coding import Copying
-from data.features.extraction import estimate, extract
+from data.features.extraction import extract
 from data.features.store import (
     INDEX,
     META,

@@ -71,7 +71,7 @@ def test_the_first_node_of_a_list(nodes: str, address: str) -> None:
 def test_the_step_and_the_user_say_more_than_the_job(
     given: dict[str, str], local: str, address: str, port: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(started, "PORTS", 25_000)
+    monkeypatch.setattr(launch, "PORTS", 25_000)
     found = taken_over(TASK | given)
     assert (found["LOCAL_WORLD_SIZE"], found["MASTER_ADDR"], found["MASTER_PORT"]) == (local, address, port)
 
@@ -136,7 +136,7 @@ def test_a_node_is_told_where_to_meet_by_its_environment(monkeypatch: pytest.Mon
     assert (launcher.machine_rank, launcher.main_process_ip) == (1, "node0")
     monkeypatch.delenv("NODE_RANK")
     launcher = OmegaConf.create({"num_nodes": 3, "machine_rank": 2, "main_process_ip": None})
-    started.take_over(launcher, 1)
+    launch.take_over(launcher, 1)
     assert launcher.machine_rank == 2
     monkeypatch.setenv("NODE_RANK", "N")
     with pytest.raises(ValueError, match="NODE_RANK is 'N': give the number"):
