@@ -47,10 +47,15 @@ def evaluate(config: EvalConfig, *, writes: bool = True) -> Report:
         The report; the caller's exit status should follow `passed`.
 
     Raises:
-        ValueError: an unknown drafter, run, model, workload or tree, or a head of another target.
+        ValueError: an unknown drafter, run, model, workload or tree, a head of another target; or a report of `compare`
+            is missing, damaged, none, or of another schema.
     """
-    if config.reports():
-        return compare_reports(config)
+    if reports := config.reports():  # to put side by side, measuring nothing
+        out = Path(config.out).expanduser() if config.out else folder_of(reports)
+        check_writable(out, "out")
+        report = side_by_side(reports)
+        publish(report, out)
+        return report
     check_sources(config)
     model, names, out = prepared(config)
     report = measured(config, model, names)
@@ -113,19 +118,6 @@ def tuned(config: EvalConfig) -> bool:
     tuning.show(console)
     console.print(visible(f"all numbers: {out / TUNED}"), soft_wrap=True, markup=False)
     return tuning.passed
-
-
-def compare_reports(config: EvalConfig) -> Report:
-    """Put the reports of `compare` side by side, measuring nothing; print the table and what forbids to compare them.
-
-    Raises:
-        ValueError: a report is missing, damaged, none, or of another schema.
-    """
-    out = Path(config.out).expanduser() if config.out else folder_of(config.reports())
-    check_writable(out, "out")
-    report = side_by_side(config.reports())
-    publish(report, out)
-    return report
 
 
 def publish(report: Report, out: Path) -> None:

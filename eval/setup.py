@@ -36,7 +36,8 @@ def prepared(config: EvalConfig) -> tuple[ModelConfig, list[str], Path]:
     runs = config.runs()
     model = model_of(runs[0] if runs else None, config.model)
     check_drafters(config)
-    names, out = workloads_of(config, model), folder_for(config.out, runs, list(config.drafter))
+    names = workload_names(config.workload or own_prompts(next(iter(runs), None)) or model.prompts)
+    out = folder_for(config.out, runs, list(config.drafter))
     if model.sibling and config.out is None:
         out /= model.name  # the run's own report is of the head's own target
     device_named(model.device)
@@ -45,11 +46,6 @@ def prepared(config: EvalConfig) -> tuple[ModelConfig, list[str], Path]:
     say(visible(f"evaluation on {', '.join(names)} with {model.path}, to {out}{replaced}"))
     configuration(model.path, model.trust_remote_code)
     return model, names, out
-
-
-def workloads_of(config: EvalConfig, model: ModelConfig) -> list[str]:
-    """Return the workloads: the configured ones, else the first run's own prompts, else the model's; refuse none."""
-    return workload_names(config.workload or own_prompts(next(iter(config.runs()), None)) or model.prompts)
 
 
 def folder_for(out: str | None, runs: Sequence[str], drafters: Sequence[str]) -> Path:

@@ -66,7 +66,12 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
         say(f"dry_run: nothing was uploaded; where that card says {config.repo} give {out}{target}")
         return out
     check_connected(config.repo)
-    trial = _tried(run, out, config) if config.reverify else "reverify=false"
+    trial: Trial | str = "reverify=false"
+    if config.reverify:
+        trial = begin(run, config)
+        if isinstance(trial, Trial) and not trial.exact:  # decode with an exported one too, before it is uploaded
+            remedy = "; nothing was uploaded, publish without format and base, or with dtype=float32"
+            trial.check(out, f"{out}: the written head drafts otherwise than it was trained", remedy)
     stopped = f"{config.repo} has the whole commit or nothing of it; the same command publishes again"
     with keeping(lambda: stopped), repository(config.repo, config.private, config.tag, api) as repo:
         commit = push(out, repo, FILES, api)
@@ -82,15 +87,6 @@ def _warn(name: str, facts: Facts) -> None:
     """Print what the run's own report says against the head."""
     if facts.drawbacks:
         print(visible(f"warning: {name}: {' '.join(facts.drawbacks)}"), file=sys.stderr)
-
-
-def _tried(run: Path, out: Path, config: PublishConfig) -> Trial | str:
-    """Decode with the run's head, and with an exported one too, before anything is uploaded; or return why not."""
-    trial = begin(run, config)
-    if isinstance(trial, Trial) and not trial.exact:
-        remedy = "; nothing was uploaded, publish without format and base, or with dtype=float32"
-        trial.check(out, f"{out}: the written head drafts otherwise than it was trained", remedy)
-    return trial
 
 
 def _verified(out: Path, repo: Repository, commit: str, trial: Trial | str, api: HfApi) -> str:

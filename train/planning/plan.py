@@ -384,10 +384,15 @@ def device_memories(inputs: PlanInputs) -> list[MemoryUse]:
     device, layout = inputs.device, inputs.layout
     capacity, memories = round(float(device.memory_gb or 0) * GIB), []
     spare = layout.devices if layout.where.placement == DEVICE_MAP and not inputs.on_cpu else []
+    trainer = inputs.run.trainer
+    always = head_state(inputs.cost, layout, trainer.optimizer == "muon", trainer.ema > 0)
+    always |= host_state(inputs) if inputs.on_cpu else {}
     for node in range(layout.nodes):
         for number in sorted({*range(layout.processes), *spare}):
             main = node == number == 0
-            held = _resident(inputs, number), _stages(inputs, number, main), _evaluation(inputs, number)
+            target, _, _ = target_state(inputs.shape, layout, inputs.layers, inputs.item, number)
+            evaluated, gathered, _ = _evaluated(inputs, number)
+            held = target | always, _stages(inputs, number, main), evaluated | gathered
             if number >= layout.processes:  # it holds layers of another one's process, and nothing else
                 parts = [{name: size for name, size in sizes.items() if name == LAYERS} for sizes in (held[0], held[2])]
                 held = parts[0], {}, parts[1]
@@ -400,14 +405,6 @@ def device_memories(inputs: PlanInputs) -> list[MemoryUse]:
                 )
             )  # fmt: skip
     return memories
-
-
-def _resident(inputs: PlanInputs, number: int) -> dict[str, int]:
-    """Return what stays on a device throughout the training."""
-    run, layout = inputs.run, inputs.layout
-    target, _, _ = target_state(inputs.shape, layout, inputs.layers, inputs.item, number)
-    head = head_state(inputs.cost, layout, run.trainer.optimizer == "muon", run.trainer.ema > 0)
-    return target | head | (host_state(inputs) if inputs.on_cpu else {})
 
 
 def _stages(inputs: PlanInputs, number: int, main: bool) -> dict[str, dict[str, int]]:
@@ -435,12 +432,6 @@ def _stages(inputs: PlanInputs, number: int, main: bool) -> dict[str, dict[str, 
         reach = length + run.trainer.eval_tokens
         stages["measuring τ"] = gathered | measure_stage(shape, layout, cost, reach, inputs.item)
     return stages
-
-
-def _evaluation(inputs: PlanInputs, number: int) -> dict[str, int]:
-    """Return what the final evaluation takes on a device: the target in the dtype of the losslessness check."""
-    held, gathered, _ = _evaluated(inputs, number)
-    return held | gathered
 
 
 def _evaluated(inputs: PlanInputs, number: int) -> tuple[dict[str, int], dict[str, int], int]:

@@ -178,7 +178,7 @@ def exported(head: Path, config: PublishConfig) -> Iterator[tuple[Path, dict[str
             _write_adapter(head, config, folder)
         else:
             spec = read_config(head)["target"]
-            path = _path_of(spec, config)
+            path = config.target or target_path(spec["name"])
             target = _target_at(path, spec.get("adapter"))
             name = spec["name"] if on_hub(spec["name"]) else path
             served = Served(
@@ -227,7 +227,7 @@ def copy_with_head(run: Path, out: Path, config: PublishConfig) -> Facts:
             f"format=checkpoint: the head is for {spec['name']} with adapter {spec['adapter']}; merge the adapter into "
             "a checkpoint and train on that"
         )
-    path = _path_of(spec, config)
+    path = config.target or target_path(spec["name"])
     try:
         values = read_target_values(path, False, cached_alone=False)
     except ValueError as error:
@@ -244,11 +244,6 @@ def copy_with_head(run: Path, out: Path, config: PublishConfig) -> Facts:
     return Facts(
         config, content, {}, given, measured, provenance={}, settings={}, refused={}, base_id=None, decodes=False
     )
-
-
-def _path_of(spec: dict[str, Any], config: PublishConfig) -> str:
-    """Return the path of a head's target."""
-    return config.target or target_path(spec["name"])
 
 
 def _target_at(path: str, adapter: str | None) -> Target | EmbeddingsOnly:
