@@ -215,7 +215,13 @@ def readable(raw: dict[str, Any], index: int, path: str) -> dict[str, Any]:
     if isinstance(turns, list):
         turns = [turn.get("content") if isinstance(turn, dict) else turn for turn in turns]  # a dict in Arena-Hard
         if all(isinstance(turn, str) for turn in turns):
-            return _dialogue(raw, turns, index, path)
+            if any(turn.startswith(UNFETCHED) for turn in turns):
+                raise ValueError(
+                    f"{path}: record {raw.get('question_id', index)} holds a placeholder in place of its text: fetch "
+                    "the texts with SPEED-Bench's own prepare_data.py first"
+                )
+            messages = [{"role": "user", "content": turn} for turn in turns]
+            return {key: value for key, value in raw.items() if key not in ("turns", "prompt")} | {"messages": messages}
     for shape in SETS:
         if raw.keys() >= {*shape.keys} and all(isinstance(raw[key], str) for key in shape.prompt):
             names = {key: raw[key] for key in (*IDS, "category") if key in raw}
@@ -224,13 +230,3 @@ def readable(raw: dict[str, Any], index: int, path: str) -> dict[str, Any]:
     if any(isinstance(raw.get(key), str) for key in QUESTIONS):
         return {key: value for key, value in raw.items() if key not in ANSWERS or isinstance(value, str)}
     return raw
-
-
-def _dialogue(raw: dict[str, Any], turns: list[str], index: int, path: str) -> dict[str, Any]:
-    if any(turn.startswith(UNFETCHED) for turn in turns):
-        raise ValueError(
-            f"{path}: record {raw.get('question_id', index)} holds a placeholder in place of its text: fetch the "
-            "texts with SPEED-Bench's own prepare_data.py first"
-        )
-    messages = [{"role": "user", "content": turn} for turn in turns]
-    return {key: value for key, value in raw.items() if key not in ("turns", "prompt")} | {"messages": messages}

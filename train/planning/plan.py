@@ -207,17 +207,6 @@ def features_bytes(shape: TargetShape, tokens: int, item: int, features: int) ->
     return tokens * shape.width * item * (features + 1)
 
 
-def measure_stage(shape: TargetShape, layout: Layout, cost: HeadCost, tokens: int, item: int) -> dict[str, int]:
-    """Return the bytes of decoding one prompt and answer of so many tokens: a copy of the head, cache, prefill."""
-    features = len(cost.feature_layers)
-    return {
-        "τ: decoding copy of the head": item * cost.whole,
-        # A buffer doubles when it is full.
-        "τ: keys and values": shape.cache(2 * tokens, item) // layout.shared,
-        "τ: pass over a prompt": shape.working(tokens, tokens, item, features, layout.shared),
-    }
-
-
 GIB = 2**30
 CGROUPS, GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 LIMITS = ("memory.max", "memory.limit_in_bytes")  # of control groups of version 2 and 1
@@ -430,7 +419,12 @@ def _stages(inputs: PlanInputs, number: int, main: bool) -> dict[str, dict[str, 
         )
     if (main or layout.where.together) and run.trainer.eval_prompts and inputs.layers:
         reach = length + run.trainer.eval_tokens
-        stages["measuring τ"] = gathered | measure_stage(shape, layout, cost, reach, inputs.item)
+        stages["measuring τ"] = gathered | {  # by decoding one prompt and answer
+            "τ: decoding copy of the head": inputs.item * cost.whole,
+            # A buffer doubles when it is full.
+            "τ: keys and values": shape.cache(2 * reach, inputs.item) // layout.shared,
+            "τ: pass over a prompt": shape.working(reach, reach, inputs.item, read, layout.shared),
+        }
     return stages
 
 

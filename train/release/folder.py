@@ -92,7 +92,9 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> Facts:
             with replacing(out.resolve()) as new:
                 for name, data in files.items():
                     (new / name).parent.mkdir(exist_ok=True)
-                    (new / name).write_bytes(data if isinstance(data, bytes) else _safe(run, name, data).encode())
+                    if isinstance(data, str) and TOKEN.search(data):
+                        raise ValueError(f"{run}: {name} would hold an access token; remove it from the run's files")
+                    (new / name).write_bytes(data if isinstance(data, bytes) else portable(data).encode())
                 for weights in (source / name for name in TENSORS if (source / name).is_file()):
                     shutil.copyfile(weights, new / weights.name)
             return facts
@@ -143,13 +145,6 @@ def portable(text: str) -> str:
     home = Path.home()
     relative = text.replace(f"{ROOT}/", "")
     return relative if home == Path(home.anchor) else relative.replace(f"{home}/", "~/")
-
-
-def _safe(run: Path, name: str, text: str) -> str:
-    """Return a file's text as it may be published; refuse one that holds a token of the Hub."""
-    if TOKEN.search(text):
-        raise ValueError(f"{run}: {name} would hold an access token; remove it from the run's files")
-    return portable(text)
 
 
 def _read(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
