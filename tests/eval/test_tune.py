@@ -302,7 +302,7 @@ def test_trees_whose_passes_alone_lose_are_not_tried_in_larger_batches() -> None
 
 def candidate(family: str, tree: str, predicted: float, speedup: float | None = None) -> Candidate:
     known = None if speedup is None else Measured(2.0, 1.0, 1.0, speedup, None, {"failed": 0}, {}, 1.0)
-    return Candidate(family, toys.TREES[tree], Prediction(1.0, 1.0, {}, 1.0, predicted), {}, known)
+    return Candidate(family, toys.TREES[tree], Prediction(1.0, 1.0, {}, 1.0, predicted), known)
 
 
 def test_the_verdict_names_the_batch_size() -> None:
@@ -349,7 +349,7 @@ def test_the_tree_that_is_predicted_best_of_all_is_decoded_with(
     target = toys.target()
     config = configured(tmp_path)
     plan = TunePlan("run", {}, config.tuner, config, config.repeats)
-    bench = Bench(plan, target, HeadDrafter(toys.head("eagle", target), chain, "head"), [], [], {}, 0)
+    bench = Bench(plan, target, HeadDrafter(toys.head("eagle", target), chain, "head"), [], [])
     asked: list[TreeConfig] = []
 
     def timed(_: Bench, candidates: list[Candidate], batch: int) -> list[Candidate]:
@@ -414,5 +414,5 @@ def test_the_command_line_gives_the_grid() -> None:
 
 def test_a_head_that_no_engine_serves_has_no_schedule_for_one(tmp_path: Path) -> None:
     (tmp_path / CONFIG).touch()
-    Tuning({"head": "mlp"}, [], {}, []).write(tmp_path)
+    Tuning({"head": "mlp"}, [], []).write(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == [TUNED]
