@@ -57,8 +57,8 @@ def with_head(cfg: DictConfig) -> tuple[DictConfig, str | None]:
     """
     cfg = cfg.copy()
     OmegaConf.set_struct(cfg, False)
-    best = None
-    if cfg.head.name == BEST:
+    name, best = cfg.head.name, None
+    if name == BEST:
         name, why = best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code)
         best = f"head=best: {name}, {why}"
         cfg.head = OmegaConf.load(ROOT / "conf" / "head" / f"{name}.yaml")

@@ -264,14 +264,6 @@ def test_few_shards_wait_to_be_written() -> None:
         assert free.is_set()
 
 
-def test_a_damaged_shard_keeps_its_name(tmp_path: Path) -> None:
-    store = FeatureStore.create(tmp_path, stores.SPEC)
-    for rows in ([3], [5, 6]):
-        store.write(store.free_name("keep"), rows, stores.made(rows))
-    flip(tmp_path / INDEX / "keep-000001.json", 0.5)
-    assert FeatureStore(tmp_path).free_name("keep") == "keep-000002"
-
-
 def test_an_entry_is_small_and_says_its_rows(tmp_path: Path) -> None:
     filled(tmp_path)
     entry = json.loads((tmp_path / INDEX / "000005.json").read_text())

@@ -299,9 +299,3 @@ def test_the_accepted_nodes_of_a_tree_are_listed(read: Reader) -> None:
     nodes = [line for line in lines(read, "tree") if line["drafter"] == "eagle"]
     assert [(line["ranks from the root"], line["accepted"]) for line in nodes[:2]] == [("1", "0.800"), ("1 1", "0.600")]
     assert len(nodes) == len(TREES["eagle"].shape()) <= NODES
-
-
-def test_each_piece_of_an_answer_tells_its_probabilities(folder: Path) -> None:
-    text = (folder / "report.html").read_text(encoding="utf-8")
-    assert re.search(r'class="draft" title="pass 2, target 0\.25; most likely: “&lt;/script&gt;[^"]*” 0\.0001">', text)
-    assert re.search(r'class="draft" title="pass 1, target [^,]+, head [^;]+; most likely: “', text)
