@@ -19,7 +19,7 @@ sys.path[0] = str(ROOT)
 
 from benchmarks.engine import PROMPT, TRUE, random_prompts, random_target, readers
 from data.text.prompts import Prompt
-from eval.inputs.texts import Text
+from eval.inputs.workloads import Text
 from eval.measures.cost_model import Costs, Replayed, ReplayedStep, draft_key, predict, stops_paying
 from eval.measures.machine import device_facts
 from eval.tuning import costs as costing

@@ -26,11 +26,10 @@ from data.text.prompts import load_training
 from heads.common.resolvers import register_resolvers
 from heads.modules.vocab import prune
 from inference.target.embeddings_only import load_target
-from train.build import batches_for, loop_of, values_of
+from train.build import batches_for, loop_of, source_for, values_of
 from train.checkpoints import format
 from train.config import RunConfig, run_config
 from train.distributed.processes import accelerator_for
-from train.features import source_for
 from train.loop import Loop
 from train.start import first_head
 

@@ -14,6 +14,7 @@ router is random), and a dense one with as many weights a token. So τ is of rea
 import argparse
 import random
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,7 +31,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Mixtr
 
 from data.text.prompts import load_prompts
 from eval.measures.cost_model import activated
-from eval.tuning.costs import verification
+from eval.measures.machine import synchronize
+from eval.tuning.costs import planted, typical
 from heads.formats.hub import load_found, resolve_head, sibling_spec
 from inference.decode import Generation, Settings, speculate
 from inference.drafters.head import HeadDrafter
@@ -50,6 +52,25 @@ TREES = {
 
 NODES = (0, 1, 3, 7, 15, 31)
 WIDTH, INNER, CONTEXT, TOKENS = 512, 512, 64, 64
+
+
+@torch.inference_mode()
+def pass_seconds(target: Target, samples: int) -> dict[int, float]:
+    """Return the seconds of a verification pass by drafted nodes behind random tokens, measured in turns."""
+    shuffle, cache = random.Random(0), target.cache()
+    tokens = shuffle.choices(range(target.embeddings.vocab_size), k=CONTEXT)
+    target.prefill(torch.tensor(tokens, device=target.device), cache)
+    seconds: dict[int, list[float]] = {nodes: [] for nodes in NODES}
+    for turn in range(samples + 1):  # the first warms up
+        for nodes in shuffle.sample(NODES, len(NODES)):
+            cache.snapshot()
+            synchronize(target.device)
+            start = time.perf_counter()
+            target.score(planted(0, [], nodes, target), cache)
+            synchronize(target.device)
+            seconds[nodes] += [time.perf_counter() - start] if turn else []
+            cache.keep(CONTEXT, [])
+    return {nodes: typical(values) for nodes, values in seconds.items()}
 
 
 def target(kind: str, layers: int, **more: Any) -> Target:
@@ -162,7 +183,7 @@ def main() -> None:
     moe = {"num_experts": asked.experts, "num_experts_per_tok": asked.chosen, "moe_intermediate_size": INNER}
     routed = target("Qwen3MoeConfig", asked.layers, **moe)
     dense = target("Qwen3Config", asked.layers, intermediate_size=asked.chosen * INNER)
-    seconds = [verification(one, NODES, [CONTEXT], asked.samples, 0)[CONTEXT] for one in (routed, dense)]
+    seconds = [pass_seconds(one, asked.samples) for one in (routed, dense)]
     print(
         "| nodes | experts read | `activated` | pass, ms | of one token's | dense: of one token's |\n"
         + "|"

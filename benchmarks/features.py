@@ -40,10 +40,9 @@ from hydra import compose, initialize_config_dir
 
 from data.batches import Packed, pack
 from data.features.coding import Copying, decode_rows, join, start
-from data.features.extraction import Layers, Make, extract, spec_of
-from data.features.quantize import DTYPES
+from data.features.extraction import Layers, Make, extract, extract_features, spec_of
 from data.features.source import FeatureRequest
-from data.features.store import FeatureStore, Row, StoreSpec
+from data.features.store import DTYPES, FeatureStore, Row, StoreSpec
 from data.text.prompts import load_samples
 from eval.measures.machine import device_facts
 from heads.common.resolvers import register_resolvers
@@ -208,12 +207,17 @@ def rate(overrides: list[str], folder: Path) -> Rate:
     return Rate(seconds / tokens, cpu / (run.trainer.batch_tokens * len(steps)), stall / seconds)
 
 
+def kept(words: list[str], folder: Path) -> list[str]:
+    """Extract a training's features, and return the overrides by which it reads them."""
+    stored = ["features=stored", f"features.path={folder}/store"]
+    run = with_processes(composed(*words, *stored))
+    extract_features(run.model, run.data, run.features, Layers(run.head, None), None, run.workload, lambda _: None)
+    return stored
+
+
 def compared(words: list[str], server: list[str], folder: Path, turns: int = 3) -> None:
     """Print the throughput of training from each source, the best of some turns."""
-    kept = [f"features.path={folder}/store"]
-    rate([*words, "features=hybrid", *kept], folder / "run")
-    apart = ["features=stored", "features.on_missing=compute", *kept]
-    sources = {"live": ["features=live"], "engine": ["features=engine", *server], "stored": apart}
+    sources = {"live": ["features=live"], "engine": ["features=engine", *server], "stored": kept(words, folder)}
     found: dict[str, list[Rate]] = {name: [] for name in sources}
     for _ in range(turns):
         for name, overrides in sources.items():
@@ -256,9 +260,8 @@ def main() -> None:
         live(case)
         stored(case, Path(folder))
         wide(Path(folder, "wide"), asked.wide)
-        words += ["features=hybrid", f"features.path={folder}/trained"]
         trained([*words, "overwrite=true"], Path(folder, "first"))
-        trained([*words, "overwrite=true", "features.on_missing=fail", "features.mode=stored"], Path(folder, "second"))
+        trained([*words, "overwrite=true", *kept(words, Path(folder))], Path(folder, "second"))
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ from benchmarks.step_counts import TREES, batch_of_size, counted, embedded, head
 from benchmarks.training_kernels import Kernel
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
-from train.planning.head import head_of as planned_head
 from train.planning.plan import plan_inputs, preset
 from train.planning.shapes import configuration
+from train.planning.shapes import head_of as planned_head
 
 BANDWIDTH, PRODUCTS = 2.85e12, 620e12  # bytes/s and bf16 operations/s that an H100 achieves
 LAUNCH, KERNEL, READ = 5.5e-6, 2.0e-6, 12e-6  # seconds of a launch by the host, of a small kernel, of a read

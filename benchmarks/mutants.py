@@ -35,7 +35,7 @@ GROUPS = {  # modules, and the test files that see them within seconds
     "verification": (["inference/verification/*.py"], [f"inference/test_{name}.py" for name in VERIFICATION]),
     "metrics": (["eval/measures/metrics.py"], ["eval/test_metrics.py"]),
     "formats": (
-        ["heads/formats/published/*.py", "heads/formats/layer_ids.py"],
+        ["heads/formats/published/*.py", "heads/formats/published/plan.py"],
         [f"heads/test_{name}.py" for name in FORMATS],
     ),
     "resume": (["train/checkpoints/*.py"], ["train/test_checkpoint.py", "train/test_identity.py"]),

@@ -11,8 +11,8 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import vl_convert
 
-from eval.report.reading import read_report
 from eval.report.view import results_of
+from eval.report.write import read_report
 
 WIDTH, BAR, INK = 480, 30, "#7b818c"  # a grey that is read on white and on black
 

@@ -149,7 +149,7 @@ BUGS = [
         ["tests/train/test_optim.py"],
     ),
     Bug(
-        "train/sampling.py",
+        "train/objective.py",
         "= noise * 512 / length",
         "= noise * length / 512",
         ["tests/train/test_sampling.py"],
@@ -167,7 +167,7 @@ BUGS = [
         ["tests/inference/test_speed.py", "tests/eval/test_tiers.py", "tests/eval/test_tune.py"],
     ),
     Bug(
-        "eval/live/request_rate.py",
+        "eval/live/interleaved.py",
         "served[number].generation.latency_s = clock() - begin - when[number]",
         "served[number].generation.latency_s = clock() - begin - when[number] - served[number].queue_s",
         ["tests/eval/test_load.py"],
@@ -197,7 +197,7 @@ BUGS = [
         ["tests/inference/test_prompt_lookup.py"],
     ),
     Bug(
-        "eval/measures/chi_square.py",
+        "eval/measures/losslessness.py",
         "chi2.sf(value, freedom)",
         "chi2.sf(value, freedom + 1)",
         ["tests/eval/test_law.py"],
@@ -237,12 +237,6 @@ BUGS = [
         "and held + work.bytes > budget_gb * GB",
         "and work.bytes > budget_gb * GB",
         ["tests/data/test_extraction.py"],
-    ),
-    Bug(
-        "data/features/stored.py",
-        "zip(numbers, computed, strict=True) if number >= 0})",
-        "zip(numbers, computed, strict=True)})",
-        ["tests/data/test_stored.py"],
     ),
     Bug(
         "train/objective.py",

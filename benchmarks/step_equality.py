@@ -21,8 +21,8 @@ import torch
 import yaml
 
 from data.text.prompts import Prompt
+from eval.gates import coupled_check
 from eval.inputs.workloads import load_workload
-from eval.live.sampled import coupled_check
 from eval.measures.losslessness import gate
 from heads import HEADS, head_config
 from heads.formats.hub import load_head

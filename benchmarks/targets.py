@@ -47,10 +47,10 @@ from tests import drafting, families, toys
 from tests.families import Erring, generated, in_double, own_module
 from tests.inference.test_decode import Oracle
 from tests.train import jobs
+from train import sweep
 from train.planning.resolve import resolve
 from train.release.folder import assert_plain
 from train.run import train
-from train.tracking import sweep
 
 MARKS = "<!-- benchmarks/targets.py -->", "<!-- end -->"
 TOKENS = 48

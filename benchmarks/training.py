@@ -38,8 +38,7 @@ from inference.target.target import Target
 from train.config import RunConfig, run_config
 from train.distributed.processes import keep_freed
 from train.losses import ObjectiveConfig
-from train.objective import chunk_rows, chunked, objective, weights
-from train.sampling import row_keys
+from train.objective import chunk_rows, chunked, objective, row_keys, weights
 from train.step import Loss
 
 WIDTH, LENGTH = 256, 512

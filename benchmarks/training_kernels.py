@@ -27,7 +27,7 @@ from inference.target.model import LayerOutputs
 from train import optim
 from train.config import RunConfig
 from train.objective import Chunk, Pick, chunk_rows, objective
-from train.planning.head import embeddings_of
+from train.planning.shapes import embeddings_of
 
 TARGET, LOSS, PRODUCTS, ATTEND, SMALL, OPTIMISER = (
     "target's pass", "loss with teacher", "head's products", "head's attention", "head's norms, casts, sums",

@@ -5,6 +5,5 @@ features/      the target's hidden states: live, or from a store on disk
 text/          records of many shapes to tokens and loss masks
 config.py      which documents to train on
 batches.py     packing, order, sharing over processes
-inspection.py  loss masks shown in the terminal and as a page
 run.py         the command: write answers, show a mask, extract features
 """

@@ -7,8 +7,11 @@ torchrun the processes share the work.
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +22,34 @@ import torch
 from accelerate import PartialState
 from omegaconf import DictConfig
 from rich.console import Console
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
 
 from data.answers.chats import Answerer, AnswerSettings
 from data.answers.client import Client, EndpointConfig, check_url
 from data.answers.endpoint import Endpoint
 from data.answers.engine import Engine, check_drafter, drafter_of
-from data.answers.write import Work, Worker, source_of, write_answers
+from data.answers.files import Work, Worker, source_of, write_answers
+from data.batches import fingerprint, pack
 from data.config import DataConfig
 from data.features.extraction import Layers, extract_features
 from data.features.source import FeaturesConfig
-from data.inspection import show, write_page
+from data.text.masks import Sample
 from data.text.prompts import load_samples, records_to_answer
 from data.text.sources import check_sources
-from heads import head_config, say_best_head, with_head
+from heads import head_config, with_head
 from heads.base import HeadConfig
 from heads.common.command import command
 from heads.common.files import check_writable
+from heads.common.progress import say
 from heads.common.ranges import Count, Number
 from heads.common.typed import typed
+from heads.common.untrusted import visible
 from inference.target.config import ModelConfig, device_named
 from inference.target.loading import load_tokenizer
 from inference.target.placement import check_alone
 from inference.target.target import Target
+from inference.text_stream import TextStream
 
 PATIENCE = timedelta(days=30)  # for which a process that has answered its chats waits for the others
 URLS = ("http://", "https://")
@@ -65,7 +74,6 @@ class JobConfig(AnswerSettings):
     tree: dict[str, Any]
     endpoint: EndpointConfig
     inspect: Number
-    inspect_html: str | None
     limit: Count | None
     batch_size: Count
 
@@ -117,8 +125,6 @@ def answerer_of(job: JobConfig, settings: AnswerSettings) -> Answerer:
 
 def check(job: JobConfig) -> None:
     """Refuse contradictions, data, files and folders to write and draft sources, before anything is loaded."""
-    if job.inspect_html is not None and job.inspect < 1:
-        raise ValueError(f"inspect_html={job.inspect_html}: shows the samples of inspect=N; give inspect=5 as well")
     if job.answers is None and job.inspect < 1 and job.head is None:
         raise ValueError(
             "nothing to do: give answers=FILE.jsonl, or inspect=N to see N samples with their loss masks, or "
@@ -131,8 +137,7 @@ def check(job: JobConfig) -> None:
     check_sources(job.data)
     if job.answers is not None and Path(job.answers).suffix not in JSON_LINES:
         raise ValueError(f"answers={job.answers}: is written as JSON Lines; give a name that ends in .jsonl or .json")
-    written = {"answers": job.answers, "vllm_prompts": job.vllm_prompts, "inspect_html": job.inspect_html}
-    for key, file in written.items():
+    for key, file in {"answers": job.answers, "vllm_prompts": job.vllm_prompts}.items():
         if file is not None:
             check_writable(Path(file).parent, key)
     if job.features.path is not None:
@@ -142,14 +147,50 @@ def check(job: JobConfig) -> None:
         check_drafter(job.drafter, job.run, job.tree)
 
 
+def pieces(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
+    """Return the shortest texts of whole characters, mostly a token each, and whether each is trained on."""
+    done: list[tuple[str, bool]] = []
+    stream = TextStream(tokenizer, special=True)
+    for token, on in zip(sample.token, sample.mask, strict=True):
+        if text := stream.push(token):
+            done.append((text, bool(on)))
+    rest = stream.rest()
+    return [*done, (rest, bool(sample.mask[-1]))] if rest else done
+
+
+def show(samples: Sequence[Sample], count: int, length: int, tokenizer: PreTrainedTokenizerBase, out: Console) -> None:
+    """Print the first `count` samples with their trained tokens highlighted, and the coverage of each and of all."""
+    for sample in samples[:count]:
+        out.rule(Text(visible(f"{sample.id}: {coverage([sample])}")))
+        brackets = not out.is_terminal
+        text = Text()
+        for on, run in groupby(pieces(sample, tokenizer), key=itemgetter(1)):
+            string = visible("".join(text for text, _ in run))
+            text.append(f"⟦{string}⟧" if on and brackets else string, style="bold green" if on else "dim")
+        out.print(text)
+    filled = sum(len(sample.token) for sample in samples) / pack(samples, length).token.numel()
+    out.rule(f"{len(samples)} samples: {coverage(samples)}")
+    out.print(f"rows of {length} tokens are {filled:.1%} full; fingerprint {fingerprint(samples)}")
+
+
+def coverage(samples: Sequence[Sample]) -> str:
+    """Describe how many tokens are trained on."""
+    trained, tokens = sum(sum(sample.mask) for sample in samples), sum(len(sample.mask) for sample in samples)
+    return f"{trained} of {tokens} tokens trained on ({trained / tokens:.1%})"
+
+
 @command("data")
 def main(cfg: DictConfig) -> None:
     """Run the command on its configuration."""
     extracts = cfg.features.mode != "live" or cfg.vllm_prompts is not None
-    job = typed(JobConfig, cfg, ready={"head": head_config(with_head(cfg).head) if extracts else None})
-    check(job)
+    head, best = None, None
     if extracts:
-        say_best_head(cfg)
+        cfg, best = with_head(cfg)
+        head = head_config(cfg.head)
+    job = typed(JobConfig, cfg, ready={"head": head})
+    check(job)
+    if best:
+        say(best)
     run(job)
 
 
@@ -159,9 +200,6 @@ def run(job: JobConfig) -> None:
         tokenizer = load_tokenizer(job.model.path, job.model.trust_remote_code)
         samples = list(load_samples(job.data, tokenizer, max(job.inspect, job.limit or 0)))
         show(samples, job.inspect, job.data.length, tokenizer, Console())
-        if job.inspect_html is not None:
-            write_page(samples, job.inspect, tokenizer, Path(job.inspect_html))
-            print(f"{job.inspect_html}: the same samples as a page")
     if job.answers is not None:
         answer(job, Path(job.answers))
     if job.head is not None:

@@ -19,22 +19,16 @@ TURNS = ("first", "all")
 
 @dataclass(frozen=True)
 class TunerConfig:
-    """Values that the tuner tries: depths, children and budgets of trees, contexts; and the samples of every cost.
-
-    `prompts` and `batch_sizes` are the report's: the texts along which it simulates trees, and the sizes it prices.
-    """
+    """Values that the tuner tries: depths, children and budgets of trees; and the samples of every cost."""
 
     depths: list[Count]
     top_k: list[Count]
     nodes: list[Count]
-    contexts: list[Count]
     samples: Count
-    prompts: Count
-    batch_sizes: list[Count]
 
     def __post_init__(self) -> None:
         """Refuse empty lists of which one value at least is tried."""
-        for key in ("depths", "top_k", "nodes", "batch_sizes"):
+        for key in ("depths", "top_k", "nodes"):
             if not getattr(self, key):
                 raise ValueError(f"tuner.{key} is empty: give at least one number")
 
@@ -65,7 +59,6 @@ class SourcesConfig:
     compare: list[str]
     tree: dict[str, Any]
     cold: bool
-    budget: Count | None
 
     def runs(self) -> list[str]:
         """Return the folders of `run`."""
@@ -166,12 +159,6 @@ class EvalConfig(SourcesConfig, Selection, DecodingConfig):
             self.settings(temperature)
         self.batch_sizes()
         self.request_rates()
-        self._check_compare()
-        self._check_tiers()
-        if self.tune:
-            self._check_tune()
-
-    def _check_compare(self) -> None:
         reports = self.reports()
         if reports and (self.run is not None or reports != self.compare):
             raise ValueError(
@@ -182,8 +169,6 @@ class EvalConfig(SourcesConfig, Selection, DecodingConfig):
             raise ValueError(f"compare is {reports[0]}: give two reports or more to put side by side")
         if repeated := sorted({file for file in reports if reports.count(file) > 1}):
             raise ValueError(f"compare names {', '.join(repeated)} twice: leave one out")
-
-    def _check_tiers(self) -> None:
         tiers = listed(self.tier)
         if not tiers or not set(tiers) <= set(TIERS) or len(set(tiers)) < len(tiers):
             raise ValueError(f"tier is {self.tier!r}: choose {', '.join(TIERS)}, or a list of them, each once")
@@ -194,6 +179,8 @@ class EvalConfig(SourcesConfig, Selection, DecodingConfig):
                 "tier=teacher_forced takes the target's probs as they are: leave repetition_penalty=1 and "
                 "min_new_tokens=0, or choose tier=live"
             )
+        if self.tune:
+            self._check_tune()
 
     def _check_tune(self) -> None:
         if list(self.drafter) != ["head"]:

@@ -13,24 +13,20 @@ from collections.abc import Sequence
 from omegaconf import DictConfig
 from rich.console import Console
 
-from eval.conditions import described, devices_of, remarks_of, settings_of
 from eval.config import RECORDED, EvalConfig
 from eval.gates import check
 from eval.inputs.drafters import load_drafters
 from eval.inputs.workloads import load_workload
-from eval.measures.losslessness import FailedChecks, Gate, SampledGate
+from eval.measures.losslessness import Gate, SampledGate
 from eval.measures.machine import device_facts
 from eval.measures.results import LIVE
 from eval.measures.serving import CONFIG as SERVING
-from eval.report.reading import folder_of, side_by_side
 from eval.report.render import terminal
 from eval.report.sections import compared, sentence
-from eval.report.write import READ, Report
-from eval.sessions import Timed, along_texts, check_sources, timed_rows
-from eval.setup import dtype_for, load_target, prepared, read
-from eval.tiers import recorded
-from eval.tune import TunePlan, tune
-from eval.tuning.results import TUNED
+from eval.report.write import READ, Report, folder_of, side_by_side
+from eval.sessions import Timed, along_texts, check_sources, recorded, timed_rows
+from eval.setup import described, devices_of, dtype_for, load_target, prepared, read, remarks_of, settings_of
+from eval.tune import TUNED, TunePlan, tune
 from heads.common.command import command, ending_alone
 from heads.common.errors import keeping, user_errors
 from heads.common.files import check_writable
@@ -51,10 +47,15 @@ def evaluate(config: EvalConfig, *, writes: bool = True) -> Report:
         The report; the caller's exit status should follow `passed`.
 
     Raises:
-        ValueError: an unknown drafter, run, model, workload or tree, or a head of another target.
+        ValueError: an unknown drafter, run, model, workload or tree, a head of another target; or a report of `compare`
+            is missing, damaged, none, or of another schema.
     """
-    if config.reports():
-        return compare_reports(config)
+    if reports := config.reports():  # to put side by side, measuring nothing
+        out = Path(config.out).expanduser() if config.out else folder_of(reports)
+        check_writable(out, "out")
+        report = side_by_side(reports)
+        publish(report, out)
+        return report
     check_sources(config)
     model, names, out = prepared(config)
     report = measured(config, model, names)
@@ -82,9 +83,7 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
             target = load_target(model, dtype, config.engine)
     drafters = load_drafters(config, target)
     timed = timed_rows(config, target, workloads, drafters, gates, sampled) if live else Timed([], [], {})
-    failed = FailedChecks.of(gates, sampled)
-    not_lossless = {name for name in drafters if failed.source(name, config.batch_sizes())}
-    rows, extras = along_texts(config, target, workloads, drafters, logs or timed.materials, not_lossless)
+    rows, extras = along_texts(config, target, workloads, drafters, logs or timed.materials)
     if remarks:
         extras["warnings"] = remarks
     return Report(
@@ -119,19 +118,6 @@ def tuned(config: EvalConfig) -> bool:
     tuning.show(console)
     console.print(visible(f"all numbers: {out / TUNED}"), soft_wrap=True, markup=False)
     return tuning.passed
-
-
-def compare_reports(config: EvalConfig) -> Report:
-    """Put the reports of `compare` side by side, measuring nothing; print the table and what forbids to compare them.
-
-    Raises:
-        ValueError: a report is missing, damaged, none, or of another schema.
-    """
-    out = Path(config.out).expanduser() if config.out else folder_of(config.reports())
-    check_writable(out, "out")
-    report = side_by_side(config.reports())
-    publish(report, out)
-    return report
 
 
 def publish(report: Report, out: Path) -> None:

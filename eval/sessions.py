@@ -1,27 +1,181 @@
-"""The rows of all tiers: timed sessions of every workload and setting, and statistics along given texts."""
+"""The rows of both tiers: timed sessions of every workload and setting, and heads along given text without a clock.
 
-from collections.abc import Collection, Mapping, Sequence
+Both tiers measure the same τ. What a lossless rule emits is the target's text whatever is drafted, so one text serves
+for all heads: the one that autoregressive decoding has just written, or one from a log.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from data.text.prompts import Prompt
-from eval.config import EvalConfig
+from eval.config import DecodingConfig, EvalConfig, Selection
 from eval.gates import agreement
-from eval.inputs.drafters import Drafters
-from eval.inputs.runs import find_heads
-from eval.inputs.workloads import Workload
-from eval.live import request_rate
-from eval.live.answers import answers
-from eval.live.extras import paired, training, trees
-from eval.live.interleaved import PLAIN, Setup, measure, rows
+from eval.inputs.drafters import Drafters, find_heads
+from eval.inputs.workloads import Text, Workload, check_known, of_answer, read_log
+from eval.live.extras import answers, paired, training, trees
+from eval.live.interleaved import PLAIN, Setup, generations, measure, measure_rate, queued_rows, rows
 from eval.measures.losslessness import Gate, SampledGate
 from eval.measures.machine import peak_memory
-from eval.measures.results import LIVE, TEACHER_FORCED, Row
-from eval.tiers import Material, answered, generate_answers, other_trees, teacher_forced_rows
+from eval.measures.metrics import Passes, median_run
+from eval.measures.results import LIVE, TEACHER_FORCED, Request, Row, Source, text_results
+from eval.teacher_forced import Overlap, Record, expected, overlap, passes_along, record
+from eval.tuning.grid import acceptance
+from heads.common.progress import progress
+from inference.decode import Generation, Settings, autoregress
+from inference.drafters.head import HeadDrafter
+from inference.drafters.policy import CONFIDENT, TreeConfig
 from inference.protocol import Drafter
 from inference.target.target import Target
+from inference.verification.sample import Sampling
 from inference.verification.verify import is_lossy
+
+RANKS = 10  # ranks of a depth's guesses that are counted apart
+SAMPLED = ("chain", "sampled", "independent")  # kinds of tree whose nodes are sampled above temperature 0
+
+
+@dataclass(frozen=True)
+class Material:
+    """The texts of a workload at a temperature, in its order, and whether the target has just written them."""
+
+    workload: Workload[Any]
+    temperature: float
+    texts: list[Text]
+    by_target: bool
+
+
+def answered(
+    workload: Workload[Prompt], target: Target, settings: Settings, runs: Sequence[Sequence[Generation]]
+) -> Material:
+    """Return the texts of autoregressive decoding, given the repeats of each prompt."""
+    texts = [
+        of_answer(target, prompt.token, median_run(repeats).tokens, settings)
+        for prompt, repeats in zip(workload.prompts, runs, strict=True)
+    ]
+    return Material(workload, settings.sampling.temperature, texts, True)
+
+
+def generate_answers(config: DecodingConfig, target: Target, workloads: Sequence[Workload[Prompt]]) -> list[Material]:
+    """Let the target answer the prompts at every temperature."""
+    materials = []
+    for workload in workloads:
+        for temperature in config.temperatures():
+            settings = config.settings(temperature)
+            prompts = progress(workload.prompts, "writing the texts")
+            runs = [[autoregress(target, prompt.token, settings)] for prompt in prompts]
+            materials.append(answered(workload, target, settings, runs))
+    return materials
+
+
+def recorded(selection: Selection, config: DecodingConfig, target: Target, names: Sequence[str]) -> list[Material]:
+    """Return the logs' own answers, for every temperature the same; refuse logs without, or beyond the context."""
+    materials = []
+    for name in names:
+        workload = read_log(name, target, selection, config.max_new_tokens)
+        texts = [within_context(text, id_, name, target, selection.truncate) for id_, _, text in workload.prompts]
+        materials += [Material(workload, temperature, texts, False) for temperature in config.temperatures()]
+    return materials
+
+
+def within_context(text: Text, id_: str, name: str, target: Target, truncate: bool) -> Text:
+    """Return a text that the target's context holds, with no more tokens allowed than decoding would have had there.
+
+    Raises:
+        ValueError: it does not, and may not be shortened; or it has tokens that the target does not know.
+    """
+    check_known(text.token, f"workload {name}, record {id_}", target)
+    over = max(len(text.token) - target.context, 0)
+    if over and (not truncate or over >= text.start):
+        raise ValueError(
+            f"workload {name}, record {id_}: {len(text.token)} tokens with its answer, but the target's context is "
+            f"{target.context}: give a smaller max_new_tokens, or truncate=true to keep each text's end"
+        )
+    start = text.start - over
+    return Text(text.token[over:], start, min(text.limit, target.context - start))
+
+
+def teacher_forced_rows(
+    config: DecodingConfig, target: Target, drafters: Mapping[str, Drafter], materials: Sequence[Material]
+) -> tuple[list[Row], dict[str, Any]]:
+    """Return the rows of the heads along the texts, and the statistics of one pass over them by head.
+
+    A tree whose siblings are sampled has no row above temperature 0: the text does not say what its nodes were.
+
+    Returns:
+        The rows; and by head, of its first texts: `rank`, the share of tokens by depth and rank among its guesses;
+        `n_alpha`, the acceptance rate of depth n + 1 after n drafted states, given the text's tokens; `at_every_token`,
+        P(a >= k) of a chain that begins after every token, where decoding begins some.
+    """
+    rows: list[Row] = []
+    by_head: dict[str, Any] = {}
+    for name, drafter in heads_of(drafters).items():
+        tree = drafter.policy
+        for material in materials:
+            is_sampled = material.temperature > 0 and tree.kind in SAMPLED
+            if is_sampled and tree.kind != "chain":
+                continue
+            sampling = config.sampling(material.temperature)
+            statistics, counts = _along(target, drafter.head, tree, material.texts, sampling, draws=is_sampled)
+            rule = "token" if is_sampled else "greedy" if material.temperature == 0 else "point_mass"
+            workload = material.workload
+            measurement = workload.measurement(material.temperature, 1, config.seed, tier=TEACHER_FORCED)
+            rows += text_results(Source(name, rule, tree.label), measurement, [Request(passes) for passes in counts])
+            conditions = {"workload": workload.name, "temperature": material.temperature}
+            by_head.setdefault(name, conditions | statistics)
+    return rows, by_head
+
+
+def heads_of(drafters: Mapping[str, Drafter]) -> dict[str, HeadDrafter]:
+    """Return the heads among the sources, each under the tree of one sequence."""
+    return {
+        name: HeadDrafter(drafter.head, drafter.policy, name)
+        for name, drafter in drafters.items()
+        if drafter.head is not None and drafter.policy is not None
+    }
+
+
+def _along(
+    target: Target, head: Any, tree: TreeConfig, texts: Sequence[Text], sampling: Sampling, *, draws: bool
+) -> tuple[dict[str, Any], list[Passes]]:
+    """Return a head's statistics along texts and the counts of each: if it `draws`, those expected of chains."""
+    depth = min(head.max_depth, tree.deepest)
+    grown = [tree] if tree.kind in CONFIDENT else []
+    read = progress(texts, "drafting along the texts")
+    records = [record(target, head, text, grown, depth, sampling=sampling) for text in read]
+    ranked = table(records, depth)
+    if draws:
+        overlaps = [overlap(target, head, text, sampling, depth) for text in progress(texts, "comparing probs")]
+        return ranked | sampled_table(overlaps), [expected(common, depth) for common in overlaps]
+    return ranked, [passes_along(head_record, tree) for head_record in records]
+
+
+def table(records: Sequence[Record], depth: int) -> dict[str, Any]:
+    """Return acceptance by depth and rank down to a depth, its first column by itself, and that of whole chains."""
+    rank = torch.tensor([row for record in records for row in record.rank], dtype=torch.long)
+    rank = rank.view(-1, depth)  # of no tokens too
+    rates = acceptance(rank, RANKS)
+    correct = (rank == 0).long().cumprod(1).double()
+    counted_tokens = (rank >= 0).double()
+    return {
+        "tokens": len(rank),
+        "rank": rates.tolist(),
+        "n_alpha": rates[:, 0].tolist(),
+        "at_every_token": (correct.sum(0) / counted_tokens.sum(0).clamp_min(1)).tolist(),
+    }
+
+
+def sampled_table(overlaps: Sequence[Overlap]) -> dict[str, Any]:
+    """Return n_alpha, and P(a >= k) of chains after every token, of drafts sampled from the head's probs."""
+    common = torch.cat([overlap.common for overlap in overlaps]).double()
+    finite = common.isfinite()
+    reached = torch.cat([overlap.share for overlap in overlaps]).double().cumprod(1)
+    count = finite.sum(0).clamp_min(1)
+    return {
+        "n_alpha": (common.nan_to_num(0.0).sum(0) / count).tolist(),
+        "at_every_token": ((reached * finite).sum(0) / count).tolist(),
+    }
 
 
 class Timed(NamedTuple):
@@ -54,8 +208,8 @@ def timed_rows(
             setup = Setup(target, drafters, workload.prompts, config.settings(temperature))
             hf = config.hf and temperature == 0  # HF's own is timed greedily, so only greedy rows compare with it
             how = setup, config.repeats, workload.warmup
-            rounds = None if rate is None else request_rate.measure(*how, size, rate)
-            runs = measure(*how, hf, size) if rounds is None else request_rate.generations(rounds)
+            rounds = None if rate is None else measure_rate(*how, size, rate)
+            runs = measure(*how, hf, size) if rounds is None else generations(rounds)
             if (size, rate) == (config.batch_sizes()[0], config.request_rates()[0]):
                 measured.materials.append(answered(workload, target, setup.settings, runs[PLAIN]))
             checks = [check for check in sampled if check.temperature == temperature]
@@ -72,7 +226,7 @@ def timed_rows(
                 request_rate=rate,
             )
             if not measured.rows:
-                shown = answers(runs, drafters, workload.prompts, target, temperature)
+                shown = answers(runs, list(drafters), workload.prompts, target.tokenizer)
                 measured.extras.update(trees=trees(runs, drafters), answers=shown)
             timed = rows(runs, drafters, gates, measurement)
             if rate is None:
@@ -80,7 +234,7 @@ def timed_rows(
                 lossless = [row.drafter for row in whole if row.drafter != PLAIN]
                 if len(lossless) > 1:
                     measured.extras.setdefault("paired", []).extend(paired(runs, lossless, measurement))
-            measured.rows.extend(timed if rounds is None else request_rate.queued_rows(timed, rounds, measurement))
+            measured.rows.extend(timed if rounds is None else queued_rows(timed, rounds, measurement))
         start += len(workload.prompts)
     return measured
 
@@ -91,21 +245,17 @@ def along_texts(
     workloads: Sequence[Workload[Prompt]],
     drafters: Mapping[str, Drafter],
     materials: list[Material],
-    not_lossless: Collection[str],
 ) -> tuple[list[Row], dict[str, Any]]:
     """Return the rows of the heads along texts, and their extras by the report's keys.
 
     `materials` are recorded texts, or those that the baseline has just written; where there are none, the target
-    answers the prompts. Sources that are `not_lossless` failed a losslessness check: no speedup is predicted for them.
+    answers the prompts.
     """
-    tiers = config.tiers()
-    if TEACHER_FORCED not in tiers:
+    if TEACHER_FORCED not in config.tiers():
         return [], {}
     materials = materials or generate_answers(config, target, workloads)
     rows, along = teacher_forced_rows(config, target, drafters, materials)
-    priced = set(drafters) - set(not_lossless) if LIVE in tiers else set()
-    others = other_trees(config.tuner, config, target, drafters, materials, priced)
-    return rows, {"teacher_forced": along, "other_trees": others}
+    return rows, {"teacher_forced": along}
 
 
 def check_sources(config: EvalConfig) -> None:

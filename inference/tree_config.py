@@ -4,7 +4,7 @@ A schedule says which tree is drafted by how many sequences share a pass.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from heads.common.ranges import Count
 from heads.common.untrusted import shown
@@ -64,11 +64,6 @@ class TreeConfig:
     def deepest(self) -> int:
         """The greatest depth of a node."""
         return min(self.depth, self.nodes) if self.kind in CONFIDENT else max(map(len, self.shape()))
-
-    def within(self, depth: int) -> "TreeConfig":
-        """Return the tree cut to a depth."""
-        paths = [path for path in self.paths if len(path) <= depth]
-        return replace(self, depth=min(self.depth, depth), paths=paths, widths=self.widths[:depth])
 
     def shape(self) -> list[tuple[int, ...]]:
         """Return the rank paths of a fixed shape, by depth and then in order."""
@@ -130,10 +125,6 @@ class Schedule:
             for line in self.lines
         ]
         return ", ".join(names)
-
-    def within(self, depth: int) -> "Schedule":
-        """Return the schedule with its trees cut to a depth."""
-        return Schedule([replace(line, tree=line.tree and line.tree.within(depth)) for line in self.lines])
 
     def at(self, running: int) -> TreeConfig | None:
         """Return the tree for so many sequences, None where nothing is drafted."""

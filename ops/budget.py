@@ -38,12 +38,12 @@ from heads.common.typed import typed
 from heads.common.untrusted import parse_json, shown
 from ops.commands import REFUSED, run_command, split_config
 from ops.curve import LEVEL, Predicted, predict, with_interval
+from train import sweep
 from train.checkpoints import format
 from train.checkpoints.resume import differences, plain
 from train.config import RunConfig, run_config
 from train.distributed.launch import key_of, overrides
 from train.planning.check import check_out, clear_out
-from train.tracking import sweep
 
 UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400}  # in seconds
 OF_ALL = ("budget", "log", "resume", "overwrite", "name", "out")  # what a training has in its own way

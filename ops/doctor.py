@@ -22,7 +22,7 @@ from eval.config import Selection
 from eval.inputs.workloads import read_workload, short_name
 from eval.measures import metrics
 from eval.measures.results import LIVE, Row
-from eval.report.reading import row_of
+from eval.report.write import row_of
 from heads import HEADS
 from heads.common.command import command
 from heads.common.errors import one_line

@@ -23,8 +23,7 @@ from omegaconf import DictConfig
 from data.answers.client import base_url, check_url
 from eval.config import TURNS, Conditions, Selection
 from eval.inputs.workloads import Workload, prompt_counts, workload_names
-from eval.live.interleaved import PLAIN, in_turns, judged
-from eval.live.request_rate import Served, arrivals, queued_rows
+from eval.live.interleaved import PLAIN, Served, arrivals, in_turns, judged, queued_rows
 from eval.measures.losslessness import Divergence, Gate, gate_of, labelled, shared_length
 from eval.measures.machine import cpu_name, provenance
 from eval.measures.metrics import Passes, together

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from data.text.prompts import before_answers
 from data.text.records import parse, readable
-from eval.inputs.runs import model_of
+from eval.inputs.drafters import model_of
 from heads.common.command import command, quoted
 from heads.common.files import check_writable, claim, last_good, read_checked, replacing, write_checked, write_whole
 from heads.common.ranges import Decay, Fraction, Number, Within

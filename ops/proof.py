@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from eval.measures.losslessness import FailedChecks
 from eval.measures.results import LIVE
-from eval.report.reading import read_report, report_of
-from eval.report.write import Report
+from eval.report.write import Report, read_report, report_of
 from inference.target.placement import AUTO
 from ops.commands import overrides_of, run_command
 from train.config import EvalSettings

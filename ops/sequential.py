@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from omegaconf import OmegaConf
 
 from eval.config import TURNS
-from eval.inputs.runs import overlay
+from eval.inputs.drafters import overlay
 from eval.measures.metrics import Passes
 from heads.common.ranges import Decay, NewTokens, OneOf, Positive, Within
 from heads.common.resolvers import ROOT

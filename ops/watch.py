@@ -21,12 +21,12 @@ from data.answers.client import check_url
 from data.text.exact import reply_in
 from data.text.files import LONGEST, OPENERS
 from data.text.records import parse, readable
-from eval.inputs.runs import model_of
-from eval.inputs.texts import recorded
+from eval.inputs.drafters import model_of
+from eval.inputs.workloads import recorded
 from eval.measures.counters import ENGINES, between, decoded_between, of_reply, restarted
 from eval.measures.metrics import Passes, counted, together
-from eval.offline.teacher_forced import passes_along, record
-from eval.tiers import within_context
+from eval.sessions import within_context
+from eval.teacher_forced import passes_along, record
 from heads.common.command import command, ending_alone
 from heads.common.errors import user_errors
 from heads.common.ranges import Count, Positive

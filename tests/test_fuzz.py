@@ -27,9 +27,9 @@ from data.answers.files import Answers
 from data.features.store import FeatureStore
 from data.features.vllm_features import STATES, TOKENS, LayerIds, read_tensors
 from eval.config import Selection
-from eval.inputs.runs import model_of
+from eval.inputs.drafters import model_of
 from eval.inputs.workloads import read_workload
-from eval.report.reading import read_report, report_of
+from eval.report.write import read_report, report_of
 from heads.common.typed import typed
 from heads.formats import lora
 from heads.formats.published import load_published

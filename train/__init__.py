@@ -5,22 +5,20 @@ distributed/   the processes of a run: launching, watching, sharding strategies
 package/       the package headstart: its names in Python, its command, its build
 planning/      checks and a cost estimate of a run before anything is loaded
 release/       publishing a trained head: folder, card, upload, verification
-tracking/      trackers of a run's numbers: metrics.jsonl, wandb, TensorBoard, progress bar, the table of a sweep
 config.py      the types of conf/train.yaml
 losses.py      the losses: pure functions of the target's distribution p and the draft's q
-objective.py   the loss and its gradient, a chunk of rows at a time; row weights
+objective.py   the loss and its gradient, a chunk of rows at a time; row weights; anchors and feature noise
 rollouts.py    what the head drafts on training prompts, and the target says of it, as micro-batches
-sampling.py    random anchors and feature noise, from seed, step and row
 optim.py       AdamW and Muon, their schedule, the average of the weights
 loop.py        the training loop: steps, measurements, the best head
-step.py        one optimiser step; detection of bad steps, which are skipped and their batches saved
+step.py        one optimiser step and its operations; detection of bad steps, which are skipped and their batches saved
 acceptance.py  the head's acceptance during training: τ by the verifier, estimates between
-features.py    the feature source of a run, live or stored
-start.py       the initial weights of a head: random, another head's, the target's last layer
-adapt.py       LoRA adapters on a head, and their merge
+start.py       the initial weights of a head: random, another head's, the target's last layer; LoRA adapters
 streams.py     the command that trains speculative streams, and its loop
 publish.py     the command that publishes a trained head and verifies the download
+sweep.py       the runs of a multirun: one table, and the τ that is searched
+trackers.py    a run's numbers: metrics.jsonl, wandb, TensorBoard and the progress bar
 convert.py     the command that writes a pickle as safetensors, once
-build.py       a run's parts: target, head, data, features, the loop over them
+build.py       a run's parts: target, head, data, the source of features, the loop over them
 run.py         the command that trains: resolve, plan or launch, build, train, evaluate
 """

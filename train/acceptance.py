@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from eval.inputs.texts import write
+from eval.inputs.workloads import write
 from eval.measures import metrics
-from eval.offline.teacher_forced import ranks, unrolled
+from eval.teacher_forced import ranks, unrolled
 from heads.base import Features
 from heads.common.progress import progress
 from heads.modules.vocab import scatter_logits

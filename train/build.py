@@ -9,6 +9,7 @@ import platform
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,36 +22,106 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches, check_known, fingerprint, pack, token_counts
-from data.features.source import FeatureSource, Live
+from data.features.coding import compute
+from data.features.extraction import spec_of
+from data.features.served import Served, VllmServers
+from data.features.source import FeatureRequest, FeaturesConfig, FeatureSource, Live
+from data.features.store import FeatureStore
+from data.features.stored import Stored
+from data.features.vllm_features import LayerIds, pieces
 from data.text.prompts import TrainingData, load_training, save_prompts
 from data.text.sources import open_sources
 from data.text.template import template_sha256
 from eval.inputs.workloads import ROOM
 from eval.measures.machine import revision
-from heads.base import HeadConfig, frozen_count, parameter_count
+from heads.base import DraftHead, HeadConfig, frozen_count, parameter_count
 from heads.common.files import write_whole
 from heads.common.redact import redacted_values, redacted_words
 from heads.common.target_config import context_of
 from heads.modules.layers import Recomputing
 from heads.modules.vocab import prune
 from inference.drafters.policy import TreeConfig, verifiable
-from inference.target.embeddings_only import EmbeddingsOnly, load_target
+from inference.target.embeddings_only import EmbeddingsOnly, load_target, norm_of
 from inference.target.target import Target
-from train import adapt
 from train.acceptance import AcceptanceEvaluator
 from train.checkpoints import format, resume
 from train.config import RunConfig
 from train.distributed import processes
 from train.distributed.control import on_main
 from train.distributed.processes import RunLock
-from train.features import origin_of, source_for
 from train.loop import KeptHead, Loop
 from train.planning.check import check_out, clear_out, ordinary_mask, reads_target, unserved
 from train.planning.plan import alone_on_cpu
 from train.planning.table import in_words
 from train.rollouts import Rollouts
-from train.start import AUTO, STARTS, first_head, fit_start, resolve_init
+from train.start import AUTO, STARTS, adapt, first_head, fit_start, resolve_init
 from train.step import Loss, Stepper
+
+log = logging.getLogger(__name__)
+
+SAME = ("target", "quantize", "width", "vocab", "length", "data", "rows", "layers")
+
+
+def source_for(
+    config: FeaturesConfig,
+    target: Target | EmbeddingsOnly,
+    head: DraftHead,
+    batches: Batches,
+) -> FeatureSource:
+    """Return the source of a run's features.
+
+    Raises:
+        ValueError: the store is of something else, lacks rows that may not be computed, or layers that the head reads.
+    """
+    if config.mode == "live":
+        assert isinstance(target, Target)
+        return Live(target, batches, head.feature_layers)
+    if config.mode == "engine":
+        return served(config, target, head, batches)
+    folder = config.folder
+    here = spec_of(target, batches.packed, head.feature_layers, config)
+    store = FeatureStore(folder)
+    store.check(here, SAME)
+    recomputed = None
+    if config.on_missing == "compute":
+        assert isinstance(target, Target)
+        for why in store.damaged.values():
+            log.warning("%s; its rows are computed", why)
+        recomputed = partial(compute, target, spec=store.spec)
+    elif missing := store.missing():
+        why = next(iter(store.damaged.values()), f"row {missing[0]} is the first")
+        raise ValueError(
+            f"{folder}: {len(missing)} of {store.spec.rows} rows are in no shard ({why}); go on with the "
+            "extraction, or give features.on_missing=compute"
+        )
+    form = FeatureRequest(head.feature_layers, target.dtype)
+    return Stored(store, batches, form, target.device, config.prefetch, recomputed)
+
+
+def served(config: FeaturesConfig, target: Target | EmbeddingsOnly, head: DraftHead, batches: Batches) -> FeatureSource:
+    """Return the source of features that vLLM servers compute, after a check; refuse another target's store."""
+    store, layers, packed = None, head.feature_layers, batches.packed
+    if config.path:
+        store = FeatureStore(config.folder)
+        store.check(spec_of(target, packed, layers, config), SAME)
+    norm, spec = norm_of(target), target.spec
+    servers = VllmServers(config, LayerIds.of(config.vllm_layers, layers, spec.num_layers), spec.hidden_size)
+    servers.check(next(pieces(packed, 0)), norm, target.embeddings)  # the longest document is packed first
+    form = FeatureRequest(layers, target.dtype)
+    return Served(servers, batches, form, norm, target.device, config.prefetch, store)
+
+
+def origin_of(source: FeatureSource) -> dict[str, Any]:
+    """Return which store a run trains from and what it keeps, which may be other than `features` says of a new one.
+
+    Of servers, the names by which they serve the target.
+    """
+    if isinstance(source, Served):
+        return {"features": dict(zip(source.servers.urls, source.servers.models, strict=True))}
+    if not isinstance(source, Stored):
+        return {}
+    return {"features": {"path": str(source.store.folder), **asdict(source.store.spec)}}
+
 
 T = TypeVar("T", bound=Any)  # a run's configuration
 
@@ -95,7 +166,7 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     batches = batches_for(run, packed, accelerator)
     if not goes_on:
         fit_start(head, init, target, batches)
-    adapt.adapt(head, run.peft)
+    adapt(head, run.peft)
     source = source_for(run.features, target, head, batches)
     values = values_of(run) | redacted_values({"head": asdict(head.config), "init": init, "tree": asdict(tree)})
 

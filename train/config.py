@@ -22,10 +22,9 @@ from inference.drafters.policy import TreeConfig
 from inference.target.config import DTYPES, ModelConfig
 from inference.target.loading import AS_IT_IS
 from inference.target.placement import AUTO, check_weights
-from train.adapt import AdaptConfig, peft_config
 from train.losses import ObjectiveConfig
-from train.start import STARTS
-from train.tracking.trackers import TRACKERS
+from train.start import STARTS, AdaptConfig, peft_config
+from train.trackers import TRACKERS
 
 IGNORE = "ignore"  # of plan: starts a run that does not fit
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
@@ -202,7 +201,7 @@ class RunConfig:
 
 def run_config(cfg: DictConfig) -> RunConfig:
     """Return the composed configuration as typed objects; refuse unknown keys, wrong types and broken invariants."""
-    cfg = with_head(cfg)
+    cfg, _ = with_head(cfg)
     data = typed(DataConfig, cfg.data)  # first, since the trainer's batch follows from its length
     chosen = {"head": head_config(cfg.head), "peft": peft_config(cfg.peft)}  # a name in them chooses their types
     return checked(typed(RunConfig, cfg, ready={"data": data, **chosen}))
@@ -220,7 +219,21 @@ def checked(run: RunConfig) -> RunConfig:
         )
     _check_together(run)
     if run.init in STARTS:  # else the head that it names has a configuration of its own
-        _check_confidence(run.head, run.objective)
+        predicts = getattr(run.head, "confidence", False)
+        if predicts and not run.objective.losses.get("confidence"):
+            raise ValueError(
+                "head.confidence=true predicts each draft's acceptance, and no loss teaches it: give "
+                "+objective.losses.confidence=1.0, or head.confidence=false"
+            )
+        for key, losses in (
+            ("losses", run.objective.losses),
+            ("on_policy.losses", run.objective.on_policy.losses or {}),
+        ):
+            if not predicts and "confidence" in losses:
+                raise ValueError(
+                    f"objective.{key}.confidence: head={run.head.name} predicts no acceptance; give head=block with "
+                    "head.confidence=true, or leave the loss out"
+                )
     check_batch_and_name(run.name, run.trainer, run.data.length)
     return run
 
@@ -237,22 +250,6 @@ def check_batch_and_name(name: str, trainer: TrainerConfig, length: int) -> None
             raise ValueError(f"trainer.{key} is {tokens}, less than a row of data.length={length}: raise it")
 
 
-def _check_confidence(head: HeadConfig, objective: ObjectiveConfig) -> None:
-    """Refuse a head that predicts acceptance and is not taught to, which would be noise, and the loss without it."""
-    predicts = getattr(head, "confidence", False)
-    if predicts and not objective.losses.get("confidence"):
-        raise ValueError(
-            "head.confidence=true predicts each draft's acceptance, and no loss teaches it: give "
-            "+objective.losses.confidence=1.0, or head.confidence=false"
-        )
-    for key, losses in (("losses", objective.losses), ("on_policy.losses", objective.on_policy.losses or {})):
-        if not predicts and "confidence" in losses:
-            raise ValueError(
-                f"objective.{key}.confidence: head={head.name} predicts no acceptance; give head=block with "
-                "head.confidence=true, or leave the loss out"
-            )
-
-
 def _check_together(run: RunConfig) -> None:
     """Refuse settings by which only some processes would run a target whose forward passes need all of them."""
     where = run.model.where
@@ -266,7 +263,7 @@ def _check_together(run: RunConfig) -> None:
             f"model.placement={kind} takes all processes for a pass, and in a rollout each decodes its own prompts: "
             "give objective.on_policy.prompts=0, or model.placement=replicate"
         )
-    if run.features.mode == "hybrid" or (run.features.mode == "stored" and run.features.on_missing == "compute"):
+    if run.features.mode == "stored" and run.features.on_missing == "compute":
         raise ValueError(
             f"model.placement={kind} takes all processes for a pass, and they lack different rows of a store: give "
             "features=live, or features.on_missing=fail with a whole store"

@@ -15,7 +15,6 @@ from heads.formats.store import load_head, save_head
 from inference.drafters.policy import TreeConfig
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
-from train import adapt
 from train.acceptance import AcceptanceEvaluator
 from train.checkpoints import format, resume
 from train.checkpoints.resume import Identity
@@ -24,8 +23,9 @@ from train.config import TrainerConfig
 from train.distributed.control import STOPPED, ProcessControl, on_main
 from train.distributed.processes import RELEASE_EVERY, release_freed
 from train.optim import same_rates
+from train.start import merged_copy
 from train.step import BAD, Stepper, keep_batch
-from train.tracking.trackers import Tracker
+from train.trackers import Tracker
 
 T = TypeVar("T")  # what is measured
 COST = "training.json"
@@ -332,5 +332,5 @@ class Loop:
 
 def decoding_copy(head: nn.Module, weights: dict[str, Tensor], target: Target | EmbeddingsOnly | None) -> Any:
     """Return a plain copy of the head with these weights, in the target's dtype, or in its own without a target."""
-    copy = adapt.merged_copy(head, weights).eval().requires_grad_(False)
+    copy = merged_copy(head, weights).eval().requires_grad_(False)
     return copy.to(target.device, target.dtype) if target else copy

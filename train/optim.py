@@ -45,15 +45,6 @@ class MuonAndAdamW:
             self.optimizers.append(adamw(others, config))
         self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    def leave_to_adamw(self, parameter: Tensor) -> None:
-        """Let AdamW move a matrix that it moved in the run that is resumed, whose version chose by sizes alone."""
-        muon, adam = self.optimizers[0].param_groups[0], self.optimizers[-1]
-        left = [p for p in muon["params"] if p is not parameter]
-        if len(left) < len(muon["params"]) and "momentum" in muon:
-            muon["params"] = left
-            adam.add_param_group({"params": [parameter], "weight_decay": muon["weight_decay"], "lr": muon["lr"]})
-            self.param_groups.append(adam.param_groups[-1])
-
     def step(self) -> None:
         """Take a step of each optimiser."""
         for optimizer in self.optimizers:

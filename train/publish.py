@@ -21,8 +21,7 @@ from heads.common.files import last_good
 from heads.common.typed import typed
 from heads.common.untrusted import visible
 from heads.formats.store import CONFIG, read_config
-from train.release.card.engines import misleading, of_checkpoint
-from train.release.card.facts import Facts
+from train.release.card import Facts, misleading, of_checkpoint
 from train.release.config import CHECKPOINT, PublishConfig
 from train.release.folder import FILES, copy_with_head, write_folder
 from train.release.hub import SHORT, Repository, downloaded, files_of, push, repository, set_tag
@@ -40,7 +39,14 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
     """
     run = Path(config.run).expanduser()
     out = Path(config.out).expanduser() if config.out else run / "publish"
-    _assert_has_head(run)
+    if not run.is_dir():
+        others = sorted(path.parent.parent.name for path in run.parent.glob("*/head/config.json"))
+        there = f"; runs with a head there: {', '.join(others)}" if others else ""
+        raise ValueError(f"run={run}: no such folder{there}")
+    if (run / CONFIG).is_file():
+        raise ValueError(f"run={run}: that is a head's folder; give the folder of the run that trained it")
+    if not last_good(run / "head").is_dir():
+        raise ValueError(f"run={run}: it holds no head/; train it to its first evaluation, or name another run")
     if not config.dry_run and not (api.token or get_token()):
         raise ValueError(f"{config.repo}: no token for the Hub; run `hf auth login`, set HF_TOKEN or dry_run=true")
     if config.format == CHECKPOINT:
@@ -60,7 +66,12 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
         say(f"dry_run: nothing was uploaded; where that card says {config.repo} give {out}{target}")
         return out
     check_connected(config.repo)
-    trial = _tried(run, out, config) if config.reverify else "reverify=false"
+    trial: Trial | str = "reverify=false"
+    if config.reverify:
+        trial = begin(run, config)
+        if isinstance(trial, Trial) and not trial.exact:  # decode with an exported one too, before it is uploaded
+            remedy = "; nothing was uploaded, publish without format and base, or with dtype=float32"
+            trial.check(out, f"{out}: the written head drafts otherwise than it was trained", remedy)
     stopped = f"{config.repo} has the whole commit or nothing of it; the same command publishes again"
     with keeping(lambda: stopped), repository(config.repo, config.private, config.tag, api) as repo:
         commit = push(out, repo, FILES, api)
@@ -76,15 +87,6 @@ def _warn(name: str, facts: Facts) -> None:
     """Print what the run's own report says against the head."""
     if facts.drawbacks:
         print(visible(f"warning: {name}: {' '.join(facts.drawbacks)}"), file=sys.stderr)
-
-
-def _tried(run: Path, out: Path, config: PublishConfig) -> Trial | str:
-    """Decode with the run's head, and with an exported one too, before anything is uploaded; or return why not."""
-    trial = begin(run, config)
-    if isinstance(trial, Trial) and not trial.exact:
-        remedy = "; nothing was uploaded, publish without format and base, or with dtype=float32"
-        trial.check(out, f"{out}: the written head drafts otherwise than it was trained", remedy)
-    return trial
 
 
 def _verified(out: Path, repo: Repository, commit: str, trial: Trial | str, api: HfApi) -> str:
@@ -103,17 +105,6 @@ def _verified(out: Path, repo: Repository, commit: str, trial: Trial | str, api:
             f"{error}; the repository stands at {commit}, {before}: publish again, or take it down on the Hub"
         ) from error
     return f", downloaded again and equal in every file and tensor; {tau}"
-
-
-def _assert_has_head(run: Path) -> None:
-    if not run.is_dir():
-        others = sorted(path.parent.parent.name for path in run.parent.glob("*/head/config.json"))
-        there = f"; runs with a head there: {', '.join(others)}" if others else ""
-        raise ValueError(f"run={run}: no such folder{there}")
-    if (run / CONFIG).is_file():
-        raise ValueError(f"run={run}: that is a head's folder; give the folder of the run that trained it")
-    if not last_good(run / "head").is_dir():
-        raise ValueError(f"run={run}: it holds no head/; train it to its first evaluation, or name another run")
 
 
 @command("publish")

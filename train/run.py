@@ -23,17 +23,17 @@ from eval.config import eval_config
 from eval.live.interleaved import PLAIN
 from heads.common.command import command, ending_alone
 from heads.common.errors import keeping, user_errors
+from train import sweep
 from train.build import among_processes, build, values_of
 from train.checkpoints import format
 from train.config import RunConfig
-from train.distributed import launch, processes, started
+from train.distributed import launch, processes
 from train.loop import COST
 from train.planning.check import evaluation
 from train.planning.plan import plan, resolved
 from train.planning.resolve import accelerators, resolve
 from train.planning.table import table
-from train.tracking import sweep
-from train.tracking.trackers import conclude
+from train.trackers import conclude
 
 BEST, DEBUG = "best", "debug"  # of conf/head/, of conf/trainer/
 
@@ -46,7 +46,7 @@ def train(run: RunConfig) -> None:
         return "the checkpoints are kept, and resume=true goes on" if saved else "nothing was trained"
 
     with keeping(kept):
-        if started.is_main():
+        if launch.is_main():
             Console().print(f"{run.name}: head={run.head.name} for {run.model.path}", soft_wrap=True, markup=False)
         among_processes(run, train_and_evaluate)
 
@@ -102,20 +102,20 @@ def start_processes(run: RunConfig) -> None:
 def main(cfg: DictConfig) -> float | None:
     """Plan, launch or train; return the best τ, which a sweep may maximise."""
     with user_errors(), launch.main_first():
-        started.take_over(cfg.launcher, accelerators(cfg.model.device))
+        launch.take_over(cfg.launcher, accelerators(cfg.model.device))
         launch.check_mode()
     with ending_alone(), user_errors(), launch.main_first():
         run = resolve(cfg)
         sweep.check(run.trainer.eval_prompts, waits=not launch.is_queued(run.launcher))
         if run.plan is True:
-            if started.is_main():
+            if launch.is_main():
                 show_plan(run)
             return None
         if launch.needs_processes(run.launcher):
             start_processes(run)
         else:
             train(run)
-            if started.is_main() and HydraConfig.get().runtime.choices.get("trainer") == DEBUG:
+            if launch.is_main() and HydraConfig.get().runtime.choices.get("trainer") == DEBUG:
                 line = f"trainer={DEBUG}: {run.trainer.steps} steps show that it runs; no number of them means anything"
                 Console().print(line, highlight=False, soft_wrap=True)
         return None if launch.is_queued(run.launcher) else sweep.best_tau(Path(run.out))

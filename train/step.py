@@ -18,6 +18,8 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from data.batches import Batch, Batches
 from data.features.source import FeatureSource, MicroBatch
@@ -26,16 +28,46 @@ from heads.base import Features, frozen_count, parameter_count, to_device
 from heads.common.files import write_whole
 from heads.modules.layers import compile_layers
 from inference.phase_timer import PhaseTimer
-from train.checkpoints.state import TrainState
+from train.checkpoints.saver import TrainState
 from train.config import LauncherConfig, TrainerConfig
 from train.distributed import strategy
 from train.losses import ObjectiveConfig
-from train.objective import Chunk, Weights, chunk_rows, chunked, objective, trainable, weights
+from train.objective import (
+    Chunk,
+    Weights,
+    chunk_rows,
+    chunked,
+    noisy,
+    objective,
+    row_keys,
+    sample_anchors,
+    trainable,
+    trained_rows,
+    weights,
+)
 from train.optim import Average, learning_rate, optimizer
 from train.planning.plan import peak_flops
 from train.rollouts import Rollouts
-from train.sampling import noisy, row_keys, sample_anchors, trained_rows
-from train.tracking.flops import Flops
+
+
+class Flops(TorchDispatchMode):
+    """Count operations while entered. torch's FlopCounterMode cannot follow a gradient that a forward pass takes."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and add its count."""
+        out = func(*args, **(kwargs or {}))
+        self.add(func, args, kwargs, out)
+        return out
+
+    def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Add the count of an operation that has run."""
+        cost = flop_registry.get(func.overloadpacket)
+        if cost is not None:
+            shapes = [x for x in args if not isinstance(x, torch.dtype)]  # addmm's formula takes a dtype for a shape
+            self.total += cost(*shapes, **(kwargs or {}), out_val=out)
+
 
 BAD = "bad"
 PARTS = ("data", "rollout", "target", "head", "optimiser", "wait", "other")  # of a step's time
@@ -80,7 +112,7 @@ class Loss(nn.Module):
         """Return the anchors of a micro-batch, the rows that are drafted from in this step, and each row's weight.
 
         Without anchors to sample these are the rows that are trained: in a chat half of them or less. `keys` are those
-        of its rows (train/sampling.py).
+        of its rows (train/objective.py).
         """
         trained = trainable(batch.document, batch.mask, self.config.depths) if batch.trained is None else batch.trained
         useful = trained.any(0)

@@ -55,9 +55,8 @@ from train.distributed import launch
 from train.distributed.control import on_main
 from train.distributed.processes import RunLock
 from train.loop import Loop
-from train.objective import Weights, trainable
+from train.objective import ANCHORS, Weights, trainable
 from train.planning.check import check_out
-from train.sampling import ANCHORS
 from train.step import Stepper
 
 

@@ -14,9 +14,8 @@ from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 from transformers import PreTrainedTokenizerBase
 
 from data.text.exact import LoggedAnswer
-from data.text.masks import is_plain
+from data.text.masks import OPENED, THOUGHT, is_plain, split_reasoning
 from data.text.prompts import prompt_of
-from data.text.reasoning import OPENED, THOUGHT, split_reasoning
 from data.text.records import Message, Record
 from data.text.template import encode, render, turn_end_tokens
 from heads.common.ranges import Amount, Count, Number, Within

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data.answers.chats import AnswerSettings, Conversation, Outcome, Reply, Talk
+from data.answers.chats import AnswerSettings, Conversation, Outcome, Talk
 from data.answers.client import Client, EndpointError, logged_answer, read_reply
 from heads.common.progress import tick
 
@@ -103,31 +103,28 @@ class Endpoint:
                         return talk.outcome()
                 if self.client.stop.is_set():
                     raise EndpointError("stopped", "the job stopped before the chat's end")
-                reply = self._reply(talk)
+                body = {
+                    "model": self.model,
+                    "messages": talk.prompt,
+                    "temperature": self.settings.temperature,
+                    "top_p": self.settings.top_p if self.settings.temperature else 1.0,
+                    "max_tokens": self.settings.max_new_tokens,
+                    "seed": talk.seed() % SEEDS,
+                    "n": 1,
+                    "stream": False,
+                    **({"tools": talk.tools} if talk.tools else {}),
+                    **(TOKENS if self.settings.save_tokens else {}),
+                    **({"chat_template_kwargs": self.template} if self.template else {}),
+                    **self.client.config.extra,
+                }
+                data = self.client.request("POST", "/chat/completions", body)
+                with self.lock:
+                    if (number := str(data.get("id"))) in self.seen and data.get("id") is not None:
+                        raise EndpointError("duplicate", f"a second reply has the id {number}")
+                    self.seen.add(number)
+                reply = read_reply(data, self.model)
+                reply = reply._replace(logged=logged_answer(data)) if self.settings.save_tokens else reply
                 with self.lock:
                     talk.take(reply)
         except EndpointError as failure:
             return Outcome(talk.id, None, 0, failure.cause, True, failure.detail)
-
-    def _reply(self, talk: Conversation) -> Reply:
-        body = {
-            "model": self.model,
-            "messages": talk.prompt,
-            "temperature": self.settings.temperature,
-            "top_p": self.settings.top_p if self.settings.temperature else 1.0,
-            "max_tokens": self.settings.max_new_tokens,
-            "seed": talk.seed() % SEEDS,
-            "n": 1,
-            "stream": False,
-            **({"tools": talk.tools} if talk.tools else {}),
-            **(TOKENS if self.settings.save_tokens else {}),
-            **({"chat_template_kwargs": self.template} if self.template else {}),
-            **self.client.config.extra,
-        }
-        data = self.client.request("POST", "/chat/completions", body)
-        with self.lock:
-            if (number := str(data.get("id"))) in self.seen and data.get("id") is not None:
-                raise EndpointError("duplicate", f"a second reply has the id {number}")
-            self.seen.add(number)
-        reply = read_reply(data, self.model)
-        return reply._replace(logged=logged_answer(data)) if self.settings.save_tokens else reply

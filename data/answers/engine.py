@@ -92,18 +92,14 @@ class Engine:
     def _release(self, answering: list["Answering"], waiting: deque[Talk]) -> None:
         """Hand finished answers to their chats, which wait for their next turn; free their slots."""
         for talk, prompt, generation in [entry for entry in answering if entry.generation.finish]:
-            talk.take(self._reply(prompt, generation))
+            finished = generation.finish == "eos"
+            token = generation.tokens[:-1] if finished else generation.tokens
+            text = str(self.tokenizer.decode(token, clean_up_tokenization_spaces=False))
+            logged = LoggedAnswer(prompt, generation.tokens) if self.settings.save_tokens else None
+            talk.take(Reply(text if finished else text.rstrip(UNFINISHED), finished, token=tuple(token), logged=logged))
             waiting.append(talk)
         answering[:] = [entry for entry in answering if not entry.generation.finish]
         self.batch.release()
-
-    def _reply(self, prompt: list[int], generation: Generation) -> Reply:
-        """Return the answer's text, special tokens within it included."""
-        finished = generation.finish == "eos"
-        token = generation.tokens[:-1] if finished else generation.tokens
-        text = str(self.tokenizer.decode(token, clean_up_tokenization_spaces=False))
-        logged = LoggedAnswer(prompt, generation.tokens) if self.settings.save_tokens else None
-        return Reply(text if finished else text.rstrip(UNFINISHED), finished, token=tuple(token), logged=logged)
 
 
 def check_drafter(options: Mapping[str, Any], run: str | None, tree: Mapping[str, Any]) -> tuple[str, Any]:

@@ -1,13 +1,10 @@
 """The target's hidden states: live, from a store on disk, or from a serving engine.
 
 source.py         sources of features, and live ones
-quantize.py       quantisation of hidden states
-store.py          a store of features on disk: shards, index, checksums
+store.py          a store of features on disk: dtypes, shards, index, checksums
 coding.py         conversion between features and the tensors of a store's row
 extraction.py     extraction of all rows into a store: the estimate, then shard after shard
 vllm_features.py  hidden states that vLLM wrote
-vllm_transfer.py  the ways by which hidden states come from a vLLM server
-vllm_server.py    hidden states that vLLM servers are asked for
 served.py         features from vLLM servers, asked for ahead of training
-stored.py         features from a store, read ahead of training; writing what a hybrid run computes
+stored.py         features from a store, read ahead of training
 """

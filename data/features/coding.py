@@ -7,9 +7,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from data.features.quantize import Coded, decode, encode
 from data.features.source import FeatureRequest, forward
-from data.features.store import Row, StoreSpec
+from data.features.store import Coded, Row, StoreSpec, decode, encode
 from heads.base import Features
 from inference.target.target import Target
 

@@ -1,9 +1,8 @@
 """Extraction of a data set's features into a store, by the target's forward passes or from vLLM's files.
 
 Shard k holds rows k·R to (k+1)·R - 1, always computed in the same groups: shards that a killed extraction lacks are
-written by the next one, and the store has the bytes of an undisturbed one. Rows that a hybrid run has kept are left out
-of their shards. Each process claims the shards that it writes, first every world-th one, then the remaining ones, so
-any number of them share a store, started together or not.
+written by the next one, and the store has the bytes of an undisturbed one. Each process claims the shards that it
+writes, first every world-th one, then the remaining ones, so any number of them share a store, started together or not.
 A shard is hashed and written in a thread, while the next ones are computed; its claim is held until it is written.
 """
 
@@ -151,11 +150,9 @@ def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) 
             with ExitStack() as claims:
                 free = claims.enter_context(claim(store.lock(name), wait=False))
                 store.refresh()
-                rows = [row for row in spec.shard(number) if not store.has(row)]
-                if not free or not rows:
+                rows = spec.shard(number)
+                if not free or all(map(store.has, rows)):
                     continue
-                # It has other rows of the range, where the shard of a hybrid run that had these is gone.
-                name = store.free_name(name) if name in store.entries else name
                 groups = []
                 for begin in range(0, len(rows), micro):
                     groups.append(make(rows[begin : begin + micro]))

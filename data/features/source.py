@@ -16,7 +16,7 @@ from torch import Tensor
 
 from data.answers.client import EndpointConfig, check_url
 from data.batches import Batch, Batches
-from data.features.quantize import DTYPES
+from data.features.store import DTYPES
 from heads.base import Features
 from heads.common.ranges import Amount, Count, OneOf
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 class FeaturesConfig:
     """Where features come from; conf/features/live.yaml says what each key means."""
 
-    mode: Annotated[str, OneOf(("live", "stored", "hybrid", "engine"))]
+    mode: Annotated[str, OneOf(("live", "stored", "engine"))]
     path: str | None
     dtype: Annotated[str, OneOf(tuple(DTYPES))]
     budget_gb: Amount | None
@@ -43,8 +43,8 @@ class FeaturesConfig:
 
     def __post_init__(self) -> None:
         """Check that a mode with a store names it, and one with a server the server and its folder."""
-        if self.mode in ("stored", "hybrid") and not self.path:
-            raise ValueError(f"features.path is missing: features={self.mode} needs the store's folder")
+        if self.mode == "stored" and not self.path:
+            raise ValueError("features.path is missing: features=stored needs the store's folder")
         if self.mode != "engine":
             return
         if not (self.url and self.vllm):
@@ -54,13 +54,13 @@ class FeaturesConfig:
         if self.on_missing == "compute":
             raise ValueError(
                 "features.on_missing=compute computes rows by the target, which features=engine leaves to the server: "
-                "give features.path, a store for rows that the server fails to give, or features=hybrid"
+                "give features.path, a store for rows that the server fails to give"
             )
 
     @property
     def runs_target(self) -> bool:
         """Whether training runs the target's forward pass as a matter of course."""
-        return self.mode in ("live", "hybrid")
+        return self.mode == "live"
 
     @property
     def folder(self) -> Path:

@@ -8,6 +8,10 @@
 An entry is written after its shard, and both whole or not at all, so a reader sees finished shards only, also while
 others write. Every row is checked whenever it is read. Digests protect against damage, not against tampering: XXH3 of
 128 bits takes as long as reading the memory. Stores of format 1 have SHA-256, and go on with it.
+
+Hidden states have a scale for each token and layer. The error of a value x whose row's largest is m: fp32 none, bf16
+|x| / 2^8 at most (twice that of rounding to nearest), fp8 (e4m3) |x| / 2^4 + m / 448 / 2^10, each but for fp32's own
+rounding.
 """
 
 import hashlib
@@ -17,24 +21,25 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
-from jaxtyping import Shaped
+from jaxtyping import Float, Shaped
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from data.batches import Packed
-from data.features.quantize import DTYPES, size
 from heads.common.files import claim, read_checked, write_checked, write_whole
 from heads.common.ranges import Count, Number, OneOf
 from heads.common.typed import fits, typed
 from heads.common.untrusted import inside
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+LARGEST = 448.0  # fp8's largest value, to which a row's largest is scaled
+SCALE_BYTES = 4
 FORMAT = 2  # of a new store
 HASHES: dict[int, Callable[[], Any]] = {1: hashlib.sha256, 2: xxhash.xxh3_128}  # by format
 META, SHARDS, INDEX, LOCKS = "meta.json", "shards", "index", "locks"
@@ -226,11 +231,6 @@ class FeatureStore:
             ) from error
         self.refresh()
 
-    def free_name(self, prefix: str) -> str:
-        """Return the first name after a prefix that no shard has: entries may have been removed, so not by a count."""
-        taken = self.entries.keys() | self.damaged.keys()
-        return next(name for name in (f"{prefix}-{number:06d}" for number in count()) if name not in taken)
-
     def lock(self, name: str) -> Path:
         """Return the file to claim for a shard, or for any other name."""
         return self.folder / LOCKS / name
@@ -303,3 +303,32 @@ def serialized(groups: tuple[Row, ...]) -> list[bytes | memoryview]:
 def _bytes(tensor: Shaped[Tensor, "..."]) -> memoryview:
     """Return a tensor's bytes, without a copy if they lie one after another."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy().data
+
+
+class Coded(NamedTuple):
+    """Values in a dtype of DTYPES, with a scale for each row of them if the dtype needs one."""
+
+    value: Shaped[Tensor, "*n D"]
+    scale: Float[Tensor, "*n"] | None
+
+
+def encode(x: Float[Tensor, "*n D"], dtype: str) -> Coded:
+    """Return finite values in `dtype`, a key of DTYPES."""
+    if dtype != "fp8":
+        return Coded(x.to(DTYPES[dtype]), None)
+    x = x.float()
+    scale = (x.abs().amax(-1) / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)  # a row of zeros has one too
+    scaled = (x / scale.unsqueeze(-1)).clamp(-LARGEST, LARGEST)
+    return Coded(scaled.to(DTYPES[dtype]), scale)
+
+
+def decode(coded: Coded, dtype: torch.dtype) -> Float[Tensor, "*n D"]:
+    """Return the values as floats of `dtype`."""
+    if coded.scale is None:
+        return coded.value.to(dtype)
+    return (coded.value.float() * coded.scale[..., None]).to(dtype)
+
+
+def size(width: int, dtype: str) -> int:
+    """Return the bytes that one row of `width` values takes."""
+    return width * DTYPES[dtype].itemsize + (SCALE_BYTES if dtype == "fp8" else 0)

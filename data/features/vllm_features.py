@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from data.batches import Packed
 from data.features.coding import States
 from heads.common.untrusted import regular
-from heads.formats.layer_ids import as_states
+from heads.formats.published.plan import as_states
 
 TOKENS, STATES = "token_ids", "hidden_states"
 FLOATS = torch.bfloat16, torch.float16, torch.float32

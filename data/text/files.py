@@ -52,7 +52,11 @@ def read_file(path: Path) -> Iterator[Raw]:
     """
     kind = check_file(path)
     if kind == ".parquet":
-        yield from _parquet(path)
+        import datasets
+
+        options: dict[str, Any] = {"data_files": str(path), "split": "train", "streaming": True, "batch_size": BATCH}
+        table = partial(datasets.load_dataset, "parquet", **options)
+        yield from read_table(table, str(path), "fetch or write the file anew")
         return
     with _reading(path), _opened(path) as file:
         yield from _documents(file) if kind == ".txt" else _json(file, path)
@@ -89,14 +93,6 @@ def content_hash(path: Path) -> str:
         while block := file.read(CHUNK):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _parquet(path: Path) -> Iterator[Raw]:
-    import datasets
-
-    options: dict[str, Any] = {"data_files": str(path), "split": "train", "streaming": True, "batch_size": BATCH}
-    table = partial(datasets.load_dataset, "parquet", **options)
-    return read_table(table, str(path), "fetch or write the file anew")
 
 
 def read_table(table: Callable[[], Iterable[Raw]], name: str, remedy: str) -> Iterator[Raw]:

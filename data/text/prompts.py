@@ -99,7 +99,15 @@ def load_training(
         held_out = load_prompts(config.prompts, tokenizer, prompts)
     if room is not None:
         held_out = _with_room(held_out, prompts, room, config, counts)
-    _warn(counts, tokenizer, config)
+    if +counts.chats:
+        log.warning("%s: of its chats, %s", config.named, counts_line(counts.chats))
+    unknown = counts.unknown / max(1, counts.tokens)
+    if tokenizer.unk_token_id != tokenizer.eos_token_id and unknown > MOST_UNKNOWN:
+        log.warning(
+            "%s: %.0f%% of the tokens are unknown to the tokenizer; is this the target's text?",
+            config.named,
+            100 * unknown,
+        )
     return TrainingData(samples, held_out[:prompts], counts)
 
 
@@ -249,19 +257,6 @@ def _samples(
         raise ValueError(
             f"{config.named}: nothing is left to train on ({counts.line(config)}); raise data.max_tokens, "
             "lower data.min_tokens, or give other data"
-        )
-
-
-def _warn(counts: Counts, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
-    """Warn of dropped and cut chats, and of a tokenizer without byte fallback that loses much of the text."""
-    if +counts.chats:
-        log.warning("%s: of its chats, %s", config.named, counts_line(counts.chats))
-    unknown = counts.unknown / max(1, counts.tokens)
-    if tokenizer.unk_token_id != tokenizer.eos_token_id and unknown > MOST_UNKNOWN:
-        log.warning(
-            "%s: %.0f%% of the tokens are unknown to the tokenizer; is this the target's text?",
-            config.named,
-            100 * unknown,
         )
 
 

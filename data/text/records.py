@@ -136,7 +136,9 @@ def _messages(raw: dict[str, Any]) -> list[Message] | None:
             if not (isinstance(chat, list) and all(_is_message(message) for message in chat)):
                 return None
             given = [_message(message) for message in chat]
-            return _from_first_question(given if given[0]["role"] == "system" else system + given)
+            messages = given if given[0]["role"] == "system" else system + given
+            first = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
+            return [m for m in messages[:first] if m["role"] != "assistant"] + messages[first:]
     turns = raw.get("turns") or raw.get("prompt")
     if turns and isinstance(turns, list) and isinstance(turns[0], str):
         return [{"role": "user", "content": turns[0]}]
@@ -197,11 +199,6 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
 
 
-def _from_first_question(messages: list[Message]) -> list[Message]:
-    first = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
-    return [m for m in messages[:first] if m["role"] != "assistant"] + messages[first:]
-
-
 def readable(raw: dict[str, Any], index: int, path: str) -> dict[str, Any]:
     """Return a record of a published set in a shape that `parse` reads, and any other as it is.
 
@@ -218,7 +215,13 @@ def readable(raw: dict[str, Any], index: int, path: str) -> dict[str, Any]:
     if isinstance(turns, list):
         turns = [turn.get("content") if isinstance(turn, dict) else turn for turn in turns]  # a dict in Arena-Hard
         if all(isinstance(turn, str) for turn in turns):
-            return _dialogue(raw, turns, index, path)
+            if any(turn.startswith(UNFETCHED) for turn in turns):
+                raise ValueError(
+                    f"{path}: record {raw.get('question_id', index)} holds a placeholder in place of its text: fetch "
+                    "the texts with SPEED-Bench's own prepare_data.py first"
+                )
+            messages = [{"role": "user", "content": turn} for turn in turns]
+            return {key: value for key, value in raw.items() if key not in ("turns", "prompt")} | {"messages": messages}
     for shape in SETS:
         if raw.keys() >= {*shape.keys} and all(isinstance(raw[key], str) for key in shape.prompt):
             names = {key: raw[key] for key in (*IDS, "category") if key in raw}
@@ -227,13 +230,3 @@ def readable(raw: dict[str, Any], index: int, path: str) -> dict[str, Any]:
     if any(isinstance(raw.get(key), str) for key in QUESTIONS):
         return {key: value for key, value in raw.items() if key not in ANSWERS or isinstance(value, str)}
     return raw
-
-
-def _dialogue(raw: dict[str, Any], turns: list[str], index: int, path: str) -> dict[str, Any]:
-    if any(turn.startswith(UNFETCHED) for turn in turns):
-        raise ValueError(
-            f"{path}: record {raw.get('question_id', index)} holds a placeholder in place of its text: fetch the "
-            "texts with SPEED-Bench's own prepare_data.py first"
-        )
-    messages = [{"role": "user", "content": turn} for turn in turns]
-    return {key: value for key, value in raw.items() if key not in ("turns", "prompt")} | {"messages": messages}

@@ -142,7 +142,18 @@ def open_source(name: str, split: str, streaming: bool = False) -> Source:
     if path.is_dir():
         inside = (file for file in path.rglob("*") if file.is_file() and kind_of(file) and not _is_beside(file))
         visible = sorted(file for file in inside if not any(p.startswith(".") for p in file.relative_to(path).parts))
-        return Files(name, _of_split(path, visible, split), streaming)
+
+        def names(file: Path, name: str) -> bool:
+            words = "|".join(SPLIT_WORDS.get(name, (re.escape(name),)))
+            return re.search(rf"(?<![a-z0-9])({words})(?![a-z0-9])", str(file.relative_to(path)).lower()) is not None
+
+        if not visible:
+            raise ValueError(f"{path}: holds no file in the formats read, {', '.join(FORMATS)}")
+        shown = split or next((s for s in EVALUATION_SPLITS if any(names(file, s) for file in visible)), "")
+        chosen = [file for file in visible if names(file, shown) or not any(names(file, s) for s in SPLIT_WORDS)]
+        if not chosen:
+            raise ValueError(f"{path}: no file's name holds the split {split}; set data.split")
+        return Files(name, tuple(chosen), streaming)
     if glob.has_magic(name):
         matches = [file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file()]
         unique = {file.resolve(): file for file in sorted(matches) if not _is_beside(file)}  # `**/` finds a file twice
@@ -151,7 +162,20 @@ def open_source(name: str, split: str, streaming: bool = False) -> Source:
             raise ValueError(f"{name}: no file matches; give a pattern that does")
         return Files(name, matched, streaming)
     regular(path)  # a pipe is no name on the Hub
-    return _hub(name, split, streaming)
+    import datasets
+
+    _check_hub_name(name)
+    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE
+    repository, _, config = name.partition(":")
+    try:
+        table: Any = datasets.load_dataset(repository, config or None, split=split or None, streaming=streaming)
+        if not split:
+            table = table[next((key for key in EVALUATION_SPLITS if key in table), next(iter(table)))]
+        revision = HfApi().dataset_info(repository).sha if streaming else table._fingerprint
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        missing = "neither a file here nor a Hub dataset, name or name:config, that loads"
+        raise ValueError(f"{name}: {missing}: {one_line(error)}") from error
+    return Hub(name, table, f"{revision}/{split}")
 
 
 def check_sources(config: DataConfig) -> None:
@@ -205,39 +229,6 @@ def _is_beside(file: Path) -> bool:
     if file.name.endswith(META):
         return file.with_name(file.name.removesuffix(META)).is_file()
     return any(folder.suffix == PARTS and (folder / SETTINGS).is_file() for folder in file.parents)
-
-
-def _of_split(folder: Path, files: list[Path], split: str) -> tuple[Path, ...]:
-    """Return the files of a split: those whose names in the folder hold it, and those that name no split."""
-
-    def names(file: Path, name: str) -> bool:
-        words = "|".join(SPLIT_WORDS.get(name, (re.escape(name),)))
-        return re.search(rf"(?<![a-z0-9])({words})(?![a-z0-9])", str(file.relative_to(folder)).lower()) is not None
-
-    if not files:
-        raise ValueError(f"{folder}: holds no file in the formats read, {', '.join(FORMATS)}")
-    shown = split or next((s for s in EVALUATION_SPLITS if any(names(file, s) for file in files)), "")
-    chosen = [file for file in files if names(file, shown) or not any(names(file, s) for s in SPLIT_WORDS)]
-    if not chosen:
-        raise ValueError(f"{folder}: no file's name holds the split {split}; set data.split")
-    return tuple(chosen)
-
-
-def _hub(name: str, split: str, streaming: bool) -> Hub:
-    import datasets
-
-    _check_hub_name(name)
-    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE
-    repository, _, config = name.partition(":")
-    try:
-        table: Any = datasets.load_dataset(repository, config or None, split=split or None, streaming=streaming)
-        if not split:
-            table = table[next((key for key in EVALUATION_SPLITS if key in table), next(iter(table)))]
-        revision = HfApi().dataset_info(repository).sha if streaming else table._fingerprint
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        missing = "neither a file here nor a Hub dataset, name or name:config, that loads"
-        raise ValueError(f"{name}: {missing}: {one_line(error)}") from error
-    return Hub(name, table, f"{revision}/{split}")
 
 
 def _answer_settings(file: Path) -> dict[str, Any]:

@@ -1,20 +1,106 @@
-"""Build draft sources from the `drafter` part of a configuration: trained heads, and those of inference/drafters.
+"""The draft sources of a configuration: trained heads, found in their runs, and those of inference/drafters.
 
-Each may be wrapped: by one that forgets past requests, and by a limit on draft depth.
+One that remembers past requests is also measured cold.
 """
 
 from collections.abc import Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from eval.config import SourcesConfig
-from eval.inputs.runs import find_heads
 from heads.common.typed import build
-from inference.drafters.head import HeadDrafter, load_drafter, saved_tree
+from heads.common.untrusted import names_code, parse_yaml
+from heads.formats.hub import kind_of, resolve_head, target_path
+from heads.formats.published import is_published
+from heads.formats.store import read_config
+from inference.drafters.head import load_drafter, saved_tree
 from inference.drafters.hybrid import Hybrid
 from inference.drafters.registry import configured, make
-from inference.protocol import COLD, Commit, Context, Drafter, DrafterState, Proposal
+from inference.protocol import COLD, Drafter, DrafterState
+from inference.target.config import ModelConfig, model_config
+from inference.target.placement import DEVICE_MAP, TOGETHER, Placement
 from inference.target.target import Target
+
+# The keys of a run's model that still apply where model.path names another one.
+INHERITED = ("dtype", "device", "quantize", "adapter", "prompts", *(field.name for field in fields(Placement)))
+
+
+def find_heads(runs: list[str]) -> dict[str, Path]:
+    """Return the head folders of the runs under the names that the report gives them.
+
+    A head is called by its kind, and by its run too where two are of one kind.
+
+    Raises:
+        ValueError: a run has no head, or is given twice.
+    """
+    repeated = sorted({run for run in runs if runs.count(run) > 1})
+    if repeated:
+        raise ValueError(f"run {', '.join(repeated)} is given twice: leave one out of run and compare")
+    folders = {run: resolve_head(run) for run in runs}
+    kinds = {run: kind_of(folder) for run, folder in folders.items()}
+    alone = {run for run, kind in kinds.items() if list(kinds.values()).count(kind) == 1}
+    return {kinds[run] if run in alone else f"{kinds[run]} {run}": folder for run, folder in folders.items()}
+
+
+def own_prompts(run: str | None) -> str | None:
+    """Return the file of held-out prompts that a run's training left in its folder, None if there is none."""
+    file = None if run is None else Path(run).expanduser() / "prompts.jsonl"
+    return str(file) if file is not None and file.is_file() and file.stat().st_size else None
+
+
+def overlay(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with the `overrides` that are not None."""
+    return {**base, **{key: value for key, value in overrides.items() if value is not None}}
+
+
+def model_of(run: str | None, given: Mapping[str, Any]) -> ModelConfig:
+    """Return the model to load: the run's, changed by the user's values; refuse if neither names one, or a bad run."""
+    trained = {} if run is None else _trained_model(run)
+    # A run's folder may come from elsewhere: whether the target's own code may run is for the user alone to say.
+    if trained.pop("trust_remote_code", False) and given.get("trust_remote_code") is None and given.get("path") is None:
+        raise ValueError(
+            f"run={run}: was trained with model.trust_remote_code=true, which no file may say for you: say it again "
+            "if you trust the target's code, else model.trust_remote_code=false"
+        )
+    if run is not None and not Path(run).expanduser().is_dir():
+        trained.pop("prompts", None)  # a file of the machine that it was trained on
+    if trained.get("placement") in TOGETHER:  # of the run's processes; here is one
+        trained["placement"] = DEVICE_MAP
+    if given.get("path") is not None:
+        trained = {key: value for key, value in trained.items() if key in INHERITED}
+    model = overlay(trained, given)
+    if not model.get("path"):
+        raise ValueError(
+            "model.path is missing: give model=… or model.path=…, or run=… of a head that knows its target"
+        )
+    path = target_path(model["path"])
+    return model_config(**{**model, "path": path, "name": model.get("name") or Path(path).name})
+
+
+def _trained_model(run: str) -> dict[str, Any]:
+    """Return the `model` of a run's config.yaml, or where that was not published, the target its head names."""
+    folder = resolve_head(run)
+    folders = [folder, *([folder.parent] if folder.name == "head" else [])]  # published by itself, or within its run
+    file = next((path / "config.yaml" for path in folders if (path / "config.yaml").is_file()), None)
+    if file is None:
+        saved = {} if is_published(folder) else read_config(folder)["target"]
+        return {"path": saved["name"], "adapter": saved.get("adapter")} if saved else {}
+    try:
+        config = parse_yaml(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}): restore it, or give model=… and remove it") from error
+    model = config.get("model") if isinstance(config, dict) else None
+    if not isinstance(model, dict):
+        raise ValueError(f"{file} has no model: restore it, or give model=…")
+    if code := names_code({**config, "model": {**model, "trust_remote_code": None}}):
+        raise ValueError(f"{file} names code to run by the key {code}, which is refused: remove the key")
+    try:
+        trained = model_config(**{str(key): value for key, value in model.items()})
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}; restore it") from error
+    return {key: value for key, value in asdict(trained).items() if key in model}
+
 
 Drafters = dict[str, Drafter]
 
@@ -38,19 +124,16 @@ def load_drafters(config: SourcesConfig, target: Target) -> Drafters:
         if name == "head":
             drafters.update(_heads(config, target))
         elif name == "hybrid":
-            drafters[name] = _hybrid(config, options, target)
+            settings = build(Hybrid.Config, dict(options), "drafter.hybrid")
+            lookup = make("hybrid.lookup", settings.lookup, target)
+            if not lookup.scores:
+                raise ValueError(
+                    "drafter.hybrid.lookup.source: only a source that scores its drafts will do, such as suffix"
+                )
+            drafters[name] = Hybrid(settings, next(iter(_heads(config, target).values())), lookup, "hybrid")
         elif name != "plain":  # autoregressive decoding is in every report
             drafters[name] = make(name, options, target)
-    return in_states(drafters, config.cold, config.budget)
-
-
-def _hybrid(config: SourcesConfig, options: Mapping[str, Any], target: Target) -> Drafter:
-    """Return the first run's head beside a model-free source."""
-    settings = build(Hybrid.Config, dict(options), "drafter.hybrid")
-    lookup = make("hybrid.lookup", settings.lookup, target)
-    if not lookup.scores:
-        raise ValueError("drafter.hybrid.lookup.source: only a source that scores its drafts will do, such as suffix")
-    return Hybrid(settings, next(iter(_heads(config, target).values())), lookup, "hybrid")
+    return in_states(drafters, config.cold)
 
 
 def _folders(config: SourcesConfig) -> dict[str, Path]:
@@ -66,64 +149,36 @@ def _heads(config: SourcesConfig, target: Target) -> Drafters:
     return {name: load_drafter(folder, config.tree, target, name) for name, folder in _folders(config).items()}
 
 
-def in_states(drafters: Drafters, cold: bool, depth: int | None) -> Drafters:
-    """Return the sources within a budget of depth, each that remembers past requests followed by a cold clone."""
+def in_states(drafters: Drafters, cold: bool) -> Drafters:
+    """Return the sources, each that remembers past requests followed by a cold clone if `cold`."""
     sources: Drafters = {}
     for name, drafter in drafters.items():
-        sources[name] = drafter if depth is None else limited(drafter, depth)
+        sources[name] = drafter
         if cold and drafter.remembers:
             label = f"{name} {COLD}"
-            sources[label] = WrappedDrafter(drafter.clone(), label, depth, cold=True)
+            sources[label] = ColdDrafter(drafter.clone(), label)
     return sources
 
 
-def limited(drafter: Drafter, depth: int) -> Drafter:
-    """Return a source that drafts no deeper: a head under smaller trees, so that it drafts for a batch as before."""
-    if isinstance(drafter, HeadDrafter):
-        return drafter.within(depth)
-    return WrappedDrafter(drafter, drafter.name, depth, cold=False)
+class ColdDrafter(Drafter):
+    """A draft source that starts every sequence without memory."""
 
+    memory = COLD
 
-class WrappedDrafter(Drafter):
-    """A draft source that drafts no deeper than `depth`, if one is given; where it is cold, starts without memory."""
-
-    def __init__(self, inner: Drafter, name: str, depth: int | None, cold: bool) -> None:
-        self.inner, self.name, self.depth, self.cold = inner, name, depth, cold
-        self.tree = inner.tree if depth is None else f"{inner.tree} within {depth}"
+    def __init__(self, inner: Drafter, name: str) -> None:
+        self.inner, self.name, self.tree = inner, name, inner.tree
         self.feature_layers, self.remembers = inner.feature_layers, inner.remembers
         self.head, self.policy = inner.head, inner.policy
 
-    @property
-    def memory(self) -> str:
-        """Whether a sequence starts warm or cold."""
-        return COLD if self.cold else self.inner.memory
-
     def start(self, prompt: list[int]) -> DrafterState:
         """Begin a sequence."""
-        if self.cold:
-            self.inner.reset()
-        state = self.inner.start(prompt)
-        return state if self.depth is None else DepthLimitedState(state, self.depth)
+        self.inner.reset()
+        return self.inner.start(prompt)
 
     def reset(self) -> None:
         """Drop the memory of earlier sequences."""
         self.inner.reset()
 
-    def clone(self) -> "WrappedDrafter":
-        """Return a clone of the inner source, wrapped alike."""
-        return WrappedDrafter(self.inner.clone(), self.name, self.depth, self.cold)
-
-
-class DepthLimitedState(DrafterState):
-    """State of one sequence drafted under a budget of depth."""
-
-    def __init__(self, inner: DrafterState, depth: int) -> None:
-        self.inner, self.depth = inner, depth
-
-    def update(self, commit: Commit) -> None:
-        """Take in committed tokens."""
-        self.inner.update(commit)
-
-    def propose(self, context: Context) -> Proposal:
-        """Draft, to the budget's depth."""
-        return self.inner.propose(context._replace(room=min(context.room, self.depth), reach=context.ahead))
+    def clone(self) -> "ColdDrafter":
+        """Return a clone of the inner source, cold as well."""
+        return ColdDrafter(self.inner.clone(), self.name)

@@ -1,22 +1,142 @@
-"""Prompts to measure on: the bundled workload by its name, the user's own log, or a published benchmark's file."""
+"""Prompts to measure on, and texts: those that the target writes after them, or that a log has recorded.
 
+A workload is the bundled one by its name, the user's own log, or a published benchmark's file.
+"""
+
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
+from data.config import DataConfig
+from data.text.exact import Exact
 from data.text.filters import WORD
-from data.text.prompts import WORKLOADS, Prompt, before_answers, locate, prompt_of
+from data.text.masks import samples_of
+from data.text.prompts import WORKLOADS, Prompt, before_answers, locate, prompt_of, split_text
 from data.text.records import Message, Record, content_text, parse, readable
 from data.text.sources import check_source, open_source
-from data.text.template import encode, encode_plain, render
+from data.text.template import check_media, encode, encode_plain, render
 from eval.config import Selection, listed
-from eval.inputs.texts import NO_ANSWER, RecordedText, recorded
 from eval.measures import metrics
 from eval.measures.results import Measurement
 from inference.chat_template import RenderError
+from inference.decode import Settings, autoregress
 from inference.target.target import Target
+from inference.target.tokenizer import tokenize
+
+NO_ANSWER = "it has no answer to play back: give a log with answers, or text=own, for which the target writes them"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt and its answer as tokens, the answer's start, and the most tokens that it was allowed."""
+
+    token: list[int]
+    start: int
+    limit: int
+
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens before the answer."""
+        return self.token[: self.start]
+
+    @property
+    def generated(self) -> int:
+        """The number of the answer's tokens."""
+        return len(self.token) - self.start
+
+
+class RecordedText(NamedTuple):
+    """A text of a log, with its record's id and category."""
+
+    id: str
+    category: str
+    text: Text
+
+
+def write(target: Target, prompts: Sequence[list[int]], settings: Settings) -> list[Text]:
+    """Let the target answer by itself; answers of one token, which no step adds to, are left out."""
+    texts = [of_answer(target, prompt, autoregress(target, prompt, settings).tokens, settings) for prompt in prompts]
+    return [text for text in texts if text.generated > 1]
+
+
+def of_answer(target: Target, prompt: list[int], answer: list[int], settings: Settings) -> Text:
+    """Return the text of a prompt and its answer."""
+    return Text(prompt + answer, len(prompt), min(settings.max_new_tokens, target.context - len(prompt)))
+
+
+def recorded(record: Record, target: Target, turns: str, most: int) -> Iterator[RecordedText]:
+    """Yield the first or all answers of a log's record, each after all messages before it, cut to `most` tokens.
+
+    Tokens that the record gives are taken as they are. Other chats have those of the whole chat as the template renders
+    it, and an answer is what training would mask as one, its end token included. Without a template the texts stand
+    one after another.
+
+    Raises:
+        ValueError: it has no answer, or none that can be distinguished from its prompt.
+    """
+    answers = list(_answers(record, target))
+    for number, (token, start) in enumerate(answers if turns == "all" else answers[:1], 1):
+        if len(token) == start:
+            raise ValueError(f"record {record.id}: {NO_ANSWER}")
+        if not start:
+            raise ValueError(f"record {record.id}: its answer follows nothing: give its prompt too")
+        id_ = f"{record.id}.{number}" if turns == "all" and len(answers) > 1 else record.id
+        yield RecordedText(id_, record.category, Text(token[: start + most], start, most))
+
+
+def _answers(record: Record, target: Target) -> Iterator[tuple[list[int], int]]:
+    """Yield the tokens up to the end of each answer, and the index of the answer's first."""
+    if record.exact:
+        spans = [(document, span) for document in record.exact for span in document.answers()]
+        if not spans:
+            raise ValueError(f"record {record.id}: {NO_ANSWER}")
+        yield from ((document.token[:end], start) for document, (start, end) in spans)
+        return
+    tokenizer: Any = target.tokenizer
+    if not record.messages:
+        prompt = prompt_of(record, tokenizer).token
+        _, rest = split_text(record.text, tokenizer)
+        if not rest:
+            raise ValueError(f"record {record.id}: a text of {len(prompt)} token has no answer")
+        yield prompt + rest, len(prompt)
+    elif all(message["role"] != "assistant" for message in record.messages):
+        raise ValueError(f"record {record.id}: {NO_ANSWER}")
+    elif tokenizer.chat_template:
+        dropped: Counter[str] = Counter()
+        samples = samples_of(record, tokenizer, "workload", _masking(), dropped)
+        if not samples:
+            cause = next(iter(+dropped), "no answer").removeprefix("dropped, ")
+            raise ValueError(f"record {record.id}: no answer can be told from its prompt ({cause}): fix it")
+        for sample in samples:
+            yield from ((sample.token[:end], start) for start, end in Exact(sample.token, sample.mask).answers())
+    else:
+        yield from _joined(record.messages, target)
+
+
+def _joined(messages: Sequence[Message], target: Target) -> Iterator[tuple[list[int], int]]:
+    """Yield the answers of a chat for a tokenizer without a template, its texts one after another."""
+    tokenizer: Any = target.tokenizer
+    check_media(list(messages))
+    before: list[str] = []
+    for message in messages:
+        if message["role"] == "assistant":
+            prompt = encode_plain("\n\n".join(before), tokenizer)
+            answer = tokenize(tokenizer, content_text(message), add_special_tokens=False)["input_ids"]
+            yield prompt + answer + sorted(target.eos)[:1], len(prompt)
+        before.append(content_text(message))
+
+
+def _masking() -> DataConfig:
+    """Return the settings of loss masks here: all answers whole, records without one left out."""
+    return DataConfig(
+        path="workload", weights=None, seed=0, streaming=False, split="", length=2, limit=None, prompts="", held_out=0,
+        max_tokens=2**31, min_tokens=1, dedup=False, contamination=None, cache=None, turns="all", reasoning="keep",
+        on_bad="drop",
+    )  # fmt: skip
+
 
 # Below this, generation would end at the context's edge and not at the answer's, and measure next to nothing.
 ROOM = 8
@@ -129,7 +249,15 @@ def gathered(
     Warm-up prompts are the workload's next ones; where it has no more, the last of those that are measured, as `repeat`
     changes them. Prompts of the same `content` count as one.
     """
-    measured, spare = _chosen(name, selection)
+    most = selection.prompts + selection.warmup
+    records = list(_records(locate(name), SEARCHED if selection.balanced else most))
+    if not records:
+        raise ValueError(f"workload {name} has no prompts: give a file with one prompt a line")
+    picked = in_turn(records, most) if selection.balanced else records
+    measured, spare = (
+        sorted(picked[: selection.prompts], key=lambda record: record[0]),
+        picked[selection.prompts : most],
+    )
     indexed = [(index, prompt) for index, record in measured for prompt in _named(name, record, read, selection.turns)]
     prompts = [prompt for _, prompt in indexed]
     warmup = [prompt for _, record in spare for prompt in _named(name, record, read, "first")]
@@ -138,16 +266,6 @@ def gathered(
     contents = [content(prompt) for prompt in prompts]
     conversations = metrics.clustered(contents, [index for index, _ in indexed])
     return Workload(short_name(name), prompts, warmup, fresh, conversations, len(set(contents)))
-
-
-def _chosen(name: str, selection: Selection) -> tuple[list[Indexed], list[Indexed]]:
-    """Return the records to measure on with their indices, in the workload's order, and those for the warm-up."""
-    most = selection.prompts + selection.warmup
-    records = list(_records(locate(name), SEARCHED if selection.balanced else most))
-    if not records:
-        raise ValueError(f"workload {name} has no prompts: give a file with one prompt a line")
-    picked = in_turn(records, most) if selection.balanced else records
-    return sorted(picked[: selection.prompts], key=lambda record: record[0]), picked[selection.prompts : most]
 
 
 def fit(prompt: Prompt, target: Target, truncate: bool) -> Prompt:

@@ -1,4 +1,4 @@
-"""Extras of a report: training curves of its heads, acceptance of every tree node, heads prompt by prompt."""
+"""Extras of a report: training curves of its heads, acceptance of every tree node, heads compared, sample answers."""
 
 import json
 from collections import Counter
@@ -7,15 +7,20 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from data.text.prompts import Prompt
 from eval.live.interleaved import Runs, medians
 from eval.measures import metrics
 from eval.measures.metrics import median_run
 from eval.measures.results import Measurement
+from heads.common.untrusted import visible
+from inference.decode import Generation
 from inference.protocol import Drafter
+from inference.text_stream import TextStream
 
-METRICS = "metrics.jsonl"  # of a run's folder, by train/tracking/trackers.py
+METRICS = "metrics.jsonl"  # of a run's folder, by train/trackers.py
 POINTS = 200  # of a training curve; more cannot be seen
 NODES = 400  # of a tree; more cannot be distinguished
+ANSWERS, QUESTION = 3, 1500  # sample answers of each drafter, characters of a prompt's end
 
 Records = list[dict[str, Any]]
 Ranks = tuple[int, ...]  # a node: the ranks on its way from the root
@@ -122,3 +127,39 @@ def among_siblings(shape: Sequence[Ranks]) -> list[Ranks]:
         renumbered[path] = (*renumbered[path[:-1]], siblings[path[:-1]])
         siblings[path[:-1]] += 1
     return [renumbered[path] for path in shape]
+
+
+def answers(runs: Runs, drafters: Sequence[str], prompts: Sequence[Prompt], tokenizer: Any) -> Records:
+    """Return the drafters' answers to the first prompts, each by its first repeat.
+
+    Returns:
+        By prompt and drafter the prompt's end, the steps as [drafted, accepted, committed], and the `pieces`.
+    """
+    records = []
+    for index, prompt in enumerate(prompts[:ANSWERS]):
+        question = visible(str(tokenizer.decode(prompt.token))[-QUESTION:])
+        for name in drafters:
+            run = runs[name][index][0]
+            steps = [[step.drafted, step.accepted, step.committed] for step in run.steps]
+            answer = {"pieces": pieces(run, tokenizer), "steps": steps}
+            records.append({"drafter": name, "prompt": prompt.id, "question": question, **answer})
+    return records
+
+
+def pieces(run: Generation, tokenizer: Any) -> Records:
+    """Return a run's text in pieces of whole characters.
+
+    Returns:
+        Of each piece its `text`, and of its last token the `source` ("prefill", "draft" or "bonus") and the number of
+        the `step` that committed it, 0 for the prefill.
+    """
+    passes = [0] + [number for number, step in enumerate(run.steps, 1) for _ in range(step.committed)]
+    stream, records = TextStream(tokenizer), []
+    piece: dict[str, Any] = {}
+    for token, source, number in zip(run.tokens, run.sources, passes, strict=True):
+        piece = {"source": source, "step": number}
+        if text := stream.push(token):
+            records.append({"text": visible(text), **piece})
+    if rest := stream.rest():
+        records.append({"text": visible(rest), **piece})
+    return records

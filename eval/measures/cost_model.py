@@ -140,20 +140,6 @@ def at(costs: Mapping[int, Costs], batch: int, price: Callable[[Costs], float]) 
     return between({size: price(one) for size, one in costs.items()}, batch)
 
 
-def at_context(costs: Mapping[int, Costs], here: Mapping[int, float], there: Mapping[int, float]) -> dict[int, Costs]:
-    """Return the costs at another context, given a single sequence's verification seconds at both contexts.
-
-    Attention reads each sequence's own KV cache, so the cost of a context is added once for each sequence.
-    """
-
-    def moved(one: Costs) -> Costs:
-        added = {size: one.batch * (between(there, size) - between(here, size)) for size in {0, *one.verify}}
-        verify = {size: seconds + added[size] for size, seconds in one.verify.items()}
-        return replace(one, plain=one.plain + added[0], verify=verify)
-
-    return {size: moved(one) for size, one in costs.items()}
-
-
 def activated(available: int, chosen: int, tokens: float | int) -> float:
     """Return how many of a layer's experts a pass over so many tokens reads on average, all of them as likely.
 

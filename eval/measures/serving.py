@@ -1,7 +1,5 @@
-"""Files by which engines and simulators know what a draft source is worth: its acceptance, and how long to draft.
+"""How many tokens an engine should draft at which batch size, by measured acceptance and speed.
 
-speculation_profile.json has the fields of NVIDIA's Model-Optimizer (pull requests 2247 and 2313 as of September 2026,
-not merged): acceptance by position both ways, where position i counts a draft token and the bonus token is apart.
 speculative_config.json is what vLLM takes as --speculative-config beside method and model: the tokens to draft by
 batch size, in ranges that include both ends; beyond the last one vLLM goes on with its value. A head that vLLM does not
 serve has none.
@@ -11,14 +9,13 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from eval.measures.results import LIVE, Row
 from heads import HEADS
 from heads.formats.published.export import FORMATS
 
-PROFILE, CONFIG = "speculation_profile.json", "speculative_config.json"
+CONFIG = "speculative_config.json"
 Times = Mapping[int, float]  # seconds of a plain step by sequences in it
 Range = tuple[int, int, int]  # first and last batch size, tokens to draft
 
@@ -52,40 +49,14 @@ def is_served(drafter: str) -> bool:
     return kind not in HEADS or kind in FORMATS["vllm"]
 
 
-def rates(row: Row) -> tuple[list[float], list[float]]:
-    """Return the marginal and the conditional acceptance of a row of chains, by every position that was drafted.
+def rates(row: Row) -> list[float]:
+    """Return the marginal acceptance of a row of chains, by every position that was drafted.
 
     A row's own end at the deepest position that was ever accepted, its tree says how deep the chain is; of positions
-    that are never reached both are 0.
+    that are never reached it is 0.
     """
-    limits = [int(number) for number in re.findall(r"(?:chain-|depth |within )(\d+)", row.tree)]
-    unreached = [0.0] * (min(limits, default=0) - len(row.accepted_by_depth))
-    return [*row.accepted_by_depth, *unreached], [*row.conditional_by_depth, *unreached]
-
-
-def profile(row: Row, target: str, conditions: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the profile of a row of greedy chains.
-
-    Its mean acceptance length is 1 + the sum of the marginal rates; tokens cut off at an answer's end are in it.
-    """
-    marginal, conditional = rates(row)
-    reached = [1.0, *row.accepted_by_depth, 0.0]
-    lengths = {depth + 1: round(row.steps * (now - then)) for depth, (now, then) in enumerate(pairwise(reached))}
-    return {
-        "measured": True,
-        "method": row.drafter,
-        "target_model": target,
-        "num_speculative_tokens": len(marginal),
-        "conditional_accept_rates": conditional,
-        "marginal_accept_rates": marginal,
-        "mean_accept_length": 1 + math.fsum(row.accepted_by_depth),
-        "mean_accept_length_per_request": row.tau_request_mean,
-        "acceptance_length_histogram": {str(length): count for length, count in lengths.items() if count},
-        "verification_method": "longest_prefix",
-        "measurement_conditions": {
-            "dataset": row.workload, "num_samples": row.prompts, "temperature": row.temperature, **conditions,
-        },
-    }  # fmt: skip
+    limits = [int(number) for number in re.findall(r"(?:chain-|depth )(\d+)", row.tree)]
+    return [*row.accepted_by_depth, *[0.0] * (min(limits, default=0) - len(row.accepted_by_depth))]
 
 
 def step_seconds(times: Times, sequences: int) -> float:
@@ -154,7 +125,7 @@ def prices(plain: Mapping[int, Row], drafted: Mapping[int, Row]) -> tuple[Times,
     passes = {}
     for batch, row in drafted.items():
         if row.tokens_per_second and row.tau and batch in times:
-            tokens = len(rates(row)[0])
+            tokens = len(rates(row))
             whole = batch * row.tau / row.tokens_per_second
             wide = step_seconds(times, batch * (tokens + 1))
             wider = min(1.0, max(whole - times[batch], 0.0) / (wide - times[batch])) if wide > times[batch] else 1.0
@@ -162,16 +133,16 @@ def prices(plain: Mapping[int, Row], drafted: Mapping[int, Row]) -> tuple[Times,
     return times, passes
 
 
-def files(target: str, rows: Sequence[Row], conditions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the files of a report by name: the profile of its chain, and the schedule of one measured in batches."""
+def schedule_of(rows: Sequence[Row]) -> dict[str, Any] | None:
+    """Return what vLLM takes of a report with one chain, measured in batches; None of another."""
     chains = [row for row in rows if is_chain(row)]
     if len({(row.drafter, row.tree, row.workload, row.state) for row in chains}) != 1:
-        return {}
+        return None
     drafted = {row.batch_size: row for row in chains}
     plain = {row.batch_size: row for row in rows if row.rule == "none" and is_decoded(row)}
     first = drafted[min(drafted)]
     times, passes = prices(plain, drafted)
-    record = {PROFILE: profile(first, target, conditions)}
-    if len(passes) > 1 and is_served(first.drafter) and (schedule := lengths(times, rates(first)[0], passes)):
-        record[CONFIG] = config_of(schedule)
-    return record
+    if len(passes) < 2 or not is_served(first.drafter):
+        return None
+    schedule = lengths(times, rates(first), passes)
+    return config_of(schedule) if schedule else None

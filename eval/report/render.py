@@ -23,7 +23,7 @@ from heads.common.untrusted import visible
 HERE = Path(__file__).parent
 BUNDLE = "import sys, vl_convert; sys.stdout.buffer.write(vl_convert.javascript_bundle().encode())"
 # Columns of the terminal that begin at the left.
-WORDS = ("drafter", "head", "rule", "lossless", "family", "tree", "sequences and context")
+WORDS = ("drafter", "head", "rule", "lossless", "family", "tree", "sequences")
 
 
 class RenderError(Exception):

@@ -25,9 +25,8 @@ from eval.report.view import (
 )  # fmt: skip
 from inference.verification.verify import emits_samples
 
-LITTLE = 0.02  # of the speedup: costs are not known closer
 TIES = 5  # near ties shown of each drafter
-TREES, NODES = 8, 16  # of each drafter: other trees, nodes of its own
+NODES = 16  # shown of each drafter's tree
 INTERVAL = f"[{LEVEL:.0%}]"
 
 Column = tuple[str, Callable[[Result], str]]  # a column's title, and its cell of a result
@@ -139,7 +138,7 @@ def sections(report: Record) -> list[Section]:
     explained = [result for result in results if result.row.get("ladder") is not None]
     timed = [result for result in whole if result.row["tier"] == LIVE]
     load_note = [LOAD_NOTE] if rated else ()
-    training, trees = plots.learning_curve(report.get("training", {})), other_trees(report)
+    training = plots.learning_curve(report.get("training", {}))
     candidates = [
         Section("reports", "The reports", (), compared_conditions(report)),
         Section("results", "Results", (), results_table(report), plots.speedup(results), compared(report)),
@@ -148,7 +147,6 @@ def sections(report: Record) -> list[Section]:
         Section("depths", "Acceptance by depth", (), None, plots.acceptance(results)),
         Section("load", "Under load", load_note, table(LOAD, rated), plots.speedup_by_batch(results), paying(results)),
         Section("times", "Where the time goes", (), table(TIMES, timed), plots.time_of_pass(results)),
-        Section("other", "Other trees", [TREES_NOTE] if recommended(report) else (), trees, folded=True),
         Section("tree", "The tree", [NODES_NOTE], nodes(report), folded=True),
         Section("categories", "By category", (), table(CATEGORIES, parts), folded=True),
         Section("training", "Training of the head", (), None, training, folded=True),
@@ -220,43 +218,14 @@ def compared(report: Record) -> list[str]:
 
 
 def why(report: Record) -> list[str]:
-    """Return the speedup breakdown of each drafter's first result in words, and which tree to take."""
+    """Return the speedup breakdown of each drafter's first result in words."""
     sentences = []
     for result in firsts(report):
         if result.row.get("ladder"):
             sentences.append(breakdown.sentence(result.name, result.row["ladder"]))
             if counts := origin(report, result.row)["target"].get("experts"):
                 sentences.append(breakdown.experts(result.name, result.row, *counts))
-    return [*sentences, *recommended(report), BREAKDOWN_NOTE]
-
-
-def recommended(report: Record) -> list[str]:
-    """Return which tree to take and at which load to stop, in words, for each head with priced trees."""
-
-    def described(tree: Record) -> str:
-        tau, nodes, speedup = tree["tau"], tree["nodes"], tree["speedup"]
-        return f"{tree['tree']} (τ {tau:.2f}, {nodes:.1f} nodes a step, speedup {speedup:.2f})"
-
-    sentences = []
-    for name, record in report.get("other_trees", {}).items():
-        if "loads" not in record:
-            continue
-        current, best = record["own"], record["best"]
-        if current is None or best["tree"] == current["tree"]:
-            advice = f"no tree tried promises more than its own, {described(best)}."
-        elif best["speedup"] <= current["speedup"] * (1 + LITTLE):
-            advice = f"its own tree, {described(current)}, is as good as any that was tried; next is {described(best)}."
-        else:
-            advice = f"of the trees tried, {described(best)} promises most; its own is {described(current)}."
-        sentences.append(f"{name}: {advice}")
-        largest = record["loads"][-1]
-        for key, tree in (("own", "its own tree"), ("best", "the best tree for each size")):
-            if len(record["loads"]) > 1 and key in record["stops_paying"]:
-                size = record["stops_paying"][key]
-                still = f"still pays at batch size {largest['batch_size']} ({shown(largest[key])})"
-                stops = still if size is None else f"no longer pays from batch size {size} on"
-                sentences.append(f"{name}: {tree} {stops}, as predicted.")
-    return sentences
+    return [*sentences, BREAKDOWN_NOTE]
 
 
 def paying(results: Sequence[Result]) -> list[str]:
@@ -297,16 +266,6 @@ def gate_section(report: Record, results: Sequence[Result]) -> Section:
     counts = counts._replace(failed=[not gate.get("passed", True) for gate in gates.values()])
     text = [CHECKED_NOTE, *[SAMPLED_NOTE] * bool(sampled), *[TIES_NOTE] * bool(near)]
     return Section("gate", "Is it lossless?", text, counts, bullets=[*lines, *near])
-
-
-def other_trees(report: Record) -> Table:
-    """Return the trees of each head that promise most, or accept most where nothing was priced."""
-    body = []
-    for name, record in report.get("other_trees", {}).items():
-        ranked = sorted(record["trees"], key=lambda tree: tree["speedup"] or tree["tau"], reverse=True)
-        keys = ("family", "tree", "nodes", "tau", "speedup")
-        body += [[name, *(tree[key] for key in keys)] for tree in ranked[:TREES]]
-    return values_table(("drafter", "family", "tree", "nodes a step", "τ", "predicted speedup"), body)
 
 
 def nodes(report: Record) -> Table:
@@ -375,10 +334,6 @@ BREAKDOWN_NOTE = (
     "accepts the same tokens, with drafts and wider passes for nothing. What would help most is the cost, or the share "
     "rejected at each depth, that gives back most if it were a tenth smaller. A smaller tree accepts less too: "
     "tune=true weighs one against the other."
-)
-TREES_NOTE = (
-    "Every tree is simulated along the target's own answers and priced with measured costs on this device. It is "
-    "chosen on half of the answers, and predicted for the other half. tune=true decodes with the best ones."
 )
 NODES_NOTE = f"The {NODES} most accepted nodes, with their share of the target passes; ranks are in drafted order."
 NOTES = (

@@ -1,17 +1,26 @@
-"""The report: results, settings and losslessness checks, written as JSON, Markdown and HTML."""
+"""The report: results, settings and losslessness checks, written as JSON, Markdown and HTML.
+
+A report.json is read back, checked against the schema; several stand side by side.
+"""
 
 import json
 import logging
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from eval.measures.losslessness import WITHHELD, FailedChecks, Gate, SampledGate
+from eval.measures.losslessness import WITHHELD, FailedChecks, Gate, SampledGate, labelled
 from eval.measures.results import Row, finite
-from eval.measures.serving import CONFIG, PROFILE, files
+from eval.measures.serving import CONFIG, schedule_of
 from eval.report.breakdown import with_breakdowns
 from eval.report.render import RenderError, markdown, page
+from eval.report.view import flattened, shown
 from heads.common.files import write_whole
+from heads.common.typed import typed
+from heads.common.untrusted import parse_json, regular
+from heads.common.untrusted import shown as quoted
 
 SCHEMA = 1
 READ = ("report.md", "report.html")  # by people
@@ -108,11 +117,10 @@ class Report:
         """
         content = self.as_dict()
         _write(folder / "report.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
-        for name in (*READ, PROFILE, CONFIG):
+        for name in (*READ, CONFIG):
             (folder / name).unlink(missing_ok=True)
-        conditions = {"osl": self.settings.get("max_new_tokens"), "device": self.device.get("name")}
-        for name, record in files(str(self.target["name"]), self.rows, conditions).items():
-            _write(folder / name, json.dumps(record, indent=2) + "\n")
+        if schedule := schedule_of(self.rows):
+            _write(folder / CONFIG, json.dumps(schedule, indent=2) + "\n")
         _write(folder / "report.md", markdown(content, self.failures()))
         try:
             _write(folder / "report.html", page(content, self.failures()))
@@ -127,3 +135,173 @@ def _write(file: Path, text: str) -> None:
         raise OSError(
             f"{file} cannot be written ({error.strerror or error}): free space there, or give another out"
         ) from error
+
+
+REPORT_KEYS = ("schema", "target", "device", "settings", "rows")  # all other keys are extras
+# Settings that do not decide whether numbers compare.
+HARMLESS = {
+    *("path", "load", "clock_mhz", "python", "gate_dtype", "gate_tv"),
+    *("repeats", "warmup", "warmup_prompts"),
+}
+OWN_SESSIONS = (
+    "these reports were measured in sessions of their own: speedups are each over the baseline of their own session"
+)
+WORK = ("workload", "temperature", "batch_size", "tier", "request_rate")
+HASH_CHARS = 12  # characters of a hash that tell it from others
+
+
+def read_report(file: Path) -> dict[str, Any]:
+    """Return the content of a report.json; refuse a file that is missing, damaged, no report, or of another schema."""
+    try:
+        content = parse_json(regular(file).read_bytes())
+    except OSError as error:
+        raise ValueError(f"report {file} cannot be read ({error.strerror}): give a report.json") from None
+    except ValueError as error:
+        raise ValueError(f"report {file} is damaged ({error}): evaluate again to write it anew") from None
+    if not isinstance(content, dict) or "schema" not in content or not isinstance(content.get("rows"), list):
+        raise ValueError(f"{file} is no report: give a report.json, as eval/run.py writes it")
+    if content["schema"] != SCHEMA:
+        raise ValueError(
+            f"report {file} has schema {quoted(content['schema'])}, this version reads {SCHEMA}: evaluate again with "
+            "this version, or read it with the one that wrote it"
+        )
+    for key in ("target", "device", "settings"):
+        if not isinstance(content.get(key), dict):
+            raise ValueError(f"report {file} has no {key}: evaluate again to write it anew")
+    for number, row in enumerate(content["rows"]):
+        try:
+            row_of(row)
+        except ValueError as error:
+            raise ValueError(f"report {file}, row {number}: {error}; evaluate again to write it anew") from None
+    return content
+
+
+def row_of(record: Any) -> Row:
+    """Return a row of report.json; refuse unknown and missing keys, and values of other types."""
+    if not isinstance(record, dict):
+        raise ValueError(f"{quoted(record)} is no row")
+    row = typed(Row, {key: value for key, value in record.items() if key != "ladder"})
+    if not isinstance(gaps := row.agreement.get("gaps"), list):
+        return row
+    return replace(row, agreement=row.agreement | {"gaps": [math.inf if gap is None else gap for gap in gaps]})
+
+
+def report_of(content: Mapping[str, Any], file: str) -> Report:
+    """Return the report of a content that was read; refuse damaged checks, and a speedup of a row that failed one."""
+    try:
+        gates = {name: Gate.read(check) for name, check in content["settings"].get("gate", {}).items()}
+        sampled = [SampledGate.read(check) for check in content["settings"].get("sampled_gate", [])]
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"report {file} has damaged gates ({error}): evaluate again to write it anew") from None
+    rows, failed = [row_of(row) for row in content["rows"]], FailedChecks.of(gates, sampled)
+    for row in rows:
+        if failed.result(vars(row)) and row.has_speedup:
+            raise ValueError(f"report {file}: {row.drafter} has a speedup and failed its check: evaluate again")
+    settings = {key: value for key, value in content["settings"].items() if key not in ("gate", "sampled_gate")}
+    extras = {key: value for key, value in content.items() if key not in REPORT_KEYS}
+    return Report(content["target"], content["device"], settings, gates, rows, sampled, extras)
+
+
+def side_by_side(files: Sequence[str]) -> Report:
+    """Return one report of several, rows in the order of the files; nothing is measured.
+
+    Each row names its report. The target, device and settings are the values in common; where they differ, all values.
+
+    Raises:
+        ValueError: a file is missing, damaged, no report, of another schema, or itself one of several.
+    """
+    reports = {name: report_of(read_report(Path(file).expanduser()), file) for name, file in named(files).items()}
+    for file, report in zip(files, reports.values(), strict=True):
+        if any(row.report for row in report.rows):
+            raise ValueError(f"report {file} has several side by side already: name the reports it was made of")
+    warnings = [OWN_SESSIONS, *differences(reports)]
+    gates: dict[str, Gate] = {}
+    extras: dict[str, Any] = {"reports": [], "warnings": warnings}
+    for (name, report), file in zip(reports.items(), files, strict=True):
+        gates |= {labelled(drafter, 1, name): gate for drafter, gate in report.gates.items()}
+        facts = {"target": report.target, "device": report.device, "settings": report.settings}
+        extras["reports"].append({"name": name, "file": file, "work": conditions(report)["work"], **facts})
+        for key, extra in report.extras.items():
+            if key == "warnings":
+                warnings += [f"{name}: {warning}" for warning in extra]
+            elif isinstance(extra, Mapping):  # by drafter
+                extras.setdefault(key, {}).update({labelled(drafter, 1, name): one for drafter, one in extra.items()})
+            else:
+                records = ({**record, "drafter": labelled(record["drafter"], 1, name)} for record in extra)
+                extras.setdefault(key, []).extend(records)
+    return Report(
+        target=shared([report.target for report in reports.values()]),
+        device=shared([report.device for report in reports.values()]),
+        settings=shared([report.settings for report in reports.values()]),
+        gates=gates,
+        rows=[replace(row, report=name) for name, report in reports.items() for row in report.rows],
+        sampled=[
+            replace(check, drafter=labelled(check.drafter, 1, name))
+            for name, report in reports.items()
+            for check in report.sampled
+        ],
+        extras=extras,
+    )
+
+
+def named(files: Sequence[str]) -> dict[str, str]:
+    """Return the files by name: a run's folder, else the file's own name; the path where those are equal."""
+    paths = [Path(file).expanduser().resolve() for file in files]
+    short = [path.parent.name if path.name == "report.json" else path.stem for path in paths]
+    return {name if short.count(name) == 1 else file: file for name, file in zip(short, files, strict=True)}
+
+
+def folder_of(files: Sequence[str]) -> Path:
+    """Return the default output folder of a combined report."""
+    return Path("outputs") / "-".join(["compare", *(name.replace("/", "-") for name in named(files))])
+
+
+def shared(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the values that all mappings have in common; where they differ, all of them in one text."""
+    common: dict[str, Any] = {}
+    for key in dict.fromkeys(key for mapping in mappings for key in mapping):
+        values = [mapping.get(key) for mapping in mappings]
+        if any(isinstance(value, Mapping) for value in values):
+            common[key] = shared([value for value in values if isinstance(value, Mapping)])
+        elif all(value == values[0] for value in values):
+            common[key] = values[0]
+        else:
+            common[key] = " / ".join(dict.fromkeys("-" if value is None else str(value) for value in values))
+    return common
+
+
+def differences(reports: Mapping[str, Report]) -> list[str]:
+    """Return a line for each group of conditions that differ between reports, with the values of all."""
+    conditions_of = {name: conditions(report) for name, report in reports.items()}
+    lines = []
+    for group in next(iter(conditions_of.values())):
+        flat = {name: dict(flattened(groups[group])) for name, groups in conditions_of.items()}
+        differing = []
+        for key in dict.fromkeys(key for values in flat.values() for key in values):
+            names_by_value: dict[str, list[str]] = {}
+            for name, values in flat.items():
+                value = "unknown" if values.get(key) is None else str(values[key])
+                value = value[:HASH_CHARS] if key in ("revision", "fingerprint") else value
+                names_by_value.setdefault(value, []).append(name)
+            if len(names_by_value) > 1 and not HARMLESS & {*key.split(".")}:
+                values_of = (f"{value} in {', '.join(names)}" for value, names in names_by_value.items())
+                differing.append(f"{key} ({'; '.join(values_of)})")
+        if differing:
+            lines.append(f"they differ in the {group}: {', '.join(differing)}")
+    return lines
+
+
+def conditions(report: Report) -> dict[str, dict[str, Any]]:
+    """Return the conditions that a report's numbers depend on, in groups; of its provenance only the code."""
+    provenance = report.settings.get("provenance", {})
+
+    def distinct(values: Iterable[Any]) -> str:
+        return ", ".join(dict.fromkeys(shown(value, None) for value in values))
+
+    return {
+        "target": report.target,
+        "device": report.device,
+        "settings": {key: value for key, value in report.settings.items() if key != "provenance"},
+        "code": {key: provenance.get(key) for key in ("revision", "dirty")},
+        "work": {key: distinct(getattr(row, key) for row in report.rows if not row.category) for key in WORK},
+    }

@@ -18,11 +18,11 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from eval.inputs.texts import Text
+from eval.inputs.workloads import Text
 from eval.measures.cost_model import Costs, draft_key, rising
 from eval.measures.machine import synchronize
 from heads.base import DraftHead, Features
-from heads.common.progress import Bar, progress
+from heads.common.progress import Bar
 from inference.batch import Batch, batch_of
 from inference.decode import Settings, Step
 from inference.drafters.head import BatchedState, HeadBatch, HeadDrafter, HeadState
@@ -279,33 +279,6 @@ def decode(batch: Batch, texts: Sequence[Text], settings: Settings, begin: Calla
         batch.step()
         batch.release()
         yield [session.generation.steps[-1] for session in sessions]
-
-
-@torch.inference_mode()
-def verification(
-    target: Target, sizes: Sequence[int], contexts: Sequence[int], samples: int, seed: int
-) -> dict[int, dict[int, float]]:
-    """Return the seconds of a verification pass by tokens of context, then by drafted nodes, measured in turns.
-
-    Contexts that leave no room for the largest tree are left out. The context consists of random tokens.
-    """
-    shuffle, vocabulary = random.Random(seed), target.embeddings.vocab_size
-    caches = {context: target.cache() for context in contexts if 0 < context < target.context - max(sizes)}
-    for context, cache in caches.items():
-        target.prefill(torch.tensor(shuffle.choices(range(vocabulary), k=context), device=target.device), cache)
-    cells = [(context, size) for context in caches for size in sizes]
-    seconds: dict[int, Samples] = {context: defaultdict(list) for context in caches}
-    for turn in progress(range(samples + 1), "timing passes by context"):
-        for context, size in shuffle.sample(cells, len(cells)):
-            tree = planted(0, [], size, target)
-            caches[context].snapshot()
-            synchronize(target.device)
-            start = time.perf_counter()
-            target.score(tree, caches[context])
-            synchronize(target.device)
-            seconds[context][size] += [time.perf_counter() - start] if turn else []
-            caches[context].keep(context, [])
-    return {context: rising(averages(by_size)) for context, by_size in seconds.items()}
 
 
 def averages(samples: Mapping[K, Sequence[float]]) -> dict[K, float]:

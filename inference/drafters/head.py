@@ -65,13 +65,6 @@ class HeadDrafter(Drafter):
         clone.batch = HeadBatch(self.head, self.schedule, size)
         return [clone] * size, clone.batch
 
-    def within(self, depth: int) -> "HeadDrafter":
-        """Return the same head with trees that are no deeper."""
-        limited = HeadDrafter(self.head, self.policy.within(depth), self.name, self.schedule.within(depth))
-        limited.tree = f"{self.tree} within {depth}"
-        limited.shape = self.shape and limited.policy.shape()
-        return limited
-
 
 class HeadState(DrafterState):
     """A head's KV cache for one sequence, and its scores under the next root."""

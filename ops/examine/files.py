@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from eval.inputs.runs import own_prompts
-from eval.report.reading import read_report
+from eval.inputs.drafters import own_prompts
+from eval.report.write import read_report
 from heads.common.errors import one_line
 from heads.common.files import last_good
 from heads.common.untrusted import parse_yaml, parsed_file

@@ -12,9 +12,16 @@ from typing import Any, NamedTuple
 from data.text.template import template_sha256
 from heads.common.rope import Rope, positions_of
 from heads.common.target_config import UNBOUNDED, context_of
-from heads.formats.layer_ids import BLOCK_OUTPUTS, BLOCK_STATES, STATES, as_states
 from heads.formats.published import dflash, eagle, eagle3, medusa, mimo, peagle
-from heads.formats.published.plan import EMBEDDING, PLAIN, is_targets_embedding
+from heads.formats.published.plan import (
+    BLOCK_OUTPUTS,
+    BLOCK_STATES,
+    EMBEDDING,
+    PLAIN,
+    STATES,
+    as_states,
+    is_targets_embedding,
+)
 from heads.formats.store import CONFIG, QUANTISED, WEIGHTS
 from heads.modules.fusion import EAGLE3_LAYERS, chosen_layers, default_layers
 from inference.target.embeddings_only import EmbeddingsOnly

@@ -20,7 +20,7 @@ from examples.tiny import corpus, make_target
 from examples.tiny import recipe as recipes
 from examples.tiny.recipe import Part, Point, Recipe
 from heads.common.resolvers import ROOT
-from train.tracking.flops import Flops
+from train.step import Flops
 
 SMALL = Recipe(
     vocab=300, width=32, inner=48, heads=4, kv_heads=2, layers=4, shallow=2, context=64, window=32, batch_tokens=128,

@@ -15,7 +15,7 @@ from benchmarks.h100_estimate import BANDWIDTH, KERNEL, LAUNCH, PRODUCTS, READ
 from benchmarks.training_kernels import Kernel, Kernels
 from tests import toys
 from tests.train.test_memory import run_of
-from train.planning.head import head_cost
+from train.planning.shapes import head_cost
 
 SMALL = Kernel(counted.SMALL, 0, 8)
 

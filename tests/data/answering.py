@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data.answers.chats import AnswerSettings, Outcome, Reply, Talk
-from data.answers.write import Work, write_answers
+from data.answers.files import Work, write_answers
 from data.text.records import Record, parse
 from inference.target.target import Target
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from data.answers.client import Client, EndpointConfig
 from data.answers.endpoint import Endpoint
-from data.answers.write import write_answers
+from data.answers.files import write_answers
 from data.text.records import Record
 from heads.common.typed import typed
 from tests.data.answering import records, settings, words, work

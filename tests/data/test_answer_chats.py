@@ -4,8 +4,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from data.answers.chats import CAUSES, Conversation, Outcome, Reply, round_trips, talk_of, turns_of
+from data.text.masks import split_reasoning
 from data.text.prompts import prompt_of
-from data.text.reasoning import split_reasoning
 from data.text.records import Message, Record, parse
 from tests.data.answering import LENGTH, chat, settings, words
 from tests.data.chatml import Tokens

@@ -10,7 +10,7 @@ import pytest
 from data.answers import endpoint
 from data.answers.client import Client
 from data.answers.endpoint import Endpoint
-from data.answers.write import write_answers
+from data.answers.files import write_answers
 from data.text.records import parse
 from tests.data import chat_server as serve
 from tests.data.answering import LENGTH, chat, records, settings, words, work

@@ -14,10 +14,9 @@ from typing import IO, Any
 
 import pytest
 
-from data.answers import write as writing
+from data.answers import files as writing
 from data.answers.chats import Outcome
-from data.answers.files import Answers, append, complete_bytes, replace
-from data.answers.write import Worker, write_answers
+from data.answers.files import Answers, Worker, append, complete_bytes, replace, write_answers
 from heads.common.command import command
 from heads.common.progress import Bar
 from tests.data.answering import Quick, quick_bytes, records, settings, work

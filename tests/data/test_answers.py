@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from data.answers.engine import Engine, drafter_of
-from data.answers.write import Worker, source_of, write_answers
+from data.answers.files import Worker, source_of, write_answers
 from data.config import DataConfig
 from data.text.masks import Sample
 from data.text.prompts import load_samples

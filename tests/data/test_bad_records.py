@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
 from data.text import masks
+from data.text.masks import is_empty, without
 from data.text.prompts import (
     Prompt,
     held_out_prompts,
@@ -18,7 +19,6 @@ from data.text.prompts import (
     load_training,
     records_to_answer,
 )
-from data.text.reasoning import is_empty, without
 from data.text.records import parse
 from data.text.sources import open_source
 

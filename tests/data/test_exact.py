@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from data.answers.engine import Engine
-from data.answers.write import write_answers
+from data.answers.files import write_answers
 from data.config import DataConfig
 from data.text.exact import Exact, exact_tokens
 from data.text.prompts import before_answers, load_samples, load_training

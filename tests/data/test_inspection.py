@@ -1,18 +1,12 @@
-"""Samples to look at: whole characters, whose turn it is, and a page that needs nothing else."""
+"""Samples to look at: whole characters."""
 
-import html
 import re
-from pathlib import Path
 
-import pytest
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
-from data.inspection import pieces, roles, show, write_page
+from data.run import pieces, show
 from data.text.masks import Sample
-from tests.data.families import CHATS, FAMILIES, chat_record, family_tokenizer, masked
-
-TOOLS_AS_USERS = ("qwen25", "qwen3")  # their templates give a tool's result as the user's words
 
 
 def test_trained_tokens_stand_out_on_a_terminal(bare: PreTrainedTokenizerFast) -> None:
@@ -38,53 +32,4 @@ def test_characters_of_several_tokens_stay_whole(bare: PreTrainedTokenizerFast) 
     token = bare("é😀a")["input_ids"]
     assert len(token) == 7
     made = pieces(Sample("s", token[:-2], [0, 0, 1, 1, 1]), bare)
-    assert [(piece.text, piece.token, piece.trained) for piece in made] == [
-        ("é", token[:2], False),
-        ("\ufffd", token[2:5], True),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("family", "chat"), [(family, chat) for family in FAMILIES for chat in FAMILIES[family]["chats"]]
-)
-def test_whose_turn_it_is(family: str, chat: str) -> None:
-    tokenizer = family_tokenizer(family, False)
-    sample = masked(chat_record(family, chat), tokenizer)[-1]
-    found = [role for _, role in roles(sample, tokenizer) if role not in ("system", "developer")]
-    told = [message["role"] for message in CHATS[chat]["messages"] if message["role"] != "system"]
-    if family in TOOLS_AS_USERS:
-        told = ["user" if role == "tool" else role for role in told]
-    if family == "mistral" and chat == "tools":
-        told = ["user", "tool", "user", "assistant"]  # untrained answers have no header in these
-    assert found == told
-
-
-def test_the_page_holds_every_token_and_nothing_from_elsewhere(tmp_path: Path) -> None:
-    tokenizer = family_tokenizer("qwen3", False)
-    samples = masked(chat_record("qwen3", "tools_and_reasoning"), tokenizer)
-    path = tmp_path / "new" / "masks.html"
-    write_page(samples * 2, 1, tokenizer, path)
-    page = path.read_text(encoding="utf-8")
-    assert not re.search(r"https?:|src=|href=|@import|url\(", page)
-    assert "prefers-color-scheme:dark" in page
-    assert 'name="viewport"' in page
-    spans = re.findall(r'<span( class=on)? title="tokens? ([\d ]+), (not )?trained on">(.*?)</span>', page, re.DOTALL)
-    assert "".join(html.unescape(span[3]) for span in spans) == tokenizer.decode(samples[0].token)
-    assert [int(number) for span in spans for number in span[1].split()] == samples[0].token
-    assert [bool(span[0]) for span in spans for _ in span[1].split()] == [bool(on) for on in samples[0].mask]
-    assert all(bool(span[0]) != bool(span[2]) for span in spans)
-    begun = re.findall(r"<b>(\w+)</b>\s*<span[^>]*>(.*?)</span>", page, re.DOTALL)
-    assert {text for role, text in begun if role != "assistant"} == {"&lt;|im_start|&gt;"}
-    assert page.count("<h2>") == 1
-    on, tokens = sum(samples[0].mask), len(samples[0].mask)
-    assert f"<p>{on} of {tokens} tokens trained on ({on / tokens:.1%})</p>" in page
-    assert f"<h1>2 samples: {2 * on} of {2 * tokens} tokens trained on" in page
-    assert [path.name for path in path.parent.iterdir()] == ["masks.html"]
-
-
-def test_a_page_shows_markup_as_text(bare: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    token = bare("</span><script>alert(1)</script>")["input_ids"]
-    write_page([Sample("<b>", token, [1] * len(token))], 1, bare, tmp_path / "masks.html")
-    page = (tmp_path / "masks.html").read_text(encoding="utf-8")
-    assert page.count("<script>") == 1
-    assert "<h2>&lt;b&gt;</h2>" in page
+    assert made == [("é", False), ("\ufffd", True)]

@@ -10,8 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.text import masks
-from data.text.masks import Sample
-from data.text.reasoning import without
+from data.text.masks import Sample, without
 from data.text.records import Message, Record
 from data.text.template import turn_end_tokens
 from heads import rows

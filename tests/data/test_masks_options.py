@@ -12,9 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
 from data.text import masks
-from data.text.masks import Turn, samples_of
+from data.text.masks import Turn, reasoning_of, samples_of, skip, without
 from data.text.prompts import load_prompts, load_samples
-from data.text.reasoning import reasoning_of, skip, without
 from data.text.records import Record, parse
 from data.text.template import render
 from tests.data.chatml import PLAIN, TAGGED, Tokens

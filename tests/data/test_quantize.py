@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from data.features.quantize import DTYPES, decode, encode, size
+from data.features.store import DTYPES, decode, encode, size
 
 
 def states(width: int = 64) -> torch.Tensor:

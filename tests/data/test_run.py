@@ -54,15 +54,12 @@ def test_answers_are_written_and_then_shown(
     assert f"{out}: 3 answers in 3 of 3 chats; train on them with data.path={out}" in capsys.readouterr().out
     noted = json.loads(Path(f"{out}.meta.json").read_text(encoding="utf-8"))
     assert [noted[key] for key in ("by", "run", "drafter", "batch_size")] == ["engine", None, {"plain": {}}, 2]
-    page = tmp_path / "masks.html"
-    call(*of_model, f"data.path={path}", "inspect=2", "limit=4", f"inspect_html={page}")
+    call(*of_model, f"data.path={path}", "inspect=2", "limit=4")
     shown = capsys.readouterr().out
     assert "assistant\n⟦x<|im_end|>⟧" in shown
     assert "q1: 2 of" in shown
     assert "q2: " not in shown
     assert "4 samples: 8 of" in shown
-    assert f"{page}: the same samples as a page" in shown
-    assert page.read_text(encoding="utf-8").count("<h2>") == 2
 
 
 def test_an_endpoint_answers_instead_of_the_target(
@@ -93,7 +90,6 @@ def test_an_endpoint_answers_instead_of_the_target(
         ([], "nothing to do: give answers=FILE.jsonl, or inspect=N"),
         (["inspect=1", "model.path=/nowhere"], "model.path=/nowhere: no tokenizer loads from there (no such folder"),
         (["inspect=much"], "inspect"),
-        (["inspect_html=masks.html"], "inspect_html=masks.html: shows the samples of inspect=N; give inspect=5"),
         (["inspect=1", "data.turns=first"], "data.turns is 'first': choose all, last"),
         (["answers=a.txt"], "answers=a.txt: is written as JSON Lines; give a name that ends in .jsonl or .json"),
         (["answers=a.jsonl.gz"], "answers=a.jsonl.gz: is written as JSON Lines; give a name that ends in .jsonl"),

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from data.batches import Batches, Packed
-from data.features.served import Served
+from data.features.served import Served, VllmServers
 from data.features.source import FeatureRequest, Live
 from data.features.store import INDEX, FeatureStore
 from data.features.vllm_features import LayerIds, pieces
-from data.features.vllm_server import VllmServers
 from inference.target.embeddings import final_norm
 from inference.target.target import Target
 from tests import toys

@@ -14,8 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from data.features.coding import Copying
-from data.features.extraction import estimate, extract
+from data.features.extraction import extract
 from data.features.store import (
     INDEX,
     META,
@@ -125,27 +124,6 @@ def test_a_damaged_shard_is_extracted_again_once_its_entry_is_gone(tmp_path: Pat
     (tmp_path / INDEX / "000002.json").unlink()
     filled(tmp_path)
     assert contents(tmp_path) == before
-
-
-def test_an_extraction_adds_to_a_hybrid_runs_rows_what_it_announces(tmp_path: Path) -> None:
-    store = FeatureStore.create(tmp_path, stores.SPEC)
-    for number, rows in enumerate(([0, 2], [4, 6], [8, 9])):
-        store.write(f"keep-{number:06d}", rows, stores.made(rows))
-    computed = list[int]()
-
-    def make(rows: list[int]) -> Copying:
-        computed.extend(rows)
-        return stores.ready(rows)
-
-    for expected in ([1, 3, 5, 7, 10], [4, 6]):
-        assert estimate(tmp_path, stores.SPEC, None).rows == len(expected)
-        extract(FeatureStore(tmp_path), make, 2, 0, 1)
-        assert computed == expected
-        whole = FeatureStore(tmp_path)
-        assert sorted(row for entry in whole.entries.values() for row in entry.rows) == list(range(11))
-        assert all(torch.equal(whole.read(row)["last"], stores.made([row])["last"]) for row in range(11))
-        computed.clear()
-        (tmp_path / INDEX / "keep-000001.json").unlink(missing_ok=True)  # as the error of a damaged row says
 
 
 @pytest.mark.parametrize("at", [0.0, 0.2, 0.5, 0.9])
@@ -284,14 +262,6 @@ def test_few_shards_wait_to_be_written() -> None:
         threading.Timer(0.1, free.set).start()
         queue.put(slow)
         assert free.is_set()
-
-
-def test_a_damaged_shard_keeps_its_name(tmp_path: Path) -> None:
-    store = FeatureStore.create(tmp_path, stores.SPEC)
-    for rows in ([3], [5, 6]):
-        store.write(store.free_name("keep"), rows, stores.made(rows))
-    flip(tmp_path / INDEX / "keep-000001.json", 0.5)
-    assert FeatureStore(tmp_path).free_name("keep") == "keep-000002"
 
 
 def test_an_entry_is_small_and_says_its_rows(tmp_path: Path) -> None:

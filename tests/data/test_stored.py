@@ -1,8 +1,9 @@
-"""Features read ahead: the live ones up to rounding, whatever the store lacks, and what a hybrid run keeps."""
+"""Features read ahead: the live ones up to rounding, and whatever the store lacks."""
 
 import logging
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,14 @@ from data.batches import Batches, Packed
 from data.features.coding import Copying, States, compute, copying, join, start
 from data.features.extraction import extract, spec_of
 from data.features.source import FeatureRequest, FeaturesConfig, Live
-from data.features.store import INDEX, SHARDS, DamagedError, FeatureStore, Row, split
-from data.features.stored import Fallback, Stored, StoreWriter
+from data.features.store import INDEX, SHARDS, DamagedError, FeatureStore, Row
+from data.features.stored import Compute, Stored
 from heads.base import Features
 from heads.common.typed import typed
 from inference.target.target import Target
 from tests import families, toys
 from tests.data import asking, stores
-from tests.data.test_store import contents, flip
+from tests.data.test_store import flip
 
 LAYERS = (0, 2)
 
@@ -61,13 +62,13 @@ def under_way(target: Target, packed: Packed, store: FeatureStore, rows: list[in
 
 
 def stored(
-    store: FeatureStore, of: Batches, fallback: Fallback | None = None, layers: tuple[int, ...] = LAYERS
+    store: FeatureStore, of: Batches, recomputed: Compute | None = None, layers: tuple[int, ...] = LAYERS
 ) -> Stored:
-    return Stored(store, of, FeatureRequest(layers, torch.float32), torch.device("cpu"), 3, fallback)
+    return Stored(store, of, FeatureRequest(layers, torch.float32), torch.device("cpu"), 3, recomputed)
 
 
-def fallback(target: Target, store: FeatureStore, writer: StoreWriter | None = None) -> Fallback:
-    return Fallback(lambda token, document: compute(target, token, document, store.spec), writer)
+def recomputed(target: Target, store: FeatureStore) -> Compute:
+    return partial(compute, target, spec=store.spec)
 
 
 def steps(source: Any, count: int) -> list[Features]:
@@ -164,7 +165,7 @@ def test_a_missing_row_is_named_or_computed(tmp_path: Path, target: Target, pack
     store = FeatureStore(tmp_path)
     with pytest.raises(DamagedError, match=r"row [012] is in no shard; extract it, or give features.on_missing"):
         steps(stored(store, batches(packed)), 9)
-    source = stored(store, batches(packed), fallback(target, store))
+    source = stored(store, batches(packed), recomputed(target, store))
     same(steps(source, 9), steps(Live(target, batches(packed), LAYERS), 9), 1e-5)
     assert 0 < source.computed < source.read == 36 - source.computed
 
@@ -178,7 +179,7 @@ def test_a_damaged_row_is_named_or_computed_with_a_warning(
     with pytest.raises(DamagedError, match=r"00000[12]\.safetensors: row [3-8]"):
         steps(stored(store, batches(packed)), 9)
     with caplog.at_level(logging.WARNING):
-        source = stored(store, batches(packed), fallback(target, store))
+        source = stored(store, batches(packed), recomputed(target, store))
         same(steps(source, 9), steps(Live(target, batches(packed), LAYERS), 9), 1e-5)
     assert "000001.safetensors" in caplog.text
     assert "000002.safetensors" in caplog.text
@@ -189,71 +190,7 @@ def test_a_computed_row_is_rounded_as_a_stored_one(tmp_path: Path, target: Targe
     whole = extracted(tmp_path / "whole", target, packed, dtype="fp8")
     empty = FeatureStore.create(tmp_path / "empty", whole.spec)
     ours = steps(stored(whole, batches(packed)), 6)
-    same(steps(stored(empty, batches(packed), fallback(target, empty)), 6), ours, 2e-2)
-
-
-def hybrid(folder: Path, target: Target, packed: Packed, budget: float | None, of: Batches | None = None) -> Stored:
-    spec = replace(spec_of(target, packed, LAYERS, config(mode="hybrid")), shard_rows=3)
-    store = FeatureStore.create(folder, spec)
-    return stored(store, of or batches(packed), fallback(target, store, StoreWriter(FeatureStore(folder), budget)))
-
-
-def test_a_hybrid_run_keeps_what_it_computes(tmp_path: Path, target: Target, packed: Packed) -> None:
-    rows = len(packed.token)
-    source = hybrid(tmp_path, target, packed, None)
-    epoch = -(-rows // 4)
-    same(steps(source, epoch), steps(Live(target, batches(packed), LAYERS), epoch), 1e-5)
-    said = source.close()
-    store = FeatureStore(tmp_path)
-    assert store.missing() == []
-    assert f"{rows} kept in {tmp_path}" in said
-    again = hybrid(tmp_path, target, packed, None)
-    same(steps(again, epoch), steps(Live(target, batches(packed), LAYERS), epoch), 1e-5)
-    again.close()
-    assert again.computed == 0
-    for row in range(rows):
-        wanted = split(under_way(target, packed, store, [row]).result())[0]
-        assert all(torch.allclose(store.read(row)[name], wanted[name], atol=1e-5) for name in wanted)
-
-
-def test_two_hybrid_runs_share_a_store(tmp_path: Path, target: Target, packed: Packed) -> None:
-    one, two = (hybrid(tmp_path, target, packed, None) for _ in range(2))
-    for step in range(5):
-        for source in (one, two):
-            assert [micro.read() for micro in source(step)]
-    one.close()
-    two.close()
-    store = FeatureStore(tmp_path)
-    rows = [row for entry in store.entries.values() for row in entry.rows]
-    assert len(rows) == len(set(rows))
-    assert store.missing() == []
-    assert store.damaged == {}
-
-
-def test_rows_that_only_fill_up_are_trained_and_not_kept(tmp_path: Path, target: Target, packed: Packed) -> None:
-    """Of an odd batch the second of two processes has one less; it comes first, when no row is stored."""
-    for rank in (1, 0):
-        of = Batches(packed, 3, 1, 0, rank, 2)
-        source = hybrid(tmp_path, target, packed, None, of)
-        same(steps(source, 6), steps(Live(target, of, LAYERS), 6), 1e-5)
-        source.close()
-    store = FeatureStore(tmp_path)
-    assert store.damaged == {}
-    assert sorted(row for entry in store.entries.values() for row in entry.rows) == list(range(len(packed.token)))
-
-
-def test_the_budget_is_kept_and_training_goes_on(
-    tmp_path: Path, target: Target, packed: Packed, caplog: pytest.LogCaptureFixture
-) -> None:
-    spec = spec_of(target, packed, LAYERS, config(mode="hybrid"))
-    with caplog.at_level(logging.WARNING):
-        source = hybrid(tmp_path, target, packed, budget=7.5 * spec.row_bytes)
-        same(steps(source, 9), steps(Live(target, batches(packed), LAYERS), 9), 1e-5)
-        source.close()
-    assert "the disk budget is used up" in caplog.text
-    store = FeatureStore(tmp_path)
-    assert 0 < store.bytes() <= 7.5 * spec.row_bytes
-    assert not any(file.startswith("shards/.") for file in contents(tmp_path))
+    same(steps(stored(empty, batches(packed), recomputed(target, empty)), 6), ours, 2e-2)
 
 
 def test_waiting_is_counted(tmp_path: Path, target: Target, packed: Packed, monkeypatch: pytest.MonkeyPatch) -> None:

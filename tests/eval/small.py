@@ -16,8 +16,7 @@ from heads.formats.store import save_head
 from tests import toys
 
 TUNER = {
-    "depths": [1, 3], "top_k": [2], "nodes": [1, 3, 6], "contexts": [], "samples": 1, "prompts": 2,
-    "batch_sizes": [1, 2],
+    "depths": [1, 3], "top_k": [2], "nodes": [1, 3, 6], "samples": 1,
 }  # fmt: skip
 SIZE = {"prompts": 2, "max_new_tokens": 8, "repeats": 1, "warmup": 0, "gate_tv": 0.2, "tier": "live", "tuner": TUNER}
 

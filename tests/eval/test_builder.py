@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eval.inputs.texts import Text
+from eval.inputs.workloads import Text
 from eval.measures import metrics
 from eval.measures.metrics import Passes
 from eval.measures.results import TEACHER_FORCED, Measurement, Request, Row, Source, text_results
-from eval.offline.teacher_forced import Overlap, expected
+from eval.teacher_forced import Overlap, expected
 
 SESSION = Measurement("tiny", 1.0, 1, 0, 0, conversations=[0, 1], tier=TEACHER_FORCED)
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from eval.inputs.texts import write
+from eval.inputs.workloads import write
 from eval.measures.cost_model import draft_key
 from eval.tuning import costs as costing
-from eval.tuning.costs import PlaybackBatch, measure, planted, typical, verification
+from eval.tuning.costs import PlaybackBatch, measure, planted, typical
 from heads.base import NewRows, Nodes
 from inference.batch import Batch
 from inference.decode import Settings
@@ -189,13 +189,6 @@ def test_no_draft_is_left_without_a_price_however_few_the_passes(monkeypatch: py
     head = HeadDrafter(toys.head("eagle", target), trees[0], "eagle")
     found = measure(target, head, texts, trees, (1, 4), 50, Settings(3, GREEDY))
     assert set(found.draft) == {draft_key(tree) for tree in trees}
-
-
-def test_verification_by_context_and_size_leaves_out_what_does_not_fit() -> None:
-    target = toys.target()
-    found = verification(target, SIZES, [-3, 16, 64, 155], 2, 0)
-    assert list(found) == [16, 64]
-    assert all(list(each) and set(each) == set(SIZES) and min(each.values()) > 0 for each in found.values())
 
 
 def test_a_typical_value_drops_single_outliers_and_keeps_the_mean() -> None:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from eval.measures import chi_square
-from eval.measures.chi_square import Cells, ChiSquareTest, cells, p_value, samples_for, samples_needed, statistic
+from eval.measures import losslessness
+from eval.measures.losslessness import Cells, ChiSquareTest, cells, p_value, samples_for, samples_needed, statistic
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_it_rejects_as_often_as_it_says(off: float) -> None:
         drawn = torch.multinomial(drawn_from, count, replacement=True, generator=generator).tolist()
         rejected += p_value(statistic(of, drawn), of.freedom) < alpha
     share, spread = rejected / trials, 4 * (0.25 / trials) ** 0.5
-    assert share < alpha + spread / 2 if off == 0 else share > chi_square.POWER - spread
+    assert share < alpha + spread / 2 if off == 0 else share > losslessness.POWER - spread
 
 
 def test_a_control_that_is_not_caught_is_no_proof() -> None:

@@ -11,9 +11,8 @@ import torch
 
 from data.text.prompts import Prompt
 from eval.config import eval_config
-from eval.live import interleaved, request_rate
-from eval.live.interleaved import Setup
-from eval.live.request_rate import Served, arrivals, latencies, measure, queued_rows, serve, throughput
+from eval.live import interleaved
+from eval.live.interleaved import Served, Setup, arrivals, latencies, measure_rate, queued_rows, serve, throughput
 from eval.measures import metrics
 from eval.measures.losslessness import Divergence, Gate
 from eval.measures.results import Measurement, Row
@@ -126,10 +125,10 @@ def test_all_drafters_meet_the_same_arrivals_and_each_round_has_its_own(monkeypa
         seen.append(when)
         return serve(batch, prompts, [0.0] * len(prompts), settings)
 
-    monkeypatch.setattr(request_rate, "serve", noted)
+    monkeypatch.setattr(interleaved, "serve", noted)
     prompts = [Prompt(f"p{i}", toys.prompt(i, 6), "") for i in range(3)]
     drafters = {name: Noted(target.device) for name in ("one", "two")}
-    rounds = measure(Setup(target, drafters, prompts, replace(SETTINGS, max_new_tokens=2)), 2, prompts[:1], 1, 5.0)
+    rounds = measure_rate(Setup(target, drafters, prompts, replace(SETTINGS, max_new_tokens=2)), 2, prompts[:1], 1, 5.0)
     assert seen[:3] == [[0.0]] * 3, "every source's warm-up"
     del seen[:3]
     assert len(seen) == 6
@@ -137,7 +136,7 @@ def test_all_drafters_meet_the_same_arrivals_and_each_round_has_its_own(monkeypa
     assert {drafter.forgot for drafter in drafters.values()} == {2}
     assert list(rounds) == ["plain", "one", "two"]
     assert all([len(each) for each in found] == [2, 2, 2] for found in rounds.values())
-    measure(Setup(target, {"one": drafters["one"]}, prompts, replace(SETTINGS, max_new_tokens=2)), 2, [], 1, 5.0)
+    measure_rate(Setup(target, {"one": drafters["one"]}, prompts, replace(SETTINGS, max_new_tokens=2)), 2, [], 1, 5.0)
     assert (seen[6], seen[9]) == (seen[0], seen[3])  # whoever else is measured
 
 
@@ -162,10 +161,10 @@ def test_graphs_are_captured_before_the_rounds(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("inference.step.Graphs", Noting)
     monkeypatch.setattr(DeviceStep, "__init__", static)
-    monkeypatch.setattr(request_rate, "serve", noted)
+    monkeypatch.setattr(interleaved, "serve", noted)
     prompts = [Prompt(f"p{i}", toys.prompt(i, size), "") for i, size in enumerate((12, 70, 30))]
     drafters = {"eagle": HeadDrafter(toys.head("eagle", target), toys.TREES["chain"], "eagle")}
-    measure(Setup(target, drafters, prompts, SETTINGS), 2, [Prompt("w", toys.prompt(9, 20), "")], 2, 300.0)
+    measure_rate(Setup(target, drafters, prompts, SETTINGS), 2, [Prompt("w", toys.prompt(9, 20), "")], 2, 300.0)
     target.idle.clear()
     rounds = [i for i, what in enumerate(where) if what == "served"]
     assert "new" in where[: rounds[2]], "the warm-up of two sources"
@@ -177,7 +176,7 @@ def test_the_tokens_are_those_of_a_full_batch(size: int) -> None:
     target = toys.target()
     drafter = HeadDrafter(toys.head("eagle", target), toys.TREES["dynamic"], "eagle")
     prompts = [Prompt(f"p{i}", toys.prompt(i, 8), "") for i in range(4)]
-    rounds = measure(Setup(target, {"eagle": drafter}, prompts, SETTINGS), 1, [], size, 300.0)
+    rounds = measure_rate(Setup(target, {"eagle": drafter}, prompts, SETTINGS), 1, [], size, 300.0)
     plain = speculate(target, Plain(target.device), [prompt.token for prompt in prompts], SETTINGS, batch_size=size)
     assert any(toys.lively(run.tokens) for run in plain)
     for name in ("plain", "eagle"):
@@ -217,7 +216,7 @@ def loaded(gate: Gate, rate: float | None = 2.0, categories: dict[str, list[int]
     session = Measurement("tiny", 0.0, 1, 0, 0, categories=categories or {}, request_rate=rate)
     drafters = {"eagle": Plain(torch.device("cpu"))}
     return queued_rows(
-        interleaved.rows(request_rate.generations(rounds), drafters, {"eagle": gate}, session), rounds, session
+        interleaved.rows(interleaved.generations(rounds), drafters, {"eagle": gate}, session), rounds, session
     )
 
 
@@ -241,7 +240,7 @@ def test_turns_of_one_conversation_are_drawn_together() -> None:
     rounds = {"plain": PLAIN, "eagle": FAST}
     session = Measurement("tiny", 0.0, 1, 0, 0, conversations=[3, 3], request_rate=2.0)
     made = interleaved.rows(
-        request_rate.generations(rounds), {"eagle": Plain(torch.device("cpu"))}, {"eagle": GREEN}, session
+        interleaved.generations(rounds), {"eagle": Plain(torch.device("cpu"))}, {"eagle": GREEN}, session
     )
     assert [row.speedup_ci for row in queued_rows(made, rounds, session)] == [None, None]
 

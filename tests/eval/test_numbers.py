@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.measures.cost_model import Costs, Prediction
-from eval.report import plots, sections
+from eval.report import plots
 from eval.report.render import markdown, title
 from eval.report.view import results_of
 from eval.report.write import Report
-from eval.tuning.results import AtBatch, Candidate, Measured, candidate_table, cost_table
+from eval.tune import AtBatch, Candidate, Measured, candidate_table, cost_table
 from tests import toys
 from tests.eval.stubs import ROW
 
@@ -22,25 +22,11 @@ PLAIN = replace(
     seconds={"draft": 0.0, "verify": 0.15, "other": 0.021}, memory_bytes=3 * 2**20, accepted_by_depth=[],
     conditional_by_depth=[],
 )  # fmt: skip
-TREES = [
-    {"family": "chain", "tree": "chain-2", "tau": 1.5, "nodes": 2.0, "speedup": 1.2},
-    {"family": "static", "tree": "static-9", "tau": 2.5, "nodes": 9.0, "speedup": 1.1},
-    {"family": "dynamic", "tree": "dynamic-d4k3n9", "tau": 2.0, "nodes": 8.0, "speedup": 1.4},
-]
 EXTRAS: dict[str, Any] = {
     "training": {
         "eagle": {
             "steps": [{"step": 5, "loss": 3.0, "accuracy": [0.5, 0.25]}, {"step": 9, "loss": 2.0, "accuracy": [0.6]}],
             "tau": [{"step": 9, "tau": 2.0, "low": 1.5, "high": 2.5}],
-        }
-    },
-    "other_trees": {
-        "eagle": {
-            "trees": TREES, "own": TREES[0], "best": TREES[2], "stops_paying": {"own": 4, "best": None},
-            "loads": [
-                {"batch_size": 1, "own": 1.2, "best": 1.4, "tree": "dynamic-d4k3n9"},
-                {"batch_size": 4, "own": None, "best": 1.1, "tree": "chain-2"},
-            ],
         }
     },
 }  # fmt: skip
@@ -80,14 +66,6 @@ def test_a_result_is_read_as_its_row_says() -> None:
     assert [each.accepted for each in found[1:]] == [" ".join(["0.50"] * 8), " ".join(["0.50"] * 8) + " …"]
 
 
-def test_the_table_of_other_trees_has_those_that_promise_or_accept_most_first() -> None:
-    lines = sections.other_trees(content()).lines
-    assert [line[2] for line in lines] == ["dynamic-d4k3n9", "chain-2", "static-9"]
-    unpriced = [{**tree, "speedup": None} for tree in TREES]
-    lines = sections.other_trees({"other_trees": {"eagle": {"trees": unpriced}}}).lines
-    assert lines[0] == ["eagle", "static", "static-9", "9.00", "2.50", "-"]
-
-
 def test_a_title_and_the_peak_of_all_rows_are_in_the_text() -> None:
     assert "Peak memory: 3 MiB of" in markdown(content(), [])
     target = {"name": "t", "quantized": "int8", "adapter": "a"}
@@ -104,19 +82,18 @@ def cells(table: Table) -> list[list[str]]:
 
 def test_a_tunings_tables_are_in_milliseconds_and_percent() -> None:
     costs = Costs(2, 0.004, {0: 0.004, 8: 0.009}, ({}, {}), {}, {})
-    contexts = {16: {0: 0.001, 4: 0.002, 8: 0.003}}
-    table = cost_table([AtBatch(2, costs, [], None, "")], contexts)
+    table = cost_table([AtBatch(2, costs, [], None, "")])
     assert [str(column.header) for column in table.columns][1:] == ["plain", "0", "8"]
-    assert cells(table) == [["2, workload", "4.00", "4.00", "9.00"], ["1, 16 tokens", "", "1.00", "3.00"]]
+    assert cells(table) == [["2", "4.00", "4.00", "9.00"]]
     foreseen = Prediction(2.1, 4.0, {}, 81.5, 1.5)
     measured = Measured(2.0, 90.0, 60.0, 1.25, None, {"failed": 0}, {}, 1.0)
-    one = Candidate("chain", toys.TREES["chain"], foreseen, {16: 1.4}, measured)
-    failed = replace(one, measured=replace(measured, speedup=None), at_contexts={})
+    one = Candidate("chain", toys.TREES["chain"], foreseen, measured)
+    failed = replace(one, measured=replace(measured, speedup=None))
     table = candidate_table(2, [replace(one, measured=None), one, failed])
     assert "plain 60.0 tokens/s" in str(table.title)
     predicted = ["chain", "chain-4", "2.10", "81.5", "1.50"]
     assert cells(table) == [
-        [*predicted, "", "", "", "", "16: 1.40"],
-        [*predicted, "2.00", "90.0", "1.25", "+20.0 %", "16: 1.40"],
-        [*predicted, "2.00", "90.0", "withheld", "", ""],
+        [*predicted, "", "", "", ""],
+        [*predicted, "2.00", "90.0", "1.25", "+20.0 %"],
+        [*predicted, "2.00", "90.0", "withheld", ""],
     ]

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eval.inputs.texts import Text, of_answer, write
+from eval.inputs.workloads import Text, of_answer, write
 from eval.measures import metrics
-from eval.offline.teacher_forced import Overlap, expected, overlap, record, replay
+from eval.teacher_forced import Overlap, expected, overlap, record, replay
 from heads.base import Features
 from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter

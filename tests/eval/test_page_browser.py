@@ -8,11 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
-from data.inspection import write_page
-from data.text.masks import Sample
 from tests.eval.test_page import report
 
 pytestmark = pytest.mark.slow
@@ -95,7 +91,6 @@ def test_text_with_a_script_in_it_is_shown_and_not_run(browser: Any, tmp_path: P
     shown = made.extras["answers"][0]
     first = shown["pieces"][0]
     shown["question"] = first["text"] = evil
-    first["top"] = [(evil, first["top"][0][1]), *first["top"][1:]]
     names = {"workload": evil, "tree": f"{evil}\x1b[2J\n", "rule": "datum['x'].y[0] {{7*7}} \u202e"}
     rows = [replace(row, **names) for row in made.rows]
     replace(made, target={"name": evil}, settings={**made.settings, evil: evil}, rows=rows).write(tmp_path)
@@ -108,7 +103,6 @@ def test_text_with_a_script_in_it_is_shown_and_not_run(browser: Any, tmp_path: P
     assert view.locator("pre.question").first.inner_text() == evil
     assert view.locator("pre.answer").first.locator("span").first.inner_text() == evil
     assert evil in view.locator("h1").inner_text()
-    assert evil in str(view.locator("pre.answer").first.locator("span").first.get_attribute("title"))
     assert view.locator("#table-results tbody tr").first.inner_text().count("<script>") == 1
     assert view.locator(".plot svg").count() == view.locator(".plot").count() == 5
     for plot in view.locator(".plot svg").all():
@@ -116,17 +110,4 @@ def test_text_with_a_script_in_it_is_shown_and_not_run(browser: Any, tmp_path: P
     assert view.evaluate("window.ran") is None
     assert said == []
     assert view.evaluate("document.images.length") == 0
-    view.close()
-
-
-def test_a_page_of_masks_shows_a_script_and_does_not_run_it(browser: Any, tmp_path: Path) -> None:
-    evil = "</span><script>window.ran=1</script>"
-    words = Tokenizer(models.WordLevel({evil: 0}, unk_token=evil))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
-    write_page([Sample(evil, [0, 0], [0, 1])], 1, tokenizer, tmp_path / "masks.html")
-    view = browser.new_page()
-    view.goto((tmp_path / "masks.html").as_uri())
-    assert evil in view.locator("pre").first.inner_text()
-    assert view.locator("h2").inner_text() == evil
-    assert view.evaluate("window.ran") is None
     view.close()

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from eval.live import interleaved, sampled
+from eval import gates
+from eval.live import interleaved
 from eval.run import evaluate
 from inference.verification.verify import COUPLED
 from tests import toys
@@ -82,7 +83,7 @@ def test_batches_are_gated_above_temperature_0_too(runs: Path, tmp_path: Path, m
 def test_a_red_draw_withholds_the_speedup_of_its_temperature_alone(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampled, "resampled", lambda p, rng, count: rng.sample(p.expand(count, -1)))  # nothing broken
+    monkeypatch.setattr(gates, "resampled", lambda p, rng, count: rng.sample(p.expand(count, -1)))  # nothing broken
     made = evaluate(small(runs, tmp_path, hf=False, temperature=[0, 1.0], gate_tv=0.1, seed=3))
     assert not made.passed
     assert "broken control NOT caught" in made.failures()[0]

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from eval.measures.chi_square import ChiSquareTest
-from eval.measures.losslessness import Divergence, Gate, SampledGate
+from eval.measures.losslessness import ChiSquareTest, Divergence, Gate, SampledGate
 from eval.measures.metrics import quantiles
-from eval.report.reading import read_report, report_of
-from eval.report.write import Report
+from eval.report.write import Report, read_report, report_of
 from tests.eval.stubs import ROW, markdown
 
 LAW = ChiSquareTest(1000, 2, 7, 6.0, 0.5, 0.2, 0.9, 1e-3, 0.0)

@@ -15,9 +15,8 @@ from rich.console import Console
 from eval.measures.losslessness import UNCHECKED, Divergence, Gate
 from eval.measures.results import TEACHER_FORCED, Row
 from eval.report import render
-from eval.report.reading import report_of
 from eval.report.render import library, terminal
-from eval.report.write import Report
+from eval.report.write import Report, report_of
 from heads.common.files import write_whole
 from tests.eval.stubs import ROW, markdown
 
@@ -177,7 +176,7 @@ def test_a_failed_write_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.iterdir()) == [file]
 
 
-FILES = ["report.json", "speculation_profile.json", "report.md", "report.html"]
+FILES = ["report.json", "report.md", "report.html"]
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -207,7 +206,7 @@ def test_where_the_page_cannot_be_made_the_rest_is_written(
     monkeypatch.setattr(render, "library", library.__wrapped__)
     monkeypatch.setattr(render, "BUNDLE", "import os, signal; os.kill(os.getpid(), signal.SIGTRAP)")  # as V8 ends
     report().write(tmp_path)
-    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(FILES[:3])
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(FILES[:2])
     assert json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["rows"][0]["tau"] == ROW.tau
     assert "2.03" in (tmp_path / "report.md").read_text(encoding="utf-8")
     (line,) = caplog.messages
@@ -228,7 +227,7 @@ def test_names_from_outside_are_no_markup_and_move_no_cursor(tmp_path: Path) -> 
     assert "<script" not in markdown(made)
     assert "](" not in markdown(made)
     assert "\n| a |" not in markdown(made)
-    assert {each.name for each in tmp_path.iterdir()} == {*FILES} - {FILES[1]}  # its tree is no chain
+    assert {each.name for each in tmp_path.iterdir()} == {*FILES}
 
 
 def test_a_name_from_outside_begins_no_line_of_its_own() -> None:

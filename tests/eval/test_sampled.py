@@ -7,11 +7,19 @@ import pytest
 import torch
 
 from data.text.prompts import Prompt
-from eval.live import interleaved, sampled
+from eval import gates
+from eval.gates import coupled_check, race_gap, sampled_gates
+from eval.live import interleaved
 from eval.live.interleaved import Setup
-from eval.live.sampled import coupled_check, race_gap, sampled_gates
-from eval.measures.chi_square import ChiSquareTest
-from eval.measures.losslessness import UNCHECKED, Divergence, Gate, SampledGate, verdict_of, worst
+from eval.measures.losslessness import (
+    UNCHECKED,
+    ChiSquareTest,
+    Divergence,
+    Gate,
+    SampledGate,
+    verdict_of,
+    worst,
+)
 from inference import step
 from inference.decode import Generation, Settings, autoregress
 from inference.drafters.head import HeadDrafter
@@ -64,9 +72,9 @@ def sampled_test(
     """Return the test of the toy MTP head's draws; about half of them are accepted."""
     target, how = toys.target(), replace(HOT, sampling=Sampling(temperature, 0, 1.0), gaps=True)
     head: Any = toys.head("mtp", target)
-    candidates = sampled.texts(PROMPTS, [autoregress(target, prompt.token, how) for prompt in PROMPTS])
+    candidates = gates.texts(PROMPTS, [autoregress(target, prompt.token, how) for prompt in PROMPTS])
     drafter = HeadDrafter(head, toys.TREES[tree], tree, schedule)
-    found, why = sampled.chi_square_test(target, drafter, candidates, replace(how, gaps=False), tv, 1e-3)
+    found, why = gates.chi_square_test(target, drafter, candidates, replace(how, gaps=False), tv, 1e-3)
     assert found is not None, why
     return found
 
@@ -126,7 +134,7 @@ def test_slightly_easier_coins_are_caught_by_as_many_draws_as_a_report_has(
 def test_a_batch_that_drafts_nothing_or_finds_no_memory_leaves_the_draws_to_one_sequence(
     paused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes, acquire = list[int](), sampled.acquire
+    sizes, acquire = list[int](), gates.acquire
 
     def noted(target: Any, drafter: Any, size: int, requests: Any) -> Any:
         sizes.append(size)
@@ -134,11 +142,11 @@ def test_a_batch_that_drafts_nothing_or_finds_no_memory_leaves_the_draws_to_one_
             raise ValueError("no memory")
         return acquire(target, drafter, size, requests)
 
-    monkeypatch.setattr(sampled, "acquire", noted)
+    monkeypatch.setattr(gates, "acquire", noted)
     tree = toys.TREES["chain"]
     found = sampled_test("chain", 0.2, 1.0, Schedule([Scheduled(1, tree), Scheduled(2, None if paused else tree)]))
     assert found.passed
-    assert sizes == [sampled.TOGETHER, 1] * found.prefixes
+    assert sizes == [gates.TOGETHER, 1] * found.prefixes
 
 
 def test_prefixes_share_no_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,16 +156,16 @@ def test_prefixes_share_no_random_numbers(monkeypatch: pytest.MonkeyPatch) -> No
         seeds.append(of_prefix)
         return [0] * count
 
-    monkeypatch.setattr(sampled, "_samples", noted)
+    monkeypatch.setattr(gates, "_samples", noted)
     assert sampled_test("chain", 0.06, 4.0).prefixes == 2
     assert len({*seeds}) == 2
 
 
 def test_a_question_that_was_asked_twice_is_one_prefix() -> None:
     plain = [autoregress(toys.target(), prompt.token, replace(HOT, gaps=True)) for prompt in PROMPTS]
-    once = sampled.texts(PROMPTS, plain)
+    once = gates.texts(PROMPTS, plain)
     assert len(once) == 3
-    assert sampled.texts([*PROMPTS, *PROMPTS], [*plain, *plain]) == once
+    assert gates.texts([*PROMPTS, *PROMPTS], [*plain, *plain]) == once
 
 
 @pytest.mark.parametrize("source", ["chain", "lookup"])
@@ -178,7 +186,7 @@ def test_a_rule_on_the_host_that_likes_its_drafts_too_much_is_caught(
     prompts = [prompt._replace(token=[*range(toys.VOCAB), *prompt.token]) for prompt in PROMPTS]
     setup = Setup(target, drafters, prompts, HOT)
     assert sampled_gates(setup, TV, 1)[0].passed
-    monkeypatch.setattr(sampled, "decide", lenient)
+    monkeypatch.setattr(gates, "decide", lenient)
     (found,) = sampled_gates(setup, TV, 1)
     assert found.distribution is not None
     assert found.distribution.caught
@@ -250,13 +258,13 @@ def test_the_race_has_the_winner_that_decoding_chose(monkeypatch: pytest.MonkeyP
     target, how = toys.target(), replace(HOT, rule=COUPLED)
     plain = autoregress(target, PROMPTS[0].token, how)
     gumbel_scores = []
-    race = sampled.Coupled.race
+    race = gates.Coupled.race
 
     def noted(self: Any, law: torch.Tensor, depth: int = 1) -> torch.Tensor:
         gumbel_scores.append(int(race(self, law, depth).argmax()))
         return race(self, law, depth)
 
-    monkeypatch.setattr(sampled.Coupled, "race", noted)
+    monkeypatch.setattr(gates.Coupled, "race", noted)
     for place in range(len(plain.tokens)):
         assert race_gap(target, PROMPTS[0].token, plain.tokens[:place], how) > 0
     assert gumbel_scores == plain.tokens
@@ -285,7 +293,7 @@ def test_a_races_gap_is_in_logits_at_any_temperature(temperature: float, monkeyp
     """Noise of one value leaves the race to the law: its winner is ahead by what its logit is."""
     target, prompt = toys.target(), PROMPTS[0].token
     how = replace(HOT, rule=COUPLED, sampling=replace(HOT.sampling, temperature=temperature))
-    monkeypatch.setattr(sampled.Coupled, "race", lambda _, probs, __=1: probs)
+    monkeypatch.setattr(gates.Coupled, "race", lambda _, probs, __=1: probs)
     token = torch.tensor(prompt)[None]
     logits = target.embeddings.logits(target.features(token, torch.zeros_like(token), ()).last[0, -1])
     first, second = logits.topk(2).values.tolist()

@@ -1,10 +1,10 @@
-"""What engines read of a measurement: the profile of acceptance, and the schedule of tokens to draft by batch size."""
+"""What vLLM reads of a measurement: the tokens to draft by batch size."""
 
 from dataclasses import replace
 
 import pytest
 
-from eval.measures.serving import CONFIG, PROFILE, config_of, files, lengths, prices, profile, ranges, step_seconds
+from eval.measures.serving import config_of, lengths, prices, ranges, rates, schedule_of, step_seconds
 from tests.eval.stubs import ROW
 
 MARGINAL = [0.7, 0.45, 0.3, 0.2, 0.12]
@@ -14,27 +14,13 @@ CHAIN = replace(
 )  # fmt: skip
 
 
-def test_a_profiles_mean_is_one_more_than_the_sum_of_its_marginals() -> None:
-    record = profile(CHAIN, "tiny", {"osl": 64})
-    assert abs(1 + sum(record["marginal_accept_rates"]) - 2.77) < 1e-9
-    assert abs(record["mean_accept_length"] - 2.77) < 1e-9
-    histogram = record["acceptance_length_histogram"]
-    assert histogram == {"1": 30, "2": 25, "3": 15, "4": 10, "5": 8, "6": 12}
-    assert sum(int(length) * count for length, count in histogram.items()) == 277
-    assert record["measurement_conditions"]["osl"] == 64
-
-
 @pytest.mark.parametrize(
     ("tree", "drafted"),
-    [("chain-8", 8), ("chain-8 within 6", 6), ("served, depth 7", 7), ("served", 5), ("chain-3", 5)],
+    [("chain-8", 8), ("served, depth 7", 7), ("served", 5), ("chain-3", 5)],
 )
 def test_positions_that_nothing_reached_were_drafted_all_the_same(tree: str, drafted: int) -> None:
     row, unreached = replace(CHAIN, tree=tree), [0.0] * (drafted - 5)
-    record = profile(row, "tiny", {})
-    assert record["num_speculative_tokens"] == drafted
-    assert record["marginal_accept_rates"] == MARGINAL + unreached
-    assert record["conditional_accept_rates"] == CHAIN.conditional_by_depth + unreached
-    assert record["acceptance_length_histogram"] == profile(CHAIN, "tiny", {})["acceptance_length_histogram"]
+    assert rates(row) == MARGINAL + unreached
     plain = {b: replace(ROW, batch_size=b, tokens_per_second=b / 2.0) for b in (1, 16)}  # a step: 2 seconds
     fast = replace(row, tokens_per_second=2.77 / 6.0)  # a pass: 6
     assert prices(plain, {1: fast})[1][1].draft == pytest.approx(4 / drafted)
@@ -94,19 +80,11 @@ def test_a_step_between_measured_sizes_is_between_their_times() -> None:
     assert [step_seconds(knee, size) for size in (5, 7)] == pytest.approx([2.0, 2.1])
 
 
-def test_a_report_has_a_profile_where_it_has_one_chain_and_a_schedule_where_it_has_batches() -> None:
+def test_a_report_has_a_schedule_where_it_has_one_chain_in_batches() -> None:
     baseline = replace(
         ROW, drafter="plain", rule="none", tree="none", temperature=0.0, batch_size=1, tokens_per_second=10.0
     )
     chain = replace(CHAIN, tokens_per_second=20.0, rule="greedy")
-    assert files("tiny", [baseline, replace(chain, tree="dynamic-d4k3n8")], {}) == {}
-    assert files("tiny", [baseline, chain, replace(chain, tree="chain-3")], {}) == {}
-    assert files("tiny", [baseline, chain], {}).keys() == {PROFILE}
-    along_text = replace(chain, tier="teacher_forced", accepted_by_depth=[0.9] * 5, tokens_per_second=None)
-    assert files("tiny", [baseline, chain, along_text], {})[PROFILE]["marginal_accept_rates"] == MARGINAL
-    others = [{"tier": "teacher_forced"}, {"request_rate": 2.0}, {"report": "one"}, {"lossless": {"failed": 1}}]
-    for changes in (*others, {"temperature": 0.5}, {"category": "maths"}):
-        assert files("tiny", [baseline, replace(chain, **changes)], {}) == {}, changes
     further = [
         replace(
             row, batch_size=size, tokens_per_second=30.0, accepted_by_depth=[0.5] * 5, conditional_by_depth=[1.0] * 5
@@ -114,9 +92,20 @@ def test_a_report_has_a_profile_where_it_has_one_chain_and_a_schedule_where_it_h
         for row in (baseline, chain)
         for size in (24, 2, 12)
     ]
-    written = files("tiny", [*further, baseline, chain], {})
-    assert written.keys() == {PROFILE, CONFIG}
-    assert written[PROFILE]["marginal_accept_rates"] == MARGINAL, "of the smallest batch"
-    for drafter, written in (("mlp", {PROFILE}), ("hydra runs/a", {PROFILE}), ("suffix", {PROFILE, CONFIG})):
-        rows = [row if row.drafter == "plain" else replace(row, drafter=drafter) for row in (baseline, chain, *further)]
-        assert files("tiny", rows, {}).keys() == written, drafter
+    rows = [*further, baseline, chain]
+    written = schedule_of(rows)
+    assert written is not None
+    along_text = replace(chain, tier="teacher_forced", accepted_by_depth=[0.9] * 5, tokens_per_second=None)
+    assert schedule_of([*rows, along_text]) == written
+    assert schedule_of([baseline, chain]) is None, "of one batch size"
+    assert schedule_of([*rows, replace(chain, tree="chain-3")]) is None
+    others = {
+        "tree": "dynamic-d4k3n8", "tier": "teacher_forced", "request_rate": 2.0, "lossless": {"failed": 1},
+        "temperature": 0.5, "category": "maths", "report": "one",
+    }  # fmt: skip
+    for key, value in others.items():
+        changed = [row if row.drafter == "plain" else replace(row, **{key: value}) for row in rows]
+        assert schedule_of(changed) is None, key
+    for drafter, served in (("mlp", False), ("hydra runs/a", False), ("suffix", True)):
+        named = [row if row.drafter == "plain" else replace(row, drafter=drafter) for row in rows]
+        assert (schedule_of(named) is not None) == served, drafter

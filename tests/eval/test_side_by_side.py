@@ -9,9 +9,8 @@ import pytest
 
 from eval.config import eval_config
 from eval.measures.losslessness import Gate, SampledGate
-from eval.report.reading import folder_of, named, shared, side_by_side
 from eval.report.sections import sentence, why
-from eval.report.write import Report
+from eval.report.write import Report, folder_of, named, shared, side_by_side
 from tests.eval.small import run_main
 from tests.eval.stubs import ROW, markdown
 from tests.eval.test_page import Reader, lines

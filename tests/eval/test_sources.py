@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eval.inputs.runs import find_heads, model_of, overlay
+from eval.inputs.drafters import find_heads, model_of, overlay
 from inference.target.config import model_config
 from tests.toys import HEAD_CONFIGS
 

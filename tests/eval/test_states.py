@@ -1,14 +1,10 @@
-"""Sources that remember have a cold row beside the warm one, and a budget keeps all to one depth."""
-
-import torch
+"""Sources that remember have a cold row beside the warm one."""
 
 from eval.inputs.drafters import in_states
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.registry import make
 from inference.drafters.suffix import Suffix
-from inference.protocol import Context
-from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY
 from tests import toys
 
@@ -26,15 +22,15 @@ def suffix(memory: bool = True) -> Suffix:
 
 def test_only_what_remembers_has_a_cold_row_and_the_state_is_declared() -> None:
     head = HeadDrafter(toys.head("eagle", toys.target()), toys.TREES["chain"], "eagle")
-    made = in_states({"eagle": head, "suffix": suffix(), "suffix_cold": suffix(False)}, True, None)
+    made = in_states({"eagle": head, "suffix": suffix(), "suffix_cold": suffix(False)}, True)
     states = {name: each.memory for name, each in made.items()}
     assert states == {"eagle": "none", "suffix": "warm", "suffix cold": "cold", "suffix_cold": "none"}
-    assert list(in_states({"suffix": suffix()}, False, None)) == ["suffix"]
+    assert list(in_states({"suffix": suffix()}, False)) == ["suffix"]
 
 
 def test_a_cold_source_meets_the_same_prompt_as_if_for_the_first_time() -> None:
     target, settings = toys.target(), Settings(16, GREEDY)
-    made = in_states({"suffix": suffix()}, True, None)
+    made = in_states({"suffix": suffix()}, True)
     runs = {name: [speculate(target, each, toys.prompt(0), settings) for _ in range(3)] for name, each in made.items()}
     plain = autoregress(target, toys.prompt(0), settings)
     assert toys.lively(plain.tokens)
@@ -42,14 +38,3 @@ def test_a_cold_source_meets_the_same_prompt_as_if_for_the_first_time() -> None:
     assert runs["suffix"][2].tau > runs["suffix"][0].tau  # it has the whole answer in memory
     assert len({run.tau for run in runs["suffix cold"]}) == 1
     assert runs["suffix cold"][2].tau == runs["suffix"][0].tau
-
-
-def test_no_source_drafts_deeper_than_the_budget() -> None:
-    warm = suffix()
-    (within,) = in_states({"suffix": warm}, False, 2).values()
-    text = [1, 2, 3, 4, 5, 6] * 3
-    context = Context(text, GREEDY, Generator(0, torch.device("cpu")), 8)
-    assert len(within.start(text).propose(context).tree.token) == 1 + 2
-    assert len(warm.start(text).propose(context).tree.token) > 1 + 2
-    assert within.tree == "path-8 within 2"
-    assert within.memory == "warm"

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from eval.tuning.static_tree import acceptance, best_static, levelled
+from eval.tuning.grid import acceptance, best_static, levelled
 from inference.drafters.policy import TreeConfig
 
 Path = tuple[int, ...]

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from eval.inputs.texts import Text, of_answer, write
-from eval.offline.teacher_forced import Record, ranks, reach, record, replay
-from eval.tuning.static_tree import acceptance
+from eval.inputs.workloads import Text, of_answer, write
+from eval.teacher_forced import Record, ranks, reach, record, replay
+from eval.tuning.grid import acceptance
 from heads import HEADS
 from heads.base import Features
 from inference.decode import Settings, speculate

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from eval.inputs.texts import Text
+from eval.inputs.workloads import Text
 from eval.measures.results import TEACHER_FORCED
-from eval.offline.teacher_forced import overlap, unrolled
 from eval.run import evaluate
-from eval.tiers import within_context
+from eval.sessions import within_context
+from eval.teacher_forced import overlap, unrolled
 from inference.verification.sample import Sampling
 from tests import toys
 from tests.eval.small import small

@@ -2,22 +2,19 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from eval.inputs.texts import Text
+from eval.inputs.workloads import Text
 from eval.measures.results import LIVE, TEACHER_FORCED
-from eval.offline.teacher_forced import Overlap, Record
 from eval.report.view import flattened
 from eval.run import evaluate
-from eval.tiers import sampled_table, table
-from inference.drafters.policy import TreeConfig
-from tests import toys
-from tests.eval.small import TUNER, small
+from eval.sessions import sampled_table, table
+from eval.teacher_forced import Overlap, Record
+from tests.eval.small import small
 
 SUFFIX = {
     "mode": "path", "depth": 8, "tokens": 6, "factor": 2.0, "offset": 1.0, "min_probability": 0.1, "memory": True,
@@ -73,23 +70,13 @@ def test_the_tiers_agree_token_for_token_in_exact_arithmetic(greedy: Path) -> No
         assert name == "plain" or live["tau"] > 1.02, "nothing was accepted: nothing was compared"
 
 
-def test_the_report_says_what_other_trees_would_give(greedy: Path) -> None:
-    other = told(greedy)["other_trees"]["eagle"]
-    own = told(greedy)["rows"][1]
-    assert {"chain", "static", "dynamic", "best_first", "as it is"} == {each["family"] for each in other["trees"]}
-    assert all(each["tau"] >= 1 and each["speedup"] > 0 for each in other["trees"])
-    assert other["own"]["tree"] == own["tree"]
-    assert [each["batch_size"] for each in other["loads"]] == [1, 2]
-    assert other["measured"] == [1, 2]
-    assert set(other["stops_paying"]) == {"own", "best"}
+def test_the_report_has_the_statistics_of_one_pass(greedy: Path) -> None:
     forced = told(greedy)["teacher_forced"]["eagle"]
     assert len(forced["rank"]) == len(forced["n_alpha"]) == len(forced["at_every_token"])
     assert [row[0] for row in forced["rank"]] == forced["n_alpha"]
     assert forced["at_every_token"] == sorted(forced["at_every_token"], reverse=True)
     for name in ("report.html", "report.md"):
-        written = (greedy / name).read_text(encoding="utf-8")
-        assert other["best"]["tree"] in written
-        assert "teacher forced" in written
+        assert "teacher forced" in (greedy / name).read_text(encoding="utf-8")
 
 
 def test_shares_by_depth_are_of_the_tokens_that_have_so_many_after_them() -> None:
@@ -105,24 +92,12 @@ def test_shares_by_depth_are_of_the_tokens_that_have_so_many_after_them() -> Non
     assert sampled == {"n_alpha": pytest.approx([0.6, 0.2]), "at_every_token": pytest.approx([0.8, 0.2])}
 
 
-def test_a_red_gate_leaves_other_trees_without_a_price(runs: Path, tmp_path: Path) -> None:
-    given = {**ALL, "drafter": {"head": {}}, "rule": "typical", "lossy": True}
-    assert not evaluate(small(runs, tmp_path, **given)).passed
-    report = told(tmp_path)
-    assert set(report["other_trees"]["eagle"]) == {"trees"}
-    assert {each["speedup"] for each in report["other_trees"]["eagle"]["trees"]} == {None}
-    assert "promises" not in (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert report["settings"]["text"] == "own"
-
-
-def test_without_a_clock_trees_have_no_price(runs: Path, tmp_path: Path) -> None:
+def test_without_a_clock_there_are_rows_along_text_alone(runs: Path, tmp_path: Path) -> None:
     given = {**ALL, "tier": TEACHER_FORCED, "drafter": {"head": {}}}
     assert evaluate(small(runs, tmp_path, **given)).passed
     report = told(tmp_path)
     assert {row["tier"] for row in report["rows"]} == {TEACHER_FORCED}
-    other = report["other_trees"]["eagle"]
-    assert set(other) == {"trees"}
-    assert {each["speedup"] for each in other["trees"]} == {None}
+    assert report["settings"]["text"] == "own"
     assert "withheld" not in (tmp_path / "report.md").read_text()
 
 
@@ -140,23 +115,6 @@ def test_recorded_answers_serve_in_place_of_the_targets_own(runs: Path, tmp_path
     written = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "None" not in written.splitlines()[0]
     assert not re.search("Where the time goes|Peak memory", written)
-
-
-def test_a_budget_cuts_the_trees_of_every_tier(runs: Path, tmp_path: Path) -> None:
-    assert evaluate(small(runs, tmp_path, **ALL, budget=1, max_new_tokens=24)).passed
-    rows = by_tier(told(tmp_path))
-    assert rows["eagle"][TEACHER_FORCED]["tau"] == pytest.approx(rows["eagle"][LIVE]["tau"])
-    assert len(rows["eagle"][TEACHER_FORCED]["accepted_by_depth"]) == 1
-    wide = TreeConfig("static", 0, 0, 0, [[0], [1], [0, 0]], [])
-    assert wide.within(1).paths == [[0], [1]]
-    assert toys.TREES["sampled"].within(2).shape() == replace(toys.TREES["sampled"], widths=[3, 2]).shape()
-
-
-def test_trees_that_the_context_cannot_hold_are_not_tried(runs: Path, tmp_path: Path) -> None:
-    given = {**ALL, "tier": [LIVE, TEACHER_FORCED], "drafter": {"head": {}}, "tuner": TUNER | {"nodes": [2, 160, 400]}}
-    assert evaluate(small(runs, tmp_path, **given)).passed  # of 160 tokens
-    tried = [each["nodes"] for each in told(tmp_path)["other_trees"]["eagle"]["trees"] if each["family"] != "as it is"]
-    assert max(tried) <= 3  # the deepest chain
 
 
 @pytest.mark.parametrize(

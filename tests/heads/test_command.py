@@ -19,14 +19,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from heads import HEADS, head_config, say_best_head, with_head
+from heads import HEADS, head_config, with_head
 from heads.base import parameter_count
 from heads.common.command import mistake, quoted
 from heads.common.help import CONF, entries, help_text, keys, nearest
+from heads.common.progress import say
 from heads.common.resolvers import register_resolvers
 from heads.common.target_config import EXPERTS, experts_of, head_sizes, logit_factor
 from train import convert
-from train.planning.head import embeddings_of
+from train.planning.shapes import embeddings_of
 
 SECRET = "cAnArY0123"
 Call = Callable[..., list[str]]
@@ -164,8 +165,10 @@ def composed(*words: str, config: str = "train") -> Any:
     register_resolvers()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose(config, list(words))
-    say_best_head(cfg)
-    return with_head(cfg)
+    cfg, best = with_head(cfg)
+    if best:
+        say(best)
+    return cfg
 
 
 def test_numbers_are_read_under_each_familys_key() -> None:

@@ -12,10 +12,10 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from heads.formats.pickles import convert, find_pickle
 from heads.formats.published import is_published, load_published
 from tests import toys
 from tests.heads.published import dflash, drafts, eagle3_authors, eagle_authors, medusa_second, publish, refusal
+from train.convert import convert, find_pickle
 
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 

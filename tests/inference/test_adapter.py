@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from eval.inputs.runs import model_of
+from eval.inputs.drafters import model_of
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.formats.store import load_head, read_config, save_head
 from inference.api import GenerateConfig, loaded

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from data.text.masks import samples_of
 from data.text.prompts import prompt_of
 from data.text.records import parse
-from eval.inputs.texts import _masking
+from eval.inputs.workloads import _masking
 from inference.chat_template import RenderError
 from inference.run import chat_ids
 from tests.data.families import family_tokenizer

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
-from eval.inputs.runs import model_of
+from eval.inputs.drafters import model_of
 from heads.formats.store import QUANTISED, load_head, save_head
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter

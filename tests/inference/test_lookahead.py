@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from eval.inputs.drafters import limited
 from inference.drafters.lookahead import Lookahead, Window, merge, window
 from inference.target.target import Target
 from inference.verification.tree import LookAhead
@@ -111,20 +110,6 @@ def test_drafts_and_acceptance_equal_the_literal_method(values: dict[str, Any]) 
         assert accepted(made) == counts
         total += sum(map(len, drafts))
     assert total > 0
-
-
-def test_a_budget_of_depth_cuts_drafts_and_leaves_the_window_as_it_is() -> None:
-    target = toys.target()
-    source = make("lookahead", target, window=6, ngram=4, guesses=8)  # whose n-grams draft three tokens
-    prompt = toys.prompt(1, 9)
-    recorders = [Recorder(drafter) for drafter in (source, limited(source, 3), limited(source, 1))]
-    for recorder in recorders:
-        decode(target, recorder, prompt, TOKENS)
-    free, deep, flat = ([proposal.tree for proposal in recorder.proposed] for recorder in recorders)
-    assert [leaves(tree) for tree in deep] == [leaves(tree) for tree in free]
-    assert max(map(len, set[tuple[int, ...]]().union(*map(leaves, flat)))) == 1
-    widths = [proposal.look_ahead and len(proposal.look_ahead.token) for proposal in recorders[2].proposed]
-    assert widths[0] == widths[1] == 3 * 6 - 1
 
 
 def leaves(tree: Any) -> set[tuple[int, ...]]:

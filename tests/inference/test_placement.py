@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from eval.inputs.runs import model_of
+from eval.inputs.drafters import model_of
 from inference.decode import Settings, autoregress
 from inference.target import placed as placing_of
 from inference.target import placement

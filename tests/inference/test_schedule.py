@@ -169,14 +169,10 @@ def test_a_head_that_never_drafts_decodes_as_the_baseline_does() -> None:
 
 
 def test_best_trees_by_size_make_a_schedule() -> None:
-    assert [toys.TREES[kind].within(2).shape() for kind in ("sampled", "static")] == [
-        [path for path in toys.TREES[kind].shape() if len(path) <= 2] for kind in ("sampled", "static")
-    ]
     made = scheduled([(2, DYNAMIC), (8, CHAIN), (16, CHAIN), (32, None)])
     assert made.lines == [Scheduled(1, DYNAMIC), Scheduled(8, CHAIN), Scheduled(32, None)]
     assert [made.at(running) for running in (1, 7, 8, 31, 32, 99)] == [DYNAMIC, DYNAMIC, CHAIN, CHAIN, None, None]
     assert made.label == "dynamic-d4k3n9, chain-4 from 8, none from 32"
-    assert made.within(2).label == "dynamic-d2k3n9, chain-2 from 8, none from 32"
     assert (made.trees, made.pauses) == ([DYNAMIC, CHAIN], True)
 
 

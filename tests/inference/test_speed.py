@@ -7,7 +7,6 @@ from eval.measures.cost_model import (
     Replayed,
     ReplayedStep,
     at,
-    at_context,
     between,
     cycled,
     draft_key,
@@ -83,14 +82,6 @@ def test_passes_are_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_batch_size_between_two_is_interpolated() -> None:
     both = {1: costs(TREE), 5: costs(TREE, 5, factor=3.0)}
     assert [at(both, size, lambda one: one.plain) for size in (1, 2, 3, 5)] == [10, 15, 20, 30]
-
-
-def test_a_context_is_paid_once_a_sequence() -> None:
-    both = {1: costs(TREE), 4: costs(TREE, 4, factor=2.0)}
-    moved = at_context(both, {0: 8.0, 8: 14.0}, {0: 18.0, 8: 28.0})
-    assert (moved[1].plain, moved[1].verify[4], moved[1].verify[8]) == (20.0, 23.0, 29.0)
-    assert (moved[4].plain, moved[4].verify[0], moved[4].verify[8]) == (60.0, 58.0, 86.0)
-    assert moved[4].settle == both[4].settle
 
 
 def test_a_batch_stops_to_pay_where_no_larger_one_does() -> None:

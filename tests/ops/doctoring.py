@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from data.text.files import content_hash
 from data.text.template import template_sha256
-from eval.inputs.texts import Text, write
+from eval.inputs.workloads import Text, write
 from eval.measures import metrics
 from heads import HEADS
 from heads.common.typed import typed

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from eval.report.reading import read_report
-from eval.report.write import Report
+from eval.report.write import Report, read_report
 from eval.run import publish
 from heads.common.typed import from_yaml
 from ops.endpoint import ServedConfig, measure

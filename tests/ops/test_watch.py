@@ -16,8 +16,8 @@ import pytest
 from eval.inputs.drafters import load_drafters
 from eval.measures.counters import Counters
 from eval.measures.metrics import Passes, counted
+from eval.sessions import recorded, teacher_forced_rows
 from eval.setup import load_target
-from eval.tiers import recorded, teacher_forced_rows
 from heads.common.typed import from_yaml
 from heads.formats.hub import resolve_head
 from inference.drafters.head import load_drafter

@@ -23,9 +23,9 @@ from tests.train import jobs
 from train import acceptance
 from train import step as steps
 from train.checkpoints import format
+from train.objective import row_keys
 from train.planning.resolve import resolve
 from train.run import train
-from train.sampling import row_keys
 from train.step import Stepper
 
 ROOT = Path(__file__).resolve().parents[2]

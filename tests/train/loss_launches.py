@@ -30,7 +30,7 @@ from tests.inference.accelerator import NAME, Watch, on_dummy
 from tests.train.test_objective import CONFIG, batch
 from train.losses import LOSSES, ObjectiveConfig
 from train.objective import Chunk, Work, chunk_rows, chunked, labels, objective, weights
-from train.planning.head import embeddings_of
+from train.planning.shapes import embeddings_of
 
 HOST, WIDTH = torch.device("cpu"), 8
 

@@ -23,9 +23,9 @@ from data.features.source import Live
 from heads.common.resolvers import ROOT, register_resolvers
 from tests import toys
 from train import optim
-from train.adapt import adapt
 from train.config import RunConfig, run_config
-from train.sampling import row_keys
+from train.objective import row_keys
+from train.start import adapt
 from train.step import Loss, Stepper
 
 BEFORE, AFTER = 3, 3  # steps, with what is kept of the run between

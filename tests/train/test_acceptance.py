@@ -23,14 +23,13 @@ from inference.verification.sample import GREEDY
 from tests import drafting, toys
 from tests.eval.stubs import ROW
 from tests.train import jobs
+from train import sweep
 from train.acceptance import AcceptanceEvaluator
-from train.checkpoints.state import TrainState
+from train.checkpoints.saver import TrainState
 from train.config import RunConfig, run_config
 from train.objective import weights
 from train.optim import Average, optimizer
-from train.step import Loss
-from train.tracking import sweep
-from train.tracking.flops import Flops
+from train.step import Flops, Loss
 
 PROMPTS = [toys.prompt(seed) for seed in range(5)]
 

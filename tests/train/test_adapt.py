@@ -26,13 +26,12 @@ from inference.target.placement import REPLICATE
 from inference.target.target import Target
 from tests import toys
 from tests.train import jobs
-from train.adapt import LoraAdapterConfig, adapt, merged_copy, peft_config
 from train.config import RunConfig, run_config
 from train.objective import chunked, objective, weights
 from train.optim import Average, optimizer
-from train.planning.head import embeddings_of
 from train.planning.plan import plan
-from train.start import check_start
+from train.planning.shapes import embeddings_of
+from train.start import LoraAdapterConfig, adapt, check_start, merged_copy, peft_config
 
 FACTORS = LoraAdapterConfig("lora", 4, 8, 0.0, False, None)
 EVERY = [*toys.HEAD_CONFIGS, *toys.OPTIONS]

@@ -23,9 +23,7 @@ from tests.eval.stubs import ROW
 from tests.heads import exporting
 from tests.train.publishing import ORIGIN, REPO, config, medusa
 from train.publish import publish
-from train.release.card import TITLES, Facts, card, engines, title_of
-from train.release.card.facts import bullets, code, escaped
-from train.release.card.sections import metadata
+from train.release.card import SERVED, TITLES, Facts, bullets, card, code, escaped, metadata, title_of
 
 HUB_TARGET = TargetSpec("Someone/Target-8B", 11, 4, 3, "f00d")
 
@@ -254,7 +252,7 @@ def test_every_kind_of_head_has_a_title_and_every_format_its_engines() -> None:
     assert set(TITLES) == set(HEADS)
     assert title_of("newcomer") == "A newcomer head", "a head costs no line here"
     writers = {writer for kinds in FORMATS.values() for writer in kinds.values()}
-    assert set(engines.SERVED) == writers
+    assert set(SERVED) == writers
 
 
 EAGLE3 = {"norm_before_residual": False, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 11, 20]}}

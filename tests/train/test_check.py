@@ -10,7 +10,7 @@ from rich.console import Console
 
 from data.text.filters import Counts
 from data.text.prompts import Prompt, TrainingData
-from eval.inputs.runs import own_prompts
+from eval.inputs.drafters import own_prompts
 from tests import toys
 from tests.train import jobs
 from tests.train.test_features import composed

@@ -20,8 +20,7 @@ from heads.common.files import read_checked, write_checked
 from heads.common.resolvers import register_resolvers
 from train.checkpoints import format, resume
 from train.checkpoints import saver as saver_module
-from train.checkpoints.saver import Saver, partition
-from train.checkpoints.state import TrainState
+from train.checkpoints.saver import Saver, TrainState, partition
 from train.distributed.control import ProcessControl
 from train.optim import Average
 

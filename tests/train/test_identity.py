@@ -25,9 +25,9 @@ from inference.verification.sample import Sampling
 from tests import toys
 from tests.data import stores
 from train.acceptance import AcceptanceEvaluator
-from train.adapt import LoraAdapterConfig
 from train.checkpoints import resume
 from train.config import RunConfig, run_config
+from train.start import LoraAdapterConfig
 
 # Values of fields that the turned one of their type would not be allowed in.
 ALLOWED: dict[str, Any] = {

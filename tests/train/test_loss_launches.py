@@ -17,7 +17,7 @@ from heads import HEADS
 from heads.modules.vocab import GradientSum
 from tests.train import loss_launches
 from train.objective import ROWS, chunk_rows, chunked
-from train.tracking.flops import Flops
+from train.step import Flops
 
 TOYS = [f"{name}:decay" for name in [*HEADS, "block of DSpark"]]
 OTHERS = ["eagle3:dpace", "eagle pruned:decay", "medusa:dpace"]

@@ -17,13 +17,10 @@ from inference.target.placement import HERE
 from tests import families, toys
 from train.config import RunConfig, run_config
 from train.objective import weights
-from train.planning import memory
-from train.planning.head import HeadCost, head_cost
-from train.planning.memory import Layout, MemoryUse, head_state, pass_stage, target_state, total
-from train.planning.plan import by_driver_name
-from train.planning.shapes import TargetShape, target_shape
-from train.step import Loss
-from train.tracking.flops import Flops
+from train.planning import plan as memory
+from train.planning.plan import Layout, MemoryUse, by_driver_name, head_state, pass_stage, target_state, total
+from train.planning.shapes import HeadCost, TargetShape, head_cost, target_shape
+from train.step import Flops, Loss
 
 Counter: Any = Flops  # a dispatch mode is a context of an untyped kind
 SHAPE = TargetShape(

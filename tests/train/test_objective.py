@@ -15,7 +15,7 @@ from heads.base import Draft, Features, NewRows
 from tests import toys
 from train.losses import LOSSES, ObjectiveConfig, OnPolicyConfig
 from train.objective import CPU_LOGITS, ROWS, SHARE, chunk_rows, chunked, labels, objective, trainable, weights
-from train.tracking.flops import Flops
+from train.step import Flops
 
 CONFIG = ObjectiveConfig(
     losses={"soft_ce": 1.0}, depth_weights="decay", depth_decay=0.5, dpace_alpha=0.5, depths=2, normalize="token",

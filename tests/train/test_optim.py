@@ -12,11 +12,11 @@ from heads import HEADS
 from heads.common.resolvers import ROOT, register_resolvers
 from tests import toys
 from train import optim
-from train.adapt import LoraAdapterConfig, adapt
-from train.checkpoints.state import TrainState
+from train.checkpoints.saver import TrainState
 from train.config import TrainerConfig, run_config
 from train.loop import SCHEDULE, with_new_schedule
 from train.optim import Average, adamw, learning_rate
+from train.start import LoraAdapterConfig, adapt
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_muon_moves_the_same_matrices_where_a_vocabulary_is_as_large_as_a_state_
     assert made(target.embeddings.hidden_size) == made(30)
 
 
-@pytest.mark.parametrize("way", ["foreach", "fused", "muon", "muon, which moved less when the run began"])
+@pytest.mark.parametrize("way", ["foreach", "fused", "muon"])
 def test_an_optimiser_goes_on_bit_for_bit(way: str, config: TrainerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def stepped(module: torch.nn.Module, optimizer: Any, first: int) -> None:
         for number in range(first, first + 3):
@@ -145,13 +145,10 @@ def test_an_optimiser_goes_on_bit_for_bit(way: str, config: TrainerConfig, monke
     def making(module: Any) -> Any:
         if way == "foreach":
             return torch.optim.AdamW(module.parameters(), 0.01, foreach=True)
-        return optim.optimizer(module, replace(config, lr=0.01, optimizer="muon" if "muon" in way else "adamw"))
+        return optim.optimizer(module, replace(config, lr=0.01, optimizer="muon" if way == "muon" else "adamw"))
 
     monkeypatch.setattr(optim, "FUSED", () if way == "foreach" else ("cpu",))
-    with monkeypatch.context() as earlier:
-        if "less" in way:
-            earlier.setattr(optim, "hidden_matrices", lambda _: [])
-        one, optimizer, state = made(0)
+    one, optimizer, state = made(0)
     stepped(one, optimizer, 0)
     kept = {name: state.read(name) for name in state.names()}
     stepped(one, optimizer, 3)

@@ -16,8 +16,7 @@ from tests.train import jobs
 from train.config import RunConfig, run_config
 from train.planning import shapes
 from train.planning.check import check_plan
-from train.planning.memory import total
-from train.planning.plan import GIB, SAFE, plan, resolve_micro_batch
+from train.planning.plan import GIB, SAFE, plan, resolve_micro_batch, total
 from train.planning.resolve import resolve_placement
 from train.planning.table import advice, in_words, table
 

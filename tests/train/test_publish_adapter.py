@@ -22,8 +22,8 @@ from tests import toys
 from tests.train.hub_server import Hub
 from tests.train.hub_state import START, Repo
 from tests.train.publishing import config
-from train.adapt import LoraAdapterConfig, adapt, merged_copy
 from train.publish import publish
+from train.start import LoraAdapterConfig, adapt, merged_copy
 
 BASE, REPO = "me/base-eagle", "me/adapted-eagle"
 RANK = 4

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -262,15 +261,16 @@ def test_bad_input_gets_one_line_and_nothing_is_written(tmp_path: Path) -> None:
     assert f"target={tmp_path / 'lost'}: " in refusal(run, out, target=str(tmp_path / "lost"))
     medusa = run_of(tmp_path / "medusa", target, toys.head("medusa", target))
     assert "not one of a head of kind medusa" in refusal(medusa, out)
-    with mock.patch("shutil.disk_usage", return_value=SimpleNamespace(free=5)):
-        assert "0.0 GB free" in refusal(run, out)
+    with (
+        mock.patch("os.link", side_effect=OSError),
+        mock.patch("shutil.copyfile", side_effect=OSError("no space")),
+        pytest.raises(OSError, match="no space"),
+    ):
+        stitched(run, out)
+    assert not out.exists()
+    assert not list(tmp_path.glob(".out*"))
     (tmp_path / "target" / "original").mkdir()
     (tmp_path / "target" / "original" / "consolidated.pth").write_bytes(bytes(1 << 20))
-    with (
-        mock.patch("shutil.disk_usage", return_value=SimpleNamespace(free=1 << 20)),
-        mock.patch("os.link", side_effect=OSError),
-    ):
-        assert "GB free" in refusal(run, out)
     for inside in (tmp_path / "target" / "out", tmp_path / "target" / "original" / "out"):
         assert "lies in the other" in refusal(run, inside)
     copy = shutil.copytree(tmp_path / "target", tmp_path / "copy")

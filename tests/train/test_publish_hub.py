@@ -12,7 +12,7 @@ from tests.train.hub_server import Hub
 from tests.train.hub_state import FINE, READER, START, TOKEN, Fault, Repo
 from tests.train.publishing import EVERYTHING, REPO, config
 from train.publish import publish
-from train.release.card import sections
+from train.release import card
 from train.release.hub import WAITS
 
 WHOLE = {*EVERYTHING, *START}
@@ -24,7 +24,7 @@ WEIGHTS = "^PUT /lfs/"
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures take time, and their content does not matter here."""
-    monkeypatch.setattr(sections, "_picture", lambda plot: sections.Picture("a plot", plot.caption.encode()))
+    monkeypatch.setattr(card, "_picture", lambda plot: card.Picture("a plot", plot.caption.encode()))
 
 
 def refusal(run: Path, hub: Hub, **changes: object) -> str:

@@ -24,8 +24,7 @@ from train.losses import OnPolicyConfig
 from train.objective import objective
 from train.planning.check import reads_target
 from train.rollouts import Rollouts, copies
-from train.step import Loss, Stepper
-from train.tracking.flops import Flops
+from train.step import Flops, Loss, Stepper
 
 TREE = TreeConfig("dynamic", 3, 2, 6, [], [])
 CONFIG = OnPolicyConfig(2, 1, 12, 0.0, "all", 0.5, None)

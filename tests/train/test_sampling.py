@@ -11,9 +11,8 @@ from data.batches import Batches, Packed
 from heads.base import Features, to_device
 from tests import toys
 from tests.train import strategy_job
-from train import sampling
-from train.objective import trainable, weights
-from train.sampling import noisy, row_keys, sample_anchors, trained_rows
+from train import objective as sampling
+from train.objective import noisy, row_keys, sample_anchors, trainable, trained_rows, weights
 from train.step import Loss
 
 ROWS, LENGTH, WIDTH = 8, 16, 6

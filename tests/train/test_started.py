@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from heads.common.resolvers import ROOT
 from tests.train import jobs
-from train.distributed import started
+from train.distributed import launch
 
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TASK = {
@@ -41,14 +41,14 @@ def launcher_in_task(num_processes: int | None, accelerators: int) -> Any:
     """Return the launcher's values after a task has taken over."""
     given = {"num_processes": num_processes, "num_nodes": 1, "machine_rank": 0, "slurm": None}
     launcher = OmegaConf.create(given | {"main_process_ip": None, "main_process_port": None})
-    started.take_over(launcher, accelerators)
+    launch.take_over(launcher, accelerators)
     return launcher
 
 
 def test_a_task_is_a_process_and_the_first_node_the_meeting_place() -> None:
     assert taken_over(TASK) == {
         "RANK": "9", "WORLD_SIZE": "11", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "gpu07",
-        "MASTER_PORT": str(started.PORTS + 12),
+        "MASTER_PORT": str(launch.PORTS + 12),
     }  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def test_the_first_node_of_a_list(nodes: str, address: str) -> None:
 def test_the_step_and_the_user_say_more_than_the_job(
     given: dict[str, str], local: str, address: str, port: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(started, "PORTS", 25_000)
+    monkeypatch.setattr(launch, "PORTS", 25_000)
     found = taken_over(TASK | given)
     assert (found["LOCAL_WORLD_SIZE"], found["MASTER_ADDR"], found["MASTER_PORT"]) == (local, address, port)
 
@@ -110,10 +110,10 @@ def test_a_task_alone_on_a_node_of_several_accelerators_starts_a_process_for_eac
 ) -> None:
     os.environ.update(TASK | {"SLURM_TASKS_PER_NODE": "1(x11)"})
     if by_it:  # as one of these processes, which read the same configuration again
-        os.environ.update({started.PARENT: "1", "LOCAL_RANK": "3"})
+        os.environ.update({launch.PARENT: "1", "LOCAL_RANK": "3"})
     launcher = launcher_in_task(num_processes, 8)
     assert (launcher.num_nodes, launcher.machine_rank) == (11, 9)
-    assert (launcher.main_process_ip, launcher.main_process_port) == ("gpu07", started.PORTS + 12)
+    assert (launcher.main_process_ip, launcher.main_process_port) == ("gpu07", launch.PORTS + 12)
     assert "RANK" not in os.environ
 
 
@@ -123,24 +123,24 @@ def test_a_task_alone_on_a_node_of_one_accelerator_is_a_process() -> None:
 
 def test_the_first_task_alone_is_the_main_process() -> None:
     os.environ.update(TASK)
-    assert not started.is_main()
+    assert not launch.is_main()
     os.environ["SLURM_PROCID"] = "0"
-    assert started.is_main()
+    assert launch.is_main()
 
 
 def test_a_node_is_told_where_to_meet_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "node0")
     monkeypatch.setenv("NODE_RANK", "1")
     launcher = OmegaConf.create({"num_nodes": 2, "machine_rank": 0, "main_process_ip": None})
-    started.take_over(launcher, 1)
+    launch.take_over(launcher, 1)
     assert (launcher.machine_rank, launcher.main_process_ip) == (1, "node0")
     monkeypatch.delenv("NODE_RANK")
     launcher = OmegaConf.create({"num_nodes": 3, "machine_rank": 2, "main_process_ip": None})
-    started.take_over(launcher, 1)
+    launch.take_over(launcher, 1)
     assert launcher.machine_rank == 2
     monkeypatch.setenv("NODE_RANK", "N")
     with pytest.raises(ValueError, match="NODE_RANK is 'N': give the number"):
-        started.take_over(OmegaConf.create({"num_nodes": 2, "machine_rank": 0, "main_process_ip": None}), 1)
+        launch.take_over(OmegaConf.create({"num_nodes": 2, "machine_rank": 0, "main_process_ip": None}), 1)
 
 
 @pytest.mark.slow

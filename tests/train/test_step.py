@@ -13,7 +13,7 @@ from heads.base import Features
 from inference.target.target import Target
 from tests import toys
 from tests.train import strategy_job
-from train import adapt
+from train import start
 from train import step as steps
 from train.build import loop_of, values_of
 from train.config import RunConfig
@@ -80,7 +80,7 @@ def test_the_average_follows_the_step_and_is_what_is_kept(case: str) -> None:
             assert value.equal(step.head.state_dict()[name])
     changed = [name for name in before if not kept[name].equal(before[name])]
     assert [name for name in changed if not kept[name].equal(after[name])] == changed != []
-    averaged, last = (adapt.merged_copy(step.head, each).state_dict() for each in (kept, step.head.state_dict()))
+    averaged, last = (start.merged_copy(step.head, each).state_dict() for each in (kept, step.head.state_dict()))
     assert any(not averaged[name].equal(last[name]) for name in last)
 
 

@@ -18,7 +18,7 @@ from inference.decode import Settings, autoregress, speculate
 from inference.drafters.contrib.streams import Streams, StreamsDrafter
 from inference.verification.sample import GREEDY
 from tests import toys
-from train.sampling import row_keys
+from train.objective import row_keys
 from train.streams import StreamsRunConfig, anchors, loop_of, stream_sums, streams_config, train
 
 SMALL = [

@@ -22,10 +22,9 @@ from ops import watch
 from tests.eval.stubs import ROW
 from tests.train import jobs
 from train import run as training
-from train import streams
+from train import streams, sweep
 from train.config import run_config
 from train.distributed import launch
-from train.tracking import sweep
 
 MODES = {"one": RunMode.RUN, "many": RunMode.MULTIRUN}
 

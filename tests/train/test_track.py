@@ -15,11 +15,11 @@ from heads.common.progress import Bar
 from inference.phase_timer import PhaseTimer
 from tests.train import jobs
 from tests.train.test_features import resolved
+from train import trackers as tracking
 from train.planning.plan import peak_flops
 from train.run import train
 from train.step import PARTS, seconds_of
-from train.tracking import trackers as tracking
-from train.tracking.trackers import Tracker, numbers
+from train.trackers import Tracker, numbers
 
 
 def record(step: int, loss: float = 1.0) -> dict[str, Any]:

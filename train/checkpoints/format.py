@@ -123,7 +123,16 @@ def complaint(path: Path, rank: int, world: int) -> str:
         index = read_checked(path / INDEX)
         if index["format"] != FORMAT:
             return f"{path / INDEX}: format {index['format']!r} where this version reads {FORMAT}"
-        _check_state(path)
+        state = read_checked(path / STATE)
+        odd = [key for key in DICTS if not isinstance(state.get(key, {}), dict)]
+        if not odd:
+            values = state.get("progress", {}).values()
+            numbers = [number for value in values for number in (value if isinstance(value, list) else [value])]
+            odd = [] if all(isinstance(number, int | float | None) for number in numbers) else ["progress"]
+        if state.get("step") != step_of(path):
+            odd = ["step"]
+        if odd:
+            raise ValueError(f"{path / STATE}: damaged, it says no right {odd[0]}")
         for name, about in sorted(index["shards"].items())[rank::world]:
             if content_hash(inside(path, name)) != about["sha256"]:
                 return f"{path / name}: damaged, its checksum is not that of its content"
@@ -134,20 +143,6 @@ def complaint(path: Path, rank: int, world: int) -> str:
     except (OSError, ValueError) as error:
         return str(error)
     return ""
-
-
-def _check_state(path: Path) -> None:
-    """Check that a checkpoint's state.json has the structure that a run writes, and this step."""
-    state = read_checked(path / STATE)
-    odd = [key for key in DICTS if not isinstance(state.get(key, {}), dict)]
-    if not odd:
-        values = state.get("progress", {}).values()
-        numbers = [number for value in values for number in (value if isinstance(value, list) else [value])]
-        odd = [] if all(isinstance(number, int | float | None) for number in numbers) else ["progress"]
-    if state.get("step") != step_of(path):
-        odd = ["step"]
-    if odd:
-        raise ValueError(f"{path / STATE}: damaged, it says no right {odd[0]}")
 
 
 def state_of(path: Path) -> dict[str, Any]:

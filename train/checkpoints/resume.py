@@ -14,10 +14,10 @@ from data.batches import Batches
 from data.features.store import packed_fingerprint
 from heads.base import HeadConfig
 from heads.formats.store import RETIRED
-from train.adapt import AdaptConfig
 from train.checkpoints import format
-from train.checkpoints.state import TrainState, split
+from train.checkpoints.saver import TrainState, split
 from train.config import TrainerConfig
+from train.start import AdaptConfig
 
 STEERING = (
     "steps", "lr", "lr_width", "min_lr", "warmup", "cooldown", "betas", "momentum", "weight_decay", "clip",

@@ -2,7 +2,6 @@
 
 strategy.py   strategies: DDP, FSDP2, ZeRO-2 and ZeRO-3; gathering and scattering a sharded tensor
 control.py    control messages between processes: stop requests, failures, gathered values
-launch.py     launching the processes of launcher=…, here or as a SLURM job
-started.py    who started this process, by the environment: torchrun, srun, or a user on each node
+launch.py     launching the processes of launcher=…, here or as a SLURM job; who started this process
 processes.py  the Accelerator, checked against the launcher's settings; a lock on the output folder: one run at a time
 """

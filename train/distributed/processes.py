@@ -19,7 +19,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from heads.common.files import claim, write_whole
 from inference.target.config import ModelConfig, device_named, fast_dtype, use_device
 from train.config import LauncherConfig, TrainerConfig
-from train.distributed.started import world
+from train.distributed.launch import world
 
 LARGE = 2**25  # bytes; larger blocks glibc maps one by one, and returns to the system when they are freed
 ELSEWHERE = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FSDP"}  # set by accelerate's own options

@@ -2,9 +2,7 @@
 
 check.py         checks of a run by its configuration, the file system and the target's configuration
 resolve.py       the run of a composed configuration: what was left open is filled in once
-plan.py          the plan of plan=true: its device, memory, disk, operations, hours
-memory.py        memory of a process for head and target, by strategy and placement
-head.py          memory and operations of a head's micro-batch, in closed form
-shapes.py        a target's shape from its configuration alone
+plan.py          the plan of plan=true: its device, memory by strategy and placement, disk, operations, hours
+shapes.py        a target's shape, and a head's memory and operations, in closed form
 table.py         a plan as tables for the terminal, with overrides that make the run fit
 """

@@ -22,7 +22,7 @@ from data.text.sources import (
     open_source,
 )
 from eval.config import eval_config
-from eval.inputs.runs import find_heads
+from eval.inputs.drafters import find_heads
 from eval.measures.results import LIVE
 from heads import HEADS
 from heads.base import parameter_count
@@ -36,7 +36,7 @@ from inference.target.loading import AS_IT_IS, check_method, check_quantized, co
 from inference.target.placement import check_weights
 from train.config import RunConfig
 from train.distributed import processes
-from train.planning.head import embeddings_of
+from train.planning.shapes import embeddings_of
 from train.start import AUTO, CHECKPOINT, LAST_LAYER, STARTS, check_start
 
 log = logging.getLogger(__name__)

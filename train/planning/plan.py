@@ -2,11 +2,16 @@
 
 Nothing is loaded or written. What depends on data is taken at its largest: every token is trained, no row comes twice.
 Each assumption is a key of conf/device or a constant of this package (docs/training_plan.md).
+
+A device holds a process's own, the resident tensors, and those of its largest stage: the target's forward pass, the
+head's step, the optimiser, a measurement of τ, writing the head. Stages follow each other, so they never add up. The
+final evaluation comes when all of these are freed.
 """
 
 import re
 import time
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +20,7 @@ import psutil
 import torch
 from omegaconf import OmegaConf
 
-from data.features.quantize import size
+from data.features.store import size
 from data.features.vllm_features import LayerIds
 from heads.common.resolvers import ROOT
 from heads.common.target_config import check_rows, context_of
@@ -24,26 +29,183 @@ from inference.target.config import DTYPES, device_named, fast_dtype
 from inference.target.loading import check_quantized, saved_quantization
 from inference.target.placement import (
     DEVICE_MAP,
+    FSDP,
+    GB,
+    OFFLOAD,
+    REPLICATE,
     TENSOR_PARALLEL,
+    Placement,
     check_offload,
     check_processes,
     check_shape,
     check_weights,
 )
 from train.config import DeviceConfig, RunConfig
-from train.planning import memory
+from train.distributed.strategy import BUCKET
 from train.planning.check import reads_target, unserved
-from train.planning.head import HeadCost, head_cost
-from train.planning.memory import Layout, MemoryUse
 from train.planning.shapes import (
+    HeadCost,
     TargetShape,
     configuration,
+    head_cost,
     quantization_note,
     saved_bytes,
     target_shape,
     weight_bytes,
 )
 from train.start import AUTO, STARTS, check_copied
+
+AHEAD = 2  # layers of a target that are whole on a device at once when they are gathered or streamed
+
+
+class Layout(NamedTuple):
+    """The processes and devices: `processes` on each of `nodes`, `accelerators` of a node, `group` tensor-parallel."""
+
+    strategy: str
+    where: Placement
+    processes: int
+    nodes: int
+    accelerators: int
+    group: int
+
+    @property
+    def world(self) -> int:
+        """All processes."""
+        return self.processes * self.nodes
+
+    @property
+    def shared(self) -> int:
+        """The number of devices among which each of the target's layers is sharded."""
+        return self.group if self.where.placement == TENSOR_PARALLEL else 1
+
+    @property
+    def devices(self) -> list[int]:
+        """The devices of a node that layers are placed on under device_map."""
+        return list(range(self.accelerators)) if self.where.devices is None else self.where.devices
+
+    def mapped(self, device: int) -> float:
+        """Return the fraction of the layers on a device under device_map: each process divides them evenly."""
+        groups = [self.devices[process :: self.processes] for process in range(self.processes)]
+        return sum((1 / len(group) for group in groups if device in group), 0.0)
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """The memory of a device of a node, or of a node's host, in bytes."""
+
+    node: int
+    device: int | None  # None for a node's host
+    process: int  # before anything is loaded
+    resident: dict[str, int]
+    stages: dict[str, dict[str, int]]  # temporary sizes by stage and name
+    evaluation: dict[str, int]  # of the final evaluation, in place of all the others but the process's
+    slack: float  # of the widest stage, that the allocator holds above what is asked of it
+    capacity: int | None  # None where it is not known
+
+    @property
+    def allocator(self) -> int:
+        """The bytes that the allocator holds above what is asked of it."""
+        return round(self.slack * max(map(total, self.stages.values()), default=0))
+
+    @property
+    def peak(self) -> int:
+        """The bytes at the widest moment."""
+        stages = max(map(total, self.stages.values()), default=0)
+        return self.process + max(total(self.resident) + stages + self.allocator, total(self.evaluation))
+
+    @property
+    def share(self) -> float:
+        """The share of the capacity that is used, 0 where that is not known."""
+        return self.peak / self.capacity if self.capacity else 0.0
+
+
+def total(sizes: Mapping[str, int]) -> int:
+    """Return the bytes of sizes by name."""
+    return sum(sizes.values())
+
+
+def head_state(cost: HeadCost, layout: Layout, muon: bool, averaged: bool) -> dict[str, int]:
+    """Return the bytes of a process for the head and its optimiser between steps, all in fp32.
+
+    With `muon` matrices between hidden states have one moment; a running average is sharded as the weights are.
+    """
+    world, whole = layout.world, 4 * cost.trained
+    cut = {"ddp": (1, 1, 1), "zero2": (1, world, world), "zero3": (world, world, world), "fsdp2": (world, world, world)}
+    weights, gradients, states = cut[layout.strategy]
+    zero = layout.strategy.startswith("zero")
+    sizes = {
+        "head: weights": whole / weights + (whole / world if zero else 0),  # DeepSpeed moves a copy of its own
+        "head: gradients": whole / gradients,
+        "head: optimiser": 4 * moments(cost, muon) / states,
+        "head: buckets": 8 * min(BUCKET, cost.trained)
+        if zero
+        else whole
+        if layout.strategy == "ddp" and world > 1
+        else 0,
+        "head: gathered": 2 * whole if weights > 1 else 0,  # while it computes, and gradients before they are scattered
+        "head: frozen": 4 * cost.frozen,
+        "head: running average": whole / weights if averaged else 0,
+    }
+    return {name: round(size) for name, size in sizes.items() if size}
+
+
+def moments(cost: HeadCost, muon: bool) -> int:
+    """Return the number of an optimiser's moments."""
+    return cost.trained + (cost.vectors if muon else cost.trained)
+
+
+def target_state(
+    shape: TargetShape, layout: Layout, layers: int, item: int, device: int = 0
+) -> tuple[dict[str, int], dict[str, int], int]:
+    """Return the target's memory: on a device of a node, gathered there during a forward pass, and on the host.
+
+    `layers` are the bytes of all layers, 0 where they are not loaded; `item` those of a value of embedding and lm_head,
+    which are whole on every trainer's device.
+    """
+    placement = layout.where.placement
+    ahead = AHEAD * layers // shape.layers
+    stay = min(layers, int((layout.where.memory_gb or 0) * GB))
+    there, gathered, host = {
+        REPLICATE: (layers, 0, 0),
+        TENSOR_PARALLEL: (layers // layout.group, 0, 0),
+        FSDP: (layers // layout.world, ahead, 0),
+        DEVICE_MAP: (round(layers * layout.mapped(device)), 0, 0),
+        OFFLOAD: (min(layers, stay + ahead), 0, 0 if layout.where.offload == "disk" else layers - stay),
+    }[placement]
+    parts = {TENSOR_PARALLEL: layout.group, FSDP: layout.world}.get(placement, 1)
+    held = {
+        "target: embedding, lm_head": item * shape.embeddings,
+        "target: its own part of these": item * shape.embeddings // parts if layers and parts > 1 else 0,
+        "target: layers": there,
+    }
+    return (
+        {name: size for name, size in held.items() if size},
+        {"target: gathered layers": gathered} if gathered else {},
+        host,
+    )
+
+
+def pass_stage(
+    shape: TargetShape, layout: Layout, tokens: int, length: int, item: int, features: int, several: bool
+) -> dict[str, int]:
+    """Return the bytes of the target's forward pass; a tensor-parallel group runs its processes' rows in turn.
+
+    Where a step has `several` micro-batches, the features of the one before are there until the pass has ended.
+    """
+    output = features_bytes(shape, tokens, item, features)
+    sizes = {
+        "target: activations, mask": shape.working(tokens, length, item, features, layout.shared),
+        "features": output,
+        "features of another's turn": output * (layout.shared > 1),
+        "features of the micro-batch before": output * several,
+    }
+    return {name: size for name, size in sizes.items() if size}
+
+
+def features_bytes(shape: TargetShape, tokens: int, item: int, features: int) -> int:
+    """Return the bytes of a micro-batch's features: the layers that the head reads, and the last state."""
+    return tokens * shape.width * item * (features + 1)
+
 
 GIB = 2**30
 CGROUPS, GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -211,10 +373,15 @@ def device_memories(inputs: PlanInputs) -> list[MemoryUse]:
     device, layout = inputs.device, inputs.layout
     capacity, memories = round(float(device.memory_gb or 0) * GIB), []
     spare = layout.devices if layout.where.placement == DEVICE_MAP and not inputs.on_cpu else []
+    trainer = inputs.run.trainer
+    always = head_state(inputs.cost, layout, trainer.optimizer == "muon", trainer.ema > 0)
+    always |= host_state(inputs) if inputs.on_cpu else {}
     for node in range(layout.nodes):
         for number in sorted({*range(layout.processes), *spare}):
             main = node == number == 0
-            held = _resident(inputs, number), _stages(inputs, number, main), _evaluation(inputs, number)
+            target, _, _ = target_state(inputs.shape, layout, inputs.layers, inputs.item, number)
+            evaluated, gathered, _ = _evaluated(inputs, number)
+            held = target | always, _stages(inputs, number, main), evaluated | gathered
             if number >= layout.processes:  # it holds layers of another one's process, and nothing else
                 parts = [{name: size for name, size in sizes.items() if name == LAYERS} for sizes in (held[0], held[2])]
                 held = parts[0], {}, parts[1]
@@ -229,21 +396,13 @@ def device_memories(inputs: PlanInputs) -> list[MemoryUse]:
     return memories
 
 
-def _resident(inputs: PlanInputs, number: int) -> dict[str, int]:
-    """Return what stays on a device throughout the training."""
-    run, layout = inputs.run, inputs.layout
-    target, _, _ = memory.target_state(inputs.shape, layout, inputs.layers, inputs.item, number)
-    head = memory.head_state(inputs.cost, layout, run.trainer.optimizer == "muon", run.trainer.ema > 0)
-    return target | head | (host_state(inputs) if inputs.on_cpu else {})
-
-
 def _stages(inputs: PlanInputs, number: int, main: bool) -> dict[str, dict[str, int]]:
     """Return what each stage of a step takes for its time; the main process also measures, or all of them together."""
     run, cost, layout, shape = inputs.run, inputs.cost, inputs.layout, inputs.shape
     tokens, length, read = inputs.rows * run.data.length, run.data.length, len(cost.feature_layers)
     value = 2 if inputs.bf16 else 4  # bytes of a value of the features as the head reads them
     copied = run.objective.noise > 0 or value != inputs.item
-    features = memory.features_bytes(shape, tokens, inputs.item + (value if copied else 0), read)
+    features = features_bytes(shape, tokens, inputs.item + (value if copied else 0), read)
     scratch = 12 * cost.largest if inputs.on_cpu or run.trainer.optimizer == "muon" else 0  # none where it is fused
     stages = {
         "head's step": {
@@ -253,37 +412,36 @@ def _stages(inputs: PlanInputs, number: int, main: bool) -> dict[str, dict[str, 
     }  # fmt: skip
     if inputs.on_cpu:
         stages["writing the head"] = {"head: a copy of it, its file": 8 * cost.trained}
-    _, gathered, _ = memory.target_state(shape, layout, inputs.layers, inputs.item, number)
+    _, gathered, _ = target_state(shape, layout, inputs.layers, inputs.item, number)
     if inputs.layers and run.features.runs_target:
-        stages["target's pass"] = gathered | memory.pass_stage(
+        stages["target's pass"] = gathered | pass_stage(
             shape, layout, tokens, length, inputs.item, read, inputs.micro > 1
         )
     if (main or layout.where.together) and run.trainer.eval_prompts and inputs.layers:
         reach = length + run.trainer.eval_tokens
-        stages["measuring τ"] = gathered | memory.measure_stage(shape, layout, cost, reach, inputs.item)
+        stages["measuring τ"] = gathered | {  # by decoding one prompt and answer
+            "τ: decoding copy of the head": inputs.item * cost.whole,
+            # A buffer doubles when it is full.
+            "τ: keys and values": shape.cache(2 * reach, inputs.item) // layout.shared,
+            "τ: pass over a prompt": shape.working(reach, reach, inputs.item, read, layout.shared),
+        }
     return stages
 
 
-def _evaluation(inputs: PlanInputs, number: int) -> dict[str, int]:
-    """Return what the final evaluation takes on a device: the target in the dtype of the losslessness check."""
-    held, gathered, _ = _evaluated(inputs, number)
-    return held | gathered
-
-
 def _evaluated(inputs: PlanInputs, number: int) -> tuple[dict[str, int], dict[str, int], int]:
-    """Return the target's memory in the final evaluation, as `memory.target_state`; nothing without one."""
+    """Return the target's memory in the final evaluation, as `target_state`; nothing without one."""
     run, shape = inputs.run, inputs.shape
     if not run.eval.prompts:
         return {}, {}, 0
     gate = inputs.item if run.eval.gate_dtype == AUTO else DTYPES[run.eval.gate_dtype].itemsize
     layers = int(weight_bytes(run.model, gate, str(inputs.device.type)) * shape.inner)
-    return memory.target_state(shape, inputs.layout, layers, gate, number)
+    return target_state(shape, inputs.layout, layers, gate, number)
 
 
 def host_use(inputs: PlanInputs) -> MemoryUse:
     """Return the use of a node's host memory, next to its devices'; its capacity is known of this machine alone."""
     layout = inputs.layout
-    _, _, offloaded = memory.target_state(inputs.shape, layout, inputs.layers, inputs.item)
+    _, _, offloaded = target_state(inputs.shape, layout, inputs.layers, inputs.item)
     held = {name: size * layout.processes for name, size in host_state(inputs).items()}
     held |= {LAYERS: offloaded * layout.processes} if offloaded else {}
     evaluated = _evaluated(inputs, 0)[2]  # by the first process
@@ -309,8 +467,8 @@ def host_state(inputs: PlanInputs) -> dict[str, int]:
 def state_bytes(inputs: PlanInputs) -> int:
     """Return the bytes of a checkpoint: weights, moments, the running average."""
     trainer, cost = inputs.run.trainer, inputs.cost
-    moments = memory.moments(cost, trainer.optimizer == "muon")
-    return 4 * (cost.trained + cost.frozen + moments + cost.trained * (trainer.ema > 0))
+    held = cost.trained + cost.frozen + moments(cost, trainer.optimizer == "muon")
+    return 4 * (held + cost.trained * (trainer.ema > 0))
 
 
 def disk(inputs: PlanInputs) -> dict[str, int]:
@@ -325,7 +483,7 @@ def disk(inputs: PlanInputs) -> dict[str, int]:
         "checkpoints": checkpoints * state_bytes(inputs),
         "head": 4 * inputs.cost.whole,
     }
-    if run.features.mode in ("stored", "hybrid"):
+    if run.features.mode == "stored":
         row = size(shape.width, run.features.dtype)
         tokens = run.trainer.steps * run.trainer.batch_tokens
         sizes["features, if no row comes twice"] = tokens * (len(inputs.cost.feature_layers) + 1) * row
@@ -384,7 +542,7 @@ def plan(run: RunConfig) -> dict[str, Any]:
     cost, shape, devices = inputs.cost, inputs.shape, device_memories(inputs)
     if run.features.mode == "engine":
         LayerIds.of(run.features.vllm_layers, cost.feature_layers, shape.layers)
-    loaded, _, _ = memory.target_state(shape, inputs.layout, inputs.layers, inputs.item)
+    loaded, _, _ = target_state(shape, inputs.layout, inputs.layers, inputs.item)
     return {
         "target_parameters": shape.parameters,
         "active_parameters": shape.active + shape.embeddings,
@@ -394,7 +552,7 @@ def plan(run: RunConfig) -> dict[str, Any]:
         "tokens": run.trainer.steps * run.trainer.batch_tokens,
         "micro_tokens": run.trainer.micro_tokens,
         "peak_bytes": max(device.peak for device in devices),
-        "loaded_bytes": memory.total(loaded),
+        "loaded_bytes": total(loaded),
         **work(inputs),
         "devices": devices,
         "host": None if inputs.on_cpu else host_use(inputs),

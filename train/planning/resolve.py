@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from heads import say_best_head
+from heads import with_head
+from heads.common.progress import say
 from inference.target.config import DTYPES, default_device, fast_dtype
 from inference.target.placement import AUTO, DEVICE_MAP, OFFLOAD, PLACEMENTS, REPLICATE, TENSOR_PARALLEL, TOGETHER
 from train.config import RunConfig, checked, run_config
-from train.distributed.started import launched, on_node, world
+from train.distributed.launch import launched, on_node, world
 from train.planning.check import check_plan, check_settings, check_target
 from train.planning.plan import (
     SAFE,
@@ -42,6 +43,7 @@ def resolve(cfg: DictConfig) -> RunConfig:
     Raises:
         ValueError: settings are wrong, contradict each other, or fit no placement; the key and the remedy.
     """
+    cfg, best = with_head(cfg)
     run = with_processes(run_config(cfg))
     if run.plan is True:
         check_plan(run)
@@ -52,7 +54,8 @@ def resolve(cfg: DictConfig) -> RunConfig:
     run = resolve_micro_batch(resolve_placement(run))
     if trained is not None:
         check_memory(run, trained)
-    say_best_head(cfg)
+    if best:
+        say(best)
     return run
 
 

@@ -19,12 +19,11 @@ from rich.table import Table
 from heads.common.target_config import about_size, experts_of
 from heads.common.untrusted import visible
 from inference.target.placement import OFFLOAD, TOGETHER
-from train.adapt import LoraAdapterConfig
 from train.config import IGNORE, RunConfig, checked
 from train.planning.check import holds_run
-from train.planning.memory import MemoryUse, total
-from train.planning.plan import GIB, alone_on_cpu, host_bytes, plan
+from train.planning.plan import GIB, MemoryUse, alone_on_cpu, host_bytes, plan, total
 from train.planning.shapes import configuration
+from train.start import LoraAdapterConfig
 
 SHOWN = 2**20 / 20  # bytes: what is less would read as nothing
 FITS = "it fits{}; without plan=true the same command runs it{}"

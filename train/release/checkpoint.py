@@ -7,7 +7,6 @@ are on one file system; small files are copies, which can be edited without chan
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from heads.common.errors import one_line
-from heads.common.files import replacing, write_whole
+from heads.common.files import replacing
 from heads.common.untrusted import parse_json, parsed_file
 from heads.formats.mtp_layouts import COUNT, FAMILIES, Layout
 from heads.formats.published.exporting import written
@@ -30,32 +29,14 @@ MODULE = "model-mtp.safetensors"
 # What a file of the target is called whose own name is that of a single file, or of the module.
 RENAMED = {WEIGHTS: "model-target.safetensors", MODULE: "model-target-mtp.safetensors"}
 AS_TRAINED = {"layer": TARGET, "feature_layers": None, "lm_head": "shared", "draft_vocab": None}
-PIECE = 1 << 24  # bytes that are copied at a time
 SMALL = 1 << 26  # bytes of a file that is copied all the same
 
 
 class Shard(NamedTuple):
-    """A file of the target; `entries` are its header's, a tensor's type, shape and bytes behind `begin`."""
+    """A file of the target; `entries` are its header's, a tensor's type, shape and place."""
 
     path: Path
-    begin: int
     entries: dict[str, dict[str, Any]]
-
-    def without(self, left_out: set[str]) -> Iterator[bytes]:
-        """Yield the bytes of the file that holds the other tensors alone, piece by piece."""
-        entries, end = {}, 0
-        for name in (names := [name for name in self.entries if name not in left_out]):
-            begin, end = end, end + _size(self.entries[name])
-            entries[name] = {**self.entries[name], "data_offsets": [begin, end]}
-        header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
-        header += b" " * (-len(header) % 8)
-        yield len(header).to_bytes(8, "little") + header
-        with self.path.open("rb") as file:
-            for name in names:
-                file.seek(self.begin + self.entries[name]["data_offsets"][0])
-                size = _size(self.entries[name])
-                for first in range(0, size, PIECE):
-                    yield file.read(min(PIECE, size - first))
 
 
 class Copy(NamedTuple):
@@ -71,13 +52,16 @@ def write_copy(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
     """Write the copy of a checkpoint, a folder or Hub name, with this head in its layout; whole or not at all.
 
     Raises:
-        ValueError: the head is of another kind, the checkpoint is not whole, or there is no space: one line, before
-            anything is written.
+        ValueError: the head is of another kind, or the checkpoint is not whole: one line, before anything is written.
         OSError: the disk refused.
     """
     plan = _planned(head, checkpoint, layout)
     out = out.resolve()
-    _check_out(plan, out)
+    folder = plan.folder.resolve()
+    if out.is_relative_to(folder) or folder.is_relative_to(out):
+        raise ValueError(f"{out}: that or the target's {folder} lies in the other; give another out=FOLDER")
+    if out.exists() and not (out / MODULE).is_file():
+        raise ValueError(f"{out}: is there, and no earlier copy; give another out=FOLDER")
     try:
         with replacing(out) as new:
             _write(plan, new)
@@ -99,7 +83,12 @@ def _planned(head: Mtp, checkpoint: str, layout: Layout) -> Copy:
         ) from error
     folder, layers = shards[0].path.parent, head.embeddings.num_layers
     config: dict[str, Any] = parsed_file((folder / CONFIG).resolve(), "download it again")
-    _check_head(head, layout)
+    for key, value in {**AS_TRAINED, "raw_state": layout.raw_state}.items():
+        if (actual := getattr(head.config, key)) != value:
+            raise ValueError(
+                f"format=checkpoint: the head has {key}={written(actual)}, which the target's own module has not; "
+                f"train with head.{key}={written(value)}"
+            )
     entries = {name: entry for shard in shards for name, entry in shard.entries.items()}
     last = f"model.layers.{layers - 1}."
     split = not any(name.startswith(last) and name.endswith(".gate_up_proj") for name in entries)
@@ -142,35 +131,6 @@ def layout_of(config: dict[str, Any], checkpoint: str) -> Layout:
     return FAMILIES[name]
 
 
-def _check_head(head: Mtp, layout: Layout) -> None:
-    for key, value in {**AS_TRAINED, "raw_state": layout.raw_state}.items():
-        if (actual := getattr(head.config, key)) != value:
-            raise ValueError(
-                f"format=checkpoint: the head has {key}={written(actual)}, which the target's own module has not; "
-                f"train with head.{key}={written(value)}"
-            )
-
-
-def _check_out(plan: Copy, out: Path) -> None:
-    """Refuse a folder that is no earlier copy or one with the target, and too little space for what is no link."""
-    folder = plan.folder.resolve()
-    if out.is_relative_to(folder) or folder.is_relative_to(out):
-        raise ValueError(f"{out}: that or the target's {folder} lies in the other; give another out=FOLDER")
-    if out.exists() and not (out / MODULE).is_file():
-        raise ValueError(f"{out}: is there, and no earlier copy; give another out=FOLDER")
-    parent = next(path for path in out.parents if path.exists())
-    linked = _can_link(plan.shards[0].path.resolve(), parent)
-    sizes = [s.path.stat().st_size for s in plan.shards if not linked or plan.tensors.keys() & s.entries]
-    brought = (path.stat().st_size for entry in _beside(plan.folder) for path in (entry, *entry.rglob("*")))
-    sizes += [size for size in brought if not linked or size <= SMALL]
-    needed = sum(sizes) + sum(tensor.nbytes for tensor in plan.tensors.values())
-    if needed > (free := shutil.disk_usage(parent).free):
-        raise ValueError(
-            f"{out}: needs {needed / 1e9:.1f} GB, and {parent} has {free / 1e9:.1f} GB free; give an out=FOLDER with "
-            "more space, or on the target's file system, where most of it is hard links"
-        )
-
-
 def _beside(folder: Path) -> Iterator[Path]:
     """Yield the files and folders that are brought as they are: not the weights, nor what is written anew."""
     for path in folder.iterdir():
@@ -193,7 +153,9 @@ def _write(plan: Copy, new: Path) -> None:
         if not replaced:
             _link(shard.path.resolve(), new / names[shard.path])
         elif len(replaced) < len(shard.entries):
-            write_whole(new / names[shard.path], shard.without(replaced))
+            with safe_open(shard.path, "pt") as opened:
+                others = {name: opened.get_tensor(name) for name in shard.entries.keys() - replaced}
+            save_file(others, new / names[shard.path], metadata={"format": "pt"})
     save_file(plan.tensors, new / MODULE, metadata={"format": "pt"})
     (new / CONFIG).write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
     entries = {name: _size(entry) for shard in plan.shards for name, entry in shard.entries.items()}
@@ -220,22 +182,13 @@ def _link(path: Path, new: Path) -> None:
         shutil.copyfile(path, new)
 
 
-def _can_link(path: Path, folder: Path) -> bool:
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        try:
-            os.link(path, Path(temporary) / path.name)
-        except OSError:
-            return False
-    return True
-
-
 def _shard(path: Path) -> Shard:
     """Return a file's header; refuse a file that is truncated or damaged."""
     with safe_open(path, "pt") as opened, path.open("rb") as file:
         names = set(opened.keys())
         size = int.from_bytes(file.read(8), "little")
         entries = parse_json(file.read(size))
-    return Shard(path, 8 + size, {name: entries[name] for name in entries if name in names})
+    return Shard(path, {name: entries[name] for name in entries if name in names})
 
 
 def _size(entry: dict[str, Any]) -> int:

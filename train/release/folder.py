@@ -19,8 +19,7 @@ from huggingface_hub.utils._paths import filter_repo_objects
 from data.text.files import content_hash
 from eval.live.extras import METRICS
 from eval.measures.serving import CONFIG as SCHEDULE
-from eval.measures.serving import PROFILE
-from eval.report.reading import read_report
+from eval.report.write import read_report
 from heads.common.errors import one_line
 from heads.common.files import last_good, replacing
 from heads.common.resolvers import ROOT
@@ -44,7 +43,7 @@ from train.release.hub import files_of
 log = logging.getLogger(__name__)
 
 TOKENIZER = "tokenizer_reference.json"
-COPIED = ("config.yaml", "report.json", "report.md", "report.html", PROFILE, SCHEDULE)
+COPIED = ("config.yaml", "report.json", "report.md", "report.html", SCHEDULE)
 READ = (*COPIED, "provenance.json", METRICS, "prompts.jsonl")  # all of a run, besides its head
 TENSORS = (WEIGHTS, gguf.FILE, *lora.FILES)
 FILES = (CONFIG, *TENSORS, TOKENIZER, "README.md", *COPIED, "plots/*", f"{custom_generate.FOLDER}/*")  # patterns
@@ -93,7 +92,9 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> Facts:
             with replacing(out.resolve()) as new:
                 for name, data in files.items():
                     (new / name).parent.mkdir(exist_ok=True)
-                    (new / name).write_bytes(data if isinstance(data, bytes) else _safe(run, name, data).encode())
+                    if isinstance(data, str) and TOKEN.search(data):
+                        raise ValueError(f"{run}: {name} would hold an access token; remove it from the run's files")
+                    (new / name).write_bytes(data if isinstance(data, bytes) else portable(data).encode())
                 for weights in (source / name for name in TENSORS if (source / name).is_file()):
                     shutil.copyfile(weights, new / weights.name)
             return facts
@@ -146,13 +147,6 @@ def portable(text: str) -> str:
     return relative if home == Path(home.anchor) else relative.replace(f"{home}/", "~/")
 
 
-def _safe(run: Path, name: str, text: str) -> str:
-    """Return a file's text as it may be published; refuse one that holds a token of the Hub."""
-    if TOKEN.search(text):
-        raise ValueError(f"{run}: {name} would hold an access token; remove it from the run's files")
-    return portable(text)
-
-
 def _read(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
     """Return a file's mapping, empty where the run has none."""
     if not path.is_file():
@@ -178,29 +172,25 @@ def exported(head: Path, config: PublishConfig) -> Iterator[tuple[Path, dict[str
         if config.format is None:
             _write_adapter(head, config, folder)
         else:
-            refused = _write_export(head, config, config.format, folder)
+            spec = read_config(head)["target"]
+            path = config.target or target_path(spec["name"])
+            target = _target_at(path, spec.get("adapter"))
+            name = spec["name"] if on_hub(spec["name"]) else path
+            served = Served(
+                name=name if on_hub(name) else Path(name).name,
+                config=target.config.to_dict(),
+                dtype=DTYPES[config.dtype],
+                draft_tokens=config.draft_tokens,
+            )
+            trained, tokenizer = load_head(head, target.embeddings, target.spec), None
+            if config.gguf is not None:
+                vocabulary = target.embeddings.vocab_size, target.tokenizer.get_vocab()
+                tokenizer = gguf.tokenizer_of(Path(config.gguf).expanduser(), *vocabulary)
+            export(trained, config.format, served, folder)
+            if tokenizer is not None:
+                gguf.write(folder, tokenizer)
+            refused = refusals(trained, served)
         yield folder, refused
-
-
-def _write_export(head: Path, config: PublishConfig, form: str, folder: Path) -> dict[str, str]:
-    spec = read_config(head)["target"]
-    path = _path_of(spec, config)
-    target = _target_at(path, spec.get("adapter"))
-    name = spec["name"] if on_hub(spec["name"]) else path
-    served = Served(
-        name=name if on_hub(name) else Path(name).name,
-        config=target.config.to_dict(),
-        dtype=DTYPES[config.dtype],
-        draft_tokens=config.draft_tokens,
-    )
-    trained, tokenizer = load_head(head, target.embeddings, target.spec), None
-    if config.gguf is not None:
-        vocabulary = target.embeddings.vocab_size, target.tokenizer.get_vocab()
-        tokenizer = gguf.tokenizer_of(Path(config.gguf).expanduser(), *vocabulary)
-    export(trained, form, served, folder)
-    if tokenizer is not None:
-        gguf.write(folder, tokenizer)
-    return refusals(trained, served)
 
 
 def _write_adapter(head: Path, config: PublishConfig, folder: Path) -> None:
@@ -232,7 +222,7 @@ def copy_with_head(run: Path, out: Path, config: PublishConfig) -> Facts:
             f"format=checkpoint: the head is for {spec['name']} with adapter {spec['adapter']}; merge the adapter into "
             "a checkpoint and train on that"
         )
-    path = _path_of(spec, config)
+    path = config.target or target_path(spec["name"])
     try:
         values = read_target_values(path, False, cached_alone=False)
     except ValueError as error:
@@ -249,11 +239,6 @@ def copy_with_head(run: Path, out: Path, config: PublishConfig) -> Facts:
     return Facts(
         config, content, {}, given, measured, provenance={}, settings={}, refused={}, base_id=None, decodes=False
     )
-
-
-def _path_of(spec: dict[str, Any], config: PublishConfig) -> str:
-    """Return the path of a head's target."""
-    return config.target or target_path(spec["name"])
 
 
 def _target_at(path: str, adapter: str | None) -> Target | EmbeddingsOnly:

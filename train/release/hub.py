@@ -50,7 +50,14 @@ def repository(repo: str, private: bool, tag: str | None, api: HfApi) -> Iterato
         ValueError: the token is refused or may only read, the name is taken, the repository is public despite
             `private`, or has the tag; and the errors of the block, with the state of the repository.
     """
-    _check_token(repo, api)
+    with hub_errors(repo, "checking the token"):
+        who: dict[str, Any] = retried(api.whoami)
+    role = who.get("auth", {}).get("accessToken", {}).get("role")
+    if role == "read":
+        raise ValueError(
+            f"{repo}: the token of {who.get('name')} may only read; make one that may write on the Hub's page of "
+            "settings, and log in with `hf auth login` or set HF_TOKEN"
+        )
     with hub_errors(repo, "looking for the repository"):
         existing: Any = retried(lambda: api.repo_info(repo) if api.repo_exists(repo) else None)
         tags = retried(lambda: api.list_repo_refs(repo).tags) if existing and tag else []
@@ -87,7 +94,11 @@ def push(folder: Path, repo: Repository, ours: Sequence[str], api: HfApi) -> str
     def commit() -> str:
         now = str(api.repo_info(repo.name).sha)
         if now != repo.commit:
-            if _holds(now, folder, repo.name, api):  # by an earlier attempt whose response was lost
+            tree = api.list_repo_tree(repo.name, recursive=True, revision=now)
+            remote = {file.path: file for file in tree if isinstance(file, RepoFile)}
+            if all(
+                name in remote and _same(folder / name, remote[name]) for name in files_of(folder)
+            ):  # by an earlier attempt whose response was lost
                 return now
             raise ValueError(f"{repo.name}: someone else has committed to it, {now[:SHORT]}; publish again")
         there = api.list_repo_files(repo.name, revision=now)
@@ -145,25 +156,6 @@ def retried(call: Callable[[], T]) -> T:
 def files_of(folder: Path) -> list[str]:
     """Return the names of all files in a folder and its sub-folders, as a repository calls them."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-
-
-def _check_token(repo: str, api: HfApi) -> None:
-    """Refuse an invalid or read-only token before anything is created."""
-    with hub_errors(repo, "checking the token"):
-        who: dict[str, Any] = retried(api.whoami)
-    role = who.get("auth", {}).get("accessToken", {}).get("role")
-    if role == "read":
-        raise ValueError(
-            f"{repo}: the token of {who.get('name')} may only read; make one that may write on the Hub's page of "
-            "settings, and log in with `hf auth login` or set HF_TOKEN"
-        )
-
-
-def _holds(commit: str, folder: Path, repo: str, api: HfApi) -> bool:
-    """Whether a commit holds every file of the folder with the same content."""
-    tree = api.list_repo_tree(repo, recursive=True, revision=commit)
-    remote = {file.path: file for file in tree if isinstance(file, RepoFile)}
-    return all(name in remote and _same(folder / name, remote[name]) for name in files_of(folder))
 
 
 def _same(path: Path, remote: RepoFile) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 
 from data.text.prompts import load_prompts
-from eval.inputs.runs import own_prompts
+from eval.inputs.drafters import own_prompts
 from eval.measures import metrics
 from heads.common.errors import one_line
 from heads.common.files import last_good

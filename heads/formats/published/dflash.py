@@ -16,9 +16,19 @@ import torch
 from torch import Tensor
 
 from heads.base import Embeddings, embedding_of
-from heads.formats.layer_ids import BLOCK_OUTPUTS, BLOCK_STATES, as_outputs
 from heads.formats.published.exporting import EngineClass, Export, Foreign, Shapes, layer_shapes
-from heads.formats.published.plan import KNOWN, OFFSETS, Plan, Source, check_width, decoder, drafted_by_offsets
+from heads.formats.published.plan import (
+    BLOCK_OUTPUTS,
+    BLOCK_STATES,
+    KNOWN,
+    OFFSETS,
+    Plan,
+    Source,
+    as_outputs,
+    check_width,
+    decoder,
+    drafted_by_offsets,
+)
 from heads.modules.fusion import DFLASH_LAYERS
 
 DSPARK, DFLASH2 = "Qwen3DSparkModel", "DFlash2DraftModel"
@@ -71,7 +81,15 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
             source.tensor(name, key)
     ids = drafted_by_offsets(source, embeddings)
     markov = source.tensors.get(NAMES["before.weight"])
-    terms = _domino(source, options) | _dflash2(source, options)
+    inner, rank = (source.tensors.get(NAMES[f"domino.{name}"]) for name in ("gru.weight_hh", "down.weight"))
+    if options.get("projector_type") == "domino":
+        source.tensor(NAMES["domino.gru.weight_hh"], "projector_type")
+    if inner is not None and options.get("pure_draft_prefix_len") != 1:
+        raise source.refusal(f"pure_draft_prefix_len={options.get('pure_draft_prefix_len')}")
+    terms = {
+        "domino": None if inner is None else inner.shape[1],
+        "domino_rank": 1 if rank is None else len(rank),
+    } | _dflash2(source, options)
     anchor = options.get("shift_label" if terms["domino"] else "sample_from_anchor", markov is not None)
     layers = source.count(r"layers\.(\d+)\.self_attn\.q_proj\.weight$")
     source.compare("num_hidden_layers", layers)
@@ -92,16 +110,6 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
     }
     unread = {OFFSETS, KNOWN, *(NAMES[name] for name in filled if name in NAMES)} & source.tensors.keys()
     return Plan("block", config, lambda name: NAMES.get(name, name), filled, unread, ids)
-
-
-def _domino(source: Source, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of Domino; refuse another number of uncorrected slots than one, SGLang's only."""
-    inner, rank = (source.tensors.get(NAMES[f"domino.{name}"]) for name in ("gru.weight_hh", "down.weight"))
-    if options.get("projector_type") == "domino":
-        source.tensor(NAMES["domino.gru.weight_hh"], "projector_type")
-    if inner is not None and options.get("pure_draft_prefix_len") != 1:
-        raise source.refusal(f"pure_draft_prefix_len={options.get('pure_draft_prefix_len')}")
-    return {"domino": None if inner is None else inner.shape[1], "domino_rank": 1 if rank is None else len(rank)}
 
 
 def _dflash2(source: Source, options: dict[str, Any]) -> dict[str, Any]:
@@ -163,12 +171,20 @@ def engines(source: Export) -> Foreign:
         )
     outputs, order = source.outputs()
     architectures = [DSPARK] if markov else [DFLASH2] if options.selector_rank else CLASS.architectures
+    why = "and the format has the target's embedding of a token there"
+    if source.config.mask_token is None:
+        raise source.refusal("a mask slot that was trained", why)
+    token = int(source.config.mask_token) % source.embeddings.vocab_size
+    mask: Tensor = source.tensors["mask"]
+    row = embedding_of(source.embeddings, torch.tensor(token)).to(mask.device, torch.float32)
+    if not torch.allclose(mask.float(), row, rtol=ROUNDED, atol=1e-7):
+        raise source.refusal(f"a mask slot that is not the target's embedding of token {token}", why)
     config = source.engine_config(CLASS._replace(architectures=architectures), options.layers) | {
         "layer_types": ["full_attention"] * options.layers,
         "is_causal": options.causal,  # of a slot's sight; SGLang reads it here alone
         "block_size": source.head.size,
         "dflash_config": {
-            "mask_token_id": _mask_token(source),
+            "mask_token_id": token,
             BLOCK_OUTPUTS: outputs,
             "causal": options.causal,
             "sample_from_anchor": options.from_anchor,
@@ -255,16 +271,3 @@ def _dflash2_shapes(record: dict[str, Any], layers: int, width: int, full: int) 
             expected[CONV.format(i, sublayer, "base_kernel")] = (2, taps, width)
             expected[CONV.format(i, sublayer, KERNEL)] = (2 * taps * groups, width)
     return expected
-
-
-def _mask_token(source: Export) -> int:
-    """Return the token whose embedding the mask slots hold."""
-    why = "and the format has the target's embedding of a token there"
-    if source.config.mask_token is None:
-        raise source.refusal("a mask slot that was trained", why)
-    token = int(source.config.mask_token) % source.embeddings.vocab_size
-    mask: Tensor = source.tensors["mask"]
-    row = embedding_of(source.embeddings, torch.tensor(token)).to(mask.device, torch.float32)
-    if not torch.allclose(mask.float(), row, rtol=ROUNDED, atol=1e-7):
-        raise source.refusal(f"a mask slot that is not the target's embedding of token {token}", why)
-    return token

@@ -1,10 +1,10 @@
 """EAGLE-3 and 3.1: the authors' `midlayer` or `layers.0`, `fc`, `norm`, a lm_head of its own, `d2t` and `t2d`.
 
 One folder serves vLLM, SGLang, TensorRT-LLM and speculators, another the authors' own code. vLLM and speculators read
-the layers at the top level and SGLang within `eagle_config`, each counting in its own way (heads/formats/layer_ids.py);
-files are found with either of them under either key. The defaults of both are the same three layers. Layers after the
-first have their norm before attention under two names, because vLLM reads the one and SGLang and TensorRT-LLM the
-other. The lm_head is always written, the target's where the head shares it: without one SGLang may make a random one.
+the layers at the top level and SGLang within `eagle_config`, each counting in its own way (plan.py); files are found
+with either of them under either key. The defaults of both are the same three layers. Layers after the first have their
+norm before attention under two names, because vLLM reads the one and SGLang and TensorRT-LLM the other. The lm_head is
+always written, the target's where the head shares it: without one SGLang may make a random one.
 """
 
 import logging
@@ -15,9 +15,19 @@ import torch
 from torch import Tensor
 
 from heads.base import Embeddings
-from heads.formats.layer_ids import STATES, as_outputs, as_states
 from heads.formats.published.exporting import NORMS, EngineClass, Export, Foreign, Shapes, layer_shapes
-from heads.formats.published.plan import KNOWN, OFFSETS, Plan, Source, check_width, decoder, drafted_by_offsets
+from heads.formats.published.plan import (
+    KNOWN,
+    OFFSETS,
+    STATES,
+    Plan,
+    Source,
+    as_outputs,
+    as_states,
+    check_width,
+    decoder,
+    drafted_by_offsets,
+)
 from heads.modules.fusion import EAGLE3_LAYERS, default_layers
 
 log = logging.getLogger(__name__)
@@ -51,7 +61,11 @@ def their_name(name: str, first: str) -> str:
 def read(source: Source, embeddings: Embeddings) -> Plan:
     """Return the plan that maps the tensors."""
     first = next(first for first in (MIDDLE, FIRST) if f"{first}hidden_norm.weight" in source.tensors)
-    _check_options(source)
+    nested: dict[str, Any] = source.config.get("eagle_config") or {}
+    if nested.get("use_aux_hidden_state") is False:
+        raise source.refusal("features of the last layer alone (use_aux_hidden_state=false)")
+    if source.config.get("parallel_drafting") and "mask_hidden" not in source.tensors:
+        raise source.error("config.json says parallel_drafting (P-EAGLE), and the tensor mask_hidden is missing")
     check_width(source, "fc.weight", embeddings)
     joined = source.tensors["fc.weight"].shape[1] // embeddings.hidden_size
     layers = 1 + source.count(r"layers\.([1-9]\d*)\.self_attn\.q_proj\.weight$")
@@ -61,19 +75,31 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
     source.compare("num_hidden_layers", layers)
     if source.config.get("fc_norm"):
         source.tensor("fc_norm.0.weight", "fc_norm")
+    value = source.config.get("norm_before_residual")
+    if value is None and "speculators_model_type" in source.config:
+        log.warning("%s: config.json leaves norm_before_residual open, false is taken; vLLM takes true", source.folder)
     config = {
         "layers": layers,
         "feature_layers": feature_layers(source, joined, embeddings),
         "feature_norm": normed,
         "joint_norm": joint,
         "norm_output": _feeds_normed(source, normed or joint),
-        "norm_before_residual": _norm_before_residual(source),
+        "norm_before_residual": bool(value),
         "qk_norm": f"{first}self_attn.q_norm.weight" in source.tensors,
         "kv_injection": False,
         "lm_head": "own" if ids is not None or "lm_head.weight" in source.tensors else "shared",
         **decoder(source, first, embeddings),
     }
-    deep, unread = _deeper(source, layers)
+    renamed, duplicates = {}, set()
+    for i in range(1, layers):
+        one, other = f"layers.{i}.input_layernorm.weight", f"layers.{i}.hidden_norm.weight"
+        if one not in source.tensors:
+            renamed[one] = other
+        elif other in source.tensors:
+            if not torch.equal(source.tensors[one], source.tensors[other]):
+                raise source.error(f"{one} and {other} differ, and which of them is meant is not said; leave one")
+            duplicates.add(other)
+    deep, unread = renamed, duplicates
 
     def rename(name: str) -> str:
         theirs = their_name(name, first)
@@ -128,40 +154,8 @@ def _feeds_normed(source: Source, normed: bool) -> bool:
     return bool(fed or flag)
 
 
-def _norm_before_residual(source: Source) -> bool:
-    value = source.config.get("norm_before_residual")
-    if value is None and "speculators_model_type" in source.config:
-        log.warning("%s: config.json leaves norm_before_residual open, false is taken; vLLM takes true", source.folder)
-    return bool(value)
-
-
 def _norm_before_fc(config: dict[str, Any]) -> bool:
     return any((where or {}).get("norm_before_fc") for where in (config, config.get("eagle_config")))
-
-
-def _check_options(source: Source) -> None:
-    nested: dict[str, Any] = source.config.get("eagle_config") or {}
-    if nested.get("use_aux_hidden_state") is False:
-        raise source.refusal("features of the last layer alone (use_aux_hidden_state=false)")
-    if source.config.get("parallel_drafting") and "mask_hidden" not in source.tensors:
-        raise source.error("config.json says parallel_drafting (P-EAGLE), and the tensor mask_hidden is missing")
-
-
-def _deeper(source: Source, layers: int) -> tuple[dict[str, str], set[str]]:
-    """Return the names of the norms before attention in the layers after the first, and duplicates to skip.
-
-    vLLM reads `input_layernorm` there and SGLang `hidden_norm`; files hold one of them, or both alike.
-    """
-    renamed, duplicates = {}, set()
-    for i in range(1, layers):
-        one, other = f"layers.{i}.input_layernorm.weight", f"layers.{i}.hidden_norm.weight"
-        if one not in source.tensors:
-            renamed[one] = other
-        elif other in source.tensors:
-            if not torch.equal(source.tensors[one], source.tensors[other]):
-                raise source.error(f"{one} and {other} differ, and which of them is meant is not said; leave one")
-            duplicates.add(other)
-    return renamed, duplicates
 
 
 def engines(source: Export) -> Foreign:

@@ -19,10 +19,9 @@ from torch import Tensor
 from heads.common.errors import one_line
 from heads.common.rope import SCALINGS, Rope
 from heads.common.untrusted import shown
-from heads.formats.layer_ids import BLOCK_OUTPUTS, STATES, as_states
 from heads.formats.published import dflash, eagle3
 from heads.formats.published.exporting import Export, Foreign
-from heads.formats.published.plan import KNOWN, OFFSETS
+from heads.formats.published.plan import BLOCK_OUTPUTS, KNOWN, OFFSETS, STATES, as_states
 from heads.formats.store import CONFIG, WEIGHTS
 from heads.modules.fusion import EAGLE3_LAYERS
 
@@ -188,7 +187,9 @@ def _renamed(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> d
             renamed[OFFSETS] = tensor + torch.arange(len(tensor))
         elif match := LAYER.fullmatch(module):
             heads = ROTATED.get(match[2]) if kind == "eagle3" else None
-            as_read = tensor if heads is None else _interleaved(tensor, config[heads])
+            as_read = (
+                tensor if heads is None else tensor.unflatten(0, (config[heads], 2, -1)).transpose(1, 2).flatten(0, 2)
+            )
             renamed[f"blk.{match[1]}.{IN_LAYER[match[2]]}.{last}"] = as_read
         elif name != KNOWN:
             renamed[f"{AT_TOP[module]}.{last}"] = tensor
@@ -199,11 +200,6 @@ def _renamed(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> d
         plain, slow = (rope.frequency(config["head_dim"])[0] for rope in ropes)
         renamed["rope_freqs.weight"] = plain / slow
     return renamed
-
-
-def _interleaved(projection: Tensor, heads: int) -> Tensor:
-    """Return a projection with the pairs that are rotated together in neighbouring rows, as llama.cpp's Llama has."""
-    return projection.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
 def _add_tensor(library: Any, writer: Any, name: str, tensor: Tensor) -> None:

@@ -33,7 +33,11 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         filled[OWN] = embedding
     kind = "shared" if embedding is None else "own"
     of_eagle3 = {key: value for key, value in plan.config.items() if key not in RETIRED["peagle"]}
-    config = {**of_eagle3, "depths": _depths(source), "mask_token": token, "embedding": kind}
+    methods = (source.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    depths = methods[0].get("speculative_tokens")
+    if depths is None:
+        log.warning("%s: config.json does not say how many tokens are drafted; %d is taken", source.folder, DEPTHS)
+    config = {**of_eagle3, "depths": (DEPTHS if depths is None else depths), "mask_token": token, "embedding": kind}
     return plan._replace(head="peagle", config=config, filled=filled, unread=plan.unread | {MASK})
 
 
@@ -43,15 +47,6 @@ def _embedding(source: Source, embeddings: Embeddings) -> Tensor | None:
     if stored is None or stored.shape != (embeddings.vocab_size, embeddings.hidden_size):  # which is refused later
         return None
     return None if torch.equal(embedding_of(embeddings).to(stored.device, stored.dtype), stored) else stored
-
-
-def _depths(source: Source) -> int:
-    """Return how many tokens the head drafts, as the file proposes."""
-    methods = (source.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    depths = methods[0].get("speculative_tokens")
-    if depths is None:
-        log.warning("%s: config.json does not say how many tokens are drafted; %d is taken", source.folder, DEPTHS)
-    return DEPTHS if depths is None else depths
 
 
 def engines(source: Export) -> Foreign:

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,20 @@ from heads.common.rope import Rope, positions_of
 from heads.common.typed import typed
 from heads.common.untrusted import shown
 from heads.formats.weights import meta_state_dict
+
+STATES = "eagle_aux_hidden_state_layer_ids"  # hidden states at the top level, outputs within `eagle_config`
+BLOCK_STATES, BLOCK_OUTPUTS = "aux_hidden_state_layer_ids", "target_layer_ids"  # of a block head
+
+
+def as_states(outputs: Sequence[int]) -> list[int]:
+    """Return the hidden states, counted from the embedding, that are these layers' outputs."""
+    return [i + 1 for i in outputs]
+
+
+def as_outputs(states: Sequence[int]) -> list[int]:
+    """Return the layers whose outputs these hidden states are; the embedding is -1."""
+    return [i - 1 for i in states]
+
 
 log = logging.getLogger(__name__)
 
@@ -192,17 +206,18 @@ def decoder(source: Source, layer: str, embeddings: Embeddings, *, sliding: bool
     source.compare("num_attention_heads", sizes["num_heads"])
     source.compare("num_key_value_heads", sizes["num_kv_heads"])
     source.compare("intermediate_size", sizes["intermediate_size"])
-    return {**sizes, "length": length, **_rope(source), "norm_eps": float(config.get("rms_norm_eps", EPS))}
-
-
-def _rope(source: Source) -> dict[str, Any]:
     try:
         rope = positions_of(source.config) or PLAIN
     except ValueError as error:
         raise source.error(str(error)) from None
     if rope.unsupported is not None:
         raise source.refusal(rope.unsupported)
-    return {"rope_theta": rope.theta, "rope_scaling": rope.scaling}
+    return {
+        **sizes,
+        "length": length,
+        **{"rope_theta": rope.theta, "rope_scaling": rope.scaling},
+        "norm_eps": float(config.get("rms_norm_eps", EPS)),
+    }
 
 
 def _check_options(source: Source, layer: str, *, sliding: bool) -> None:

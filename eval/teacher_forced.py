@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eval.inputs.texts import Text
+from eval.inputs.workloads import Text
 from eval.measures.cost_model import ReplayedStep
 from eval.measures.metrics import Passes, counted
 from heads.base import Draft, Features

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.report import sections
-from eval.report.reading import read_report
 from eval.report.render import rich_table
 from eval.report.view import results_of
+from eval.report.write import read_report
 from heads.common.command import sweeping
 
 TABLE, WIDTH = "table.json", 140
@@ -70,11 +70,10 @@ def table(rows: list[dict[str, Any]]) -> Table:
     overall = results_of({"rows": rows})
     failed = [replace(one, failed=one.failed or one.row.get("failed", False)) for one in overall]
     measured = sections.table(sections.SWEEP, failed)
-    body = [[*_cost(row), *cells] for row, cells in zip(rows, measured.lines, strict=True)]
+    body = []
+    for row, cells in zip(rows, measured.lines, strict=True):
+        cost = row["cost"]
+        flops = "-" if cost["flops"] is None else f"{cost['flops'] / 1e9:,.0f}"
+        spent = [f"{cost['parameters']:,}", f"{cost['tokens']:,}", flops, f"{cost['seconds']:,.0f}"]
+        body.append([row["name"], *spent, *cells])
     return rich_table("the runs of this multirun", [*COST, *measured.titles], body)
-
-
-def _cost(row: dict[str, Any]) -> list[str]:
-    cost = row["cost"]
-    flops = "-" if cost["flops"] is None else f"{cost['flops'] / 1e9:,.0f}"
-    return [row["name"], f"{cost['parameters']:,}", f"{cost['tokens']:,}", flops, f"{cost['seconds']:,.0f}"]
