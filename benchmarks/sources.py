@@ -1,4 +1,4 @@
-"""Every draft source on one target, in one report: prepares what a source needs, then runs eval/run.py.
+"""Every drafter on one target, in one report: prepares what a source needs, then runs eval/run.py.
 
     python benchmarks/sources.py [--steps 400] [--out outputs/sources] [OVERRIDES …]
 
@@ -56,7 +56,7 @@ def as_checkpoint(head: Path, folder: Path) -> Path:
 
 def main() -> None:
     """Prepare and measure."""
-    parser = argparse.ArgumentParser(description="Every draft source on one target, in one report.")
+    parser = argparse.ArgumentParser(description="Every drafter on one target, in one report.")
     parser.add_argument("overrides", nargs="*", help="of the target and its text")
     parser.add_argument("--out", type=Path, default=Path("outputs/sources"))
     parser.add_argument("--steps", type=int, default=400)

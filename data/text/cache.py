@@ -107,7 +107,7 @@ def write_samples(samples: Iterable[Sample], path: Path) -> None:
     writer = ArrowWriter(features=Features(columns), path=str(path), writer_batch_size=BATCH)
     try:
         for sample in samples:
-            writer.write({"id": sample.id, "token": sample.token, "mask": sample.mask})
+            writer.write({"id": sample.id, "token": sample.token, "mask": sample.loss_mask})
     finally:
         writer.finalize()
 

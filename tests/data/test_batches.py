@@ -42,7 +42,7 @@ def unpacked(packed: Packed) -> list[tuple[list[int], list[int]]]:
 def test_short_documents_stay_whole_and_no_token_is_lost() -> None:
     samples = documents(200, LENGTH)
     packed = pack(samples, LENGTH)
-    assert sorted(unpacked(packed)) == [(sample.token, sample.mask) for sample in samples]
+    assert sorted(unpacked(packed)) == [(sample.token, sample.loss_mask) for sample in samples]
 
 
 def test_long_documents_become_documents_of_their_own() -> None:
@@ -51,14 +51,14 @@ def test_long_documents_become_documents_of_their_own() -> None:
     packed = pack([long, sample], LENGTH)
     assert sorted(len(token) for token, _ in unpacked(packed)) == [1, 1, LENGTH, LENGTH]
     assert sorted(t for token, _ in unpacked(packed) for t in token) == sorted(long.token + sample.token)
-    assert sum(sum(mask) for _, mask in unpacked(packed)) == 20 + sum(sample.mask)
+    assert sum(sum(mask) for _, mask in unpacked(packed)) == 20 + sum(sample.loss_mask)
 
 
 def test_padding_is_marked_and_documents_are_numbered_in_place() -> None:
     packed = pack([Sample("a", [7] * 5, [1] * 5), Sample("b", [8] * 9, [1] * 9)], LENGTH)
     assert packed.document.tolist() == [[0] * 9 + [1] * 5 + [-1] * 2]
     assert packed.token.tolist() == [[8] * 9 + [7] * 5 + [0] * 2]
-    assert packed.mask.tolist() == [[1] * 14 + [0] * 2]
+    assert packed.loss_mask.tolist() == [[1] * 14 + [0] * 2]
 
 
 def test_rows_are_nearly_full() -> None:
@@ -112,7 +112,7 @@ def test_the_global_batch_is_the_same_for_every_world_size(packed: Packed, world
 def test_batches_hold_the_rows_they_name(packed: Packed) -> None:
     for batch in Batches(packed, 5, 2, 0, 0, 1)(4):
         assert len(batch.index) <= 2
-        for part, whole in zip((batch.token, batch.document, batch.mask), packed, strict=True):
+        for part, whole in zip((batch.token, batch.document, batch.loss_mask), packed, strict=True):
             assert part.dtype == torch.long
             assert torch.equal(part, whole[batch.index].long())
 

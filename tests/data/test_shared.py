@@ -53,7 +53,7 @@ def test_real_chats(
 def test_real_targets_end_their_answers(shared: Path, config: Config, target: str, data: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(shared / "targets" / target)
     for sample in load_samples(config(str(shared / "text" / data)), tokenizer, 20):
-        ends = [i for i, on in enumerate(sample.mask) if on and not any(sample.mask[i + 1 : i + 2])]
+        ends = [i for i, on in enumerate(sample.loss_mask) if on and not any(sample.loss_mask[i + 1 : i + 2])]
         assert {sample.token[i] for i in ends} == {tokenizer.eos_token_id}
 
 

@@ -44,8 +44,8 @@ def test_its_files_give_the_targets_own_features(tmp_path: Path, name: str) -> N
         live = target.features(packed.token[row : row + 1].long(), packed.document[row : row + 1].long(), (0,))
         real = live.document >= 0
         assert torch.allclose(states.hidden[real], live.hidden[real], atol=1e-3)
-        assert torch.allclose(states.last[real], live.last[real], atol=1e-3)
-        assert (states.last[~real] == 0).all()
+        assert torch.allclose(states.last_hidden[real], live.last[real], atol=1e-3)
+        assert (states.last_hidden[~real] == 0).all()
         assert copying(states, spec).result()["last"].shape == (1, 16, 32)
 
 

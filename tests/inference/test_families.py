@@ -74,7 +74,7 @@ def test_packed_features_are_each_documents_alone(name: str) -> None:
         alone = token[row, here][None]
         out = target.run(alone, torch.arange(alone.shape[1])[None], None, None, (0, 2))
         torch.testing.assert_close(packed.hidden[row, here], out.hidden[0], rtol=0, atol=1e-10)
-        torch.testing.assert_close(packed.last[row, here], out.last[0], rtol=0, atol=1e-10)
+        torch.testing.assert_close(packed.last_hidden[row, here], out.last_hidden[0], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", quick(RECURRENT))
