@@ -93,10 +93,10 @@ def train(run: RunConfig, target: Any, samples: Sequence[Sample], held_out: list
             micro.read()
     begin = time.process_time()
     for step in range(run.trainer.steps):
-        loop.step(step, halted=lambda: False)
+        loop.stepper(step, halted=lambda: False)
     seconds = time.process_time() - begin
     loop.tracker.close()
-    weights = loop.step.state.weights()
+    weights = loop.stepper.state.weights()
     save_head(Path(run.out, "head"), decoding_copy(head, weights, None), target.target.spec, vars(run.tree))
     made = decoding_copy(head, weights, target.target)
     tokens = run.trainer.steps * batches.step_tokens + loop.progress["rollout_tokens"]

@@ -50,9 +50,9 @@ def recorded(samples: list[Sample]) -> list[str]:
 @pytest.mark.parametrize(
     "other",
     [
-        [Sample("a", [5, 6, 7, 8, 1], SAMPLES[0].mask), SAMPLES[1]],
+        [Sample("a", [5, 6, 7, 8, 1], SAMPLES[0].loss_mask), SAMPLES[1]],
         [Sample("a", SAMPLES[0].token, [0, 0, 0, 1, 1]), SAMPLES[1]],
-        [Sample("a", SAMPLES[0].token + SAMPLES[1].token, SAMPLES[0].mask + SAMPLES[1].mask)],
+        [Sample("a", SAMPLES[0].token + SAMPLES[1].token, SAMPLES[0].loss_mask + SAMPLES[1].loss_mask)],
     ],
 )
 def test_a_fingerprint_sees_tokens_masks_and_documents(other: list[Sample]) -> None:

@@ -75,13 +75,13 @@ def test_the_embedded_chats_fill_their_rows(config: Callable[..., DataConfig]) -
 
 def test_cached_samples_pack_as_those_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data.text.cache.BATCH", 7)
-    samples = [Sample(s.id, [t % 50 for t in s.token], s.mask) for s in documents(40, 3 * LENGTH)]
+    samples = [Sample(s.id, [t % 50 for t in s.token], s.loss_mask) for s in documents(40, 3 * LENGTH)]
     write_samples(samples, tmp_path / SAMPLES)
     cached = CachedSamples(tmp_path / SAMPLES)
     assert all(map(torch.equal, pack(cached, LENGTH), pack(samples, LENGTH)))
     assert fingerprint(cached) == fingerprint(samples)
     most = max(max(sample.token) for sample in samples) + 1
-    counts = Counter(t for s in samples for t, on in zip(s.token, s.mask, strict=True) if on)
+    counts = Counter(t for s in samples for t, on in zip(s.token, s.loss_mask, strict=True) if on)
     assert token_counts(cached, most).tolist() == [counts[token] for token in range(most)]
     assert torch.equal(token_counts(cached, most), token_counts(samples, most))
 
@@ -122,7 +122,7 @@ def test_a_filler_batch_trains_nothing_and_has_real_tokens(packed: Packed) -> No
     (filler,) = Batches(packed, 1, 2, 0, 2, 3)(0)
     assert int(real.index) >= 0
     assert int(filler.index) == -1
-    assert not filler.mask.any()
+    assert not filler.loss_mask.any()
     assert (filler.document >= 0).any()
     *_, last = Batches(packed, 3, 1, 0, 1, 2)(0)
     assert last.token.equal(packed.token[:1].long()), "a filler has the first row's, whatever else the process has"

@@ -54,7 +54,7 @@ def server() -> Iterator[serve.Server]:
     ],
 )
 def test_the_tokens_of_a_log_are_read_in_each_servers_form(raw: dict[str, Any]) -> None:
-    assert parse(raw, 0, "f").exact == (([1, 2, 3, 4], [0, 0, 1, 1]),)
+    assert parse(raw, 0, "f").pretokenized == (([1, 2, 3, 4], [0, 0, 1, 1]),)
 
 
 def test_the_turns_of_a_trace_share_a_document_as_far_as_they_go_on_from_one_another() -> None:

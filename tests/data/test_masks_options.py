@@ -58,7 +58,7 @@ def test_the_text_trains_all_tokens_of_the_same_chat() -> None:
     (answers,) = masked(chat_record("chatml", "plain"), tokenizer)
     (text,) = masked(chat_record("chatml", "plain"), tokenizer, turns="text")
     assert text.token == answers.token
-    assert 0 < sum(answers.mask) < sum(text.mask) == len(text.token)
+    assert 0 < sum(answers.loss_mask) < sum(text.loss_mask) == len(text.token)
 
 
 def test_a_last_turn_has_its_tool_calls_and_ends_where_nobody_answers() -> None:

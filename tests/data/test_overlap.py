@@ -209,4 +209,4 @@ def test_rows_are_read_by_several_threads_and_come_in_order(tmp_path: Path, monk
     for mine, other, true in zip(found, expected, live, strict=True):
         assert torch.equal(mine.token, true.token)
         assert torch.equal(mine.hidden, other.hidden)
-        assert torch.equal(mine.last, other.last)
+        assert torch.equal(mine.last_hidden, other.last_hidden)

@@ -44,7 +44,7 @@ def test_real_chats(
     path = config(str(shared / "text" / data), max_tokens=100_000, on_bad="drop")  # one chat of Qwen3 has no answer
     samples = load_samples(path, tokenizer_with(PLAIN), 20)
     assert samples == load_samples(path, tokenizer_with(TAGGED), 20)
-    assert share[0] <= sum(sum(s.mask) for s in samples) / sum(len(s.mask) for s in samples) <= share[1]
+    assert share[0] <= sum(sum(s.loss_mask) for s in samples) / sum(len(s.loss_mask) for s in samples) <= share[1]
 
 
 @pytest.mark.parametrize(

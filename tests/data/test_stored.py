@@ -82,7 +82,7 @@ def same(ours: list[Features], theirs: list[Features], share: float) -> None:
         real = b.document >= 0
         assert torch.equal(a.token, b.token)
         assert torch.equal(a.document, b.document)
-        for mine, other in ((a.hidden, b.hidden), (a.last, b.last)):
+        for mine, other in ((a.hidden, b.hidden), (a.last_hidden, b.last_hidden)):
             assert mine.shape == other.shape
             allowed = share * other.abs().amax(-1, keepdim=True)
             assert ((mine - other).abs() <= allowed)[real].all()
@@ -115,7 +115,7 @@ def test_bf16_of_a_bf16_target_is_bit_for_bit(tmp_path: Path, packed: Packed) ->
     live = given.target.features(token, document, LAYERS)
     held = join(store.read(row) for row in rows)
     assert torch.equal(held["hidden"], live.hidden)
-    assert torch.equal(held["last"], live.last)
+    assert torch.equal(held["last"], live.last_hidden)
 
 
 def test_fewer_layers_are_chosen_from_more(tmp_path: Path, target: Target, packed: Packed) -> None:
@@ -123,10 +123,10 @@ def test_fewer_layers_are_chosen_from_more(tmp_path: Path, target: Target, packe
     all_of, one, none = (steps(stored(store, batches(packed), layers=layers), 1)[0] for layers in (LAYERS, (2,), ()))
     assert torch.equal(one.hidden, all_of.hidden[:, :, 1:])
     assert none.hidden.shape == (2, 16, 0, 32)
-    assert torch.equal(none.last, all_of.last)
+    assert torch.equal(none.last_hidden, all_of.last_hidden)
     form = FeatureRequest((2,), torch.bfloat16)
     coarse = steps(StoredFeatures(store, batches(packed), form, torch.device("cpu"), 3, None), 1)[0]
-    assert coarse.hidden.dtype == coarse.last.dtype == torch.bfloat16
+    assert coarse.hidden.dtype == coarse.last_hidden.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp8"])

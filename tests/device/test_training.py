@@ -31,10 +31,10 @@ def test_features_are_those_of_the_cpu(name: str, target_on: On) -> None:
     found = []
     for target in (toys.target(name), target_on(name, torch.float32)):
         found.append(target.features(token, document, (0, 2)))
-    assert found[1].last.device == target_on(name, torch.float32).device
+    assert found[1].last_hidden.device == target_on(name, torch.float32).device
     real = document >= 0
     torch.testing.assert_close(found[1].hidden.cpu()[real], found[0].hidden[real], rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(found[1].last.cpu()[real], found[0].last[real], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found[1].last_hidden.cpu()[real], found[0].last_hidden[real], rtol=1e-3, atol=1e-3)
 
 
 def gradient(name: str, device: torch.device, quick: bool, target: Target) -> tuple[float, Tensor]:

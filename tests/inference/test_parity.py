@@ -83,7 +83,7 @@ def test_tree_pass_equals_sequential_passes(name: str) -> None:
         following = target.prefill(tree.token[:3], cache, layers=(0, 2))
         fresh = target.prefill(torch.cat([sequence, tree.token[:3]]), target.cache(), layers=(0, 2))
         torch.testing.assert_close(following.logits, fresh.logits, rtol=near, atol=near)
-        torch.testing.assert_close(following.last, fresh.last[:, -3:], rtol=near, atol=near)
+        torch.testing.assert_close(following.last_hidden, fresh.last_hidden[:, -3:], rtol=near, atol=near)
 
 
 @pytest.mark.parametrize("name", toys.ARCHITECTURES)

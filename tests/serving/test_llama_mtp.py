@@ -56,7 +56,7 @@ def preceded(rows: Features) -> Features:
     def longer(tensor: Tensor) -> Tensor:
         return torch.cat([torch.zeros_like(tensor[:, :1]), tensor], 1)
 
-    return Features(longer(rows.token), longer(rows.hidden), longer(rows.last), longer(rows.document))
+    return Features(longer(rows.token), longer(rows.hidden), longer(rows.last_hidden), longer(rows.document))
 
 
 def accepted(target: Target, head: Any, prompt: list[int], answer: list[int], *, first_row: bool) -> list[int]:
@@ -102,7 +102,7 @@ def replayed(target: Target, head: Any, prompt: list[int], answer: list[int]) ->
                 break
             rows = preceded(features)
             for index, (hidden, last) in wrong.items():
-                rows.hidden[0, index], rows.last[0, index] = hidden, last
+                rows.hidden[0, index], rows.last_hidden[0, index] = hidden, last
             draft = head.unroll(rows, depth)[-1]
             drafted.append(int(head.compute_logits(draft.state, depth)[0, row].argmax()))
         right = [ours == theirs for ours, theirs in zip(drafted, text[row + 1 :], strict=False)]

@@ -183,7 +183,7 @@ def test_eagle3_starts_as_the_last_layer_on_what_it_has_in_place_of_that_layers_
     assert not torch.equal(head.first.mlp.down_proj.weight, layer.mlp.down_proj.weight)
     # The third layer's own states are among its features, so that the last ones follow from them but for the norm.
     fused = head.begin(given)
-    assert (fused - given.last).square().mean() < 0.2 * given.last.square().mean()
+    assert (fused - given.last_hidden).square().mean() < 0.2 * given.last_hidden.square().mean()
 
 
 def test_the_final_norms_gain_is_of_all_but_the_first_tokens_of_texts() -> None:
@@ -223,7 +223,7 @@ def test_eagle_starts_as_the_last_layer_in_the_scale_of_the_final_norm(words: tu
     @torch.no_grad()
     def error(of: Any) -> float:
         (draft,) = of.unroll(given, 1)
-        return float((draft.feature[:, :-1] - given.last[:, 1:])[follows].square().mean())
+        return float((draft.feature[:, :-1] - given.last_hidden[:, 1:])[follows].square().mean())
 
     fit_init(head, "last_layer", target, batches)
     fitted = error(head)

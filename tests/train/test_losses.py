@@ -94,9 +94,9 @@ def test_total_variation_is_half_the_distance_of_the_laws() -> None:
     [
         ({"losses": {"mse": 1.0}}, "losses.mse: unknown, choose from ce, soft_ce"),
         ({"losses": {"ce": 0.0}}, "no loss has a weight"),
-        ({"base": [1.0]}, "objective.base: give two shares"),
-        ({"base": []}, "objective.base: give two shares"),
-        ({"base": [1.0, 0.5, 0.0]}, "objective.base: give two shares"),
+        ({"base_loss_share": [1.0]}, "objective.base_loss_share: give two shares"),
+        ({"base_loss_share": []}, "objective.base_loss_share: give two shares"),
+        ({"base_loss_share": [1.0, 0.5, 0.0]}, "objective.base_loss_share: give two shares"),
         ({"depths": 0}, "objective.depths is 0"),
         ({"anchors": 0}, "objective.anchors is 0"),
         ({"depth_weights": "linear"}, "choose decay, dpace"),

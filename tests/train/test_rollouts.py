@@ -138,7 +138,7 @@ def test_micro_batches_hold_no_more_sequences_than_static_ones() -> None:
     assert [len(micro.batch.token) for micro in parts] == [1, 1]
     for row, part in enumerate(parts):
         one = part.read()
-        torch.testing.assert_close(one.last_hidden[0], whole.read().last[row, : one.last_hidden.shape[1]])
+        torch.testing.assert_close(one.last_hidden[0], whole.read().last_hidden[row, : one.last_hidden.shape[1]])
 
 
 def stepper(**changed: Any) -> Stepper:
