@@ -42,9 +42,7 @@ ASSISTANT = {
     "schedule": "constant", "confidence": 0.0,
 }  # fmt: skip
 LOOKUP = {"ngram_min": 1, "ngram_max": 2, "tokens": 10, "match": "first"}  # transformers' defaults
-HEADER = (
-    f"{'draft source':24} {'τ':>6} {'τ HF':>6} {'τ / HF':>7} {'s':>7} {'s HF':>7} {'HF / s':>7} interval  same text"
-)
+HEADER = f"{'drafter':24} {'τ':>6} {'τ HF':>6} {'τ / HF':>7} {'s':>7} {'s HF':>7} {'HF / s':>7} interval  same text"
 
 
 def truncated(target: Target, layers: int, folder: str) -> str:
@@ -105,7 +103,7 @@ def counted(target: Target) -> Iterator[list[int]]:
 
 
 def hf_tau(target: Target, runs: list[Generation], prompts: list[Prompt], extra: dict[str, Any]) -> float:
-    """Return transformers' tokens a pass behind the same prefills and first tokens as ours."""
+    """Return transformers' tokens per pass behind the same prefills and first tokens as ours."""
     tokens = 0
     with counted(target) as passes:
         for run, prompt in zip(runs, prompts, strict=True):
@@ -116,7 +114,7 @@ def hf_tau(target: Target, runs: list[Generation], prompts: list[Prompt], extra:
 
 
 def compare(name: str, target: Target, drafter: Drafter, extra: dict[str, Any], asked: argparse.Namespace) -> None:
-    """Measure one draft source against transformers' counterpart and print a line."""
+    """Measure one drafter against transformers' counterpart and print a line."""
     prompts = load_workload(asked.workload, target, asked.prompts, truncate=True)
     settings = Settings(asked.tokens, GREEDY)
     runners = {

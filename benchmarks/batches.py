@@ -34,7 +34,7 @@ from inference.verification.sample import GREEDY
 DRAFT = TreeConfig("chain", TRUE, 0, 0, [], [])  # in the tree, too, the path is a prefix of the nodes
 SIZES = (0, TRUE, 8)
 LENGTHS = (1.0, 0.8, 0.9, 0.7)  # of the requests, in turn, as shares of the longest
-Measured = dict[str, list[tuple[float, float]]]  # by source, a round each: tokens a second, seconds of a request
+Measured = dict[str, list[tuple[float, float]]]  # by source, a round each: tokens per second, seconds of a request
 
 
 def requests(prompts: list[Prompt], tokens: int, size: int) -> tuple[list[list[int]], list[Settings]]:

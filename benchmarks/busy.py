@@ -2,7 +2,7 @@
 
     python benchmarks/busy.py [--loops 1] [--repeats 3] [trainer.steps=100 head=mtp …]
 
-Every run is `train/run.py` on the embedded target in a process of its own. The variants take turns within a round, so
+Every run is `train/run.py` on the bundled target in a process of its own. The variants take turns within a round, so
 that other work on the machine hits all alike; it still has to be quiet, since each further process is one more loop.
 Seconds are those of the training's steps, as training.json has them.
 """

@@ -31,7 +31,7 @@ from train.checkpoints import format
 from train.config import RunConfig, run_config
 from train.distributed.processes import accelerator_for
 from train.loop import Loop
-from train.start import first_head
+from train.start import init_head
 
 register_resolvers()
 
@@ -41,7 +41,7 @@ def prepared(run: RunConfig) -> Loop:
     accelerator = accelerator_for(run.launcher, run.trainer, run.model)
     set_seed(run.trainer.seed)
     target = load_target(run.model, str(accelerator.device), whole=True)
-    head: Any = first_head(run.head, run.init, target).to(accelerator.device)
+    head: Any = init_head(run.head, run.init, target).to(accelerator.device)
     run = replace(run, head=head.config)
     samples, _, _ = load_training(run.data, target.tokenizer, run.trainer.eval_prompts, run.workload)
     prune(head, token_counts(samples, target.embeddings.vocab_size))
@@ -61,13 +61,13 @@ def main() -> None:
         run = run_config(compose("train", ["launcher=inline", *words.overrides, f"out={out}"]))
         loop = prepared(run)
         step, seconds = 1, {True: [], False: []}
-        loop.take(0)
+        loop.train_step(0)
         for block in range(2 * words.blocks):
             begin, saves = time.perf_counter(), block % 4 in (1, 2)  # what comes first takes turns too
             if saves:
                 loop.save(step)
             for _ in range(words.steps):
-                loop.take(step)
+                loop.train_step(step)
                 step += 1
             if saves:
                 loop.saver.finish()

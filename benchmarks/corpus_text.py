@@ -1,10 +1,10 @@
-"""The text's own answers to the prompts of the embedded target's chats: what a head trains on instead of its target's.
+"""The text's own answers to the prompts of the bundled target's chats: what a head trains on instead of its target's.
 
     python benchmarks/corpus_text.py corpus.jsonl
     python benchmarks/heads.py --seeds 0 1 2 --out table.jsonl --prompts 32 corpus trainer.steps=800 \
         data.path=corpus.jsonl data.prompts=examples/tiny/prompts.jsonl
 
-The first command reads the corpus that the embedded target was trained on anew (examples/tiny/corpus.py), which takes
+The first command reads the corpus that the bundled target was trained on anew (examples/tiny/corpus.py), which takes
 minutes; of the bundled prompts it leaves out those whose function is not found there.
 """
 

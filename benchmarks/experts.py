@@ -6,7 +6,7 @@ The target is a Qwen3-MoE with random weights, too large for a processor's cache
 many weights as a token passes through. Passes of both are timed in turns by `eval/tuning/costs.py`, on random tokens.
 Read experts are counted at the layers, and compared with `activated`, which takes all of them for as likely.
 
-With --run, a trained head of the embedded target, two targets that write what that one writes decode its prompts: a
+With --run, a trained head of the bundled target, two targets that write what that one writes decode its prompts: a
 Mixtral whose experts all are its MLP (sparse upcycling, Komatsuzaki et al., arXiv 2212.05055, untrained, so that the
 router is random), and a dense one with as many weights a token. So τ is of real text, and only the passes differ.
 """
@@ -108,7 +108,7 @@ def read(model: Target, nodes: int, layers: int) -> float:
 
 
 def upcycled(experts: int, chosen: int) -> dict[str, Target]:
-    """Return the embedded target with its MLP as each of its experts, and one with its MLP `chosen` times as wide."""
+    """Return the bundled target with its MLP as each of its experts, and one with its MLP `chosen` times as wide."""
     source: Any = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
     values = {key: value for key, value in source.config.to_dict().items() if key != "model_type"}
     wide = {"intermediate_size": chosen * values["intermediate_size"]}

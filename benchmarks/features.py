@@ -15,8 +15,8 @@ Forward passes take all cores unless `--threads` leaves one to the thread that h
 
     python benchmarks/features.py --server "features.url=[URL] features.vllm=FOLDER features.vllm_layers=[IDS]"
 
-Training from the live target, from vLLM servers and from a store, in turns: tokens a second, this process's CPU time a
-token, and the share of the time that it waits.
+Training from the live target, from vLLM servers and from a store, in turns: tokens per second, this process's CPU time
+per token, and the share of the time that it waits.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from data.batches import Packed, pack
 from data.features.coding import Copying, decode_rows, join, start
 from data.features.extraction import Layers, Make, extract, extract_features, spec_of
 from data.features.source import FeatureRequest
-from data.features.store import DTYPES, FeatureStore, Row, StoreSpec
+from data.features.store import DTYPES, FeatureStore, RowTensors, StoreSpec
 from data.text.prompts import load_samples
 from eval.measures.machine import device_facts
 from heads.common.resolvers import register_resolvers
@@ -57,7 +57,7 @@ register_resolvers()
 
 
 class Case(NamedTuple):
-    """A target, some packed rows, and the feature layers of a head."""
+    """A target, some packed sequences, and the feature layers of a head."""
 
     target: Target
     packed: Packed
@@ -146,7 +146,7 @@ def wide(folder: Path, rows: int) -> None:
     tokens, size = rows * spec.length, rows * spec.row_bytes / 1e9
     print(f"{rows} rows of {1e3 * size / rows:.0f} MB")
 
-    def waited(rate: int, numbers: list[int]) -> Row:
+    def waited(rate: int, numbers: list[int]) -> RowTensors:
         time.sleep(len(numbers) * spec.length / rate)
         return {name: tensor[: len(numbers)] for name, tensor in states.items()}
 
@@ -233,7 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What features cost.")
     parser.add_argument("--model", default="", help="a target's folder; the embedded one without it")
     parser.add_argument("--data", default="", help="a file to train on; the embedded chats without it")
-    parser.add_argument("--rows", type=int, default=16, help="packed rows")
+    parser.add_argument("--rows", type=int, default=16, help="packed sequences")
     parser.add_argument("--steps", type=int, default=8, help="of the training")
     parser.add_argument("--head", default="eagle3")
     parser.add_argument("--server", default="", help="overrides of features=engine: compare with a server alone")

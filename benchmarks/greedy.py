@@ -1,4 +1,4 @@
-"""Greedy tokens of the recurrent toys against `generate`, in fp32: each draft source that drafts for such targets.
+"""Greedy tokens of the recurrent toys against `generate`, in fp32: each drafter that drafts for such targets.
 
     python benchmarks/greedy.py [--families NAME …] [--prompts N] [--out docs/targets.md]
 

@@ -3,7 +3,7 @@
     python benchmarks/h100_estimate.py [decoding]
     python benchmarks/h100_estimate.py training [OVERRIDES…]
 
-Decoding: operations are those of the static step on the embedded target, whose layers are as an 8B's
+Decoding: operations are those of the static step on the bundled target, whose layers are as an 8B's
 (benchmarks/step_counts.py); bytes are those of weights and caches that a step reads. Training: EAGLE-3 with a live
 target, a micro-batch a step, every kernel at its own shape (benchmarks/training_kernels.py); overrides are those of
 train/run.py. Every other number is an assumption that stands below.

@@ -3,8 +3,8 @@
     python benchmarks/heads.py [--seeds 0 1 2] [--steps 200 800] --out table.jsonl [--prompts 24]
         [--figure FILE.svg] NAME OVERRIDES… [+ NAME OVERRIDES…]
 
-Each row is a name and overrides of conf/train.yaml, rows are parted by `+`. All rows read the same packed rows, in an
-order that the seed gives, for as many steps and tokens as their own overrides say; with `--steps`, anew for each of
+Each row is a name and overrides of conf/train.yaml, rows are parted by `+`. All rows read the same packed sequences, in
+an order that the seed gives, for as many steps and tokens as their own overrides say; with `--steps`, anew for each of
 these lengths, with its whole schedule. A finished row and seed is a line of `table.jsonl`; what stands there already is
 not run again. Without a row the file's table is printed alone; `--figure` draws τ against tokens and against seconds.
 τ is that of the real verifier on held-out prompts, greedy, with the bootstrap's interval over prompts; cost is
@@ -32,7 +32,7 @@ from hydra import compose, initialize_config_dir
 from torch import Tensor
 
 from data.batches import pack, token_counts
-from data.features.source import Live
+from data.features.source import LiveFeatures
 from data.text.masks import Sample
 from data.text.prompts import held_out_prompts, load_samples
 from eval.measures import metrics
@@ -48,13 +48,13 @@ from inference.verification.sample import GREEDY, Sampling
 from train.build import batches_for, loop_of, values_of
 from train.config import RunConfig, run_config
 from train.loop import decoding_copy
-from train.start import first_head, fit_start, resolve_init
+from train.start import fit_init, init_head, resolve_init
 
 register_resolvers()
 
 
 class Extracted:
-    """A target whose features of every packed row are kept, in bfloat16, for all layers that any head asks for."""
+    """A target whose features of every packed sequence are kept, in bfloat16, for all layers that any head asks for."""
 
     def __init__(self, target: Target, layers: tuple[int, ...]) -> None:
         self.target, self.layers = target, layers
@@ -64,13 +64,13 @@ class Extracted:
         return getattr(self.target, name)
 
     def features(self, token: Tensor, document: Tensor, wanted: tuple[int, ...]) -> Features:
-        """Return the features of packed rows, from the target at first and then from memory."""
+        """Return the features of packed sequences, from the target at first and then from memory."""
         keys = [row.numpy().tobytes() for row in token]
         new = [i for i, key in enumerate(keys) if key not in self.kept]
         if new:
             made = self.target.features(token[new], document[new], self.layers)
             for j, i in enumerate(new):
-                self.kept[keys[i]] = (made.hidden[j].bfloat16(), made.last[j].bfloat16())
+                self.kept[keys[i]] = (made.hidden[j].bfloat16(), made.last_hidden[j].bfloat16())
         hidden = torch.stack([self.kept[key][0][:, [self.layers.index(i) for i in wanted]] for key in keys])
         last = torch.stack([self.kept[key][1] for key in keys])
         return Features(token, hidden.float(), last.float(), document)
@@ -80,23 +80,23 @@ def train(run: RunConfig, target: Any, samples: Sequence[Sample], held_out: list
     """Train one head and measure it."""
     set_seed(run.trainer.seed)
     config, init = resolve_init(run.init, run.head, target.target)
-    head: Any = first_head(config, init, target.target)
+    head: Any = init_head(config, init, target.target)
     run = replace(run, init=init)
     prune(head, token_counts(samples, target.embeddings.vocab_size))
     accelerator = Accelerator(cpu=True)
     batches = batches_for(run, pack(samples, run.data.length), accelerator)
-    fit_start(head, init, target.target, batches)
-    source = Live(target, batches, head.feature_layers)
+    fit_init(head, init, target.target, batches)
+    source = LiveFeatures(target, batches, head.feature_layers)
     loop = loop_of(run, accelerator, target.target, head, source, [], run.tree, values_of(run))
     for step in range(run.trainer.steps):  # the target's passes, which are not timed
         for micro in source(step):
             micro.read()
     begin = time.process_time()
     for step in range(run.trainer.steps):
-        loop.step(step, halted=lambda: False)
+        loop.stepper(step, halted=lambda: False)
     seconds = time.process_time() - begin
     loop.tracker.close()
-    weights = loop.step.state.weights()
+    weights = loop.stepper.state.weights()
     save_head(Path(run.out, "head"), decoding_copy(head, weights, None), target.target.spec, vars(run.tree))
     made = decoding_copy(head, weights, target.target)
     tokens = run.trainer.steps * batches.step_tokens + loop.progress["rollout_tokens"]

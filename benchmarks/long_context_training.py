@@ -1,10 +1,10 @@
-"""What long rows cost in training: the memory of a step by length, and features of packed rows over the bare forward.
+"""What long rows cost in training: the memory of a step by length, and features of packed sequences over a forward.
 
     python benchmarks/long_context_training.py [--lengths 2048,8192,32768] [--heads eagle,eagle3] [--dtype float32]
 
 1. For each head and length, with and without trainer.recompute: seconds and peak memory of one row's step, each in a
    process of its own, beside that process's memory before the step.
-2. Features of packed rows, document by document and under a mask, over a forward pass of the bare model.
+2. Features of packed sequences, document by document and under a mask, over a forward pass of the bare model.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from heads.modules.layers import Recomputing
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
 from train.config import RunConfig, run_config
-from train.objective import weights
+from train.objective import loss_weights
 from train.step import Loss
 
 TOKENS = 4096  # of the features' comparison
@@ -60,7 +60,7 @@ def step(name: str, length: int, *, recompute: bool) -> None:
     token = torch.randint(target.embeddings.vocab_size, (1, length))
     document, width = torch.zeros_like(token), target.embeddings.hidden_size
     states = torch.randn(1, length, len(head.feature_layers) + 1, width)
-    weight = weights(document, token * 0 + 1, None, run.objective).row / length
+    weight = loss_weights(document, token * 0 + 1, None, run.objective).row / length
     before, begin = peak(), time.perf_counter()
     loss, _ = Loss(head, run.objective, compiled=False)(
         Features(token, states[:, :, 1:], states[:, :, 0], document), weight, None
@@ -73,7 +73,7 @@ def step(name: str, length: int, *, recompute: bool) -> None:
 
 
 def features(dtype: str) -> None:
-    """Print the throughput of the features of packed rows over that of the bare model."""
+    """Print the throughput of the features of packed sequences over that of the bare model."""
     run = composed("head=eagle3")
     target = Target.load(run.model.path, dtype, "cpu")
     packing = target.packing

@@ -1,7 +1,7 @@
 """A head in service whose traffic, or target, changes: alarm, adaptation, proof and swap, by the loop's own command.
 
 python benchmarks/loop.py [case=domain] [seed=0] [steps=800] [quiet=600] [new=450] [more=8] [proof=64] [work=FOLDER]
-The embedded target answers documented functions, its own domain; then parts of modules, written on without a chat form
+The bundled target answers documented functions, its own domain; then parts of modules, written on without a chat form
 (case=domain), or the same functions as a fine-tuned sibling of it (case=sibling). The head in service was trained on
 the functions for `steps` steps; it is adapted in a tenth of them, and beside it a new head is trained on new traffic
 alone, `more` times as many requests, for all of them. Our engine serves with the head and logs tokens and accepted
@@ -39,7 +39,7 @@ from ops.sequential import watcher_config
 from ops.watch import replayed
 
 TINY = ROOT / "examples" / "tiny"
-TEMPERATURE = 0.5  # that the embedded target's chats were written at
+TEMPERATURE = 0.5  # that the bundled target's chats were written at
 TRAINED = 3500  # samples that a head is trained on at most; the functions behind them are asked for
 PROMPT = 96  # tokens of a module
 SLOTS = 16
@@ -116,7 +116,7 @@ def head_in_service(work: Path, steps: int, seed: int, data: Path | None = None,
 
 
 def sibling(folder: Path, seed: int) -> Path:
-    """Fine-tune the embedded target on modules for a moment, unless that is done; return its folder."""
+    """Fine-tune the bundled target on modules for a moment, unless that is done; return its folder."""
     if (folder / "config.json").is_file():
         return folder
     target = Target.of(model_config(path=str(TINY), name="tiny", dtype="float32", device="cpu"))

@@ -1,9 +1,9 @@
-"""What a step of the model-free draft sources costs: propose and observe, without the target.
+"""What a step of the model-free drafters costs: propose and observe, without the target.
 
     python benchmarks/model_free.py [SOURCE ...]
 
 The sources are the files in conf/drafter of those names, all of them by default. Each replays a text as if the target
-had written it, after a context of growing length: real text, tokenised by the embedded target; random tokens; and 64
+had written it, after a context of growing length: real text, tokenised by the bundled target; random tokens; and 64
 tokens over and over, where every suffix has been seen before. The target's logits are random, of its vocabulary, with
 the true token on top along the accepted path.
 
@@ -51,7 +51,7 @@ class Cost(NamedTuple):
 
 
 def real_text(target: Target, length: int) -> list[int]:
-    """Return the start of the embedded target's training chats as tokens."""
+    """Return the start of the bundled target's training chats as tokens."""
     text: list[int] = []
     for chat in load_prompts(str(ROOT / "examples" / "tiny" / "chats.jsonl.xz"), target.tokenizer, 1000):
         text += chat.token

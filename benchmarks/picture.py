@@ -1,4 +1,4 @@
-"""The README's picture, of a report: how fast each draft source writes, beside the baseline.
+"""The README's picture, of a report: how fast each drafter writes, beside the baseline.
 
 python benchmarks/picture.py outputs/tiny-mtp/report.json docs/demo.svg
 """
@@ -18,7 +18,7 @@ WIDTH, BAR, INK = 480, 30, "#7b818c"  # a grey that is read on white and on blac
 
 
 def picture(file: Path) -> str:
-    """Return the picture as SVG: a bar a draft source, as long as its tokens a second."""
+    """Return the picture as SVG: a bar a drafter, as long as its tokens per second."""
     names = {"plain": "without a head"}
     data = [
         {"name": names.get(row["drafter"], row["drafter"]), "speed": row["tokens_per_second"],

@@ -240,14 +240,14 @@ BUGS = [
     ),
     Bug(
         "train/objective.py",
-        "return Weights(self.trained, self.row * factor, self.amount * factor)",
-        "return Weights(self.trained, self.row * factor, self.amount)",
+        "return LossWeights(self.trained, self.row * factor, self.normalizer * factor)",
+        "return LossWeights(self.trained, self.row * factor, self.normalizer)",
         ["tests/train/test_rollouts.py"],
     ),
     Bug(
         "train/step.py",
-        "/ amount[:, None, None]",
-        "/ amount[:1, None, None]",
+        "/ normalizer[:, None, None]",
+        "/ normalizer[:1, None, None]",
         ["tests/train/test_rollouts.py"],
     ),
     Bug(

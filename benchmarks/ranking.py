@@ -2,7 +2,7 @@
 
 python benchmarks/ranking.py RUN… [--sharpness 1 2 3] [--trees dynamic:5:3:12 best_first:16:0:64] [--prompts 41]
 A tree is its kind, depth, top_k and nodes. For every run and tree τ by the verifier, in fp32 at temperature 0, of as
-many of the embedded target's held-out prompts, 64 tokens each; 1 compares by the head's own probabilities.
+many of the bundled target's held-out prompts, 64 tokens each; 1 compares by the head's own probabilities.
 """
 
 import argparse

@@ -45,12 +45,12 @@ from torch import Tensor
 
 from benchmarks.references import REFERENCES, SpecForge, documents_of, fingerprint, rows_of
 from data.batches import Batch, Batches, pack, token_counts
-from data.features.source import FeatureSource, Live, MicroBatch
+from data.features.source import FeatureSource, LiveFeatures, MicroBatch
 from data.text.prompts import held_out_prompts, load_samples
 from eval.measures import metrics
 from eval.measures.machine import device_facts, provenance
 from heads.base import Features, parameter_count
-from heads.common.files import write_whole
+from heads.common.files import atomic_write
 from heads.common.resolvers import register_resolvers
 from heads.formats.published import load_published
 from heads.formats.store import load_head
@@ -63,7 +63,7 @@ from inference.verification.sample import GREEDY
 from train.build import batches_for, loop_of, values_of
 from train.config import RunConfig, run_config
 from train.distributed.processes import accelerator_for
-from train.start import first_head, fit_start, resolve_init
+from train.start import fit_init, init_head, resolve_init
 from train.step import Loss, Stepper
 
 OURS = {
@@ -92,7 +92,7 @@ def composed(*overrides: str) -> RunConfig:
 
 
 class Job:
-    """The target, in the precision of the steps that are timed, and the packed rows that all trainers take."""
+    """The target, in the precision of the steps that are timed, and the packed sequences that all trainers take."""
 
     def __init__(self, precision: str = "fp32") -> None:
         self.precision, self.dtype = precision, PRECISIONS[precision]
@@ -107,9 +107,9 @@ class Job:
         """Return a new head of ours, and its run with the head's numbers."""
         set_seed(run.trainer.seed)
         config, init = resolve_init(run.init, run.head, target)
-        head: Any = first_head(config, init, target)
+        head: Any = init_head(config, init, target)
         prune(head, token_counts(self.samples, target.embeddings.vocab_size))
-        fit_start(head, init, self.target, Batches(self.packed, 1, 1, run.trainer.seed, 0, 1))
+        fit_init(head, init, self.target, Batches(self.packed, 1, 1, run.trainer.seed, 0, 1))
         return head, replace(run, head=head.config, init=init)
 
     def row(self, seed: int, number: int) -> Batch:
@@ -159,7 +159,7 @@ def our_step(job: Job, run: RunConfig, target: Any) -> Step:
     """Return our step by the number of its row."""
     head, run = job.head(run, job.target)
     accelerator = accelerator_for(run.launcher, run.trainer, run.model)
-    source = Live(target, Batches(job.packed, 1, 1, run.trainer.seed, 0, 1), head.feature_layers)
+    source = LiveFeatures(target, Batches(job.packed, 1, 1, run.trainer.seed, 0, 1), head.feature_layers)
     loss = Loss(head, run.objective, compiled=False, autocast=job.precision == "bf16")
     stepper = Stepper(run.trainer, run.launcher, accelerator, loss, source, job.target.embeddings.hidden_size)
     return partial(stepper, halted=lambda: False)
@@ -238,18 +238,18 @@ class Recorded:
         micro_batches = self.source(step)
         for batch in (micro.batch for micro in micro_batches):
             documents = rows_of(batch.document)
-            self.rows.append(fingerprint((batch.token[0, row][1:], batch.mask[0, row][1:]) for row in documents))
+            self.rows.append(fingerprint((batch.token[0, row][1:], batch.loss_mask[0, row][1:]) for row in documents))
         return micro_batches
 
 
 def train_ours(job: Job, name: str, seed: int, steps: int, out: Path) -> dict[str, Any]:
-    """Train a head of ours as it comes, a packed row a step."""
+    """Train a head of ours as it comes, a packed sequence a step."""
     overrides = [f"trainer.steps={steps}", f"trainer.batch_tokens={job.run.data.length}", f"trainer.seed={seed}"]
     run = composed(*OURS[name], *overrides, f"out={out}")
     target = Target.of(run.model, device="cpu")
     head, run = job.head(run, target)
     accelerator = accelerator_for(run.launcher, run.trainer, run.model)
-    source = Recorded(Live(target, batches_for(run, job.packed, accelerator), head.feature_layers))
+    source = Recorded(LiveFeatures(target, batches_for(run, job.packed, accelerator), head.feature_layers))
     loop_of(run, accelerator, target, head, source, [], run.tree, values_of(run)).train()
     head = load_head(out / "head", job.target.embeddings, target.spec)
     return {"head": head, "rows": source.rows, "parameters": parameter_count(head)}
@@ -279,7 +279,7 @@ def agreement(job: Job, reference: Any, head: Any, batch: Batch) -> tuple[int, i
     drafts = head.unroll(job.target.features(batch.token, batch.document, head.feature_layers), len(theirs))
     same = compared = 0
     for depth, (draft, documents) in enumerate(zip(drafts, theirs, strict=True), 1):
-        best = head.score(draft.state, depth)[0].argmax(-1)
+        best = head.compute_logits(draft.state, depth)[0].argmax(-1)
         for row, logits in zip(rows_of(batch.document), documents, strict=True):
             ours = best[row][:-depth]
             same += int((ours == logits.argmax(-1)[: len(ours)]).sum())
@@ -319,7 +319,7 @@ def check_rows(heads: Iterable[dict[str, Any]]) -> None:
 
 def tau(heads: list[dict[str, Any]], tree: str) -> tuple[float, tuple[float, float] | None]:
     """Return the τ of one trainer's heads of all seeds, pooled, and its interval over prompts."""
-    counts = [metrics.Passes(*pair, None, 0, ()) for head in heads for pair in head["passes"][tree]]
+    counts = [metrics.SpecDecodingStats(*pair, None, 0, ()) for head in heads for pair in head["passes"][tree]]
     value = metrics.pooled(counts).tau
     assert value is not None
     return value, metrics.pooled_interval(counts, 0, prompt_numbers(heads, tree))
@@ -460,7 +460,7 @@ def add_heads(job: Job, stored: dict[str, Any], wanted: list[tuple[str, int]], a
 def write(path: Path, stored: dict[str, Any]) -> None:
     """Write the results."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, (json.dumps(stored, indent=1) + "\n").encode())
+    atomic_write(path, (json.dumps(stored, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

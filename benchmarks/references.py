@@ -2,8 +2,8 @@
 
 Both give EAGLE-3 heads. What needs an accelerator of theirs is written here as they have it: speculators' loop
 (`Trainer.train_epoch`), and for SpecForge its loss kernel's reference form, which stands beside the kernel. They train
-the documents of a packed row, each with the target's states as an engine hands them out: speculators packs them again,
-SpecForge, which does not pack, pads them to the longest. Both drop each document's first token.
+the documents of a packed sequence, each with the target's states as an engine hands them out: speculators packs them
+again, SpecForge, which does not pack, pads them to the longest. Both drop each document's first token.
 """
 
 import hashlib
@@ -31,12 +31,12 @@ INSTALL = (
     "pip install --no-deps --target .reference speculators==0.9.0 hs-connectors==0.9.0 loguru==0.7.3 openai jiter "
     "pydantic-settings python-dotenv"
 )
-# speculators' rates are the best of three on the embedded target, SpecForge's the better of two.
+# speculators' rates are the best of three on the bundled target, SpecForge's the better of two.
 RATE, MUON_RATE, SPECFORGE_RATE = 1e-3, 1e-2, 3e-3
 
 
 class Document(NamedTuple):
-    """A document of a packed row: tokens, loss mask, the fused layers' states, the last before and after its norm."""
+    """A document of a packed sequence: tokens, loss mask, the fused layers' states, the last before and after norm."""
 
     token: Tensor
     mask: Tensor
@@ -49,14 +49,14 @@ def documents_of(batch: Batch, features: Features) -> list[Document]:
     """Return the documents of a row, whose features hold the output of the target's last layer behind the others."""
     documents = []
     for row in rows_of(batch.document):
-        hidden, mask = features.hidden[0, row], batch.mask[0, row].bool()
-        states = hidden[:, :-1].flatten(1), hidden[:, -1], features.last[0, row]
+        hidden, mask = features.hidden[0, row], batch.loss_mask[0, row].bool()
+        states = hidden[:, :-1].flatten(1), hidden[:, -1], features.last_hidden[0, row]
         documents.append(Document(batch.token[0, row], mask, *states))
     return documents
 
 
 def rows_of(document: Tensor) -> list[Tensor]:
-    """Return the mask of each document in a packed row, by the document's number at each position."""
+    """Return the mask of each document in a packed sequence, by the document's number at each position."""
     return [document[0] == number for number in range(int(document.max()) + 1)]
 
 
@@ -79,7 +79,7 @@ def available() -> bool:
 class Speculators:
     """speculators' EAGLE-3.1 head in training: its defaults but for a norm of each layer's features (`fc_norm`).
 
-    By default it norms all of them as one vector (`norm_before_fc`); on the embedded target both draft alike.
+    By default it norms all of them as one vector (`norm_before_fc`); on the bundled target both draft alike.
     """
 
     name, depths = "speculators", 3  # as they come

@@ -2,9 +2,9 @@
 
     python benchmarks/rules.py [RUN]
 
-The first table enumerates every outcome of a pass, on a vocabulary of three and to a depth of two: mean tokens a pass
+The first table enumerates every outcome of a pass, on a vocabulary of three and to a depth of two: mean tokens per pass
 over random instances of each family of laws. The second, given a run with a head, decodes real prompts with each rule
-that fits each kind of draft, at several temperatures: tokens a pass, over all prompts and seeds. Trees have
+that fits each kind of draft, at several temperatures: tokens per pass, over all prompts and seeds. Trees have
 as many nodes as each other; "greedy" drafts are the likeliest tokens, not drawn, and verified as point masses.
 """
 
@@ -78,7 +78,7 @@ def show(title: str, columns: list[str], cells: dict[tuple[str, str], list[str]]
 
 
 def enumerated(family: str) -> dict[tuple[str, str], list[float]]:
-    """Return each rule's exact mean number of tokens a pass, in each instance of a family."""
+    """Return each rule's exact mean number of tokens per pass, in each instance of a family."""
     sampling = Sampling(1.0, 0, 1.0)
     tokens: dict[tuple[str, str], list[float]] = {case: [] for case in RULES}
     for seed in range(INSTANCES):
@@ -93,7 +93,7 @@ def exact() -> None:
     """Print the first table, and how often one rule accepted at least as much as another."""
     tokens = {family: enumerated(family) for family in FAMILIES}
     cells = {case: [f"{sum(tokens[f][case]) / INSTANCES:.4f}" for f in FAMILIES] for case in RULES}
-    show(f"Exact tokens a pass, mean of {INSTANCES} instances", list(FAMILIES), cells)
+    show(f"Exact tokens per pass, mean of {INSTANCES} instances", list(FAMILIES), cells)
     print()
     for less, more in ORDER:
         pairs = [pair for family in FAMILIES for pair in zip(tokens[family][less], tokens[family][more], strict=True)]

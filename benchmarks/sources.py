@@ -1,4 +1,4 @@
-"""Every draft source on one target, in one report: prepares what a source needs, then runs eval/run.py.
+"""Every drafter on one target, in one report: prepares what a source needs, then runs eval/run.py.
 
     python benchmarks/sources.py [--steps 400] [--out outputs/sources] [OVERRIDES …]
 
@@ -21,7 +21,7 @@ sys.path[0] = str(ROOT)
 from safetensors.torch import load_file, save_file
 
 from benchmarks.assisted import truncated
-from inference.drafters.mtp import APART
+from heads.formats.mtp_layouts import LAYOUTS
 from inference.target.target import Target
 
 MODEL_FREE = (
@@ -46,17 +46,15 @@ def made(out: Path, script: str, *overrides: str) -> bool:
 
 def as_checkpoint(head: Path, folder: Path) -> Path:
     """Write a trained module as the checkpoint of a model like Qwen3-Next would carry it."""
-    theirs = {ours: name for name, ours in APART.items()}
-    tensors = load_file(head / "model.safetensors")
-    names = {name: theirs.get(name, name.replace("block.", "layers.0.", 1)) for name in tensors}
+    tensors = LAYOUTS["apart"].write(load_file(head / "model.safetensors"), 0, split=False)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({f"mtp.{names[name]}": tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 
 def main() -> None:
     """Prepare and measure."""
-    parser = argparse.ArgumentParser(description="Every draft source on one target, in one report.")
+    parser = argparse.ArgumentParser(description="Every drafter on one target, in one report.")
     parser.add_argument("overrides", nargs="*", help="of the target and its text")
     parser.add_argument("--out", type=Path, default=Path("outputs/sources"))
     parser.add_argument("--steps", type=int, default=400)

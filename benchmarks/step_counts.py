@@ -2,7 +2,7 @@
 
     python benchmarks/step_counts.py [--head eagle3] [--batches 1 8 32]
 
-The device step in static shapes, as an accelerator runs it, on the embedded target with a head of random weights. An
+The device step in static shapes, as an accelerator runs it, on the bundled target with a head of random weights. An
 operation is a call that launches something: views are none.
 """
 
@@ -86,7 +86,7 @@ def counted(batch: Batch) -> tuple[Counter[str], int]:
 
 
 def embedded() -> Target:
-    """Return the embedded target in fp32, on the CPU."""
+    """Return the bundled target in fp32, on the CPU."""
     return Target.load(str(ROOT / "examples" / "tiny"), dtype="float32", device="cpu")
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/step_equality.py [--tokens 100000] [--head outputs/tiny-eagle/head] [--batch 16] [--static]
 
-The embedded target in fp32 and an EAGLE head, one of random weights unless a trained one is given. Requests differ in
+The bundled target in fp32 and an EAGLE head, one of random weights unless a trained one is given. Requests differ in
 prompt, length, seed and stop strings; some end early, and others take their slots. They are decoded greedily, under
 a repetition penalty, and under coupled noise, by a chain and by a dynamic tree. The reference decodes one after another
 (`inference.decode.reference`). Texts that part where its two best tokens are nearly tied are counted apart.

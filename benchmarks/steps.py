@@ -2,7 +2,7 @@
 
     python benchmarks/steps.py [--steps 1000] [head=… trainer.…=…]
 
-1. Seconds by part on the default run of the embedded target, and on a larger one: a random target of 110M parameters.
+1. Seconds by part on the default run of the bundled target, and on a larger one: a random target of 110M parameters.
 2. Memory of the process, sampled while it takes tiny steps: its slope after the first hundred, and over the last half.
    At first it grows, since oneDNN keeps what it has made for the last 1,024 shapes, and the heap finds its size.
 

@@ -33,7 +33,7 @@ from hydra import compose, initialize_config_dir
 from transformers import AutoModelForCausalLM
 
 from heads import HEADS
-from heads.common.files import write_whole
+from heads.common.files import atomic_write
 from heads.common.resolvers import register_resolvers
 from heads.formats.published import load_published
 from heads.formats.published.export import Served, export
@@ -125,7 +125,7 @@ class Toy:
                 here = document[row] == number
                 alone = token[row, here][None]
                 out = target.run(alone, torch.arange(alone.shape[1])[None], None, None, (0, 1))
-                for found, expected in ((packed.hidden, out.hidden), (packed.last, out.last)):
+                for found, expected in ((packed.hidden, out.hidden), (packed.last_hidden, out.last_hidden)):
                     most = max(most, float((found[row, here] - expected[0]).abs().max()))
         return f"{'own rows, ' * (target.recurrence is not None)}{most:.0e}"
 
@@ -234,7 +234,7 @@ def replace(file: Path, marks: tuple[str, str], text: str) -> None:
     """Put a text in the place of what stands between two marks of a file."""
     before, begin, rest = file.read_text().partition(marks[0])
     _, end, after = rest.partition(marks[1])
-    write_whole(file, f"{before}{begin}\n{text}\n{end}{after}".encode())
+    atomic_write(file, f"{before}{begin}\n{text}\n{end}{after}".encode())
 
 
 def main() -> None:

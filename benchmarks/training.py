@@ -38,7 +38,7 @@ from inference.target.target import Target
 from train.config import RunConfig, run_config
 from train.distributed.processes import keep_freed
 from train.losses import ObjectiveConfig
-from train.objective import chunk_rows, chunked, objective, row_keys, weights
+from train.objective import chunk_rows, chunked, loss_weights, objective, row_keys
 from train.step import Loss
 
 WIDTH, LENGTH = 256, 512
@@ -66,7 +66,7 @@ class Reader(nn.Module):
         """Return what the lm_head starts at."""
         return torch.randn(self.vocab_size, WIDTH) / WIDTH**0.5
 
-    def score(self, state: Tensor, _depth: int) -> Tensor:
+    def compute_logits(self, state: Tensor, _depth: int) -> Tensor:
         """Return the draft's logits."""
         return self.lm_head(state)
 
@@ -84,7 +84,7 @@ def peak(config: ObjectiveConfig, vocabulary: int, rows: int, *, whole: bool) ->
     features = Features(token, torch.zeros(*token.shape, 0, WIDTH), torch.randn(*token.shape, WIDTH), document)
     drafts = [Draft(torch.randn(*token.shape, WIDTH, requires_grad=True)) for _ in range(config.depths)]
     head.lm_head.weight.grad = torch.zeros_like(head.lm_head.weight)
-    weight = weights(document, torch.ones_like(token), None, config).row / rows
+    weight = loss_weights(document, torch.ones_like(token), None, config).row / rows
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     chunks = None if whole else chunked(weight > 0, chunk_rows(head, "cpu", weight.numel()), weight.device)
     loss, _ = objective(head, drafts, features, weight, config, chunks)

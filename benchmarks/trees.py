@@ -1,4 +1,4 @@
-"""Kept heads under several dynamic trees, beside the baseline: tokens a pass and tokens a second.
+"""Kept heads under several dynamic trees, beside the baseline: tokens per pass and tokens per second.
 
     python benchmarks/trees.py RUN_OR_HEAD… [--prompts 24] [--tokens 128] [--dtype bfloat16] [--trees 4,3,8 5,3,12]
 

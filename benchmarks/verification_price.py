@@ -3,7 +3,7 @@
 taskset -c 0 .venv-serving/bin/python benchmarks/verification_price.py [K=3] [sizes=1,2,4,8] [steps=60]
 
 That ratio is 1 where a server without speculation tells what speculation will cost it (docs/serving.md). vLLM's build
-for CPUs runs the embedded target in this process, in fp32; answers are held to one token, so that every
+for CPUs runs the bundled target in this process, in fp32; answers are held to one token, so that every
 pass has K drafts, which are n-grams and cost next to nothing. Seconds are those of one core, the median of the passes
 with exactly so many tokens; a line a size.
 """

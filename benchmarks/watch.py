@@ -14,19 +14,24 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.loop import records_of, words_of
-from eval.measures.metrics import Passes
+from eval.measures.metrics import SpecDecodingStats
 from ops.sequential import Alarm, Detector, WatcherConfig, watcher_config
 from ops.watch import counts_in
 
 
-def observations(file: str) -> list[Passes]:
+def observations(file: str) -> list[SpecDecodingStats]:
     """Return the requests of a log that counts them."""
     counts = [counts_in(record) for record in records_of(Path(file))]
     return [passes for passes in counts if passes is not None and passes.steps]
 
 
 def watched(
-    quiet: list[Passes], shifted: list[Passes], change: int, most: int, config: WatcherConfig, seed: int
+    quiet: list[SpecDecodingStats],
+    shifted: list[SpecDecodingStats],
+    change: int,
+    most: int,
+    config: WatcherConfig,
+    seed: int,
 ) -> Alarm | None:
     """Watch one stream."""
     rng, detector = np.random.default_rng(seed), Detector(config)
@@ -60,7 +65,7 @@ def main() -> None:
         means = [statistics.fmean(one.accepted / one.steps for one in pool) for pool in (quiet, shifted)]
         if delays:
             print(
-                f"accepted tokens a pass {means[0]:.2f} -> {means[1]:.2f}, {after:,} requests behind the reference: "
+                f"accepted tokens per pass {means[0]:.2f} -> {means[1]:.2f}, {after:,} requests behind the reference: "
                 f"alarm in {len(delays)} of {runs // 4} runs, after {statistics.median(delays):.0f} requests in the "
                 f"middle, {min(delays)} to {max(delays)}"
             )

@@ -23,11 +23,11 @@ Tokens = np.ndarray[Any, Any]  # one sample's tokens or mask, (T,)
 
 
 class Packed(NamedTuple):
-    """All packed rows: tokens, the number of the document within its row (-1 on padding), and the loss mask."""
+    """All packed sequences: tokens, the number of the document within its row (-1 on padding), and the loss mask."""
 
     token: Int[Tensor, "R T"]
     document: Int[Tensor, "R T"]
-    mask: Int[Tensor, "R T"]
+    loss_mask: Int[Tensor, "R T"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Batch:
 
     token: Int[Tensor, "B T"]
     document: Int[Tensor, "B T"]
-    mask: Int[Tensor, "B T"]
+    loss_mask: Int[Tensor, "B T"]
     index: Int[Tensor, " B"]
     path: Int[Tensor, "B T d"] | None = None
     trained: Bool[Tensor, "d B T"] | None = None
@@ -89,7 +89,7 @@ def sample_arrays(samples: Sequence[Sample]) -> Iterator[tuple[Tokens, Tokens]]:
         yield from samples.arrays()
     else:
         for sample in samples:
-            yield np.asarray(sample.token, dtype=np.int32), np.asarray(sample.mask, dtype=np.int8)
+            yield np.asarray(sample.token, dtype=np.int32), np.asarray(sample.loss_mask, dtype=np.int8)
 
 
 def _best_fit(sizes: list[int], length: int) -> list[list[int]]:
@@ -147,7 +147,7 @@ class Batches:
         batches = [self._batch(mine[start : start + self.micro_rows]) for start in range(0, len(mine), self.micro_rows)]
         # A filler trains nothing. It has a real row's tokens: a forward pass over padding alone may give NaN.
         first = self._batch(torch.zeros(1, dtype=torch.long))
-        filler = replace(first, mask=torch.zeros_like(first.mask), index=torch.full_like(first.index, -1))
+        filler = replace(first, loss_mask=torch.zeros_like(first.loss_mask), index=torch.full_like(first.index, -1))
         return batches + [filler] * (-(-count // self.micro_rows) - len(batches))
 
     def _batch(self, index: Int[Tensor, " B"]) -> Batch:

@@ -124,7 +124,7 @@ def answerer_of(job: JobConfig, settings: AnswerSettings) -> Answerer:
 
 
 def check(job: JobConfig) -> None:
-    """Refuse contradictions, data, files and folders to write and draft sources, before anything is loaded."""
+    """Refuse contradictions, data, files and folders to write and drafters, before anything is loaded."""
     if job.answers is None and job.inspect < 1 and job.head is None:
         raise ValueError(
             "nothing to do: give answers=FILE.jsonl, or inspect=N to see N samples with their loss masks, or "
@@ -151,11 +151,11 @@ def pieces(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str
     """Return the shortest texts of whole characters, mostly a token each, and whether each is trained on."""
     done: list[tuple[str, bool]] = []
     stream = TextStream(tokenizer, special=True)
-    for token, on in zip(sample.token, sample.mask, strict=True):
+    for token, on in zip(sample.token, sample.loss_mask, strict=True):
         if text := stream.push(token):
             done.append((text, bool(on)))
     rest = stream.rest()
-    return [*done, (rest, bool(sample.mask[-1]))] if rest else done
+    return [*done, (rest, bool(sample.loss_mask[-1]))] if rest else done
 
 
 def show(samples: Sequence[Sample], count: int, length: int, tokenizer: PreTrainedTokenizerBase, out: Console) -> None:
@@ -175,7 +175,7 @@ def show(samples: Sequence[Sample], count: int, length: int, tokenizer: PreTrain
 
 def coverage(samples: Sequence[Sample]) -> str:
     """Describe how many tokens are trained on."""
-    trained, tokens = sum(sum(sample.mask) for sample in samples), sum(len(sample.mask) for sample in samples)
+    trained, tokens = sum(sum(sample.loss_mask) for sample in samples), sum(len(sample.loss_mask) for sample in samples)
     return f"{trained} of {tokens} tokens trained on ({trained / tokens:.1%})"
 
 

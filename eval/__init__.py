@@ -1,7 +1,7 @@
-"""Acceptance, speed and losslessness of draft sources.
+"""Acceptance, speed and losslessness of drafters.
 
-inputs/          what is measured on what: workloads, recorded texts, runs, draft sources
-live/            the live tier: draft sources timed beside their baselines
+inputs/          what is measured on what: workloads, recorded texts, runs, drafters
+live/            the live tier: drafters timed beside their baselines
 measures/        the ground floor: metrics, rows of results, statistics, losslessness, the cost model
 report/          the report: JSON, Markdown, terminal; read back and put side by side
 tuning/          which tree is fastest on this device

@@ -51,8 +51,8 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
-class SourcesConfig:
-    """Draft sources to measure: by name, each with its options, which are those of a file of conf/drafter/."""
+class DraftersConfig:
+    """Drafters to measure: by name, each with its options, which are those of a file of conf/drafter/."""
 
     drafter: dict[str, Any]
     run: Any  # a run's folder, a list of them, or None
@@ -108,7 +108,7 @@ class Conditions:
         def is_rate(rate: Any) -> bool:
             return rate is None or (is_number(rate) and 0 < rate < math.inf)
 
-        remedy = "give requests a second, a number above 0, or null, or a list"
+        remedy = "give requests per second, a number above 0, or null, or a list"
         rates = items_of("request_rate", self.request_rate, is_rate, remedy)
         return [None if rate is None else float(rate) for rate in rates]
 
@@ -131,7 +131,7 @@ class DecodingConfig(Conditions, RequestConfig):
 
 
 @dataclass(frozen=True)
-class EvalConfig(SourcesConfig, Selection, DecodingConfig):
+class EvalConfig(DraftersConfig, Selection, DecodingConfig):
     """One evaluation: conf/eval.yaml, with all keys at one level; a component takes the base class that it needs."""
 
     workload: Any  # a name, a list of them, or None
@@ -151,7 +151,7 @@ class EvalConfig(SourcesConfig, Selection, DecodingConfig):
     def __post_init__(self) -> None:
         """Refuse values that are out of their range, or that contradict each other."""
         if not self.drafter:
-            raise ValueError("drafter is empty: name at least one draft source, or plain")
+            raise ValueError("drafter is empty: name at least one drafter, or plain")
         for key, kind in (("run", "a run's folder"), ("workload", "a name, a file or a Hub data set")):
             if not all(isinstance(name, str) for name in listed(getattr(self, key))):
                 raise ValueError(f"{key} is {getattr(self, key)!r}: give {kind}, or a list of them")

@@ -1,4 +1,4 @@
-"""python eval/run.py run=outputs/NAME: measure draft heads against the baseline, prove them lossless, report."""
+"""python eval/run.py run=outputs/NAME: measure heads against the baseline, check that they are lossless, report."""
 
 import sys
 from pathlib import Path

@@ -80,7 +80,7 @@ def find(job: JobConfig) -> Path:
 
 
 def measured(plain: list[Generation], drafted: list[Generation]) -> dict[str, float]:
-    """Return tokens a pass and tokens a second of decoding, timed once: for the order of magnitude."""
+    """Return tokens per pass and tokens per second of decoding, timed once: for the order of magnitude."""
     tokens, plain_tokens = (sum(len(run.tokens) - 1 for run in runs) for runs in (drafted, plain))
     return {
         "measured_tau": tokens / sum(len(run.steps) for run in drafted),

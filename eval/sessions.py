@@ -19,9 +19,9 @@ from eval.live.extras import answers, paired, training, trees
 from eval.live.interleaved import PLAIN, Setup, generations, measure, measure_rate, queued_rows, rows
 from eval.measures.losslessness import Gate, SampledGate
 from eval.measures.machine import peak_memory
-from eval.measures.metrics import Passes, median_run
-from eval.measures.results import LIVE, TEACHER_FORCED, Request, Row, Source, text_results
-from eval.teacher_forced import Overlap, Record, expected, overlap, passes_along, record
+from eval.measures.metrics import SpecDecodingStats, median_run
+from eval.measures.results import LIVE, TEACHER_FORCED, DrafterInfo, Request, ResultRow, text_results
+from eval.teacher_forced import Overlap, RankedText, expected, overlap, passes_along, rank_text
 from eval.tuning.grid import acceptance
 from heads.common.progress import progress
 from inference.decode import Generation, Settings, autoregress
@@ -98,7 +98,7 @@ def within_context(text: Text, id_: str, name: str, target: Target, truncate: bo
 
 def teacher_forced_rows(
     config: DecodingConfig, target: Target, drafters: Mapping[str, Drafter], materials: Sequence[Material]
-) -> tuple[list[Row], dict[str, Any]]:
+) -> tuple[list[ResultRow], dict[str, Any]]:
     """Return the rows of the heads along the texts, and the statistics of one pass over them by head.
 
     A tree whose siblings are sampled has no row above temperature 0: the text does not say what its nodes were.
@@ -108,7 +108,7 @@ def teacher_forced_rows(
         `n_alpha`, the acceptance rate of depth n + 1 after n drafted states, given the text's tokens; `at_every_token`,
         P(a >= k) of a chain that begins after every token, where decoding begins some.
     """
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     by_head: dict[str, Any] = {}
     for name, drafter in heads_of(drafters).items():
         tree = drafter.policy
@@ -121,7 +121,9 @@ def teacher_forced_rows(
             rule = "token" if is_sampled else "greedy" if material.temperature == 0 else "point_mass"
             workload = material.workload
             measurement = workload.measurement(material.temperature, 1, config.seed, tier=TEACHER_FORCED)
-            rows += text_results(Source(name, rule, tree.label), measurement, [Request(passes) for passes in counts])
+            rows += text_results(
+                DrafterInfo(name, rule, tree.label), measurement, [Request(passes) for passes in counts]
+            )
             conditions = {"workload": workload.name, "temperature": material.temperature}
             by_head.setdefault(name, conditions | statistics)
     return rows, by_head
@@ -138,12 +140,12 @@ def heads_of(drafters: Mapping[str, Drafter]) -> dict[str, HeadDrafter]:
 
 def _along(
     target: Target, head: Any, tree: TreeConfig, texts: Sequence[Text], sampling: Sampling, *, draws: bool
-) -> tuple[dict[str, Any], list[Passes]]:
+) -> tuple[dict[str, Any], list[SpecDecodingStats]]:
     """Return a head's statistics along texts and the counts of each: if it `draws`, those expected of chains."""
     depth = min(head.max_depth, tree.deepest)
     grown = [tree] if tree.kind in CONFIDENT else []
     read = progress(texts, "drafting along the texts")
-    records = [record(target, head, text, grown, depth, sampling=sampling) for text in read]
+    records = [rank_text(target, head, text, grown, depth, sampling=sampling) for text in read]
     ranked = table(records, depth)
     if draws:
         overlaps = [overlap(target, head, text, sampling, depth) for text in progress(texts, "comparing probs")]
@@ -151,7 +153,7 @@ def _along(
     return ranked, [passes_along(head_record, tree) for head_record in records]
 
 
-def table(records: Sequence[Record], depth: int) -> dict[str, Any]:
+def table(records: Sequence[RankedText], depth: int) -> dict[str, Any]:
     """Return acceptance by depth and rank down to a depth, its first column by itself, and that of whole chains."""
     rank = torch.tensor([row for record in records for row in record.rank], dtype=torch.long)
     rank = rank.view(-1, depth)  # of no tokens too
@@ -170,7 +172,7 @@ def sampled_table(overlaps: Sequence[Overlap]) -> dict[str, Any]:
     """Return n_alpha, and P(a >= k) of chains after every token, of drafts sampled from the head's probs."""
     common = torch.cat([overlap.common for overlap in overlaps]).double()
     finite = common.isfinite()
-    reached = torch.cat([overlap.share for overlap in overlaps]).double().cumprod(1)
+    reached = torch.cat([overlap.accept_prob for overlap in overlaps]).double().cumprod(1)
     count = finite.sum(0).clamp_min(1)
     return {
         "n_alpha": (common.nan_to_num(0.0).sum(0) / count).tolist(),
@@ -181,7 +183,7 @@ def sampled_table(overlaps: Sequence[Overlap]) -> dict[str, Any]:
 class Timed(NamedTuple):
     """The results of the live tier: rows, the texts of the baseline, and the report's extras by key."""
 
-    rows: list[Row]
+    rows: list[ResultRow]
     materials: list[Material]
     extras: dict[str, Any]
 
@@ -245,7 +247,7 @@ def along_texts(
     workloads: Sequence[Workload[Prompt]],
     drafters: Mapping[str, Drafter],
     materials: list[Material],
-) -> tuple[list[Row], dict[str, Any]]:
+) -> tuple[list[ResultRow], dict[str, Any]]:
     """Return the rows of the heads along texts, and their extras by the report's keys.
 
     `materials` are recorded texts, or those that the baseline has just written; where there are none, the target

@@ -101,7 +101,7 @@ def remarks_of(config: EvalConfig, target: Target) -> list[str]:
     remarks = []
     if config.gate_dtype in ("bfloat16", "float16"):
         remarks.append(f"losslessness is checked in {config.gate_dtype}, in which more of the tokens are near ties")
-    if target.placed.together:
+    if target.placed.needs_all_ranks:
         remarks.append(
             f"the target is sharded among {distributed.get_world_size()} processes, which all decode the same"
         )
@@ -136,7 +136,7 @@ def described(target: Target) -> dict[str, Any]:
 def devices_of(target: Target) -> dict[str, int]:
     """Return the number of devices that hold the target as the report's `count`, where they are several."""
     here = {parameter.device for parameter in target.model.parameters() if parameter.device.type not in ("cpu", "meta")}
-    count = max(len(here), 1) * (distributed.get_world_size() if target.placed.together else 1)
+    count = max(len(here), 1) * (distributed.get_world_size() if target.placed.needs_all_ranks else 1)
     return {"count": count} if count > 1 else {}
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eval.inputs.workloads import Text
 from eval.measures.cost_model import ReplayedStep
-from eval.measures.metrics import Passes, counted
+from eval.measures.metrics import SpecDecodingStats, counted
 from heads.base import Draft, Features
 from heads.modules.vocab import scatter_logits
 from inference.drafters.head import HeadState
@@ -44,7 +44,7 @@ NOWHERE = Reach([[]], [0])  # at a token where no tree was grown
 
 
 @dataclass(frozen=True)
-class Record:
+class RankedText:
     """A text with a head's guesses, an entry for each of its tokens that a step may begin after."""
 
     text: Text
@@ -53,7 +53,7 @@ class Record:
 
 
 @torch.inference_mode()
-def record(
+def rank_text(
     target: Target,
     head: Any,
     text: Text,
@@ -62,7 +62,7 @@ def record(
     *,
     sampling: Sampling = GREEDY,
     steps_alone: bool = False,
-) -> Record:
+) -> RankedText:
     """Run a text that the target wrote through target and head once, ranking `depth` depths.
 
     `largest` are the trees to grow at every token, each with the greatest depth and budget of its kind; none where only
@@ -80,7 +80,7 @@ def record(
     drafting = HeadState(head, largest[0]) if largest else None
     done, root = 0, text.start
     while drafting is not None and root < len(text.token) - 1:  # the positions before it are committed
-        output = TargetOutput(features.hidden[:, done:root], features.last[:, done:root], None)
+        output = TargetOutput(features.hidden[:, done:root], features.last_hidden[:, done:root], None)
         drafting.update(Commit(token[done + 1 : root + 1], output, None))
         done = root
         context = Context(text.token[: root + 1], sampling, Generator(0, target.device), depth)
@@ -94,7 +94,7 @@ def record(
             accepted = accepted_of(grown[growth(tree)][-1], tree, text.limit - (root - text.start) - 1)[0]
             grown[growth(tree)] += [NOWHERE] * accepted
             root += accepted
-    return Record(text, rank[: text.generated - 1].tolist(), grown)
+    return RankedText(text, rank[: text.generated - 1].tolist(), grown)
 
 
 def unrolled(head: Any, features: Features, depth: int) -> list[Draft]:
@@ -146,7 +146,7 @@ def reach(tree: DraftTree, score: Float[Tensor, "N"], following: Sequence[int], 
     return Reach(needed, (torch.bincount(depths, minlength=depth + 1).cumsum(0) - 1).tolist())
 
 
-def replay(of: Record, tree: TreeConfig) -> list[ReplayedStep]:
+def replay(of: RankedText, tree: TreeConfig) -> list[ReplayedStep]:
     """Return the steps of decoding the text with a tree, of whose kind and top_k one as deep and large was recorded."""
     text, steps, written = of.text, [], 1
     shape = [] if tree.kind in CONFIDENT else tree.shape()
@@ -169,7 +169,7 @@ def accepted_of(grown: Reach, tree: TreeConfig, room: int) -> tuple[int, int]:
     return sum(need <= tree.nodes for need in grown.needed[depth]), min(tree.nodes, grown.size[depth])
 
 
-def passes_along(of: Record, tree: TreeConfig) -> Passes:
+def passes_along(of: RankedText, tree: TreeConfig) -> SpecDecodingStats:
     """Return the counts of decoding the text with a tree."""
     steps = replay(of, tree)
     return counted([step.accepted for step in steps], sum(step.nodes for step in steps), of.text.generated - 1)
@@ -188,13 +188,13 @@ class Overlap:
     """Overlap of a head's probs q and the target's p along a text that the target sampled.
 
     Attributes:
-        share: min(1, q(x) / p(x)) of the text's token x, for each token that a step may begin after and each depth; 0
-            after the text's last token, and for a token of foreign text to which the target gives p = 0.
+        accept_prob: min(1, q(x) / p(x)) of the text's token x, for each token that a step may begin after, by depth;
+            0 after the text's last token, and for a token of foreign text to which the target gives p = 0.
         common: the sum of min(p, q), the acceptance rate of drafts sampled from q; NaN after the text's last token.
     """
 
     text: Text
-    share: Float[Tensor, "T D"]
+    accept_prob: Float[Tensor, "T D"]
     common: Float[Tensor, "T D"]
 
 
@@ -209,7 +209,7 @@ def overlap(target: Target, head: Any, text: Text, sampling: Sampling, depth: in
     token = torch.tensor(text.token, device=target.device)
     features = target.features(token[None], torch.zeros_like(token)[None], head.feature_layers)
     begin = text.start - 1
-    probs = distribution(target.embeddings.logits(features.last[0, begin:]), sampling)
+    probs = distribution(target.embeddings.logits(features.last_hidden[0, begin:]), sampling)
     ratio = probs.new_zeros(text.generated - 1, depth)
     common = torch.full_like(ratio, float("nan"))
     for d, draft in enumerate(unrolled(head, features, depth), 1):
@@ -225,14 +225,14 @@ def overlap(target: Target, head: Any, text: Text, sampling: Sampling, depth: in
     return Overlap(text, ratio, common)
 
 
-def expected(of: Overlap, depth: int) -> Passes:
+def expected(of: Overlap, depth: int) -> SpecDecodingStats:
     """Return the expected passes of decoding the text with sampled chains, verified token by token.
 
     The target's tokens do not depend on the drafts, so along its text each draft is accepted with the probability in
-    `share`, and the positions where steps begin form a Markov chain: its expectations are summed, without sampling.
+    `accept_prob`, and the positions where steps begin form a Markov chain: expectations are summed, without sampling.
     """
     text = of.text
-    depth = min(depth, of.share.shape[1])
+    depth = min(depth, of.accept_prob.shape[1])
     begins = [0.0] * (text.generated + 1)  # the probability that a step begins after so many tokens
     begins[1] = 1.0
     reached, ended = [0.0] * depth, [0.0] * depth
@@ -243,7 +243,7 @@ def expected(of: Overlap, depth: int) -> Passes:
         drafted += begin * deepest
         survive = 1.0
         for d in range(deepest + 1):
-            accept = float(of.share[written - 1, d]) if d < deepest else 0.0
+            accept = float(of.accept_prob[written - 1, d]) if d < deepest else 0.0
             begins[min(written + d + 1, text.generated)] += begin * survive * (1 - accept)
             if d and written + d == text.generated:  # the draft has the text's last token
                 ended[d - 1] += begin * survive * (1 - accept)
@@ -251,4 +251,4 @@ def expected(of: Overlap, depth: int) -> Passes:
             if d < deepest:
                 reached[d] += begin * survive
     steps = sum(begins[1 : text.generated], 0.0)
-    return Passes(float(text.generated - 1), steps, drafted, math.fsum(reached), reached, ended)
+    return SpecDecodingStats(float(text.generated - 1), steps, drafted, math.fsum(reached), reached, ended)

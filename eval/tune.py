@@ -24,12 +24,12 @@ from eval.measures.cost_model import Costs, Prediction, cycled, rising, stops_pa
 from eval.measures.losslessness import WITHHELD, differs, gate, labelled
 from eval.measures.machine import device_facts, provenance
 from eval.measures.metrics import Interval
-from eval.measures.results import Measurement, Row
+from eval.measures.results import Measurement, ResultRow
 from eval.measures.serving import CONFIG, config_of, is_served, ranges
 from eval.report.render import rich_table
 from eval.tuning import costs as costing
 from eval.tuning.grid import AGAIN, CHAIN, FINALISTS, SIZES, TREE, Tried, distinct, halves, hopeful, simulate, sizes_for
-from heads.common.files import write_whole
+from heads.common.files import atomic_write
 from heads.common.progress import progress
 from heads.formats.hub import kind_of, resolve_head, schedule_of
 from heads.formats.published import is_published
@@ -137,11 +137,11 @@ class Tuning:
         for record, at in zip(content["batches"], self.batches, strict=True):
             for written, one in zip(record["candidates"], at.candidates, strict=True):
                 written["error"] = one.error
-        write_whole(out / TUNED, (json.dumps(content, indent=2) + "\n").encode())
+        atomic_write(out / TUNED, (json.dumps(content, indent=2) + "\n").encode())
         (out / CONFIG).unlink(missing_ok=True)
         if is_served(self.settings["head"]):
             schedule = config_of(ranges({at.batch: at.chain_tokens() for at in self.batches}))
-            write_whole(out / CONFIG, (json.dumps(schedule, indent=2) + "\n").encode())
+            atomic_write(out / CONFIG, (json.dumps(schedule, indent=2) + "\n").encode())
 
     def show(self, console: Console) -> None:
         """Print the costs, the candidates and the verdicts."""
@@ -382,7 +382,7 @@ def merged(first: Costs, again: Costs) -> Costs:
     )
 
 
-def step_seconds(row: Row) -> dict[str, float]:
+def step_seconds(row: ResultRow) -> dict[str, float]:
     """Return the seconds of the average step by part."""
     return {name: total / max(row.steps, 1) for name, total in row.seconds.items()}
 

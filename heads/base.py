@@ -1,11 +1,11 @@
 """The protocol of a draft head, its records, and the legend of rows and depths that the whole project shares.
 
 Legend
-    row t     holds the target's features at position t and the token t+1 that is already chosen.
+    row t     holds the target's features at position t and the token t+1 that is already sampled.
     depth d   (from 1) predicts token t+1+d from row t and the tokens t+1 … t+d.
     teacher   of (t, d) is the target's distribution at row t+d; its label is token t+1+d.
     node      a drafted token at depth d of a tree whose root is token t+1; it reads position t+d.
-    layer i   is the output of the target's decoder layer i, counted from 0, before the final norm; `last` is the
+    layer i   is the output of the target's decoder layer i, counted from 0, before the final norm; `last_hidden` is the
               final layer's output after the final norm, so lm_head(last) is the teacher.
     p, q      are the target's and the draft's distributions (Leviathan et al., 2023).
 
@@ -43,7 +43,7 @@ class Features(NamedTuple):
 
     token: Int[Tensor, "B T"]
     hidden: Float[Tensor, "B T L D"]
-    last: Float[Tensor, "B T D"]
+    last_hidden: Float[Tensor, "B T D"]
     document: Int[Tensor, "B T"]
     path: Int[Tensor, "B T d"] | None = None  # the rows 1 … d further down each row's draft; None: those that follow
 
@@ -103,17 +103,17 @@ class Level(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """One depth of `unroll`, for every row: the inputs of `score`, which takes a few rows at a time, never all at once.
+    """One depth of `unroll`, for every row: the inputs of `compute_logits`, which takes a few rows at a time.
 
     `feature` is the target's feature as the head predicts it, `confidence` the logit of a draft's acceptance; None from
-    heads that predict none. `base` is a state that `score` gives the logits of before they are corrected by the tokens
-    drafted so far, None from heads that correct none.
+    heads that predict none. `base_state` gives the logits before they are corrected by the tokens drafted so
+    far, None from heads that correct none.
     """
 
     state: Float[Tensor, "B T X"]
     feature: Float[Tensor, "B T D"] | None = None
     confidence: Float[Tensor, "B T"] | None = None
-    base: Float[Tensor, "B T Y"] | None = None
+    base_state: Float[Tensor, "B T Y"] | None = None
 
 
 class NewRows(NamedTuple):
@@ -173,14 +173,14 @@ class Embeddings(Protocol):
 class DraftHead(Protocol):
     """The methods every head has. A head is an nn.Module besides; `config` is its typed configuration.
 
-    `vocab` is the pruned vocabulary that logits are over, None for the target's own. `keeps_rows` says that the state
+    `vocab` is the pruned vocabulary that logits are over, None for the target's own. `has_kv_cache` says that the state
     is a `heads.modules.kv_cache.KVCache`, which a caller may bring; other heads keep nothing, or what they like.
     """
 
     config: Any
     feature_layers: tuple[int, ...]
     max_depth: int
-    keeps_rows: bool
+    has_kv_cache: bool
     if TYPE_CHECKING:  # from Python 3.12 on an isinstance test does not see attributes that are modules
         vocab: DraftVocabulary | None
 
@@ -196,12 +196,12 @@ class DraftHead(Protocol):
         """
         ...
 
-    def score(self, state: Float[Tensor, "*n X"], depth: int) -> Float[Tensor, "*n W"]:
+    def compute_logits(self, state: Float[Tensor, "*n X"], depth: int) -> Float[Tensor, "*n W"]:
         """Return the logits of a depth's states, over the head's own vocabulary."""
         ...
 
     def extend(self, state: Any, new: NewRows) -> tuple[Any, Level]:
-        """Decoding: commit verified rows of B sequences and score under their roots.
+        """Decoding: commit verified rows of B sequences and score under their roots, as SGLang's draft_extend does.
 
         `state` is that of an earlier call, which this one changes; None or an empty cache for new sequences.
 
@@ -211,7 +211,7 @@ class DraftHead(Protocol):
         ...
 
     def expand(self, state: Any, level: Level, nodes: Nodes) -> Level:
-        """Decoding: score one more tree level of B sequences, all its nodes at once.
+        """Decoding: score one more tree level of B sequences, all its nodes at once, an EAGLE-2 expansion step.
 
         The state, of the committed rows, stays as it is; `level` is the previous one, the root's at first.
         """
@@ -220,7 +220,7 @@ class DraftHead(Protocol):
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """Numbers of a head with decoder layers; null takes the target's own, as `length` looks at all rows."""
+    """Hyperparameters of a head with decoder layers; null takes the target's own, as `length` looks at all rows."""
 
     name: str
     length: Count | None
@@ -242,7 +242,7 @@ class HeadModule(nn.Module):
     """
 
     feature_layers: tuple[int, ...] = ()
-    keeps_rows = False
+    has_kv_cache = False
     max_depth: int
 
     def __init__(self, config: Any, embeddings: Embeddings) -> None:

@@ -1,12 +1,12 @@
 """A block-parallel head: one pass drafts all depths, from the target's features as keys and values of every layer.
 
-DFlash (arXiv 2602.06036): the block is the chosen token t+1 and one mask slot a depth, slot d at the position of token
+DFlash (arXiv 2602.06036): the block is the root token t+1 and one mask slot a depth, slot d at the position of token
 t+1+d, which it predicts. In every layer keys and values are those of the fused target features up to row t and those of
 the block, by the same projections; features enter nowhere else. The embedding and lm_head are the target's.
 
 `mask_token`: the slots hold the target's embedding of a token, as in DFlash, and not a vector of their own. `causal`: a
 slot sees the slots before it alone (JetSpec, arXiv 2606.18394), so that the depths' distributions are coherent along a
-path; else all slots see each other, as in DFlash. `from_anchor`: the chosen token's slot drafts too, and each slot
+path; else all slots see each other, as in DFlash. `from_anchor`: the root token's slot drafts too, and each slot
 the token behind its own (DSpark, arXiv 2607.05147), so that a block has one slot less. `markov_rank` adds to a depth's
 logits a term of low rank that depends on the token drafted before it, and `confidence` a prediction of each draft's
 acceptance (DSpark again). `domino` in its place adds one that depends on all tokens drafted before it
@@ -26,15 +26,14 @@ from heads import rows
 from heads.base import Draft, Embeddings, Features, HeadModule, LayerConfig, Level, NewRows, Nodes, embedding_of
 from heads.common.ranges import Count, Parts, Width
 from heads.modules.attention import KeyValue, attend_rows
-from heads.modules.dflash2 import ConvBlock, Selector
+from heads.modules.dflash2 import ConvDecoderLayer, Selector
 from heads.modules.domino import Domino
 from heads.modules.fusion import DFLASH_LAYERS, Fusion, chosen_layers
 from heads.modules.kv_cache import KVCache
-from heads.modules.layers import Block as Layer
-from heads.modules.layers import LayerInputs, LayerSpec, RMSNorm
-from heads.modules.slots import behind, behind_roots
+from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm
+from heads.modules.slots import slots_after, slots_after_roots
 from heads.modules.vocab import DraftLmHead, VocabularyLinear, draft_vocabulary
-from heads.rows import last_valid
+from heads.rows import last_rows
 
 
 def _mask(token: int | None, embeddings: Embeddings) -> nn.Parameter:
@@ -54,7 +53,7 @@ class Block(HeadModule):
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """Numbers of the head; null for `feature_layers` takes five of them."""
+        """Hyperparameters of the head; null for `feature_layers` takes five of them."""
 
         depths: Parts
         layers: Parts
@@ -84,7 +83,7 @@ class Block(HeadModule):
             if self.conv is not None and self.conv > self.depths + (not self.from_anchor):
                 raise ValueError(f"head.conv is {self.conv}: give at most the slots of a block, a slot a depth")
 
-    keeps_rows = True
+    has_kv_cache = True
 
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__(config, embeddings)
@@ -97,13 +96,13 @@ class Block(HeadModule):
         self.fusion = Fusion(width, len(self.feature_layers), eps, normed=False)
         self.hidden_norm = RMSNorm(width, eps)
         self.mask = _mask(config.mask_token, embeddings)
-        kind: Any = Layer
+        kind: Any = DecoderLayer
         if config.conv is not None:
             if width % config.conv_group:
                 raise ValueError(
                     f"head.conv_group is {config.conv_group}: give a divisor of the target's width, {width}"
                 )
-            kind = partial(ConvBlock, size=self.size, taps=config.conv, group=config.conv_group)
+            kind = partial(ConvDecoderLayer, size=self.size, taps=config.conv, group=config.conv_group)
         self.layers = nn.ModuleList(kind(spec) for _ in range(config.layers))
         self.norm = RMSNorm(width, eps)
         self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
@@ -119,15 +118,15 @@ class Block(HeadModule):
         self.confidence = nn.Linear(width + (rank or 0), 1) if config.confidence else None
 
     def context(
-        self, hidden: Float[Tensor, "B T L D"], position: Int[Tensor, "B T"], last: int
+        self, hidden: Float[Tensor, "B T L D"], position: Int[Tensor, "B T"], max_position: int
     ) -> tuple[KeyValue, ...]:
         """Return every layer's keys and values of the target's features."""
         fused = self.hidden_norm(self.fusion(hidden))
         layers: Any = self.layers
-        return tuple(layer.self_attn.key_value(fused, position, last) for layer in layers)
+        return tuple(layer.self_attn.key_value(fused, position, max_position) for layer in layers)
 
     def slots(self, root: Int[Tensor, "*n"]) -> Float[Tensor, "*n S D"]:
-        """Return the input states of the blocks behind these chosen tokens."""
+        """Return the input states of the blocks behind these root tokens."""
         embedding = self.embeddings.embed(root).to(self.mask.dtype)[..., None, :]
         return torch.cat([embedding, self.mask.expand(*root.shape, self.size - 1, -1)], -2)
 
@@ -151,7 +150,7 @@ class Block(HeadModule):
         assert self.bias is not None
         return logits + self.bias(context)
 
-    def score(self, state: Float[Tensor, "*n X"], depth: int) -> Float[Tensor, "*n W"]:
+    def compute_logits(self, state: Float[Tensor, "*n X"], depth: int) -> Float[Tensor, "*n W"]:
         """Return the logits of slots; of a slot's state alone those without a correction."""
         width = self.embeddings.hidden_size
         context = state[..., width:] if state.shape[-1] > width else None
@@ -160,16 +159,16 @@ class Block(HeadModule):
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Draft a block from every anchor; all of them go through the layers side by side."""
         self.check_depths(depths)
-        slots = behind(features.document, anchors, self.size, self.config.length, causal=self.config.causal)
-        position, last = rows.positions(features.document), features.token.shape[1] + self.size
-        context = self.context(features.hidden, position, last)
+        slots = slots_after(features.document, anchors, self.size, self.config.length, causal=self.config.causal)
+        position, max_position = rows.positions(features.document), features.token.shape[1] + self.size
+        context = self.context(features.hidden, position, max_position)
         x = self.slots(rows.next_token(features.token).gather(1, slots.anchor)).flatten(1, 2)
 
         def attend(pair: KeyValue, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend_rows(query, pair, [(key, value)], slots.seen)
+            return attend_rows(query, pair, [(key, value)], slots.attn_pattern)
 
         for layer, pair in zip(self.layers, context, strict=True):
-            x = layer(x, LayerInputs(slots.position.flatten(1), last, partial(attend, pair)))
+            x = layer(x, LayerInputs(slots.position.flatten(1), max_position, partial(attend, pair)))
         states, drafts = self.norm(x).unflatten(1, (-1, self.size))[:, :, self.idle :], list[Draft]()
         memory: Tensor | None = None
         for depth, state in enumerate(states.unbind(2), 1):
@@ -178,7 +177,7 @@ class Block(HeadModule):
             if self.domino is not None:
                 before = memory = self.domino.advance(self.embeddings.embed(token), memory)
             full = state if before is None else torch.cat([state, before.to(state.dtype)], -1)
-            drafts.append(self._draft(rows.put_back(full, slots.anchor, features.token.shape[1])))
+            drafts.append(self._draft(rows.scatter_rows(full, slots.anchor, features.token.shape[1])))
         return drafts
 
     def _draft(self, state: Float[Tensor, "B T X"]) -> Draft:
@@ -197,8 +196,8 @@ class Block(HeadModule):
         for i, pair in enumerate(self.context(new.features.hidden, committed, cache.longest)):
             cache.append(i, *pair, committed)
         cache.length[: len(token)] += token.shape[1] if new.counts is None else new.counts
-        position, attend = behind_roots(cache, len(token), self.size, causal=self.config.causal)
-        root = last_valid(token, new.counts)
+        position, attend = slots_after_roots(cache, len(token), self.size, causal=self.config.causal)
+        root = last_rows(token, new.counts)
         x = self.slots(root).flatten(1, 2)
         for i, layer in enumerate(self.layers):
             x = layer(x, LayerInputs(position, cache.longest + self.size, partial(attend, i)))
@@ -211,7 +210,7 @@ class Block(HeadModule):
         """Score the next depth from its slot; of the path the last token matters, or all of them to `domino`."""
         hidden = level.hidden
         if self.domino is not None:
-            hidden = self.domino.grow(rows.of_parents(hidden, nodes.parent), self.embeddings.embed(nodes.token))
+            hidden = self.domino.grow(rows.gather_parents(hidden, nodes.parent), self.embeddings.embed(nodes.token))
         return self._level(hidden, nodes.token, nodes.depth + 1)
 
     def _level(self, slots: Float[Tensor, "B K D"], token: Int[Tensor, "B N"], depth: int) -> Level:

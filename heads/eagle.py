@@ -15,26 +15,26 @@ from torch import Tensor, nn
 from heads.base import Embeddings, LayerConfig
 from heads.common.ranges import Parts
 from heads.modules.autoregressive import RecurrentHead
-from heads.modules.layers import Block, LayerInputs, LayerSpec
+from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
 
 
 class Eagle(RecurrentHead):
-    """The EAGLE head. It reads `Features.last`; the embedding stays the target's and frozen."""
+    """The EAGLE head. It reads `Features.last_hidden`; the embedding stays the target's and frozen."""
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """Numbers of the head."""
+        """Hyperparameters of the head."""
 
         layers: Parts
         bias: bool
 
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__(config, embeddings)
-        self.attentions = config.layers
+        self.num_attention_layers = config.layers
         width, spec = embeddings.hidden_size, LayerSpec.of(config, embeddings)
         self.fc = nn.Linear(2 * width, width, bias=config.bias)
-        self.layers = nn.ModuleList(Block(spec, input_norm=i > 0) for i in range(config.layers))
+        self.layers = nn.ModuleList(DecoderLayer(spec, input_norm=i > 0) for i in range(config.layers))
         self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
         self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)
 

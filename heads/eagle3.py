@@ -23,12 +23,12 @@ from heads.common.ranges import Parts
 from heads.modules.attention import KeyValue
 from heads.modules.autoregressive import RecurrentHead
 from heads.modules.fusion import EAGLE3_LAYERS, Fusion, chosen_layers
-from heads.modules.layers import Attention, Block, LayerInputs, LayerSpec, RMSNorm, SwiGLU
+from heads.modules.layers import Attention, DecoderLayer, LayerInputs, LayerSpec, RMSNorm, SwiGLU
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
-from heads.rows import taken
+from heads.rows import gather_rows
 
 
-class WideBlock(nn.Module):
+class WideDecoderLayer(nn.Module):
     """The first layer of EAGLE-3: a decoder layer whose attention reads an embedding beside the state.
 
     Its residual is the state as it comes, or as it is normed (`norm_before_residual`): trainers differ in this.
@@ -49,13 +49,13 @@ class WideBlock(nn.Module):
         """Apply the layer with the caller's attention pattern."""
         normed = self.hidden_norm(state)
         both = torch.cat([self.input_layernorm(embedding), normed], -1)
-        x = taken(normed if self.norm_before_residual else state, inputs.queries) + self.self_attn(both, inputs)
+        x = gather_rows(normed if self.norm_before_residual else state, inputs.queries) + self.self_attn(both, inputs)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 @dataclass(frozen=True)
 class FusedConfig(LayerConfig):
-    """Numbers of a head on fused features; null for `feature_layers` takes three of them."""
+    """Hyperparameters of a head on fused features; null for `feature_layers` takes three of them."""
 
     layers: Parts
     feature_layers: list[int] | None
@@ -75,7 +75,7 @@ class Eagle3(RecurrentHead):
 
     @dataclass(frozen=True)
     class Config(FusedConfig):
-        """Numbers of the head."""
+        """Hyperparameters of the head."""
 
         norm_output: bool
         kv_injection: bool
@@ -85,13 +85,13 @@ class Eagle3(RecurrentHead):
     def __init__(self, config: FusedConfig, embeddings: Embeddings) -> None:
         super().__init__(config, embeddings)
         spec = LayerSpec.of(config, embeddings)
-        self.attentions, self.injected = config.layers, spec.injects
+        self.num_attention_layers, self.injected = config.layers, spec.injects
         self.feeds_normed: bool = getattr(config, "norm_output", False)  # back into itself, as not every head does
         width, eps = spec.width, spec.eps
         self.feature_layers = chosen_layers(config.feature_layers, EAGLE3_LAYERS, embeddings.num_layers)
         self.fusion = Fusion(width, len(self.feature_layers), eps, normed=config.feature_norm, joint=config.joint_norm)
-        self.first = WideBlock(spec, norm_before_residual=config.norm_before_residual)
-        self.layers = nn.ModuleList(Block(spec) for _ in range(config.layers - 1))
+        self.first = WideDecoderLayer(spec, norm_before_residual=config.norm_before_residual)
+        self.layers = nn.ModuleList(DecoderLayer(spec) for _ in range(config.layers - 1))
         self.inject_norm = RMSNorm(width, eps) if spec.injects else None
         self.norm = RMSNorm(width, eps)
         self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
@@ -101,17 +101,19 @@ class Eagle3(RecurrentHead):
         """Return the embeddings of tokens."""
         return self.embeddings.embed(token)
 
-    def begin(self, features: Features) -> Float[Tensor, "B T D"]:
+    def initial_states(self, features: Features) -> Float[Tensor, "B T D"]:
         """Return the fused features."""
         return self.fusion(features.hidden)
 
-    def inject(self, start: Float[Tensor, "B T D"], position: Int[Tensor, "B T"], last: int) -> tuple[KeyValue, ...]:
+    def inject(
+        self, start: Float[Tensor, "B T D"], position: Int[Tensor, "B T"], max_position: int
+    ) -> tuple[KeyValue, ...]:
         """Return every layer's keys and values of the fused features, nothing without `kv_injection`."""
         if self.inject_norm is None:
             return ()
         fused = self.inject_norm(start)
         layers: Any = [self.first, *self.layers]
-        return tuple(layer.self_attn.key_value(fused, position, last, inject=True) for layer in layers)
+        return tuple(layer.self_attn.key_value(fused, position, max_position, inject=True) for layer in layers)
 
     def advance(
         self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: list[LayerInputs]
@@ -120,5 +122,5 @@ class Eagle3(RecurrentHead):
         x = self.first(self.embed(token).to(state.dtype), state, inputs[0])
         for layer, given in zip(self.layers, inputs[1:], strict=True):
             x = layer(x, given)
-        read = self.norm(x)
-        return (read if self.feeds_normed else x), read
+        pre_logits = self.norm(x)
+        return (pre_logits if self.feeds_normed else x), pre_logits

@@ -19,9 +19,9 @@ from heads.common.ranges import Count, Parts
 from heads.medusa import ResidualBlock
 from heads.modules.autoregressive import Recurrent
 from heads.modules.kv_cache import KVCache
-from heads.modules.layers import Block, LayerInputs, LayerSpec, RMSNorm
+from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
-from heads.rows import drafted_token, last_valid, of_parents, put_back, taken
+from heads.rows import drafted_token, gather_parents, gather_rows, last_rows, scatter_rows
 
 
 class EntryBlock(nn.Module):
@@ -63,7 +63,7 @@ class Prefix(Recurrent):
     def __init__(self, config: Any, embeddings: Embeddings) -> None:
         super().__init__()
         self.config = config
-        self.layer = Block(LayerSpec.of(config, embeddings))
+        self.layer = DecoderLayer(LayerSpec.of(config, embeddings))
         self.norm = RMSNorm(embeddings.hidden_size, config.norm_eps)
 
     def advance(
@@ -79,7 +79,7 @@ class Hydra(HeadModule):
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """Numbers of the head."""
+        """Hyperparameters of the head."""
 
         heads: Parts
         layers: Parts
@@ -90,7 +90,7 @@ class Hydra(HeadModule):
 
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__(config, embeddings)
-        self.max_depth, self.keeps_rows = config.heads, config.prefix
+        self.max_depth, self.has_kv_cache = config.heads, config.prefix
         width = embeddings.hidden_size
         self.prefix = Prefix(config, embeddings) if config.prefix else None
         self.branches = nn.ModuleList(
@@ -102,7 +102,7 @@ class Hydra(HeadModule):
             for _ in range(config.heads)
         )
 
-    def score(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
+    def compute_logits(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
         """Return head `depth`'s logits of its own states, counted from 1."""
         return self.lm_heads[depth - 1](state)
 
@@ -113,28 +113,28 @@ class Hydra(HeadModule):
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Draft from all rows, or from `anchors`, at every depth."""
         self.check_depths(depths)
-        x = features.last
+        x = features.last_hidden
         if self.prefix is not None:
             x = self.prefix.unroll(features, 1, anchors)[0].state
-        x, drafts = taken(x, anchors), []
+        x, drafts = gather_rows(x, anchors), []
         for depth, branch in enumerate(self.branches, 1):
             token = drafted_token(features.token, depth, features.path)
-            x = self.joined(x, taken(token, anchors))
-            drafts.append(Draft(put_back(branch(x), anchors, token.shape[1])))
+            x = self.joined(x, gather_rows(token, anchors))
+            drafts.append(Draft(scatter_rows(branch(x), anchors, token.shape[1])))
         return drafts
 
     def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache | None, Level]:
         """Commit verified rows and score depth 1 from the last one."""
-        summary, token = new.features.last, new.token
+        summary, token = new.features.last_hidden, new.token
         if self.prefix is not None:
             state = KVCache(len(token), self.config.length, token.device) if state is None else state
             position = state.begin(token.shape[1], len(token))
             summary, _ = self.prefix.commit(state, summary, new, position)
-        return state, self._level(self.joined(last_valid(summary, new.counts), last_valid(token, new.counts)), 1)
+        return state, self._level(self.joined(last_rows(summary, new.counts), last_rows(token, new.counts)), 1)
 
     def expand(self, state: KVCache | None, level: Level, nodes: Nodes) -> Level:
         """Score the next depth from the inputs of the parents' head and the nodes' tokens."""
-        return self._level(self.joined(of_parents(level.hidden, nodes.parent), nodes.token), nodes.depth + 1)
+        return self._level(self.joined(gather_parents(level.hidden, nodes.parent), nodes.token), nodes.depth + 1)
 
     def _level(self, x: Float[Tensor, "B N X"], depth: int) -> Level:
-        return Level(self.score(self.branches[depth - 1](x), depth), x)
+        return Level(self.compute_logits(self.branches[depth - 1](x), depth), x)

@@ -13,7 +13,7 @@ from torch.nn import functional
 from heads.base import Draft, Embeddings, Features, HeadModule, Level, NewRows, Nodes
 from heads.common.ranges import Count, Parts
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
-from heads.rows import last_valid, put_back, taken
+from heads.rows import gather_rows, last_rows, scatter_rows
 
 
 class ResidualBlock(nn.Module):
@@ -30,11 +30,11 @@ class ResidualBlock(nn.Module):
 
 
 class Medusa(HeadModule):
-    """The Medusa heads. They read `Features.last` and no token, so every node of one depth has the same children."""
+    """The Medusa heads. They read `Features.last_hidden` and no token, so a depth has the same children everywhere."""
 
     @dataclass(frozen=True)
     class Config:
-        """Numbers of the head; `lm_head` is one of `DraftLmHead.KINDS`, of rank `lm_head_rank` where that is given."""
+        """Hyperparameters; `lm_head` is one of `DraftLmHead.KINDS`, of rank `lm_head_rank` where that is given."""
 
         name: str
         heads: Parts
@@ -55,23 +55,23 @@ class Medusa(HeadModule):
             DraftLmHead(embeddings, config.lm_head, self.vocab, config.lm_head_rank) for _ in range(config.heads)
         )
 
-    def score(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
+    def compute_logits(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
         """Return head `depth`'s logits of its own states, counted from 1."""
         return self.lm_heads[depth - 1](state)
 
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Draft from all rows, or from `anchors`, at every depth."""
         self.check_depths(depths)
-        last = taken(features.last, anchors)
-        return [Draft(put_back(block(last), anchors, features.last.shape[1])) for block in self.blocks]
+        last = gather_rows(features.last_hidden, anchors)
+        return [Draft(scatter_rows(block(last), anchors, features.last_hidden.shape[1])) for block in self.blocks]
 
     def extend(self, state: None, new: NewRows) -> tuple[None, Level]:
         """Score depth 1 from the last row; Medusa keeps no state."""
-        root = last_valid(new.features.last, new.counts)
-        return None, Level(self.score(self.blocks[0](root), 1), root)
+        root = last_rows(new.features.last_hidden, new.counts)
+        return None, Level(self.compute_logits(self.blocks[0](root), 1), root)
 
     def expand(self, state: None, level: Level, nodes: Nodes) -> Level:
         """Score the next depth from the root's feature: the nodes' own tokens are not read."""
         root = level.hidden[:, :1]
-        logits = self.score(self.blocks[nodes.depth](root), nodes.depth + 1)
+        logits = self.compute_logits(self.blocks[nodes.depth](root), nodes.depth + 1)
         return Level(logits.expand(-1, nodes.token.shape[1], -1), root)

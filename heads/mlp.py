@@ -17,7 +17,7 @@ from torch.nn import functional
 from heads.base import Draft, Embeddings, Features, HeadModule, Level, NewRows, Nodes
 from heads.common.ranges import Count, Parts, Width
 from heads.modules.vocab import VocabularyLinear, draft_vocabulary
-from heads.rows import drafted_token, last_valid, of_parents, put_back, taken
+from heads.rows import drafted_token, gather_parents, gather_rows, last_rows, scatter_rows
 
 EPS = 1e-6
 
@@ -36,11 +36,11 @@ class ShiftedNorm(nn.Module):
 
 
 class Mlp(HeadModule):
-    """The MLP speculator. It reads `Features.last`; of the target's embedding and lm_head it uses the sizes alone."""
+    """The MLP speculator. It reads `Features.last_hidden`; of the target's embedding and lm_head only the sizes."""
 
     @dataclass(frozen=True)
     class Config:
-        """Numbers of the head; `inner` is the state's width, null for the target's."""
+        """Hyperparameters of the head; `inner` is the state's width, null for the target's."""
 
         name: str
         heads: Parts
@@ -70,7 +70,7 @@ class Mlp(HeadModule):
         weight = 0.5 ** (0.5 / config.heads)
         self.mix = math.sqrt((1 - weight**2) * inner / 2) / weight
 
-    def begin(self, last: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
+    def initial_states(self, last: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
         """Return the state that step 1 starts from."""
         if not self.config.scale_input:
             return last
@@ -82,29 +82,29 @@ class Mlp(HeadModule):
         mixed = self.proj[min(depth, len(self.proj)) - 1](state) + self.mix * self.emb[i](token).to(state.dtype)
         return functional.gelu(self.ln[i](mixed))
 
-    def score(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
+    def compute_logits(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
         """Return the logits of a depth's states."""
         return self.head[0 if self.config.tied else depth - 1](state)
 
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Draft from all rows, or from `anchors`, at every depth."""
         self.check_depths(depths)
-        state, drafts = self.begin(taken(features.last, anchors)), []
+        state, drafts = self.initial_states(gather_rows(features.last_hidden, anchors)), []
         for depth in range(1, depths + 1):
             token = drafted_token(features.token, depth, features.path)
-            state = self.step(state, taken(token, anchors), depth)
-            drafts.append(Draft(put_back(state, anchors, token.shape[1])))
+            state = self.step(state, gather_rows(token, anchors), depth)
+            drafts.append(Draft(scatter_rows(state, anchors, token.shape[1])))
         return drafts
 
     def extend(self, state: None, new: NewRows) -> tuple[None, Level]:
         """Score depth 1 from the last row; the speculator keeps nothing of a sequence."""
-        last, root = (last_valid(x, new.counts) for x in (new.features.last, new.token))
-        return None, self._level(self.begin(last), root, 1)
+        last, root = (last_rows(x, new.counts) for x in (new.features.last_hidden, new.token))
+        return None, self._level(self.initial_states(last), root, 1)
 
     def expand(self, state: None, level: Level, nodes: Nodes) -> Level:
         """Score the next depth: every node's token is mixed into its parent's state."""
-        return self._level(of_parents(level.hidden, nodes.parent), nodes.token, nodes.depth + 1)
+        return self._level(gather_parents(level.hidden, nodes.parent), nodes.token, nodes.depth + 1)
 
     def _level(self, before: Tensor, token: Tensor, depth: int) -> Level:
         hidden = self.step(before, token, depth)
-        return Level(self.score(hidden, depth), hidden)
+        return Level(self.compute_logits(hidden, depth), hidden)

@@ -22,19 +22,19 @@ from heads.base import Embeddings, Features, LayerConfig
 from heads.common.ranges import OneOf
 from heads.modules.autoregressive import RecurrentHead
 from heads.modules.fusion import Fusion, chosen_layers
-from heads.modules.layers import Block, LayerInputs, LayerSpec, RMSNorm
-from heads.modules.own_layer import OwnLayer
+from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm
+from heads.modules.own_layer import TargetLayer
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
 
 LLAMA, TARGET = "llama", "target"  # kinds of decoder layer
 
 
 class Mtp(RecurrentHead):
-    """The MTP module. It reads `last` or `hidden` of the features; embedding and lm_head are the target's."""
+    """The MTP module. It reads `last_hidden` or `hidden` of the features; embedding and lm_head are the target's."""
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """Numbers of the module."""
+        """Hyperparameters of the module."""
 
         layer: Annotated[str, OneOf((LLAMA, TARGET))]
         raw_state: bool
@@ -54,25 +54,25 @@ class Mtp(RecurrentHead):
         self.fusion = Fusion(width, len(self.feature_layers), eps, normed=True) if layers else None
         if self.fusion is not None:
             nn.init.zeros_(self.fusion.fc.weight)  # so that it starts as the module of one state
-        like_targets = OwnLayer(embeddings.config) if config.layer == TARGET else None
+        like_targets = TargetLayer(embeddings.config) if config.layer == TARGET else None
         norm = partial(RMSNorm, width, eps) if like_targets is None else like_targets.norm
         self.enorm, self.hnorm = norm(), norm()
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
-        self.block = Block(spec) if like_targets is None else like_targets
+        self.block = DecoderLayer(spec) if like_targets is None else like_targets
         self.norm = norm()
         self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
         self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)
 
     def check(self) -> None:
         """Refuse a layer of the target's kind that wants more than it is given here; a Llama's does not."""
-        if isinstance(self.block, OwnLayer):
+        if isinstance(self.block, TargetLayer):
             self.block.check()
 
-    def begin(self, features: Features) -> Float[Tensor, "B T D"]:
+    def initial_states(self, features: Features) -> Float[Tensor, "B T D"]:
         """Return the target's own states, by option before its norm, or with those of other layers added."""
         if self.config.raw_state:
             return features.hidden[:, :, 0]
-        return features.last if self.fusion is None else features.last + self.fusion(features.hidden)
+        return features.last_hidden if self.fusion is None else features.last_hidden + self.fusion(features.hidden)
 
     def advance(
         self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: list[LayerInputs]

@@ -1,6 +1,6 @@
 """P-EAGLE (arXiv 2602.01469): an EAGLE-3 head that drafts all depths in one forward pass.
 
-Row t, which holds the chosen token t+1, enters as in EAGLE-3 and drafts depth 1. Behind it stand mask slots, one for
+Row t, which holds the root token t+1, enters as in EAGLE-3 and drafts depth 1. Behind it stand mask slots, one for
 each further depth: slot d enters with the embedding of a mask token, with learned features (`mask_hidden`) in place of
 the target's and at rotary position t+d-1, sees the true rows up to t and the slots before it, and drafts depth d. No
 slot knows a drafted token, so all nodes of a depth have the same children.
@@ -22,7 +22,7 @@ from heads.eagle3 import Eagle3, FusedConfig
 from heads.modules.attention import KeyValue, attend_rows, pattern
 from heads.modules.kv_cache import KVCache
 from heads.modules.layers import LayerInputs
-from heads.modules.slots import behind, behind_roots
+from heads.modules.slots import slots_after, slots_after_roots
 
 
 class PEagle(Eagle3):
@@ -33,7 +33,7 @@ class PEagle(Eagle3):
 
     @dataclass(frozen=True)
     class Config(FusedConfig):
-        """Numbers of the head and of its mask slots. It feeds no state back, and injects nothing."""
+        """Hyperparameters of the head and of its mask slots. It feeds no state back, and injects nothing."""
 
         depths: Parts
         mask_token: int
@@ -63,7 +63,7 @@ class PEagle(Eagle3):
         return self.embeddings.embed(token) if self.embedding is None else self.embedding(token)
 
     def slots(self, inputs: list[LayerInputs]) -> Float[Tensor, "B N D"]:
-        """Return the inputs of `score` of mask slots."""
+        """Return the inputs of `compute_logits` of mask slots."""
         token = torch.full_like(inputs[0].position, self.mask_token)
         state = self.fusion(self.mask_hidden[None, None]).expand(*token.shape, -1)
         return self.advance(token, state, inputs)[1]
@@ -72,36 +72,36 @@ class PEagle(Eagle3):
         """Draft depth 1 from all rows, and the depths behind it from the slots of every anchor."""
         self.check_depths(depths)
         position, length = rows.positions(features.document), self.config.length
-        last, context = position.shape[1] + depths, list[KeyValue]()
-        seen = pattern(position, length)
+        max_position, context = position.shape[1] + depths, list[KeyValue]()
+        attn_pattern = pattern(position, length)
 
         def attend_true(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             context.append((key, value))
-            return attend_rows(query, (key, value), [], seen)
+            return attend_rows(query, (key, value), [], attn_pattern)
 
-        token, start = rows.next_token(features.token), self.begin(features)
-        inputs = [LayerInputs(position, last, attend_true)] * self.attentions
+        token, start = rows.next_token(features.token), self.initial_states(features)
+        inputs = [LayerInputs(position, max_position, attend_true)] * self.num_attention_layers
         drafts = [Draft(self.advance(token, start, inputs)[1])]
         if depths == 1:
             return drafts
-        slots = behind(features.document, anchors, depths - 1, length, causal=True)
+        slots = slots_after(features.document, anchors, depths - 1, length, causal=True)
 
         def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend_rows(query, context[i], [(key, value)], slots.seen)
+            return attend_rows(query, context[i], [(key, value)], slots.attn_pattern)
 
-        read = self.slots(self.by_layer(slots.position.flatten(1), last, attend))
-        states = read.unflatten(1, (-1, depths - 1)).unbind(2)
-        return drafts + [Draft(rows.put_back(state, slots.anchor, position.shape[1])) for state in states]
+        pre_logits = self.slots(self.by_layer(slots.position.flatten(1), max_position, attend))
+        states = pre_logits.unflatten(1, (-1, depths - 1)).unbind(2)
+        return drafts + [Draft(rows.scatter_rows(state, slots.anchor, position.shape[1])) for state in states]
 
     def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, Level]:
         """Commit verified rows with their true features, and draft all depths behind the last ones."""
         token = new.token
         cache = KVCache(len(token), self.config.length, token.device) if state is None else state
-        committed, start = cache.begin(token.shape[1], len(token)), self.begin(new.features)
-        _, read = self.commit(cache, start, new, committed)
-        slots, states = self.max_depth - 1, rows.last_valid(read, new.counts)
+        committed, start = cache.begin(token.shape[1], len(token)), self.initial_states(new.features)
+        _, pre_logits = self.commit(cache, start, new, committed)
+        slots, states = self.max_depth - 1, rows.last_rows(pre_logits, new.counts)
         if slots:
-            position, attend = behind_roots(cache, len(token), slots, causal=True)
+            position, attend = slots_after_roots(cache, len(token), slots, causal=True)
             drafted = self.slots(self.by_layer(position, cache.longest + slots, attend))
             states = torch.cat([states, drafted], 1)
         return cache, self._level(states, 1, 1)
@@ -111,4 +111,4 @@ class PEagle(Eagle3):
         return self._level(level.hidden, nodes.token.shape[1], nodes.depth + 1)
 
     def _level(self, states: Float[Tensor, "B K D"], nodes: int, depth: int) -> Level:
-        return Level(self.score(states[:, depth - 1 : depth], depth).expand(-1, nodes, -1), states)
+        return Level(self.compute_logits(states[:, depth - 1 : depth], depth).expand(-1, nodes, -1), states)

@@ -20,7 +20,7 @@ def visible(document: Int[Tensor, "B T"]) -> Bool[Tensor, "B T T"]:
     return same & torch.ones_like(same[0]).tril()
 
 
-def ahead(x: Shaped[Tensor, "B T *rest"], count: int) -> Shaped[Tensor, "B T *rest"]:
+def shift_left(x: Shaped[Tensor, "B T *rest"], count: int) -> Shaped[Tensor, "B T *rest"]:
     """Return row t+count of `x` at row t; the last `count` rows, which have none, repeat the last row.
 
     `valid` is false for those, so their values never matter.
@@ -31,18 +31,18 @@ def ahead(x: Shaped[Tensor, "B T *rest"], count: int) -> Shaped[Tensor, "B T *re
     return x[:, index]
 
 
-def last_valid(x: Shaped[Tensor, "B T *rest"], count: Int[Tensor, "B"] | None) -> Shaped[Tensor, "B 1 *rest"]:
+def last_rows(x: Shaped[Tensor, "B T *rest"], count: Int[Tensor, "B"] | None) -> Shaped[Tensor, "B 1 *rest"]:
     """Return each sequence's last row, the `count`-th of those whose sequences have fewer than T."""
     return x[:, -1:] if count is None else x[torch.arange(len(x), device=x.device)[:, None], count[:, None] - 1]
 
 
-def taken(x: Shaped[Tensor, "B T *rest"], row: Int[Tensor, "B n"] | None) -> Shaped[Tensor, "B n *rest"]:
+def gather_rows(x: Shaped[Tensor, "B T *rest"], row: Int[Tensor, "B n"] | None) -> Shaped[Tensor, "B n *rest"]:
     """Return some rows of each sequence, None for all."""
     return x if row is None else x.flatten(0, 1).index_select(0, _flat(row, x.shape[1])).unflatten(0, row.shape)
 
 
-def put_back(x: Shaped[Tensor, "B n D"], row: Int[Tensor, "B n"] | None, length: int) -> Shaped[Tensor, "B T D"]:
-    """Return `taken` rows where they were among T = `length`, zeros at the others."""
+def scatter_rows(x: Shaped[Tensor, "B n D"], row: Int[Tensor, "B n"] | None, length: int) -> Shaped[Tensor, "B T D"]:
+    """Return `gather_rows` rows where they were among T = `length`, zeros at the others."""
     if row is None:
         return x
     full = x.new_zeros(len(x) * length, x.shape[-1]).index_copy(0, _flat(row, length), x.flatten(0, 1))
@@ -54,26 +54,26 @@ def _flat(row: Int[Tensor, "B n"], length: int) -> Int[Tensor, "N"]:
     return (row + length * torch.arange(len(row), device=row.device)[:, None]).flatten()
 
 
-def of_parents(x: Shaped[Tensor, "B K D"], parent: Int[Tensor, "B N"]) -> Shaped[Tensor, "B N D"]:
+def gather_parents(x: Shaped[Tensor, "B K D"], parent: Int[Tensor, "B N"]) -> Shaped[Tensor, "B N D"]:
     """Return for each node what `x` has for its parent."""
     return x[torch.arange(len(x), device=x.device)[:, None], parent]
 
 
 def next_token(token: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
     """Return the token t+1 that row t holds."""
-    return ahead(token, 1)
+    return shift_left(token, 1)
 
 
 def drafted_token(
     token: Int[Tensor, "B T"], depth: int, path: Int[Tensor, "B T d"] | None = None
 ) -> Int[Tensor, "B T"]:
     """Return the token t+d that row t enters with when it is unrolled to depth d, down `path` if there is one."""
-    return ahead(token, depth) if path is None else token.gather(1, path[..., depth - 1])
+    return shift_left(token, depth) if path is None else token.gather(1, path[..., depth - 1])
 
 
 def teacher(x: Shaped[Tensor, "B T *rest"], depth: int) -> Shaped[Tensor, "B T *rest"]:
     """Return row t+d of `x` at row t: of the target's last hidden states, the teacher of (t, d)."""
-    return ahead(x, depth)
+    return shift_left(x, depth)
 
 
 def valid(
@@ -85,4 +85,4 @@ def valid(
     """
     reach = 1 + depth
     exists = torch.arange(document.shape[1], device=document.device) + reach < document.shape[1]
-    return exists & (ahead(document, reach) == document) & (document >= 0) & ahead(mask, reach).bool()
+    return exists & (shift_left(document, reach) == document) & (document >= 0) & shift_left(mask, reach).bool()

@@ -1,6 +1,6 @@
 """The decoding engine: draft, verify with the frozen target, commit.
 
-drafters/         draft sources, one a file, and the policies by which a tree grows
+drafters/         drafters, one a file, and the policies by which a tree grows
 target/           the frozen target: loading, placement, cache, forward passes, and the proof that they are what
                   the engine needs
 verification/     trees, verification rules, sampling and random numbers: pure functions of tensors
@@ -16,6 +16,6 @@ decode.py         speculate() and autoregress(), one engine
 text_stream.py    tokens to text as they come
 api.py            load() and generate(), which the package headstart has
 run.py            the command: generate or chat, printed while it is made in the colour of who wrote each token
-protocol.py       what a draft source is: the protocol and its records
+protocol.py       what a drafter is: the protocol and its records
 tree_config.py    the configuration of a tree policy, and which one is drafted by how many sequences
 """

@@ -46,14 +46,14 @@ def speculate(
 def speculate(
     target: Target, drafter: Drafter | Service, prompts: Any, settings: Any, on_tokens: Any = None, batch_size: int = 1
 ) -> Any:
-    """Decode one prompt or several with a draft source; each output is distributed as the target's own.
+    """Decode one prompt or several with a drafter; each output is distributed as the target's own.
 
     Several are decoded `batch_size` at a time: a sequence that ends leaves, and the next prompt takes its slot. Each
     has its own settings, seed and state; every slot has a clone of the drafter, so that none learns from the others.
 
     Args:
         target: the frozen target.
-        drafter: the draft source, or the service that holds it; its feature layers are read from every pass.
+        drafter: the drafter, or the service that holds it; its feature layers are read from every pass.
         prompts: token ids of one prompt, or of several.
         settings: length, sampling, stops, seed, rule; for several prompts also one for each.
         on_tokens: called after every pass with the new tokens and their sources ("prefill", "draft", "bonus"); for
@@ -135,7 +135,7 @@ def autoregress(target: Target, prompt: list[int], settings: Settings, on_tokens
 
 @torch.inference_mode()
 def reference(target: Target, drafter: Drafter, prompt: list[int], settings: Settings) -> Generation:
-    """Decode one prompt with a draft source by `Session` alone: the engine whose tokens all others must give.
+    """Decode one prompt with a drafter by `Session` alone: the engine whose tokens all others must give.
 
     Raises:
         ValueError: as `speculate`.

@@ -1,4 +1,4 @@
-"""The draft source in service, which another one may replace while requests run."""
+"""The drafter in service, which another one may replace while requests run."""
 
 import logging
 from threading import Lock
@@ -9,7 +9,7 @@ log = logging.getLogger(__name__)
 
 
 class Service:
-    """Holds the draft source in service; `speculate` and `generate` take it in a drafter's place.
+    """Holds the drafter in service; `speculate` and `generate` take it in a drafter's place.
 
     `swap` may be called at any time, from `on_tokens` or from another thread too: decoding continues with the new
     drafter at its next pass, running requests included. No text changes: the target decides every token.

@@ -189,7 +189,7 @@ class Session:
         first = decide(root, scores, None, self.settings.sampling, self.rng).token
         self.emit([first], ["prefill"], self.gaps(scores))
         following = torch.cat([token[1:], token.new_tensor([first])])
-        self.update(Commit(following, out, None), out.last[0])
+        self.update(Commit(following, out, None), out.last_hidden[0])
         self.generation.prefill_s = self.clock() - start
 
     @torch.inference_mode()
@@ -242,7 +242,7 @@ class Session:
         """Recompute all cache entries under the other side of the rope's switch; return the root's output."""
         self.cache.keep(0, [])
         out = self.target.prefill(torch.tensor(self.context, device=self.target.device), self.cache, self.layers)
-        return TargetOutput(out.hidden[:, -1:], out.last[:, -1:], out.logits)
+        return TargetOutput(out.hidden[:, -1:], out.last_hidden[:, -1:], out.logits)
 
     def commit(self, proposal: Proposal, out: TargetOutput, verify_s: float) -> None:
         """Decide what is accepted, keep its cache entries and tokens, and update the drafter.
@@ -264,9 +264,9 @@ class Session:
         committed = self.emit(following.tolist(), ["draft"] * (len(path) - 1) + ["bonus"], self.gaps(scores[index]))
         committed_at = self.clock()
         if not self.generation.finish:
-            rows = TargetOutput(out.hidden[:, index], out.last[:, index], None)
+            rows = TargetOutput(out.hidden[:, index], out.last_hidden[:, index], None)
             seen = Verified(drafted, path, logits, None if proposal.look_ahead is None else look_ahead)
-            self.update(Commit(following, rows, seen), out.last[0, : len(drafted.token)])
+            self.update(Commit(following, rows, seen), out.last_hidden[0, : len(drafted.token)])
         draft_s, other_s = self.draft_s + self.clock() - committed_at, committed_at - begin
         accepted = min(len(path) - 1, committed)
         # For reports: no part of the step's time.

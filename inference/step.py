@@ -353,7 +353,7 @@ class DeviceStep:
         self, slots: Slots, drafted: Drafted, out: TargetOutput, sampling: Sampling
     ) -> Float[Tensor, "B N V"]:
         """Return the logits as each node's own prefix has them: penalised, and no end before its time."""
-        logits = self.target.embeddings.logits(out.last)
+        logits = self.target.embeddings.logits(out.last_hidden)
         if slots.seen.shape[1]:
             # The root is seen in any case.
             path = torch.where(drafted.ancestor_mask, drafted.tree.token[:, None], slots.root[:, None, None])
@@ -430,7 +430,7 @@ class DeviceStep:
         count = accepted.committed
         if self.compiles and not self.static and len(count) == self.cache.storage.size:  # no slot stands idle
             assert self.slots is not None
-            self.launch(form, DeviceStep.advance_and_extend, self.slots, out.hidden, out.last, accepted)
+            self.launch(form, DeviceStep.advance_and_extend, self.slots, out.hidden, out.last_hidden, accepted)
             phase_timer.mark("draft")
             return
         features = self.launch(form, DeviceStep.advance, slots, out, accepted, most)
@@ -460,7 +460,7 @@ class DeviceStep:
             slots.seen.scatter_(1, torch.where(step <= last, token, slots.root[:, None]), True)
         if self.drafts.nodes == 1:  # of the baseline
             return None
-        return Features(token, out.hidden[row, path], out.last[row, path], torch.zeros_like(token))
+        return Features(token, out.hidden[row, path], out.last_hidden[row, path], torch.zeros_like(token))
 
     def advance_and_extend(self, slots: Slots, hidden: Tensor, last: Tensor, accepted: Accepted) -> None:
         """Move all slots on and hand the drafts their rows, in one stage: what `advance` launches is small."""

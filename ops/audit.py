@@ -23,7 +23,7 @@ from eval.measures.cost_model import cycled, stops_paying
 from eval.measures.counters import Counters, between, restarted
 from heads.common.command import command, ending_alone
 from heads.common.errors import user_errors
-from heads.common.files import check_writable, write_whole
+from heads.common.files import atomic_write, check_writable
 from heads.common.progress import Bar
 from heads.common.typed import typed
 from heads.common.untrusted import visible
@@ -126,7 +126,7 @@ def audited(config: AuditConfig) -> Verdict:
     texts = {JSON: json.dumps(record, indent=1, allow_nan=False), PAGE: page(record), REPRODUCTION: script}
     for name, text in texts.items():
         if text:
-            write_whole(out / name, text.encode(errors="replace"))
+            atomic_write(out / name, text.encode(errors="replace"))
         else:  # of an earlier audit
             (out / name).unlink(missing_ok=True)
     lines = [*terminal(record), f"audit: {out / JSON} and {out / PAGE}"]
@@ -207,7 +207,7 @@ def clearest(findings: list[Finding]) -> Difference | None:
 
 
 def speed(audit: Audit, before: Counters | None, after: Counters | None) -> Finding:
-    """Return the speedup at each number of requests in flight, and tokens a pass where the server counts them.
+    """Return the speedup at each number of requests in flight, and tokens per pass where the server counts them.
 
     `before` and `after` are its counters around the answers that came one at a time.
     """
@@ -232,7 +232,7 @@ def speed(audit: Audit, before: Counters | None, after: Counters | None) -> Find
         passes = between(before, after, alone)
         if passes.steps:
             figures["tau"] = passes.tokens / passes.steps
-            texts.append(f"{figures['tau']:.2f} tokens a pass")
+            texts.append(f"{figures['tau']:.2f} tokens per pass")
     return Finding("speed", PASSED if loads else NOT_RUN, "; ".join(texts) or "nothing was timed", [], figures)
 
 

@@ -32,7 +32,7 @@ from rich.console import Console
 from data.text.files import META, OPENERS, check_file
 from data.text.sources import Files, open_source
 from heads.common.command import command, quoted
-from heads.common.files import replacing, write_whole
+from heads.common.files import atomic_write, replacing
 from heads.common.ranges import Count, NewTokens, Within
 from heads.common.typed import typed
 from heads.common.untrusted import parse_json, shown
@@ -153,7 +153,7 @@ class Forecast:
     def save(self) -> None:
         """Write the state."""
         self.out.mkdir(parents=True, exist_ok=True)
-        write_whole(self.out / STATE, (json.dumps(self.state, indent=1) + "\n").encode())
+        atomic_write(self.out / STATE, (json.dumps(self.state, indent=1) + "\n").encode())
 
     def folder(self, words: str) -> Path:
         """Return the folder of a candidate's trainings."""

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from eval.config import Selection
 from eval.inputs.workloads import read_workload, short_name
 from eval.measures import metrics
-from eval.measures.results import LIVE, Row
+from eval.measures.results import LIVE, ResultRow
 from eval.report.write import row_of
 from heads import HEADS
 from heads.common.command import command
@@ -43,7 +43,7 @@ from ops.examine.finding import WRONG, Finding, meant_for, ok, unknown, written,
 from ops.examine.keys import readings, records
 
 BUNDLED, NAME = "tiny", "acceptance"
-NOTHING = 1.05  # tokens a pass; below that a head is of no use
+NOTHING = 1.05  # tokens per pass; below that a head is of no use
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,9 @@ def acceptance(head: Examined, target: Target, loaded: Any, config: DoctorConfig
     return _compared(here, bounds, read.name, reported, config.sibling)
 
 
-def _compared(here: str, bounds: tuple[float, float], workload: str, reported: Row | None, sibling: bool) -> Finding:
+def _compared(
+    here: str, bounds: tuple[float, float], workload: str, reported: ResultRow | None, sibling: bool
+) -> Finding:
     """Compare what was measured `here` with the card's row."""
     if reported is None or reported.tau is None:
         return unknown(f"{here}; no report.json says what it should be", NAME)
@@ -149,7 +151,7 @@ def _compared(here: str, bounds: tuple[float, float], workload: str, reported: R
     return ok(f"{here}; {card}", NAME)
 
 
-def _row(head: Examined, kind: str, workload: str | None) -> Row | None:
+def _row(head: Examined, kind: str, workload: str | None) -> ResultRow | None:
     """Return the report's row on this head that can be measured again: greedy, one at a time, of a known tree.
 
     One on the workload comes first.

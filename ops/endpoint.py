@@ -26,8 +26,8 @@ from eval.inputs.workloads import Workload, prompt_counts, workload_names
 from eval.live.interleaved import PLAIN, Served, arrivals, in_turns, judged, queued_rows
 from eval.measures.losslessness import Divergence, Gate, gate_of, labelled, shared_length
 from eval.measures.machine import cpu_name, provenance
-from eval.measures.metrics import Passes, together
-from eval.measures.results import ENDPOINT, UNTIMED, Measurement, Request, Row, Source, Subset, result
+from eval.measures.metrics import SpecDecodingStats, together
+from eval.measures.results import ENDPOINT, UNTIMED, DrafterInfo, Measurement, Request, ResultRow, Subset, result
 from eval.report.write import Report
 from eval.run import publish
 from heads.common.command import command, ending_alone
@@ -80,7 +80,7 @@ class Runs(NamedTuple):
     """One server's answers to a workload: the repeats of each request, and the counts of passes of each batch."""
 
     answers: list[list[Answer]]
-    passes: list[Passes]
+    passes: list[SpecDecodingStats]
 
 
 class Measured(NamedTuple):
@@ -158,7 +158,7 @@ def _runs(
     when = [None if rate is None else arrivals(count, rate, gaps) for _ in range(repeats)]
     for server in servers.values() if job.warmup else ():
         server.send_all(job.warmup, settings, in_flight, None)
-    passes: dict[str, list[Passes]] = {name: [] for name in servers}
+    passes: dict[str, list[SpecDecodingStats]] = {name: [] for name in servers}
 
     def answer(name: str, batch: Sequence[int], number: int) -> list[Answer]:
         requests = [job.prompts[i] for i in batch]
@@ -221,7 +221,7 @@ def _measured(repeats: Sequence[Answer]) -> Request:
     )
 
 
-def rows(by_server: Mapping[str, Runs], gates: Mapping[str, Gate], measurement: Measurement) -> list[Row]:
+def rows(by_server: Mapping[str, Runs], gates: Mapping[str, Gate], measurement: Measurement) -> list[ResultRow]:
     """Return the servers' rows of a measurement, given their answers by drafter name; the baseline's may be missing."""
     requests = {name: [_measured(repeats) for repeats in runs.answers] for name, runs in by_server.items()}
     timed = [
@@ -241,12 +241,12 @@ def _served(answer: Answer) -> Served:
     return Served(generation, answer.arrived, answer.queue_s, answer.ttft_s)
 
 
-def _row(name: str, runs: Runs, subset: Subset, requests: Sequence[Request]) -> Row:
+def _row(name: str, runs: Runs, subset: Subset, requests: Sequence[Request]) -> ResultRow:
     counts = [request.passes for request in requests if request.passes is not None]
     total = together((counts if len(counts) == len(requests) else []) if subset.category else runs.passes)
     rule = "none" if name == PLAIN else "greedy" if subset.measurement.temperature == 0 else "the server's"
     depths = f"served, depth {len(total.by_depth)}" if total.by_depth else "served"
-    row = result(Source(name, rule, "none" if name == PLAIN else depths), subset, requests, total)
+    row = result(DrafterInfo(name, rule, "none" if name == PLAIN else depths), subset, requests, total)
     return replace(row, tokens=sum(run.decoded for repeats in subset.of(runs.answers) for run in repeats))
 
 

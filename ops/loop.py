@@ -1,4 +1,4 @@
-"""Maintain a head in service by its log: watch, adapt, prove, swap; the same command resumes a killed one.
+"""Maintain a head in service by its log: watch, adapt, compare, swap; the same command resumes a killed one.
 
     python ops/loop.py log=log.jsonl serve=outputs/NAME
 
@@ -27,7 +27,7 @@ from data.text.prompts import before_answers
 from data.text.records import parse, readable
 from eval.inputs.drafters import model_of
 from heads.common.command import command, quoted
-from heads.common.files import check_writable, claim, last_good, read_checked, replacing, write_checked, write_whole
+from heads.common.files import atomic_write, check_writable, claim, last_good, read_checked, replacing, write_checked
 from heads.common.ranges import Decay, Fraction, Number, Within
 from heads.common.typed import typed
 from heads.common.untrusted import visible
@@ -296,19 +296,19 @@ def requests_of(lines: Iterator[bytes], name: str) -> Iterator[tuple[bytes, str]
         except ValueError:
             continue
         roles = [message["role"] for message in entry.messages]
-        if entry.exact:
+        if entry.pretokenized:
             yield line, str(next(before_answers(entry, "first")).token)
         elif "assistant" in roles:
             yield line, json.dumps(entry.messages[: roles.index("assistant")])
 
 
 def split(log: Path, since: int, loop: LoopConfig, folder: Path) -> dict[str, int]:
-    """Write a log's old and new requests, each in two parts by time: for training and for the proof; return counts.
+    """Write a log's old and new requests, each in two parts by time, for training and comparison; return counts.
 
     The proof leaves out a request whose prompt is trained on, with another answer or in the same dialogue.
 
     Raises:
-        ValueError: too few of them can be used, or are left for the proof.
+        ValueError: too few of them can be used, or are left for the comparison.
     """
     lines = list(growing(log, follow=False, poll=1.0))
     counts: dict[str, int] = {}
@@ -319,12 +319,12 @@ def split(log: Path, since: int, loop: LoopConfig, folder: Path) -> dict[str, in
         anew = {prompt: line for line, prompt in reversed(entries[cut:]) if prompt not in seen}
         if trained == NEW and (len(entries) < loop.least or len(anew) < LEAST):
             raise ValueError(
-                f"{log}: {len(entries)} new records can be used, {len(anew)} of them for the proof with a prompt that "
+                f"{log}: {len(entries)} new records can be used, {len(anew)} of them to compare with a prompt that "
                 f"no other one has, and loop.least={loop.least} and {LEAST} are needed: wait for more, or lower it"
             )
         for name, kept_lines in ((trained, [line for line, _ in entries[:cut]]), (held_out, [*anew.values()][::-1])):
             content = [line.rstrip(b"\n") + b"\n" for line in kept_lines]
-            write_whole(folder / name, b"".join(content))
+            atomic_write(folder / name, b"".join(content))
             counts[name] = len(content)
     return counts
 

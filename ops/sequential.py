@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 
 from eval.config import TURNS
 from eval.inputs.drafters import overlay
-from eval.measures.metrics import Passes
+from eval.measures.metrics import SpecDecodingStats
 from heads.common.ranges import Decay, NewTokens, OneOf, Positive, Within
 from heads.common.resolvers import ROOT
 from heads.common.typed import typed
@@ -75,7 +75,7 @@ class Alarm(NamedTuple):
         """Describe it in one line."""
         return (
             f"time to adapt, at request {self.at + 1:,}: from about request {self.since + 1:,} on the target accepts "
-            f"{self.after:.2f} tokens a pass in place of {self.before:.2f} (evidence {self.evidence:.3g}; a false "
+            f"{self.after:.2f} tokens per pass in place of {self.before:.2f} (evidence {self.evidence:.3g}; a false "
             f"alarm, ever: {self.rate:g} at most)"
         )
 
@@ -112,7 +112,7 @@ class Mean:
 class Detector:
     """State of a watch: it takes observations in order, and says when acceptance has fallen.
 
-    Accepted tokens a pass are cut to `scale` and divided by it, so that one request in many does not keep bets small.
+    Accepted tokens per pass are cut to `scale` and divided by it, so that one request in many does not keep bets small.
     """
 
     def __init__(self, config: WatcherConfig) -> None:
@@ -120,7 +120,7 @@ class Detector:
         self.accepted: list[float] = []
         self.mean: Mean | None = None
 
-    def update(self, passes: Passes) -> Alarm | None:
+    def update(self, passes: SpecDecodingStats) -> Alarm | None:
         """Take in the passes of one more request or window; return the alarm if there is one."""
         self.accepted.append(float(passes.accepted / passes.steps))
         count = self.config.reference
@@ -147,7 +147,7 @@ class Outcome(NamedTuple):
     status: int
 
 
-def watched(arrivals: Iterable[Passes], config: WatcherConfig) -> Outcome:
+def watched(arrivals: Iterable[SpecDecodingStats], config: WatcherConfig) -> Outcome:
     """Read observations until an alarm, their end, or an interruption."""
     detector = Detector(config)
     alarm = None

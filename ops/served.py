@@ -17,11 +17,11 @@ from data.text.records import content_text
 from eval.config import Selection
 from eval.inputs.workloads import Readable, Workload, gathered
 from eval.measures.counters import SGLANG, Counters, between, of_reply, read_counters, restarted, verified
-from eval.measures.metrics import Passes, together
+from eval.measures.metrics import SpecDecodingStats, together
 from heads.common.progress import tick
 from heads.common.ranges import Positive
 
-BASELINE = "baseline"  # the option of a server without a draft source
+BASELINE = "baseline"  # the option of a server without a drafter
 POLL_S, LAG_S = 0.02, 5.0  # between two readings of counters that lag behind the answers, and for how long at most
 PAGE_S = 30.0  # timeout of a server's own pages
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
@@ -212,7 +212,7 @@ def questions_of(record: Readable, turns: str, chat: bool) -> Iterator[Question]
     def completion(id_: str, prompt: Any) -> Question:
         return Question(id_, "/completions", {"prompt": prompt}, record.category)
 
-    if isinstance(record, Prompt) or record.exact:
+    if isinstance(record, Prompt) or record.pretokenized:
         prompts = [record] if isinstance(record, Prompt) else before_answers(record, turns)
         yield from (completion(prompt.id, list(prompt.token)) for prompt in prompts)
         return
@@ -251,7 +251,7 @@ class Answer(NamedTuple):
     tokens: int
     latency_s: float
     ttft_s: float | None
-    passes: Passes | None
+    passes: SpecDecodingStats | None
     weight: float = 1.0
     arrived: float = 0.0
     queue_s: float = 0.0
@@ -363,7 +363,7 @@ class Server(Metrics):
 
     def send_all(
         self, requests: Sequence[Question], settings: Mapping[str, Any], in_flight: int, when: Sequence[float] | None
-    ) -> tuple[list[Answer], Passes]:
+    ) -> tuple[list[Answer], SpecDecodingStats]:
         """Send requests, `in_flight` at a time, with the fields that their bodies share; return answers and all passes.
 
         They arrive `when` seconds from now, ascending, and wait while as many are in flight; None: all are there.
@@ -426,7 +426,7 @@ class Server(Metrics):
         """Refuse a baseline with `drafts`, or whose counters count drafts: it speculates."""
         counters = self.reading()
         if drafts or (counters is not None and counters.drafts is not None):
-            raise ValueError(f"{self.url} speculates: {BASELINE} is for the same model served without a draft source")
+            raise ValueError(f"{self.url} speculates: {BASELINE} is for the same model served without a drafter")
 
     def _counters_after(self, before: Counters, count: int, decoded: int) -> Counters:
         """Wait until the counters include `count` further requests, and return them if they have no others."""
@@ -449,7 +449,7 @@ class Server(Metrics):
             )
         if after.drafts is None or (after.engine == SGLANG and after.drafts == (before.drafts or 0) and decoded):
             raise ValueError(
-                f"{self.url} does not speculate: it counts no drafts; start it with a draft source (vLLM: "
+                f"{self.url} does not speculate: it counts no drafts; start it with a drafter (vLLM: "
                 "--speculative-config, SGLang: --speculative-algorithm, llama.cpp: --spec-type), or give it as baseline"
             )
         return after

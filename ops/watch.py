@@ -24,9 +24,9 @@ from data.text.records import parse, readable
 from eval.inputs.drafters import model_of
 from eval.inputs.workloads import recorded
 from eval.measures.counters import ENGINES, between, decoded_between, of_reply, restarted
-from eval.measures.metrics import Passes, counted, together
+from eval.measures.metrics import SpecDecodingStats, counted, together
 from eval.sessions import within_context
-from eval.teacher_forced import passes_along, record
+from eval.teacher_forced import passes_along, rank_text
 from heads.common.command import command, ending_alone
 from heads.common.errors import user_errors
 from heads.common.ranges import Count, Positive
@@ -41,7 +41,7 @@ from ops.served import Metrics
 
 log = logging.getLogger(__name__)
 
-Replay = Callable[[dict[str, Any], int], Passes]  # of a record, by its number
+Replay = Callable[[dict[str, Any], int], SpecDecodingStats]  # of a record, by its number
 DEEPEST = 1000  # accepted tokens of a pass
 TRIES = 20  # records without acceptance that may come before half of all must have it
 
@@ -93,7 +93,7 @@ def follow(config: WatchConfig) -> int:
     return outcome.status
 
 
-def windows(server: Metrics, config: WatchConfig) -> Iterator[Passes]:
+def windows(server: Metrics, config: WatchConfig) -> Iterator[SpecDecodingStats]:
     """Yield windows of a server's counters, each of `config.passes` passes or more, other clients' among them.
 
     A restart begins a new window. A server may be away for `config.away` seconds.
@@ -187,7 +187,7 @@ class Log:
         self.lines = self.skipped = 0
         self.numbers: list[int] = []
 
-    def __iter__(self) -> Iterator[Passes]:
+    def __iter__(self) -> Iterator[SpecDecodingStats]:
         """Yield the passes of each record with an answer of two tokens or more.
 
         Raises:
@@ -219,7 +219,7 @@ class Log:
             log.warning("%s is left out, as others like it will be: %s", where, visible(str(error)))
 
 
-def counts_in(raw: Mapping[str, Any]) -> Passes | None:
+def counts_in(raw: Mapping[str, Any]) -> SpecDecodingStats | None:
     """Return the counts that a record has of its answer's passes, None where it has none.
 
     That is `accepted`, how many tokens each pass accepted, or the counts in vLLM's and SGLang's replies.
@@ -254,7 +254,7 @@ def player(run: str, given: Mapping[str, Any], tree: Mapping[str, Any], config: 
 
 def replayed(
     target: Target, drafter: HeadDrafter, config: WatcherConfig, raw: dict[str, Any], number: int, name: str
-) -> Passes:
+) -> SpecDecodingStats:
     """Return the passes that the answers of a record would have taken, under the head's tree in greedy decoding.
 
     Raises:
@@ -268,7 +268,7 @@ def replayed(
         for answer in recorded(entry, target, config.turns, config.max_new_tokens)
     ]
     return together(
-        [passes_along(record(target, drafter.head, text, grown, depth, steps_alone=True), tree) for text in texts]
+        [passes_along(rank_text(target, drafter.head, text, grown, depth, steps_alone=True), tree) for text in texts]
     )
 
 

@@ -89,7 +89,7 @@ class AcceptanceEvaluator:
                 return None
             token, rank = features.token[0, start - 1 :], []
             for d, draft in enumerate(unrolled(head, features, depths), 1):
-                logits = scatter_logits(head.vocab, head.score(draft.state[0, start - 1 :], d))
+                logits = scatter_logits(head.vocab, head.compute_logits(draft.state[0, start - 1 :], d))
                 rank.append(ranks(logits, token, d).cpu())
             hits += (torch.stack(rank) == 0).cumprod(0).sum(1)
             rows += (torch.stack(rank) >= 0).sum(1)

@@ -24,18 +24,18 @@ from transformers import PreTrainedTokenizerBase
 from data.batches import Batches, check_known, fingerprint, pack, token_counts
 from data.features.coding import compute
 from data.features.extraction import spec_of
-from data.features.served import Served, VllmServers
-from data.features.source import FeatureRequest, FeaturesConfig, FeatureSource, Live
+from data.features.served import EngineFeatures, VllmServers
+from data.features.source import FeatureRequest, FeaturesConfig, FeatureSource, LiveFeatures
 from data.features.store import FeatureStore
-from data.features.stored import Stored
+from data.features.stored import StoredFeatures
 from data.features.vllm_features import LayerIds, pieces
 from data.text.prompts import TrainingData, load_training, save_prompts
 from data.text.sources import open_sources
 from data.text.template import template_sha256
-from eval.inputs.workloads import ROOM
+from eval.inputs.workloads import MIN_ANSWER_TOKENS
 from eval.measures.machine import revision
 from heads.base import DraftHead, HeadConfig, frozen_count, parameter_count
-from heads.common.files import write_whole
+from heads.common.files import atomic_write
 from heads.common.redact import redacted_values, redacted_words
 from heads.common.target_config import context_of
 from heads.modules.layers import Recomputing
@@ -54,7 +54,7 @@ from train.planning.check import check_out, clear_out, ordinary_mask, reads_targ
 from train.planning.plan import alone_on_cpu
 from train.planning.table import in_words
 from train.rollouts import Rollouts
-from train.start import AUTO, STARTS, adapt, first_head, fit_start, resolve_init
+from train.start import AUTO, STARTS, adapt, fit_init, init_head, resolve_init
 from train.step import Loss, Stepper
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def source_for(
     """
     if config.mode == "live":
         assert isinstance(target, Target)
-        return Live(target, batches, head.feature_layers)
+        return LiveFeatures(target, batches, head.feature_layers)
     if config.mode == "engine":
         return served(config, target, head, batches)
     folder = config.folder
@@ -95,7 +95,7 @@ def source_for(
             "extraction, or give features.on_missing=compute"
         )
     form = FeatureRequest(head.feature_layers, target.dtype)
-    return Stored(store, batches, form, target.device, config.prefetch, recomputed)
+    return StoredFeatures(store, batches, form, target.device, config.prefetch, recomputed)
 
 
 def served(config: FeaturesConfig, target: Target | EmbeddingsOnly, head: DraftHead, batches: Batches) -> FeatureSource:
@@ -108,7 +108,7 @@ def served(config: FeaturesConfig, target: Target | EmbeddingsOnly, head: DraftH
     servers = VllmServers(config, LayerIds.of(config.vllm_layers, layers, spec.num_layers), spec.hidden_size)
     servers.check(next(pieces(packed, 0)), norm, target.embeddings)  # the longest document is packed first
     form = FeatureRequest(layers, target.dtype)
-    return Served(servers, batches, form, norm, target.device, config.prefetch, store)
+    return EngineFeatures(servers, batches, form, norm, target.device, config.prefetch, store)
 
 
 def origin_of(source: FeatureSource) -> dict[str, Any]:
@@ -116,9 +116,9 @@ def origin_of(source: FeatureSource) -> dict[str, Any]:
 
     Of servers, the names by which they serve the target.
     """
-    if isinstance(source, Served):
+    if isinstance(source, EngineFeatures):
         return {"features": dict(zip(source.servers.urls, source.servers.models, strict=True))}
-    if not isinstance(source, Stored):
+    if not isinstance(source, StoredFeatures):
         return {}
     return {"features": {"path": str(source.store.folder), **asdict(source.store.spec)}}
 
@@ -153,19 +153,19 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     target = load_target(run.model, str(accelerator.device), whole=reads_target(run))
     tree = verifiable(target, run.tree) if isinstance(target, Target) else run.tree
     config, init = resolve_init(init, run.head, target)
-    head: Any = first_head(config, init, target).to(accelerator.device)
+    head: Any = init_head(config, init, target).to(accelerator.device)
     for module in head.modules():
         if isinstance(module, Recomputing):
             module.recompute = run.trainer.recompute
     prompt_count = max(run.eval.prompts, run.trainer.eval_prompts)
-    data = load_training(run.data, target.tokenizer, prompt_count, run.workload, prompt_room(run, target.config))
+    data = load_training(run.data, target.tokenizer, prompt_count, run.workload, max_prompt_tokens(run, target.config))
     packed = pack(data.samples, run.data.length)
     check_known(packed, data.held_out, target.tokenizer, target.embeddings.vocab_size)
     if init in STARTS:  # else the vocabulary is chosen already
         prune(head, token_counts(data.samples, target.embeddings.vocab_size))
     batches = batches_for(run, packed, accelerator)
     if not goes_on:
-        fit_start(head, init, target, batches)
+        fit_init(head, init, target, batches)
     adapt(head, run.peft)
     source = source_for(run.features, target, head, batches)
     values = values_of(run) | redacted_values({"head": asdict(head.config), "init": init, "tree": asdict(tree)})
@@ -209,7 +209,7 @@ def loop_of(
     evaluator = rollouts = None
     if isinstance(target, Target) and run.trainer.eval_prompts:
         evaluator = AcceptanceEvaluator(target, prompts, run.trainer, tree, run.name)
-    if isinstance(target, Target) and isinstance(source, Live) and run.trainer.compile:
+    if isinstance(target, Target) and isinstance(source, LiveFeatures) and run.trainer.compile:
         source.forwards = target.compiled_forwards()
     loss = Loss(head, run.objective, compiled=run.trainer.compile, autocast=accelerator.mixed_precision == "bf16")
     kept_head = KeptHead(Path(run.out, "head"), head, target, tree)
@@ -239,13 +239,13 @@ def identity(
     )
 
 
-def prompt_room(run: RunConfig, config: Any) -> int | None:
+def max_prompt_tokens(run: RunConfig, config: Any) -> int | None:
     """Return how many tokens a held-out prompt may have to be measured on, None where none is.
 
     The final evaluation, which has the last word, asks for more room than a measurement while training.
     """
     if run.eval.prompts and run.workload is None:
-        return context_of(config) - ROOM
+        return context_of(config) - MIN_ANSWER_TOKENS
     return context_of(config) - 1 if run.trainer.eval_prompts else None
 
 
@@ -269,12 +269,12 @@ def prepare_out(
     format.clear(out / "checkpoints")
     if run.overwrite and not run.resume:
         clear_out(out, weights)
-    write_whole(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(values)).encode())
+    atomic_write(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(values)).encode())
     if data.held_out:
         save_prompts(data.held_out, out / "prompts.jsonl")
     else:  # nor those of a start that failed, which this run may train on
         (out / "prompts.jsonl").unlink(missing_ok=True)
-    write_whole(out / "provenance.json", (json.dumps(redacted_values(origin), indent=2) + "\n").encode())
+    atomic_write(out / "provenance.json", (json.dumps(redacted_values(origin), indent=2) + "\n").encode())
     Console().print(data.counts.line(run.data), markup=False, highlight=False)
 
 

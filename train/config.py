@@ -256,7 +256,7 @@ def _check_together(run: RunConfig) -> None:
     kind = where.placement
     quantize, adapter = (None if value == AS_IT_IS else value for value in (run.model.quantize, run.model.adapter))
     check_weights(where, quantize, adapter)
-    if not where.together:
+    if not where.needs_all_ranks:
         return
     if run.objective.on_policy.prompts:
         raise ValueError(

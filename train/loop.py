@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from heads.common.errors import one_line
-from heads.common.files import write_whole
+from heads.common.files import atomic_write
 from heads.common.progress import say
 from heads.formats.store import load_head, save_head
 from inference.drafters.policy import TreeConfig
@@ -41,7 +41,9 @@ SHARED = ("best_tau", "best_step", "stale", "measured")
 
 def with_new_schedule(then: dict[str, Any], now: dict[str, Any], trainer: TrainerConfig, steps: int) -> dict[str, Any]:
     """Return an earlier run's numerics, with the schedule of now where its first steps would have been the same."""
-    if not SCHEDULE.keys() <= then.keys() or then.get("objective.base") is not None:  # which moves with all steps
+    if (
+        not SCHEDULE.keys() <= then.keys() or then.get("objective.base_loss_share") is not None
+    ):  # which moves with all steps
         return then
     schedule = {key: then[name] for name, key in SCHEDULE.items()}
     return then | {name: now[name] for name in SCHEDULE} if same_rates(trainer, schedule, steps) else then
@@ -82,10 +84,10 @@ class Loop:
         self, out: Path, stepper: Stepper, kept_head: Any, evaluator: AcceptanceEvaluator | None, identity: Identity,
         *, resumes: bool, config: dict[str, Any],
     ) -> None:  # fmt: skip
-        self.step, self.kept_head, self.evaluator, self.identity = stepper, kept_head, evaluator, identity
+        self.stepper, self.kept_head, self.evaluator, self.identity = stepper, kept_head, evaluator, identity
         self.trainer, self.accelerator = stepper.trainer, stepper.accelerator
         # Where a pass of the target takes all processes, all decode the same.
-        self.together = isinstance(kept_head.target, Target) and kept_head.target.placed.together
+        self.needs_all_ranks = isinstance(kept_head.target, Target) and kept_head.target.placed.needs_all_ranks
         self.source, self.out = stepper.source, out
         self.control = ProcessControl(self.accelerator, self.trainer.timeout)
         self.saver = Saver(self.out, self.control, self.trainer.keep)
@@ -93,7 +95,7 @@ class Loop:
         self.conditions = {} if evaluator is None else resume.plain(evaluator.conditions)  # of the best τ
         if resumes:
             self.load()
-        self.step.restore(self.progress)
+        self.stepper.restore(self.progress)
         self.tracker = Tracker(
             self.out, active=self.accelerator.is_main_process, steps=self.trainer.steps, start=self.start,
             trackers=self.trainer.trackers, config=config,
@@ -108,7 +110,7 @@ class Loop:
             return
         state = format.state_of(path)
         try:
-            resume.restore(self.step.state, path)
+            resume.restore(self.stepper.state, path)
         except (KeyError, RuntimeError) as error:
             raise ValueError(
                 f"{self.out}: its checkpoints are of a head with other parts; resume=true goes on with the "
@@ -167,7 +169,7 @@ class Loop:
         if self.saver.saved != step:
             identity = {"settings": self.identity.settings, "arithmetic": self.identity.numerics}
             content = {"progress": dict(self.progress), "conditions": self.conditions, **identity}
-            self.saver.save(self.step.state, step, content, self.progress["best_step"])
+            self.saver.save(self.stepper.state, step, content, self.progress["best_step"])
 
     def train(self) -> None:
         """Run all steps, and on SIGTERM write a checkpoint and exit with status 143; refuse a full disk or memory."""
@@ -200,7 +202,7 @@ class Loop:
         for step in range(self.start, trainer.steps):
             if self.exhausted():
                 break
-            if not self.take(step):
+            if not self.train_step(step):
                 self.halt(step)
             done = step + 1
             if self.due(done):
@@ -233,11 +235,11 @@ class Loop:
         say(f"stopped by {self.control.signal}, checkpoint at step {step}; resume=true goes on")
         raise SystemExit(STOPPED)
 
-    def take(self, step: int) -> bool:
+    def train_step(self, step: int) -> bool:
         """Take one step and record its cost and outcome; return whether it was completed."""
         begin, stall = time.perf_counter(), self.source.stall
         counts = step == self.start and self.progress["flops"] is None
-        taken = (self.step.counted if counts else self.step)(step, halted=self.control.halted)
+        taken = (self.stepper.counted if counts else self.stepper)(step, halted=self.control.halted)
         if taken.stopped:
             return False
         self.progress["seconds"] += time.perf_counter() - begin
@@ -245,34 +247,34 @@ class Loop:
         if taken.record is not None:
             self.tracker.log({"step": step + 1, **taken.record})
         if taken.bad is not None:
-            self.refuse(step, taken.bad)
+            self.handle_bad_step(step, taken.bad)
         if self.accelerator.device.type == "cpu" and (step + 1) % RELEASE_EVERY == 0:
             release_freed()
-        self.step.phase_timer.mark("other")
+        self.stepper.phase_timer.mark("other")
         return True
 
-    def refuse(self, step: int, why: str) -> None:
+    def handle_bad_step(self, step: int, why: str) -> None:
         """Write the batch of a bad step, and stop if the guard says so; the run is as it was before it."""
         main = self.accelerator.is_main_process
         where = keep_batch(self.out / BAD, self.source.batches, step, why) if main else ""
-        if not self.step.guard.stops():
+        if not self.stepper.guard.stops():
             say(f"step {step + 1} is skipped: {why}; {where}")
             return
-        remedy = self.step.guard.remedy()
-        self.step.guard.take_back()
+        remedy = self.stepper.guard.remedy()
+        self.stepper.guard.take_back()
         self.save(step)
         self.saver.finish()
-        self.control.refuse(f"stopped before step {step + 1}: {why}; {where}; {remedy}")
+        self.control.abort(f"stopped before step {step + 1}: {why}; {where}; {remedy}")
 
     def write_cost(self, steps: int) -> None:
         """Write the cost of the training: matrix operations as counted in one step, seconds without measurements."""
         cost = {
-            "parameters": self.step.sizes[0],
-            "frozen_parameters": self.step.sizes[1],
+            "parameters": self.stepper.sizes[0],
+            "frozen_parameters": self.stepper.sizes[1],
             "steps": steps,
             "tokens": steps * self.source.batches.step_tokens + self.progress["rollout_tokens"],
             "rollout_tokens": self.progress["rollout_tokens"],
-            "flops": self.step.operations(0, steps),
+            "flops": self.stepper.operations(0, steps),
             "skipped": self.progress["skipped"],
             "best_tau": self.progress["best_tau"],
             "seconds": self.progress["seconds"],
@@ -280,26 +282,28 @@ class Loop:
             "save_seconds": self.saver.seconds,
         }
         if self.accelerator.is_main_process:
-            write_whole(self.out / COST, (json.dumps(cost, indent=2) + "\n").encode())
+            atomic_write(self.out / COST, (json.dumps(cost, indent=2) + "\n").encode())
 
     def measure(self, step: int) -> bool:
         """Measure τ with the real verifier, keep the head if it is the best; return whether the run goes on."""
-        weights = self.step.state.weights()
+        weights = self.stepper.state.weights()
         if self.evaluator is None:
             self.keep(weights)
-        elif (measured := self.attended(self.evaluator.tau, weights)) is not None:
+        elif (measured := self.measure_on_main(self.evaluator.tau, weights)) is not None:
             self.note(step, measured, weights)
         # What the main process knows now, all know.
-        self.progress |= self.control.share({key: self.progress[key] for key in SHARED})
+        self.progress |= self.control.broadcast({key: self.progress[key] for key in SHARED})
         return self.evaluator is None or self.progress["measured"] == step
 
-    def attended(self, measure: Callable[[Any, Callable[[], bool]], T | None], weights: dict[str, Tensor]) -> T | None:
+    def measure_on_main(
+        self, measure: Callable[[Any, Callable[[], bool]], T | None], weights: dict[str, Tensor]
+    ) -> T | None:
         """Measure a head with these weights while the other processes wait; None on these, and after a stop request."""
-        if not (self.accelerator.is_main_process or self.together):
-            self.control.attend()
+        if not (self.accelerator.is_main_process or self.needs_all_ranks):
+            self.control.wait_for_main()
             return None
         result = measure(self.kept_head.decoding(weights), lambda: self.control.measuring(over=False))
-        if result is not None and not self.together:  # then nobody attends
+        if result is not None and not self.needs_all_ranks:  # then nobody attends
             self.control.measuring(over=True)
         return result
 
@@ -324,10 +328,10 @@ class Loop:
         """Log what one pass over recorded text says of the head; return whether the run goes on."""
         if self.evaluator is None:
             return True
-        estimate = self.attended(self.evaluator.estimate, self.step.state.weights())
+        estimate = self.measure_on_main(self.evaluator.estimate, self.stepper.state.weights())
         if estimate is not None:
             self.tracker.log({"step": step, "estimate": estimate})
-        return bool(self.control.share(estimate is not None))
+        return bool(self.control.broadcast(estimate is not None))
 
 
 def decoding_copy(head: nn.Module, weights: dict[str, Tensor], target: Target | EmbeddingsOnly | None) -> Any:

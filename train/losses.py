@@ -26,7 +26,7 @@ class OnPolicyConfig:
     every: Count
     tokens: NewTokens
     temperature: Amount
-    nodes: Annotated[str, OneOf(("text", "accepted", "refused", "all"))]
+    nodes: Annotated[str, OneOf(("text", "accepted", "rejected", "all"))]
     weight: Positive
     losses: dict[str, Amount] | None
 
@@ -45,7 +45,7 @@ class ObjectiveConfig:
     noise: Amount
     eta: Amount
     top_k: Count
-    base: list[Fraction] | None
+    base_loss_share: list[Fraction] | None
     on_policy: OnPolicyConfig
 
     def __post_init__(self) -> None:
@@ -56,12 +56,14 @@ class ObjectiveConfig:
                 raise ValueError(f"objective.{key}: unknown, choose from {', '.join(LOSSES)}")
         if not any(self.losses.values()):
             raise ValueError("objective.losses: no loss has a weight; give at least one")
-        if self.base is not None and len(self.base) != 2:
-            raise ValueError("objective.base: give two shares, of the first step and of the last, such as [1,0]")
+        if self.base_loss_share is not None and len(self.base_loss_share) != 2:
+            raise ValueError(
+                "objective.base_loss_share: give two shares, of the first step and of the last, such as [1,0]"
+            )
 
-    def base_share(self, progress: float) -> float:
+    def base_loss_share_at(self, progress: float) -> float:
         """Return the share of the uncorrected logits' loss after a fraction of the steps."""
-        first, last = self.base or (0.0, 0.0)
+        first, last = self.base_loss_share or (0.0, 0.0)
         return first + (last - first) * progress
 
 
@@ -83,7 +85,7 @@ class TeacherProbs:
         return self.log_p.logsumexp(-1, keepdim=True)
 
     def keep_p(self, *, whole: bool) -> None:
-        """Turn the log-probs into probs in place, for losses that read no others; `whole` as in `Rows`."""
+        """Turn the log-probs into probs in place, for losses that read no others; `full_vocab` as in `LossInputs`."""
         if not whole:
             self.log_mass = self.log_mass  # cached before its input is gone
         self.p = self.log_p.exp_()
@@ -102,7 +104,7 @@ class TeacherProbs:
 
 
 @dataclass(frozen=True)
-class Rows:
+class LossInputs:
     """R trained rows of one depth; a head that predicts no features or no acceptance has None for them."""
 
     teacher: TeacherProbs  # the target's distribution at n rows
@@ -112,7 +114,7 @@ class Rows:
     feature: Float[Tensor, "R D"] | None  # the target's feature as predicted
     true_feature: Float[Tensor, "R D"] | None  # and as it is
     confidence: Float[Tensor, "R"] | None  # the predicted logit of the draft's acceptance
-    whole: bool  # whether the head drafts the whole vocabulary
+    full_vocab: bool  # whether the head drafts the whole vocabulary
 
     @cached_property
     def best(self) -> Int[Tensor, "R"]:
@@ -136,7 +138,7 @@ class Rows:
 
     def renormalised_log_p(self) -> Float[Tensor, "R W"]:
         """Return the target's log-probs renormalised over the drafted tokens."""
-        return self.log_p if self.whole else self.log_p - self.teacher.log_mass[self.teacher_index]
+        return self.log_p if self.full_vocab else self.log_p - self.teacher.log_mass[self.teacher_index]
 
     def overlap(self) -> Float[Tensor, "R"]:
         """Return the probability that a sampled draft is accepted: the sum of min(p, q)."""
@@ -148,78 +150,81 @@ def gathered(x: Shaped[Tensor, "n W"], index: Int[Tensor, "R"]) -> Shaped[Tensor
     return x if len(index) == len(x) else x.index_select(0, index)
 
 
-def ce(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:
+def ce(x: LossInputs, _: ObjectiveConfig) -> Float[Tensor, "R"]:
     """Cross-entropy with the text's own next token (Medusa-1); none where the head cannot draft it."""
     loss = -x.log_q.gather(1, x.label.clamp_min(0)[:, None])[:, 0]
     return torch.where(x.label >= 0, loss, 0)
 
 
-def soft_ce(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:
+def soft_ce(x: LossInputs, _: ObjectiveConfig) -> Float[Tensor, "R"]:
     """Cross-entropy with the target's distribution, its forward KL up to a constant (EAGLE)."""
     loss = -(x.p * x.log_q).sum(-1) * x.covered
-    if x.whole:
+    if x.full_vocab:
         return loss
     mass = x.teacher.log_mass[x.teacher_index, 0].exp()  # of rows that are not covered it may round to 0
     return loss / mass.clamp_min(torch.finfo(mass.dtype).tiny)
 
 
-def kl(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:
+def kl(x: LossInputs, _: ObjectiveConfig) -> Float[Tensor, "R"]:
     """Forward divergence KL(p, q)."""
     log_p = x.renormalised_log_p()
     return (log_p.exp() * (log_p - x.log_q)).sum(-1) * x.covered
 
 
-def reverse_kl(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:
+def reverse_kl(x: LossInputs, _: ObjectiveConfig) -> Float[Tensor, "R"]:
     """Reverse divergence KL(q, p)."""
     return (x.log_q.exp() * (x.log_q - x.renormalised_log_p())).sum(-1) * x.covered
 
 
-def jsd(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:
+def jsd(x: LossInputs, _: ObjectiveConfig) -> Float[Tensor, "R"]:
     """Jensen-Shannon divergence: the mean of KL(p, m) and KL(q, m) with m = (p + q) / 2."""
     log_p = x.renormalised_log_p()
     middle = torch.logaddexp(log_p, x.log_q) - math.log(2)
     return (log_p.exp() * (log_p - middle) + x.log_q.exp() * (x.log_q - middle)).sum(-1) / 2 * x.covered
 
 
-def tv(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:
+def tv(x: LossInputs, _: ObjectiveConfig) -> Float[Tensor, "R"]:
     """Total variation of p and q: the probability that a sampled draft is rejected."""
     return 1 - x.overlap()
 
 
-def nla(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:
+def nla(x: LossInputs, _: ObjectiveConfig) -> Float[Tensor, "R"]:
     """Negative log of the acceptance (arXiv 2602.23881)."""
     return -x.overlap().clamp_min(torch.finfo(x.log_q.dtype).tiny).log()
 
 
-def lk(x: Rows, config: ObjectiveConfig) -> Float[Tensor, "R"]:
+def lk(x: LossInputs, config: ObjectiveConfig) -> Float[Tensor, "R"]:
     """Forward KL while little is accepted, total variation as more is: by exp(-eta · acceptance) (arXiv 2602.23881)."""
     weight = torch.exp(-config.eta * x.overlap().detach())
     return weight * kl(x, config) + (1 - weight) * tv(x, config)
 
 
-def top_k(x: Rows, config: ObjectiveConfig) -> Float[Tensor, "R"]:
+def top_k(x: LossInputs, config: ObjectiveConfig) -> Float[Tensor, "R"]:
     """Cross-entropy with the target's `top_k` most likely tokens alone (HASS)."""
     p, token = (gathered(values, x.teacher_index) for values in x.teacher.top_k(config.top_k))
     return -(p * x.log_q.gather(-1, token)).sum(-1)
 
 
-def smooth_l1(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:
+def smooth_l1(x: LossInputs, _: ObjectiveConfig) -> Float[Tensor, "R"]:
     """Smooth L1 between predicted and true feature, averaged over the width (EAGLE)."""
     if x.feature is None or x.true_feature is None:
         raise ValueError("objective.losses.smooth_l1: this head predicts no features; leave the loss out")
     return functional.smooth_l1_loss(x.feature, x.true_feature, reduction="none").mean(-1)
 
 
-def confidence(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:
+def confidence(x: LossInputs, _: ObjectiveConfig) -> Float[Tensor, "R"]:
     """Cross-entropy of the predicted acceptance with the real one (DSpark, arXiv 2607.05147)."""
     if x.confidence is None:
         raise ValueError("objective.losses.confidence: this head predicts no acceptance; give head.confidence=true")
     return functional.binary_cross_entropy_with_logits(x.confidence, x.overlap().detach(), reduction="none")
 
 
-LOSSES: dict[str, Callable[[Rows, ObjectiveConfig], Tensor]] = {
+LOSSES: dict[str, Callable[[LossInputs, ObjectiveConfig], Tensor]] = {
     "ce": ce, "soft_ce": soft_ce, "kl": kl, "reverse_kl": reverse_kl, "jsd": jsd, "tv": tv, "nla": nla, "lk": lk,
     "top_k": top_k, "smooth_l1": smooth_l1, "confidence": confidence,
 }  # fmt: skip
-NOT_OF_LOGITS = {"smooth_l1", "confidence"}  # which teach what else a head predicts: `base` has no share of them
+NOT_OF_LOGITS = {
+    "smooth_l1",
+    "confidence",
+}  # which teach what else a head predicts: `base_loss_share` has no share of them
 READ_P = {"ce", "soft_ce", "smooth_l1"}  # which never read the target's log-probs, so that no memory is kept for them

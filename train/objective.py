@@ -24,7 +24,7 @@ from heads.base import Draft, DraftHead, Features, to_device
 from heads.modules.argmax import argmax
 from heads.modules.vocab import SummedGradient
 from inference.verification.rng import BITS, key_of, keyed
-from train.losses import LOSSES, NOT_OF_LOGITS, READ_P, ObjectiveConfig, Rows, TeacherProbs
+from train.losses import LOSSES, NOT_OF_LOGITS, READ_P, LossInputs, ObjectiveConfig, TeacherProbs
 
 ANCHORS, NOISE = range(2)  # the keys of a row's numbers, by what they are for
 VALUES = {"cpu": 2**15, "cuda": 2**22}  # hashed at a time: few enough for a CPU's cache, and for a GPU's memory
@@ -64,11 +64,14 @@ def noisy(features: Features, noise: float, keys: Int[Tensor, "B"]) -> Features:
     if noise == 0:
         return features
     length, layers = features.hidden.shape[1:3]
-    scale, device = noise * 512 / length, features.last.device
+    scale, device = noise * 512 / length, features.last_hidden.device
     position, layer = (torch.arange(size, device=device) for size in (length, 1 + layers))
     key = keyed(keyed(keyed(keys, NOISE)[:, None], position)[:, :, None], layer)
-    last, hidden = _jittered(features.last, key[:, :, 0], scale), _jittered(features.hidden, key[:, :, 1:], scale)
-    return features._replace(last=last, hidden=hidden)
+    last, hidden = (
+        _jittered(features.last_hidden, key[:, :, 0], scale),
+        _jittered(features.hidden, key[:, :, 1:], scale),
+    )
+    return features._replace(last_hidden=last, hidden=hidden)
 
 
 def _jittered(x: Float[Tensor, "*n D"], key: Int[Tensor, "*n"], scale: float) -> Float[Tensor, "*n D"]:
@@ -81,7 +84,7 @@ def _jittered(x: Float[Tensor, "*n D"], key: Int[Tensor, "*n"], scale: float) ->
     return out
 
 
-ROWS = 2048  # of a chunk at most: they keep an accelerator's matrix products busy
+ROWS = 2048  # of a chunk at most: they keep an accelerator's matmuls busy
 SHARE = 16  # of the rows of all depths at most one in so many is in a chunk: then it takes no sixth of their memory
 # Logits of a chunk's rows on a CPU, of one depth: so few that the allocator reuses the same memory (glibc does below
 # 32 MiB), since fresh pages cost more than the computation. Twice as many where an lm_head of the head's own is
@@ -97,24 +100,24 @@ def objective(
     weight: Float[Tensor, "d B T"],
     config: ObjectiveConfig,
     chunks: "list[Chunk] | None" = None,
-    base: float = 0.0,
+    base_loss_share: float = 0.0,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, "d"]]]:
     """Return the weighted loss, and unweighted sums of each loss and of accuracy at each depth.
 
     Args:
-        head: its `score` computes logits from the drafts' states.
-        features: the batch; `last` gives the teacher through the target's lm_head.
+        head: its `compute_logits` computes logits from the drafts' states.
+        features: the batch; `last_hidden` gives the teacher through the target's lm_head.
         chunks: the rows to score, by `chunked`; None takes all rows of a weight at once by plain autograd: the
             reference.
-        base: the share of the losses of logits that the drafts' `base` has, where there is one.
+        base_loss_share: the share of the losses of logits that the drafts' `base_state` has, where there is one.
     """
     flat: list[list[Tensor | None]] = [
         [None if field is None else field.flatten(0, 1) for field in draft] for draft in drafts
     ]
     parts = chunked(weight > 0, weight[0].numel(), weight.device, features.path) if chunks is None else chunks
-    if not base:
+    if not base_loss_share:
         flat = [[*fields[:-1], None] for fields in flat]
-    work = Work(head, features, weight.flatten(1), config, parts, labels(head, features), base)
+    work = Work(head, features, weight.flatten(1), config, parts, labels(head, features), base_loss_share)
     if config.depth_weights == "dpace":
         depth_weight = dpace(work, [state for state, *_ in flat if state is not None])
     else:
@@ -233,7 +236,7 @@ class Work(NamedTuple):
     config: ObjectiveConfig
     chunks: list[Chunk]
     label: Int[Tensor, "N"]  # of the rows that each row teaches
-    base: float = 0.0
+    base_loss_share: float = 0.0
 
     @torch.no_grad()
     def teacher_probs(self, teacher: Int[Tensor, "n"], *, lean: bool = False) -> TeacherProbs:
@@ -252,24 +255,24 @@ class Work(NamedTuple):
     def _teacher_probs(self, teacher: Int[Tensor, "n"]) -> tuple[Float[Tensor, "n W"], Int[Tensor, "n"]]:
         """Return the log-probs of the drafted tokens, and which of them is the most likely of all."""
         embeddings, vocab = self.head.embeddings, self.head.vocab
-        logits = embeddings.logits(self.features.last.flatten(0, 1)[teacher])
+        logits = embeddings.logits(self.features.last_hidden.flatten(0, 1)[teacher])
         log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         best = argmax(log_p)
         return (log_p, best) if vocab is None else (log_p[:, vocab.ids], vocab.index_of(best))
 
-    def rows(self, d: int, fields: Sequence[Tensor | None], pick: Pick, probs: TeacherProbs) -> Rows:
+    def rows(self, d: int, fields: Sequence[Tensor | None], pick: Pick, probs: TeacherProbs) -> LossInputs:
         """Return the losses' input for the picked rows of depth `d` + 1, whose `fields` are those of their `Draft`."""
         state, feature, confidence, _ = fields
         assert state is not None
-        logits = self.head.score(state, d + 1)
+        logits = self.head.compute_logits(state, d + 1)
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        return Rows(
+        return LossInputs(
             probs,
             pick.position,
             logits.to(dtype).log_softmax(-1),
             self.label[pick.teacher],
             None if feature is None else feature.to(dtype),
-            None if feature is None else self.features.last.flatten(0, 1)[pick.teacher].to(dtype),
+            None if feature is None else self.features.last_hidden.flatten(0, 1)[pick.teacher].to(dtype),
             None if confidence is None else confidence.to(dtype),
             self.head.vocab is None,
         )
@@ -283,8 +286,10 @@ class Work(NamedTuple):
             uncorrected = self.rows(d, [base, *fields[1:]], pick, probs)
             for name, factor in self.config.losses.items():
                 if name not in NOT_OF_LOGITS:
-                    total = total + self.base * factor * (LOSSES[name](uncorrected, self.config) * whole).sum()
-            weight = whole * (1 - self.base)
+                    total = (
+                        total + self.base_loss_share * factor * (LOSSES[name](uncorrected, self.config) * whole).sum()
+                    )
+            weight = whole * (1 - self.base_loss_share)
         for name, factor in self.config.losses.items():
             value = LOSSES[name](x, self.config)
             total = total + factor * (value * (whole if name in NOT_OF_LOGITS else weight)).sum()
@@ -364,20 +369,20 @@ class _Chunked(torch.autograd.Function):
         return None, None, *(None if grad is None else grad.mul_(upstream[0]) for grad in grads)
 
 
-class Weights(NamedTuple):
+class LossWeights(NamedTuple):
     """The weights of a batch: which rows are trained at each depth, how much each counts, and the normaliser.
 
-    `amount` is the number of rows or of documents, by `ObjectiveConfig.normalize`; summed over the global batch it
+    `normalizer` is the number of rows or of documents, by `ObjectiveConfig.normalize`; summed over the global batch it
     divides the loss.
     """
 
     trained: Bool[Tensor, "d B T"]
     row: Float[Tensor, "d B T"]
-    amount: Float[Tensor, "d"]
+    normalizer: Float[Tensor, "d"]
 
-    def times(self, factor: float) -> "Weights":
+    def times(self, factor: float) -> "LossWeights":
         """Return weights by which each row counts for `factor` rows."""
-        return Weights(self.trained, self.row * factor, self.amount * factor)
+        return LossWeights(self.trained, self.row * factor, self.normalizer * factor)
 
 
 def trainable(document: Int[Tensor, "B T"], mask: Int[Tensor, "B T"], depths: int) -> Bool[Tensor, "d B T"]:
@@ -385,13 +390,13 @@ def trainable(document: Int[Tensor, "B T"], mask: Int[Tensor, "B T"], depths: in
     return torch.stack([rows.valid(document, mask, d) for d in range(1, depths + 1)])
 
 
-def weights(
+def loss_weights(
     document: Int[Tensor, "B T"],
     mask: Int[Tensor, "B T"],
     anchors: Bool[Tensor, "B T"] | None,
     config: ObjectiveConfig,
     useful: Bool[Tensor, "d B T"] | None = None,
-) -> Weights:
+) -> LossWeights:
     """Return the weights of a batch's rows, without those of depths; `anchors` are drafted from, None for all rows.
 
     `useful` are the rows that can be trained at each depth, None for those of `trainable`.
@@ -400,9 +405,9 @@ def weights(
     if anchors is not None:
         trained = trained & anchors
     if config.normalize == "token":
-        return Weights(trained, trained.float(), trained.sum((1, 2)).float())
+        return LossWeights(trained, trained.float(), trained.sum((1, 2)).float())
     number = (document != document.roll(1, 1)).long()
     number[:, 0] = 0
     number = number.cumsum(1).expand_as(trained)  # 0, 1, 2, … along a row, so documents of a row differ
     held = torch.zeros(trained.shape, device=trained.device).scatter_add(2, number, trained.float())
-    return Weights(trained, trained / held.gather(2, number).clamp_min(1), (held > 0).sum((1, 2)).float())
+    return LossWeights(trained, trained / held.gather(2, number).clamp_min(1), (held > 0).sum((1, 2)).float())

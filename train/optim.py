@@ -1,4 +1,4 @@
-"""The optimisers, their schedule, and the running average of the weights."""
+"""The optimisers, their schedule, and the EMA of the weights."""
 
 import math
 from dataclasses import replace
@@ -106,7 +106,7 @@ def cooldown_begin(config: TrainerConfig) -> int:
     return config.steps - round(config.cooldown * config.steps)
 
 
-class Average:
+class Ema:
     """An exponential moving average of the trained weights; decay 0 turns it off.
 
     A process averages its shard of each weight (train/distributed/strategy.py).

@@ -1,8 +1,8 @@
 """Rollouts: the head, as it stands, drafts on training prompts, and learns from what the verifier says of its nodes.
 
-A sequence's committed tokens are rows like any others. Below a root, a draft's path leaves them at its first refused
-node; refused nodes stand behind the text as rows that nothing attends to, and `Features.path` leads from the root's row
-down to them. So each head unrolls a path as it unrolls text, and the teacher of a node is the target's distribution
+A sequence's committed tokens are rows like any others. Below a root, a draft's path leaves them at its first rejected
+node; rejected nodes stand behind the text as rows that nothing attends to, and `Features.path` leads from the root's
+row down to them. So each head unrolls a path as it unrolls text, and the teacher of a node is the target's distribution
 there. One copy of a sequence has one path below each root; where all nodes are trained, it has as many copies as its
 trees have leaves. A rollout depends on seed, step and weights alone, and is trained in its own step.
 """
@@ -29,34 +29,34 @@ from inference.target.target import Target
 from inference.verification.sample import Sampling
 from train.losses import OnPolicyConfig
 
-NODE, NONE = -1, -1  # the document of refused nodes and of padding; the row below a path's end
+NODE, NONE = -1, -1  # the document of rejected nodes and of padding; the row below a path's end
 
 
-class Copy(NamedTuple):
+class RolloutRow(NamedTuple):
     """A sequence's rows with one path below each root: the fields of `Batch` and `Features` for one of its rows."""
 
     token: Int[Tensor, "T"]
     document: Int[Tensor, "T"]
     hidden: Float[Tensor, "T L D"]
-    last: Float[Tensor, "T D"]
+    last_hidden: Float[Tensor, "T D"]
     path: Int[Tensor, "T d"]
     trained: Bool[Tensor, "T d"]
 
 
-def copies(prompt: list[int], passes: Sequence[Pass], depths: int, nodes: str) -> list[Copy]:
+def rollout_rows(prompt: list[int], passes: Sequence[Pass], depths: int, nodes: str) -> list[RolloutRow]:
     """Return the copies of a sequence by the target's passes: one of its text, or those of its drafts."""
     token = torch.cat([torch.tensor(prompt[:1]), *(one.token.cpu() for one in passes)])[:-1]
     hidden = torch.cat([one.features.hidden[0] for one in passes])
-    last = torch.cat([one.features.last[0] for one in passes])
+    last = torch.cat([one.features.last_hidden[0] for one in passes])
     following = torch.arange(len(token))[:, None] + torch.arange(1, depths + 1)
     exists = following < len(token)
     path, written = following.where(exists, NONE), exists & (following >= len(prompt) - 1)
-    text = Copy(token, torch.zeros_like(token), hidden, last, path, written)
+    text = RolloutRow(token, torch.zeros_like(token), hidden, last, path, written)
     if nodes == "text":
         return [text]
     paths = [_paths(one) for one in passes]
     count = max(1, *map(len, paths)) if nodes == "all" else 1
-    return [_drafted(text, passes, paths, k, refused=nodes != "accepted") for k in range(count)]
+    return [_drafted(text, passes, paths, k, rejected=nodes != "accepted") for k in range(count)]
 
 
 def _paths(verified: Pass) -> list[list[int]]:
@@ -72,10 +72,12 @@ def _paths(verified: Pass) -> list[list[int]]:
     return sorted(paths, key=lambda path: -len(set(path) & set(verified.path)))
 
 
-def _drafted(text: Copy, passes: Sequence[Pass], paths: list[list[list[int]]], k: int, *, refused: bool) -> Copy:
+def _drafted(
+    text: RolloutRow, passes: Sequence[Pass], paths: list[list[list[int]]], k: int, *, rejected: bool
+) -> RolloutRow:
     """Return the copy with the `k`-th path below each root, trained at nodes that no earlier copy has."""
     path, trained = text.path.clone(), torch.zeros_like(text.trained)
-    token, last, row = list[int](), [text.last], -1  # of refused nodes; the row above the root
+    token, last, row = list[int](), [text.last_hidden], -1  # of rejected nodes; the row above the root
     for one, leaves in zip(passes, paths, strict=True):
         earlier = {node for leaf in leaves[:k] for node in leaf}
         if leaves:
@@ -83,7 +85,7 @@ def _drafted(text: Copy, passes: Sequence[Pass], paths: list[list[list[int]]], k
         for d, node in enumerate(leaves[k][: path.shape[1]] if k < len(leaves) else ()):
             if node in one.path:
                 path[row, d] = row + 1 + d
-            elif refused and one.tree is not None:
+            elif rejected and one.tree is not None:
                 path[row, d] = len(text.token) + len(token)
                 token.append(int(one.tree.token[node]))
                 last.append(one.last[node][None])
@@ -91,7 +93,7 @@ def _drafted(text: Copy, passes: Sequence[Pass], paths: list[list[list[int]]], k
                 break
             trained[row, d] = node not in earlier
         row += len(one.token)
-    return Copy(
+    return RolloutRow(
         torch.cat([text.token, torch.tensor(token, dtype=torch.long)]),
         pad(text.document, (0, len(token)), value=NODE),
         pad(text.hidden, (0, 0, 0, 0, 0, len(token))),
@@ -125,7 +127,7 @@ class Rollouts:
         together = len(prompts) if self.target.takes_trees else 1
         answers = speculate(self.target, drafter, prompts, settings, batch_size=together)
         sequences = [
-            copies(prompt, answer.passes, self.depths, self.config.nodes)
+            rollout_rows(prompt, answer.passes, self.depths, self.config.nodes)
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
         size, width = self.batches.micro_rows, self.batches.packed.token.shape[1]
@@ -139,7 +141,7 @@ class Rollouts:
         Every process has as many: where texts are fewer, they come again.
         """
         texts = [
-            (batch.token[row][held].tolist(), batch.mask[row][held].tolist())
+            (batch.token[row][held].tolist(), batch.loss_mask[row][held].tolist())
             for batch in batches
             for row in range(len(batch.token))
             for number in batch.document[row].unique().tolist()
@@ -156,7 +158,7 @@ class Rollouts:
         return prompts
 
 
-def _micro_batch(copies: list[Copy], device: torch.device, length: int) -> MicroBatch:
+def _micro_batch(copies: list[RolloutRow], device: torch.device, length: int) -> MicroBatch:
     """Return copies as a micro-batch; on CUDA as wide as training rows or some of them, for whose width it compiles."""
     width = length if device.type == "cuda" else 1
 

@@ -57,14 +57,14 @@ def train_and_evaluate(run: RunConfig, accelerator: Accelerator, lock: processes
     accelerator.free_memory()  # the evaluation loads the target again
     processes.release_freed()
     accelerator.wait_for_everyone()
-    if run.eval.prompts and (accelerator.is_main_process or run.model.where.together):
+    if run.eval.prompts and (accelerator.is_main_process or run.model.where.needs_all_ranks):
         evaluate_head(run, accelerator)
 
 
 def evaluate_head(run: RunConfig, accelerator: Accelerator) -> None:
     """Evaluate the kept head and those of `compare`, and write its numbers to the trackers."""
     values, cost = evaluation(run), json.loads((Path(run.out) / COST).read_text())
-    if run.model.where.together:
+    if run.model.where.needs_all_ranks:
         values["model"]["device"] = str(accelerator.device)
     from eval.run import evaluate  # late: a tenth of the start
 

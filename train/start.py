@@ -158,7 +158,7 @@ def resolve_init(
     return config, None
 
 
-def check_start(adapter: AdaptConfig, config: HeadConfig, init: str | None, placement: str) -> None:
+def check_init(adapter: AdaptConfig, config: HeadConfig, init: str | None, placement: str) -> None:
     """Refuse to train an adapter on random weights, and `check_copied`, before anything is loaded."""
     check_copied(config, init, placement)
     if isinstance(adapter, LoraAdapterConfig) and init in (None, AUTO):
@@ -179,7 +179,7 @@ def check_copied(config: HeadConfig, init: str | None, placement: str) -> None:
         )
 
 
-def first_head(config: HeadConfig, init: str | None, target: Target | EmbeddingsOnly) -> nn.Module:
+def init_head(config: HeadConfig, init: str | None, target: Target | EmbeddingsOnly) -> nn.Module:
     """Return the head to train: a new one of this configuration, or the one that `init` names with its configuration.
 
     Raises:
@@ -210,7 +210,7 @@ def from_target(config: HeadConfig, init: str, target: Target) -> nn.Module:
     """Return a head initialised from the target's last layer, or an MTP module from that of the target's checkpoint.
 
     Rotary positions and norm are then the target's. What reads other states than in the target is still random; of an
-    MTP module the projection's half for the state is the identity. `fit_start` fits both.
+    MTP module the projection's half for the state is the identity. `fit_init` fits both.
 
     Raises:
         ValueError: there is no such module, or the layer has other parameters.
@@ -238,7 +238,7 @@ def from_target(config: HeadConfig, init: str, target: Target) -> nn.Module:
 
 
 @torch.no_grad()
-def fit_start(head: nn.Module, init: str | None, target: Any, batches: Batches) -> None:
+def fit_init(head: nn.Module, init: str | None, target: Any, batches: Batches) -> None:
     """Fit what a head that starts as the target's last layer has in place of what that layer reads.
 
     The layer reads the state below it one position on, which a draft cannot know: least squares over rows of the first
@@ -253,7 +253,7 @@ def fit_start(head: nn.Module, init: str | None, target: Any, batches: Batches) 
         return
     solve = partial(solved, head, target, batches)
     if isinstance(head, Mtp):
-        head.eh_proj.weight.copy_(solve(head.eh_proj, lambda seen: seen.below))
+        head.eh_proj.weight.copy_(solve(head.eh_proj, lambda states: states.below))
         return
     layer = last_layer(head.config, target)
     if isinstance(head, Eagle):
@@ -261,17 +261,17 @@ def fit_start(head: nn.Module, init: str | None, target: Any, batches: Batches) 
         return
     assert isinstance(head, Eagle3)
     norms = head.config.norm_output  # the states that are fed back
-    head.fusion.fc.weight.copy_(solve(head.fusion.fc, lambda seen: seen.last if norms else seen.raw))
+    head.fusion.fc.weight.copy_(solve(head.fusion.fc, lambda states: states.last_hidden if norms else states.raw))
     attention = head.first.self_attn
     _fit_projections(attention, layer, solve, head.config.norm_eps)
     for linear in (attention.o_proj, head.first.mlp.down_proj):
-        linear.weight.add_(solve(linear, lambda seen: seen.above - seen.state))
+        linear.weight.add_(solve(linear, lambda states: states.above - states.state))
 
 
 def _fit_eagle(head: Any, layer: dict[str, Tensor], solve: Solve, gain: Float[Tensor, "D"]) -> None:
     """Fit EAGLE's fc, and have the layer compute in the scale of the target's final norm."""
     gain, (block, *_) = gain.to(head.fc.weight), head.layers
-    head.fc.weight.copy_(solve(head.fc, lambda seen: gain * seen.below))
+    head.fc.weight.copy_(solve(head.fc, lambda states: gain * states.below))
     if head.fc.bias is not None:
         head.fc.bias.zero_()
     for linear in (block.self_attn.o_proj, block.mlp.down_proj):
@@ -282,7 +282,7 @@ def _fit_eagle(head: Any, layer: dict[str, Tensor], solve: Solve, gain: Float[Te
 def _fit_projections(attention: Any, layer: dict[str, Tensor], solve: Solve, eps: float) -> None:
     """Make queries, keys and values those of the target's layer on what its input is guessed to be."""
     scale = layer["block.input_layernorm.weight"].to(attention.o_proj.weight)
-    guess = solve(attention.q_proj, lambda seen: functional.rms_norm(seen.below, scale.shape, scale, eps))
+    guess = solve(attention.q_proj, lambda states: functional.rms_norm(states.below, scale.shape, scale, eps))
     for name in PROJECTIONS:
         projection = getattr(attention, name)
         projection.weight.copy_(layer[f"block.self_attn.{name}.weight"].to(guess) @ guess)
@@ -298,18 +298,18 @@ def final_gain(target: Any, batches: Batches) -> Float[Tensor, "D"]:
     for batch in batches(0):
         features = target.features(batch.token, batch.document, (target.embeddings.num_layers - 1,))
         later = (positions(batch.document) > 0) & (batch.document >= 0) & (batch.index >= 0)[:, None]
-        there = to_device(later, features.last.device)
-        raw, last = (state[there].double() for state in (features.hidden[:, :, 0], features.last))
+        there = to_device(later, features.last_hidden.device)
+        raw, last = (state[there].double() for state in (features.hidden[:, :, 0], features.last_hidden))
         sums = sums + torch.stack([(raw * last).sum(0), raw.square().sum(0)])
     if distributed.is_initialized():
         distributed.all_reduce(sums)
     return sums[0] / sums[1].clamp_min(torch.finfo(torch.float32).tiny)
 
 
-class Seen(NamedTuple):
+class LayerStates(NamedTuple):
     """What the target and the head have computed for n rows; the head is fitted to some of it."""
 
-    last: Float[Tensor, "n D"]  # the target's last state, after its final norm
+    last_hidden: Float[Tensor, "n D"]  # the target's last state, after its final norm
     raw: Float[Tensor, "n D"]  # and before
     below: Float[Tensor, "n D"]  # the target's last layer's input one position on
     above: Float[Tensor, "n D"]  # and its output
@@ -317,7 +317,11 @@ class Seen(NamedTuple):
 
 
 def solved(
-    head: Any, target: Any, batches: Batches, linear: nn.Linear, labels_of: Callable[[Seen], Float[Tensor, "n D"]]
+    head: Any,
+    target: Any,
+    batches: Batches,
+    linear: nn.Linear,
+    labels_of: Callable[[LayerStates], Float[Tensor, "n D"]],
 ) -> Float[Tensor, "D I"]:
     """Return the weight that maps a linear layer's inputs to labels with the least squared error.
 
@@ -336,14 +340,14 @@ def solved(
         for batch in (batch for step in progress(range(steps), "fitting the head's start") for batch in batches(step)):
             tick()
             features = target.features(batch.token, batch.document, (*head.feature_layers, *top))
-            hidden, last, document = features.hidden.to(weight), features.last.to(weight), features.document
-            head.unroll(features._replace(hidden=hidden[:, :, : -len(top)], last=last), 1)
+            hidden, last, document = features.hidden.to(weight), features.last_hidden.to(weight), features.document
+            head.unroll(features._replace(hidden=hidden[:, :, : -len(top)], last_hidden=last), 1)
             follows = functional.pad((document[:, 1:] == document[:, :-1]) & (document[:, 1:] >= 0), (0, 1))
             follows &= to_device(batch.index >= 0, follows.device)[:, None]  # no filler rows
             raw, ahead = hidden[:, :, -1][follows], hidden[:, :, -len(top) :].roll(-1, 1)[follows]
-            seen = Seen(last[follows], raw, ahead[:, -2], ahead[:, -1], given["state"][follows])
+            states = LayerStates(last[follows], raw, ahead[:, -2], ahead[:, -1], given["state"][follows])
             inputs = given["input"][follows]
-            sums += inputs.T @ torch.cat([inputs, labels_of(seen)], 1)
+            sums += inputs.T @ torch.cat([inputs, labels_of(states)], 1)
     finally:
         for hook in hooks:
             hook.remove()

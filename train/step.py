@@ -25,7 +25,7 @@ from data.batches import Batch, Batches
 from data.features.source import FeatureSource, MicroBatch
 from eval.measures.machine import peak_memory
 from heads.base import Features, frozen_count, parameter_count, to_device
-from heads.common.files import write_whole
+from heads.common.files import atomic_write
 from heads.modules.layers import compile_layers
 from inference.phase_timer import PhaseTimer
 from train.checkpoints.saver import TrainState
@@ -34,18 +34,18 @@ from train.distributed import strategy
 from train.losses import ObjectiveConfig
 from train.objective import (
     Chunk,
-    Weights,
+    LossWeights,
     chunk_rows,
     chunked,
+    loss_weights,
     noisy,
     objective,
     row_keys,
     sample_anchors,
     trainable,
     trained_rows,
-    weights,
 )
-from train.optim import Average, learning_rate, optimizer
+from train.optim import Ema, learning_rate, optimizer
 from train.planning.plan import peak_flops
 from train.rollouts import Rollouts
 
@@ -83,7 +83,7 @@ class Loss(nn.Module):
         drafted = config.on_policy.losses or config.losses
         names = dict.fromkeys([*config.losses, *drafted], 0.0)  # a loss is the mean over all rows, weighed or not
         self.config = replace(config, losses=names | config.losses)
-        self.drafted = replace(config, losses=names | drafted)
+        self.rollout_config = replace(config, losses=names | drafted)
         unroll: Any = head.unroll
         self.progress = 0.0  # the fraction of all steps that are taken
         whole = compiled and not compile_layers(head)  # a head without decoder layers is short enough
@@ -92,7 +92,7 @@ class Loss(nn.Module):
     def forward(
         self, features: Features, weight: Tensor, anchors: Tensor | None, chunks: list[Chunk] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Draft from the rows and return the weighted loss with its metrics, matrix products in bf16 if `autocast`.
+        """Draft from the rows and return the weighted loss with its metrics, matmuls in bf16 if `autocast`.
 
         Without `chunks` these are read from the weight, which an accelerator makes the host wait for.
         """
@@ -101,24 +101,26 @@ class Loss(nn.Module):
             chunks = self.chunks(weight > 0, weight.device, features.path)
         with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.autocast):
             drafts = self.unroll(features, self.config.depths, anchors)
-            config = self.config if features.path is None else self.drafted
-            return objective(head, drafts, features, weight, config, chunks, config.base_share(self.progress))
+            config = self.config if features.path is None else self.rollout_config
+            return objective(head, drafts, features, weight, config, chunks, config.base_loss_share_at(self.progress))
 
     def chunks(self, trained: Tensor, device: torch.device, path: Tensor | None = None) -> list[Chunk]:
         """Return the trained rows of a micro-batch as they are scored on a device; the tensors given are the host's."""
         return chunked(trained, chunk_rows(self.head, device.type, trained.numel()), device, path)
 
-    def sampled(self, batch: Batch, keys: Tensor) -> tuple[Tensor | None, Weights]:
+    def sampled(self, batch: Batch, keys: Tensor) -> tuple[Tensor | None, LossWeights]:
         """Return the anchors of a micro-batch, the rows that are drafted from in this step, and each row's weight.
 
         Without anchors to sample these are the rows that are trained: in a chat half of them or less. `keys` are those
         of its rows (train/objective.py).
         """
-        trained = trainable(batch.document, batch.mask, self.config.depths) if batch.trained is None else batch.trained
+        trained = (
+            trainable(batch.document, batch.loss_mask, self.config.depths) if batch.trained is None else batch.trained
+        )
         useful = trained.any(0)
         anchors = sample_anchors(useful, self.config.anchors, keys)
         chosen = None if anchors is None else torch.zeros_like(useful).scatter_(1, anchors, True)
-        weight = weights(batch.document, batch.mask, chosen, self.config, trained)
+        weight = loss_weights(batch.document, batch.loss_mask, chosen, self.config, trained)
         if anchors is None and batch.path is None:
             anchors = trained_rows(useful)
         return anchors, weight if batch.path is None else weight.times(self.config.on_policy.weight)
@@ -182,7 +184,7 @@ class Step:
 
 
 class Stepper:
-    """The optimiser step: the head as the processes share it, its optimiser and the running average of its weights.
+    """The optimiser step: the head as the processes share it, its optimiser and the EMA of its weights.
 
     `loss` is the `Loss` of a head, or another module with its attributes and methods.
     """
@@ -203,7 +205,7 @@ class Stepper:
         make = partial(optimizer, config=trainer)
         self.strategy = strategy.prepare(launcher, accelerator, loss, make, trainer.clip)
         self.optimizer = self.strategy.optimizer
-        self.average = Average(head, trainer.ema)
+        self.average = Ema(head, trainer.ema)
         self.state = TrainState(head, self.optimizer, self.average)
 
     def restore(self, progress: dict[str, Any]) -> None:
@@ -215,15 +217,15 @@ class Stepper:
         self.phase_timer.mark(None)  # the time before belongs to no part
         trainer, device, stall = self.trainer, self.accelerator.device, self.source.stall
         self.loss.progress = step / trainer.steps
-        micro_batches, drafted = self.micro_batches(step)
+        micro_batches, rollout_tokens = self.micro_batches(step)
         batches = [micro.batch for micro in micro_batches]
         keys = [row_keys(trainer.seed, step, batch.index) for batch in batches]
         sampled = [self.loss.sampled(*inputs) for inputs in zip(batches, keys, strict=True)]
-        mine: Any = sum(torch.stack([weight.amount, weight.trained.sum((1, 2))]) for _, weight in sampled)
-        mine = torch.cat([mine, torch.full_like(mine[:1], drafted)])
+        mine: Any = sum(torch.stack([weight.normalizer, weight.trained.sum((1, 2))]) for _, weight in sampled)
+        mine = torch.cat([mine, torch.full_like(mine[:1], rollout_tokens)])
         self.phase_timer.mark("data")
         shared: Any = self.accelerator.reduce(to_device(mine, device), "sum")
-        amount, trained = shared[:2].clamp_min(1)
+        normalizer, trained = shared[:2].clamp_min(1)
         self.phase_timer.mark("wait")
         totals: dict[str, Tensor] = {}
         for i, (micro, (anchors, weight)) in enumerate(zip(micro_batches, sampled, strict=True)):
@@ -232,7 +234,7 @@ class Stepper:
             if halted():
                 return Step(stopped=True, record=None, bad=None)
             self.phase_timer.mark("wait")
-            scaled = to_device(weight.row, device) / amount[:, None, None]
+            scaled = to_device(weight.row, device) / normalizer[:, None, None]
             chunks = self.loss.chunks(weight.trained, device, micro.batch.path)
             loss, sums = self.backward(features, keys[i], anchors, scaled, chunks, last=i + 1 == len(micro_batches))
             for name, value in {"loss": loss.detach().expand(len(trained)), **sums}.items():
@@ -340,7 +342,7 @@ class Stepper:
         device = self.accelerator.device
         if self.accelerator.mixed_precision == "no":
             dtype = next(self.head.parameters()).dtype
-            features = features._replace(hidden=features.hidden.to(dtype), last=features.last.to(dtype))
+            features = features._replace(hidden=features.hidden.to(dtype), last_hidden=features.last_hidden.to(dtype))
         features = noisy(features, self.loss.noise, to_device(keys, device))
         anchors = None if anchors is None else to_device(anchors, device)
 
@@ -371,8 +373,8 @@ def keep_batch(folder: Path, batches: Batches, step: int, why: str) -> str:
     tensors = {"row": row, **{name: field[row] for name, field in zip(names, batches.packed, strict=True)}}
     record = {"step": step + 1, "seed": batches.seed, "why": why, "world_size": batches.world}
     try:
-        write_whole(path, to_bytes(tensors))
-        write_whole(path.with_suffix(".json"), (json.dumps(record, indent=2) + "\n").encode())
+        atomic_write(path, to_bytes(tensors))
+        atomic_write(path.with_suffix(".json"), (json.dumps(record, indent=2) + "\n").encode())
     except OSError as error:
         return f"its batch could not be kept ({error})"
     return f"its batch is in {path}"

@@ -2,12 +2,13 @@
 
     python train/streams.py model=tiny
 
-The evaluation is that of every draft source:
+The evaluation is that of every drafter:
 
     python eval/run.py drafter=streams drafter.streams.run=outputs/tiny-streams model=tiny
 
-Rows that the target has written, every few of them, are anchors: their streams run behind the packed rows in the same
-pass, in which the target is read but never trained. The order of batches and anchors follows from seed and step alone.
+Rows that the target has written, every few of them, are anchors: their streams run behind the packed sequences in the
+same pass, in which the target is read but never trained. The order of batches and anchors follows from seed and step
+alone.
 """
 
 import os
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 
 from data.batches import Batch, Batches, check_known, pack
 from data.config import DataConfig
-from data.features.source import Live
+from data.features.source import LiveFeatures
 from data.text.prompts import load_training
 from heads.base import Features, parameter_count, to_device
 from heads.common.command import command, ending_alone
@@ -55,7 +56,7 @@ from train.distributed import launch
 from train.distributed.control import on_main
 from train.distributed.processes import RunLock
 from train.loop import Loop
-from train.objective import ANCHORS, Weights, trainable
+from train.objective import ANCHORS, LossWeights, trainable
 from train.planning.check import check_out
 from train.step import Stepper
 
@@ -97,7 +98,7 @@ class Anchors(NamedTuple):
 
 def anchors(batch: Batch, every: int, streams: int, keys: Int[Tensor, "B"]) -> Anchors:
     """Return every so many of each row's trained tokens that have a trained one ahead, from a random one on."""
-    trained = trainable(batch.document, batch.mask, streams).movedim(0, -1) & batch.mask.bool()[:, :, None]
+    trained = trainable(batch.document, batch.loss_mask, streams).movedim(0, -1) & batch.loss_mask.bool()[:, :, None]
     chosen = []
     for is_trained, key in zip(trained.any(-1), keyed(keys, ANCHORS).tolist(), strict=True):
         chosen.append(is_trained.nonzero()[key % every :: every, 0])
@@ -128,11 +129,11 @@ class StreamsLoss(nn.Module):
         super().__init__()
         self.head, self.every, self.decay, self.autocast = streams, run.every, run.decay, autocast
 
-    def sampled(self, batch: Batch, keys: Tensor) -> tuple[Tensor, Weights]:
+    def sampled(self, batch: Batch, keys: Tensor) -> tuple[Tensor, LossWeights]:
         """Return the anchors of a micro-batch in this step, and the weight of each of their streams."""
         row, valid = anchors(batch, self.every, self.head.config.streams, keys)
         trained = valid.permute(2, 0, 1)
-        return row, Weights(trained, trained.float(), trained.sum((1, 2)).float())
+        return row, LossWeights(trained, trained.float(), trained.sum((1, 2)).float())
 
     def forward(
         self, features: Features, weight: Float[Tensor, "G B A"], anchors: Tensor, chunks: None = None
@@ -208,7 +209,7 @@ def loop_of(
     # The streams are small: AdamW trains them whatever a preset says. No head reads recorded features for them.
     trainer = replace(run.trainer, optimizer="adamw", compile=False, estimate_every=None)
     loss = StreamsLoss(streams, run, autocast=accelerator.mixed_precision == "bf16")
-    source = Live(TokensAlone(accelerator.device), batches, ())
+    source = LiveFeatures(TokensAlone(accelerator.device), batches, ())
     stepper = Stepper(trainer, run.launcher, accelerator, loss, source, target.embeddings.hidden_size)
     evaluator = AcceptanceEvaluator(target, prompts, trainer, run.tree, run.name, drafter)
     kept_streams, this_run = (

@@ -56,7 +56,7 @@ class Bench:
 
     @cached_property
     def target(self) -> Target:
-        """A target of random weights with the embedded target's tokenizer, which never ends its answers."""
+        """A target of random weights with the bundled target's tokenizer, which never ends its answers."""
         torch.manual_seed(0)
         ends = dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
         # Of larger weights rounding in bf16 grows with every layer.
@@ -132,7 +132,7 @@ def bandwidth(bench: Bench) -> float:
 
 
 def product_rate(bench: Bench) -> float:
-    """Return the operations a second of a large square bf16 product on random values, two for each multiply-add."""
+    """Return the operations per second of a large square bf16 product on random values, two for each multiply-add."""
     size = 512 if bench.toy else 8192
     left, right = (torch.randn(size, size, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
     return 2 * size**3 / seconds(lambda: left @ right, bench.device)

@@ -13,7 +13,7 @@ from heads.common.resolvers import ROOT
 
 TOKENS = 2048  # of a training step
 TAU = {"eagle3": 3.76, "mtp": 3.94}  # on a CPU, after 0.41 M tokens (benchmarks/heads.py)
-PLAIN = 530.0  # tokens/s of the embedded target's captured baseline: 945 kernels of 2 us
+PLAIN = 530.0  # tokens/s of the bundled target's captured baseline: 945 kernels of 2 us
 TREE_STEP = 2.7  # ms of a captured step with a tree of 12 nodes: 1,358 of them
 NOT_LOSSLESS = 1  # an evaluation's status where a check failed: the report is there all the same
 

@@ -93,7 +93,7 @@ ITEMS = (
         *(piece(f"tests/device/test_{name}.py", "checks.device_tests", 100, tests=name) for name in DEVICE_TESTS),
         piece("losslessness, float32", "checks.lossless", 75, dtype="float32"),
     )),
-    Item("Heads of the embedded target: acceptance and speed in bf16", 6, (
+    Item("Heads of the bundled target: acceptance and speed in bf16", 6, (
         *(piece(f"training {head}", "heads.train", 120, head=head, steps=1600) for head in HEADS),
         piece("evaluation", "heads.evaluate", 150, heads=HEADS, compiled=False),
         piece("evaluation, compiled", "heads.evaluate", 200, heads=HEADS, compiled=True),

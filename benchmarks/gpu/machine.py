@@ -53,7 +53,7 @@ def versions(bench: Bench) -> list[Row]:
     kinds = ("flash", "mem_efficient", "math", "cudnn")
     rows += [(f"{kind} attention allowed", str(getattr(cuda, f"{kind}_sdp_enabled")()), None) for kind in kinds]
     rows.append(("arguments of variable-length attention", ", ".join(sorted(options)) or "-", "scale, window_size"))
-    rows.append(("kernel of packed rows", route(query, query, options), "varlen"))
+    rows.append(("kernel of packed sequences", route(query, query, options), "varlen"))
     return rows
 
 

@@ -5,7 +5,7 @@
 FOLDER holds what of benchmarks/gpu/text.py's FILES there is; Python sources are the interpreter's own. There are three
 parts, which benchmarks/gpu/run.py does one by one: text (tokenizer, tokens, what is held out), train (for the minutes
 that are given, compilation included), measure (prompts, losses, samples, the card). A finished part is not done again.
---size embedded makes the embedded target anew, by the same recipe.
+--size embedded makes the bundled target anew, by the same recipe.
 
 DIR is a Hugging Face folder, with code.jsonl, prose.jsonl and dialogue.jsonl to measure on, all of them in
 prompts.jsonl, and train_prompts.jsonl, which the target answers for heads to train on (benchmarks/gpu/heads.py).
@@ -50,7 +50,7 @@ from examples.tiny.recipe import (
     stack,
     train,
 )
-from heads.common.files import write_whole
+from heads.common.files import atomic_write
 from inference.target.config import default_device
 
 # SmolLM2-135M's widths at 24 layers: 94 M parameters.
@@ -93,7 +93,7 @@ def read_text(bench: Bench, out: Path, size: str = "large") -> None:
         "read": [each._asdict() for each in text.read],
         "stream": len(stream),
     }
-    write_whole(out / HELD_OUT, json.dumps(told).encode())
+    atomic_write(out / HELD_OUT, json.dumps(told).encode())
     print(f"{len(found)} documents, {len(stream) / 1e6:.2f} M tokens; {len(tokenizer)} tokens in the vocabulary")
 
 
@@ -122,11 +122,11 @@ def teach(bench: Bench, out: Path, size: str = "large", minutes: float | None = 
         "peak_memory_bytes": peak_memory(bench.device),
         **speeds(curve, recipe, len(tokenizer), bench),
     }
-    write_whole(out / TRAINING, (json.dumps(told, indent=1) + "\n").encode())
+    atomic_write(out / TRAINING, (json.dumps(told, indent=1) + "\n").encode())
 
 
 def speeds(curve: list[Point], recipe: Recipe, vocab: int, bench: Bench) -> dict[str, Any]:
-    """Return tokens a second and MFU of each depth, by the median interval between two points of its curve.
+    """Return tokens per second and MFU of each depth, by the median interval between two points of its curve.
 
     What a step compiles is in no median. MFU is against the rate of a large bf16 product on this device.
     """
@@ -179,7 +179,7 @@ def measure(bench: Bench, out: Path, size: str = "large") -> None:
         chosen += [each | {"category": kind} for each in picked.records]
     write_lines(out / "prompts.jsonl", chosen)
     (out / "README.md").write_text(card(numbers, size), encoding="utf-8")
-    write_whole(out / MEASURED_FILE, json.dumps(numbers, indent=1).encode())
+    atomic_write(out / MEASURED_FILE, json.dumps(numbers, indent=1).encode())
 
 
 def rows_of(out: Path, part: str) -> list[Row]:

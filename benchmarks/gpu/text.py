@@ -112,7 +112,7 @@ def add_code(found: Text, *, whole: bool) -> None:
 
     Args:
         found: what to add them to.
-        whole: whole modules, up to MODULES characters; False: beginnings, as the embedded target's recipe has them.
+        whole: whole modules, up to MODULES characters; False: beginnings, as the bundled target's recipe has them.
     """
     texts, trained, kept = corpus()
     chats = [

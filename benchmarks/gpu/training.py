@@ -12,7 +12,7 @@ from benchmarks.gpu.bench import Bench, Row, once, profiled, seconds
 from benchmarks.gpu.decoding import told
 from benchmarks.training import composed
 from data.batches import pack, token_counts
-from data.features.source import FeatureSource, Live, MicroBatch
+from data.features.source import FeatureSource, LiveFeatures, MicroBatch
 from data.text.masks import Sample
 from eval.measures.machine import peak_memory
 from heads.modules.vocab import prune
@@ -21,7 +21,7 @@ from train.build import batches_for
 from train.config import RunConfig
 from train.distributed.processes import accelerator_for
 from train.planning.plan import plan
-from train.start import first_head, resolve_init
+from train.start import init_head, resolve_init
 from train.step import Loss, Stepper
 
 ROWS, LENGTH = 8, 2048  # of a step: 16,384 tokens, a micro-batch
@@ -54,11 +54,11 @@ def stepper(
     vars(bench).pop("head", None)  # of decoding
     accelerator = accelerator_for(run.launcher, run.trainer, run.model)
     torch.manual_seed(0)
-    head: Any = first_head(*resolve_init(run.init, run.head, target), target).to(target.device)
+    head: Any = init_head(*resolve_init(run.init, run.head, target), target).to(target.device)
     samples = documents(8 * rows * run.data.length, min(USED, target.embeddings.vocab_size), bench.toy, answers)
     prune(head, token_counts(samples, target.embeddings.vocab_size))
     batches = batches_for(run, pack(samples, run.data.length), accelerator)
-    source, width = Live(target, batches, head.feature_layers), target.embeddings.hidden_size
+    source, width = LiveFeatures(target, batches, head.feature_layers), target.embeddings.hidden_size
     if compiled:
         source.forwards = target.compiled_forwards()
     loss = Loss(head, run.objective, compiled=run.trainer.compile, autocast=accelerator.mixed_precision == "bf16")
@@ -174,7 +174,7 @@ def profile(bench: Bench, **options: bool) -> list[Row]:
 
 
 def features(bench: Bench) -> list[Row]:
-    """Return what features of packed rows take, beside the bare pass of the same rows, each one document."""
+    """Return what features of packed sequences take, beside the bare pass of the same rows, each one document."""
     target, source = bench.target, stepper(bench, "adamw").source
     batch = source.batches(0)[0]
     last = target.spec.num_layers - 1

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.gpu.text import Chat
 from examples.tiny.make_prompts import greedy, loops
-from heads.common.files import write_whole
+from heads.common.files import atomic_write
 
 WANTED, LEAST = 48, 4  # prompts of a workload; so many even where their answers repeat themselves
 LOOKED = 160  # candidates
@@ -100,4 +100,4 @@ def training_prompts(chats: dict[str, list[Chat]], limit: int | None) -> list[di
 
 def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
     """Write records as JSON Lines."""
-    write_whole(path, "".join(json.dumps(each) + "\n" for each in records).encode())
+    atomic_write(path, "".join(json.dumps(each) + "\n" for each in records).encode())

@@ -1,4 +1,4 @@
-"""Answers by our engine: a continuous batch over chats, with a draft source or without.
+"""Answers by our engine: a continuous batch over chats, with a drafter or without.
 
 Verification is coupled at every temperature: a token is then a function of the text before it and the request's seed,
 whatever the drafts and the batch, and its distribution is the target's (arXiv 2408.07978). The batch still affects
@@ -103,7 +103,7 @@ class Engine:
 
 
 def check_drafter(options: Mapping[str, Any], run: str | None, tree: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the configured draft source's name and options, checked without the target.
+    """Return the configured drafter's name and options, checked without the target.
 
     Args:
         options: the configuration's `drafter`: one source's name, and its options.
@@ -128,7 +128,7 @@ def check_drafter(options: Mapping[str, Any], run: str | None, tree: Mapping[str
 
 
 def drafter_of(options: Mapping[str, Any], run: str | None, tree: Mapping[str, Any], target: Target) -> Drafter:
-    """Load the configured draft source for a target, after `check_drafter`; refuse a head of another target."""
+    """Load the configured drafter for a target, after `check_drafter`; refuse a head of another target."""
     name, values = check_drafter(options, run, tree)
     if run is None:
         return Plain(target.device) if name == "plain" else make(name, values, target)

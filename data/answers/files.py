@@ -31,7 +31,7 @@ from data.text.files import META, PARTS, SETTINGS, content_hash
 from data.text.records import Record
 from data.text.sources import open_source
 from heads.common.errors import keeping
-from heads.common.files import claim, write_whole
+from heads.common.files import atomic_write, claim
 from heads.common.progress import progress
 from heads.common.redact import redacted_values
 from heads.common.typed import fits
@@ -198,7 +198,7 @@ class Answers:
                     digest.update(line)
                     yield line
 
-        write_whole(self.out, lines())
+        atomic_write(self.out, lines())
         return digest.hexdigest()
 
 
@@ -210,7 +210,7 @@ def append(outcome: Outcome, file: IO[bytes]) -> None:
 
 def replace(path: Path, text: str) -> None:
     """Write a small file atomically."""
-    write_whole(path, text.encode("utf-8", "backslashreplace"))
+    atomic_write(path, text.encode("utf-8", "backslashreplace"))
 
 
 def complete_bytes(path: Path) -> int:

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from data.features.source import FeatureRequest, forward
-from data.features.store import Coded, Row, StoreSpec, decode, encode
+from data.features.store import Coded, RowTensors, StoreSpec, decode, encode
 from heads.base import Features
 from inference.target.target import Target
 
@@ -17,21 +17,21 @@ SCALE = "_scale"
 
 
 class States(NamedTuple):
-    """Hidden states of packed rows: those of the feature layers, and the last one after the final norm."""
+    """Hidden states of packed sequences: those of the feature layers, and the last one after the final norm."""
 
     hidden: Float[Tensor, "B T L D"]
-    last: Float[Tensor, "B T D"]
+    last_hidden: Float[Tensor, "B T D"]
 
 
 class Copying(NamedTuple):
     """Rows on their way to the host; their device may still be computing them."""
 
-    rows: Row
+    rows: RowTensors
     finite: Bool[Tensor, ""]  # whether all their states are, on the host like them
     copied: "torch.cuda.Event | None"  # what comes behind the last copy; None: they are there
     name: str  # the target's
 
-    def result(self) -> Row:
+    def result(self) -> RowTensors:
         """Wait for the rows; refuse a state that is not finite."""
         if self.copied is not None:
             self.copied.synchronize()
@@ -43,48 +43,48 @@ class Copying(NamedTuple):
         return self.rows
 
 
-def compute(target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], spec: StoreSpec) -> Row:
-    """Return the tensors that a store of this kind holds of packed rows, by a forward pass of the target."""
+def compute(target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], spec: StoreSpec) -> RowTensors:
+    """Return the tensors that a store of this kind holds of packed sequences, by a forward pass of the target."""
     return start(target, token, document, spec).result()
 
 
 def start(target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], spec: StoreSpec) -> Copying:
     """Start what `compute` does; the host does not wait for a GPU."""
     features = forward(target, token, document, spec.layers)
-    return copying(States(features.hidden, features.last), spec)
+    return copying(States(features.hidden, features.last_hidden), spec)
 
 
 def copying(states: States, spec: StoreSpec) -> Copying:
     """Encode hidden states on their device, and start the copy of what a store of this kind holds of them."""
-    bounds = [bound for x in (states.hidden, states.last) if x.numel() for bound in x.aminmax()]
-    finite, on_gpu = torch.stack(bounds).isfinite().all(), states.last.device.type == "cuda"
+    bounds = [bound for x in (states.hidden, states.last_hidden) if x.numel() for bound in x.aminmax()]
+    finite, on_gpu = torch.stack(bounds).isfinite().all(), states.last_hidden.device.type == "cuda"
 
     def copy(tensor: Tensor) -> Tensor:
         return tensor.to("cpu", non_blocking=on_gpu)  # a GPU's to pinned memory
 
     rows = {name: copy(tensor) for name, tensor in _encoded(states, spec).items()}
     finite = copy(finite)
-    copied = torch.cuda.current_stream(states.last.device).record_event() if on_gpu else None
+    copied = torch.cuda.current_stream(states.last_hidden.device).record_event() if on_gpu else None
     return Copying(rows, finite, copied, spec.name)
 
 
-def _encoded(states: States, spec: StoreSpec) -> Row:
-    row: Row = {}
-    for name, tensor in {**({HIDDEN: states.hidden} if spec.layers else {}), LAST: states.last}.items():
+def _encoded(states: States, spec: StoreSpec) -> RowTensors:
+    row: RowTensors = {}
+    for name, tensor in {**({HIDDEN: states.hidden} if spec.layers else {}), LAST: states.last_hidden}.items():
         row[name], scale = encode(tensor, spec.dtype)
         if scale is not None:
             row[name + SCALE] = scale
     return row
 
 
-def join(rows: Iterable[Row]) -> Row:
+def join(rows: Iterable[RowTensors]) -> RowTensors:
     """Return the tensors of several rows as one."""
     listed = list(rows)
     return {name: torch.cat([row[name] for row in listed]) for name in listed[0]}
 
 
 def decode_rows(
-    rows: Row, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], request: FeatureRequest, spec: StoreSpec
+    rows: RowTensors, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], request: FeatureRequest, spec: StoreSpec
 ) -> Features:
     """Decode stored rows to features, on their device, with the layers of the request."""
     if request.layers:

@@ -178,7 +178,7 @@ def extract_features(
     workload: str | None,
     say: Callable[[str], None],
 ) -> None:
-    """Extract the features of all packed rows that the store lacks; called on every process alike.
+    """Extract the features of all packed sequences that the store lacks; called on every process alike.
 
     Args:
         prompts: the file that the documents' tokens are written to for vLLM; nothing is then extracted.

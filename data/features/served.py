@@ -194,22 +194,22 @@ def _next_token(reply: dict[str, Any]) -> Any:
 
 
 class ArrivingRow(NamedTuple):
-    """A packed row, its states on the host, the last one not yet normed, and its documents that are still to come."""
+    """A packed sequence, its states on the host, the last one not yet normed, and its documents still to come."""
 
     row: int
     states: States
     documents: list[Future[None]]
 
 
-class Served(ReadAhead[list[ArrivingRow]]):
+class EngineFeatures(ReadAhead[list[ArrivingRow]]):
     """Features of the rows of a run, from servers that have been checked."""
 
     def __init__(
-        self, servers: VllmServers, batches: Batches, form: FeatureRequest, norm: nn.Module, device: torch.device,
+        self, servers: VllmServers, batches: Batches, request: FeatureRequest, norm: nn.Module, device: torch.device,
         ahead: int, store: FeatureStore | None,
     ) -> None:  # fmt: skip
         """Ask for nothing yet. A row that is neither served nor in the store is an error."""
-        super().__init__(batches, form, device, ahead)
+        super().__init__(batches, request, device, ahead)
         self.servers, self.norm, self.store = servers, norm, store
         self.served = self.stored = 0  # rows, by the servers and from the store
         self._pool = ThreadPoolExecutor(servers.endpoint.concurrency)
@@ -233,8 +233,8 @@ class Served(ReadAhead[list[ArrivingRow]]):
 
     def _row(self, row: int) -> ArrivingRow:
         length, width, pin = self.batches.packed.token.shape[1], self.servers.width, self.device.type == "cuda"
-        zeros = partial(torch.zeros, dtype=self.form.dtype, pin_memory=pin)
-        states = States(zeros(1, length, len(self.form.layers), width), zeros(1, length, width))
+        zeros = partial(torch.zeros, dtype=self.request.dtype, pin_memory=pin)
+        states = States(zeros(1, length, len(self.request.layers), width), zeros(1, length, width))
         documents = [self._pool.submit(self._fetch, piece, states) for piece in pieces(self.batches.packed, row)]
         return ArrivingRow(row, states, documents)
 
@@ -243,7 +243,7 @@ class Served(ReadAhead[list[ArrivingRow]]):
         patient = self.store is None or not self.store.has(piece.row)
         states = self.servers.states(piece, patient=patient)
         into.hidden[0, piece.span] = states[:, self.servers.ids.layers].to(into.hidden.dtype)
-        into.last[0, piece.span] = states[:, self.servers.ids.last].to(into.last.dtype)
+        into.last_hidden[0, piece.span] = states[:, self.servers.ids.last].to(into.last_hidden.dtype)
 
     def _whole(self, row: ArrivingRow) -> States:
         """Return the states of a row, once they have all arrived, on the device."""
@@ -257,7 +257,7 @@ class Served(ReadAhead[list[ArrivingRow]]):
             self.stall += time.perf_counter() - begin
         self.served += 1
         hidden, last = (to_device(states, self.device) for states in row.states)
-        return States(hidden, normed(last, self.norm).to(self.form.dtype))
+        return States(hidden, normed(last, self.norm).to(self.request.dtype))
 
     def _from_store(self, row: int, failure: EndpointError) -> States:
         why = f"{', '.join(self.servers.urls)}: {failure.cause} ({failure.detail})"
@@ -270,5 +270,5 @@ class Served(ReadAhead[list[ArrivingRow]]):
         self.stored += 1
         tensors = {name: to_device(tensor, self.device) for name, tensor in self.store.read(row).items()}
         token, document, _ = (to_device(field[row : row + 1].long(), self.device) for field in self.batches.packed)
-        features = decode_rows(tensors, token, document, self.form, self.store.spec)
-        return States(features.hidden, features.last)
+        features = decode_rows(tensors, token, document, self.request, self.store.spec)
+        return States(features.hidden, features.last_hidden)

@@ -88,7 +88,7 @@ class Forward(Protocol):
     """A model that computes features in a forward pass: a `Target`."""
 
     def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], layers: tuple[int, ...]) -> Features:
-        """Return the features of packed rows, of these decoder layers, on its device; the rows may lie on the host."""
+        """Return the features of packed sequences, of these layers, on its device; the tokens may be on the host."""
         ...
 
 
@@ -111,9 +111,9 @@ class FeatureSource(Protocol):
 class ReadAhead(Generic[T]):
     """A source that reads `ahead` micro-batches ahead of training: `begin` starts one, `finish` waits for it."""
 
-    def __init__(self, batches: Batches, form: FeatureRequest, device: torch.device, ahead: int) -> None:
+    def __init__(self, batches: Batches, request: FeatureRequest, device: torch.device, ahead: int) -> None:
         """Read nothing yet."""
-        self.batches, self.form, self.device, self.ahead = batches, form, device, ahead
+        self.batches, self.request, self.device, self.ahead = batches, request, device, ahead
         self.stall = 0.0  # seconds that the caller has waited for rows
         self._jobs: deque[tuple[int, Batch, T]] = deque()
         self._coming: Iterator[tuple[int, Batch]] = iter(())
@@ -155,7 +155,7 @@ class ReadAhead(Generic[T]):
             log.warning("%s; %s", why, what)
 
 
-class Live:
+class LiveFeatures:
     """Features by a pass of the target, a micro-batch at a time."""
 
     def __init__(self, target: Forward, batches: Batches, layers: tuple[int, ...]) -> None:
@@ -179,6 +179,6 @@ class Live:
 def forward(
     target: Forward, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], layers: tuple[int, ...]
 ) -> Features:
-    """Return the target's features of packed rows, on the target's device."""
+    """Return the target's features of packed sequences, on the target's device."""
     with torch.no_grad():
         return target.features(token, document, layers)

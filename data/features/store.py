@@ -1,4 +1,4 @@
-"""A store of features on disk: shards of whole packed rows, each with an index entry, under one meta file.
+"""A store of features on disk: shards of whole packed sequences, each with an index entry, under one meta file.
 
     FOLDER/meta.json                   the contents of the store: `StoreSpec`, with a checksum of itself
     FOLDER/shards/NAME.safetensors     the tensors of some rows, row by row
@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from data.batches import Packed
-from heads.common.files import claim, read_checked, write_checked, write_whole
+from heads.common.files import atomic_write, claim, read_checked, write_checked
 from heads.common.ranges import Count, Number, OneOf
 from heads.common.typed import fits, typed
 from heads.common.untrusted import inside
@@ -51,11 +51,11 @@ SAVED = {
 }  # fmt: skip
 MUST_AGREE = {
     "target": "fingerprint of the target's weights", "quantize": "quantisation of the target", "width": "width",
-    "vocab": "vocabulary", "length": "data.length", "data": "fingerprint of the packed rows",
-    "rows": "number of packed rows", "layers": "feature layers", "dtype": "features.dtype",
+    "vocab": "vocabulary", "length": "data.length", "data": "fingerprint of the packed sequences",
+    "rows": "number of packed sequences", "layers": "feature layers", "dtype": "features.dtype",
 }  # fmt: skip
 
-Row = dict[str, Tensor]
+RowTensors = dict[str, Tensor]
 
 
 class DamagedError(ValueError):
@@ -72,9 +72,9 @@ class StoreSpec:
     layers: tuple[int, ...]  # the feature layers, as `heads.base` counts them
     width: Count  # of the target
     vocab: Count  # of the target
-    data: str  # the fingerprint of the packed rows
-    rows: Number  # how many packed rows there are
-    length: Count  # tokens of a packed row
+    data: str  # the fingerprint of the packed sequences
+    rows: Number  # how many packed sequences there are
+    length: Count  # tokens of a packed sequence
     dtype: Annotated[str, OneOf(tuple(DTYPES))]  # of the hidden states
     shard_rows: Count  # of a shard at most
 
@@ -203,7 +203,7 @@ class FeatureStore:
         """Bytes of the finished shards."""
         return sum(entry.bytes for entry in self.entries.values())
 
-    def read(self, row: int) -> Row:
+    def read(self, row: int) -> RowTensors:
         """Return a row's tensors, each with one row; a DamagedError where it is not what was written, or gone."""
         name, index = self._location[row]
         try:
@@ -216,13 +216,13 @@ class FeatureStore:
             raise self._damage(name, row, "is not what was written, its checksum differs")
         return tensors
 
-    def write(self, name: str, rows: list[int], *groups: Row) -> None:
+    def write(self, name: str, rows: list[int], *groups: RowTensors) -> None:
         """Write a claimed shard of some groups of rows, then its entry; refuse a full disk, which spares the others."""
         digests = [self._digest(row) for group in groups for row in split(group)]
         pieces = serialized(groups)
         entry = Entry(rows, digests, sum(map(len, pieces)))
         try:
-            write_whole(self._shard(name), iter(pieces))
+            atomic_write(self._shard(name), iter(pieces))
             write_checked(self.folder / INDEX / f"{name}.json", entry._asdict())
         except OSError as error:
             raise ValueError(
@@ -235,7 +235,7 @@ class FeatureStore:
         """Return the file to claim for a shard, or for any other name."""
         return self.folder / LOCKS / name
 
-    def _digest(self, tensors: Row) -> str:
+    def _digest(self, tensors: RowTensors) -> str:
         """Return the digest of tensors' names and bytes."""
         digest = self._hash()
         for name in sorted(tensors):
@@ -281,13 +281,13 @@ class WriteQueue:
             self.close()
 
 
-def split(rows: Row) -> list[Row]:
+def split(rows: RowTensors) -> list[RowTensors]:
     """Return the tensors of each row."""
     count = len(next(iter(rows.values())))
     return [{name: tensor[i : i + 1] for name, tensor in rows.items()} for i in range(count)]
 
 
-def serialized(groups: tuple[Row, ...]) -> list[bytes | memoryview]:
+def serialized(groups: tuple[RowTensors, ...]) -> list[bytes | memoryview]:
     """Return the bytes of a safetensors file that has groups of rows one after another, without a copy of theirs."""
     kinds, header, pieces, end = list(SAVED), {}, list[bytes | memoryview](), 0
     for name, tensor in sorted(groups[0].items(), key=lambda item: (kinds.index(item[1].dtype), item[0])):

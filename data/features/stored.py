@@ -11,27 +11,27 @@ from torch import Tensor
 from data.batches import Batch, Batches
 from data.features.coding import decode_rows, join
 from data.features.source import FeatureRequest, ReadAhead
-from data.features.store import DamagedError, FeatureStore, Row, split
+from data.features.store import DamagedError, FeatureStore, RowTensors, split
 from heads.base import Features, to_device
 
 READERS = 4  # threads: hashing and copying of rows hold no lock of Python's
-Compute = Callable[[Int[Tensor, "B T"], Int[Tensor, "B T"]], Row]
+Compute = Callable[[Int[Tensor, "B T"], Int[Tensor, "B T"]], RowTensors]
 
 
-class Stored(ReadAhead[Future[list[Row | None]]]):
+class StoredFeatures(ReadAhead[Future[list[RowTensors | None]]]):
     """Features of a store's rows; computed ones are encoded and decoded too, so that training is the same for both."""
 
     def __init__(
-        self, store: FeatureStore, batches: Batches, form: FeatureRequest, device: torch.device, ahead: int,
+        self, store: FeatureStore, batches: Batches, request: FeatureRequest, device: torch.device, ahead: int,
         compute: Compute | None,
     ) -> None:  # fmt: skip
         """Read nothing yet. Without `compute`, a forward pass, a row that is missing or damaged is an error."""
-        super().__init__(batches, form, device, ahead)
+        super().__init__(batches, request, device, ahead)
         self.store, self.compute = store, compute
         self.computed = self.read = 0  # rows, by the target and from the store
         self._reader = ThreadPoolExecutor(READERS)
 
-    def begin(self, batch: Batch) -> Future[list[Row | None]]:
+    def begin(self, batch: Batch) -> Future[list[RowTensors | None]]:
         """Start to read a micro-batch's rows, those that are there."""
         return self._reader.submit(self._read, batch.index)
 
@@ -40,7 +40,7 @@ class Stored(ReadAhead[Future[list[Row | None]]]):
         self._reader.shutdown(cancel_futures=True)
         return f"features: {self.read} rows read, {self.computed} computed"
 
-    def _read(self, index: Int[Tensor, "B"]) -> list[Row | None]:
+    def _read(self, index: Int[Tensor, "B"]) -> list[RowTensors | None]:
         numbers = index.clamp_min(0).tolist()  # a row that only fills up has the first one's tokens
         if self.compute is not None and not all(map(self.store.has, numbers)):
             self.store.refresh()
@@ -49,7 +49,7 @@ class Stored(ReadAhead[Future[list[Row | None]]]):
             return rows
         return [row and {name: tensor.pin_memory() for name, tensor in row.items()} for row in rows]
 
-    def _row(self, row: int) -> Row | None:
+    def _row(self, row: int) -> RowTensors | None:
         """Return a row's tensors, None where they are to be computed."""
         if not self.store.has(row):
             if self.compute is None:
@@ -65,7 +65,7 @@ class Stored(ReadAhead[Future[list[Row | None]]]):
             self.warn(str(error), "it is computed")
             return None
 
-    def finish(self, batch: Batch, job: Future[list[Row | None]]) -> Features:
+    def finish(self, batch: Batch, job: Future[list[RowTensors | None]]) -> Features:
         """Return the features of a micro-batch, whose missing rows are computed."""
         begin = time.perf_counter()
         rows = job.result()
@@ -82,4 +82,4 @@ class Stored(ReadAhead[Future[list[Row | None]]]):
             {name: tensor.to(self.device, non_blocking=True) for name, tensor in (row or {}).items()} for row in rows
         ]
         token, document = to_device(batch.token, self.device), to_device(batch.document, self.device)
-        return decode_rows(join(moved), token, document, self.form, self.store.spec)
+        return decode_rows(join(moved), token, document, self.request, self.store.spec)

@@ -38,7 +38,7 @@ LOCKED = 600.0  # seconds for which a file may be locked while vLLM writes it
 
 
 class Piece(NamedTuple):
-    """A document of a packed row: its row, its first position there, and its tokens."""
+    """A document of a packed sequence: its row, its first position there, and its tokens."""
 
     row: int
     start: int
@@ -51,7 +51,7 @@ class Piece(NamedTuple):
 
 
 def pieces(packed: Packed, row: int) -> Iterator[Piece]:
-    """Yield the documents of a packed row."""
+    """Yield the documents of a packed sequence."""
     start, token = 0, packed.token[row].tolist()
     for document, group in groupby(packed.document[row].tolist()):
         count = len(list(group))
@@ -114,7 +114,7 @@ class VllmFiles:
             raise ValueError(f"{folder}: holds no .safetensors files of vLLM; give their folder as features.vllm")
 
     def row(self, packed: Packed, row: int, norm: nn.Module, width: int) -> States:
-        """Return the states of a packed row, zeros on padding; the last one is on the norm's device, for the lm_head.
+        """Return the states of a packed sequence, zeros on padding; the last one is on the norm's device.
 
         Raises:
             ValueError: a document was not given to vLLM, or its file has another shape.

@@ -54,11 +54,11 @@ class CachedSamples(Sequence[Sample]):
     def __iter__(self) -> Iterator[Sample]:
         """Go through the samples, BATCH of them in memory at a time."""
         for rows in self._table.iter(batch_size=BATCH):
-            yield from map(Sample, rows["id"], rows["token"], rows["mask"])
+            yield from map(Sample, rows["id"], rows["token"], rows["loss_mask"])
 
     def arrays(self) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
         """Yield each sample's tokens and mask as arrays in the mapped file: nothing is copied."""
-        token, mask = (self._table.data.column(name).chunks for name in ("token", "mask"))
+        token, mask = (self._table.data.column(name).chunks for name in ("token", "loss_mask"))
         for tokens, masks in zip(token, mask, strict=True):
             offsets = tokens.offsets.to_numpy()
             flat, on = tokens.values.to_numpy(), masks.values.to_numpy()
@@ -103,11 +103,11 @@ def write_samples(samples: Iterable[Sample], path: Path) -> None:
     from datasets import Features, List, Value
     from datasets.arrow_writer import ArrowWriter
 
-    columns = {"id": Value("string"), "token": List(Value("int32")), "mask": List(Value("int8"))}
+    columns = {"id": Value("string"), "token": List(Value("int32")), "loss_mask": List(Value("int8"))}
     writer = ArrowWriter(features=Features(columns), path=str(path), writer_batch_size=BATCH)
     try:
         for sample in samples:
-            writer.write({"id": sample.id, "token": sample.token, "mask": sample.mask})
+            writer.write({"id": sample.id, "token": sample.token, "loss_mask": sample.loss_mask})
     finally:
         writer.finalize()
 

@@ -20,7 +20,7 @@ class LoggedAnswer(NamedTuple):
     token_ids: list[int]
 
 
-class Exact(NamedTuple):
+class Pretokenized(NamedTuple):
     """One document: its tokens as they were, and its loss mask."""
 
     token: list[int]
@@ -36,24 +36,24 @@ class Exact(NamedTuple):
             start = end
 
 
-def exact_tokens(raw: dict[str, Any], where: str) -> tuple[Exact, ...]:
+def exact_tokens(raw: dict[str, Any], where: str) -> tuple[Pretokenized, ...]:
     """Return the documents whose tokens a record gives, none where it is text; refuse what is no list of numbers."""
     if all(raw.get(key) is not None for key in MASKED):
         token, mask = (_ids(raw, key, where) for key in MASKED)
-        return (Exact(token, mask),)
-    documents: list[Exact] = []
+        return (Pretokenized(token, mask),)
+    documents: list[Pretokenized] = []
     for prompt, answer in logged_answers(raw, where):
         before = documents[-1].token if documents else []
         if before and prompt[: len(before)] == before:  # the next turn of the same text
             documents[-1] = _joined(documents[-1], prompt, answer)
         else:
-            documents.append(_joined(Exact([], []), prompt, answer))
+            documents.append(_joined(Pretokenized([], []), prompt, answer))
     return tuple(documents)
 
 
-def _joined(before: Exact, prompt: list[int], answer: list[int]) -> Exact:
+def _joined(before: Pretokenized, prompt: list[int], answer: list[int]) -> Pretokenized:
     context = [0] * (len(prompt) - len(before.token))
-    return Exact(prompt + answer, before.mask + context + [1] * len(answer))
+    return Pretokenized(prompt + answer, before.mask + context + [1] * len(answer))
 
 
 def logged_answers(raw: Mapping[str, Any], where: str) -> Iterator[LoggedAnswer]:

@@ -134,8 +134,8 @@ def _key(record: Record) -> bytes:
     """
     spoken = [_plain(content_text(message)) for message in record.messages]
     beside = [{key: value for key, value in message.items() if key != "content"} for message in record.messages]
-    text = "" if record.exact else _plain(record.text)
-    whole = [text, record.tools, spoken, beside, record.exact]
+    text = "" if record.pretokenized else _plain(record.text)
+    whole = [text, record.tools, spoken, beside, record.pretokenized]
     return hashlib.blake2b(json.dumps(whole, sort_keys=True, default=str).encode(), digest_size=16).digest()
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from data.config import DataConfig
-from data.text.exact import Exact
+from data.text.exact import Pretokenized
 from data.text.files import HEAD
 from data.text.records import REASONING, Message, Record, content_text
 from data.text.template import (
@@ -112,7 +112,7 @@ class Sample:
 
     id: str
     token: list[int]
-    mask: list[int]
+    loss_mask: list[int]
 
 
 class BadSampleError(ValueError):
@@ -139,14 +139,14 @@ def is_plain(record: Record, tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def samples_of(
-    record: Record, tokenizer: PreTrainedTokenizerBase, path: str, config: DataConfig, seen: Counter[str]
+    record: Record, tokenizer: PreTrainedTokenizerBase, path: str, config: DataConfig, drop_counts: Counter[str]
 ) -> list[Sample]:
     """Return a record's samples: its tokens if it gives them, a text's pieces, or a chat, as several in some templates.
 
     Args:
         path: the record's source, for errors.
         config: its turns, reasoning, max_tokens and on_bad are read.
-        seen: counts of dropped records by cause, and of cut ones.
+        drop_counts: counts of dropped records by cause, and of cut ones.
 
     Raises:
         ValueError: a chat for a tokenizer without a chat template; unless data.on_bad=drop, a chat without an answer,
@@ -154,18 +154,18 @@ def samples_of(
             away. `path` and the sample are named.
     """
     plain = is_plain(record, tokenizer)
-    if not (plain or record.exact) and not tokenizer.chat_template:
+    if not (plain or record.pretokenized) and not tokenizer.chat_template:
         raise ValueError(
             f"{path}: holds chats, but the tokenizer {tokenizer.name_or_path!r} has no chat template; "
             'put a chat_template.jinja beside the model, or give plain text ({"text"} records or .txt)'
         )
     try:
-        if record.exact:
-            samples = _samples(record.id, checked_tokens(record, tokenizer), config.max_tokens, seen)
+        if record.pretokenized:
+            samples = _samples(record.id, checked_tokens(record, tokenizer), config.max_tokens, drop_counts)
         elif plain:
-            return _plain(record, tokenizer, config.max_tokens, seen)
+            return _plain(record, tokenizer, config.max_tokens, drop_counts)
         else:
-            turns = joined(turns_of(record, tokenizer, config, seen))
+            turns = joined(turns_of(record, tokenizer, config, drop_counts))
             masked = [_end_turns(*_mask(text, spans, tokenizer), tokenizer) for text, spans in turns]
             for _, mask in masked:
                 if len(set(mask)) < 2:
@@ -175,15 +175,15 @@ def samples_of(
                         f"the loss mask is all {value}; check its messages, and where the chat template "
                         "puts {% generation %}",
                     )
-            samples = _samples(record.id, masked, config.max_tokens, seen)
+            samples = _samples(record.id, masked, config.max_tokens, drop_counts)
     except BAD as error:
         bad = bad_sample(error)
         if config.on_bad == "fail":
             raise ValueError(f"{path}: sample {record.id}: {bad}") from error
-        seen[f"dropped, {bad.cause}"] += 1
+        drop_counts[f"dropped, {bad.cause}"] += 1
         return []
     if config.turns == "text":
-        return [dataclasses.replace(sample, mask=[1] * len(sample.mask)) for sample in samples]
+        return [dataclasses.replace(sample, loss_mask=[1] * len(sample.loss_mask)) for sample in samples]
     return samples
 
 
@@ -198,16 +198,16 @@ def bad_sample(error: ValueError) -> BadSampleError:
     return error
 
 
-def checked_tokens(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[Exact, ...]:
+def checked_tokens(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[Pretokenized, ...]:
     """Return the documents of a record that gives tokens; refuse what the tokenizer does not know, and odd masks."""
-    for token, mask in record.exact:
+    for token, mask in record.pretokenized:
         check_vocabulary(token, tokenizer)
         if len(mask) != len(token) or set(mask) - {0, 1}:
             message = f"it has {len(token)} tokens and a loss_mask of {len(mask)}; give a 0 or 1 for each token"
             raise BadSampleError("mask that does not fit", message)
         if 1 not in mask:
             raise BadSampleError("mask all zeros", "the loss mask of its tokens is all zeros; remove the sample")
-    return record.exact
+    return record.pretokenized
 
 
 def check_vocabulary(token: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -223,14 +223,16 @@ def check_vocabulary(token: list[int], tokenizer: PreTrainedTokenizerBase) -> No
         raise BadSampleError("more than text", message)
 
 
-def counts_line(seen: Counter[str]) -> str:
+def counts_line(drop_counts: Counter[str]) -> str:
     """Format counts as a line, the most frequent first."""
-    return "; ".join(f"{count} {cause}" for cause, count in (+seen).most_common())
+    return "; ".join(f"{count} {cause}" for cause, count in (+drop_counts).most_common())
 
 
-def _plain(record: Record, tokenizer: PreTrainedTokenizerBase, max_tokens: int, seen: Counter[str]) -> list[Sample]:
+def _plain(
+    record: Record, tokenizer: PreTrainedTokenizerBase, max_tokens: int, drop_counts: Counter[str]
+) -> list[Sample]:
     if not record.text.strip():
-        seen["dropped, no question and no text"] += 1
+        drop_counts["dropped, no question and no text"] += 1
         return []
     if len(record.text) > HEAD:
         message = f"its text has {len(record.text)} characters, at most {HEAD} are read; cut it, or write it as .txt"
@@ -244,7 +246,7 @@ def _plain(record: Record, tokenizer: PreTrainedTokenizerBase, max_tokens: int, 
 
 
 def _samples(
-    id_: str, masked: Sequence[tuple[list[int], list[int]]], max_tokens: int, seen: Counter[str]
+    id_: str, masked: Sequence[tuple[list[int], list[int]]], max_tokens: int, drop_counts: Counter[str]
 ) -> list[Sample]:
     """Return masked documents as samples, cut where they are too long."""
     names = [id_ if len(masked) == 1 else f"{id_}#{number}" for number in range(len(masked))]
@@ -258,11 +260,13 @@ def _samples(
             "answers beyond data.max_tokens",
             f"data.max_tokens={max_tokens} cuts its answers away; raise it, shorten or remove the sample",
         )
-    seen["cut at data.max_tokens"] += any(len(token) > max_tokens for token, _ in masked)
+    drop_counts["cut at data.max_tokens"] += any(len(token) > max_tokens for token, _ in masked)
     return samples
 
 
-def turns_of(record: Record, tokenizer: PreTrainedTokenizerBase, config: DataConfig, seen: Counter[str]) -> list[Turn]:
+def turns_of(
+    record: Record, tokenizer: PreTrainedTokenizerBase, config: DataConfig, drop_counts: Counter[str]
+) -> list[Turn]:
     """Return the chat up to each answer that is trained on."""
     cut = config.reasoning == "cut"
     messages = [(without if cut else under_all_names)(message) for message in record.messages]
@@ -272,18 +276,18 @@ def turns_of(record: Record, tokenizer: PreTrainedTokenizerBase, config: DataCon
     if not answers:
         message = "the loss mask is all zeros, for the chat has no answer, or empty ones only; remove the sample"
         raise BadSampleError("no answer", message)
-    seen["with an empty answer, which trains nothing"] += len(answers) < roles.count("assistant")
+    drop_counts["with an empty answer, which trains nothing"] += len(answers) < roles.count("assistant")
     if len(answers) > MOST_ANSWERS:  # the chat is rendered anew for each
         message = f"it has {len(answers)} answers, at most {MOST_ANSWERS} are read; cut it"
         raise BadSampleError("too many answers", message)
     if config.turns == "last":
         question = max((i for i, role in enumerate(roles[: answers[-1]]) if role == "user"), default=-1)
         answers = [i for i in answers if i > question]
-    turns = [_turn(record._replace(messages=messages[: i + 1]), tokenizer, cut, seen) for i in answers]
+    turns = [_turn(record._replace(messages=messages[: i + 1]), tokenizer, cut, drop_counts) for i in answers]
     lost = [i for i, turn in zip(answers, turns, strict=True) if reasoning_of(messages[i]).strip() not in turn.text]
-    seen["whose reasoning the chat template leaves out"] += bool(lost)
+    drop_counts["whose reasoning the chat template leaves out"] += bool(lost)
     dropped = [turn for i, turn in zip(answers, turns, strict=True) if _drops_calls(messages[i], turn)]
-    seen["whose tool calls the chat template leaves out"] += bool(dropped)
+    drop_counts["whose tool calls the chat template leaves out"] += bool(dropped)
     return turns
 
 
@@ -294,7 +298,7 @@ def _drops_calls(message: Message, turn: Turn) -> bool:
     return any(str(call.get("name")) not in answer for call in calls)
 
 
-def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool, seen: Counter[str]) -> Turn:
+def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool, drop_counts: Counter[str]) -> Turn:
     """Find the answer that a chat ends with: behind the target's prompt, up to the chat's end.
 
     A template's own blocks stand as they are, but the target also writes the blanks before them, and the token that
@@ -323,7 +327,9 @@ def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool, seen: C
         )
     else:
         spans = [(start, len(text))]
-    seen["with an answer behind another text than its generation prompt"] += not text.startswith(close_prompt(prompt))
+    drop_counts["with an answer behind another text than its generation prompt"] += not text.startswith(
+        close_prompt(prompt)
+    )
     return Turn(text, [(skip(text, a, b, cut), b) for a, b in spans])
 
 

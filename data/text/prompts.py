@@ -63,7 +63,7 @@ Prepared = tuple[list[Prompt], Counts, Iterator[Sample]]
 
 def load_training(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, prompts: int, workload: str | None = None,
-    room: int | None = None,
+    max_prompt_tokens: int | None = None,
 ) -> TrainingData:  # fmt: skip
     """Return the samples of `config.path` and at most `prompts` prompts that they do not hold.
 
@@ -72,7 +72,7 @@ def load_training(
     Args:
         prompts: how many of the held-out prompts to return; contamination is checked against all of them.
         workload: further evaluation prompts that no sample may hold, as `locate` takes them; None: none.
-        room: how many tokens a prompt that is returned may have; None: any number.
+        max_prompt_tokens: how many tokens a prompt that is returned may have; None: any number.
 
     Raises:
         ValueError: unreadable or empty data, an unknown shape, a chat for a tokenizer without a chat template, a
@@ -92,13 +92,13 @@ def load_training(
         key = cache_key(config, tokenizer, [source.identity() for source in opened])
         folder = Path(config.cache).expanduser() / key
         counts = Counts.read(cached(folder, partial(_fill_cache, prepare)))
-        most = prompts if room is None else None  # those that are too long may be left out
+        most = prompts if max_prompt_tokens is None else None  # those that are too long may be left out
         held_out = load_prompts(str(folder / PROMPTS), tokenizer, most) if counts.held_out else []
         samples = CachedSamples(folder / SAMPLES)
     if config.prompts and prompts:
         held_out = load_prompts(config.prompts, tokenizer, prompts)
-    if room is not None:
-        held_out = _with_room(held_out, prompts, room, config, counts)
+    if max_prompt_tokens is not None:
+        held_out = _with_room(held_out, prompts, max_prompt_tokens, config, counts)
     if +counts.chats:
         log.warning("%s: of its chats, %s", config.named, counts_line(counts.chats))
     unknown = counts.unknown / max(1, counts.tokens)
@@ -178,7 +178,7 @@ def _prepare(
 
 
 def _held_out(
-    records: Iterator[Record], config: DataConfig, tokenizer: PreTrainedTokenizerBase, seen: Counter[str]
+    records: Iterator[Record], config: DataConfig, tokenizer: PreTrainedTokenizerBase, drop_counts: Counter[str]
 ) -> Iterator[tuple[Record, Prompt]]:
     """Yield held-out records with their prompts; with data.on_bad=drop count those that give none, and go on."""
     for record in records:
@@ -187,18 +187,20 @@ def _held_out(
         except BAD as error:
             if config.on_bad == "fail":
                 raise _refused(record, error, f"{record.source}: ") from error
-            seen[f"dropped, {bad_sample(error).cause}"] += 1
+            drop_counts[f"dropped, {bad_sample(error).cause}"] += 1
 
 
-def _with_room(prompts: list[Prompt], most: int, room: int, config: DataConfig, counts: Counts) -> list[Prompt]:
-    """Return at most so many prompts of at most `room` tokens; with data.on_bad=drop count longer held-out ones."""
+def _with_room(
+    prompts: list[Prompt], most: int, max_prompt_tokens: int, config: DataConfig, counts: Counts
+) -> list[Prompt]:
+    """Return at most `most` prompts of up to `max_prompt_tokens`; with data.on_bad=drop count longer held-out ones."""
     source = f"data.prompts={config.prompts}" if config.prompts else f"{config.named}, held out"
     remedy = "" if config.prompts else ", or set data.on_bad=drop"
     fitting: list[Prompt] = []
     for prompt in prompts:
         if len(fitting) == most:
             break
-        if len(prompt.token) <= room:
+        if len(prompt.token) <= max_prompt_tokens:
             fitting.append(prompt)
         elif config.on_bad == "drop" and not config.prompts:
             counts.chats["dropped, too long a prompt to measure on"] += 1
@@ -206,11 +208,11 @@ def _with_room(prompts: list[Prompt], most: int, room: int, config: DataConfig, 
         else:
             raise ValueError(
                 f"{source}: prompt {prompt.id} has {len(prompt.token)} tokens, but the target's context leaves room "
-                f"for {room}: shorten or remove it{remedy}"
+                f"for {max_prompt_tokens}: shorten or remove it{remedy}"
             )
     if prompts and most and not fitting:
         raise ValueError(
-            f"{source}: no prompt has at most {room} tokens, which the target's context leaves room for: "
+            f"{source}: no prompt has at most {max_prompt_tokens} tokens, which the target's context leaves room for: "
             "raise data.held_out, or give data.prompts"
         )
     return fitting
@@ -224,10 +226,10 @@ def first_samples(source: Source, config: DataConfig, tokenizer: PreTrainedToken
 
 def worded(record: Record, tokenizer: PreTrainedTokenizerBase) -> Record:
     """Return a record with the text of its tokens where it has no messages, for contamination to be seen."""
-    if not record.exact or record.messages:
+    if not record.pretokenized or record.messages:
         return record
     last = last_token(tokenizer)
-    token = [number for document in record.exact for number in document.token if 0 <= number <= last]
+    token = [number for document in record.pretokenized for number in document.token if 0 <= number <= last]
     return record._replace(text=str(tokenizer.decode(token, skip_special_tokens=True)))
 
 
@@ -250,7 +252,7 @@ def _samples(
             else:
                 counts.samples += 1
                 counts.tokens += len(sample.token)
-                counts.trained += sum(sample.mask)
+                counts.trained += sum(sample.loss_mask)
                 counts.unknown += sample.token.count(unknown)
                 yield sample
     if not counts.samples:
@@ -289,8 +291,8 @@ def _prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
 
 
 def _encoded(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    if record.exact:
-        (prompt,), whole = before_answers(record, "first"), record.exact[0].token
+    if record.pretokenized:
+        (prompt,), whole = before_answers(record, "first"), record.pretokenized[0].token
         check_vocabulary(whole, tokenizer)
         return prompt if prompt.token else prompt._replace(token=whole[: max(1, len(whole) // 2)])
     if is_plain(record, tokenizer):
@@ -313,8 +315,8 @@ def _encoded(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
 
 def before_answers(record: Record, turns: str) -> Iterator[Prompt]:
     """Yield what stands before the first answer of a record that gives its tokens; with turns=all, before every one."""
-    prompts = [document.token[:start] for document in record.exact for start, _ in document.answers()]
-    prompts = (prompts or [record.exact[0].token])[: None if turns == "all" else 1]
+    prompts = [document.token[:start] for document in record.pretokenized for start, _ in document.answers()]
+    prompts = (prompts or [record.pretokenized[0].token])[: None if turns == "all" else 1]
     for number, token in enumerate(prompts, 1):
         yield Prompt(f"{record.id}.{number}" if len(prompts) > 1 else record.id, token, record.category)
 

@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from data.text.exact import Exact, exact_tokens
+from data.text.exact import Pretokenized, exact_tokens
 from data.text.files import filled
 from heads.common.untrusted import parse_json
 
@@ -65,7 +65,7 @@ class Record(NamedTuple):
     text: str  # a plain text's; of a chat, the same as one text where the record has it
     tools: tuple[dict[str, Any], ...] = ()  # the functions that the assistant may call, as OpenAI has them
     source: str = ""  # the name of its source
-    exact: tuple[Exact, ...] = ()  # its tokens, where it gives them: they then count, and not the text
+    pretokenized: tuple[Pretokenized, ...] = ()  # its tokens, where it gives them: they then count, and not the text
 
 
 def parse(raw: dict[str, Any], index: int, path: str) -> Record:
@@ -80,14 +80,14 @@ def parse(raw: dict[str, Any], index: int, path: str) -> Record:
     name = next((label(raw[key]) for key in IDS if raw.get(key) is not None), str(index))
     body = raw["body"] if isinstance(raw.get("body"), dict) else raw
     messages, text, tools = _messages(body), body.get("text") or "", _tools(body.get("tools"))
-    exact = exact_tokens(raw, f"{path}: record {name}")
-    worded = messages is not None or isinstance(body.get("text"), str) or exact
+    pretokenized = exact_tokens(raw, f"{path}: record {name}")
+    worded = messages is not None or isinstance(body.get("text"), str) or pretokenized
     if not worded or tools is None or not isinstance(text, str):
         shown = json.dumps(raw, ensure_ascii=False, sort_keys=True, default=str)
         shown = shown if len(shown) <= SHOWN else shown[:SHOWN] + "…"
         raise ValueError(f"{path}: record {name} is of no known shape: {shown} The shapes read are {SHAPES}")
     chat, category = _with_media(messages or [], body), label(raw.get("category") or "")
-    return Record(name, category, chat, text, tools, path, exact)
+    return Record(name, category, chat, text, tools, path, pretokenized)
 
 
 def label(value: Any) -> str:

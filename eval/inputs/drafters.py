@@ -1,4 +1,4 @@
-"""The draft sources of a configuration: trained heads, found in their runs, and those of inference/drafters.
+"""The drafters of a configuration: trained heads, found in their runs, and those of inference/drafters.
 
 One that remembers past requests is also measured cold.
 """
@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from eval.config import SourcesConfig
+from eval.config import DraftersConfig
 from heads.common.typed import build
 from heads.common.untrusted import names_code, parse_yaml
 from heads.formats.hub import kind_of, resolve_head, target_path
@@ -105,8 +105,8 @@ def _trained_model(run: str) -> dict[str, Any]:
 Drafters = dict[str, Drafter]
 
 
-def check_drafters(config: SourcesConfig) -> None:
-    """Refuse unknown draft sources and options, runs without a head, and invalid trees, before the target is loaded."""
+def check_drafters(config: DraftersConfig) -> None:
+    """Refuse unknown drafters and options, runs without a head, and invalid trees, before the target is loaded."""
     for name, options in config.drafter.items():
         if name in ("head", "hybrid"):
             for folder in _folders(config).values():
@@ -117,8 +117,8 @@ def check_drafters(config: SourcesConfig) -> None:
             configured(name, options)
 
 
-def load_drafters(config: SourcesConfig, target: Target) -> Drafters:
-    """Return the configured draft sources `in_states`; refuse what `check_drafters` does, and another target's head."""
+def load_drafters(config: DraftersConfig, target: Target) -> Drafters:
+    """Return the configured drafters `in_states`; refuse what `check_drafters` does, and another target's head."""
     drafters: Drafters = {}
     for name, options in config.drafter.items():
         if name == "head":
@@ -136,7 +136,7 @@ def load_drafters(config: SourcesConfig, target: Target) -> Drafters:
     return in_states(drafters, config.cold)
 
 
-def _folders(config: SourcesConfig) -> dict[str, Path]:
+def _folders(config: DraftersConfig) -> dict[str, Path]:
     """Return the heads' folders under the names that the report gives them."""
     runs = [*config.runs(), *config.compare]
     if not runs:
@@ -144,7 +144,7 @@ def _folders(config: SourcesConfig) -> dict[str, Path]:
     return find_heads(runs)
 
 
-def _heads(config: SourcesConfig, target: Target) -> Drafters:
+def _heads(config: DraftersConfig, target: Target) -> Drafters:
     """Return the heads of all runs, each under its own tree."""
     return {name: load_drafter(folder, config.tree, target, name) for name, folder in _folders(config).items()}
 
@@ -161,7 +161,7 @@ def in_states(drafters: Drafters, cold: bool) -> Drafters:
 
 
 class ColdDrafter(Drafter):
-    """A draft source that starts every sequence without memory."""
+    """A drafter that starts every sequence without memory."""
 
     memory = COLD
 

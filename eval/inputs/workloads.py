@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from data.config import DataConfig
-from data.text.exact import Exact
+from data.text.exact import Pretokenized
 from data.text.filters import WORD
 from data.text.masks import samples_of
 from data.text.prompts import WORKLOADS, Prompt, before_answers, locate, prompt_of, split_text
@@ -89,8 +89,8 @@ def recorded(record: Record, target: Target, turns: str, most: int) -> Iterator[
 
 def _answers(record: Record, target: Target) -> Iterator[tuple[list[int], int]]:
     """Yield the tokens up to the end of each answer, and the index of the answer's first."""
-    if record.exact:
-        spans = [(document, span) for document in record.exact for span in document.answers()]
+    if record.pretokenized:
+        spans = [(document, span) for document in record.pretokenized for span in document.answers()]
         if not spans:
             raise ValueError(f"record {record.id}: {NO_ANSWER}")
         yield from ((document.token[:end], start) for document, (start, end) in spans)
@@ -111,7 +111,9 @@ def _answers(record: Record, target: Target) -> Iterator[tuple[list[int], int]]:
             cause = next(iter(+dropped), "no answer").removeprefix("dropped, ")
             raise ValueError(f"record {record.id}: no answer can be told from its prompt ({cause}): fix it")
         for sample in samples:
-            yield from ((sample.token[:end], start) for start, end in Exact(sample.token, sample.mask).answers())
+            yield from (
+                (sample.token[:end], start) for start, end in Pretokenized(sample.token, sample.loss_mask).answers()
+            )
     else:
         yield from _joined(record.messages, target)
 
@@ -139,7 +141,7 @@ def _masking() -> DataConfig:
 
 
 # Below this, generation would end at the context's edge and not at the answer's, and measure next to nothing.
-ROOM = 8
+MIN_ANSWER_TOKENS = 8
 SEARCHED = 10_000  # the most records among which prompts of all categories are searched
 LONG = 32  # words of a plain text from which on half of it is a prompt unlike others
 
@@ -273,7 +275,7 @@ def fit(prompt: Prompt, target: Target, truncate: bool) -> Prompt:
     if not prompt.token:
         raise ValueError(f"prompt {prompt.id}: is empty: remove it")
     check_known(prompt.token, f"prompt {prompt.id}", target)
-    room = target.context - ROOM
+    room = target.context - MIN_ANSWER_TOKENS
     if truncate:
         return prompt._replace(token=prompt.token[-room:])
     if len(prompt.token) > room:
@@ -316,7 +318,7 @@ def varied(records: list[Indexed], count: int) -> list[Indexed]:
     """
     texts: dict[str, Indexed] = {}
     for index, record in records:
-        if not isinstance(record, Record) or record.messages or record.exact:
+        if not isinstance(record, Record) or record.messages or record.pretokenized:
             return records
         texts.setdefault(record.text, (index, record))
     picked = [texts[text] for text in texts if len(WORD.findall(text)) >= LONG] or list(texts.values())
@@ -395,7 +397,7 @@ def _prompts(record: Readable, target: Target, turns: str, answer: Answer) -> It
     """Yield a record's prompts: its first question, or every one after all messages before it."""
     if isinstance(record, Prompt):
         yield record
-    elif record.exact:
+    elif record.pretokenized:
         yield from before_answers(record, turns)
     elif turns == "first" or sum(message["role"] == "user" for message in record.messages) < 2:
         yield prompt_of(record, target.tokenizer)

@@ -23,7 +23,16 @@ from data.text.prompts import Prompt
 from eval.measures import metrics
 from eval.measures.losslessness import UNCHECKED, Gate, labelled
 from eval.measures.machine import synchronize
-from eval.measures.results import Measurement, Request, Row, Source, Subset, by_request, result, with_speedups
+from eval.measures.results import (
+    DrafterInfo,
+    Measurement,
+    Request,
+    ResultRow,
+    Subset,
+    by_request,
+    result,
+    with_speedups,
+)
 from heads.common.progress import progress
 from inference.batch import Batch, acquire, release
 from inference.decode import Generation, Settings, autoregress, speculate
@@ -39,7 +48,7 @@ Runs = dict[str, list[list[Generation]]]  # by name, by prompt, the repeats
 
 
 class Setup(NamedTuple):
-    """What is decoded: the target and its draft sources, the prompts, and the settings of every request."""
+    """What is decoded: the target and its drafters, the prompts, and the settings of every request."""
 
     target: Target
     drafters: Mapping[str, Drafter]
@@ -47,11 +56,11 @@ class Setup(NamedTuple):
     settings: Settings
 
     def sources(self) -> dict[str, Drafter]:
-        """Return the baseline and the draft sources."""
+        """Return the baseline and the drafters."""
         return {PLAIN: Plain(self.target.device), **self.drafters}
 
     def resets(self) -> list[Callable[[], None]]:
-        """Return what lets every draft source begin with nothing."""
+        """Return what lets every drafter begin with nothing."""
         return [drafter.reset for drafter in self.drafters.values()]
 
 
@@ -146,7 +155,9 @@ def medians(runs: Runs) -> dict[str, list[Generation]]:
     return {name: [metrics.median_run(repeats) for repeats in by_prompt] for name, by_prompt in runs.items()}
 
 
-def rows(runs: Runs, drafters: Mapping[str, Drafter], gates: Mapping[str, Gate], measurement: Measurement) -> list[Row]:
+def rows(
+    runs: Runs, drafters: Mapping[str, Drafter], gates: Mapping[str, Gate], measurement: Measurement
+) -> list[ResultRow]:
     """Assemble the report's rows of one session, the baseline first: all prompts together, then each category.
 
     A drafter that did not pass its losslessness check, among `gates`, gets no speedup, at any temperature.
@@ -158,13 +169,15 @@ def rows(runs: Runs, drafters: Mapping[str, Drafter], gates: Mapping[str, Gate],
     for subset in measurement.parts(len(requests[PLAIN])):
         for name in (name for name in requests if name != HF):
             rule = metrics.rules_used([middle[name][index] for index in subset.indices])
-            source = Source(name, rule, sources[name].tree, sources[name].memory)
+            source = DrafterInfo(name, rule, sources[name].tree, sources[name].memory)
             row = result(source, subset, subset.of(requests[name]))
             measured.append(judged(row, subset, requests, gates))
     return measured
 
 
-def judged(row: Row, subset: Subset, requests: Mapping[str, Sequence[Request]], gates: Mapping[str, Gate]) -> Row:
+def judged(
+    row: ResultRow, subset: Subset, requests: Mapping[str, Sequence[Request]], gates: Mapping[str, Gate]
+) -> ResultRow:
     """Return a row with its losslessness check, and with its speedups over the baselines where that did not fail."""
     measurement, gate = subset.measurement, gates.get(labelled(row.drafter, row.batch_size), UNCHECKED)
     shown = gate if measurement.temperature == 0 else measurement.coupled.get(row.drafter, UNCHECKED)
@@ -334,7 +347,7 @@ def generations(rounds: Rounds) -> Runs:
     return {name: [[one.generation for one in repeats] for repeats in prompts] for name, prompts in rounds.items()}
 
 
-def queued_rows(rows: Sequence[Row], rounds: Rounds, measurement: Measurement) -> list[Row]:
+def queued_rows(rows: Sequence[ResultRow], rounds: Rounds, measurement: Measurement) -> list[ResultRow]:
     """Return the rows that `live.rows` made of a session under load, with the waiting times of its requests.
 
     Latencies are those of all rounds: each had other arrivals, so none is more typical than another. What had a speedup
@@ -344,7 +357,7 @@ def queued_rows(rows: Sequence[Row], rounds: Rounds, measurement: Measurement) -
     return [_waited(row, rounds, subsets[row.category]) for row in rows]
 
 
-def _waited(row: Row, rounds: Rounds, subset: Subset) -> Row:
+def _waited(row: ResultRow, rounds: Rounds, subset: Subset) -> ResultRow:
     mine, plain = (subset.of(rounds[name]) for name in (row.drafter, PLAIN))
     fast, slow = latencies(mine), latencies(plain)
     requests = [one.request() for one in chain.from_iterable(mine)]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 from typing import Any
 
-from eval.measures.metrics import Passes
+from eval.measures.metrics import SpecDecodingStats
 
 VLLM, SGLANG, LLAMA = ENGINES = ("vllm", "sglang", "llamacpp")
 LINE = re.compile(r"^((?:vllm|sglang|llamacpp|process)[:_]\w+?)(?:_total)?(?:\{(.*)\})?\s+([^\s}]+)(?:\s+-?\d+)?$")
@@ -102,7 +102,7 @@ def restarted(before: Counters, after: Counters) -> bool:
     return fell or before.engine != after.engine or before.started != after.started
 
 
-def between(before: Counters, after: Counters, decoded: int) -> Passes:
+def between(before: Counters, after: Counters, decoded: int) -> SpecDecodingStats:
     """Return the counts between two readings of one server's counters.
 
     `decoded` are the tokens after the prefill's of all requests in between. vLLM's passes with a draft account for some
@@ -128,12 +128,12 @@ def decoded_between(before: Counters, after: Counters) -> int:
     return round(after.generated - (before.generated or 0) - after.finished + (before.finished or 0))
 
 
-def verified(passes: int, drafted: int | None, accepted: int, by_depth: tuple[int, ...]) -> Passes:
+def verified(passes: int, drafted: int | None, accepted: int, by_depth: tuple[int, ...]) -> SpecDecodingStats:
     """Return the counts of passes; each commits what it accepted and one token of the target's own."""
-    return Passes(accepted + passes, passes, drafted, accepted, by_depth)
+    return SpecDecodingStats(accepted + passes, passes, drafted, accepted, by_depth)
 
 
-def of_reply(reply: Mapping[str, Any], decoded: int) -> Passes | None:
+def of_reply(reply: Mapping[str, Any], decoded: int) -> SpecDecodingStats | None:
     """Return the counts in a reply or an event of it, given its tokens after the first; None without consistent ones.
 
     vLLM has them in `metrics.speculative_decoding`, SGLang in `meta_info` of the only choice.
@@ -147,7 +147,7 @@ def of_reply(reply: Mapping[str, Any], decoded: int) -> Passes | None:
     return _read(record, SGLANG_KEYS, decoded) if isinstance(record, dict) else None
 
 
-def _read(record: Mapping[str, Any], keys: tuple[str, ...], decoded: int) -> Passes | None:
+def _read(record: Mapping[str, Any], keys: tuple[str, ...], decoded: int) -> SpecDecodingStats | None:
     """Read passes, accepted tokens, drafted tokens, and the histogram of passes over accepted tokens."""
     numbers: list[Any] = [record.get(key) for key in keys[:3]]
     if not all(map(_is_count, numbers)):

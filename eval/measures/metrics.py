@@ -30,7 +30,7 @@ Groups = Sequence[int] | None  # of each request, such as the conversation that 
 
 
 @dataclass(frozen=True)
-class Passes:
+class SpecDecodingStats:
     """Target passes and what they committed; expectations where drafts are sampled."""
 
     tokens: Number  # committed after the first one, which is the prefill's
@@ -76,21 +76,21 @@ def acceptance(runs: Sequence[Generation]) -> Acceptance:
     return pooled([passes(run) for run in runs])
 
 
-def passes(run: Generation) -> Passes:
+def passes(run: Generation) -> SpecDecodingStats:
     """Return the counts of a run."""
     return counted([step.accepted for step in run.steps], sum(step.drafted for step in run.steps), decoded(run))
 
 
-def counted(accepted: Sequence[int], drafted: int, tokens: int) -> Passes:
+def counted(accepted: Sequence[int], drafted: int, tokens: int) -> SpecDecodingStats:
     """Return the counts of an answer's passes that accepted so many drafted tokens each."""
     depths = range(1, max(accepted, default=0) + 1)
     by_depth = [sum(count >= depth for count in accepted) for depth in depths]
     missing = sum(accepted) + len(accepted) - tokens  # only the last pass can have committed no bonus
     ended = [missing * (depth == accepted[-1]) for depth in depths]
-    return Passes(tokens, len(accepted), drafted, sum(accepted), by_depth, ended)
+    return SpecDecodingStats(tokens, len(accepted), drafted, sum(accepted), by_depth, ended)
 
 
-def pooled(requests: Sequence[Passes], whole: Passes | None = None) -> Acceptance:
+def pooled(requests: Sequence[SpecDecodingStats], whole: SpecDecodingStats | None = None) -> Acceptance:
     """Return the acceptance of requests, of the counts of each, or of their sum where it was counted apart."""
     total = together(requests) if whole is None else whole
     reached = [count for count in total.by_depth if count > 0]  # they fall: no pass came deeper than the first 0
@@ -120,12 +120,12 @@ def pooled(requests: Sequence[Passes], whole: Passes | None = None) -> Acceptanc
     )
 
 
-def together(requests: Sequence[Passes]) -> Passes:
+def together(requests: Sequence[SpecDecodingStats]) -> SpecDecodingStats:
     """Return the sums of the counts of requests; what one of them does not know is unknown of all."""
     drafted = [request.drafted for request in requests if request.drafted is not None]
     has_depths = all(request.by_depth or not request.accepted for request in requests)
     by_depth = [request.by_depth for request in requests if has_depths]
-    return Passes(
+    return SpecDecodingStats(
         tokens=math.fsum(request.tokens for request in requests),
         steps=math.fsum(request.steps for request in requests),
         drafted=math.fsum(drafted) if len(drafted) == len(requests) else None,
@@ -140,7 +140,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return ratio(math.fsum(measured), len(measured))
 
 
-def _tau_within(total: Passes, depth: int) -> float:
+def _tau_within(total: SpecDecodingStats, depth: int) -> float:
     """Return τ with every draft cut off at a depth: deeper tokens would have been the passes' bonus.
 
     Exact where the target's choices after a step do not depend on how long the step was, as on recorded text.
@@ -201,7 +201,7 @@ def tau_interval(runs: Sequence[Generation], seed: int, groups: Groups = None) -
     return pooled_interval([passes(run) for run in runs], seed, groups)
 
 
-def pooled_interval(requests: Sequence[Passes], seed: int, groups: Groups = None) -> Interval | None:
+def pooled_interval(requests: Sequence[SpecDecodingStats], seed: int, groups: Groups = None) -> Interval | None:
     """Return tau's confidence interval, likewise; None where the counts of the requests are not known apart."""
     if not requests:
         return None

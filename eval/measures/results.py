@@ -1,4 +1,4 @@
-"""Results of one draft source on one workload at one temperature and batch size, built from its measured requests.
+"""Results of one drafter on one workload at one temperature and batch size, built from its measured requests.
 
 Counted passes and, where a clock ran, timed requests become a row of the report.
 """
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from eval.measures import metrics
 from eval.measures.losslessness import UNCHECKED, Gate
-from eval.measures.metrics import PARTS, Groups, Interval, Pair, Passes
+from eval.measures.metrics import PARTS, Groups, Interval, Pair, SpecDecodingStats
 
 T = TypeVar("T")
 LIVE, TEACHER_FORCED = TIERS = ("live", "teacher_forced")  # the first alone has a clock
@@ -20,12 +20,12 @@ UNTIMED = dict.fromkeys(PARTS, 0.0)  # seconds
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultRow:
     """One drafter on one workload at one temperature and batch size; None stands for what was not measured.
 
     `tokens` and `steps` are the decoded tokens and the target passes that committed them; `seconds` are the steps'.
     `latency_s` is the median over the requests of their latencies, each from its prefill on.
-    `request_rate` is in requests a second; None where each request came when one before it had ended. Under a rate
+    `request_rate` is in requests per second; None where each request came when one before it had ended. Under a rate
     `latency_s` counts from the arrival, `batch_size` is the most sequences in one pass, `tokens_per_second` is over the
     time from the first arrival to the last end, and `speedup` is the baseline's mean latency over the drafter's.
     `overlap_headroom` is how many times faster the steps would be if drafting hid behind verification entirely.
@@ -115,8 +115,8 @@ class Subset(NamedTuple):
         return [items[index] for index in self.indices]
 
 
-class Source(NamedTuple):
-    """A draft source: its name, the rule that verified, the tree, and its memory from request to request."""
+class DrafterInfo(NamedTuple):
+    """A drafter: its name, the rule that verified, the tree, and its memory from request to request."""
 
     drafter: str
     rule: str
@@ -131,7 +131,7 @@ class Request:
     `waits` are the seconds that its sender waits, by name: `latency_s` to the last token, `ttft_s` to the first one.
     """
 
-    passes: Passes | None  # None where a server counts all requests together
+    passes: SpecDecodingStats | None  # None where a server counts all requests together
     decoding: Pair | None = None  # the tokens after the first, and the seconds that they took
     end_to_end: Pair | None = None  # all tokens, and the seconds from the beginning of the prefill on
     prefill_s: float | None = None
@@ -147,7 +147,9 @@ class Request:
         return metrics.ratio(self.decoding[0], latency - first)
 
 
-def result(source: Source, subset: Subset, requests: Sequence[Request], whole: Passes | None = None) -> Row:
+def result(
+    source: DrafterInfo, subset: Subset, requests: Sequence[Request], whole: SpecDecodingStats | None = None
+) -> ResultRow:
     """Return the result of a source on a subset of a measurement, without a speedup, which `with_speedups` adds.
 
     `whole` is the sum of the counts of `requests`, where that is known without those of each request, or better.
@@ -156,7 +158,7 @@ def result(source: Source, subset: Subset, requests: Sequence[Request], whole: P
     acceptance = metrics.pooled(counts, whole)
     seconds = {key: sum(request.seconds[key] for request in requests) for key in UNTIMED}
     latencies = [wait for request in requests if (wait := request.waits.get("latency_s")) is not None]
-    return Row(
+    return ResultRow(
         drafter=source.drafter,
         rule=source.rule,
         tree=source.tree,
@@ -187,8 +189,8 @@ def result(source: Source, subset: Subset, requests: Sequence[Request], whole: P
 
 
 def with_speedups(
-    row: Row, subset: Subset, requests: Sequence[Request], base: Sequence[Request], hf: Sequence[Request] | None
-) -> Row:
+    row: ResultRow, subset: Subset, requests: Sequence[Request], base: Sequence[Request], hf: Sequence[Request] | None
+) -> ResultRow:
     """Return a result with the columns that only a lossless drafter has.
 
     `requests` are those that it was built from, `base` and `hf` the same ones by the baseline and by HF generate.
@@ -207,7 +209,7 @@ def with_speedups(
     )
 
 
-def text_results(source: Source, measurement: Measurement, texts: Sequence[Request]) -> list[Row]:
+def text_results(source: DrafterInfo, measurement: Measurement, texts: Sequence[Request]) -> list[ResultRow]:
     """Return the results of a source along given texts, where no clock ran: all texts together, then each category."""
     subsets = measurement.parts(len(texts))
     return [result(source, subset, subset.of(texts)) for subset in subsets]

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from eval.measures.results import LIVE, Row
+from eval.measures.results import LIVE, ResultRow
 from heads import HEADS
 from heads.formats.published.export import FORMATS
 
@@ -31,25 +31,25 @@ class Pass(NamedTuple):
     draft: float
 
 
-def is_chain(row: Row) -> bool:
+def is_chain(row: ResultRow) -> bool:
     """Say whether a row measured lossless greedy chains of one length, as engines draft."""
     chained = row.tree.startswith(("chain", "served")) and bool(row.accepted_by_depth)
     return chained and is_decoded(row) and not row.lossless.get("failed")
 
 
-def is_decoded(row: Row) -> bool:
+def is_decoded(row: ResultRow) -> bool:
     """Say whether a row is of greedy decoding of a whole workload, requests one behind the other, of one report."""
     other = row.temperature or row.category or row.request_rate is not None or row.report
     return row.tier == LIVE and not other
 
 
 def is_served(drafter: str) -> bool:
-    """Say whether vLLM has a way to serve a draft source: heads of some kinds have none."""
+    """Say whether vLLM has a way to serve a drafter: heads of some kinds have none."""
     kind = drafter.partition(" ")[0]
     return kind not in HEADS or kind in FORMATS["vllm"]
 
 
-def rates(row: Row) -> list[float]:
+def rates(row: ResultRow) -> list[float]:
     """Return the marginal acceptance of a row of chains, by every position that was drafted.
 
     A row's own end at the deepest position that was ever accepted, its tree says how deep the chain is; of positions
@@ -115,7 +115,7 @@ def config_of(ranges: Sequence[Range]) -> dict[str, Any]:
     return {"num_speculative_tokens": max(most, 1), "num_speculative_tokens_per_batch_size": [list(r) for r in ranges]}
 
 
-def prices(plain: Mapping[int, Row], drafted: Mapping[int, Row]) -> tuple[Times, dict[int, Pass]]:
+def prices(plain: Mapping[int, ResultRow], drafted: Mapping[int, ResultRow]) -> tuple[Times, dict[int, Pass]]:
     """Return the seconds of plain steps, and the prices of passes with a draft, of a server and its baseline.
 
     What a measured pass takes beyond a plain step as wide is the draft's. One that takes less has its tokens cheaper
@@ -133,7 +133,7 @@ def prices(plain: Mapping[int, Row], drafted: Mapping[int, Row]) -> tuple[Times,
     return times, passes
 
 
-def schedule_of(rows: Sequence[Row]) -> dict[str, Any] | None:
+def schedule_of(rows: Sequence[ResultRow]) -> dict[str, Any] | None:
     """Return what vLLM takes of a report with one chain, measured in batches; None of another."""
     chains = [row for row in rows if is_chain(row)]
     if len({(row.drafter, row.tree, row.workload, row.state) for row in chains}) != 1:

@@ -129,7 +129,7 @@ def sentence(name: str, breakdown: Record) -> str:
         return f"{stages[cost]:.2f}" + " (cheaper than the baseline's)" * (stages[cost] > before[cost])
 
     return (
-        f"{name} commits {stages['ideal']:.2f} tokens a pass, the speedup if a pass cost a step of the baseline. The "
+        f"{name} commits {stages['ideal']:.2f} tokens per pass, the speedup if a pass cost a step of the baseline. The "
         f"dearer passes leave {left('verification')}; drafting leaves {left('draft')}; the rest of the step leaves the "
         f"measured {left('overhead')}. The greatest gain would come from {REMEDIES[breakdown['most']]}: {gain:.2f} if "
         f"that loss were a tenth smaller. An oracle that drafts only accepted tokens, at no cost, would reach "

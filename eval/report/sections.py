@@ -168,7 +168,7 @@ def firsts(report: Record) -> list[Result]:
 
 
 def sentence(report: Record) -> str:
-    """Return the result in a sentence: that of the fastest lossless draft source; empty without one."""
+    """Return the result in a sentence: that of the fastest lossless drafter; empty without one."""
     timed = [
         result
         for result in firsts(report)
@@ -211,7 +211,7 @@ def compared(report: Record) -> list[str]:
 
     return [
         f"{pair['drafter']} against {pair['base']}, the same {pair['prompts']} prompts of {pair['workload']}, "
-        f"T={pair['temperature']:g}, batch size {pair['batch_size']}: τ {change(pair['tau'], 2)}, tokens a second "
+        f"T={pair['temperature']:g}, batch size {pair['batch_size']}: τ {change(pair['tau'], 2)}, tokens per second "
         f"{change(pair['tokens_per_second'], 1)} (paired bootstrap)"
         for pair in report.get("paired", [])
     ]
@@ -231,7 +231,7 @@ def why(report: Record) -> list[str]:
 def paying(results: Sequence[Result]) -> list[str]:
     """Return at which batch sizes and request rates each draft setting pays, in words."""
     lines = []
-    for key, unit in (("batch_size", "batch size"), ("request_rate", "requests a second")):
+    for key, unit in (("batch_size", "batch size"), ("request_rate", "requests per second")):
         for name, curve in sweeps(results, key).items():
             by_verdict: dict[str, list[str]] = {}
             for result in curve:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from eval.measures.losslessness import WITHHELD, FailedChecks, Gate, SampledGate, labelled
-from eval.measures.results import Row, finite
+from eval.measures.results import ResultRow, finite
 from eval.measures.serving import CONFIG, schedule_of
 from eval.report.breakdown import with_breakdowns
 from eval.report.render import RenderError, markdown, page
 from eval.report.view import flattened, shown
-from heads.common.files import write_whole
+from heads.common.files import atomic_write
 from heads.common.typed import typed
 from heads.common.untrusted import parse_json, regular
 from heads.common.untrusted import shown as quoted
@@ -37,7 +37,7 @@ class Report:
     device: dict[str, Any]
     settings: dict[str, Any]
     gates: dict[str, Gate]
-    rows: list[Row]
+    rows: list[ResultRow]
     sampled: list[SampledGate] = field(default_factory=list)
     extras: dict[str, Any] = field(default_factory=dict)
 
@@ -46,7 +46,7 @@ class Report:
         for row in self.rows:
             assert not (row.has_speedup and self.failed(row)), f"{row.drafter} has a speedup and failed its check"
 
-    def failed(self, row: Row) -> bool:
+    def failed(self, row: ResultRow) -> bool:
         """Whether a row failed a losslessness check."""
         return FailedChecks.of(self.gates, self.sampled).result(vars(row))
 
@@ -130,7 +130,7 @@ class Report:
 
 def _write(file: Path, text: str) -> None:
     try:
-        write_whole(file, text.encode(errors="replace"))
+        atomic_write(file, text.encode(errors="replace"))
     except OSError as error:
         raise OSError(
             f"{file} cannot be written ({error.strerror or error}): free space there, or give another out"
@@ -176,11 +176,11 @@ def read_report(file: Path) -> dict[str, Any]:
     return content
 
 
-def row_of(record: Any) -> Row:
+def row_of(record: Any) -> ResultRow:
     """Return a row of report.json; refuse unknown and missing keys, and values of other types."""
     if not isinstance(record, dict):
         raise ValueError(f"{quoted(record)} is no row")
-    row = typed(Row, {key: value for key, value in record.items() if key != "ladder"})
+    row = typed(ResultRow, {key: value for key, value in record.items() if key != "ladder"})
     if not isinstance(gaps := row.agreement.get("gaps"), list):
         return row
     return replace(row, agreement=row.agreement | {"gaps": [math.inf if gap is None else gap for gap in gaps]})

@@ -1,6 +1,6 @@
 """Measure the costs of a decoding step's parts on this device, inside the engine.
 
-A draft source plays a recorded text back to the engine: the trees that it hands over have the sizes to be measured and
+A drafter plays a recorded text back to the engine: the trees that it hands over have the sizes to be measured and
 hold as many of the text's tokens as are to be accepted, and before each it times a proposal that it then throws away.
 Where steps are decoded on the device the head drafts for all sequences at once, as it does in use.
 So every part is timed between the others, as in decoding: a loop over one part alone finds its weights still in the
@@ -44,7 +44,7 @@ K = TypeVar("K")
 
 
 class Playback(Drafter):
-    """A draft source that times a head's proposals and commits, and drafts trees of given sizes from recorded texts.
+    """A drafter that times a head's proposals and commits, and drafts trees of given sizes from recorded texts.
 
     All sequences of a batch share its schedule and its times. Without a head nothing is timed.
     """
@@ -219,7 +219,7 @@ def measure(
 
     Args:
         target: the target that wrote the texts, under the same settings.
-        head: the draft head as a draft source. None: a draft that costs nothing.
+        head: the draft head as a drafter. None: a draft that costs nothing.
         texts: the texts to decode again, `batch` of them side by side in every pass.
         measured: the trees whose proposals are timed; none without a head.
         sizes: the numbers of drafted nodes whose verification is timed; 0 is an autoregressive step.

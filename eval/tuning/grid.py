@@ -15,7 +15,7 @@ from torch import Tensor
 from eval.config import TunerConfig
 from eval.inputs.workloads import Text
 from eval.measures.cost_model import Costs, Prediction, Replayed, cycled, draft_key, drafted, predict, rising
-from eval.teacher_forced import Record, record, replay
+from eval.teacher_forced import RankedText, rank_text, replay
 from heads.common.progress import progress
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
@@ -218,10 +218,10 @@ def simulate(
     current, head = drafter.policy, drafter.head
     deepest = min(head.max_depth, max(current.deepest, *grid.depths))
     largest = unlimited(grid, current, deepest)
-    chosen, held = halves([record(target, head, text, largest, deepest) for text in progress(texts, "simulating")])
+    chosen, held = halves([rank_text(target, head, text, largest, deepest) for text in progress(texts, "simulating")])
     table = acceptance(torch.tensor([ranks for text in chosen for ranks in text.rank]), max(grid.top_k))
 
-    def replays(records: Sequence[Record], tree: TreeConfig) -> list[Replayed]:
+    def replays(records: Sequence[RankedText], tree: TreeConfig) -> list[Replayed]:
         return [Replayed(replay(record, tree), record.text.generated - 1) for record in records]
 
     families = proposed(grid, table, current, deepest, target.takes_trees)

@@ -1,4 +1,4 @@
-"""Text for the embedded target: the Python sources that every machine with headstart installed already has.
+"""Text for the bundled target: the Python sources that every machine with headstart installed already has.
 
 Two kinds of documents come out of the standard library and the installed packages: whole modules, and the chat form
 `{"prompt": signature and docstring, "answer": body}` of every documented function. A module whose path hashes to

@@ -1,4 +1,4 @@
-"""Make the embedded target: tokenizer, training by depth stacking, held-out loss, prompts and card figures.
+"""Make the bundled target: tokenizer, training by depth stacking, held-out loss, prompts and card figures.
 
     python examples/tiny/make_target.py --minutes 60 --out examples/tiny
 

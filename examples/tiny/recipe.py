@@ -1,6 +1,6 @@
 """The recipe of a target that is trained here: tokenizer, shape, optimisers, a schedule by elapsed time, its loss.
 
-make_target.py makes the embedded target by it, and benchmarks/gpu/target.py a larger one on an accelerator. The first
+make_target.py makes the bundled target by it, and benchmarks/gpu/target.py a larger one on an accelerator. The first
 part of the budget trains a shallow model; its layer block is then repeated to the full depth and training goes on
 (depth stacking, arXiv 2405.15319), since a shallow model sees several times more tokens in the same minutes. The
 schedule is a function of elapsed time, so any machine gives what it can in the minutes it is given.

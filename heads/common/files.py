@@ -94,7 +94,7 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def write_whole(path: Path, content: bytes | Iterator[bytes | memoryview]) -> None:
+def atomic_write(path: Path, content: bytes | Iterator[bytes | memoryview]) -> None:
     """Write a file, or its pieces in turn, under a temporary name beside it, flush it to the disk, and rename it.
 
     Raises:
@@ -117,7 +117,7 @@ def write_whole(path: Path, content: bytes | Iterator[bytes | memoryview]) -> No
 
 def write_checked(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON object with a checksum of itself, whole or not at all."""
-    write_whole(path, (json.dumps({**content, CHECKSUM: checksum(content)}, indent=1) + "\n").encode())
+    atomic_write(path, (json.dumps({**content, CHECKSUM: checksum(content)}, indent=1) + "\n").encode())
 
 
 def read_checked(path: Path) -> dict[str, Any]:

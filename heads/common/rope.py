@@ -114,12 +114,12 @@ class Rotary:
         self.table = torch.zeros(2, 0, width)
 
     def __call__(
-        self, x: Float[Tensor, "B H T E"], position: Int[Tensor, "B T"], last: int
+        self, x: Float[Tensor, "B H T E"], position: Int[Tensor, "B T"], max_position: int
     ) -> Float[Tensor, "B H T E"]:
-        """Rotate queries or keys to their positions, of which `last` is an upper bound."""
-        if last >= self.table.shape[1] or self.table.dtype != x.dtype or self.table.device != x.device:
+        """Rotate queries or keys to their positions, of which `max_position` is an upper bound."""
+        if max_position >= self.table.shape[1] or self.table.dtype != x.dtype or self.table.device != x.device:
             with torch.inference_mode(False):  # a table built while decoding may be needed in training
-                angle = torch.arange(max(2 * last, LEAST), dtype=torch.float64)[:, None] * self.frequency
+                angle = torch.arange(max(2 * max_position, LEAST), dtype=torch.float64)[:, None] * self.frequency
                 angle = torch.cat([angle, angle], -1)
                 self.table = (self.factor * torch.stack([angle.cos(), angle.sin()])).to(x.device, x.dtype)
         cos, sin = self.table[:, position][:, :, None]

@@ -144,7 +144,7 @@ def experts_of(config: Any) -> tuple[int, int] | None:
 
 
 def row_length(path: str, length: int) -> int:
-    """Return the length of packed rows: `length`, or the target's context where that is known to be less.
+    """Return the length of packed sequences: `length`, or the target's context where that is known to be less.
 
     A target that has still to be downloaded is not known here; `check_rows` runs once it is.
     """

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from heads import HEADS
 from heads.base import DraftVocabulary, Embeddings
 from heads.common.errors import one_line
-from heads.common.files import last_good, replacing, write_whole
+from heads.common.files import atomic_write, last_good, replacing
 from heads.common.typed import typed
 from heads.common.untrusted import names_code, parsed_file, shown
 from heads.formats.weights import check_fit, meta_state_dict, read_weights
@@ -130,7 +130,7 @@ def save_tree(folder: Path, tree: dict[str, Any], schedule: list[dict[str, Any]]
         del content[SCHEDULE]
     path = last_good(folder) / CONFIG
     try:
-        write_whole(path, (json.dumps(content, indent=2) + "\n").encode())
+        atomic_write(path, (json.dumps(content, indent=2) + "\n").encode())
     except OSError as error:
         raise OSError(f"{path}: could not be written ({error}); the tree in it is the one of before") from error
 

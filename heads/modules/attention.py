@@ -1,7 +1,7 @@
 """Training-time-test attention over packed sequences: exact, block-wise, memory linear in length.
 
 A row drafted from row t attends to the context, the true rows that row t sees, and to the rows drafted before it from
-the same t, one a step: the training-time test of EAGLE-3 (arXiv 2503.01840). Its scores are one matrix product with the
+the same t, one a step: the training-time test of EAGLE-3 (arXiv 2503.01840). Its scores are one matmul with the
 context and a column for each drafted step, so neither a mask nor scores over all steps' rows are ever materialised. The
 two parts are merged by their log-sum-exp (LSE). Queries are processed in blocks and the backward pass recomputes a
 block's P from the LSE (FlashAttention, arXiv 2205.14135), so memory grows with the length and the steps, not with a
@@ -40,7 +40,7 @@ class Pattern:
     earlier: "Pattern | None" = None  # no query of which begins before this one's; it spares the host a read
     masks: dict[int, Any] = field(default_factory=dict)  # of the fused kernel, by how many keys there are
 
-    def seen(self, block: "QueryBlock") -> Bool[Tensor, "B N S"]:
+    def context_mask(self, block: "QueryBlock") -> Bool[Tensor, "B N S"]:
         """Return which context rows a block of queries sees."""
         column = torch.arange(block.least, block.most, device=self.first.device)
         queries = slice(block.begin, block.end)
@@ -136,28 +136,30 @@ def pattern(
 
 
 def attend_rows(
-    query: Float[Tensor, "B H N E"], context: KeyValue, drafted: list[KeyValue], seen: Pattern
+    query: Float[Tensor, "B H N E"], context: KeyValue, drafted: list[KeyValue], attn_pattern: Pattern
 ) -> Float[Tensor, "B H N F"]:
-    """Attend from each query to the context rows that `seen` gives it and to the rows drafted for it.
+    """Attend from each query to the context rows that `attn_pattern` gives it and to the rows drafted for it.
 
     In training on CUDA by one fused kernel (heads/modules/flex.py), everywhere else block by block.
 
     Args:
         context: keys and values "B G T E" of the true rows.
         drafted: keys and values "B G N E" of each step drafted so far, row n of which was drafted for query n.
-        seen: the rows of both that each query sees, at least one.
+        attn_pattern: the rows of both that each query sees, at least one.
     """
     # Under autocast values come from a linear layer, but normed queries and keys are wider; the products are not.
     dtype = context[1].dtype
     query, pairs = query.to(dtype), [(key.to(dtype), value.to(dtype)) for key, value in (context, *drafted)]
     if runs_fused(query, context[1]):
-        return attend_fused(query, pairs, seen)
-    return attend_blocks(query, pairs, seen)
+        return attend_fused(query, pairs, attn_pattern)
+    return attend_blocks(query, pairs, attn_pattern)
 
 
-def attend_fused(query: Float[Tensor, "B H N E"], pairs: list[KeyValue], seen: Pattern) -> Float[Tensor, "B H N F"]:
+def attend_fused(
+    query: Float[Tensor, "B H N E"], pairs: list[KeyValue], attn_pattern: Pattern
+) -> Float[Tensor, "B H N F"]:
     """Attend to the context, the first of `pairs`, and to drafted rows, the others, by one kernel."""
-    mask = seen.mask(pairs[0][0].shape[2], len(pairs) - 1)
+    mask = attn_pattern.mask(pairs[0][0].shape[2], len(pairs) - 1)
     key, value = joined(pairs)
     return kernel()(query, key, value, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
 
@@ -168,11 +170,15 @@ def joined(pairs: list[KeyValue]) -> KeyValue:
     return key, value
 
 
-def attend_blocks(query: Float[Tensor, "B H N E"], pairs: list[KeyValue], seen: Pattern) -> Float[Tensor, "B H N F"]:
+def attend_blocks(
+    query: Float[Tensor, "B H N E"], pairs: list[KeyValue], attn_pattern: Pattern
+) -> Float[Tensor, "B H N F"]:
     """Attend as `attend_fused` does, block by block: on every device and in every dtype; its reference."""
     apply: Any = _Rows.apply
-    drafted = [half for pair in pairs[1:] for halves in zip(*map(seen.shared, pair), strict=True) for half in halves]
-    out: Tensor = apply(seen, query, *pairs[0], *drafted)
+    drafted = [
+        half for pair in pairs[1:] for halves in zip(*map(attn_pattern.shared, pair), strict=True) for half in halves
+    ]
+    out: Tensor = apply(attn_pattern, query, *pairs[0], *drafted)
     return out
 
 
@@ -183,16 +189,16 @@ class _Rows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, seen: Pattern, query: Tensor, key: Tensor, value: Tensor, *drafted: Tensor) -> Tensor:
+    def forward(ctx: Any, attn_pattern: Pattern, query: Tensor, key: Tensor, value: Tensor, *drafted: Tensor) -> Tensor:
         """Return O, and keep its LSE."""
         wide = _wide(query.dtype)
         out = query.new_empty((*query.shape[:3], value.shape[-1]))
         lse = torch.empty(query.shape[:3], dtype=wide, device=query.device)
         k = key.to(wide)
-        ctx.blocks = seen.blocks(key.shape[2])
+        ctx.blocks = attn_pattern.blocks(key.shape[2])
         for block in ctx.blocks:
             q, *drafts = _queries(block, key.shape[1], query, *drafted)
-            s, s_drafted = _scores(q, k, drafts[::2], seen, block)
+            s, s_drafted = _scores(q, k, drafts[::2], attn_pattern, block)
             largest = torch.maximum(s.amax(-1), s_drafted.amax(-1)) if drafted else s.amax(-1)
             p, p_drafted = s.sub_(largest[..., None]).exp2_(), (s_drafted - largest[..., None]).exp2()
             total = p.sum(-1) + p_drafted.sum(-1)
@@ -201,7 +207,7 @@ class _Rows(torch.autograd.Function):
                 o = o + p_drafted[..., i, None] * v_drafted
             out[:, :, block.begin : block.end] = (o / total[..., None]).flatten(1, 2)
             lse[:, :, block.begin : block.end] = (total.log2() + largest).flatten(1, 2)
-        ctx.seen = seen
+        ctx.attn_pattern = attn_pattern
         ctx.save_for_backward(query, key, value, out, lse, *drafted)
         return out
 
@@ -215,7 +221,7 @@ class _Rows(torch.autograd.Function):
         for block in ctx.blocks:
             queries, keys = slice(block.begin, block.end), slice(block.least, block.most)
             q, d_o, o, lse_block, *drafts = _queries(block, groups, query, grads[0], out, lse[..., None], *drafted)
-            s, s_drafted = _scores(q, k, drafts[::2], ctx.seen, block)
+            s, s_drafted = _scores(q, k, drafts[::2], ctx.attn_pattern, block)
             p, p_drafted = s.sub_(lse_block).exp2_(), (s_drafted - lse_block).exp2()
             delta = (d_o * o).sum(-1, keepdim=True)
             d_value[:, :, keys] += _product(_fold(p).mT, _fold(d_o).to(value.dtype))
@@ -248,7 +254,7 @@ def _scores(
     q: Float[Tensor, "B G r N E"],
     key: Float[Tensor, "B G T E"],
     drafted: list[Tensor],
-    seen: Pattern,
+    attn_pattern: Pattern,
     block: QueryBlock,
 ) -> tuple[Float[Tensor, "B G r N S"], Float[Tensor, "B G r N n"]]:
     """Return a block's scores with the context, and with each drafted step's row, for base 2.
@@ -258,11 +264,13 @@ def _scores(
     scale, never = q.shape[-1] ** -0.5 / math.log(2), float("-inf")
     # The scale goes to the queries, and the rest works in place: scores are by far the largest tensor here.
     s = ((_fold(q) * scale) @ key[:, :, block.least : block.most].mT).view(*q.shape[:-1], -1)
-    s += torch.zeros_like(s[:, 0, 0]).masked_fill_(~seen.seen(block), never)[:, None, None]
+    s += torch.zeros_like(s[:, 0, 0]).masked_fill_(~attn_pattern.context_mask(block), never)[:, None, None]
     if not drafted:
         return s, s.new_zeros((*s.shape[:-1], 0))
     s_drafted = torch.stack([(q * k).sum(-1) * scale for k in drafted], -1)
-    return s, s_drafted.masked_fill(~seen.seen_drafted(block, len(drafted)), never) if seen.causal else s_drafted
+    return s, s_drafted.masked_fill(
+        ~attn_pattern.seen_drafted(block, len(drafted)), never
+    ) if attn_pattern.causal else s_drafted
 
 
 def _fold(x: Float[Tensor, "B G r N E"]) -> Float[Tensor, "B G M E"]:

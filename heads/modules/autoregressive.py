@@ -21,24 +21,26 @@ from heads.modules.layers import LayerInputs, grouped_attention
 
 
 class Recurrent(nn.Module):
-    """What drafts token after token; `config.length` is how far it looks back, `attentions` its layers.
+    """What drafts token after token; `config.length` is how far it looks back, `num_attention_layers` its layers.
 
     `injected` says that `inject` gives the context, and not its rows of depth 1. `predicts` says that a state is a
     prediction of the target's feature, `detach` that no gradient runs from a step into the one before it.
     """
 
     config: Any
-    attentions = 1
+    num_attention_layers = 1
     injected = False
     predicts = True
     detach = False
 
-    def begin(self, features: Features) -> Float[Tensor, "B T D"]:
+    def initial_states(self, features: Features) -> Float[Tensor, "B T D"]:
         """Return the states that depth 1 starts from: the target's own features."""
-        return features.last
+        return features.last_hidden
 
-    def inject(self, start: Float[Tensor, "B T D"], position: Int[Tensor, "B T"], last: int) -> tuple[KeyValue, ...]:
-        """Return keys and values of the context, a pair a layer, computed from the states of `begin`.
+    def inject(
+        self, start: Float[Tensor, "B T D"], position: Int[Tensor, "B T"], max_position: int
+    ) -> tuple[KeyValue, ...]:
+        """Return keys and values of the context, a pair a layer, computed from the states of `initial_states`.
 
         Empty where later rows attend to the rows of depth 1 instead.
         """
@@ -47,7 +49,7 @@ class Recurrent(nn.Module):
     def advance(
         self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: list[LayerInputs]
     ) -> tuple[Float[Tensor, "B N D"], Float[Tensor, "B N D"]]:
-        """Return the states that follow `state` once `token` is chosen, and the inputs of `score`."""
+        """Return the states that follow `state` once `token` is chosen, and the inputs of `compute_logits`."""
         raise NotImplementedError
 
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
@@ -56,18 +58,20 @@ class Recurrent(nn.Module):
         Other rows are the context of these alone: of them the last layer computes keys and values, at depth 1.
         """
         every = rows.positions(features.document)
-        length, last = every.shape[1], every.shape[1] + depths
-        state = self.begin(features)
-        context = list(self.inject(state, every, last))
-        drafted: list[list[KeyValue]] = [[] for _ in range(self.attentions)]
-        injected, drafts, seen = bool(context), [], None
-        position = rows.taken(every, anchors)
+        length, max_position = every.shape[1], every.shape[1] + depths
+        state = self.initial_states(features)
+        context = list(self.inject(state, every, max_position))
+        drafted: list[list[KeyValue]] = [[] for _ in range(self.num_attention_layers)]
+        injected, drafts, attn_pattern = bool(context), [], None
+        position = rows.gather_rows(every, anchors)
         if injected:
-            state = rows.taken(state, anchors)
+            state = rows.gather_rows(state, anchors)
         for depth in range(1, depths + 1):
-            seen = pattern(position, self.config.length, depth - 1, seen, anchors)
+            attn_pattern = pattern(position, self.config.length, depth - 1, attn_pattern, anchors)
             is_context = depth == 1 and not injected  # whether the rows are seen by others
-            by_all = pattern(every, self.config.length) if is_context and self.attentions > 1 else seen
+            by_all = (
+                pattern(every, self.config.length) if is_context and self.num_attention_layers > 1 else attn_pattern
+            )
 
             def attend(
                 i: int,
@@ -75,25 +79,27 @@ class Recurrent(nn.Module):
                 key: Tensor,
                 value: Tensor,
                 is_context: bool = is_context,
-                seen: Any = seen,
+                attn_pattern: Any = attn_pattern,
                 by_all: Any = by_all,
             ) -> Tensor:
                 if is_context:
                     context.append((key, value))
                 else:
                     drafted[i].append((key, value))
-                return attend_rows(query, context[i], drafted[i], seen if i + 1 == self.attentions else by_all)
+                return attend_rows(
+                    query, context[i], drafted[i], attn_pattern if i + 1 == self.num_attention_layers else by_all
+                )
 
             token = rows.drafted_token(features.token, depth, features.path)
             entering = state.detach() if self.detach and depth > 1 else state
             if is_context:
-                inputs = self.by_layer(every, last, attend, anchors)
+                inputs = self.by_layer(every, max_position, attend, anchors)
             else:
-                token = rows.taken(token, anchors)
-                inputs = self.by_layer(position + depth - 1, last, attend)
-            state, read = self.advance(token, entering, inputs)
-            scored = rows.put_back(read, anchors, length)
-            predicted = scored if state is read else rows.put_back(state, anchors, length)
+                token = rows.gather_rows(token, anchors)
+                inputs = self.by_layer(position + depth - 1, max_position, attend)
+            state, pre_logits = self.advance(token, entering, inputs)
+            scored = rows.scatter_rows(pre_logits, anchors, length)
+            predicted = scored if state is pre_logits else rows.scatter_rows(state, anchors, length)
             drafts.append(Draft(scored, predicted if self.predicts else None))
         return drafts
 
@@ -109,7 +115,9 @@ class Recurrent(nn.Module):
                 some = None if count is None else (count - first).clamp(0, SPARE)
                 rows_of_piece = new._replace(token=token[:, piece], counts=some)
                 pieces.append(self.commit(cache, start[:, piece], rows_of_piece, position[:, piece]))
-            return torch.cat([hidden for hidden, _ in pieces], 1), torch.cat([read for _, read in pieces], 1)
+            return torch.cat([hidden for hidden, _ in pieces], 1), torch.cat(
+                [pre_logits for _, pre_logits in pieces], 1
+            )
         # A whole prompt takes no mask of its length squared.
         sees = None if cache.fresh else cache.sees(position, position[:, -1])[:, None]
 
@@ -119,41 +127,47 @@ class Recurrent(nn.Module):
                 return attend_rows(query, (key, value), [], pattern(position, self.config.length))
             return grouped_attention(query, *both, sees)
 
-        hidden, read = self.advance(token, start, self.by_layer(position, cache.longest, attend))
+        hidden, pre_logits = self.advance(token, start, self.by_layer(position, cache.longest, attend))
         cache.length[: len(token)] += token.shape[1] if count is None else count
-        return hidden, read
+        return hidden, pre_logits
 
     def by_layer(
-        self, position: Int[Tensor, "B T"], last: int, attend: Callable[..., Tensor], queries: Tensor | None = None
+        self,
+        position: Int[Tensor, "B T"],
+        max_position: int,
+        attend: Callable[..., Tensor],
+        queries: Tensor | None = None,
     ) -> list[LayerInputs]:
         """Return each layer's inputs, its attention by a function of its number; `queries` are the last one's."""
-        inputs = [LayerInputs(position, last, partial(attend, i)) for i in range(self.attentions)]
+        inputs = [LayerInputs(position, max_position, partial(attend, i)) for i in range(self.num_attention_layers)]
         return [*inputs[:-1], inputs[-1]._replace(queries=queries)]
 
 
 class RecurrentHead(HeadModule, Recurrent):
     """A head that drafts token after token; its `lm_head` reads states alike at every depth."""
 
-    max_depth, keeps_rows = 64, True
+    max_depth, has_kv_cache = 64, True
     lm_head: nn.Module
 
-    def score(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
+    def compute_logits(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
         """Return the logits of states that `advance` gives for them."""
         return self.lm_head(state)
 
     def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, Level]:
         """Commit verified rows with their true states and score under the roots."""
-        start, token, count = self.begin(new.features), new.token, new.counts
+        start, token, count = self.initial_states(new.features), new.token, new.counts
         cache = KVCache(len(token), self.config.length, token.device) if state is None else state
         position = cache.begin(token.shape[1], len(token))
         context = self.inject(start, position, cache.longest)
         if not context:
-            hidden, read = self.commit(cache, start, new, position)
-            return cache, Level(self.score(rows.last_valid(read, count), 1), rows.last_valid(hidden, count))
+            hidden, pre_logits = self.commit(cache, start, new, position)
+            return cache, Level(
+                self.compute_logits(rows.last_rows(pre_logits, count), 1), rows.last_rows(hidden, count)
+            )
         for layer, pair in enumerate(context):
             cache.append(layer, *pair, position)
         cache.length[: len(token)] += token.shape[1] if count is None else count
-        above, root = rows.last_valid(start, count), rows.last_valid(token, count)
+        above, root = rows.last_rows(start, count), rows.last_rows(token, count)
         alone = torch.ones(len(token), 1, 1, dtype=torch.bool, device=token.device)
         # The root's row is drafted, like any other.
         level = self._draft(cache, Nodes(root, torch.zeros_like(root), alone, 0), above)
@@ -168,7 +182,7 @@ class RecurrentHead(HeadModule, Recurrent):
             nodes = nodes._replace(mask=torch.cat([seen, nodes.mask], -1))
         for layer in range(len(level.root) // 2):
             state.draft(layer, level.root[2 * layer], level.root[2 * layer + 1], 0)
-        return self._draft(state, nodes, rows.of_parents(level.hidden, nodes.parent))
+        return self._draft(state, nodes, rows.gather_parents(level.hidden, nodes.parent))
 
     def _draft(self, cache: KVCache, nodes: Nodes, above: Float[Tensor, "B N D"]) -> Level:
         """Score drafted rows, which enter with the states `above`."""
@@ -182,5 +196,5 @@ class RecurrentHead(HeadModule, Recurrent):
             return grouped_attention(query, *cache.draft(i, key, value, earlier), sees)
 
         inputs = self.by_layer(position, cache.longest + mask.shape[2], attend)
-        hidden, read = self.advance(token, above, inputs)
-        return Level(self.score(read, 1), hidden)
+        hidden, pre_logits = self.advance(token, above, inputs)
+        return Level(self.compute_logits(pre_logits, 1), hidden)

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.modules.layers import Block, LayerInputs, LayerSpec
+from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec
 
 
 class GroupedConv(nn.Module):
@@ -42,7 +42,7 @@ def convolve(x: Float[Tensor, "*n S D"], kernel: Float[Tensor, "*n S k g c"]) ->
     return (torch.stack(shifted, -3) * kernel).sum(-3).flatten(-2)
 
 
-class ConvBlock(Block):
+class ConvDecoderLayer(DecoderLayer):
     """A decoder layer over blocks of `size` slots, with convolutions around attention and around the MLP."""
 
     def __init__(self, spec: LayerSpec, *, size: int, taps: int, group: int) -> None:

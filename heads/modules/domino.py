@@ -37,7 +37,7 @@ class Domino(nn.Module):
         return logits + self.up(functional.silu(self.down(state)))
 
     def begin(self, slots: Float[Tensor, "B S D"], embedding: Float[Tensor, "B 1 D"]) -> Float[Tensor, "B 1 Y"]:
-        """Return the root's node: the states of all slots, and the GRU's after the chosen token."""
+        """Return the root's node: the states of all slots, and the GRU's after the root token."""
         return torch.cat([slots.flatten(1)[:, None], self.advance(embedding, None).to(slots.dtype)], -1)
 
     def grow(self, node: Float[Tensor, "B N Y"], embedding: Float[Tensor, "B N D"]) -> Float[Tensor, "B N Y"]:

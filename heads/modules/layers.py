@@ -1,6 +1,6 @@
 """The decoder layer that all heads share: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Attention takes its pattern from the caller: a Block projects and rotates, then hands queries, keys and values to an
+Attention takes its pattern from the caller: a layer projects and rotates, then hands queries, keys and values to an
 `attend` function. Training, committing rows and expanding a tree differ in that function alone
 (heads/modules/autoregressive.py).
 Shape letters: B batch, T rows or queries, N of them that are queries, S keys, H query heads, G key-value heads, E head
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from heads.base import Embeddings, LayerShape, layer_shape
 from heads.common.rope import Rope, Rotary
-from heads.rows import taken
+from heads.rows import gather_rows
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 # tree_attention.py, once a target lies on a device for which it has a kernel: heads are published without it.
@@ -29,7 +29,7 @@ class LayerInputs(NamedTuple):
     """What a decoder layer reads beside the states of T rows."""
 
     position: Int[Tensor, "B T"]
-    last: int  # an upper bound of the positions
+    max_position: int  # an upper bound of the positions
     attend: Attend
     queries: Int[Tensor, "B N"] | None = None  # the rows whose output is wanted; None for all, N = T
 
@@ -132,8 +132,8 @@ class Attention(Recomputing):
 
     def forward(self, x: Float[Tensor, "B T X"], inputs: LayerInputs) -> Float[Tensor, "B N D"]:
         """Project, rotate, attend by `attend(query, key, value)` and project back."""
-        position, last, attend, queries = inputs
-        out = self.apart(attend, *self.checkpointed(self.project, x, position, last, queries))
+        position, max_position, attend, queries = inputs
+        out = self.apart(attend, *self.checkpointed(self.project, x, position, max_position, queries))
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     @staticmethod
@@ -142,22 +142,30 @@ class Attention(Recomputing):
         return attend(*states)
 
     def project(
-        self, x: Float[Tensor, "B T X"], position: Int[Tensor, "B T"], last: int, queries: Int[Tensor, "B N"] | None
+        self,
+        x: Float[Tensor, "B T X"],
+        position: Int[Tensor, "B T"],
+        max_position: int,
+        queries: Int[Tensor, "B N"] | None,
     ) -> tuple[Tensor, ...]:
         """Return the queries of some rows, and all keys and values, rotated."""
-        query, key, value = self.q_proj(taken(x, queries)), self.k_proj(x), self.v_proj(x)
+        query, key, value = self.q_proj(gather_rows(x, queries)), self.k_proj(x), self.v_proj(x)
         query, key, value = self.q_norm(self.split(query)), self.k_norm(self.split(key)), self.split(value)
         if queries is not None:
-            return self.rotary(query, taken(position, queries), last), self.rotary(key, position, last), value
-        both = self.rotary(torch.cat([query, key], 1), position, last)
+            return (
+                self.rotary(query, gather_rows(position, queries), max_position),
+                self.rotary(key, position, max_position),
+                value,
+            )
+        both = self.rotary(torch.cat([query, key], 1), position, max_position)
         return both[:, : query.shape[1]], both[:, query.shape[1] :], value
 
     def key_value(
-        self, c: Float[Tensor, "B T C"], position: Int[Tensor, "B T"], last: int, *, inject: bool = False
+        self, c: Float[Tensor, "B T C"], position: Int[Tensor, "B T"], max_position: int, *, inject: bool = False
     ) -> tuple[Float[Tensor, "B G T E"], Float[Tensor, "B G T E"]]:
         """Return keys and values of other states than the input, by the input's projections or those to `inject`."""
         k_proj, v_proj = (self.k_inject, self.v_inject) if inject else (self.k_proj, self.v_proj)
-        return self.rotary(self.k_norm(self.split(k_proj(c))), position, last), self.split(v_proj(c))
+        return self.rotary(self.k_norm(self.split(k_proj(c))), position, max_position), self.split(v_proj(c))
 
     def split(self, x: Float[Tensor, "B T X"]) -> Float[Tensor, "B H T E"]:
         """Return a projection's output, split into heads."""
@@ -182,7 +190,7 @@ class SwiGLU(Recomputing):
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Block(nn.Module):
+class DecoderLayer(nn.Module):
     """A Llama decoder layer; `input_norm=False` leaves out the norm before attention, as EAGLE's first layer does."""
 
     def __init__(self, spec: LayerSpec, *, input_norm: bool = True) -> None:
@@ -194,7 +202,7 @@ class Block(nn.Module):
 
     def forward(self, x: Float[Tensor, "B T D"], inputs: LayerInputs) -> Float[Tensor, "B N D"]:
         """Apply the layer with the caller's attention pattern."""
-        x = taken(x, inputs.queries) + self.self_attn(self.input_layernorm(x), inputs)
+        x = gather_rows(x, inputs.queries) + self.self_attn(self.input_layernorm(x), inputs)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

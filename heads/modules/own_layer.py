@@ -1,7 +1,7 @@
-"""A decoder layer of the target's own class in transformers, with the signature of `heads.modules.layers.Block`.
+"""A decoder layer of the target's own class in transformers, with the signature of `heads.modules.layers.DecoderLayer`.
 
 transformers lets a caller register an attention function; ours calls the `attend` that comes in, so the pattern is the
-caller's, as in `Block`.
+caller's, as in `DecoderLayer`.
 """
 
 import copy
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from heads.common.errors import one_line
 from heads.modules.layers import LayerInputs, grouped_attention
-from heads.rows import put_back, taken
+from heads.rows import gather_rows, scatter_rows
 
 ATTENTION = "headstart"
 
 
-class OwnLayer(nn.Module):
+class TargetLayer(nn.Module):
     """A new layer like the target's last one, by the target's configuration; refuse one that cannot run by itself."""
 
     def __init__(self, config: Any) -> None:
@@ -64,12 +64,12 @@ class OwnLayer(nn.Module):
         def attend_from(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             if queries is None:
                 return attend(query, key, value)
-            query = taken(query.transpose(1, 2), queries).transpose(1, 2)
+            query = gather_rows(query.transpose(1, 2), queries).transpose(1, 2)
             out = attend(query, key, value).transpose(1, 2)
-            return put_back(out.flatten(2), queries, x.shape[1]).unflatten(2, out.shape[2:]).transpose(1, 2)
+            return scatter_rows(out.flatten(2), queries, x.shape[1]).unflatten(2, out.shape[2:]).transpose(1, 2)
 
         out = self.layer(x, attention_mask=None, position_ids=position, position_embeddings=rotary, attend=attend_from)
-        return taken(out[0] if isinstance(out, tuple) else out, queries)
+        return gather_rows(out[0] if isinstance(out, tuple) else out, queries)
 
     @torch.no_grad()
     def check(self) -> None:

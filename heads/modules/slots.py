@@ -18,10 +18,10 @@ class Slots(NamedTuple):
 
     anchor: Int[Tensor, "B n"]  # the rows that they stand behind
     position: Int[Tensor, "B n S"]  # of the slots
-    seen: Pattern  # the true rows up to the anchor, within the head's length, and slots of the same block
+    attn_pattern: Pattern  # the true rows up to the anchor, within the head's length, and slots of the same block
 
 
-def behind(
+def slots_after(
     document: Int[Tensor, "B T"], anchors: Int[Tensor, "B n"] | None, size: int, length: int | None, *, causal: bool
 ) -> Slots:
     """Return `size` slots behind each of these rows, None for every row: for the positions from the next one on.
@@ -40,7 +40,7 @@ def behind(
     return Slots(anchor, at, Pattern(first.flatten(1), row.flatten(1), distinct=True, size=size, causal=causal))
 
 
-def behind_roots(
+def slots_after_roots(
     cache: KVCache, sequences: int, size: int, *, causal: bool
 ) -> tuple[Int[Tensor, "B S"], Callable[..., Tensor]]:
     """Return the positions of `size` slots behind each newest row of a cache, and their attention by a layer's number.

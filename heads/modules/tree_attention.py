@@ -88,7 +88,7 @@ def piece_length(blocks: int, keys: int, at_once: int) -> int:
 
 
 def padded(size: int) -> int:
-    """Return the size that a block has for one of heads or rows: a power of two, as its matrix products want it."""
+    """Return the size that a block has for one of heads or rows: a power of two, as its matmuls want it."""
     return max(16, 1 << (size - 1).bit_length())
 
 

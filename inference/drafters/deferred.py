@@ -22,7 +22,7 @@ class DeferredRows:
     """The rows of all slots of a batch that wait for the head: `most` of a slot."""
 
     def __init__(self, size: int, token: Int[Tensor, "B T"], features: TargetOutput, capacity: int) -> None:
-        like = token, features.hidden, features.last
+        like = token, features.hidden, features.last_hidden
         row = size * sum(tensor[0, 0].nbytes for tensor in like)
         self.most = max(SPARE, min(capacity, BYTES // row))
         self.count = torch.zeros(size, dtype=torch.long, device=token.device)

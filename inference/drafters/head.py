@@ -78,7 +78,7 @@ class HeadState(DrafterState):
     def update(self, commit: Commit) -> None:
         """Commit rows: the features are those of the verification pass, never the drafted ones."""
         token = commit.token[None]
-        features = Features(token, commit.features.hidden, commit.features.last, torch.zeros_like(token))
+        features = Features(token, commit.features.hidden, commit.features.last_hidden, torch.zeros_like(token))
         self.state, self.level = self.head.extend(self.state, NewRows(features, token))
 
     def propose(self, context: Context) -> Proposal:
@@ -166,7 +166,7 @@ class HeadBatch:
     def enter(self, state: BatchedState, commit: Commit) -> None:
         """Take a sequence into the first vacant slot."""
         token, slot = commit.token[None], vacant(self.states)
-        if self.cache is None and self.head.keeps_rows:
+        if self.cache is None and self.head.has_kv_cache:
             self.cache = self.new_cache(token.device)
         if self.deferred is None and self.schedule.pauses:
             self.deferred = DeferredRows(self.size, token, commit.features, self.capacity)
@@ -189,7 +189,7 @@ class HeadBatch:
     def nbytes(self) -> int:
         """Bytes of the head's keys and values, whether they are allocated yet or not."""
         head: Any = self.head
-        return self.new_cache(torch.device("meta")).nbytes(head) if self.head.keeps_rows else 0
+        return self.new_cache(torch.device("meta")).nbytes(head) if self.head.has_kv_cache else 0
 
     @property
     def spare(self) -> int:
@@ -296,7 +296,7 @@ def _joined(commits: list[Commit | None], counts: list[int]) -> tuple[Features, 
     """Return each sequence's committed rows, padded, with how many each has."""
     some = next(commit for commit in commits if commit is not None)
     whole = [commit or Commit(some.token[:0], some.features, None) for commit in commits]
-    rows = [(c.token, c.features.hidden[0, : len(c.token)], c.features.last[0, : len(c.token)]) for c in whole]
+    rows = [(c.token, c.features.hidden[0, : len(c.token)], c.features.last_hidden[0, : len(c.token)]) for c in whole]
     token, hidden, last = (pad_sequence(list(tensors), batch_first=True) for tensors in zip(*rows, strict=True))
     return Features(token, hidden, last, torch.zeros_like(token)), torch.tensor(counts, device=token.device)
 

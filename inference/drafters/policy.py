@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from heads.base import DraftVocabulary, Level, Nodes
 from heads.modules.vocab import scatter_logits
-from heads.rows import of_parents
+from heads.rows import gather_parents
 from inference.limits import check_size
 from inference.protocol import Context, Proposal, Roots, SampledShape, sharpness_of
 from inference.target.target import Target
@@ -140,13 +140,13 @@ class Growth:
     def descend(self, token: Int[Tensor, "B K"], parent: Int[Tensor, "B K"], nodes: Int[Tensor, "B K"]) -> None:
         """Let the head expand these nodes (parents: indices into the current level); they become the level."""
         itself = torch.eye(token.shape[1], dtype=torch.bool, device=token.device).expand(len(token), -1, -1)
-        self.ancestors = torch.cat([of_parents(self.ancestors, parent), itself], -1)
+        self.ancestors = torch.cat([gather_parents(self.ancestors, parent), itself], -1)
         self.depth += 1
         self.level = self.head.expand(self.state, self.level, Nodes(token, parent, self.ancestors, self.depth))
         self.nodes = nodes
         self.expanded.append(nodes[0])
         if self.seen is not None:
-            self.seen = of_parents(self.seen, parent).scatter(2, token[..., None], True)
+            self.seen = gather_parents(self.seen, parent).scatter(2, token[..., None], True)
 
     def whole(self) -> DraftTree:
         """Return the trees as grown so far, side by side "B N"."""

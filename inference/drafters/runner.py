@@ -97,7 +97,7 @@ class DraftModelRunner:
             seen[..., :text] = True
             for row, node in enumerate(self.level):
                 seen[0, row, [text + ancestor for ancestor in self.path[node]]] = True
-        last = model.run(token[None].to(device), position, seen, self.cache, column=column).last
+        last = model.run(token[None].to(device), position, seen, self.cache, column=column).last_hidden
         return model.embeddings.logits(last)[0]
 
     def adopt(self, token: list[int], nodes: list[int], live: list[int]) -> None:

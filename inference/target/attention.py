@@ -1,4 +1,4 @@
-"""The attention of the target's passes: without a copy of keys and values under a mask, and over packed rows.
+"""The attention of the target's passes: without a copy of keys and values under a mask, and over packed sequences.
 
 transformers repeats keys and values for every query head of a group as soon as a mask is given, which reads a long
 cache as many times. Here none is copied (`grouped_attention`).
@@ -74,7 +74,7 @@ def packing(model: "transformers.PreTrainedModel") -> Packing | None:
 
 
 def spans_of(document: Int[Tensor, "B T"]) -> list[Span]:
-    """Return the documents of packed rows, padding as one."""
+    """Return the documents of packed sequences, padding as one."""
     first = torch.ones_like(document, dtype=torch.bool)
     first[:, 1:] = document[:, 1:] != document[:, :-1]
     starts = first.flatten().nonzero()[:, 0].tolist()

@@ -131,7 +131,7 @@ class Compiled:
 class CompiledForwards:
     """The forward functions of decoder layers, each compiled by itself: for passes over many tokens, as in training.
 
-    Attention, which knows the documents of packed rows, and the hooks of layers stay outside of what is compiled.
+    Attention, which knows the documents of packed sequences, and the hooks of layers stay outside of what is compiled.
     Layers that are alike share their graphs.
     """
 

@@ -42,7 +42,7 @@ class TargetOutput(NamedTuple):
     """One target pass: hidden states of the feature layers, the last one after the final norm, and logits if wanted."""
 
     hidden: Float[Tensor, "B T L D"]
-    last: Float[Tensor, "B T D"]
+    last_hidden: Float[Tensor, "B T D"]
     logits: Float[Tensor, "B R V"] | None
 
 
@@ -198,7 +198,7 @@ class TargetModel:
 
     @torch.no_grad()
     def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], layers: tuple[int, ...]) -> Features:
-        """Return the features of packed rows; documents do not see each other and each starts at position 0.
+        """Return the features of packed sequences; documents do not see each other and each starts at position 0.
 
         `layers` are the decoder layers whose outputs are wanted, here and in every pass below.
 
@@ -229,7 +229,7 @@ class TargetModel:
         else:  # a document a row has the causal pattern, which needs no mask
             seen = None if len(spans) == len(token) else rows.visible(document)
             out = self.run(token, position, seen, None, layers)
-        return Features(token, out.hidden, out.last, document)
+        return Features(token, out.hidden, out.last_hidden, document)
 
     def _unpacked(self, token: Tensor, document: Tensor, layers: tuple[int, ...], spans: list[Span]) -> Features:
         """Return the features of documents that have run in rows of their own: a recurrent state ends with its row.
@@ -249,7 +249,7 @@ class TargetModel:
                 hidden, last = (states.new_zeros(*token.shape, *states.shape[2:]) for states in out[:2])
             for row, span in enumerate(group):
                 where, count = (span.row, slice(span.begin, span.end)), span.end - span.begin
-                hidden[where], last[where] = out.hidden[row, :count], out.last[row, :count]
+                hidden[where], last[where] = out.hidden[row, :count], out.last_hidden[row, :count]
         assert hidden is not None
         assert last is not None
         return Features(token, hidden, last, document)
@@ -259,7 +259,7 @@ class TargetModel:
         """Append a sequence of committed tokens; logits of the last one alone (R = 1)."""
         position = torch.arange(cache.length, cache.length + len(token), device=self.device)
         out = self.run(token[None], position[None], None, cache, layers)
-        return out._replace(logits=self.embeddings.logits(out.last[:, -1:]))
+        return out._replace(logits=self.embeddings.logits(out.last_hidden[:, -1:]))
 
     @torch.inference_mode()
     def score(
@@ -284,7 +284,7 @@ class TargetModel:
             columns = torch.arange(prefix, prefix + len(token), device=self.device)
             out = self.run(token[None], position, seen, cache.over(columns[None], prefix + len(token)), layers)
             cache.set_length(prefix + len(token))
-        return out._replace(logits=self.embeddings.logits(out.last))
+        return out._replace(logits=self.embeddings.logits(out.last_hidden))
 
     @torch.inference_mode()
     def score_all(
@@ -320,10 +320,10 @@ class TargetModel:
         out = self.run(token, position, seen, cache.storage.over(written, end), layers, column)
         for sequence, prefix, count in zip(cache.active, prefixes, counts, strict=True):
             sequence.set_length(prefix + count)
-        logits = self.embeddings.logits(out.last)
+        logits = self.embeddings.logits(out.last_hidden)
         return [
             TargetOutput(
-                out.hidden[row : row + 1, :count], out.last[row : row + 1, :count], logits[row : row + 1, :count]
+                out.hidden[row : row + 1, :count], out.last_hidden[row : row + 1, :count], logits[row : row + 1, :count]
             )
             for row, count in enumerate(counts)
         ]

@@ -27,12 +27,12 @@ class Placed(NamedTuple):
     embeddings: TargetEmbeddings  # whole, and on that device
     fingerprint: str  # of the weights, the same however they lie
     group: distributed.ProcessGroup | None  # the processes of this one's tensor-parallel group; None without one
-    together: bool  # whether every pass takes all processes
+    needs_all_ranks: bool  # whether every pass takes all processes
 
 
 def on_one_device(model: "transformers.PreTrainedModel", name: str) -> Placed:
     """Return a model that lies whole on one device."""
-    return Placed(model.device, TargetEmbeddings(model), fingerprint(model, name), None, together=False)
+    return Placed(model.device, TargetEmbeddings(model), fingerprint(model, name), None, needs_all_ranks=False)
 
 
 def placed(
@@ -43,7 +43,7 @@ def placed(
     Raises:
         ValueError: nothing of it was sharded where that was asked for.
     """
-    if where.together and where.group_size > 1 and not any(map(_is_sharded, model.parameters())):
+    if where.needs_all_ranks and where.group_size > 1 and not any(map(_is_sharded, model.parameters())):
         raise ValueError(
             f"model.placement={where.placement}: transformers has no plan to cut {path} up; choose another"
         )
@@ -52,11 +52,11 @@ def placed(
     group = None
     if where.placement == TENSOR_PARALLEL and where.group_size > 1:
         group = mesh(where.group_size, device)["tp"].get_group()
-    if where.together:
+    if where.needs_all_ranks:
         # The first call makes a module the root of those sharded in it; later the decoder stack is called by itself.
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False)
-    return Placed(device, embeddings, digest_of_target, group, together=where.together)
+    return Placed(device, embeddings, digest_of_target, group, needs_all_ranks=where.needs_all_ranks)
 
 
 def whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -121,7 +121,7 @@ def _is_sharded(weight: Any) -> bool:
 
 
 def by_turns(group: distributed.ProcessGroup, run: Rows, token: Tensor, document: Tensor) -> Any:
-    """Return what `run` gives for this process's packed rows, where each run takes all processes of a group.
+    """Return what `run` gives for this process's packed sequences, where each run takes all processes of a group.
 
     The group's processes have rows of their own, since each trains the head on its own: every process takes a turn in
     which all of them run its rows, and keeps what came of its own. So no work is done twice, and no process holds more

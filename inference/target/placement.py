@@ -50,7 +50,7 @@ class Placement:
     memory_gb: float | None
 
     @property
-    def together(self) -> bool:
+    def needs_all_ranks(self) -> bool:
         """Whether no process makes a pass of the target alone."""
         return self.placement in TOGETHER
 
@@ -65,7 +65,7 @@ HERE = Placement(REPLICATE, None, None, "cpu", None)
 
 def check_alone(where: Placement, who: str) -> None:
     """Refuse a placement under which all processes make every pass together, to a command where they do not."""
-    if where.together:
+    if where.needs_all_ranks:
         raise ValueError(
             f"model.placement={where.placement} needs processes that make every pass together, which is not so in "
             f"{who}: give model.placement=device_map, or offload"
@@ -78,7 +78,7 @@ def check(where: Placement, quantized: str | None, adapter: str | None, device: 
     `quantized` says how the weights are quantised, in the checkpoint or while loading; None if they are not.
     """
     check_weights(where, quantized, adapter)
-    if where.together:
+    if where.needs_all_ranks:
         accelerator = torch._C._get_accelerator().type
         if device.type != accelerator:
             raise ValueError(

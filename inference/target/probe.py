@@ -107,7 +107,7 @@ def _check_logits(target: TargetModel, prompt: Tensor) -> None:
     who, some = f"{target.name} ({target.architecture})", prompt[:PROMPT]
     try:
         full = target.model(input_ids=prompt[None], use_cache=False).logits[0]
-        whole, early = (target.prefill(tokens, target.cache()).last[0] for tokens in (prompt, some))
+        whole, early = (target.prefill(tokens, target.cache()).last_hidden[0] for tokens in (prompt, some))
     except UNFIT as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         if kinds := {*(getattr(target.config, "layer_types", None) or [])} - {FULL, SLIDING}:
@@ -147,7 +147,9 @@ def splits(target: TargetModel, parts: Parts, layers: int) -> bool:
     target.prefill(prompt, split)
     position, seen = tree.layout(chain, PROMPT)
     hidden, _ = parts.enter(layers, chain.token, position, seen, split)
-    return _close(parts.score_from(Entered(layers, hidden), chain, split).last, target.score(chain, whole).last)
+    return _close(
+        parts.score_from(Entered(layers, hidden), chain, split).last_hidden, target.score(chain, whole).last_hidden
+    )
 
 
 @torch.no_grad()
@@ -156,11 +158,11 @@ def packs(target: TargetModel) -> bool:
     token = torch.arange(2 * PROMPT, device=target.device)[None] % target.embeddings.vocab_size
     document = (torch.arange(2 * PROMPT, device=target.device) > PROMPT).long()[None]
     alone = [
-        target.run(one, torch.arange(one.shape[1], device=target.device)[None], None, None).last
+        target.run(one, torch.arange(one.shape[1], device=target.device)[None], None, None).last_hidden
         for one in (token[:, : PROMPT + 1], token[:, PROMPT + 1 :])
     ]
     try:
-        packed = target.own_features(token, document, ()).last
+        packed = target.own_features(token, document, ()).last_hidden
     except UNFIT:
         return False  # an attention that is not what it seemed says so in its own way
     return _close(packed, torch.cat(alone, 1))
@@ -200,7 +202,9 @@ def _batch_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> 
 def _same_rows(out: TargetOutput, path: list[int], alone: TargetOutput) -> bool:
     """Compare the rows of a path with the last rows of another pass: their states behind each layer and the norm."""
     count = len(path)
-    return _close(out.hidden[0, path], alone.hidden[0, -count:]) and _close(out.last[0, path], alone.last[0, -count:])
+    return _close(out.hidden[0, path], alone.hidden[0, -count:]) and _close(
+        out.last_hidden[0, path], alone.last_hidden[0, -count:]
+    )
 
 
 def _outer_paths(drafted: DraftTree) -> list[list[int]]:

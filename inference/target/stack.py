@@ -79,7 +79,7 @@ class Parts:
         with self._answering(answers | {self.layers[layers]: note}):
             column = None if earlier is None else torch.cat([earlier, position])[None]
             out = self.target.run(token[None], position[None], seen[None], cache, column=column)
-        return left[0][0], self.target.embeddings.logits(out.last[0])
+        return left[0][0], self.target.embeddings.logits(out.last_hidden[0])
 
     @torch.inference_mode()
     def score_from(
@@ -94,7 +94,7 @@ class Parts:
         answers: dict[nn.Module, Answer] = dict.fromkeys(self.layers[: entered.layers], lambda hidden: hidden)
         with self._answering(answers | {self.layers[0]: lambda _: entered.hidden[None]}):
             out = self.target.run(drafted.token[None], position[None], seen[None], cache, layers)
-        return out._replace(logits=self.target.embeddings.logits(out.last))
+        return out._replace(logits=self.target.embeddings.logits(out.last_hidden))
 
     @torch.inference_mode()
     def skim(
@@ -113,7 +113,7 @@ class Parts:
         left_out += [_sublayers(self.layers[i])[1] for i in skipped.mlp]
         with self._answering(dict.fromkeys(left_out, torch.zeros_like)):
             out = self.target.run(token[None], position[None], seen[None], cache)
-        return self.target.embeddings.logits(out.last[0])
+        return self.target.embeddings.logits(out.last_hidden[0])
 
     def sizes(self) -> list[tuple[int, int]]:
         """Return the parameters of each layer's attention and of its MLP; refuse layers without one of each."""

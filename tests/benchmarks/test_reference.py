@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import reference, references
 from data.batches import Batches, pack
-from data.features.source import Live
+from data.features.source import LiveFeatures
 from data.text.masks import Sample
 from tests import toys
 
@@ -42,7 +42,7 @@ def test_heads_of_one_seed_that_took_other_rows_are_refused() -> None:
 
 
 def recorded(samples: list[Sample]) -> list[str]:
-    source = reference.Recorded(Live(toys.target(), Batches(pack(samples, 10), 1, 1, 0, 0, 1), ()))
+    source = reference.Recorded(LiveFeatures(toys.target(), Batches(pack(samples, 10), 1, 1, 0, 0, 1), ()))
     source(0)
     return source.rows
 
@@ -50,9 +50,9 @@ def recorded(samples: list[Sample]) -> list[str]:
 @pytest.mark.parametrize(
     "other",
     [
-        [Sample("a", [5, 6, 7, 8, 1], SAMPLES[0].mask), SAMPLES[1]],
+        [Sample("a", [5, 6, 7, 8, 1], SAMPLES[0].loss_mask), SAMPLES[1]],
         [Sample("a", SAMPLES[0].token, [0, 0, 0, 1, 1]), SAMPLES[1]],
-        [Sample("a", SAMPLES[0].token + SAMPLES[1].token, SAMPLES[0].mask + SAMPLES[1].mask)],
+        [Sample("a", SAMPLES[0].token + SAMPLES[1].token, SAMPLES[0].loss_mask + SAMPLES[1].loss_mask)],
     ],
 )
 def test_a_fingerprint_sees_tokens_masks_and_documents(other: list[Sample]) -> None:
@@ -65,7 +65,7 @@ def test_a_fingerprint_sees_tokens_masks_and_documents(other: list[Sample]) -> N
 def test_a_head_of_speculators_is_converted_exactly_and_takes_our_rows(tmp_path: Path) -> None:
     job = reference.Job()
     theirs = job.reference("speculators", 3, 2, seed=0)
-    rows = reference.Recorded(Live(job.target, Batches(job.packed, 1, 1, 0, 0, 1), ()))
+    rows = reference.Recorded(LiveFeatures(job.target, Batches(job.packed, 1, 1, 0, 0, 1), ()))
     rows(0)
     batch = job.collated(theirs, job.target, job.row(0, 0))
     assert [references.fingerprint(theirs.trained(batch))] == rows.rows

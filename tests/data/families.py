@@ -69,7 +69,7 @@ def masked(record: Record, tokenizer: PreTrainedTokenizerBase, **changed: Any) -
 def marked(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the sample's text, with ⟦ ⟧ around what is trained."""
     parts = []
-    for on, pairs in groupby(zip(sample.mask, sample.token, strict=True), key=lambda pair: pair[0]):
+    for on, pairs in groupby(zip(sample.loss_mask, sample.token, strict=True), key=lambda pair: pair[0]):
         text = str(tokenizer.decode([token for _, token in pairs], clean_up_tokenization_spaces=False))
         parts.append(f"⟦{text}⟧" if on else text)
     return "".join(parts)

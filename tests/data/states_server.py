@@ -81,7 +81,7 @@ class StatesServer(Server):
         file = self.folder / f"cmpl-{body['request_id']}-0-{len(self.bodies):08x}.safetensors"
         with self.lock:
             content = document(self.target, prompt, self.ids)
-            last = self.target.features(torch.tensor([prompt]), torch.zeros(1, len(prompt)).long(), ()).last
+            last = self.target.features(torch.tensor([prompt]), torch.zeros(1, len(prompt)).long(), ()).last_hidden
             token = int(self.target.embeddings.logits(last[0, -1]).argmax())
             write = self.writes.pop(0) if self.writes else self.always_writes
             lock = file.with_name(f"{file.name}.lock").open("w")

@@ -205,7 +205,7 @@ def test_no_end_token_and_two_drafters_are_refused(monkeypatch: pytest.MonkeyPat
 
 def trained(sample: Sample, tokenizer: Any) -> list[str]:
     """Return the words of each trained stretch of a sample."""
-    marked = [token if on else None for token, on in zip(sample.token, sample.mask, strict=True)]
+    marked = [token if on else None for token, on in zip(sample.token, sample.loss_mask, strict=True)]
     spans: list[list[int]] = [[]]
     for token in marked:
         if token is None:
@@ -239,7 +239,7 @@ def test_a_target_without_template_writes_plain_text(
     assert line["prompt"] == "w1 w2"
     assert line["text"] == line["prompt"] + " " + line["answer"]
     (sample,) = load_samples(config(str(tmp_path / "a.jsonl")), bare)
-    assert all(sample.mask)
+    assert all(sample.loss_mask)
     assert bare.decode(sample.token[:-1]) == line["text"]
 
 

@@ -109,7 +109,7 @@ def test_an_empty_answer_trains_nothing(
     data = load_training(config(write({"messages": [ASKED, empty, ASKED, filled]}), turns="last"), chat, 0)
     (after,), (both,) = data.samples, load_samples(config(write({"messages": [ASKED, empty, ASKED, filled]})), chat)
     assert +data.counts.chats == {"with an empty answer, which trains nothing": 1}
-    assert (list(both.token), list(both.mask)) == (list(after.token), list(after.mask))
+    assert (list(both.token), list(both.loss_mask)) == (list(after.token), list(after.loss_mask))
 
 
 @pytest.mark.parametrize(

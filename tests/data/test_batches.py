@@ -42,7 +42,7 @@ def unpacked(packed: Packed) -> list[tuple[list[int], list[int]]]:
 def test_short_documents_stay_whole_and_no_token_is_lost() -> None:
     samples = documents(200, LENGTH)
     packed = pack(samples, LENGTH)
-    assert sorted(unpacked(packed)) == [(sample.token, sample.mask) for sample in samples]
+    assert sorted(unpacked(packed)) == [(sample.token, sample.loss_mask) for sample in samples]
 
 
 def test_long_documents_become_documents_of_their_own() -> None:
@@ -51,14 +51,14 @@ def test_long_documents_become_documents_of_their_own() -> None:
     packed = pack([long, sample], LENGTH)
     assert sorted(len(token) for token, _ in unpacked(packed)) == [1, 1, LENGTH, LENGTH]
     assert sorted(t for token, _ in unpacked(packed) for t in token) == sorted(long.token + sample.token)
-    assert sum(sum(mask) for _, mask in unpacked(packed)) == 20 + sum(sample.mask)
+    assert sum(sum(mask) for _, mask in unpacked(packed)) == 20 + sum(sample.loss_mask)
 
 
 def test_padding_is_marked_and_documents_are_numbered_in_place() -> None:
     packed = pack([Sample("a", [7] * 5, [1] * 5), Sample("b", [8] * 9, [1] * 9)], LENGTH)
     assert packed.document.tolist() == [[0] * 9 + [1] * 5 + [-1] * 2]
     assert packed.token.tolist() == [[8] * 9 + [7] * 5 + [0] * 2]
-    assert packed.mask.tolist() == [[1] * 14 + [0] * 2]
+    assert packed.loss_mask.tolist() == [[1] * 14 + [0] * 2]
 
 
 def test_rows_are_nearly_full() -> None:
@@ -75,13 +75,13 @@ def test_the_embedded_chats_fill_their_rows(config: Callable[..., DataConfig]) -
 
 def test_cached_samples_pack_as_those_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data.text.cache.BATCH", 7)
-    samples = [Sample(s.id, [t % 50 for t in s.token], s.mask) for s in documents(40, 3 * LENGTH)]
+    samples = [Sample(s.id, [t % 50 for t in s.token], s.loss_mask) for s in documents(40, 3 * LENGTH)]
     write_samples(samples, tmp_path / SAMPLES)
     cached = CachedSamples(tmp_path / SAMPLES)
     assert all(map(torch.equal, pack(cached, LENGTH), pack(samples, LENGTH)))
     assert fingerprint(cached) == fingerprint(samples)
     most = max(max(sample.token) for sample in samples) + 1
-    counts = Counter(t for s in samples for t, on in zip(s.token, s.mask, strict=True) if on)
+    counts = Counter(t for s in samples for t, on in zip(s.token, s.loss_mask, strict=True) if on)
     assert token_counts(cached, most).tolist() == [counts[token] for token in range(most)]
     assert torch.equal(token_counts(cached, most), token_counts(samples, most))
 
@@ -112,7 +112,7 @@ def test_the_global_batch_is_the_same_for_every_world_size(packed: Packed, world
 def test_batches_hold_the_rows_they_name(packed: Packed) -> None:
     for batch in Batches(packed, 5, 2, 0, 0, 1)(4):
         assert len(batch.index) <= 2
-        for part, whole in zip((batch.token, batch.document, batch.mask), packed, strict=True):
+        for part, whole in zip((batch.token, batch.document, batch.loss_mask), packed, strict=True):
             assert part.dtype == torch.long
             assert torch.equal(part, whole[batch.index].long())
 
@@ -122,7 +122,7 @@ def test_a_filler_batch_trains_nothing_and_has_real_tokens(packed: Packed) -> No
     (filler,) = Batches(packed, 1, 2, 0, 2, 3)(0)
     assert int(real.index) >= 0
     assert int(filler.index) == -1
-    assert not filler.mask.any()
+    assert not filler.loss_mask.any()
     assert (filler.document >= 0).any()
     *_, last = Batches(packed, 3, 1, 0, 1, 2)(0)
     assert last.token.equal(packed.token[:1].long()), "a filler has the first row's, whatever else the process has"

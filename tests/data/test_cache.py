@@ -65,7 +65,7 @@ def test_cached_samples_are_a_sequence(cached: DataConfig, config: Config, chat:
         samples[57]
     assert isinstance(samples, CachedSamples)
     arrays = [(token.tolist(), mask.tolist()) for token, mask in samples.arrays()]
-    assert arrays == [(sample.token, sample.mask) for sample in plain]
+    assert arrays == [(sample.token, sample.loss_mask) for sample in plain]
 
 
 def test_a_second_run_tokenises_nothing(cached: DataConfig, chat: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

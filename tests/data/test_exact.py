@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from data.answers.engine import Engine
 from data.answers.files import write_answers
 from data.config import DataConfig
-from data.text.exact import Exact, exact_tokens
+from data.text.exact import Pretokenized, exact_tokens
 from data.text.prompts import before_answers, load_samples, load_training
 from data.text.records import parse
 from inference.batch import Batch
@@ -54,7 +54,7 @@ def server() -> Iterator[serve.Server]:
     ],
 )
 def test_the_tokens_of_a_log_are_read_in_each_servers_form(raw: dict[str, Any]) -> None:
-    assert parse(raw, 0, "f").exact == (([1, 2, 3, 4], [0, 0, 1, 1]),)
+    assert parse(raw, 0, "f").pretokenized == (([1, 2, 3, 4], [0, 0, 1, 1]),)
 
 
 def test_the_turns_of_a_trace_share_a_document_as_far_as_they_go_on_from_one_another() -> None:
@@ -111,7 +111,7 @@ def test_tokens_are_trained_as_they_are_and_held_out_whole(
     asked = write({"text": f"{secret} " * 2}, name="asked.jsonl")
     how = config(write(*records), held_out=2, contamination=5, max_tokens=5, on_bad="drop")
     data = load_training(how, bare, 9, asked)
-    samples = {sample.id: (sample.token, sample.mask) for sample in data.samples}
+    samples = {sample.id: (sample.token, sample.loss_mask) for sample in data.samples}
     assert samples == {
         "a#0": ([1, 2, 3, 4], [0, 0, 1, 1]), "a#1": ([1, 6, 8, 9, 5], [0, 0, 1, 0, 1]),
         "b": ([9, 8, 7, 6], [0, 1, 0, 1]),
@@ -162,7 +162,9 @@ def test_a_log_of_ours_read_again_differs_in_no_token(
     chats = [chat(f"c{i}", f"w{i} w3", f"w{i}", "w5") for i in range(6)]
     write_answers(work(chats, how), Engine(target, Plain(target.device), how, 3), tmp_path / "log.jsonl")
     samples = load_samples(config(str(tmp_path / "log.jsonl")), target.tokenizer)
-    trained = [sample.token[a:b] for sample in samples for a, b in Exact(sample.token, sample.mask).answers()]
+    trained = [
+        sample.token[a:b] for sample in samples for a, b in Pretokenized(sample.token, sample.loss_mask).answers()
+    ]
     assert len(trained) > len(chats)
     assert all(tokens in decoded for tokens in trained)
     again = [document.token for line in asking.lines(tmp_path / "log.jsonl") for document in exact_tokens(line, "f")]

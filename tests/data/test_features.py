@@ -24,5 +24,5 @@ def test_the_target_sees_tokens_and_documents_and_no_gradient_is_kept() -> None:
     assert torch.equal(seen["token"], token)
     assert torch.equal(seen["document"], document)
     assert seen["layers"] == (3,)
-    assert torch.equal(made.last[..., 0], token.float())
-    assert not made.last.requires_grad
+    assert torch.equal(made.last_hidden[..., 0], token.float())
+    assert not made.last_hidden.requires_grad

@@ -129,7 +129,7 @@ def test_everything_dropped_is_counted_and_told(write: Write, config: Config, ch
     assert counts.short == sum(len(s.token) < 28 for s in load_training(config(first), chat, 0).samples) > 0
     assert (counts.samples, counts.tokens) == (len(samples), sum(len(sample.token) for sample in samples))
     assert counts.samples == 8 - counts.short > 0
-    assert counts.trained == sum(sum(sample.mask) for sample in samples)
+    assert counts.trained == sum(sum(sample.loss_mask) for sample in samples)
     line = counts.line(filtered)
     assert "second.jsonl 1 of 2 records" in line
     assert "1 duplicates, 1 with 8 words of one of 2 evaluation prompts (1 of them too short to look for), " in line

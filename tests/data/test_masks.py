@@ -101,12 +101,12 @@ def test_any_text_is_masked_exactly(family: str) -> None:
         roles = ["user", "assistant"] * 2
         record = Record(str(number), "", [{"role": r, "content": t} for r, t in zip(roles, told, strict=True)], "")
         by_turns = masked(record, family_tokenizer(family, False))
-        assert [(s.token, s.mask) for s in by_turns] == [
-            (s.token, s.mask) for s in masked(record, family_tokenizer(family, True))
+        assert [(s.token, s.loss_mask) for s in by_turns] == [
+            (s.token, s.loss_mask) for s in masked(record, family_tokenizer(family, True))
         ]
         assert_seen(by_turns, record, family, False, False)
         for sample in by_turns:
-            assert set(sample.mask) == {0, 1}
+            assert set(sample.loss_mask) == {0, 1}
             shown = marked(sample, family_tokenizer(family, False))
             assert len(re.findall("⟦", shown)) <= 2
             assert texts[3].strip() in shown[shown.rfind("⟦") :] or len(by_turns) > 1
@@ -117,10 +117,10 @@ def test_the_end_of_a_text_and_of_every_answer_is_trained_at_each_depth(family: 
     """Else a head never drafts it, and each answer costs a pass that drafts in vain."""
     tokenizer = family_tokenizer(family, False)
     (text,) = masked(Record("a", "", [], "It is so, and it stays so."), tokenizer)
-    assert (text.token[-1], text.mask) == (tokenizer.eos_token_id, [1] * len(text.token))
+    assert (text.token[-1], text.loss_mask) == (tokenizer.eos_token_id, [1] * len(text.token))
     for sample in (text, *masked(chat_record(family, "plain"), tokenizer)):
-        token, mask = torch.tensor([sample.token]), torch.tensor([sample.mask])
-        ends = [i for i, on in enumerate(sample.mask) if on and not any(sample.mask[i + 1 : i + 2])]
+        token, mask = torch.tensor([sample.token]), torch.tensor([sample.loss_mask])
+        ends = [i for i, on in enumerate(sample.loss_mask) if on and not any(sample.loss_mask[i + 1 : i + 2])]
         assert all(sample.token[end] in turn_end_tokens(tokenizer) for end in ends)
         for depth in (1, 2):
             trained = rows.valid(torch.zeros_like(token), mask, depth)[0]

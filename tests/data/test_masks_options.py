@@ -58,7 +58,7 @@ def test_the_text_trains_all_tokens_of_the_same_chat() -> None:
     (answers,) = masked(chat_record("chatml", "plain"), tokenizer)
     (text,) = masked(chat_record("chatml", "plain"), tokenizer, turns="text")
     assert text.token == answers.token
-    assert 0 < sum(answers.mask) < sum(text.mask) == len(text.token)
+    assert 0 < sum(answers.loss_mask) < sum(text.loss_mask) == len(text.token)
 
 
 def test_a_last_turn_has_its_tool_calls_and_ends_where_nobody_answers() -> None:
@@ -242,7 +242,7 @@ def test_a_token_across_the_edge_of_an_answer_is_not_trained(
     text = "the cat: a mat the dog: the other cat\nthe cat: a cat the dog: the old mat\n"
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert sample.token[: len(whole)] == whole
-    assert sample.mask[: len(whole)] != [1] * len(whole)
+    assert sample.loss_mask[: len(whole)] != [1] * len(whole)
     runs = [part.split("⟧")[0] for part in marked(sample, tokenizer).replace("</s>", "").split("⟦")[1:]]
     assert [run.strip() for run in runs] == ["other cat", "old mat"]
 
@@ -370,7 +370,7 @@ def test_a_text_is_cut_into_pieces_and_ends_once(tokenizer_with: Tokens) -> None
     found = masks._plain(Record("a", "", [], "So it is."), tokenizer, len(whole) // 2 + 1, seen)
     assert [sample.id for sample in found] == ["a", "a#1"]
     assert [*found[0].token, *found[1].token] == [*whole, end]
-    assert all(sample.mask == [1] * len(sample.token) for sample in found)
+    assert all(sample.loss_mask == [1] * len(sample.token) for sample in found)
     (ended,) = masks._plain(Record("a", "", [], f"So it is.{tokenizer.eos_token}"), tokenizer, 99, seen)
     assert ended.token == [*whole, end]
     for _ in range(2):

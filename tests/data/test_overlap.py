@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from data.features import coding
 from data.features.coding import Copying, States, copying
 from data.features.extraction import extract
-from data.features.source import FeatureRequest, Live
-from data.features.store import INDEX, META, SAVED, SHARDS, WAITING, DamagedError, FeatureStore, Row, serialized
-from data.features.stored import Stored
+from data.features.source import FeatureRequest, LiveFeatures
+from data.features.store import INDEX, META, SAVED, SHARDS, WAITING, DamagedError, FeatureStore, RowTensors, serialized
+from data.features.stored import StoredFeatures
 from heads.base import Features
 from heads.common.files import claim, read_checked, write_checked
 from tests import toys
@@ -130,7 +130,7 @@ def test_rows_that_cannot_be_computed_end_the_extraction_and_leave_whole_shards(
 
 def test_a_shard_is_what_safetensors_writes_of_its_groups() -> None:
     """Whatever the dtypes, so that a store's bytes follow from its rows alone."""
-    rows: Row = {str(i): torch.arange(60).view(5, 3, 4).to(dtype) for i, dtype in enumerate(SAVED)}
+    rows: RowTensors = {str(i): torch.arange(60).view(5, 3, 4).to(dtype) for i, dtype in enumerate(SAVED)}
     rows |= {f"{name}_scale": torch.rand(5, 3) for name in "ba"}
     pieces = serialized(tuple({name: part[a:b] for name, part in rows.items()} for a, b in ((0, 2), (2, 3), (3, 5))))
     assert b"".join(pieces) == save(rows)
@@ -188,14 +188,16 @@ def test_rows_are_read_by_several_threads_and_come_in_order(tmp_path: Path, monk
     store = extracted(tmp_path, target, packed)
     read, together, calls, chance = store.read, threading.Barrier(2, timeout=10), count(), random.Random(0)
 
-    def slow(row: int) -> Row:
+    def slow(row: int) -> RowTensors:
         if next(calls) < 2:  # a micro-batch has more rows, so two threads read
             together.wait()
         time.sleep(0.01 * chance.random())
         return read(row)
 
     def stored() -> list[Features]:
-        source = Stored(store, batches(packed), FeatureRequest(LAYERS, torch.float32), torch.device("cpu"), 4, None)
+        source = StoredFeatures(
+            store, batches(packed), FeatureRequest(LAYERS, torch.float32), torch.device("cpu"), 4, None
+        )
         found = steps(source, 6)
         source.close()  # what it reads ahead is none of the next one's
         return found
@@ -203,8 +205,8 @@ def test_rows_are_read_by_several_threads_and_come_in_order(tmp_path: Path, monk
     expected = stored()
     monkeypatch.setattr(store, "read", slow)
     found = stored()
-    live = steps(Live(target, batches(packed), LAYERS), 6)
+    live = steps(LiveFeatures(target, batches(packed), LAYERS), 6)
     for mine, other, true in zip(found, expected, live, strict=True):
         assert torch.equal(mine.token, true.token)
         assert torch.equal(mine.hidden, other.hidden)
-        assert torch.equal(mine.last, other.last)
+        assert torch.equal(mine.last_hidden, other.last_hidden)

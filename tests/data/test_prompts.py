@@ -56,8 +56,8 @@ OPEN_ENDED = (
 def trained(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[str]:
     """Return the texts of the sample's masked runs."""
     runs: list[list[int]] = []
-    for i, (token, on) in enumerate(zip(sample.token, sample.mask, strict=True)):
-        if on and (i == 0 or not sample.mask[i - 1]):
+    for i, (token, on) in enumerate(zip(sample.token, sample.loss_mask, strict=True)):
+        if on and (i == 0 or not sample.loss_mask[i - 1]):
             runs.append([])
         if on:
             runs[-1].append(token)
@@ -169,7 +169,7 @@ def test_plain_text_trains_on_every_token_and_ends(
 ) -> None:
     (sample,) = load_samples(config(write(record)), bare)
     assert bare.decode(sample.token) == "a tale<|im_end|>"
-    assert sample.mask == [1] * len(sample.token)
+    assert sample.loss_mask == [1] * len(sample.token)
 
 
 def test_a_long_text_becomes_several_samples_without_loss(

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from data.batches import Batches, Packed
-from data.features.served import Served, VllmServers
-from data.features.source import FeatureRequest, Live
+from data.features.served import EngineFeatures, VllmServers
+from data.features.source import FeatureRequest, LiveFeatures
 from data.features.store import INDEX, FeatureStore
 from data.features.vllm_features import LayerIds, pieces
 from inference.target.embeddings import final_norm
@@ -61,10 +61,10 @@ def checked(packed: Packed, target: Target, found: VllmServers) -> VllmServers:
 def served(
     packed: Packed, target: Target, *running: StatesServer, of: Batches | None = None,
     store: FeatureStore | None = None, layers: tuple[int, ...] = LAYERS, **changed: Any,
-) -> Served:  # fmt: skip
+) -> EngineFeatures:  # fmt: skip
     found = checked(packed, target, servers(*running, of=layers, **changed))
     form, norm = FeatureRequest(layers, torch.float32), final_norm(target.base, 3)
-    return Served(found, of or batches(packed), form, norm, torch.device("cpu"), 3, store)
+    return EngineFeatures(found, of or batches(packed), form, norm, torch.device("cpu"), 3, store)
 
 
 @pytest.mark.parametrize("layers", [LAYERS, LAYERS[:1]])
@@ -72,7 +72,7 @@ def test_served_features_are_the_live_ones_and_no_file_stays(
     packed: Packed, target: Target, server: StatesServer, layers: tuple[int, ...]
 ) -> None:
     source = served(packed, target, server, layers=layers)
-    same(steps(source, 9), steps(Live(target, batches(packed), layers), 9), 1e-5)
+    same(steps(source, 9), steps(LiveFeatures(target, batches(packed), layers), 9), 1e-5)
     assert source.close() == "features: 36 rows served, 0 from the store"
     assert server.leftovers() == []
 
@@ -82,12 +82,12 @@ def test_every_architecture_has_its_norm(packed: Packed, tmp_path: Path, name: s
     target = toys.target(name)
     with StatesServer(target, tmp_path / "states", IDS) as running:
         source = served(packed, target, running)
-        same(steps(source, 2), steps(Live(target, batches(packed), LAYERS), 2), 1e-3)
+        same(steps(source, 2), steps(LiveFeatures(target, batches(packed), LAYERS), 2), 1e-3)
         source.close()
 
 
 def test_a_step_may_be_any(packed: Packed, target: Target, server: StatesServer) -> None:
-    source, live = served(packed, target, server), Live(target, batches(packed), LAYERS)
+    source, live = served(packed, target, server), LiveFeatures(target, batches(packed), LAYERS)
     for step in (5, 6, 2, 2, 9):
         same([m.read() for m in source(step)], [m.read() for m in live(step)], 1e-5)
     source.close()
@@ -98,7 +98,7 @@ def test_every_rank_asks_for_its_own_rows(packed: Packed, target: Target, server
         of = batches(packed, rank, 3)
         source = served(packed, target, server, of=of)
         server.bodies.clear()
-        same(steps(source, 4), steps(Live(target, of, LAYERS), 4), 1e-5)
+        same(steps(source, 4), steps(LiveFeatures(target, of, LAYERS), 4), 1e-5)
         source.close()
         ahead = {row for step in range(8) for batch in of(step) for row in batch.index.clamp_min(0).tolist()}
         mine = {piece.token for row in ahead for piece in pieces(packed, row)}
@@ -110,7 +110,7 @@ def test_answers_in_another_order_are_put_where_they_belong(
 ) -> None:
     source = served(packed, target, server)
     server.writes = [late(0.2), late(0.1), *[late(0.0)] * 5] * 3
-    same(steps(source, 4), steps(Live(target, batches(packed), LAYERS), 4), 1e-5)
+    same(steps(source, 4), steps(LiveFeatures(target, batches(packed), LAYERS), 4), 1e-5)
     assert source.stall > 0.1
     source.close()
 
@@ -133,7 +133,7 @@ def test_no_more_results_lie_unread_than_requests_may_be_under_way(
 def test_a_request_that_fails_is_sent_again(packed: Packed, target: Target, server: StatesServer, fault: Any) -> None:
     source = served(packed, target, server, timeout=0.5)
     server.script = [fault, honest, fault, fault]
-    same(steps(source, 3), steps(Live(target, batches(packed), LAYERS), 3), 1e-5)
+    same(steps(source, 3), steps(LiveFeatures(target, batches(packed), LAYERS), 3), 1e-5)
     source.close()
     assert server.leftovers() == []
 
@@ -144,7 +144,7 @@ def test_a_file_that_is_not_written_whole_in_time_is_asked_for_again(
 ) -> None:
     source = served(packed, target, server, timeout=0.5)
     server.writes = [fault, fault]
-    same(steps(source, 3), steps(Live(target, batches(packed), LAYERS), 3), 1e-5)
+    same(steps(source, 3), steps(LiveFeatures(target, batches(packed), LAYERS), 3), 1e-5)
     source.close()
 
 
@@ -175,7 +175,7 @@ def test_a_store_stands_in_until_the_server_is_back(
 ) -> None:
     store = extracted(tmp_path / "store", target, packed)
     source = served(packed, target, server, store=store, retries=2, max_failures=2, concurrency=1)
-    live = Live(target, batches(packed), LAYERS)
+    live = LiveFeatures(target, batches(packed), LAYERS)
     same(steps(source, 1), steps(live, 1), 1e-5)
     server.always = status(503)
     before = len(server.bodies)
@@ -204,7 +204,7 @@ def test_a_row_that_the_store_lacks_too_is_waited_for(
         entry.unlink()
     source = served(packed, target, server, store=FeatureStore(tmp_path / "store"), max_failures=1, concurrency=1)
     server.script = [status(503)] * 3 + [honest] + [status(503)] * 3
-    same(steps(source, 2), steps(Live(target, batches(packed), LAYERS), 2), 1e-5)
+    same(steps(source, 2), steps(LiveFeatures(target, batches(packed), LAYERS), 2), 1e-5)
     server.always = status(503)
     with pytest.raises(ValueError, match="of which row"):
         steps(source, 9)
@@ -216,10 +216,10 @@ def test_the_next_server_is_asked_where_one_fails(
 ) -> None:
     with StatesServer(target, server.folder, IDS) as other:
         source = served(packed, target, server, other, retries=1)
-        same(steps(source, 3), steps(Live(target, batches(packed), LAYERS), 3), 1e-5)
+        same(steps(source, 3), steps(LiveFeatures(target, batches(packed), LAYERS), 3), 1e-5)
         assert min(len(server.bodies), len(other.bodies)) > 1
         server.always = reset
-        same([m.read() for m in source(3)], steps(Live(target, batches(packed), LAYERS), 4)[-2:], 1e-5)
+        same([m.read() for m in source(3)], steps(LiveFeatures(target, batches(packed), LAYERS), 4)[-2:], 1e-5)
         source.close()
 
 

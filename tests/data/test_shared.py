@@ -44,7 +44,7 @@ def test_real_chats(
     path = config(str(shared / "text" / data), max_tokens=100_000, on_bad="drop")  # one chat of Qwen3 has no answer
     samples = load_samples(path, tokenizer_with(PLAIN), 20)
     assert samples == load_samples(path, tokenizer_with(TAGGED), 20)
-    assert share[0] <= sum(sum(s.mask) for s in samples) / sum(len(s.mask) for s in samples) <= share[1]
+    assert share[0] <= sum(sum(s.loss_mask) for s in samples) / sum(len(s.loss_mask) for s in samples) <= share[1]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_real_chats(
 def test_real_targets_end_their_answers(shared: Path, config: Config, target: str, data: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(shared / "targets" / target)
     for sample in load_samples(config(str(shared / "text" / data)), tokenizer, 20):
-        ends = [i for i, on in enumerate(sample.mask) if on and not any(sample.mask[i + 1 : i + 2])]
+        ends = [i for i, on in enumerate(sample.loss_mask) if on and not any(sample.loss_mask[i + 1 : i + 2])]
         assert {sample.token[i] for i in ends} == {tokenizer.eos_token_id}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from data.features.store import INDEX, META, SHARDS, DamagedError, FeatureStore
-from heads.common.files import CHECKSUM, claim, read_checked, write_checked, write_whole
+from heads.common.files import CHECKSUM, atomic_write, claim, read_checked, write_checked
 from tests.data import stores
 
 
@@ -76,7 +76,7 @@ def test_links_are_not_written_through(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("mine")
     (tmp_path / ".partial-x").symlink_to(precious)
-    write_whole(tmp_path / "x", b"new")
+    atomic_write(tmp_path / "x", b"new")
     assert ((tmp_path / "x").read_bytes(), precious.read_text()) == (b"new", "mine")
     (tmp_path / "lock").symlink_to(tmp_path / "made")
     with pytest.raises(OSError, match=os.strerror(40)), claim(tmp_path / "lock", wait=False):

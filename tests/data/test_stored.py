@@ -14,9 +14,9 @@ from omegaconf import OmegaConf
 from data.batches import Batches, Packed
 from data.features.coding import Copying, States, compute, copying, join, start
 from data.features.extraction import extract, spec_of
-from data.features.source import FeatureRequest, FeaturesConfig, Live
-from data.features.store import INDEX, SHARDS, DamagedError, FeatureStore, Row
-from data.features.stored import Compute, Stored
+from data.features.source import FeatureRequest, FeaturesConfig, LiveFeatures
+from data.features.store import INDEX, SHARDS, DamagedError, FeatureStore, RowTensors
+from data.features.stored import Compute, StoredFeatures
 from heads.base import Features
 from heads.common.typed import typed
 from inference.target.target import Target
@@ -63,8 +63,8 @@ def under_way(target: Target, packed: Packed, store: FeatureStore, rows: list[in
 
 def stored(
     store: FeatureStore, of: Batches, recomputed: Compute | None = None, layers: tuple[int, ...] = LAYERS
-) -> Stored:
-    return Stored(store, of, FeatureRequest(layers, torch.float32), torch.device("cpu"), 3, recomputed)
+) -> StoredFeatures:
+    return StoredFeatures(store, of, FeatureRequest(layers, torch.float32), torch.device("cpu"), 3, recomputed)
 
 
 def recomputed(target: Target, store: FeatureStore) -> Compute:
@@ -82,7 +82,7 @@ def same(ours: list[Features], theirs: list[Features], share: float) -> None:
         real = b.document >= 0
         assert torch.equal(a.token, b.token)
         assert torch.equal(a.document, b.document)
-        for mine, other in ((a.hidden, b.hidden), (a.last, b.last)):
+        for mine, other in ((a.hidden, b.hidden), (a.last_hidden, b.last_hidden)):
             assert mine.shape == other.shape
             allowed = share * other.abs().amax(-1, keepdim=True)
             assert ((mine - other).abs() <= allowed)[real].all()
@@ -94,7 +94,7 @@ def test_stored_features_are_the_live_ones_up_to_rounding(
 ) -> None:
     store = extracted(tmp_path, target, packed, dtype=dtype)
     source = stored(store, batches(packed))
-    same(steps(source, 9), steps(Live(target, batches(packed), LAYERS), 9), share)
+    same(steps(source, 9), steps(LiveFeatures(target, batches(packed), LAYERS), 9), share)
     assert source.read == 36
     assert "36 rows read, 0 computed" in source.close()
 
@@ -103,19 +103,19 @@ def test_stored_features_are_the_live_ones_up_to_rounding(
 def test_stored_features_of_a_recurrent_target_are_the_live_ones(tmp_path: Path, packed: Packed) -> None:
     target = families.target("lfm2")
     source = stored(extracted(tmp_path, target, packed), batches(packed))
-    same(steps(source, 9), steps(Live(target, batches(packed), LAYERS), 9), 1e-5)
+    same(steps(source, 9), steps(LiveFeatures(target, batches(packed), LAYERS), 9), 1e-5)
 
 
 def test_bf16_of_a_bf16_target_is_bit_for_bit(tmp_path: Path, packed: Packed) -> None:
     target = toys.target("llama", torch.bfloat16)
     store = extracted(tmp_path, target, packed, dtype="bf16")
     rows = [0, 1]
-    given = Live(target, Batches(packed, 2, 2, 0, 0, 1), LAYERS)
+    given = LiveFeatures(target, Batches(packed, 2, 2, 0, 0, 1), LAYERS)
     token, document = packed.token[rows].long(), packed.document[rows].long()
     live = given.target.features(token, document, LAYERS)
     held = join(store.read(row) for row in rows)
     assert torch.equal(held["hidden"], live.hidden)
-    assert torch.equal(held["last"], live.last)
+    assert torch.equal(held["last"], live.last_hidden)
 
 
 def test_fewer_layers_are_chosen_from_more(tmp_path: Path, target: Target, packed: Packed) -> None:
@@ -123,10 +123,10 @@ def test_fewer_layers_are_chosen_from_more(tmp_path: Path, target: Target, packe
     all_of, one, none = (steps(stored(store, batches(packed), layers=layers), 1)[0] for layers in (LAYERS, (2,), ()))
     assert torch.equal(one.hidden, all_of.hidden[:, :, 1:])
     assert none.hidden.shape == (2, 16, 0, 32)
-    assert torch.equal(none.last, all_of.last)
+    assert torch.equal(none.last_hidden, all_of.last_hidden)
     form = FeatureRequest((2,), torch.bfloat16)
-    coarse = steps(Stored(store, batches(packed), form, torch.device("cpu"), 3, None), 1)[0]
-    assert coarse.hidden.dtype == coarse.last.dtype == torch.bfloat16
+    coarse = steps(StoredFeatures(store, batches(packed), form, torch.device("cpu"), 3, None), 1)[0]
+    assert coarse.hidden.dtype == coarse.last_hidden.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp8"])
@@ -149,12 +149,15 @@ def test_every_rank_reads_its_own_rows(tmp_path: Path, target: Target, packed: P
     store = extracted(tmp_path, target, packed)
     for rank in range(3):
         of = batches(packed, rank, 3)
-        same(steps(stored(FeatureStore(tmp_path), of), 4), steps(Live(target, of, LAYERS), 4), 1e-5)
+        same(steps(stored(FeatureStore(tmp_path), of), 4), steps(LiveFeatures(target, of, LAYERS), 4), 1e-5)
     assert store.missing() == []
 
 
 def test_a_step_may_be_any(tmp_path: Path, target: Target, packed: Packed) -> None:
-    source, live = stored(extracted(tmp_path, target, packed), batches(packed)), Live(target, batches(packed), LAYERS)
+    source, live = (
+        stored(extracted(tmp_path, target, packed), batches(packed)),
+        LiveFeatures(target, batches(packed), LAYERS),
+    )
     for step in (5, 6, 2, 2, 9):
         same([m.read() for m in source(step)], [m.read() for m in live(step)], 1e-5)
 
@@ -166,7 +169,7 @@ def test_a_missing_row_is_named_or_computed(tmp_path: Path, target: Target, pack
     with pytest.raises(DamagedError, match=r"row [012] is in no shard; extract it, or give features.on_missing"):
         steps(stored(store, batches(packed)), 9)
     source = stored(store, batches(packed), recomputed(target, store))
-    same(steps(source, 9), steps(Live(target, batches(packed), LAYERS), 9), 1e-5)
+    same(steps(source, 9), steps(LiveFeatures(target, batches(packed), LAYERS), 9), 1e-5)
     assert 0 < source.computed < source.read == 36 - source.computed
 
 
@@ -180,7 +183,7 @@ def test_a_damaged_row_is_named_or_computed_with_a_warning(
         steps(stored(store, batches(packed)), 9)
     with caplog.at_level(logging.WARNING):
         source = stored(store, batches(packed), recomputed(target, store))
-        same(steps(source, 9), steps(Live(target, batches(packed), LAYERS), 9), 1e-5)
+        same(steps(source, 9), steps(LiveFeatures(target, batches(packed), LAYERS), 9), 1e-5)
     assert "000001.safetensors" in caplog.text
     assert "000002.safetensors" in caplog.text
     assert source.computed > 0
@@ -197,7 +200,7 @@ def test_waiting_is_counted(tmp_path: Path, target: Target, packed: Packed, monk
     store = extracted(tmp_path, target, packed)
     read = store.read
 
-    def slow(row: int) -> Row:
+    def slow(row: int) -> RowTensors:
         time.sleep(0.1)
         return read(row)
 

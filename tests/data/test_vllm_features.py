@@ -44,8 +44,8 @@ def test_its_files_give_the_targets_own_features(tmp_path: Path, name: str) -> N
         live = target.features(packed.token[row : row + 1].long(), packed.document[row : row + 1].long(), (0,))
         real = live.document >= 0
         assert torch.allclose(states.hidden[real], live.hidden[real], atol=1e-3)
-        assert torch.allclose(states.last[real], live.last[real], atol=1e-3)
-        assert (states.last[~real] == 0).all()
+        assert torch.allclose(states.last_hidden[real], live.last_hidden[real], atol=1e-3)
+        assert (states.last_hidden[~real] == 0).all()
         assert copying(states, spec).result()["last"].shape == (1, 16, 32)
 
 
@@ -54,7 +54,10 @@ def test_the_last_state_is_where_the_norm_is(tmp_path: Path) -> None:
     target, packed = toys.target(), stores.packed(count=6)
     as_vllm(target, tmp_path / "vllm", packed, IDS)
     norm = deepcopy(final_norm(target.base, 3)).to("meta")
-    assert VllmFiles(tmp_path / "vllm", LayerIds.of(IDS, (0,), 3)).row(packed, 0, norm, 32).last.device.type == "meta"
+    assert (
+        VllmFiles(tmp_path / "vllm", LayerIds.of(IDS, (0,), 3)).row(packed, 0, norm, 32).last_hidden.device.type
+        == "meta"
+    )
 
 
 def test_pieces_are_the_documents() -> None:

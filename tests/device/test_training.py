@@ -17,7 +17,7 @@ from inference.target.target import Target
 from tests import toys
 from tests.heads.test_flex import CASES, STEPS, T
 from tests.train.test_objective import CONFIG, batch, config, loss_of
-from train.objective import chunked, objective, weights
+from train.objective import chunked, loss_weights, objective
 
 pytestmark = pytest.mark.gpu
 On = Callable[[str, torch.dtype], Target]
@@ -31,10 +31,10 @@ def test_features_are_those_of_the_cpu(name: str, target_on: On) -> None:
     found = []
     for target in (toys.target(name), target_on(name, torch.float32)):
         found.append(target.features(token, document, (0, 2)))
-    assert found[1].last.device == target_on(name, torch.float32).device
+    assert found[1].last_hidden.device == target_on(name, torch.float32).device
     real = document >= 0
     torch.testing.assert_close(found[1].hidden.cpu()[real], found[0].hidden[real], rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(found[1].last.cpu()[real], found[0].last[real], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found[1].last_hidden.cpu()[real], found[0].last_hidden[real], rtol=1e-3, atol=1e-3)
 
 
 def gradient(name: str, device: torch.device, quick: bool, target: Target) -> tuple[float, Tensor]:
@@ -76,7 +76,7 @@ def test_no_loss_waits_for_the_device(device: torch.device, target_on: On) -> No
     made, mask = batch(head.feature_layers)
     features = Features(*(part.to(device) for part in made[:4]))
     drafts = head.unroll(features, 2)
-    weight = weights(made.document, mask, None, CONFIG)
+    weight = loss_weights(made.document, mask, None, CONFIG)
     row = weight.row.to(device)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-from eval.measures.results import Row
+from eval.measures.results import ResultRow
 from eval.report import render
 from eval.report.write import Report
 from heads.formats.store import TargetSpec
 from inference.decode import Generation, Step
 from inference.target.target import Target
 
-ROW = Row(
+ROW = ResultRow(
     drafter="eagle",
     rule="point mass",
     tree="chain-2",

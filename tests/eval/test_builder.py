@@ -1,4 +1,4 @@
-"""Passes counted along a text become rows, whatever the drafts reached."""
+"""SpecDecodingStats counted along a text become rows, whatever the drafts reached."""
 
 from dataclasses import replace
 
@@ -7,15 +7,15 @@ import torch
 
 from eval.inputs.workloads import Text
 from eval.measures import metrics
-from eval.measures.metrics import Passes
-from eval.measures.results import TEACHER_FORCED, Measurement, Request, Row, Source, text_results
+from eval.measures.metrics import SpecDecodingStats
+from eval.measures.results import TEACHER_FORCED, DrafterInfo, Measurement, Request, ResultRow, text_results
 from eval.teacher_forced import Overlap, expected
 
 SESSION = Measurement("tiny", 1.0, 1, 0, 0, conversations=[0, 1], tier=TEACHER_FORCED)
 
 
-def rows(each: list[Passes], session: Measurement = SESSION) -> list[Row]:
-    return text_results(Source("eagle", "token", "chain-4"), session, [Request(passes) for passes in each])
+def rows(each: list[SpecDecodingStats], session: Measurement = SESSION) -> list[ResultRow]:
+    return text_results(DrafterInfo("eagle", "token", "chain-4"), session, [Request(passes) for passes in each])
 
 
 def test_depths_that_no_pass_came_to_are_no_depths() -> None:
@@ -32,13 +32,13 @@ def test_answers_of_one_token_have_no_passes_and_no_tau() -> None:
     none = expected(Overlap(Text([1, 2, 3], 2, 8), share, share), 4)
     (row,) = rows([none, none])
     assert (row.steps, row.tokens, row.tau, row.tau_ci, row.accepted_by_depth) == (0, 0, None, None, [])
-    one = Passes(6.0, 3.0, 6.0, 3.0, [2.0, 1.0])
+    one = SpecDecodingStats(6.0, 3.0, 6.0, 3.0, [2.0, 1.0])
     (row,) = rows([none, one])
     assert (row.tau, row.tau_request_mean, row.accepted_by_depth) == (2.0, 2.0, [2 / 3, 1 / 3])
 
 
 def test_the_turns_of_a_conversation_are_resampled_together() -> None:
-    each = [Passes(tokens, 3.0, 6.0, 0.0, []) for tokens in (3.0, 9.0, 5.0, 6.0)]
+    each = [SpecDecodingStats(tokens, 3.0, 6.0, 0.0, []) for tokens in (3.0, 9.0, 5.0, 6.0)]
     of_two, of_one = (replace(SESSION, conversations=groups) for groups in ([0, 0, 1, 1], [4, 4, 4, 4]))
     (row,) = rows(each, of_two)
     sums = torch.tensor([[12.0, 6.0], [11.0, 6.0]], dtype=torch.float64)

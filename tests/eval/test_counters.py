@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from eval.measures.counters import Counters, between, decoded_between, of_reply, read_counters, restarted, verified
-from eval.measures.metrics import Passes, ratio, together
+from eval.measures.metrics import SpecDecodingStats, ratio, together
 from tests.ops.endpoint_server import passes, sglang_page, vllm_page
 
 VLLM = """\
@@ -61,7 +61,7 @@ def read(page: str) -> Counters:
     return found
 
 
-def tau(counts: Passes) -> float | None:
+def tau(counts: SpecDecodingStats) -> float | None:
     return ratio(counts.tokens, counts.steps)
 
 

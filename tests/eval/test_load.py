@@ -15,7 +15,7 @@ from eval.live import interleaved
 from eval.live.interleaved import Served, Setup, arrivals, latencies, measure_rate, queued_rows, serve, throughput
 from eval.measures import metrics
 from eval.measures.losslessness import Divergence, Gate
-from eval.measures.results import Measurement, Row
+from eval.measures.results import Measurement, ResultRow
 from eval.run import evaluate
 from inference.batch import Batch, Running
 from inference.decode import Generation, Settings, speculate
@@ -210,7 +210,7 @@ def test_throughput_runs_from_the_first_arrival_to_the_last_end() -> None:
     assert throughput(PLAIN) == (4 + 4 + 4 + 8) / (5 + 9)
 
 
-def loaded(gate: Gate, rate: float | None = 2.0, categories: dict[str, list[int]] | None = None) -> list[Row]:
+def loaded(gate: Gate, rate: float | None = 2.0, categories: dict[str, list[int]] | None = None) -> list[ResultRow]:
     """Return the rows of a session under load."""
     rounds = {"plain": PLAIN, "eagle": FAST}
     session = Measurement("tiny", 0.0, 1, 0, 0, categories=categories or {}, request_rate=rate)

@@ -44,13 +44,13 @@ def test_tau_had_drafts_ended_at_a_depth() -> None:
 
 
 def test_counts_that_one_request_lacks_are_unknown_of_all() -> None:
-    known, unknown = metrics.Passes(5, 2, 6, 3, (2, 1, 0)), metrics.Passes(4, 2, None, 2, (2,))
-    total = metrics.Passes(9, 4, 8, 5, (3, 2, 0))
+    known, unknown = metrics.SpecDecodingStats(5, 2, 6, 3, (2, 1, 0)), metrics.SpecDecodingStats(4, 2, None, 2, (2,))
+    total = metrics.SpecDecodingStats(9, 4, 8, 5, (3, 2, 0))
     found = metrics.pooled([known, unknown])
     assert (found.draft_tokens, found.accepted_per_draft_token) == (0, None)
     assert found.definitions["committed_per_verified"] is None
     assert metrics.pooled([known]).definitions["committed_per_verified"] == 5 / 8
-    deep = metrics.Passes(5, 2, 4, 3, ())  # depths that nobody counted
+    deep = metrics.SpecDecodingStats(5, 2, 4, 3, ())  # depths that nobody counted
     assert [metrics.pooled(each).accepted_by_depth for each in ([known, deep], [deep, known])] == [[], []]
     apart = metrics.pooled([known, unknown], total)
     assert (apart.draft_tokens, apart.accepted_by_depth, apart.tau_within_depth) == (8, [3 / 4, 2 / 4], [7 / 4, 9 / 4])

@@ -8,7 +8,7 @@ import torch
 
 from eval.inputs.workloads import Text, of_answer, write
 from eval.measures import metrics
-from eval.teacher_forced import Overlap, expected, overlap, record, replay
+from eval.teacher_forced import Overlap, expected, overlap, rank_text, replay
 from heads.base import Features
 from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
@@ -40,7 +40,7 @@ def test_sampled_tiers_agree_along_the_same_text(kind: str) -> None:
     else:  # what was chosen without drawing is accepted where it is the text
         grown = [tree] if kind == "dynamic" else []
         for text, run in zip(texts, decoded, strict=True):
-            steps = replay(record(target, head, text, grown, 4), tree)
+            steps = replay(rank_text(target, head, text, grown, 4), tree)
             assert [(step.nodes, step.accepted) for step in steps] == [
                 (step.drafted, step.accepted) for step in run.steps
             ]
@@ -102,13 +102,13 @@ def test_shares_are_of_the_laws_of_every_row_by_itself() -> None:
             for depth in range(3):
                 place = root + 1 + depth
                 if place >= len(token):
-                    assert found.share[made - 1, depth] == 0
+                    assert found.accept_prob[made - 1, depth] == 0
                     assert found.common[made - 1, depth].isnan()
                     continue
-                p = distribution(target.embeddings.logits(features.last[0, place - 1]), sampling)
+                p = distribution(target.embeddings.logits(features.last_hidden[0, place - 1]), sampling)
                 q = distribution(drafting.logits(head, level)[0], sampling)
                 ratio = (q[token[place]] / p[token[place]]).clamp_max(1)
-                torch.testing.assert_close(found.share[made - 1, depth], ratio, atol=1e-5, rtol=1e-4)
+                torch.testing.assert_close(found.accept_prob[made - 1, depth], ratio, atol=1e-5, rtol=1e-4)
                 torch.testing.assert_close(
                     found.common[made - 1, depth], torch.minimum(p, q).sum(), atol=1e-5, rtol=1e-4
                 )

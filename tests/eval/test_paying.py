@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from eval.measures.metrics import Passes
-from eval.measures.results import Request, Row
+from eval.measures.metrics import SpecDecodingStats
+from eval.measures.results import Request, ResultRow
 from eval.report import plots
 from eval.report.sections import paying
 from eval.report.view import results_of
@@ -14,7 +14,7 @@ from eval.report.write import Report
 from tests.eval.stubs import ROW, markdown
 
 
-def row(drafter: str, load: float, speedup: float, key: str = "batch_size", **changes: Any) -> Row:
+def row(drafter: str, load: float, speedup: float, key: str = "batch_size", **changes: Any) -> ResultRow:
     """Return a result at a batch size or a rate of requests, of which each takes 0.8 s to answer."""
     by_request = {"user_tokens_per_second": {"p50": 50.0}, "latency_s": {"p50": 1.0}, "queue_s": {"p50": 0.2}}
     ends = (1.0, 1.0) if drafter == "plain" else (speedup - 0.1, speedup + 0.1)
@@ -23,7 +23,7 @@ def row(drafter: str, load: float, speedup: float, key: str = "batch_size", **ch
     return replace(ROW, drafter=drafter, **values | at | changes)
 
 
-def report(*rows: Row) -> Report:
+def report(*rows: ResultRow) -> Report:
     return Report({"name": "tiny"}, {"name": "a GPU", "dtype": "float32"}, {}, {}, list(rows))
 
 
@@ -65,7 +65,7 @@ def test_requests_that_come_faster_than_they_are_answered_are_warned_of(rate: fl
 
 def test_a_user_sees_the_tokens_after_the_first_by_the_clock() -> None:
     """Four share the passes, so that a fourth of the time counts as this request's."""
-    request = Request(Passes(20, 10, 10, 10, [10]), (20, 1.0), (21, 1.5), 0.5, waits={"latency_s": 4.5})
+    request = Request(SpecDecodingStats(20, 10, 10, 10, [10]), (20, 1.0), (21, 1.5), 0.5, waits={"latency_s": 4.5})
     assert request.user_speed == 5.0
     served = replace(request, prefill_s=0.1, waits={"latency_s": 4.5, "ttft_s": 2.5})
     assert served.user_speed == 10.0

@@ -13,11 +13,11 @@ import pytest
 from rich.console import Console
 
 from eval.measures.losslessness import UNCHECKED, Divergence, Gate
-from eval.measures.results import TEACHER_FORCED, Row
+from eval.measures.results import TEACHER_FORCED, ResultRow
 from eval.report import render
 from eval.report.render import library, terminal
 from eval.report.write import Report, report_of
-from heads.common.files import write_whole
+from heads.common.files import atomic_write
 from tests.eval.stubs import ROW, markdown
 
 GREEN = Gate(8, 7, 1, 0)
@@ -33,7 +33,7 @@ CONTRACT = (
 SPEEDUPS = ("1.77", "1.61", "1.93", "2.46")
 
 
-def report(row: Row = ROW, gate: Gate = GREEN) -> Report:
+def report(row: ResultRow = ROW, gate: Gate = GREEN) -> Report:
     return Report({"name": "tiny"}, {"name": "a CPU", "dtype": "float32"}, {"prompts": 8}, {"eagle": gate}, [row])
 
 
@@ -164,14 +164,14 @@ def test_categories_are_those_of_the_clock_where_one_ran() -> None:
 
 def test_a_failed_write_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "report.json"
-    write_whole(file, b"old")
+    atomic_write(file, b"old")
 
     def full(descriptor: int) -> None:
         raise OSError("No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="space"):
-        write_whole(file, b"new")
+        atomic_write(file, b"new")
     assert file.read_text(encoding="utf-8") == "old"
     assert list(tmp_path.iterdir()) == [file]
 

@@ -295,6 +295,6 @@ def test_a_races_gap_is_in_logits_at_any_temperature(temperature: float, monkeyp
     how = replace(HOT, rule=COUPLED, sampling=replace(HOT.sampling, temperature=temperature))
     monkeypatch.setattr(gates.Coupled, "race", lambda _, probs, __=1: probs)
     token = torch.tensor(prompt)[None]
-    logits = target.embeddings.logits(target.features(token, torch.zeros_like(token), ()).last[0, -1])
+    logits = target.embeddings.logits(target.features(token, torch.zeros_like(token), ()).last_hidden[0, -1])
     first, second = logits.topk(2).values.tolist()
     assert race_gap(target, prompt, [], how) == pytest.approx(first - second, rel=1e-3)

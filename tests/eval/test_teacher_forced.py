@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eval.inputs.workloads import Text, of_answer, write
-from eval.teacher_forced import Record, ranks, reach, record, replay
+from eval.teacher_forced import RankedText, rank_text, ranks, reach, replay
 from eval.tuning.grid import acceptance
 from heads import HEADS
 from heads.base import Features
@@ -41,9 +41,9 @@ def texts() -> tuple[Text, ...]:
 
 
 @functools.cache
-def records(name: str) -> tuple[Record, ...]:
+def records(name: str) -> tuple[RankedText, ...]:
     target = toys.target()
-    return tuple(record(target, toys.head(name, target), text, LARGEST, DEPTH) for text in texts())
+    return tuple(rank_text(target, toys.head(name, target), text, LARGEST, DEPTH) for text in texts())
 
 
 @pytest.mark.parametrize("tree", TRIED, ids=lambda tree: tree.label)
@@ -72,7 +72,7 @@ def test_a_sampled_text_is_replayed_under_the_trees_that_it_was_sampled_with(tre
         how = Settings(36, sampling, seed=seed, rule="point_mass")
         made = speculate(target, HeadDrafter(head, tree, "eagle"), toys.prompt(seed), how)
         text = of_answer(target, toys.prompt(seed), made.tokens, how)
-        mine, greedy = (record(target, head, text, LARGEST, DEPTH, sampling=each) for each in (sampling, GREEDY))
+        mine, greedy = (rank_text(target, head, text, LARGEST, DEPTH, sampling=each) for each in (sampling, GREEDY))
         steps = [step.accepted for step in replay(mine, tree)]
         assert steps == [step.accepted for step in made.steps]
         accepted, differ = accepted + sum(steps), differ or mine.grown != greedy.grown
@@ -87,7 +87,7 @@ def test_a_text_that_ends_early_is_replayed_to_its_end(monkeypatch: pytest.Monke
     assert 2 < short.generated < 36
     for name in ("eagle", "block"):
         head = toys.head(name, target)
-        of = record(target, head, short, LARGEST, DEPTH)
+        of = rank_text(target, head, short, LARGEST, DEPTH)
         for tree in TRIED:
             made = speculate(target, HeadDrafter(head, tree, name), toys.prompt(0), SETTINGS)
             assert made.finish == "eos"

@@ -88,8 +88,11 @@ def test_what_the_target_never_draws_was_not_accepted() -> None:
         token = torch.tensor([toys.prompt(seed, 9)])
         features = target.features(token, torch.zeros_like(token), head.feature_layers)
         (draft,) = unrolled(head, features, 1)
-        best, guess = target.embeddings.logits(features.last[0, 8]).argmax(), head.score(draft.state[0, 7], 1).argmax()
+        best, guess = (
+            target.embeddings.logits(features.last_hidden[0, 8]).argmax(),
+            head.compute_logits(draft.state[0, 7], 1).argmax(),
+        )
         found = overlap(target, head, Text([*token[0].tolist(), int(guess)], 8, 12), sampling, 1)
-        assert found.share.item() == float(best == guess)
+        assert found.accept_prob.item() == float(best == guess)
         parted += bool(best != guess)
     assert parted, "head and target agree everywhere"

@@ -13,7 +13,7 @@ from eval.measures.results import LIVE, TEACHER_FORCED
 from eval.report.view import flattened
 from eval.run import evaluate
 from eval.sessions import sampled_table, table
-from eval.teacher_forced import Overlap, Record
+from eval.teacher_forced import Overlap, RankedText
 from tests.eval.small import small
 
 SUFFIX = {
@@ -80,7 +80,7 @@ def test_the_report_has_the_statistics_of_one_pass(greedy: Path) -> None:
 
 
 def test_shares_by_depth_are_of_the_tokens_that_have_so_many_after_them() -> None:
-    texts = [Record(Text([], 0, 0), rank, {}) for rank in ([[0, 0], [1, 0], [0, -1]], [[0, 2], [0, -1]])]
+    texts = [RankedText(Text([], 0, 0), rank, {}) for rank in ([[0, 0], [1, 0], [0, -1]], [[0, 2], [0, -1]])]
     found = table(texts, 2)
     shares = [*found["rank"][0][:3], *found["rank"][1][:3], *found["n_alpha"], *found["at_every_token"]]
     assert shares == pytest.approx([4 / 5, 1 / 5, 0, 2 / 3, 0, 1 / 3, 4 / 5, 2 / 3, 4 / 5, 1 / 3])

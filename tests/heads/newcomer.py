@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from heads.base import Draft, Embeddings, Features, Level, NewRows, Nodes
 from heads.common.ranges import Parts
-from heads.rows import drafted_token, last_valid, of_parents
+from heads.rows import drafted_token, gather_parents, last_rows
 
 
 class Newcomer(nn.Module):
@@ -22,7 +22,7 @@ class Newcomer(nn.Module):
         depths: Parts
 
     feature_layers: tuple[int, ...] = ()
-    keeps_rows = False
+    has_kv_cache = False
     vocab = None
 
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
@@ -39,7 +39,7 @@ class Newcomer(nn.Module):
         """Return the state behind a token."""
         return state + self.mix(torch.cat([self.embeddings.embed(token).to(state.dtype), state], -1))
 
-    def score(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n V"]:
+    def compute_logits(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n V"]:
         """Return the logits of states."""
         del depth
         return self.embeddings.logits(state)
@@ -47,7 +47,7 @@ class Newcomer(nn.Module):
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Draft from all rows."""
         del anchors
-        state, drafts = features.last, []
+        state, drafts = features.last_hidden, []
         for depth in range(1, depths + 1):
             state = self.step(state, drafted_token(features.token, depth))
             drafts.append(Draft(state))
@@ -56,13 +56,13 @@ class Newcomer(nn.Module):
     def extend(self, state: None, new: NewRows) -> tuple[None, Level]:
         """Score depth 1 from the last row."""
         del state
-        return None, self._level(last_valid(new.features.last, new.counts), last_valid(new.token, new.counts))
+        return None, self._level(last_rows(new.features.last_hidden, new.counts), last_rows(new.token, new.counts))
 
     def expand(self, state: None, level: Level, nodes: Nodes) -> Level:
         """Score the next depth."""
         del state
-        return self._level(of_parents(level.hidden, nodes.parent), nodes.token)
+        return self._level(gather_parents(level.hidden, nodes.parent), nodes.token)
 
     def _level(self, before: Tensor, token: Tensor) -> Level:
         hidden = self.step(before, token)
-        return Level(self.score(hidden, 1), hidden)
+        return Level(self.compute_logits(hidden, 1), hidden)

@@ -51,7 +51,7 @@ def test_unroll_looks_back_as_far_as_drafting(name: str, length: int) -> None:
     for t in range(9):
         state, level = drafting.extend(made, None, part(packed, 0, t + 1), following[: t + 1])
         for depth in range(1, depths + 1):
-            found = made.score(drafts[depth - 1].state[0, t], depth)
+            found = made.compute_logits(drafts[depth - 1].state[0, t], depth)
             torch.testing.assert_close(found, level.logits[0, 0], rtol=1e-9, atol=1e-9)
             if depth < depths:
                 token, mask = packed.token[0, t + 1 + depth][None], torch.ones(1, depth, dtype=torch.bool)

@@ -66,7 +66,7 @@ def test_the_drafts_are_those_of_the_head_here(name: str, tmp_path: Path) -> Non
     ids = torch.tensor([toys.prompt(7, 12)])
     features = target.features(ids, torch.zeros_like(ids), ())
     state, level = drafting.extend(head, None, Features(*(each[:, :-1] for each in features[:4])), ids[0, 1:])
-    found = read.draft(features.last[0, -2:-1], ids, head.max_depth, lambda _, logits: logits, False)
+    found = read.draft(features.last_hidden[0, -2:-1], ids, head.max_depth, lambda _, logits: logits, False)
     assert len(found) == head.max_depth
     for depth, (token, q) in enumerate(found, 1):
         ours = drafting.logits(head, level)[0].softmax(-1)

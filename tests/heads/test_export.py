@@ -147,7 +147,7 @@ def test_what_was_exported_is_read_back(name: str, tmp_path: Path, caplog: pytes
         loaded: Any = load_published(exported(head, case.form, tmp_path), target().embeddings)
     assert caplog.text == ""
     assert loaded.max_depth == head.max_depth
-    if head.keeps_rows:
+    if head.has_kv_cache:
         numbers = [LayerSpec.of(each.config, target().embeddings) for each in (loaded, head)]
         assert numbers[0] == numbers[1]
     assert sorted(loaded.feature_layers) == list(loaded.feature_layers)

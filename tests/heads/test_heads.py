@@ -14,8 +14,8 @@ from heads.base import DraftHead, Features, LayerShape
 from heads.common.rope import Rope, Rotary
 from heads.mlp import EPS, ShiftedNorm
 from heads.modules.dflash2 import Selector
-from heads.modules.layers import Block, LayerInputs, LayerSpec, grouped_attention
-from heads.modules.own_layer import OwnLayer
+from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, grouped_attention
+from heads.modules.own_layer import TargetLayer
 from inference.drafters.policy import Expander
 from tests import drafting, toys
 
@@ -70,7 +70,7 @@ def test_unroll_equals_literal_drafting(name: str) -> None:
             if depth > 1:
                 token, mask = packed.token[b, paths[b, t, depth - 1]][None], torch.ones(1, depth - 1, dtype=torch.bool)
                 level = drafting.expand(head, state, level, token, torch.zeros(1, dtype=torch.long), mask)
-            found = head.score(drafts[b][depth - 1].state[b, t], depth)
+            found = head.compute_logits(drafts[b][depth - 1].state[b, t], depth)
             torch.testing.assert_close(found, level.logits[0, 0], rtol=1e-9, atol=1e-9)
             compared += 1
     assert compared == 18 * DEPTHS
@@ -84,9 +84,9 @@ def test_unrolling_anchors_alone_gives_them_the_states_and_gradients_of_all_rows
     whole, some = (head.unroll(packed, depths, which) for which in (None, anchors))
     losses = []
     for drafts in (whole, some):
-        fields = [rows.taken(x, anchors) for draft in drafts for x in draft if x is not None]
+        fields = [rows.gather_rows(x, anchors) for draft in drafts for x in draft if x is not None]
         weight = torch.randn(*fields[0].shape[:2], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        scores = [head.score(rows.taken(draft.state, anchors), d) for d, draft in enumerate(drafts, 1)]
+        scores = [head.compute_logits(rows.gather_rows(draft.state, anchors), d) for d, draft in enumerate(drafts, 1)]
         losses.append(sum((x.square().reshape(*weight.shape, -1).mean(-1) * weight).sum() for x in (*fields, *scores)))
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-10, atol=1e-10)
     trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
@@ -167,7 +167,7 @@ def test_block_is_the_llama_layer(scaling: dict[str, Any] | None) -> None:
     torch.manual_seed(0)
     theirs = LlamaDecoderLayer(config, 0).double()
     rope = Rope(500.0, scaling)
-    ours = Block(LayerSpec(32, LayerShape(4, 2, 8, 48), rope, config.rms_norm_eps)).double()
+    ours = DecoderLayer(LayerSpec(32, LayerShape(4, 2, 8, 48), rope, config.rms_norm_eps)).double()
     ours.load_state_dict(theirs.state_dict())
     x, position = torch.randn(2, 9, 32, dtype=torch.float64), 20 * torch.arange(9).expand(2, 9)
     seen = torch.ones(2, 9, 9, dtype=torch.bool).tril()
@@ -183,7 +183,7 @@ def test_a_layer_of_the_targets_kind_is_the_targets_with_its_own_scale_of_attent
     config = GraniteConfig(**toys.SIZES, attention_multiplier=0.9, residual_multiplier=0.5)
     torch.manual_seed(0)
     model = GraniteModel(config).double().eval()
-    ours, token = OwnLayer(config).double(), torch.tensor([toys.prompt(1, 9)])
+    ours, token = TargetLayer(config).double(), torch.tensor([toys.prompt(1, 9)])
     ours.layer.load_state_dict(model.layers[-1].state_dict())
     x = [torch.randn(1, 9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))]
     model.layers[-1].register_forward_pre_hook(lambda _, given: (x[0], *given[1:]))
@@ -202,7 +202,7 @@ def test_medusa_starts_as_the_targets_own_next_token() -> None:
     for block in head.blocks:
         torch.nn.init.zeros_(block[0].linear.bias)
     last = torch.randn(3, 32)
-    torch.testing.assert_close(head.score(head.blocks[1](last), 2), target.embeddings.logits(last))
+    torch.testing.assert_close(head.compute_logits(head.blocks[1](last), 2), target.embeddings.logits(last))
     assert sum(p.numel() for p in head.parameters()) == 2 * (32 * 32 + 32)
 
 

@@ -23,8 +23,8 @@ def test_visible_is_causal_within_documents() -> None:
 def test_labels_and_drafted_tokens() -> None:
     assert rows.next_token(TOKEN)[0, :4].tolist() == [11, 12, 13, 20]
     assert rows.drafted_token(TOKEN, 1)[0, :2].tolist() == [11, 12]
-    assert rows.ahead(TOKEN, 1 + 1)[0, :2].tolist() == [12, 13]  # the label of depth 1
-    assert rows.ahead(TOKEN, 1 + 2)[0, :1].tolist() == [13]
+    assert rows.shift_left(TOKEN, 1 + 1)[0, :2].tolist() == [12, 13]  # the label of depth 1
+    assert rows.shift_left(TOKEN, 1 + 2)[0, :1].tolist() == [13]
 
 
 def test_a_path_gives_the_drafted_tokens() -> None:
@@ -34,7 +34,7 @@ def test_a_path_gives_the_drafted_tokens() -> None:
 
 
 def test_the_last_rows_repeat_where_none_follow() -> None:
-    assert rows.ahead(TOKEN, 0) is TOKEN
+    assert rows.shift_left(TOKEN, 0) is TOKEN
     assert rows.teacher(TOKEN[..., None], 3)[0, :, 0].tolist() == [13, 20, 21, 22, 0, 0, 0, 0]
 
 
@@ -43,21 +43,21 @@ X = torch.arange(12).view(2, 3, 2)  # row t of sequence b is [6b + 2t, 6b + 2t +
 
 @pytest.mark.parametrize(("count", "expected"), [(None, [[4, 5], [10, 11]]), ([3, 1], [[4, 5], [6, 7]])])
 def test_each_sequence_has_its_own_last_row(count: list[int] | None, expected: list[list[int]]) -> None:
-    assert rows.last_valid(X, None if count is None else torch.tensor(count)).squeeze(1).tolist() == expected
+    assert rows.last_rows(X, None if count is None else torch.tensor(count)).squeeze(1).tolist() == expected
 
 
 def test_rows_are_taken_and_put_back() -> None:
     row = torch.tensor([[2, 0], [0, 1]])
-    taken = rows.taken(X, row)
+    taken = rows.gather_rows(X, row)
     assert taken.tolist() == [[[4, 5], [0, 1]], [[6, 7], [8, 9]]]
-    assert rows.taken(X[..., 0], row).tolist() == [[4, 0], [6, 8]]
-    assert rows.put_back(taken, row, 3).tolist() == [[[0, 1], [0, 0], [4, 5]], [[6, 7], [8, 9], [0, 0]]]
-    assert rows.put_back(taken[..., :1], row, 3).squeeze(-1).tolist() == [[0, 0, 4], [6, 8, 0]]
-    assert rows.taken(X, None) is rows.put_back(X, None, 3) is X
+    assert rows.gather_rows(X[..., 0], row).tolist() == [[4, 0], [6, 8]]
+    assert rows.scatter_rows(taken, row, 3).tolist() == [[[0, 1], [0, 0], [4, 5]], [[6, 7], [8, 9], [0, 0]]]
+    assert rows.scatter_rows(taken[..., :1], row, 3).squeeze(-1).tolist() == [[0, 0, 4], [6, 8, 0]]
+    assert rows.gather_rows(X, None) is rows.scatter_rows(X, None, 3) is X
 
 
 def test_nodes_read_their_parents() -> None:
-    assert rows.of_parents(X, torch.tensor([[1, 1], [2, 0]])).tolist() == [[[2, 3], [2, 3]], [[10, 11], [6, 7]]]
+    assert rows.gather_parents(X, torch.tensor([[1, 1], [2, 0]])).tolist() == [[[2, 3], [2, 3]], [[10, 11], [6, 7]]]
 
 
 def test_valid_rows_by_depth() -> None:

@@ -102,7 +102,7 @@ def step_of(target: Target, drafter: HeadDrafter, size: int) -> DeviceStep:
     hidden, last = (
         torch.empty(size, 1, *rest, dtype=target.dtype, device=NAME) for rest in ((layers, width), (width,))
     )
-    if batch.head.keeps_rows:
+    if batch.head.has_kv_cache:
         batch.cache = KVCache(size, getattr(batch.head.config, "length", None), target.device)
     batch.hold(PROMPT)  # the rows of a prompt are not a step's, and need not run here
     _, batch.buffers = batch.head.extend(batch.cache, NewRows(Features(token, hidden, last, token), token))

@@ -26,7 +26,7 @@ def make(name: str, target: Target, **values: Any) -> Any:
 
 
 class Recorder(Drafter, DrafterState):
-    """Passes everything on to a source and keeps what it was asked and what it proposed."""
+    """SpecDecodingStats everything on to a source and keeps what it was asked and what it proposed."""
 
     def __init__(self, source: Drafter) -> None:
         self.source, self.name, self.tree = source, source.name, source.tree

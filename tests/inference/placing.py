@@ -34,7 +34,7 @@ def compared(ours: Target, alone: Target) -> dict[str, float | bool]:
     answers = [autoregress(each, toys.prompt(0), Settings(12, GREEDY)).tokens for each in (ours, alone)]
     return {
         "hidden": error(found.hidden, expected.hidden),
-        "last": error(found.last, expected.last),
+        "last": error(found.last_hidden, expected.last_hidden),
         "spec": ours.spec == alone.spec,
         "trees": ours.takes_trees,
         "ends": ours.embeddings.head_weight().equal(alone.embeddings.head_weight())

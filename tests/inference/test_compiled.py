@@ -79,7 +79,7 @@ def test_features_of_compiled_layers_are_those_of_the_layers(name: str, monkeypa
         with forwards():
             found = target.features(token, document, (0, 2))
         torch.testing.assert_close(found.hidden, features.hidden, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(found.last, features.last, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found.last_hidden, features.last_hidden, rtol=1e-12, atol=1e-12)
     assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 5, "each layer had its own"
     with pytest.raises(RuntimeError, match="as it was"), forwards():
         raise RuntimeError("as it was")
@@ -159,7 +159,7 @@ def test_features_of_compiled_passes() -> None:
             out = target.score(tree, cache, layers=layers)
             cache.keep(len(text), [0, 2])
             after = target.score(DraftTree(torch.tensor([3]), torch.tensor([-1])), cache, layers=layers)
-            found += [out.hidden, out.last, after.hidden, after.last]
+            found += [out.hidden, out.last_hidden, after.hidden, after.last_hidden]
         return found
 
     before = passes()
@@ -206,7 +206,7 @@ def test_buffers_come_back_when_their_sequence_is_gone() -> None:
     assert again.length == 0
     found = target.prefill(torch.tensor(toys.prompt(2, 5)), again)
     assert again.storage.layers[0][0].data_ptr() == place
-    assert torch.equal(found.last, target.prefill(torch.tensor(toys.prompt(2, 5)), target.cache()).last)
+    assert torch.equal(found.last_hidden, target.prefill(torch.tensor(toys.prompt(2, 5)), target.cache()).last_hidden)
 
 
 def test_a_target_that_takes_no_mask_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

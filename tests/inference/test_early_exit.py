@@ -47,7 +47,7 @@ def proposal(target: Target, exit_layer: int, tree: str, sampling: Sampling = GR
     expected = target.score(made.tree, whole)
     near = EXACT.get(target.name, 1e-9)
     torch.testing.assert_close(found.logits, expected.logits, rtol=near, atol=near)
-    torch.testing.assert_close(found.last, expected.last, rtol=near, atol=near)
+    torch.testing.assert_close(found.last_hidden, expected.last_hidden, rtol=near, atol=near)
     path = max(trees.paths(made.tree), key=len)
     for each in (cache, whole):
         each.keep(11, path)

@@ -61,8 +61,8 @@ def test_the_final_norm_makes_the_last_state(name: str) -> None:
     target, token = toys.target(name), torch.tensor([toys.prompt(0)])
     made = target.features(token, torch.zeros_like(token), (2,))
     normed = final_norm(target.base, 3)(made.hidden[:, :, 0])
-    assert torch.allclose(normed, made.last, atol=1e-5)
-    assert not torch.allclose(made.hidden[:, :, 0], made.last, atol=1e-2)
+    assert torch.allclose(normed, made.last_hidden, atol=1e-5)
+    assert not torch.allclose(made.hidden[:, :, 0], made.last_hidden, atol=1e-2)
 
 
 def test_of_several_norms_beside_the_layers_the_final_one_is_the_last() -> None:

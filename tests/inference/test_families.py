@@ -74,7 +74,7 @@ def test_packed_features_are_each_documents_alone(name: str) -> None:
         alone = token[row, here][None]
         out = target.run(alone, torch.arange(alone.shape[1])[None], None, None, (0, 2))
         torch.testing.assert_close(packed.hidden[row, here], out.hidden[0], rtol=0, atol=1e-10)
-        torch.testing.assert_close(packed.last[row, here], out.last[0], rtol=0, atol=1e-10)
+        torch.testing.assert_close(packed.last_hidden[row, here], out.last_hidden[0], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", quick(RECURRENT))
@@ -188,7 +188,9 @@ def test_bf16s_rounding_leaves_a_target_its_trees_and_a_wrong_mask_takes_them(mo
     target = Target(outlying(), toys.tokenizer(), "outlying")
     assert target.takes_trees
     token = torch.tensor(toys.prompt(0, 12))
-    first, second = (target.embeddings.logits(target.prefill(token, target.cache()).last).float() for _ in range(2))
+    first, second = (
+        target.embeddings.logits(target.prefill(token, target.cache()).last_hidden).float() for _ in range(2)
+    )
     assert (first - second).abs().max() > 0.1 * first.std(), "some logits are far off"
     mask = Target.attention_mask
 

@@ -60,7 +60,7 @@ def test_linear_layers_are_quantised_and_what_heads_read_is_not(plain: Target, q
     assert quantised.takes_trees
     assert torch.equal(quantised.embeddings.head_weight(), plain.embeddings.head_weight())
     assert torch.equal(quantised.embeddings.embed(token), plain.embeddings.embed(token))
-    found, expected = (each.features(token, torch.zeros_like(token), ()).last for each in (quantised, plain))
+    found, expected = (each.features(token, torch.zeros_like(token), ()).last_hidden for each in (quantised, plain))
     assert 1e-4 < float((found - expected).abs().mean()) < 0.5
 
 
@@ -95,7 +95,9 @@ def test_a_trees_features_are_those_of_its_paths(quantised: Target) -> None:
         # bitsandbytes rounds what enters a layer, so rounding before it can move by a step of that
         near = 0.05 if quantised.quantized == "bitsandbytes" else 1e-4
         torch.testing.assert_close(together.hidden[0, path], alone.hidden[0, len(prompt) :], rtol=near, atol=near)
-        torch.testing.assert_close(together.last[0, path], alone.last[0, len(prompt) :], rtol=near, atol=near)
+        torch.testing.assert_close(
+            together.last_hidden[0, path], alone.last_hidden[0, len(prompt) :], rtol=near, atol=near
+        )
 
 
 def test_a_head_of_the_target_is_one_of_its_quantised_form(plain: Target, quantised: Target, tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_a_chain_is_the_formulas_written_out(tmp_path: Path, naming: str, sharde
     state, level = drafting.extend(head, None, rows, torch.tensor(text[1:]))
     w = {name: tensor.double() for name, tensor in weights().items()}
     embedded = [target.embeddings.embed(torch.tensor(text[1:]))]
-    states = rows.last[0]
+    states = rows.last_hidden[0]
     true = states
     for depth in range(1, 4):
         found = written_out(w, torch.cat(embedded), states)

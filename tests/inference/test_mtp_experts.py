@@ -76,7 +76,7 @@ def test_a_mixture_of_experts_is_the_targets_own_layer(tmp_path: Path, make: obj
     _, level = drafting.extend(load_mtp(target, str(tmp_path)), None, rows, torch.tensor(text[1:]))
     # transformers' layer under its own causal attention, between the formulas written out.
     embedding = rms(target.embeddings.embed(torch.tensor(text[1:])), made["enorm"])
-    x = torch.cat([embedding, rms(rows.last[0], made["hnorm"])], -1) @ made["eh_proj"].T
+    x = torch.cat([embedding, rms(rows.last_hidden[0], made["hnorm"])], -1) @ made["eh_proj"].T
     rotary = target.base.rotary_emb(x[None], torch.arange(8)[None])
     shut = torch.full((1, 1, 8, 8), float("-inf")).triu(1)
     out = layer.eval()(x[None], attention_mask=shut, position_embeddings=rotary)
@@ -99,7 +99,7 @@ def test_the_module_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     position, embedding = torch.arange(8)[None], target.embeddings.embed(torch.tensor([text[1:]]))
     hidden = theirs.layers[0](
         embedding,
-        rows.last,
+        rows.last_hidden,
         target.base.rotary_emb(embedding, position),
         None,
         position,

@@ -48,11 +48,11 @@ def test_documents_one_by_one_are_documents_under_a_mask(name: str, monkeypatch:
     monkeypatch.setattr(target, "packing", None)
     masked = target.features(token, DOCUMENT, (0, 2))
     torch.testing.assert_close(found.hidden, masked.hidden, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(found.last, masked.last, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found.last_hidden, masked.last_hidden, rtol=1e-9, atol=1e-9)
     whole = torch.zeros_like(DOCUMENT)  # longer than a window, where there is one
     monkeypatch.undo()
     expected = target.base(input_ids=token, use_cache=False).last_hidden_state
-    torch.testing.assert_close(target.features(token, whole, ()).last, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(target.features(token, whole, ()).last_hidden, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_an_attention_that_is_not_the_usual_one_keeps_its_mask(monkeypatch: pytest.MonkeyPatch) -> None:

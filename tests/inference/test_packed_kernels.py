@@ -142,7 +142,7 @@ def test_a_target_has_the_features_of_the_loop(
     monkeypatch.setattr(attention, "varlen_options", lambda _: OFFERED["with groups"])
     found = target.features(token, DOCUMENT, (0, 2))
     torch.testing.assert_close(found.hidden, expected.hidden, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(found.last, expected.last, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found.last_hidden, expected.last_hidden, rtol=1e-10, atol=1e-10)
 
 
 def test_borders_and_masks_are_made_once_a_pass_and_a_window_that_sees_all_is_none(

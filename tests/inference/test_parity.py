@@ -75,7 +75,7 @@ def test_tree_pass_equals_sequential_passes(name: str) -> None:
         together = target.score(tree, cache, layers=(0, 2))
         sequence = torch.cat([prompt, tree.token[path]])
         alone = target.features(sequence[None], torch.zeros_like(sequence)[None], (0, 2))
-        logits = target.embeddings.logits(alone.last[0, len(prompt) :])
+        logits = target.embeddings.logits(alone.last_hidden[0, len(prompt) :])
         assert together.logits is not None
         torch.testing.assert_close(together.logits[0, path], logits, rtol=near, atol=near)
         torch.testing.assert_close(together.hidden[0, path], alone.hidden[0, len(prompt) :], rtol=near, atol=near)
@@ -83,7 +83,7 @@ def test_tree_pass_equals_sequential_passes(name: str) -> None:
         following = target.prefill(tree.token[:3], cache, layers=(0, 2))
         fresh = target.prefill(torch.cat([sequence, tree.token[:3]]), target.cache(), layers=(0, 2))
         torch.testing.assert_close(following.logits, fresh.logits, rtol=near, atol=near)
-        torch.testing.assert_close(following.last, fresh.last[:, -3:], rtol=near, atol=near)
+        torch.testing.assert_close(following.last_hidden, fresh.last_hidden[:, -3:], rtol=near, atol=near)
 
 
 @pytest.mark.parametrize("name", toys.ARCHITECTURES)
@@ -152,7 +152,7 @@ def test_chain_acceptance_follows_from_unroll() -> None:
         token, length = text(seed)
         document = torch.zeros(1, len(token), dtype=torch.long)
         features = toys.target().features(torch.tensor([token]), document, head.feature_layers)
-        guesses = [head.score(draft.state[0], 1).argmax(-1).tolist() for draft in head.unroll(features, 4)]
+        guesses = [head.compute_logits(draft.state[0], 1).argmax(-1).tolist() for draft in head.unroll(features, 4)]
         counts, row = [], length - 1
         while row < len(token) - 2:
             accepted = 0
@@ -167,7 +167,9 @@ class StaleFeatures(HeadBatch):
     """Commits the first row's feature for every row of a path (vLLM#14649's kind)."""
 
     def extend(self, features: Features, count: Tensor) -> None:
-        super().extend(features._replace(last=features.last[:, :1].expand_as(features.last)), count)
+        super().extend(
+            features._replace(last_hidden=features.last_hidden[:, :1].expand_as(features.last_hidden)), count
+        )
 
 
 class WrongToken(HeadBatch):

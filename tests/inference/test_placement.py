@@ -80,7 +80,7 @@ def test_a_streamed_target_is_the_target(folder: str, where: Placement) -> None:
     document = (torch.arange(20) > 6).long()[None]
     ours, theirs = placed.features(token, document, (0, 2)), plain.features(token, document, (0, 2))
     assert ours.hidden.equal(theirs.hidden)
-    assert ours.last.equal(theirs.last)
+    assert ours.last_hidden.equal(theirs.last_hidden)
     assert placed.spec == plain.spec
     assert placed.embeddings.head_weight().equal(plain.embeddings.head_weight())
     assert dict(whole(placed.decoder_layers[0]))["mlp.up_proj.weight"].equal(plain.decoder_layers[0].mlp.up_proj.weight)
@@ -93,8 +93,8 @@ def test_a_tied_target_in_another_dtype_is_streamed() -> None:
     path = str(ROOT / "examples" / "tiny")
     plain, placed = Target.load(path, "float32", "cpu"), Target.load(path, "float32", "cpu", where=OFFLOAD)
     token = torch.arange(12)[None]
-    assert placed.features(token, torch.zeros_like(token), ()).last.equal(
-        plain.features(token, torch.zeros_like(token), ()).last
+    assert placed.features(token, torch.zeros_like(token), ()).last_hidden.equal(
+        plain.features(token, torch.zeros_like(token), ()).last_hidden
     )
     assert placed.spec == plain.spec
 
@@ -204,6 +204,6 @@ def test_layers_lie_on_several_devices_or_are_streamed(folder: str) -> None:
     for where in (replace(OFFLOAD, offload="cpu"), OFFLOAD, replace(HERE, placement="device_map")):
         placed = Target.load(folder, "float32", "cuda:0", where=where)
         assert placed.device == torch.device("cuda", 0)
-        found = placed.features(token, torch.zeros_like(token), ()).last
+        found = placed.features(token, torch.zeros_like(token), ()).last_hidden
         assert found.device == placed.device
-        torch.testing.assert_close(found, plain.features(token, torch.zeros_like(token), ()).last)
+        torch.testing.assert_close(found, plain.features(token, torch.zeros_like(token), ()).last_hidden)

@@ -192,9 +192,6 @@ def test_a_saved_schedule_is_drafted_by_unless_a_tree_is_given(folder: Path) -> 
     assert (loaded.schedule, loaded.policy, loaded.shape) == (schedule, DYNAMIC, None)
     given = load_drafter(folder, {"kind": "chain", "depth": 2}, target, "eagle")
     assert (given.tree, given.schedule.lines[1:]) == ("chain-2", [])
-    limited, flat = loaded.within(2), given.within(1)
-    assert (limited.schedule, limited.policy, limited.shape) == (schedule.within(2), DYNAMIC.within(2), None)
-    assert (flat.tree, flat.policy, flat.shape) == ("chain-2 within 1", given.policy.within(1), [(0,)])
     deep = scheduled([(1, DYNAMIC), (4, TreeConfig("chain", target.context, 0, 0, [], []))])
     save_tree(folder, asdict(DYNAMIC), asdict(deep)["lines"])
     with pytest.raises(ValueError, match="tree chain-160: a tree of 161 nodes is larger"):

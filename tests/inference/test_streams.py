@@ -164,7 +164,7 @@ def test_the_law_in_training_is_the_law_in_decoding(name: str, layers: int | Non
     anchor = torch.arange(packed.shape[1])[None]
     with torch.no_grad():
         laws, teacher = streams(packed, document, anchor)
-        own = target.embeddings.logits(target.features(packed, document, ()).last)
+        own = target.embeddings.logits(target.features(packed, document, ()).last_hidden)
     compared = 0
     for root, proposal, _, commit in drafter.seen:
         verified, look_ahead = commit.verified, proposal.look_ahead

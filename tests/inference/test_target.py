@@ -30,8 +30,8 @@ def test_features_are_the_models_hidden_states(name: str) -> None:
     near = 1e-5 if name == "gemma2" else 1e-9
     torch.testing.assert_close(found.hidden[:, :, 0], theirs.hidden_states[1], rtol=near, atol=near)
     torch.testing.assert_close(found.hidden[:, :, 1], theirs.hidden_states[2], rtol=near, atol=near)
-    torch.testing.assert_close(found.last, theirs.hidden_states[-1], rtol=near, atol=near)
-    torch.testing.assert_close(target.embeddings.logits(found.last), theirs.logits, rtol=near, atol=near)
+    torch.testing.assert_close(found.last_hidden, theirs.hidden_states[-1], rtol=near, atol=near)
+    torch.testing.assert_close(target.embeddings.logits(found.last_hidden), theirs.logits, rtol=near, atol=near)
 
 
 def test_a_dynamic_rope_is_that_of_the_model_as_it_came_up_to_the_contexts_end() -> None:
@@ -95,10 +95,10 @@ def test_packed_documents_do_not_see_each_other(name: str) -> None:
     target = toys.target(name, torch.float64)
     first, second = torch.tensor(toys.prompt(5, 9)), torch.tensor(toys.prompt(6, 11))
     document = torch.tensor([[0] * 9 + [1] * 11])
-    packed = target.features(torch.cat([first, second])[None], document, ()).last[0]
+    packed = target.features(torch.cat([first, second])[None], document, ()).last_hidden[0]
     near = 1e-5 if name == "gemma2" else 1e-9
     for part, alone in ((packed[:9], first), (packed[9:], second)):
-        expected = target.features(alone[None], torch.zeros(1, len(alone), dtype=torch.long), ()).last[0]
+        expected = target.features(alone[None], torch.zeros(1, len(alone), dtype=torch.long), ()).last_hidden[0]
         torch.testing.assert_close(part, expected, rtol=near, atol=near)
 
 
@@ -110,7 +110,7 @@ def test_training_features_run_no_lm_head(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(target.embeddings.lm_head, "forward", called)
     token = torch.tensor([toys.prompt(4, 12)])
-    assert target.features(token, torch.zeros_like(token), ()).last.shape == (1, 12, 32)
+    assert target.features(token, torch.zeros_like(token), ()).last_hidden.shape == (1, 12, 32)
 
 
 class ScaledLogits(LlamaForCausalLM):

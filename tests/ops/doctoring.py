@@ -108,7 +108,10 @@ def train(head: Any, target: Target, texts: list[Text], steps: int = 80) -> Any:
             optimizer.zero_grad()
             losses = []
             for depth, draft in enumerate(head.unroll(features, depths), 1):
-                label, logits = token[:, depth + 1 :].contiguous(), head.score(draft.state[:, : -depth - 1], depth)
+                label, logits = (
+                    token[:, depth + 1 :].contiguous(),
+                    head.compute_logits(draft.state[:, : -depth - 1], depth),
+                )
                 place = label if head.vocab is None else head.vocab.index_of(label)
                 losses.append(functional.cross_entropy(logits.flatten(0, 1), place.flatten(), ignore_index=-1))
             sum(losses, torch.zeros(())).backward()

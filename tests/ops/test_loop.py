@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from eval.measures.losslessness import Gate
 from eval.measures.metrics import counted
-from eval.measures.results import Measurement, Request, Source, result
+from eval.measures.results import DrafterInfo, Measurement, Request, result
 from eval.report.write import Report
 from heads.common.files import last_good, read_checked
 from heads.common.resolvers import ROOT, register_resolvers
@@ -346,7 +346,7 @@ def report_of(**changes: Any) -> Report:
     for name, key in itertools.product(names, tau):
         measurement = Measurement(f"proof_{key}.jsonl", 0.0, 1, 0, 0)
         requests = [Request(counted([1, 1], 2, 4))] * 9
-        rows.append(result(Source(name, "greedy", "chain"), next(measurement.parts(9)), requests))
+        rows.append(result(DrafterInfo(name, "greedy", "chain"), next(measurement.parts(9)), requests))
     gates = changes.get("gates", {names[-1]: Gate(9, 9 - failed, 0, failed)})
     return Report({}, {}, {}, gates, rows, extras={"paired": changes.get("paired", paired)})
 

@@ -15,7 +15,7 @@ import pytest
 
 from eval.inputs.drafters import load_drafters
 from eval.measures.counters import Counters
-from eval.measures.metrics import Passes, counted
+from eval.measures.metrics import SpecDecodingStats, counted
 from eval.sessions import recorded, teacher_forced_rows
 from eval.setup import load_target
 from heads.common.typed import from_yaml
@@ -42,7 +42,7 @@ def of_server(url: str, **values: Any) -> WatchConfig:
     return from_yaml(WatchConfig, "ops/watch", **given)
 
 
-def stream(rng: np.random.Generator, count: int, accept: float) -> Iterator[Passes]:
+def stream(rng: np.random.Generator, count: int, accept: float) -> Iterator[SpecDecodingStats]:
     """Yield requests whose own acceptance varies around `accept`, in chains of 3."""
     for _ in range(count):
         p = float(np.clip(rng.normal(accept, 0.1), 0, 1))
@@ -50,7 +50,7 @@ def stream(rng: np.random.Generator, count: int, accept: float) -> Iterator[Pass
         yield counted(taken, 3 * len(taken), sum(taken) + len(taken))
 
 
-def first_alarm(observations: Iterator[Passes], watcher: WatcherConfig) -> Any:
+def first_alarm(observations: Iterator[SpecDecodingStats], watcher: WatcherConfig) -> Any:
     return watched(observations, watcher).alarm
 
 
@@ -257,7 +257,7 @@ def test_a_head_is_played_along_a_log_as_the_offline_tier_plays_it(runs: Path, t
 def test_a_servers_counters_are_read_in_windows(engine: str) -> None:
     with Served(engine) as server:
         watch = Server(server.url, ClientConfig(None, True, 5.0, "NO_KEY", {}), "url")
-        found: list[Passes] = []
+        found: list[SpecDecodingStats] = []
         reader = windows(watch, of_server(server.url, passes=5))
         thread = threading.Thread(target=lambda: found.extend([next(reader), next(reader)]), daemon=True)
         thread.start()
@@ -301,7 +301,7 @@ def test_a_restart_begins_a_window_anew_and_a_server_that_is_away_is_waited_for(
 
 
 def test_an_interrupted_watch_ends_with_what_it_knows() -> None:
-    def interrupted() -> Iterator[Passes]:
+    def interrupted() -> Iterator[SpecDecodingStats]:
         yield from stream(np.random.default_rng(0), 45, 0.6)
         raise KeyboardInterrupt
 

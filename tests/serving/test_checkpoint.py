@@ -78,7 +78,7 @@ def train(head: Any, target: Target, texts: list[list[int]], depths: int) -> Non
     for _ in range(60):
         optimizer.zero_grad()
         for depth, draft in enumerate(head.unroll(rows, depths), 1):
-            logits = head.score(draft.state[:, : -1 - depth], depth)
+            logits = head.compute_logits(draft.state[:, : -1 - depth], depth)
             functional.cross_entropy(logits.flatten(0, 1), token[:, 1 + depth :].flatten()).backward(retain_graph=True)
         optimizer.step()
 

@@ -56,7 +56,7 @@ def preceded(rows: Features) -> Features:
     def longer(tensor: Tensor) -> Tensor:
         return torch.cat([torch.zeros_like(tensor[:, :1]), tensor], 1)
 
-    return Features(longer(rows.token), longer(rows.hidden), longer(rows.last), longer(rows.document))
+    return Features(longer(rows.token), longer(rows.hidden), longer(rows.last_hidden), longer(rows.document))
 
 
 def accepted(target: Target, head: Any, prompt: list[int], answer: list[int], *, first_row: bool) -> list[int]:
@@ -67,7 +67,8 @@ def accepted(target: Target, head: Any, prompt: list[int], answer: list[int], *,
     count, right = torch.zeros_like(rows.token[0]), torch.ones_like(rows.token[0], dtype=torch.bool)
     for depth, draft in enumerate(head.unroll(rows, DEPTH), 1):
         right &= (
-            head.score(draft.state, depth).argmax(-1)[0] == pad(rows.token[0], (0, depth + 1), value=-1)[depth + 1 :]
+            head.compute_logits(draft.state, depth).argmax(-1)[0]
+            == pad(rows.token[0], (0, depth + 1), value=-1)[depth + 1 :]
         )
         count += right
     return count[len(prompt) - 1 + first_row : -1].tolist()
@@ -101,14 +102,14 @@ def replayed(target: Target, head: Any, prompt: list[int], answer: list[int]) ->
                 break
             rows = preceded(features)
             for index, (hidden, last) in wrong.items():
-                rows.hidden[0, index], rows.last[0, index] = hidden, last
+                rows.hidden[0, index], rows.last_hidden[0, index] = hidden, last
             draft = head.unroll(rows, depth)[-1]
-            drafted.append(int(head.score(draft.state, depth)[0, row].argmax()))
+            drafted.append(int(head.compute_logits(draft.state, depth)[0, row].argmax()))
         right = [ours == theirs for ours, theirs in zip(drafted, text[row + 1 :], strict=False)]
         steps.append([*right, False].index(False))
         rejected = steps[-1] < room
         if rejected:
-            wrong[row] = (features.hidden[0, -1], features.last[0, -1])
+            wrong[row] = (features.hidden[0, -1], features.last_hidden[0, -1])
         written += steps[-1] + 1 + rejected
     return steps
 

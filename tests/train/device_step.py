@@ -27,7 +27,7 @@ from transformers import masking_utils
 
 from benchmarks import cuda_path
 from data.batches import Batches, Packed
-from data.features.source import Live
+from data.features.source import LiveFeatures
 from heads.modules import attention, vocab
 from inference.target import attention as documents_of
 from tests import toys
@@ -100,7 +100,7 @@ def stepper(name: str, target: Any, documents: int, micro_batches: int, device: 
         device=torch.device(NAME), mixed_precision="no", num_processes=1, prepare=lambda module: module,
         reduce=lambda x, _how: x,
     )  # fmt: skip
-    source = Live(target, batches, head.feature_layers)
+    source = LiveFeatures(target, batches, head.feature_layers)
     trainer = replace(run.trainer, ema=0.5)
     return Stepper(trainer, run.launcher, accelerator, Loss(head, objective, compiled=False), source, 32)
 

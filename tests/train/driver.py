@@ -234,7 +234,7 @@ def poisoned(folder: Path, rank: int) -> None:
 
     def backward(self: Stepper, given: Any, keys: Any, *words: Any, **named: Any) -> Any:
         if PLACES[int(keys[0])][0] == 5:
-            given.features.last.fill_(float("nan"))
+            given.features.last_hidden.fill_(float("nan"))
         return before(self, given, keys, *words, **named)
 
     Stepper.backward = backward

@@ -29,7 +29,7 @@ from tests import toys
 from tests.inference.accelerator import NAME, Watch, on_dummy
 from tests.train.test_objective import CONFIG, batch
 from train.losses import LOSSES, ObjectiveConfig
-from train.objective import Chunk, Work, chunk_rows, chunked, labels, objective, weights
+from train.objective import Chunk, Work, chunk_rows, chunked, labels, loss_weights, objective
 from train.planning.shapes import embeddings_of
 
 HOST, WIDTH = torch.device("cpu"), 8
@@ -49,7 +49,7 @@ class Plain(nn.Module):
     def embeddings(self) -> TargetEmbeddings:
         return self._embeddings[0]
 
-    def score(self, state: Tensor, _depth: int) -> Tensor:
+    def compute_logits(self, state: Tensor, _depth: int) -> Tensor:
         return self.lm_head(state)
 
 
@@ -122,7 +122,7 @@ def toy(name: str, by: str) -> int:
     lacks |= {"confidence"} if drafts[0].confidence is None else set()
     losses = {kind: 1.0 for kind in LOSSES if kind not in lacks}
     of = replace(CONFIG, losses=losses, depth_weights=by, depths=depths)
-    found = weights(features.document, mask, None, of)
+    found = loss_weights(features.document, mask, None, of)
     return launches(head, drafts, features, found.row, of, chunked(found.trained, 16, HOST))
 
 
@@ -132,7 +132,7 @@ def plain(full: int, drafted: int, rows: int, depths: int) -> int:
     token, states = torch.zeros(1, rows, dtype=torch.long), torch.zeros(1, rows, WIDTH)
     features = Features(token, states[:, :, None][:, :, :0], states, token)
     drafts = [Draft(states.clone().requires_grad_()) for _ in range(depths)]
-    found = weights(token, token + 1, None, of)
+    found = loss_weights(token, token + 1, None, of)
     chunks = chunked(found.trained, chunk_rows(head, NAME, found.trained.numel()), HOST)
     return launches(head, drafts, features, found.row, of, chunks)
 
@@ -146,7 +146,7 @@ def peak(rows: int, depths: int, *, whole: bool, autocast: bool) -> int:
     token, states = torch.zeros(1, rows, dtype=torch.long), torch.zeros(1, rows, WIDTH)
     features = Features(token, states[:, :, None][:, :, :0], states, token)
     drafts = [Draft(states.clone().requires_grad_()) for _ in range(depths)]
-    weight = weights(token, token + 1, None, of).row
+    weight = loss_weights(token, token + 1, None, of).row
     chunks = chunked(weight > 0, rows if whole else chunk_rows(head, "cuda", weight.numel()), HOST)
     quick = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
     with FakeTensorMode(allow_non_fake_inputs=True), Allocations() as allocated, quick:

@@ -25,7 +25,7 @@ class Poisoned:
     def poisoned(self, micro: MicroBatch) -> Features:
         features = micro.read()
         for position in (micro.batch.index == self.row).nonzero()[:, 0].tolist():
-            features.last[position, 3:9] = float("nan")
+            features.last_hidden[position, 3:9] = float("nan")
         return features
 
     def close(self) -> str:

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from hydra import compose, initialize_config_dir
 
 from data.batches import Batches, Packed
-from data.features.source import Live
+from data.features.source import LiveFeatures
 from heads.common.resolvers import ROOT, register_resolvers
 from tests import toys
 from train import optim
@@ -62,7 +62,7 @@ def stepper(run: RunConfig, case: str, accelerator: Accelerator) -> Stepper:
     token = torch.randint(toys.VOCAB, (24, 16), generator=torch.Generator().manual_seed(5))
     packed = Packed(token, torch.zeros_like(token), torch.ones_like(token))
     batches = Batches(packed, 5, 2, 0, accelerator.process_index, accelerator.num_processes)
-    source, width = Live(target, batches, made.feature_layers), target.embeddings.hidden_size
+    source, width = LiveFeatures(target, batches, made.feature_layers), target.embeddings.hidden_size
     loss = Loss(head, run.objective, compiled=run.trainer.compile, autocast=accelerator.mixed_precision == "bf16")
     with mock.patch.object(optim, "FUSED", ("cpu",) if case == "fused" else ("cuda",)):
         return Stepper(run.trainer, run.launcher, accelerator, loss, source, width)

@@ -27,8 +27,8 @@ from train import sweep
 from train.acceptance import AcceptanceEvaluator
 from train.checkpoints.saver import TrainState
 from train.config import RunConfig, run_config
-from train.objective import weights
-from train.optim import Average, optimizer
+from train.objective import loss_weights
+from train.optim import Ema, optimizer
 from train.step import Flops, Loss
 
 PROMPTS = [toys.prompt(seed) for seed in range(5)]
@@ -145,7 +145,9 @@ def step(head: Any, compiled: bool = False, recompute: bool = False) -> dict[str
     head.requires_grad_().zero_grad()
     depths = min(4, head.max_depth)
     config = type(run().objective)(**{**vars(run().objective), "depths": depths, "losses": {"soft_ce": 1.0}})
-    loss, _ = Loss(head, config, compiled=compiled)(features, weights(document, token * 0 + 1, None, config).row, None)
+    loss, _ = Loss(head, config, compiled=compiled)(
+        features, loss_weights(document, token * 0 + 1, None, config).row, None
+    )
     loss.backward()
     return {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
 
@@ -231,7 +233,7 @@ def test_muon_moves_matrices_and_adamw_all_else_and_both_are_saved() -> None:
     sum((p + 0.5).square().sum() for p in head.parameters()).backward()
     made.step()
     assert all(not torch.equal(p, before[name]) for name, p in head.named_parameters())
-    one, two = (TrainState(head, each, Average(head, 0.0)) for each in (made, optimizer(head, config)))
+    one, two = (TrainState(head, each, Ema(head, 0.0)) for each in (made, optimizer(head, config)))
     saved = {name: one.read(name) for name in one.names()}
     assert {"momentum_buffer", "exp_avg", "exp_avg_sq"} <= {name.rsplit("/", 1)[1] for name in saved}
     for name, value in saved.items():

@@ -27,11 +27,11 @@ from inference.target.target import Target
 from tests import toys
 from tests.train import jobs
 from train.config import RunConfig, run_config
-from train.objective import chunked, objective, weights
-from train.optim import Average, optimizer
+from train.objective import chunked, loss_weights, objective
+from train.optim import Ema, optimizer
 from train.planning.plan import plan
 from train.planning.shapes import embeddings_of
-from train.start import LoraAdapterConfig, adapt, check_start, merged_copy, peft_config
+from train.start import LoraAdapterConfig, adapt, check_init, merged_copy, peft_config
 
 FACTORS = LoraAdapterConfig("lora", 4, 8, 0.0, False, None)
 EVERY = [*toys.HEAD_CONFIGS, *toys.OPTIONS]
@@ -52,7 +52,7 @@ def batch(of: Target, head: Any) -> Features:
 
 def logits(head: Any, features: Features) -> list[Tensor]:
     with torch.no_grad():
-        return [head.score(draft.state, d) for d, draft in enumerate(head.unroll(features, 4), 1)]
+        return [head.compute_logits(draft.state, d) for d, draft in enumerate(head.unroll(features, 4), 1)]
 
 
 def fresh(name: str, of: Target) -> Any:
@@ -60,14 +60,14 @@ def fresh(name: str, of: Target) -> Any:
     return head
 
 
-def take(head: Any, features: Features, steps: int, average: Average, optim: Any) -> None:
+def take(head: Any, features: Features, steps: int, average: Ema, optim: Any) -> None:
     """Take steps of the real objective, chunk by chunk."""
     config = run("head=eagle3", "objective.depths=4").objective
-    found = weights(features.document, torch.ones_like(features.token), None, config)
+    found = loss_weights(features.document, torch.ones_like(features.token), None, config)
     for _ in range(steps):
         drafts = head.unroll(features, 4)
         chunks = chunked(found.trained, 5, found.row.device)
-        loss, _ = objective(head, drafts, features, found.row / found.amount[:, None, None], config, chunks)
+        loss, _ = objective(head, drafts, features, found.row / found.normalizer[:, None, None], config, chunks)
         optim.zero_grad()
         loss.backward()
         optim.step()
@@ -96,7 +96,7 @@ def test_an_adapted_head_starts_as_it_was_and_ends_plain(name: str) -> None:
     trainer = run(
         "trainer.lr=0.02", "trainer.ema=0.5", f"trainer.optimizer={'muon' if ' ' in name else 'adamw'}"
     ).trainer
-    average = Average(head, trainer.ema)
+    average = Ema(head, trainer.ema)
     take(head, features, 4, average, optimizer(head, trainer))
     after = head.state_dict()
     base = {key.replace(".base_layer.", "."): value for key, value in after.items() if ".lora_" not in key}
@@ -134,11 +134,11 @@ def test_bad_values_are_one_line() -> None:
         adapt(fresh("eagle", toys.target()), replace(FACTORS, target_modules=["fc", "nonesuch"]))
     head = Eagle.Config(name="eagle", **toys.HEAD_CONFIGS["eagle"])
     with pytest.raises(ValueError, match="init names none"):
-        check_start(FACTORS, head, None, REPLICATE)
+        check_init(FACTORS, head, None, REPLICATE)
     with pytest.raises(ValueError, match="init names none"):
-        check_start(FACTORS, head, "auto", REPLICATE)
-    check_start(FACTORS, head, "outputs/x", REPLICATE)
-    check_start(peft_config(DictConfig({"method": "none"})), head, None, REPLICATE)
+        check_init(FACTORS, head, "auto", REPLICATE)
+    check_init(FACTORS, head, "outputs/x", REPLICATE)
+    check_init(peft_config(DictConfig({"method": "none"})), head, None, REPLICATE)
 
 
 def test_a_plan_counts_the_factors() -> None:

@@ -15,7 +15,7 @@ from tests import toys
 from tests.train import jobs
 from tests.train.test_features import composed
 from tests.train.test_features import configured as unplaced
-from train.build import prepare_out, prompt_room, values_of
+from train.build import max_prompt_tokens, prepare_out, values_of
 from train.config import RunConfig
 from train.distributed.processes import RunLock
 from train.planning import plan
@@ -144,7 +144,7 @@ def test_a_run_without_held_out_prompts_leaves_none(toy: list[str], tmp_path: Pa
 def test_prompts_have_the_room_that_what_reads_them_asks_for(toy: list[str]) -> None:
     config = toys.ARCHITECTURES["llama"]
     alone, nothing = ["eval.prompts=0"], ["eval.prompts=0", "trainer.eval_prompts=0"]
-    rooms = [prompt_room(configured([*toy, *words]), config) for words in ([], alone, nothing, ["workload=tiny"])]
+    rooms = [max_prompt_tokens(configured([*toy, *words]), config) for words in ([], alone, nothing, ["workload=tiny"])]
     assert rooms == [160 - 8, 160 - 1, None, 160 - 1]
 
 

@@ -22,7 +22,7 @@ from train.checkpoints import format, resume
 from train.checkpoints import saver as saver_module
 from train.checkpoints.saver import Saver, TrainState, partition
 from train.distributed.control import ProcessControl
-from train.optim import Average
+from train.optim import Ema
 
 
 class Few(nn.Module):
@@ -40,7 +40,7 @@ def state(seed: int = 0, steps: int = 1) -> TrainState:
     optimizer: Any = Mock(spec_set=["optimizers", "step"])  # as MuonAndAdamW
     optimizer.optimizers = [torch.optim.AdamW([module.a.weight]), torch.optim.AdamW([module.a.bias])]
     optimizer.step = lambda: [each.step() for each in optimizer.optimizers]
-    average = Average(module, 0.9)
+    average = Ema(module, 0.9)
     for _ in range(steps):
         module.b(module.a(torch.ones(3))).sum().backward()
         optimizer.step()
@@ -382,8 +382,8 @@ class Pair:
         def refuse(text: str) -> None:
             raise ValueError(text)
 
-        control: Any = SimpleNamespace(rank=rank, world=2, timeout=60, gather=gather, refuse=refuse)
-        control.share = lambda item: gather(item)[0]
+        control: Any = SimpleNamespace(rank=rank, world=2, timeout=60, gather=gather, abort=refuse)
+        control.broadcast = lambda item: gather(item)[0]
         return Saver(out, control, 2)
 
     def run(self, out: Path, do: Callable[[Saver], Any]) -> list[Any]:

@@ -35,14 +35,14 @@ class Job:
     def __init__(self, folder: Path) -> None:
         self.folder, self.overrides = folder, [*jobs.make(folder), *OPTIONS]
         self.rows: list[int] = []
-        take = Loop.take
+        take = Loop.train_step
 
         def noted(loop: Loop, step: int) -> bool:
             self.rows = loop.source.batches.rows(BAD).tolist()
             return take(loop, step)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Loop, "take", noted)
+            patch.setattr(Loop, "train_step", noted)
             self.train("good")
 
     def train(self, name: str, *overrides: str) -> Path:
@@ -77,8 +77,8 @@ def same_head(one: Path, other: Path) -> bool:
 def test_only_the_bad_step_is_skipped_and_is_as_if_not_taken(
     job: Job, skipped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = Loop.take
-    monkeypatch.setattr(Loop, "take", lambda loop, step: step == BAD or take(loop, step))
+    take = Loop.train_step
+    monkeypatch.setattr(Loop, "train_step", lambda loop, step: step == BAD or take(loop, step))
     without = job.train("without")
     found, expected = records(skipped), records(without)
     assert [step for step, record in found.items() if record.get("skipped")] == [BAD + 1]
@@ -157,11 +157,13 @@ def test_a_step_without_memory_ends_the_run_in_one_line_and_it_goes_on(
     job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As an accelerator's allocator fails, torch's on a CPU, Python's own."""
-    take, out = Loop.take, tmp_path / "crowded"
+    take, out = Loop.train_step, tmp_path / "crowded"
     words = [f"out={out}", "trainer.steps=6", "resume=true"]
     for fails in (refused, lambda: torch.empty(2**60), lambda: bytearray(2**62)):
         with monkeypatch.context() as patch:
-            patch.setattr(Loop, "take", lambda loop, step, fails=fails: fails() if step == 5 else take(loop, step))
+            patch.setattr(
+                Loop, "train_step", lambda loop, step, fails=fails: fails() if step == 5 else take(loop, step)
+            )
             with pytest.raises(
                 ValueError, match=r"out of memory \(.*\); resume=true .* trainer\.micro_tokens"
             ) as caught:

@@ -27,7 +27,7 @@ from tests.inference.test_mtp import save
 from tests.train import jobs
 from train.config import RunConfig, run_config
 from train.planning.plan import plan
-from train.start import final_gain, first_head, fit_start, resolve_init
+from train.start import final_gain, fit_init, init_head, resolve_init
 
 
 def run(*overrides: str) -> RunConfig:
@@ -37,7 +37,7 @@ def run(*overrides: str) -> RunConfig:
 
 
 def started(run: RunConfig, target: Target) -> Any:
-    return first_head(run.head, run.init, target)
+    return init_head(run.head, run.init, target)
 
 
 @pytest.fixture
@@ -130,8 +130,8 @@ def test_its_projection_is_fitted_to_what_that_layer_reads(extra: tuple[str, ...
     packed = pack([Sample(str(i), toys.prompt(i, 6 + i), [1] * (6 + i)) for i in range(26)], 32)
     heads: list[Any] = [started(asked, target) for _ in range(2)]
     before = heads[0].eh_proj.weight.clone()
-    fit_start(heads[0], "last_layer", target, Batches(packed, 4, 2, 0, 0, 1))
-    fit_start(heads[1], "last_layer", target, Both(packed, 4, 2, 0, 0, 1))
+    fit_init(heads[0], "last_layer", target, Batches(packed, 4, 2, 0, 0, 1))
+    fit_init(heads[1], "last_layer", target, Both(packed, 4, 2, 0, 0, 1))
     fitted = heads[0].eh_proj.weight
     assert torch.allclose(heads[1].eh_proj.weight, fitted, rtol=0, atol=1e-5)
 
@@ -176,14 +176,14 @@ def test_eagle3_starts_as_the_last_layer_on_what_it_has_in_place_of_that_layers_
         return float((seen[0][:, :-1] - given.hidden[:, 1:, -1])[follows].square().mean())
 
     copied = error(head)
-    fit_start(head, "last_layer", target, batches)
+    fit_init(head, "last_layer", target, batches)
     assert error(head) < 0.8 * min(copied, error(fresh))
     assert torch.equal(head.first.mlp.gate_proj.weight, layer.mlp.gate_proj.weight)
     assert torch.equal(head.norm.weight, target.base.norm.weight)
     assert not torch.equal(head.first.mlp.down_proj.weight, layer.mlp.down_proj.weight)
     # The third layer's own states are among its features, so that the last ones follow from them but for the norm.
     fused = head.begin(given)
-    assert (fused - given.last).square().mean() < 0.2 * given.last.square().mean()
+    assert (fused - given.last_hidden).square().mean() < 0.2 * given.last_hidden.square().mean()
 
 
 def test_the_final_norms_gain_is_of_all_but_the_first_tokens_of_texts() -> None:
@@ -194,7 +194,7 @@ def test_the_final_norms_gain_is_of_all_but_the_first_tokens_of_texts() -> None:
         raw = torch.randn(*token.shape, 5)
         later = (document[:, 1:] == document[:, :-1]) & (document[:, 1:] >= 0)
         last = torch.where(torch.nn.functional.pad(later, (1, 0))[..., None], gain * raw, 300 * raw.square())
-        return SimpleNamespace(hidden=raw[:, :, None], last=last)
+        return SimpleNamespace(hidden=raw[:, :, None], last_hidden=last)
 
     target = SimpleNamespace(features=features, embeddings=SimpleNamespace(num_layers=2))
     torch.testing.assert_close(final_gain(target, Batches(packed, 4, 2, 0, 0, 1)), gain.double())
@@ -223,13 +223,13 @@ def test_eagle_starts_as_the_last_layer_in_the_scale_of_the_final_norm(words: tu
     @torch.no_grad()
     def error(of: Any) -> float:
         (draft,) = of.unroll(given, 1)
-        return float((draft.feature[:, :-1] - given.last[:, 1:])[follows].square().mean())
+        return float((draft.feature[:, :-1] - given.last_hidden[:, 1:])[follows].square().mean())
 
-    fit_start(head, "last_layer", target, batches)
+    fit_init(head, "last_layer", target, batches)
     fitted = error(head)
     assert fitted < 0.9 * error(fresh)
     other = started(asked, target)
-    fit_start(other, "last_layer", target, Both(packed, 4, 1, 0, 0, 1))
+    fit_init(other, "last_layer", target, Both(packed, 4, 1, 0, 0, 1))
     assert abs(error(other) - fitted) < 1e-4 * fitted, "other processes and micro-batches of the same steps"
     (own,) = head.layers
     assert torch.equal(own.mlp.gate_proj.weight, layer.mlp.gate_proj.weight)
@@ -257,7 +257,7 @@ def test_an_eagle3_that_is_built_otherwise_starts_anew(
         assert resolve_init(asked.init, asked.head, toys.target()) == (asked.head, None)
     assert "is not built like the head's" in caplog.text
     with pytest.raises(ValueError, match="init=null makes a new one"):
-        first_head(asked.head, "last_layer", toys.target())
+        init_head(asked.head, "last_layer", toys.target())
 
 
 def test_states_that_are_fed_back_as_they_come_are_fitted_so() -> None:
@@ -267,7 +267,7 @@ def test_states_that_are_fed_back_as_they_come_are_fitted_so() -> None:
     asked = run("head=eagle3", "head.feature_layers=[0,1,2]", "head.norm_output=false", "init=last_layer")
     head = started(asked, target)
     packed = pack([Sample(str(i), toys.prompt(i, 30), [1] * 30) for i in range(8)], 32)
-    fit_start(head, "last_layer", target, Batches(packed, 4, 2, 0, 0, 1))
+    fit_init(head, "last_layer", target, Batches(packed, 4, 2, 0, 0, 1))
     given = target.features(packed.token, packed.document, (0, 1, 2))
     raw = given.hidden[:, :, 2]
     assert (head.begin(given) - raw).square().mean() < 0.2 * raw.square().mean()
@@ -298,7 +298,7 @@ def test_quantised_weights_are_not_copied() -> None:
         asked = run(f"head={head}", *(["head.feature_layers=[0,1,2]"] if head == "eagle3" else []))
         assert resolve_init(asked.init, asked.head, target)[1] is None
         with pytest.raises(ValueError, match="the weights of llama are quantised; init=null makes a new one"):
-            first_head(asked.head, "last_layer", target)
+            init_head(asked.head, "last_layer", target)
 
 
 def test_positions_that_no_head_has_are_not_taken_over(caplog: pytest.LogCaptureFixture) -> None:
@@ -342,9 +342,9 @@ def test_other_starts_and_a_target_of_one_layer_fit_nothing() -> None:
     batches = Batches(pack([Sample("a", toys.prompt(0, 9), [1] * 9)], 32), 1, 1, 0, 0, 1)
     shallow = LlamaForCausalLM(LlamaConfig(**{**toys.SIZES, "num_hidden_layers": 1})).eval()
     for target, init in ((toys.target(), None), (Target(shallow, toys.tokenizer(), name="one"), "last_layer")):
-        head = first_head(run("head=mtp").head, init, target)
+        head = init_head(run("head=mtp").head, init, target)
         before = head.state_dict()["eh_proj.weight"].clone()
-        fit_start(head, init, target, batches)
+        fit_init(head, init, target, batches)
         assert torch.equal(head.state_dict()["eh_proj.weight"], before)
 
 
@@ -365,7 +365,7 @@ def test_a_module_of_the_targets_kind_starts_as_its_last_layer(name: str) -> Non
     draft.state.sum().backward()
     assert all(parameter.grad is not None for parameter in head.parameters() if parameter.requires_grad)
     # The layer under transformers' own causal attention, on the normed states that enter it.
-    x, rotary = head.hnorm(features.last), target.base.rotary_emb(features.last, torch.arange(9)[None])
+    x, rotary = head.hnorm(features.last_hidden), target.base.rotary_emb(features.last_hidden, torch.arange(9)[None])
     mask = torch.full((9, 9), float("-inf")).triu(1)[None, None]
     out = target.decoder_layers[-1](x, attention_mask=mask, position_embeddings=rotary)
     state = out[0] if isinstance(out, tuple) else out

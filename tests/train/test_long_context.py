@@ -9,7 +9,7 @@ from heads.base import Features
 from heads.modules.layers import Recomputing
 from tests import toys
 from tests.train.test_acceptance import run
-from train.objective import weights
+from train.objective import loss_weights
 from train.step import Loss
 
 
@@ -26,7 +26,7 @@ def kept(name: str, length: int, *, recompute: bool = False) -> int:
     document = torch.arange(length)[None] // (length // 2)
     states = torch.randn(1, length, len(head.feature_layers) + 1, target.embeddings.hidden_size)
     features = Features(token, states[:, :, 1:], states[:, :, 0], document)
-    weight = weights(document, token + 1, None, config).row
+    weight = loss_weights(document, token + 1, None, config).row
     storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address comes twice
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

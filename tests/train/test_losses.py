@@ -9,17 +9,17 @@ from omegaconf import OmegaConf
 
 from heads.common.typed import typed
 from tests.train.test_objective import CONFIG
-from train.losses import LOSSES, ObjectiveConfig, Rows, TeacherProbs
+from train.losses import LOSSES, LossInputs, ObjectiveConfig, TeacherProbs
 
 
-def rows(width: int) -> Rows:
+def rows(width: int) -> LossInputs:
     """Five rows of seven tokens, of which the head drafts `width`; row 4's own token is not among them."""
     torch.manual_seed(0)
     log_p = torch.randn(5, 7).log_softmax(-1)
     label = torch.tensor([1, 0, 2, 3, -1 if width < 7 else 6])
     best = log_p.argmax(-1)
     teacher = TeacherProbs(log_p[:, :width], torch.where(best < width, best, -1))
-    return Rows(
+    return LossInputs(
         teacher, torch.arange(5), torch.randn(5, width).log_softmax(-1), label, torch.randn(5, 3), torch.randn(5, 3),
         torch.randn(5), width == 7,
     )  # fmt: skip
@@ -73,9 +73,9 @@ def test_a_law_that_has_nothing_for_the_drafted_tokens_leaves_the_loss_finite(na
 
 
 def test_the_share_of_the_uncorrected_logits_goes_from_the_first_to_the_last() -> None:
-    config = replace(CONFIG, base=[0.8, 0.2])
-    assert [config.base_share(at) for at in (0, 0.25, 1)] == pytest.approx([0.8, 0.65, 0.2])
-    assert replace(CONFIG, base=None).base_share(0.5) == 0
+    config = replace(CONFIG, base_loss_share=[0.8, 0.2])
+    assert [config.base_loss_share_at(at) for at in (0, 0.25, 1)] == pytest.approx([0.8, 0.65, 0.2])
+    assert replace(CONFIG, base_loss_share=None).base_loss_share_at(0.5) == 0
 
 
 def test_each_k_has_its_own_most_likely_tokens_and_none_more_than_there_are() -> None:
@@ -94,9 +94,9 @@ def test_total_variation_is_half_the_distance_of_the_laws() -> None:
     [
         ({"losses": {"mse": 1.0}}, "losses.mse: unknown, choose from ce, soft_ce"),
         ({"losses": {"ce": 0.0}}, "no loss has a weight"),
-        ({"base": [1.0]}, "objective.base: give two shares"),
-        ({"base": []}, "objective.base: give two shares"),
-        ({"base": [1.0, 0.5, 0.0]}, "objective.base: give two shares"),
+        ({"base_loss_share": [1.0]}, "objective.base_loss_share: give two shares"),
+        ({"base_loss_share": []}, "objective.base_loss_share: give two shares"),
+        ({"base_loss_share": [1.0, 0.5, 0.0]}, "objective.base_loss_share: give two shares"),
         ({"depths": 0}, "objective.depths is 0"),
         ({"anchors": 0}, "objective.anchors is 0"),
         ({"depth_weights": "linear"}, "choose decay, dpace"),

@@ -16,7 +16,7 @@ from heads.modules.layers import Recomputing
 from inference.target.placement import HERE
 from tests import families, toys
 from train.config import RunConfig, run_config
-from train.objective import weights
+from train.objective import loss_weights
 from train.planning import plan as memory
 from train.planning.plan import Layout, MemoryUse, by_driver_name, head_state, pass_stage, target_state, total
 from train.planning.shapes import HeadCost, TargetShape, head_cost, target_shape
@@ -49,7 +49,7 @@ def step_of(name: str, *overrides: str) -> tuple[RunConfig, Any, Any, Any]:
             module.recompute = run.trainer.recompute
     token, document = torch.randint(toys.VOCAB, (2, 64)), torch.zeros(2, 64, dtype=torch.long)
     features = target.features(token, document, head.feature_layers)
-    weight = weights(document, torch.ones_like(token), None, run.objective).row
+    weight = loss_weights(document, torch.ones_like(token), None, run.objective).row
     return run, head, features, weight
 
 
@@ -73,7 +73,7 @@ def test_the_operations_are_those_of_a_real_step(name: str, monkeypatch: pytest.
 @pytest.mark.parametrize("name", list(toys.HEAD_CONFIGS))
 def test_a_head_keeps_for_the_backward_pass_no_more_than_planned(name: str, recompute: bool) -> None:
     run, head, features, _ = step_of(name, f"trainer.recompute={str(recompute).lower()}")
-    features = features._replace(hidden=features.hidden.bfloat16(), last=features.last.bfloat16())
+    features = features._replace(hidden=features.hidden.bfloat16(), last=features.last_hidden.bfloat16())
     known = {x.untyped_storage().data_ptr() for x in (*head.parameters(), *features) if x is not None}
     kept: dict[int, Tensor] = {}
 
@@ -201,7 +201,7 @@ def test_stages_do_not_add_up() -> None:
     stages = {"one": {"x": 50, "y": 1}, "two": {"y": 30, "z": 5}}
     held = MemoryUse(0, 0, 1000, {"a": 110}, stages, {}, 0.1, 2000)
     assert held.peak == 1000 + 110 + 51 + 5
-    assert held.share == held.peak / 2000
+    assert held.utilization == held.peak / 2000
     assert replace(held, evaluation={"b": 900}).peak == 1900
 
 

@@ -14,12 +14,13 @@ from heads import HEADS, rows
 from heads.base import Draft, Features, NewRows
 from tests import toys
 from train.losses import LOSSES, ObjectiveConfig, OnPolicyConfig
-from train.objective import CPU_LOGITS, ROWS, SHARE, chunk_rows, chunked, labels, objective, trainable, weights
+from train.objective import CPU_LOGITS, ROWS, SHARE, chunk_rows, chunked, labels, loss_weights, objective, trainable
 from train.step import Flops
 
 CONFIG = ObjectiveConfig(
     losses={"soft_ce": 1.0}, depth_weights="decay", depth_decay=0.5, dpace_alpha=0.5, depths=2, normalize="token",
-    anchors=None, noise=0.0, eta=3.0, top_k=4, base=None, on_policy=OnPolicyConfig(0, 1, 64, 0.0, "text", 1.0, None),
+    anchors=None, noise=0.0, eta=3.0, top_k=4, base_loss_share=None,
+    on_policy=OnPolicyConfig(0, 1, 64, 0.0, "text", 1.0, None),
 )  # fmt: skip
 
 
@@ -40,7 +41,7 @@ def loss_of(
     head: Any, drafts: list[Draft], features: Features, mask: torch.Tensor, of: ObjectiveConfig, chunk: int | None = 4
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss in chunks of so many teacher rows, None for all by plain autograd."""
-    weight = weights(features.document, mask, None, of).row
+    weight = loss_weights(features.document, mask, None, of).row
     chunks = None if chunk is None else chunked(weight > 0, chunk, weight.device)
     return objective(head, drafts, features, weight, of, chunks)
 
@@ -89,8 +90,12 @@ def test_a_label_is_the_token_of_the_next_row_down_the_path() -> None:
 
 
 def test_the_share_of_the_base_moves_from_the_first_to_the_last() -> None:
-    assert [CONFIG.base_share(at) for at in (0.0, 0.5, 1.0)] == [0, 0, 0]
-    assert [replace(CONFIG, base=[1.0, 0.25]).base_share(at) for at in (0.0, 0.5, 1.0)] == [1, 0.625, 0.25]
+    assert [CONFIG.base_loss_share_at(at) for at in (0.0, 0.5, 1.0)] == [0, 0, 0]
+    assert [replace(CONFIG, base_loss_share=[1.0, 0.25]).base_loss_share_at(at) for at in (0.0, 0.5, 1.0)] == [
+        1,
+        0.625,
+        0.25,
+    ]
 
 
 @pytest.mark.parametrize("name", ["eagle3", "medusa"])
@@ -158,7 +163,7 @@ def test_a_pruned_vocabulary_is_never_widened(monkeypatch: pytest.MonkeyPatch) -
     head: Any = toys.head("eagle pruned", target).requires_grad_()
     features, mask = batch(head.feature_layers, torch.float64)
     of = config(**{kind: 0.3 for kind in LOSSES if kind != "confidence"})
-    weight = weights(features.document, mask, None, of).row
+    weight = loss_weights(features.document, mask, None, of).row
     chunks, found = chunked(weight > 0, 7, weight.device), []
     for rows_at_once in (512, 2):
         monkeypatch.setattr("train.objective.TEACHER_ROWS", rows_at_once)
@@ -203,18 +208,18 @@ def test_the_teacher_is_the_target_itself() -> None:
     """A head that copies the target's next features has no divergence, no feature loss and full accuracy."""
     features, mask = batch()
     head: Any = toys.head("eagle", toys.target())
-    drafts = [Draft(rows.teacher(features.last, d), rows.teacher(features.last, d)) for d in (1, 2)]
+    drafts = [Draft(rows.teacher(features.last_hidden, d), rows.teacher(features.last_hidden, d)) for d in (1, 2)]
     _, sums = loss_of(head, drafts, features, mask, config(smooth_l1=1.0, kl=1.0, tv=1.0, reverse_kl=1.0, jsd=1.0))
     for name in ("smooth_l1", "kl", "tv", "reverse_kl", "jsd"):
         assert sums[name].abs().max() < 1e-4
-    counted = weights(features.document, mask, None, CONFIG)
-    assert sums["accuracy"].tolist() == counted.amount.tolist() == counted.trained.sum((1, 2)).tolist()
+    counted = loss_weights(features.document, mask, None, CONFIG)
+    assert sums["accuracy"].tolist() == counted.normalizer.tolist() == counted.trained.sum((1, 2)).tolist()
 
 
 def test_the_first_draft_after_the_prompt_is_trained() -> None:
     """Row 2 drafts token 4, the first that the mask says the target wrote (SpecForge#885)."""
     features, mask = batch()
-    trained = weights(features.document, mask, None, CONFIG).trained
+    trained = loss_weights(features.document, mask, None, CONFIG).trained
     assert trained[0, 0].nonzero()[0].item() == 2
     assert trained[1, 0].nonzero()[0].item() == 1
 
@@ -250,7 +255,7 @@ def test_dpace_weighs_a_depth_by_what_it_adds_to_the_expected_draft(name: str) -
     vocab = range(toys.VOCAB) if head.vocab is None else head.vocab.ids.tolist()
     drafts = head.unroll(features, 3)
     of = replace(config(ce=1.0), depth_weights="dpace", depths=3, dpace_alpha=0.3)
-    weight = weights(features.document, mask, None, of).row
+    weight = loss_weights(features.document, mask, None, of).row
     loss, _ = objective(head, drafts, features, weight, of, chunked(weight > 0, 4, weight.device))
     expected = 0.0
     for b, t in [(b, t) for b in range(2) for t in range(16)]:
@@ -258,7 +263,7 @@ def test_dpace_weighs_a_depth_by_what_it_adds_to_the_expected_draft(name: str) -
         for d in range(1, 4):
             if weight[d - 1, b, t] == 0:
                 continue
-            log_q = head.score(drafts[d - 1].state[b, t], d).log_softmax(-1)
+            log_q = head.compute_logits(drafts[d - 1].state[b, t], d).log_softmax(-1)
             token = int(features.token[b, t + 1 + d])
             losses.append(-log_q[vocab.index(token)].item() if token in vocab else 0.0)
             sure.append(0.7 * math.exp(-losses[-1]) * (token in vocab) + 0.3)
@@ -273,9 +278,9 @@ def test_documents_count_alike_when_normalised_by_sequence(step: int | None) -> 
     """Each by its rows that are drafted from, where those are sampled."""
     features, mask = batch()
     anchors = None if step is None else (torch.arange(16) % step == 0).expand(2, 16)
-    by = weights(features.document, mask, anchors, replace(CONFIG, normalize="sequence"))
+    by = loss_weights(features.document, mask, anchors, replace(CONFIG, normalize="sequence"))
     documents = [(0, slice(0, 9)), (0, slice(9, 16)), (1, slice(0, 12))]
-    assert by.amount.tolist() == [3.0, 3.0]
+    assert by.normalizer.tolist() == [3.0, 3.0]
     for b, where in documents:
         torch.testing.assert_close(by.row[:, b, where].sum(-1), torch.ones(2))
     assert by.row[:, 1, 12:].abs().max() == 0
@@ -286,13 +291,13 @@ def test_accuracy_counts_the_rows_whose_guess_is_the_targets_own(name: str, monk
     """A token that a pruned vocabulary lacks is never right, whatever is guessed in its place."""
     head: Any = toys.head(name, toys.target())
     features, mask = batch(head.feature_layers)
-    drafts, score = head.unroll(features, 2), head.score
+    drafts, score = head.unroll(features, 2), head.compute_logits
     first = 2.0 * (torch.arange(toys.VOCAB if head.vocab is None else len(head.vocab.ids)) == 0)
-    monkeypatch.setattr(head, "score", lambda state, depth: score(state, depth) + first)
+    monkeypatch.setattr(head, "compute_logits", lambda state, depth: score(state, depth) + first)
     _, sums = loss_of(head, drafts, features, mask, CONFIG)
-    wanted, counts, missed = head.embeddings.logits(features.last).argmax(-1), [], 0
+    wanted, counts, missed = head.embeddings.logits(features.last_hidden).argmax(-1), [], 0
     for d, trained in enumerate(trainable(features.document, mask, 2), 1):
-        guess, best = head.score(drafts[d - 1].state, d).argmax(-1), rows.teacher(wanted, d)
+        guess, best = head.compute_logits(drafts[d - 1].state, d).argmax(-1), rows.teacher(wanted, d)
         place = best if head.vocab is None else head.vocab.index_of(best)
         counts.append(int((trained & (guess == place)).sum()))
         missed += int((trained & (place < 0) & (guess == 0)).sum())
@@ -304,20 +309,20 @@ def test_accuracy_counts_the_rows_whose_guess_is_the_targets_own(name: str, monk
 def test_the_uncorrected_logits_have_their_share_of_the_loss(chunk: int | None) -> None:
     head: Any = toys.head("block of Domino", toys.target("llama", torch.float64)).requires_grad_()
     features, mask = batch(head.feature_layers, torch.float64)
-    weight = weights(features.document, mask, None, CONFIG).row
+    weight = loss_weights(features.document, mask, None, CONFIG).row
     chunks = None if chunk is None else chunked(weight > 0, chunk, weight.device)
-    of = replace(config(soft_ce=0.5), depths=4, base=[0.8, 0.2])
+    of = replace(config(soft_ce=0.5), depths=4, base_loss_share=[0.8, 0.2])
 
     def gradient(base: float, *, uncorrected: bool = False) -> torch.Tensor:
         drafts = head.unroll(features, 4)
-        drafts = [draft._replace(state=draft.base) for draft in drafts] if uncorrected else drafts
+        drafts = [draft._replace(state=draft.base_state) for draft in drafts] if uncorrected else drafts
         loss, sums = objective(head, drafts[:2], features, weight, of, chunks, base)
         if not uncorrected:
             torch.testing.assert_close(sums["soft_ce"], plain_sums, check_dtype=False)
         return torch.autograd.grad(loss, head.fusion.fc.weight)[0]
 
     plain_sums = objective(head, head.unroll(features, 4)[:2], features, weight, of)[1]["soft_ce"]
-    assert of.base_share(0.5) == pytest.approx(0.5)
+    assert of.base_loss_share_at(0.5) == pytest.approx(0.5)
     both = 0.25 * gradient(0.0, uncorrected=True) + 0.75 * gradient(0.0)
     torch.testing.assert_close(gradient(0.25), both)
 
@@ -329,7 +334,7 @@ def test_the_uncorrected_logits_have_no_share_of_the_predicted_acceptance(chunk:
     torch.nn.init.normal_(head.bias.weight, std=2.0)
     features, mask = batch(head.feature_layers, torch.float64)
     of = replace(config(confidence=1.0), depths=4)
-    weight = weights(features.document, mask, None, of).row
+    weight = loss_weights(features.document, mask, None, of).row
     chunks = None if chunk is None else chunked(weight > 0, chunk, weight.device)
 
     def gradient(base: float) -> torch.Tensor:

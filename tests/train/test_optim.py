@@ -15,7 +15,7 @@ from train import optim
 from train.checkpoints.saver import TrainState
 from train.config import TrainerConfig, run_config
 from train.loop import SCHEDULE, with_new_schedule
-from train.optim import Average, adamw, learning_rate
+from train.optim import Ema, adamw, learning_rate
 from train.start import LoraAdapterConfig, adapt
 
 
@@ -39,11 +39,11 @@ def test_warm_up_then_cosine(config: TrainerConfig) -> None:
 
 def test_a_run_that_is_lengthened_is_another_where_its_objective_moves_with_the_steps(config: TrainerConfig) -> None:
     longer = replace(config, steps=200, warmup=0.05, cooldown=0.2)
-    now = {name: getattr(longer, key) for name, key in SCHEDULE.items()} | {"objective.base": None}
+    now = {name: getattr(longer, key) for name, key in SCHEDULE.items()} | {"objective.base_loss_share": None}
     then = now | {"trainer.steps": 100, "trainer.warmup": 0.1}
     assert with_new_schedule(then, now, longer, 81) == now  # whose last step, 80, has the peak in both
     assert with_new_schedule(then, now, longer, 82) == then
-    moving = {"objective.base": [1, 0]}
+    moving = {"objective.base_loss_share": [1, 0]}
     assert with_new_schedule(then | moving, now | moving, longer, 80) == then | moving
 
 
@@ -64,7 +64,7 @@ def test_each_optimiser_has_the_numbers_of_the_configuration(config: TrainerConf
 def test_average_follows_the_weights() -> None:
     module = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(module.weight, 0.0)
-    average, off = Average(module, 0.9), Average(module, 0.0)
+    average, off = Ema(module, 0.9), Ema(module, 0.0)
     torch.nn.init.constant_(module.weight, 1.0)
     average.update(module)
     off.update(module)
@@ -87,7 +87,7 @@ def test_steps_are_counted_on_after_a_resumption_where_the_optimiser_counts_them
     module = torch.nn.Linear(2, 3, device="meta")
     optimizer = torch.optim.AdamW(module.parameters())
     optimizer.defaults["fused"] = fused
-    state = TrainState(module, optimizer, Average(module, 0.0))
+    state = TrainState(module, optimizer, Ema(module, 0.0))
     state.write("state/weight/step", torch.tensor(4.0))
     state.write("state/weight/exp_avg", torch.zeros(3, 2))
     kept = optimizer.state[module.weight]
@@ -140,7 +140,7 @@ def test_an_optimiser_goes_on_bit_for_bit(way: str, config: TrainerConfig, monke
         module: Any = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.Linear(6, 3))
         module.embeddings, module.vocab = SimpleNamespace(vocab_size=3), None
         optimizer: Any = making(module)
-        return module, optimizer, TrainState(module, optimizer, Average(module, 0.0))
+        return module, optimizer, TrainState(module, optimizer, Ema(module, 0.0))
 
     def making(module: Any) -> Any:
         if way == "foreach":

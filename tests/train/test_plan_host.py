@@ -78,7 +78,7 @@ def test_what_the_host_does_not_hold_does_not_fit(target: str, monkeypatch: pyte
     at_a_machine(monkeypatch, room)
     given = resolve_placement(run(*words))
     planned = plan(given)
-    assert all(device.share <= 1 for device in planned["devices"])
+    assert all(device.utilization <= 1 for device in planned["devices"])
     assert not planned["fits"]
     changes = {change.overrides: change for change in advice(given, planned)}
     assert changes["model.offload=disk"].fits

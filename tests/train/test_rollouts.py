@@ -23,7 +23,7 @@ from train.config import run_config
 from train.losses import OnPolicyConfig
 from train.objective import objective
 from train.planning.check import reads_target
-from train.rollouts import Rollouts, copies
+from train.rollouts import Rollouts, rollout_rows
 from train.step import Flops, Loss, Stepper
 
 TREE = TreeConfig("dynamic", 3, 2, 6, [], [])
@@ -62,19 +62,19 @@ def test_a_prompt_over_the_context_keeps_its_end(monkeypatch: pytest.MonkeyPatch
     assert found == {(1, 2, 3, 4), (4, 5, 6, 7)}
 
 
-@pytest.mark.parametrize("nodes", ["text", "accepted", "refused", "all"])
+@pytest.mark.parametrize("nodes", ["text", "accepted", "rejected", "all"])
 def test_a_node_teaches_what_the_target_says_behind_its_tokens(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[list[int], list[Any]]] = []
-    monkeypatch.setattr(rollouts, "copies", lambda *given: made.append(given[:2]) or copies(*given))
+    monkeypatch.setattr(rollouts, "rollout_rows", lambda *given: made.append(given[:2]) or rollout_rows(*given))
     target, _, [micro], read = rollout("eagle3", nodes)
     features, seen = micro.read(), set()
     for b, _, t, path in trained(micro):
         token = micro.batch.token[b, [*range(t + 1), *path]][None]
-        torch.testing.assert_close(features.last[b, path[-1]], target.features(token, token * 0, ()).last[0, -1])
+        torch.testing.assert_close(features.last_hidden[b, path[-1]], target.features(token, token * 0, ()).last[0, -1])
         assert micro.batch.document[b, t] == 0
         seen.add((b * 2 // len(features.token), *token[0].tolist()))
-    refused = [path for b, _, _, path in trained(micro) if micro.batch.document[b, path[-1]] < 0]
-    assert bool(refused) == (nodes in ("refused", "all"))
+    rejected = [path for b, _, _, path in trained(micro) if micro.batch.document[b, path[-1]] < 0]
+    assert bool(rejected) == (nodes in ("rejected", "all"))
     assert nodes != "all" or len(trained(micro)) == len(seen), "each node once"
     drafts = [one for _, passes in made for one in passes if one.tree is not None]
     verified = sum(len(one.tree.token) for one in drafts)
@@ -108,7 +108,7 @@ def test_a_head_unrolls_a_draft_as_it_unrolls_text(name: str) -> None:
     torch.testing.assert_close(value, whole)
     assert list(sums) == ["ce", "soft_ce", "accuracy"]
     torch.testing.assert_close(weight.row, 0.5 * weight.trained.float())
-    torch.testing.assert_close(weight.amount, weight.row.sum((1, 2)))
+    torch.testing.assert_close(weight.normalizer, weight.row.sum((1, 2)))
 
 
 def test_every_process_step_and_run_draws_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_every_process_step_and_run_draws_numbers_of_its_own(monkeypatch: pytest
         return [SimpleNamespace(passes=[], steps=[]) for _ in prompts]
 
     monkeypatch.setattr("train.rollouts.speculate", decoded)
-    monkeypatch.setattr("train.rollouts.copies", lambda *_: [])
+    monkeypatch.setattr("train.rollouts.rollout_rows", lambda *_: [])
     monkeypatch.setattr("train.rollouts._micro_batch", lambda *_: None)
     token = torch.tensor([toys.prompt(seed, 10) for seed in range(4)])
     packed = Packed(token, torch.zeros_like(token), torch.ones_like(token))
@@ -138,7 +138,7 @@ def test_micro_batches_hold_no_more_sequences_than_static_ones() -> None:
     assert [len(micro.batch.token) for micro in parts] == [1, 1]
     for row, part in enumerate(parts):
         one = part.read()
-        torch.testing.assert_close(one.last[0], whole.read().last[row, : one.last.shape[1]])
+        torch.testing.assert_close(one.last_hidden[0], whole.read().last_hidden[row, : one.last_hidden.shape[1]])
 
 
 def stepper(**changed: Any) -> Stepper:

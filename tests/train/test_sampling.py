@@ -12,7 +12,7 @@ from heads.base import Features, to_device
 from tests import toys
 from tests.train import strategy_job
 from train import objective as sampling
-from train.objective import noisy, row_keys, sample_anchors, trainable, trained_rows, weights
+from train.objective import loss_weights, noisy, row_keys, sample_anchors, trainable, trained_rows
 from train.step import Loss
 
 ROWS, LENGTH, WIDTH = 8, 16, 6
@@ -78,20 +78,20 @@ def test_nothing_but_anchors_is_trained() -> None:
     trained = weight.trained.any(0)
     assert trained.any()
     assert all({*trained[b].nonzero()[:, 0].tolist()} <= {*anchors[b].tolist()} for b in range(2))
-    assert weight.trained.sum() < weights(batch.document, batch.mask, None, config).trained.sum()
+    assert weight.trained.sum() < loss_weights(batch.document, batch.loss_mask, None, config).trained.sum()
 
 
 def test_noise_is_uniform_and_scaled_by_the_length() -> None:
     changed = noisy(states(200), 0.2, row_keys(0, 0, torch.arange(200)))
     scale = 0.2 * 512 / LENGTH
-    for part in (changed.last, changed.hidden):
+    for part in (changed.last_hidden, changed.hidden):
         level = part / scale + 0.5
         assert level.min() >= 0
         assert level.max() <= 1
         for power, mean in ((1, 1 / 2), (2, 1 / 3)):
             spread = (1 / (2 * power + 1) - mean**2) ** 0.5
             assert abs(level.pow(power).double().mean() - mean) < 5 * spread / part.numel() ** 0.5
-    together = torch.cat([changed.last[:, :, None], changed.hidden], 2)
+    together = torch.cat([changed.last_hidden[:, :, None], changed.hidden], 2)
     assert len(together.unique()) > 0.99 * together.numel(), "no vector has another one's noise"
     for shift in (1, 2):
         for dim in range(4):
@@ -105,12 +105,12 @@ def test_noise_does_not_depend_on_how_much_is_hashed_at_a_time(
 ) -> None:
     keys, before = row_keys(0, 0, torch.arange(2)), states(dtype=dtype)
     whole = noisy(before, 0.2, keys)
-    assert whole.last.dtype == dtype
+    assert whole.last_hidden.dtype == dtype
     monkeypatch.setitem(sampling.VALUES, "cpu", 5 * WIDTH)
     pieces = noisy(before, 0.2, keys)
-    assert pieces.last.equal(whole.last)
+    assert pieces.last_hidden.equal(whole.last_hidden)
     assert pieces.hidden.equal(whole.hidden)
-    assert not before.last.any(), "the features that are given stay as they are"
+    assert not before.last_hidden.any(), "the features that are given stay as they are"
 
 
 def by_row(world: int, micro: int, step: int) -> dict[int, tuple[Tensor, Tensor]]:
@@ -122,7 +122,7 @@ def by_row(world: int, micro: int, step: int) -> dict[int, tuple[Tensor, Tensor]
             keys = row_keys(3, step, batch.index)
             anchors = sample_anchors(torch.ones_like(batch.token, dtype=torch.bool), 4, keys)
             assert anchors is not None
-            noise = noisy(states(len(batch.index)), 0.2, keys).last
+            noise = noisy(states(len(batch.index)), 0.2, keys).last_hidden
             sampled |= {row: (anchors[i], noise[i]) for i, row in enumerate(batch.index.tolist()) if row >= 0}
     return sampled
 

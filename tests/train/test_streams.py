@@ -54,7 +54,7 @@ def test_anchors_are_every_so_many_of_the_targets_own_rows(every: int) -> None:
     for seed in range(8):
         found = anchors(packed, every, 3, row_keys(seed, 0, packed.index))
         for b in range(3):
-            document, mask = packed.document[b].tolist(), packed.mask[b].tolist()
+            document, mask = packed.document[b].tolist(), packed.loss_mask[b].tolist()
 
             def teaches(t: int, j: int, document: list[int] = document, mask: list[int] = mask) -> bool:
                 label = t + 1 + j
@@ -77,7 +77,7 @@ def test_anchors_are_every_so_many_of_the_targets_own_rows(every: int) -> None:
 
 def test_a_batch_that_trains_nothing_has_no_valid_anchor() -> None:
     packed = batch()
-    empty = anchors(replace(packed, mask=torch.zeros_like(packed.mask)), 2, 3, packed.index)
+    empty = anchors(replace(packed, loss_mask=torch.zeros_like(packed.loss_mask)), 2, 3, packed.index)
     assert empty.row.tolist() == [[0]] * 3
     assert not empty.valid.any()
 
@@ -115,7 +115,7 @@ def test_training_raises_acceptance(tmp_path: Path) -> None:
     run = replace(run, trainer=replace(run.trainer, eval_prompts=4, eval_tokens=count))
     loop = loop_of(run, Accelerator(cpu=True), target, streams, Batches(pack(samples, 32), 4, 4, 0, 0, 1), prompts)
     assert loop.evaluator is not None
-    untrained = loop.evaluator.tau(loop.kept_head.decoding(loop.step.state.weights()))
+    untrained = loop.evaluator.tau(loop.kept_head.decoding(loop.stepper.state.weights()))
     assert untrained is not None
     before = untrained["tau"]
     loop.train()

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from data.text.files import content_hash
 from heads.common.errors import one_line
-from heads.common.files import flush, read_checked, write_checked, write_whole
+from heads.common.files import atomic_write, flush, read_checked, write_checked
 from heads.common.untrusted import inside, shown
 
 FORMAT = 2
@@ -73,7 +73,7 @@ def write_failure(partial: Path, rank: int, reason: str) -> None:
     with contextlib.suppress(OSError):
         for shard in partial.glob(f"rank-{rank:05d}-of-*"):
             shard.unlink()
-        write_whole(note_of(partial, rank).with_suffix(FAILED), reason.encode())
+        atomic_write(note_of(partial, rank).with_suffix(FAILED), reason.encode())
 
 
 def commit(partial: Path, final: Path, world: int, names: list[str], content: dict[str, Any]) -> None:

@@ -51,7 +51,7 @@ def data_settings(trainer: TrainerConfig, batches: Batches) -> dict[str, Any]:
         "trainer.optimizer": trainer.optimizer,
         "trainer.ema": trainer.ema,
         "data.length": batches.packed.token.shape[1],
-        "data's fingerprint": f"{packed_fingerprint(batches.packed)[:16]}-{int(batches.packed.mask.sum())}",
+        "data's fingerprint": f"{packed_fingerprint(batches.packed)[:16]}-{int(batches.packed.loss_mask.sum())}",
     }
 
 

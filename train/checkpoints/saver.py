@@ -1,6 +1,6 @@
 """Asynchronous checkpoints: the state is copied at once, and a thread writes the copy while training continues.
 
-The state is weights, optimiser state and running average as named whole tensors: `weight/…`, `state/…/KEY` and
+The state is weights, optimiser state and EMA as named whole tensors: `weight/…`, `state/…/KEY` and
 `average/…`, with the head's own parameter names. A tensor is gathered whole from its shards, so checkpoints depend
 neither on the strategy nor on the number of processes. The threads of the processes communicate through files alone.
 Collectives belong to the main thread: called from two threads, they would run in a different order on every process.
@@ -22,13 +22,13 @@ from heads.common.files import flush
 from train.checkpoints import format
 from train.distributed.control import ProcessControl
 from train.distributed.strategy import counts_on, held, master_state, put, put_master, whole, zero_stage
-from train.optim import Average, trained_state
+from train.optim import Ema, trained_state
 
 
 class TrainState:
     """The state of a head, its optimiser and the average of its weights, under any strategy."""
 
-    def __init__(self, head: nn.Module, optimizer: Any, average: Average) -> None:
+    def __init__(self, head: nn.Module, optimizer: Any, average: Ema) -> None:
         self.head, self.optimizer, self.average = head, optimizer, average
 
     def names(self) -> list[str]:
@@ -129,7 +129,9 @@ class Saver:
         self.folder, self.metrics, self.control, self.keep = out / "checkpoints", out / "metrics.jsonl", control, keep
         self.seconds = 0.0  # that training has waited for saves
         self.saved = -1  # the step that was saved last, or loaded
-        self._name = control.share(f"{time.time_ns():x}")  # distinguishes this run's folders from an earlier attempt's
+        self._name = control.broadcast(
+            f"{time.time_ns():x}"
+        )  # distinguishes this run's folders from an earlier attempt's
         self._count = 0
         self._pending: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1)
@@ -162,7 +164,7 @@ class Saver:
         self.seconds += time.perf_counter() - begin
         if failed:
             self.saved = -1
-            self.control.refuse(f"{failed}; free space and resume=true")
+            self.control.abort(f"{failed}; free space and resume=true")
 
     def close(self) -> None:
         """End the thread; a pending checkpoint is committed only if all processes have written their shards."""
@@ -172,7 +174,7 @@ class Saver:
     def newest(self) -> Path | None:
         """Return the newest good checkpoint, None without any; warn of newer damaged ones, and refuse if all are."""
         control = self.control
-        paths: list[Path] = control.share(format.checkpoints(self.folder))
+        paths: list[Path] = control.broadcast(format.checkpoints(self.folder))
         wrong: list[str] = []
         for path in reversed(paths):
             complaints = self.complaints(path)
@@ -185,7 +187,7 @@ class Saver:
                 return path
             wrong += complaints
         if paths:
-            control.refuse(f"no checkpoint loads ({wrong[0]}); start again with overwrite=true")
+            control.abort(f"no checkpoint loads ({wrong[0]}); start again with overwrite=true")
         return None
 
     def complaints(self, path: Path) -> list[str]:

@@ -74,11 +74,11 @@ class ProcessControl:
     def measuring(self, *, over: bool) -> bool:
         """On a process that measures: tell the others whether it is over; return whether to stop the measurement.
 
-        A collective call: the processes that do not measure are in `attend`.
+        A collective call: the processes that do not measure are in `wait_for_main`.
         """
         return self._exchange(over)[0]
 
-    def attend(self) -> None:
+    def wait_for_main(self) -> None:
         """On the other processes: wait for the end of the main one's measurement, or for a stop request."""
         while not any(self._exchange(over=False)):
             pass
@@ -92,7 +92,7 @@ class ProcessControl:
         dist.all_gather_object(items, item, group=self._group)
         return items
 
-    def share(self, item: Any) -> Any:
+    def broadcast(self, item: Any) -> Any:
         """Return the main process's item, on every process."""
         return self.gather(item if self.rank == 0 else None)[0]
 
@@ -101,7 +101,7 @@ class ProcessControl:
         if self.rank == 0:
             log.warning(text)
 
-    def refuse(self, text: str) -> None:
+    def abort(self, text: str) -> None:
         """Exit on every process with a one-line error: a ValueError on the main one, status 2 on the others."""
         raise ValueError(text) if self.rank == 0 else SystemExit(2)
 

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs
 
-from heads.common.files import claim, write_whole
+from heads.common.files import atomic_write, claim
 from inference.target.config import ModelConfig, device_named, fast_dtype, use_device
 from train.config import LauncherConfig, TrainerConfig
 from train.distributed.launch import world
@@ -29,7 +29,7 @@ TRIM, MMAP = -1, -3  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, mallopt(3)
 RELEASE_EVERY = 8  # steps: fresh pages then cost a fiftieth of them
 # oneDNN keeps the code of so many products in bf16, of 256 KiB or more each, and each new size of packed documents and
 # of their trained rows has its own. What it drops leaves holes between live blocks: 256 took 850 MiB in 40 steps of the
-# embedded target, 32 take 180 in steps as short; none at all costs an eighth of a step.
+# bundled target, 32 take 180 in steps as short; none at all costs an eighth of a step.
 PRODUCTS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32"
 
 LOCK, OWNER = ".lock", ".owner.json"
@@ -161,7 +161,7 @@ class RunLock(ExitStack):
             )
         self.held = True
         owner = {"host": socket.gethostname(), "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
-        write_whole(self.out / OWNER, (json.dumps(owner) + "\n").encode())
+        atomic_write(self.out / OWNER, (json.dumps(owner) + "\n").encode())
 
     def _owner(self) -> str:
         try:

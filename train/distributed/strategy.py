@@ -1,7 +1,7 @@
 """Strategies to share a head between processes: replicated (DDP), or its weights, gradients and state sharded.
 
 torch and DeepSpeed implement them. Each is called here directly, since accelerate silently skips DeepSpeed and FSDP2 on
-a CPU. Under every strategy weights are fp32, matrix products in `trainer.precision`, gradients are summed in fp32, and
+a CPU. Under every strategy weights are fp32, matmuls in `trainer.precision`, gradients are summed in fp32, and
 the gradient's norm is that of the whole gradient: a step is the same step.
 
 Sharded strategies gather the head whole for a forward and a backward pass. It is a layer or two, so they save the

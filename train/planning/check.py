@@ -37,7 +37,7 @@ from inference.target.placement import check_weights
 from train.config import RunConfig
 from train.distributed import processes
 from train.planning.shapes import embeddings_of
-from train.start import AUTO, CHECKPOINT, LAST_LAYER, STARTS, check_start
+from train.start import AUTO, CHECKPOINT, LAST_LAYER, STARTS, check_init
 
 log = logging.getLogger(__name__)
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")  # files, one of which every tokenizer has
@@ -75,7 +75,7 @@ def check_settings(run: RunConfig) -> None:
     if run.eval.prompts:
         find_heads(run.compare)
         eval_config(**evaluation(run))
-    check_start(run.peft, run.head, run.init, run.model.where.placement)
+    check_init(run.peft, run.head, run.init, run.model.where.placement)
 
 
 def check_plan(run: RunConfig) -> None:
@@ -163,7 +163,7 @@ def evaluation(run: RunConfig) -> dict[str, Any]:
     """
     model: dict[str, Any] = {"trust_remote_code": run.model.trust_remote_code}
     settings = asdict(run.eval)
-    if run.model.where.together:
+    if run.model.where.needs_all_ranks:
         model["placement"], settings["tier"] = run.model.placement, [LIVE]
     if run.eval.gate_dtype == AUTO:
         del settings["gate_dtype"]

@@ -114,7 +114,7 @@ class MemoryUse:
         return self.process + max(total(self.resident) + stages + self.allocator, total(self.evaluation))
 
     @property
-    def share(self) -> float:
+    def utilization(self) -> float:
         """The share of the capacity that is used, 0 where that is not known."""
         return self.peak / self.capacity if self.capacity else 0.0
 
@@ -127,7 +127,7 @@ def total(sizes: Mapping[str, int]) -> int:
 def head_state(cost: HeadCost, layout: Layout, muon: bool, averaged: bool) -> dict[str, int]:
     """Return the bytes of a process for the head and its optimiser between steps, all in fp32.
 
-    With `muon` matrices between hidden states have one moment; a running average is sharded as the weights are.
+    With `muon` matrices between hidden states have one moment; an EMA is sharded as the weights are.
     """
     world, whole = layout.world, 4 * cost.trained
     cut = {"ddp": (1, 1, 1), "zero2": (1, world, world), "zero3": (world, world, world), "fsdp2": (world, world, world)}
@@ -144,7 +144,7 @@ def head_state(cost: HeadCost, layout: Layout, muon: bool, averaged: bool) -> di
         else 0,
         "head: gathered": 2 * whole if weights > 1 else 0,  # while it computes, and gradients before they are scattered
         "head: frozen": 4 * cost.frozen,
-        "head: running average": whole / weights if averaged else 0,
+        "head: EMA": whole / weights if averaged else 0,
     }
     return {name: round(size) for name, size in sizes.items() if size}
 
@@ -213,7 +213,7 @@ LIMITS = ("memory.max", "memory.limit_in_bytes")  # of control groups of version
 DEVICES = ROOT / "conf" / "device"
 ROW_BYTES = 9  # a packed token: its number, its document, its mask
 SAFE = 0.9  # of a device's memory that a run may take
-SIDE = 1024  # of the matrices by which a CPU's operations a second are measured
+SIDE = 1024  # of the matrices by which a CPU's operations per second are measured
 LAYERS = "target: layers"
 HOST_BASE = 1.5  # GiB of host memory of a process with torch's CUDA libraries
 
@@ -253,7 +253,7 @@ def by_driver_name(driver: str) -> DeviceConfig | None:
 
 
 def peak_flops(device: torch.device, given: float | None) -> float | None:
-    """Return a device's peak in floating-point operations a second: the `given` 10^12, else its preset's, if known."""
+    """Return a device's peak in operations per second: the `given` 10^12, else its preset's, if known."""
     if given is None and device.type == "cuda":
         named = by_driver_name(torch.cuda.get_device_name(device))
         given = None if named is None else named.tflops
@@ -357,7 +357,7 @@ def _check_placed(run: RunConfig, layout: Layout, device: str) -> None:
     where, model = layout.where, run.model
     check_weights(where, check_quantized(model.path, configuration(model), model.quantize), None)
     check_offload(where, device)
-    if where.together:
+    if where.needs_all_ranks:
         check_processes(where, layout.world, layout.group)
     if where.placement == TENSOR_PARALLEL:
         check_shape(configuration(model).get_text_config(), layout.group, model.path)
@@ -385,7 +385,7 @@ def device_memories(inputs: PlanInputs) -> list[MemoryUse]:
             if number >= layout.processes:  # it holds layers of another one's process, and nothing else
                 parts = [{name: size for name, size in sizes.items() if name == LAYERS} for sizes in (held[0], held[2])]
                 held = parts[0], {}, parts[1]
-            elif not (main or layout.where.together):
+            elif not (main or layout.where.needs_all_ranks):
                 held = *held[:2], {}
             memories.append(
                 MemoryUse(
@@ -417,7 +417,7 @@ def _stages(inputs: PlanInputs, number: int, main: bool) -> dict[str, dict[str, 
         stages["target's pass"] = gathered | pass_stage(
             shape, layout, tokens, length, inputs.item, read, inputs.micro > 1
         )
-    if (main or layout.where.together) and run.trainer.eval_prompts and inputs.layers:
+    if (main or layout.where.needs_all_ranks) and run.trainer.eval_prompts and inputs.layers:
         reach = length + run.trainer.eval_tokens
         stages["measuring τ"] = gathered | {  # by decoding one prompt and answer
             "τ: decoding copy of the head": inputs.item * cost.whole,
@@ -465,7 +465,7 @@ def host_state(inputs: PlanInputs) -> dict[str, int]:
 
 
 def state_bytes(inputs: PlanInputs) -> int:
-    """Return the bytes of a checkpoint: weights, moments, the running average."""
+    """Return the bytes of a checkpoint: weights, moments, the EMA."""
     trainer, cost = inputs.run.trainer, inputs.cost
     held = cost.trained + cost.frozen + moments(cost, trainer.optimizer == "muon")
     return 4 * (held + cost.trained * (trainer.ema > 0))
@@ -512,7 +512,7 @@ def work(inputs: PlanInputs) -> dict[str, Any]:
 
 
 def with_measured_flops(inputs: PlanInputs) -> PlanInputs:
-    """Return a plan's inputs with the measured operations a second of its device, where that is this CPU."""
+    """Return a plan's inputs with the measured operations per second of its device, where that is this CPU."""
     if not inputs.on_cpu or inputs.device.tflops is not None or inputs.run.device.type is not None:
         return inputs
     return inputs._replace(device=replace(inputs.device, tflops=cpu_tflops(inputs.bf16)))
@@ -520,7 +520,7 @@ def with_measured_flops(inputs: PlanInputs) -> PlanInputs:
 
 @cache
 def cpu_tflops(bf16: bool) -> float:
-    """Return the 10^12 operations a second of this CPU's threads in a product of matrices, the best of some."""
+    """Return the 10^12 operations per second of this CPU's threads in a product of matrices, the best of some."""
     matrix, seconds = torch.ones(SIDE, SIDE, dtype=torch.bfloat16 if bf16 else torch.float32), []
     for _ in range(5):
         begin = time.perf_counter()
@@ -559,6 +559,6 @@ def plan(run: RunConfig) -> dict[str, Any]:
         "disk": disk(inputs),
         "quantization": quantization_note(run.model, str(inputs.device.type)),
         "unserved": unserved(run.model.path, shape.beyond),
-        "fits": all(use.share <= 1 for use in uses(inputs)),
+        "fits": all(use.utilization <= 1 for use in uses(inputs)),
         "device": asdict(inputs.device),
     }

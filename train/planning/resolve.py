@@ -129,7 +129,7 @@ def _share(run: RunConfig) -> float:
     Raises:
         ValueError: loading the target would refuse the placement.
     """
-    return max(use.share for use in uses(plan_inputs(resolve_micro_batch(_possible(run)))))
+    return max(use.utilization for use in uses(plan_inputs(resolve_micro_batch(_possible(run)))))
 
 
 def _possible(run: RunConfig) -> RunConfig:

@@ -28,7 +28,7 @@ from heads.medusa import Medusa
 from heads.modules.autoregressive import Recurrent
 from heads.modules.dflash2 import GroupedConv
 from heads.modules.layers import Attention, Recomputing, SwiGLU
-from heads.modules.own_layer import OwnLayer
+from heads.modules.own_layer import TargetLayer
 from heads.modules.vocab import SummedGradient
 from heads.peagle import PEagle
 from inference.target.attention import packing
@@ -369,7 +369,7 @@ def _unrolled(batch: Batch, run: RunConfig) -> tuple[float, float]:
         size, weights = per_row(submodule, batch.item, chosen, recompute=batch.recompute)
         saved, operations = saved + count * size, operations + (8 if batch.recompute else 6) * count * weights
         for layer in submodule.modules():
-            if isinstance(layer, (Attention, OwnLayer)):
+            if isinstance(layer, (Attention, TargetLayer)):
                 shape = getattr(layer, "shape", head.embeddings.layer)
                 operations += 14 * keys * count * shape.num_heads * shape.head_dim
                 saved += _copied(batch) * 2 * shape.num_kv_heads * shape.head_dim * batch.item

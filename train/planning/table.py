@@ -183,7 +183,9 @@ def _grouped(devices: list[MemoryUse]) -> Iterator[tuple[str, MemoryUse]]:
 
 
 def _memory_table(name: str, use: MemoryUse) -> Table:
-    fits = "" if use.capacity is None else f" of {gib(use.capacity)}, {'fits' if use.share <= 1 else 'does NOT fit'}"
+    fits = (
+        "" if use.capacity is None else f" of {gib(use.capacity)}, {'fits' if use.utilization <= 1 else 'does NOT fit'}"
+    )
     shown = _table(f"{name}: {gib(use.peak)}{fits}")
     shown.add_row("process", gib(use.process))
     final = {"final evaluation, all else freed": use.evaluation} if use.evaluation else {}
@@ -236,7 +238,7 @@ def advice(run: RunConfig, planned: dict[str, Any]) -> list[Advice]:
 
 def _lacks_host_alone(planned: dict[str, Any]) -> bool:
     """Whether every device of a plan has room, so that what lacks is host memory."""
-    return all(device.share <= 1 for device in planned["devices"])
+    return all(device.utilization <= 1 for device in planned["devices"])
 
 
 def _taken(planned: dict[str, Any], host: bool) -> int:

@@ -193,7 +193,7 @@ def eval_results(facts: Facts) -> list[EvalResult]:
         row = result.row
         workload, rate = without_ending(row["workload"]), row.get("request_rate")
         where = f"T={row['temperature']:g}, batch {row['batch_size']}, tree {row['tree']}"
-        where += f", {rate:g} requests a second" if rate is not None else ""
+        where += f", {rate:g} requests per second" if rate is not None else ""
         where += f", {row['category']}" if row.get("category") else ""
         for metric, name in METRIC_NAMES.items():
             if row[metric] is None or (metric == "speedup" and result.failed):

@@ -5,7 +5,7 @@ DSpark adds `markov_head` and `confidence_head`, Domino `prefix_gru` and `embed_
 
 vLLM, SGLang and their authors' code read it. Their mask slots hold the target's embedding of one token, where our head
 has a parameter, so a head goes into this format only where its own mask slot is one of the embedding's rows. A block of
-DFlash drafts from its mask slots alone; in DSpark the chosen token's slot drafts too. vLLM alone reads an lm_head, over
+DFlash drafts from its mask slots alone; in DSpark the root token's slot drafts too. vLLM alone reads an lm_head, over
 a pruned vocabulary. Domino is SGLang's alone, which corrects all slots but the first, as we do, and drafts one token
 less than a block whose anchor drafts has slots.
 """

@@ -114,7 +114,7 @@ class Streams(nn.Module):
         # A stream behind the context has no teacher, and learned positions end there.
         position = position.clamp_max(target.context - 1)
         tokens = torch.cat([token, token.gather(1, source)], 1)
-        states = target.run(tokens, position, seen, None, stack=self.stack(source, stream)).last
+        states = target.run(tokens, position, seen, None, stack=self.stack(source, stream)).last_hidden
         draft = target.embeddings.logits(states[:, width:]).unflatten(1, (-1, streams))
         with torch.no_grad():
             last = states[:, :width].detach()
