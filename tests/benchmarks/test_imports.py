@@ -1,0 +1,20 @@
+"""Every benchmark imports what is there: no other test starts them all."""
+
+import ast
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OURS = ("heads", "inference", "data", "eval", "train", "ops", "tests", "benchmarks")
+FILES = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "benchmarks").rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_what_a_benchmark_imports_is_there(file: str) -> None:
+    for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in OURS:
+            module = import_module(str(node.module))
+            for name in node.names:
+                assert hasattr(module, name.name) or import_module(f"{node.module}.{name.name}"), name.name
