@@ -74,7 +74,9 @@ def rank_text(
     depth = min(depth, head.max_depth)
     drafts = unrolled(head, features, depth)
     begin = text.start - 1  # the position whose root is the first token of the answer
-    logits = (scatter_logits(head.vocab, head.score(draft.state[0, begin:], d)) for d, draft in enumerate(drafts, 1))
+    logits = (
+        scatter_logits(head.vocab, head.compute_logits(draft.state[0, begin:], d)) for d, draft in enumerate(drafts, 1)
+    )
     rank = torch.stack([ranks(guess, token[begin:], d) for d, guess in enumerate(logits, 1)], 1)
     grown: dict[str, list[Reach]] = {growth(tree): [] for tree in largest}
     drafting = HeadState(head, largest[0]) if largest else None
@@ -216,7 +218,9 @@ def overlap(target: Target, head: Any, text: Text, sampling: Sampling, depth: in
         count = text.generated - d
         if count < 1:
             break
-        q = distribution(scatter_logits(head.vocab, head.score(draft.state[0, begin : begin + count], d)), sampling)
+        q = distribution(
+            scatter_logits(head.vocab, head.compute_logits(draft.state[0, begin : begin + count], d)), sampling
+        )
         p = probs[d : d + count]
         x = token[begin + d + 1 : begin + d + 1 + count, None]
         qx, px = (dist.gather(1, x)[:, 0] for dist in (q, p))

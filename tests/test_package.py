@@ -87,7 +87,7 @@ def test_the_notebook_runs(folder: Path) -> None:
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     code = re.sub(r"trainer\.steps=.*max_new_tokens=\d+", TINY, "\n".join(cells))
     shown = run(folder, sys.executable, "-c", code)
-    assert "tokens a pass" in shown
+    assert "tokens per pass" in shown
     assert "lossless" in shown
 
 

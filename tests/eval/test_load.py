@@ -288,7 +288,7 @@ def test_a_report_names_the_rates(runs: Path, tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert 'id="table-load"' in page
     assert "eagle x2 at 80 req/s" in page
-    assert "eagle: loses at requests a second 40 (" in page
+    assert "eagle: loses at requests per second 40 (" in page
 
 
 def test_without_a_rate_nothing_speaks_of_load(runs: Path, tmp_path: Path) -> None:

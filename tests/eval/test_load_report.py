@@ -51,7 +51,7 @@ def test_the_rates_at_which_drafts_pay_are_named() -> None:
     rows = [row for rate in (None, 2.0, 4.0) for row in loaded(GREEN, rate)]
     made = Report({}, {}, {}, {"plain": GREEN, "eagle": GREEN}, rows).as_dict()
     (line,) = paying(results_of(made))
-    assert re.fullmatch(r"eagle: (pays|loses) at requests a second 2 \(.*\), 4 \(.*\)", line)
+    assert re.fullmatch(r"eagle: (pays|loses) at requests per second 2 \(.*\), 4 \(.*\)", line)
     assert paying(results_of({**made, "rows": made["rows"][:4]})) == []  # a single rate
 
 

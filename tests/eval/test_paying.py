@@ -53,7 +53,7 @@ def test_batches_of_other_conditions_and_rates_are_other_draft_settings() -> Non
     rated = [row("eagle", rate, 1.3, "request_rate") for rate in (1.0, 2.0)]
     lines = paying(results_of(report(*EAGLE, *hot, *rated).as_dict()))
     assert [line.split(":")[0] for line in lines] == ["eagle, temperature 0", "eagle, temperature 1", "eagle"]
-    assert lines[2] == "eagle: pays at requests a second 1 (1.30 [1.20, 1.40]), 2 (1.30 [1.20, 1.40])"
+    assert lines[2] == "eagle: pays at requests per second 1 (1.30 [1.20, 1.40]), 2 (1.30 [1.20, 1.40])"
 
 
 @pytest.mark.parametrize(("rate", "doubted"), [(2.0, False), (5.0, False), (5.1, True)])

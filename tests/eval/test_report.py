@@ -236,6 +236,6 @@ def test_a_name_from_outside_begins_no_line_of_its_own() -> None:
     timed = {"dtype": "bfloat16", "checked": 8, "identical": 7, "near_tie": 1, "beyond": 0, "gaps": [0.1]}
     made = replace(report(), rows=[plain, replace(ROW, workload=evil, drafter=evil, prompts=8, agreement=timed)])
     text = markdown(made)
-    assert "commits 2.03 tokens a pass" in text
+    assert "commits 2.03 tokens per pass" in text
     assert "7 of 8 prompts identical" in text
     assert not any(line.startswith(("# heading", "| a |")) for line in text.splitlines())

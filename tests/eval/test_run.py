@@ -198,7 +198,7 @@ def test_plain_decoding_alone_needs_no_head(runs: Path, tmp_path: Path) -> None:
 def test_heads_of_which_some_are_tuned_are_named(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, target = small(runs, tmp_path, compare=[str(runs / "medusa")]), toys.target()
     for tuned, remarks in (((), 0), (("eagle",), 1), (("eagle", "medusa"), 0)):
-        monkeypatch.setattr("eval.conditions.is_tuned", lambda head, tuned=tuned: head.parent.name in tuned)
+        monkeypatch.setattr("eval.setup.is_tuned", lambda head, tuned=tuned: head.parent.name in tuned)
         assert len(remarks_of(config, target)) == remarks
         assert remarks_of(replace(config, tree={"nodes": 5}), target) == []
 

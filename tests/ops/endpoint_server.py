@@ -59,7 +59,7 @@ class Served(ThreadingHTTPServer):
         self.headers: list[Any] = []
         self.counts: Counter[str] = Counter()
         self.lock = threading.Lock()
-        self.needs_all_ranks = self.most = 0
+        self.together = self.most = 0
         self.over = threading.Event()
 
     def __enter__(self) -> "Served":

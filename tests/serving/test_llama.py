@@ -145,7 +145,7 @@ def check_counts(kind: str, counts: dict[str, int], steps: list[int], depth: int
     mine, theirs = (1 + total / count for total, count in (
         (sum(steps), len(steps)), (counts["accepted_tokens_total"], counts["drafts_total"]),
     ))  # fmt: skip
-    print(f"{kind}: {theirs:.3f} tokens a pass in llama.cpp, {mine:.3f} in our verifier")
+    print(f"{kind}: {theirs:.3f} tokens per pass in llama.cpp, {mine:.3f} in our verifier")
     assert mine > 1.2  # a head that is never accepted would prove nothing
     assert theirs == pytest.approx(mine, rel=0.02)
     assert counts["drafts_total"] == pytest.approx(len(steps), rel=0.02)

@@ -100,7 +100,7 @@ def check_counts(kind: str, served: dict[str, Any], steps: list[Step]) -> None:
     """Compare vLLM's counters with our passes."""
     ours = 1 + sum(step.accepted for step in steps) / len(steps)
     theirs = 1 + served["accepted_tokens"] / served["drafts"]
-    print(f"{kind}: {theirs:.3f} tokens a pass in vLLM, {ours:.3f} in our verifier")
+    print(f"{kind}: {theirs:.3f} tokens per pass in vLLM, {ours:.3f} in our verifier")
     assert ours > 1.2  # a head that is never accepted would prove nothing
     assert theirs == pytest.approx(ours, rel=0.02)
     assert served["drafts"] == pytest.approx(len(steps), rel=0.02)

@@ -66,7 +66,7 @@ def test_the_metadata_are_the_hubs_own(run: Path) -> None:
     tau = found["T=0, batch 1, tree chain-2", "tau"]
     assert (tau.dataset_name, tau.task_type, tau.metric_value) == ("tiny", "text-generation", 2.345)
     assert tau.metric_args == {"interval_95": [2.2, 2.5]}
-    assert found["T=0, batch 4, tree chain-2, 2 requests a second", "speedup"].metric_value == 1.678
+    assert found["T=0, batch 4, tree chain-2, 2 requests per second", "speedup"].metric_value == 1.678
     assert [each.metric_type for each in data.eval_results if each.dataset_name == "red"] == ["tau"]
     assert not any(each.metric_value in (9.87, 1.0) for each in data.eval_results)
 

@@ -73,7 +73,7 @@ def test_the_operations_are_those_of_a_real_step(name: str, monkeypatch: pytest.
 @pytest.mark.parametrize("name", list(toys.HEAD_CONFIGS))
 def test_a_head_keeps_for_the_backward_pass_no_more_than_planned(name: str, recompute: bool) -> None:
     run, head, features, _ = step_of(name, f"trainer.recompute={str(recompute).lower()}")
-    features = features._replace(hidden=features.hidden.bfloat16(), last=features.last_hidden.bfloat16())
+    features = features._replace(hidden=features.hidden.bfloat16(), last_hidden=features.last_hidden.bfloat16())
     known = {x.untyped_storage().data_ptr() for x in (*head.parameters(), *features) if x is not None}
     kept: dict[int, Tensor] = {}
 
@@ -141,8 +141,8 @@ def test_what_is_frozen_takes_its_weights_alone_in_fp32() -> None:
 def test_muon_keeps_one_moment_of_matrices() -> None:
     held = head_state(COST, Layout("ddp", HERE, 1, 1, 1, 1), True, True)
     assert held["head: optimiser"] == 4 * 800 + 8 * 200
-    assert held["head: running average"] == 4000
-    assert head_state(COST, Layout("fsdp2", HERE, 4, 1, 4, 1), True, True)["head: running average"] == 1000
+    assert held["head: EMA"] == 4000
+    assert head_state(COST, Layout("fsdp2", HERE, 4, 1, 4, 1), True, True)["head: EMA"] == 1000
 
 
 def test_layers_lie_where_they_are_told_to() -> None:

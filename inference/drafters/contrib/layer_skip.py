@@ -37,7 +37,7 @@ class Text(NamedTuple):
 
 
 class Rating(NamedTuple):
-    """What a set of skips promises at its best depth: tokens a pass, the draft's cost, speed against the baseline.
+    """What a set of skips promises at its best depth: tokens per pass, the draft's cost, speed against the baseline.
 
     `cost` is that of a drafted token in target passes. `speed` takes a verification pass to cost what a plain one does.
     """
