@@ -115,7 +115,7 @@ def test_a_workload_that_drops_samples_is_the_extractions_too(base: list[str], t
     asked.write_text(json.dumps({"text": longest}) + "\n")
     words = ["data.contamination=6", f"workload={asked}"]
     without = extracted(base, tmp_path / "without", "medusa", words[0])
-    with pytest.raises(ValueError, match="fingerprint of the packed rows"):
+    with pytest.raises(ValueError, match="fingerprint of the packed sequences"):
         trained("refused", *HEADS["medusa"], *without, *words)
     trained("run", *HEADS["medusa"], *extracted(base, tmp_path / "with", "medusa", *words), *words)
 
