@@ -48,7 +48,7 @@ def miscounting(count: int) -> Callable[[Served], None]:
 
 OTHERS = "counted 2 requests where 1 were sent: give a server without other clients"
 ANEW = "its counters began anew while it was measured"
-IDLE = "does not speculate: it counts no drafts; start it with a draft source"
+IDLE = "does not speculate: it counts no drafts; start it with a drafter"
 MEMORY = r"prompt p2: http_500 \(out of memory\); nothing is written: fix the endpoint or leave the prompt out"
 TEMPLATE = r"http_500 \(client\.chat=false asks a model without a chat template; default chat"
 
@@ -91,7 +91,7 @@ def test_no_server(log: Path) -> None:
 @pytest.mark.parametrize(
     ("server", "changes", "message"),
     [
-        ({"engine": "vllm"}, {}, "speculates: baseline is for the same model served without a draft source"),
+        ({"engine": "vllm"}, {}, "speculates: baseline is for the same model served without a drafter"),
         ({"engine": "sglang"}, {}, "speculates: baseline is for the same model"),
         ({"detailed": True}, {"hidden": True}, "speculates: baseline is for"),  # its replies say so
         ({"drafts": False}, {"models": ["larger"]}, "serves larger and http.* served: the baseline is the same model"),

@@ -169,7 +169,7 @@ def test_a_store_that_lacks_rows_fails_at_once_or_computes(
 
 
 @pytest.mark.parametrize(
-    ("override", "named"), [("data.limit=50", "fingerprint of the packed rows"), ("data.length=64", "data.length")]
+    ("override", "named"), [("data.limit=50", "fingerprint of the packed sequences"), ("data.length=64", "data.length")]
 )
 def test_a_store_of_something_else_is_refused(
     base: list[str], trained: Train, tmp_path: Path, override: str, named: str
