@@ -80,7 +80,7 @@ def test_a_reader_sees_what_was_finished_meanwhile(tmp_path: Path) -> None:
         ("length", 7, "data.length"),
         ("width", 9, "by the width"),
         ("vocab", 41, "vocabulary"),
-        ("rows", 12, "number of packed rows"),
+        ("rows", 12, "number of packed sequences"),
         ("layers", (0, 1), "feature layers"),
         ("dtype", "fp8", "features.dtype"),
     ],
