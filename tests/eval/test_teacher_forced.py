@@ -61,8 +61,12 @@ def test_a_replay_takes_the_steps_of_decoding(head: str, tree: TreeConfig) -> No
     assert accepted > 0 or tree.nodes == 1, "no draft was accepted: nothing was tested"
 
 
+SAMPLED = [tree for tree in TRIED if tree.kind in CONFIDENT and tree.nodes > 1]
+
+
 @pytest.mark.parametrize(
-    "tree", [tree for tree in TRIED if tree.kind in CONFIDENT and tree.nodes > 1], ids=lambda t: t.label
+    "tree",
+    [pytest.param(tree, marks=pytest.mark.slow if tree.nodes > 6 else (), id=tree.label) for tree in SAMPLED],
 )
 def test_a_sampled_text_is_replayed_under_the_trees_that_it_was_sampled_with(tree: TreeConfig) -> None:
     """They compare nodes by other probabilities than greedy decoding's."""

@@ -134,7 +134,17 @@ def test_a_clean_server_passes_every_check_that_it_offers(
     assert "Lossless as far as it was checked" in (tmp_path / PAGE).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("fault", [fault for fault in PLANTED if fault != "slow_concurrency"])
+LONG = ("top_p", "temperature")  # distributions, told apart by some thousand samples: a minute or more
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, marks=pytest.mark.slow if fault in LONG else ())
+        for fault in PLANTED
+        if fault != "slow_concurrency"
+    ],
+)
 def test_every_planted_fault_is_named(fault: str, tmp_path: Path, baseline: AuditServer, only: Any) -> None:
     only("identity", *SHOWN_BY[fault])
     whole = LARGER if fault in ("temperature", "top_p", "seed", "leak", "cancelled") else {"prompts": 12}
