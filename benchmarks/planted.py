@@ -192,8 +192,8 @@ BUGS = [
     ),
     Bug(
         "inference/drafters/prompt_lookup.py",
-        "self.after.get(tuple(self.text[-n:])) if n < len(self.text)",
-        "self.after.get(tuple(self.text[-n:])) if n + 1 < len(self.text)",
+        "self.after.get(tuple(self.text[-n:]))",
+        "self.after.get(tuple(self.text[:n]))",
         ["tests/inference/test_prompt_lookup.py"],
     ),
     Bug(

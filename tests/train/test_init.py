@@ -143,7 +143,7 @@ def test_its_projection_is_fitted_to_what_that_layer_reads(extra: tuple[str, ...
         for number in range(int(document.max()) + 1):
             own = token[document == number][None]
             given = target.features(own, torch.zeros_like(own), (*heads[0].feature_layers, below))
-            state = heads[0].begin(given._replace(hidden=given.hidden[:, :, :-1]))[:, :-1]
+            state = heads[0].initial_states(given._replace(hidden=given.hidden[:, :, :-1]))[:, :-1]
             embedding = target.embeddings.embed(own[:, 1:])
             inputs.append(torch.cat([heads[0].enorm(embedding), heads[0].hnorm(state)], -1)[0])
             wanted.append(given.hidden[0, 1:, -1])
@@ -182,7 +182,7 @@ def test_eagle3_starts_as_the_last_layer_on_what_it_has_in_place_of_that_layers_
     assert torch.equal(head.norm.weight, target.base.norm.weight)
     assert not torch.equal(head.first.mlp.down_proj.weight, layer.mlp.down_proj.weight)
     # The third layer's own states are among its features, so that the last ones follow from them but for the norm.
-    fused = head.begin(given)
+    fused = head.initial_states(given)
     assert (fused - given.last_hidden).square().mean() < 0.2 * given.last_hidden.square().mean()
 
 
@@ -270,7 +270,7 @@ def test_states_that_are_fed_back_as_they_come_are_fitted_so() -> None:
     fit_init(head, "last_layer", target, Batches(packed, 4, 2, 0, 0, 1))
     given = target.features(packed.token, packed.document, (0, 1, 2))
     raw = given.hidden[:, :, 2]
-    assert (head.begin(given) - raw).square().mean() < 0.2 * raw.square().mean()
+    assert (head.initial_states(given) - raw).square().mean() < 0.2 * raw.square().mean()
 
 
 @pytest.mark.parametrize(
