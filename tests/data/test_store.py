@@ -76,7 +76,7 @@ def test_a_reader_sees_what_was_finished_meanwhile(tmp_path: Path) -> None:
     [
         ("target", "another", "fingerprint of the target's weights"),
         ("quantize", "int8", "quantisation"),
-        ("data", "other rows", "fingerprint of the packed rows"),
+        ("data", "other rows", "fingerprint of the packed sequences"),
         ("length", 7, "data.length"),
         ("width", 9, "by the width"),
         ("vocab", 41, "vocabulary"),
