@@ -134,7 +134,7 @@ def test_committed_rows_are_those_of_one_pass_over_the_text(batch_size: int) -> 
         assert token.tolist() == (toys.prompt(0) + text)[: len(token)]
         assert len(token) > len(toys.prompt(0)) + 12
         alone = target.features(token[None, :-1], torch.zeros_like(token)[None, :-1], Recorder.feature_layers)
-        for part in ("hidden", "last"):
+        for part in ("hidden", "last_hidden"):
             rows = torch.cat([getattr(commit.features, part) for commit in source.commits], 1)
             torch.testing.assert_close(rows, getattr(alone, part), rtol=1e-4, atol=1e-4)
 

@@ -70,7 +70,9 @@ def test_a_node_teaches_what_the_target_says_behind_its_tokens(nodes: str, monke
     features, seen = micro.read(), set()
     for b, _, t, path in trained(micro):
         token = micro.batch.token[b, [*range(t + 1), *path]][None]
-        torch.testing.assert_close(features.last_hidden[b, path[-1]], target.features(token, token * 0, ()).last[0, -1])
+        torch.testing.assert_close(
+            features.last_hidden[b, path[-1]], target.features(token, token * 0, ()).last_hidden[0, -1]
+        )
         assert micro.batch.document[b, t] == 0
         seen.add((b * 2 // len(features.token), *token[0].tolist()))
     rejected = [path for b, _, _, path in trained(micro) if micro.batch.document[b, path[-1]] < 0]
@@ -104,7 +106,7 @@ def test_a_head_unrolls_a_draft_as_it_unrolls_text(name: str) -> None:
     loss = Loss(head, of, compiled=False)
     anchors, weight = loss.sampled(micro.batch, torch.arange(len(micro.batch.token)))
     value, sums = loss(given, weight.row, anchors)
-    whole, _ = objective(head, head.unroll(given, DEPTHS, anchors), given, weight.row, loss.drafted)
+    whole, _ = objective(head, head.unroll(given, DEPTHS, anchors), given, weight.row, loss.rollout_config)
     torch.testing.assert_close(value, whole)
     assert list(sums) == ["ce", "soft_ce", "accuracy"]
     torch.testing.assert_close(weight.row, 0.5 * weight.trained.float())
