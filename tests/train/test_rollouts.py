@@ -70,7 +70,8 @@ def test_a_node_teaches_what_the_target_says_behind_its_tokens(nodes: str, monke
     features, seen = micro.read(), set()
     for b, _, t, path in trained(micro):
         token = micro.batch.token[b, [*range(t + 1), *path]][None]
-        torch.testing.assert_close(
+        own = target.features(token, token * 0, ()).last_hidden[0, -1]
+        torch.testing.assert_close(features.last_hidden[b, path[-1]], own)
             features.last_hidden[b, path[-1]], target.features(token, token * 0, ()).last_hidden[0, -1]
         )
         assert micro.batch.document[b, t] == 0
