@@ -72,8 +72,6 @@ def test_a_node_teaches_what_the_target_says_behind_its_tokens(nodes: str, monke
         token = micro.batch.token[b, [*range(t + 1), *path]][None]
         own = target.features(token, token * 0, ()).last_hidden[0, -1]
         torch.testing.assert_close(features.last_hidden[b, path[-1]], own)
-            features.last_hidden[b, path[-1]], target.features(token, token * 0, ()).last_hidden[0, -1]
-        )
         assert micro.batch.document[b, t] == 0
         seen.add((b * 2 // len(features.token), *token[0].tolist()))
     rejected = [path for b, _, _, path in trained(micro) if micro.batch.document[b, path[-1]] < 0]
