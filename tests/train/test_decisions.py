@@ -65,7 +65,7 @@ def test_the_best_step_has_a_checkpoint_though_none_is_due() -> None:
     loop, saved = run_of(None), list[int]()
     loop.trainer.save_every, loop.trainer.estimate_every = 7, None
     loop.start, loop.saver, loop.save, loop.write_cost = 0, SimpleNamespace(finish=list), saved.append, str
-    loop.take = loop.measure = lambda _: True  # the best step is 4, as `run_of` has it
+    loop.train_step = loop.measure = lambda _: True  # the best step is 4, as `run_of` has it
     loop.due, loop.exhausted = partial(Loop.due, loop), partial(Loop.exhausted, loop)
     Loop.advance(loop)
     assert saved == [4, 7, 10]
@@ -75,7 +75,7 @@ def test_a_trainings_cost_counts_the_tokens_of_its_rollouts_too(tmp_path: Path) 
     progress = {"rollout_tokens": 30, "skipped": 2, "best_tau": 2.5, "seconds": 9.0, "stall": 1.5}
     step = SimpleNamespace(sizes=(11, 5), operations=lambda first, last: 100 * (last - first))
     loop: Any = SimpleNamespace(
-        step=step, progress=progress, out=tmp_path, saver=SimpleNamespace(seconds=0.25),
+        stepper=step, progress=progress, out=tmp_path, saver=SimpleNamespace(seconds=0.25),
         source=SimpleNamespace(batches=SimpleNamespace(step_tokens=64)),
         accelerator=SimpleNamespace(is_main_process=True),
     )  # fmt: skip
