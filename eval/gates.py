@@ -291,7 +291,7 @@ def _samples(prefix: Prefix, settings: Settings, seeds: str, count: int) -> list
     """Return first tokens as the engine emits them by the rule in use; `seeds` is the key of all randomness."""
     if not _batched(prefix.session):
         return _decided(prefix, settings, seeds, count)
-    with suppress(torch.OutOfMemoryError):  # of so many sequences
+    with suppress(torch.OutOfMemoryError):  # the allocator may refuse the whole batch
         if sampled := _stepped(prefix, settings, seeds, count, TOGETHER):
             return sampled
     return _stepped(prefix, settings, seeds, count, 1)

@@ -48,9 +48,9 @@ BEST, AUTO = "best", "auto"
 def with_head(cfg: DictConfig) -> tuple[DictConfig, str | None]:
     """Return a composed configuration with its head named and the head's own training values filled in.
 
-    `head=best` becomes the head that suits `model`, by the target's config.json; which that is, and why, is the second
-    value, None where the head was named. `head.training` holds the values of `objective` and `trainer` where these are
-    `auto`, and the losses that those of `objective` are added to.
+    `head=best` becomes the head that suits `model`, by the target's config.json; the second value is a line that says
+    which head that is and why, None where the head was named. `head.training` holds the values of `objective` and
+    `trainer` where these are `auto`, and the losses that those of `objective` are added to.
 
     Raises:
         ValueError: the target's config.json cannot be read.

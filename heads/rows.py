@@ -42,7 +42,7 @@ def gather_rows(x: Shaped[Tensor, "B T *rest"], row: Int[Tensor, "B n"] | None) 
 
 
 def scatter_rows(x: Shaped[Tensor, "B n D"], row: Int[Tensor, "B n"] | None, length: int) -> Shaped[Tensor, "B T D"]:
-    """Return `gather_rows` rows where they were among T = `length`, zeros at the others."""
+    """Undo `gather_rows`: return the rows at their places among T = `length`, zeros at the others."""
     if row is None:
         return x
     full = x.new_zeros(len(x) * length, x.shape[-1]).index_copy(0, _flat(row, length), x.flatten(0, 1))

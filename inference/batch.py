@@ -226,7 +226,7 @@ def acquire(
 
 
 def release(target: Target, drafter: Drafter | Service, batch: Batch) -> None:
-    """Keep a batch whose requests are done, if it holds graphs, which would have to be captured anew.
+    """Keep a batch whose requests are done, if it holds graphs, which would have to be captured again.
 
     Batches wait while at least as much memory is free as they take, the last ones longest.
     """

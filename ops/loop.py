@@ -212,7 +212,7 @@ class Maintenance:
         if not former.is_dir():
             with replacing(former) as folder:
                 shutil.copytree(last_good(self.head), folder / "head")
-                config = self.head.parent / "config.yaml"  # which names the target
+                config = self.head.parent / "config.yaml"  # it names the target
                 if self.head != Path(self.serve).expanduser() and config.is_file():
                     shutil.copy(config, folder)
         if not (adapted / "training.json").is_file():
@@ -316,13 +316,13 @@ def split(log: Path, since: int, loop: LoopConfig, folder: Path) -> dict[str, in
         entries = list(dict.fromkeys(requests_of(iter(some), str(log))))  # without copies
         cut = len(entries) - round(loop.held_out * len(entries))
         seen = {prompt for _, prompt in entries[:cut]}
-        anew = {prompt: line for line, prompt in reversed(entries[cut:]) if prompt not in seen}
-        if trained == NEW and (len(entries) < loop.least or len(anew) < LEAST):
+        unseen = {prompt: line for line, prompt in reversed(entries[cut:]) if prompt not in seen}
+        if trained == NEW and (len(entries) < loop.least or len(unseen) < LEAST):
             raise ValueError(
-                f"{log}: {len(entries)} new records can be used, {len(anew)} of them to compare with a prompt that "
+                f"{log}: {len(entries)} new records can be used, {len(unseen)} of them to compare with a prompt that "
                 f"no other one has, and loop.least={loop.least} and {LEAST} are needed: wait for more, or lower it"
             )
-        for name, kept_lines in ((trained, [line for line, _ in entries[:cut]]), (held_out, [*anew.values()][::-1])):
+        for name, kept_lines in ((trained, [line for line, _ in entries[:cut]]), (held_out, [*unseen.values()][::-1])):
             content = [line.rstrip(b"\n") + b"\n" for line in kept_lines]
             atomic_write(folder / name, b"".join(content))
             counts[name] = len(content)

@@ -435,7 +435,7 @@ class Server(Metrics):
             after = self.counters()
             if after is None or restarted(before, after):
                 raise ValueError(
-                    f"{self.url}/metrics: its counters began anew while it was measured: the server restarted, or "
+                    f"{self.url}/metrics: its counters began again while it was measured: the server restarted, or "
                     "several share this URL; measure one server, again from the start"
                 )
             ended = count if after.finished is None else round(after.finished - (before.finished or 0))

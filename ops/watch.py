@@ -132,7 +132,7 @@ def check_log(path: Path) -> None:
 def growing(path: Path, *, follow: bool, poll: float) -> Iterator[bytes]:
     """Yield the lines of a file, and those that are added to it; an incomplete one waits for its end.
 
-    Where another file takes its name, the rest of the old one comes first; one that was cut begins anew. Without
+    Where another file takes its name, the rest of the old one comes first; one that was cut begins again. Without
     `follow` it ends where the file does.
 
     Raises:

@@ -43,7 +43,7 @@ def with_new_schedule(then: dict[str, Any], now: dict[str, Any], trainer: Traine
     """Return an earlier run's numerics, with the schedule of now where its first steps would have been the same."""
     if (
         not SCHEDULE.keys() <= then.keys() or then.get("objective.base_loss_share") is not None
-    ):  # which moves with all steps
+    ):  # it moves with the number of steps
         return then
     schedule = {key: then[name] for name, key in SCHEDULE.items()}
     return then | {name: now[name] for name in SCHEDULE} if same_rates(trainer, schedule, steps) else then

@@ -226,5 +226,5 @@ LOSSES: dict[str, Callable[[LossInputs, ObjectiveConfig], Tensor]] = {
 NOT_OF_LOGITS = {
     "smooth_l1",
     "confidence",
-}  # which teach what else a head predicts: `base_loss_share` has no share of them
+}  # they teach a head's other outputs, so `base_loss_share` leaves them out
 READ_P = {"ce", "soft_ce", "smooth_l1"}  # which never read the target's log-probs, so that no memory is kept for them

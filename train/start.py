@@ -132,7 +132,7 @@ TOKENS_PER_INPUT, RIDGE = 64, 1e-2  # of `solved`; the ridge as a share of the i
 def resolve_init(
     init: str | None, config: HeadConfig, target: Target | EmbeddingsOnly
 ) -> tuple[HeadConfig, str | None]:
-    """Return a head's configuration and what it starts from, for `init=auto` the target's last layer or None, anew.
+    """Return a head's configuration and what it starts from, for `init=auto` the target's last layer or None, again.
 
     It is the last layer for mtp, eagle, hass and eagle3 if its shapes match, for all but mtp if the target is loaded
     anyway. A head that starts so has the target's rotary positions and norm; an MTP module in either case, by which

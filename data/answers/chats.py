@@ -88,7 +88,7 @@ class Outcome(NamedTuple):
     chat: dict[str, Any] | None  # the record to train on; None if it is left out
     answers: int = 0  # number of answers in the chat
     cause: str = ""  # why the chat ends early, a key of CAUSES or an answerer's failure; empty for a complete chat
-    failed: bool = False  # whether the answerer failed: nothing is kept, and a later call answers it anew
+    failed: bool = False  # whether the answerer failed: nothing is kept, and a later call answers it again
     detail: str = ""  # the failure's message
 
 

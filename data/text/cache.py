@@ -159,6 +159,6 @@ def _read(folder: Path, level: int) -> dict[str, Any] | None:
                 raise ValueError(f"{name} is not what was written")
         report: dict[str, Any] = meta["report"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        log.log(level, "%s: damaged (%s); tokenising anew", folder, error)
+        log.log(level, "%s: damaged (%s); tokenising again", folder, error)
         return None
     return report

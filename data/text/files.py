@@ -56,7 +56,7 @@ def read_file(path: Path) -> Iterator[Raw]:
 
         options: dict[str, Any] = {"data_files": str(path), "split": "train", "streaming": True, "batch_size": BATCH}
         table = partial(datasets.load_dataset, "parquet", **options)
-        yield from read_table(table, str(path), "fetch or write the file anew")
+        yield from read_table(table, str(path), "fetch or write the file again")
         return
     with _reading(path), _opened(path) as file:
         yield from _documents(file) if kind == ".txt" else _json(file, path)
@@ -67,7 +67,7 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except UNREADABLE as error:
-        raise ValueError(f"{path}: cannot be read ({error}); fetch or write the file anew") from error
+        raise ValueError(f"{path}: cannot be read ({error}); fetch or write the file again") from error
 
 
 def _opened(path: Path) -> TextIOBase:

@@ -277,7 +277,7 @@ def turns_of(
         message = "the loss mask is all zeros, for the chat has no answer, or empty ones only; remove the sample"
         raise BadSampleError("no answer", message)
     drop_counts["with an empty answer, which trains nothing"] += len(answers) < roles.count("assistant")
-    if len(answers) > MOST_ANSWERS:  # the chat is rendered anew for each
+    if len(answers) > MOST_ANSWERS:  # the chat is rendered again for each
         message = f"it has {len(answers)} answers, at most {MOST_ANSWERS} are read; cut it"
         raise BadSampleError("too many answers", message)
     if config.turns == "last":

@@ -97,7 +97,7 @@ class Hub:
 
     def __iter__(self) -> Iterator[Raw]:
         """Yield the records; at least one."""
-        return _filled(read_table(lambda: self.table, self.name, "fetch the data set anew"), self.name)
+        return _filled(read_table(lambda: self.table, self.name, "fetch the data set again"), self.name)
 
     def identity(self) -> str:
         """Return the name and the revision or fingerprint."""

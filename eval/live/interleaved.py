@@ -269,7 +269,7 @@ class Served(NamedTuple):
         return replace(timed(self.generation), waits=waits)
 
 
-Rounds = dict[str, list[list[Served]]]  # by name, by prompt, the rounds
+Rounds = dict[str, list[list[Served]]]  # drafter -> prompt -> round
 
 
 def arrivals(count: int, rate: float, rng: random.Random) -> list[float]:

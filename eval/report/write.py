@@ -157,7 +157,7 @@ def read_report(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"report {file} cannot be read ({error.strerror}): give a report.json") from None
     except ValueError as error:
-        raise ValueError(f"report {file} is damaged ({error}): evaluate again to write it anew") from None
+        raise ValueError(f"report {file} is damaged ({error}): evaluate again") from None
     if not isinstance(content, dict) or "schema" not in content or not isinstance(content.get("rows"), list):
         raise ValueError(f"{file} is no report: give a report.json, as eval/run.py writes it")
     if content["schema"] != SCHEMA:
@@ -167,12 +167,12 @@ def read_report(file: Path) -> dict[str, Any]:
         )
     for key in ("target", "device", "settings"):
         if not isinstance(content.get(key), dict):
-            raise ValueError(f"report {file} has no {key}: evaluate again to write it anew")
+            raise ValueError(f"report {file} has no {key}: evaluate again")
     for number, row in enumerate(content["rows"]):
         try:
             row_of(row)
         except ValueError as error:
-            raise ValueError(f"report {file}, row {number}: {error}; evaluate again to write it anew") from None
+            raise ValueError(f"report {file}, row {number}: {error}; evaluate again") from None
     return content
 
 
@@ -192,7 +192,7 @@ def report_of(content: Mapping[str, Any], file: str) -> Report:
         gates = {name: Gate.read(check) for name, check in content["settings"].get("gate", {}).items()}
         sampled = [SampledGate.read(check) for check in content["settings"].get("sampled_gate", [])]
     except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"report {file} has damaged gates ({error}): evaluate again to write it anew") from None
+        raise ValueError(f"report {file} has damaged gates ({error}): evaluate again") from None
     rows, failed = [row_of(row) for row in content["rows"]], FailedChecks.of(gates, sampled)
     for row in rows:
         if failed.result(vars(row)) and row.has_speedup:

@@ -142,7 +142,7 @@ def inside(folder: Path, name: object) -> Path:
     """
     if not plain_name(name):
         raise ValueError(
-            f"{folder}: {shown(name)} is named in it, which is no file of that folder; get the folder anew"
+            f"{folder}: {shown(name)} is named in it, which is no file of that folder; get the folder again"
         )
     path = regular(folder / str(name))
     real = path.resolve()

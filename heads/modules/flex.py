@@ -55,7 +55,7 @@ widest._dynamo_marked_constant = True
 
 
 def runs(query: Tensor, value: Tensor) -> bool:
-    """Whether the kernel runs for drafted rows: in training, since texts of ever new lengths would be compiled anew."""
+    """Whether the kernel runs for drafted rows: in training, since texts of new lengths would recompile."""
     return takes(query, value) and torch.is_grad_enabled() and query.requires_grad
 
 

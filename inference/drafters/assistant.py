@@ -30,7 +30,7 @@ Outcome = tuple[int, ...]  # what a verification commits: the accepted tokens, t
 
 
 class Length:
-    """How many tokens a chain drafts: constantly the same, or transformers' heuristic, anew for every sequence.
+    """How many tokens a chain drafts: constantly the same, or transformers' heuristic, again for every sequence.
 
     The heuristic drafts two more after a chain that was accepted whole, else one less.
     """

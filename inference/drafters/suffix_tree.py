@@ -68,7 +68,7 @@ class SuffixTree:
         self.active: list[Node] = []
 
     def copy(self) -> "SuffixTree":
-        """Return the same tree on its own, node by node: built anew from its texts it could order equals otherwise."""
+        """Return the same tree on its own, node by node: built again from its texts it could order equals otherwise."""
         other = SuffixTree(self.depth)
         texts = {id(text): [*text] for text in self.texts}  # which edges share; those of forgotten texts never change
         copies, pending = dict[Node, Node](), [self.root]

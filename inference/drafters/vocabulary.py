@@ -1,4 +1,4 @@
-"""Between two tokenizers: the same vocabulary proven, one vocabulary mapped to another, text encoded anew.
+"""Between two tokenizers: the same vocabulary proven, one vocabulary mapped to another, text encoded again.
 
 Tokens of different tokenizers are compared as the bytes that they add in the middle of a text: "Ġthe" of a byte-level
 BPE, "▁the" of a sentencepiece model and the word "the" of a word-level one are all b" the", and the byte token "<0x0A>"

@@ -33,7 +33,7 @@ T = TypeVar("T")
 STRIDE = 256  # of the sizes, in positions, that passes of a few sizes have
 GRAIN = 64  # of capacities: attention over all entries can then be split into a few equal pieces
 STATE = ("conv_states", "recurrent_states", "has_previous_state")  # what a pass changes in a layer
-LEAST = 2048  # positions of a fixed storage: each time that it grows, the passes that write to it are captured anew
+LEAST = 2048  # positions of a fixed storage: each time that it grows, the passes that write to it are captured again
 
 
 class Form(NamedTuple):

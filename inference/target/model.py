@@ -50,14 +50,14 @@ class Switch(NamedTuple):
     """Where longrope (arXiv 2402.13753) takes its long factors: in every pass that reaches beyond `length` tokens.
 
     So the text up to there comes of passes that end there. `renewed` says that the model's `generate` then computes all
-    rows anew, under the long factors; else it goes on behind those of the short ones.
+    rows again, under the long factors; else it goes on behind those of the short ones.
     """
 
     length: int
     renewed: bool
 
     def renews(self, prefix: int) -> bool:
-        """Whether the pass behind so many cached rows computes them anew."""
+        """Whether the pass behind so many cached rows computes them again."""
         return self.renewed and prefix == self.length
 
     def room(self, prefix: int, room: int) -> int:

@@ -88,7 +88,7 @@ def is_lossy(rule: str) -> bool:
 def emits_samples(rule: str) -> bool:
     """Return whether a rule emits what the target samples, drafts or not: then the text is that of the baseline.
 
-    The other lossless rules sample anew where they reject: the text is another, of the same distribution.
+    The other lossless rules sample again where they reject: the text is another, of the same distribution.
     """
     return rule in (GREEDY_WALK, NOTHING) or (rule in RULES and not RULES[rule].sampled and not RULES[rule].lossy)
 

@@ -217,7 +217,7 @@ def test_a_byte_order_mark_is_no_text(name: str, content: str, tmp_path: Path) -
 def test_a_chat_of_more_answers_than_are_read_is_named_or_dropped(
     chat: PreTrainedTokenizerFast, write: Write, config: Config
 ) -> None:
-    """It is rendered anew for each, so that a short file would take hours."""
+    """It is rendered again for each, so that a short file would take hours."""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     path = write({"id": 1, "messages": turns}, {"id": 7, "messages": turns * 10_000})
     with pytest.raises(ValueError, match=r"sample 7: it has 10000 answers, at most 1000 are read; cut it"):

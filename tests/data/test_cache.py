@@ -202,7 +202,7 @@ def test_a_damaged_cache_is_named_and_made_anew(
     with caplog.at_level(logging.WARNING):
         assert list(load_samples(cached, chat)) == whole
     assert str(place(cached)) in caplog.text
-    assert "tokenising anew" in caplog.text
+    assert "tokenising again" in caplog.text
     caplog.clear()
     load_samples(cached, chat)
     assert caplog.text == ""

@@ -74,7 +74,7 @@ def test_replayed_graphs_write_the_tokens_of_a_step_that_is_not_captured(
 def test_heads_and_the_baseline_take_turns_with_the_graphs_of_their_first_request(
     size: int, target_on: On, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is captured anew, and each head's graphs read its own rows of the lm_head, which both share."""
+    """Nothing is captured again, and each head's graphs read its own rows of the lm_head, which both share."""
     target, made = target_on("llama", torch.float32), list[Batch]()
     heads: list[Any] = [copy.deepcopy(toys.head("hass", toys.target())).to(device) for _ in range(2)]
     for seed, head in enumerate(heads):

@@ -1,7 +1,7 @@
 """Exported heads read by the rules of their engines: plain PyTorch, from what the engines' sources say of each format.
 
 Nothing here comes from heads/: config.json, the tensors and the target's hidden states are all that is used. Every row
-is computed anew at each step, without a cache. `hs` are the target's `output_hidden_states`: hs[0] is the embedding,
+is computed again at each step, without a cache. `hs` are the target's `output_hidden_states`: hs[0] is the embedding,
 hs[L] the output of its layer L - 1, and the last one has been normed.
 """
 

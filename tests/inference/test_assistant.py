@@ -77,7 +77,7 @@ def test_speculation_equals_plain_decoding(near: str, tree: str) -> None:
 
 
 class Afresh:
-    """The naive reference: a model that reads every path anew from the first token, without a cache."""
+    """The naive reference: a model that reads every path again from the first token, without a cache."""
 
     max_depth = 100
     vocab = None

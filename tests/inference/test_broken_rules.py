@@ -55,7 +55,7 @@ def typical_acceptance(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -
 
 
 def one_sample_per_path(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found:
-    """Sample the target anew for every root-leaf path and keep the longest match (Medusa's and REST's nucleus mode)."""
+    """Resample the target for every root-leaf path and keep the longest match (Medusa's and REST's nucleus mode)."""
     best: Found = ([0], rng.sample(p[:1])[0])
     for leaf in range(1, len(tree.parent)):
         path, node = [], leaf

@@ -110,7 +110,7 @@ def test_riders_see_what_they_should_and_change_no_node(name: str) -> None:
 
 
 def predicted(head: Any, tree: TreeConfig, seed: int) -> list[int]:
-    """Predict the accepted counts from Features alone: the head reads all true rows anew before each step."""
+    """Predict the accepted counts from Features alone: the head reads all true rows again before each step."""
     target = toys.target()
     token, length = text(seed)
     document = torch.zeros(1, len(token), dtype=torch.long)

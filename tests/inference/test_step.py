@@ -407,7 +407,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Batch]]:
 
 
 def test_single_requests_share_a_batch_for_each_drafter(made: list[Batch]) -> None:
-    """Its graphs would have to be captured anew: in an evaluation of single prompts at each of them."""
+    """Its graphs would have to be captured again: in an evaluation of single prompts at each of them."""
     target = toys.target("llama", DOUBLE)
     sources = [Plain(target.device), source("eagle", "dynamic", target)]
     requests = [(toys.prompt(i, 3 + 8 * i), Settings(6 + 9 * i, GREEDY)) for i in (2, 0, 3)]

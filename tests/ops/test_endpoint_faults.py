@@ -16,7 +16,7 @@ from tests.ops.serving import PROMPTS, config, expected, measured, refuse, rows_
 
 
 def restarting(**counts: int) -> Callable[[Served], None]:
-    """Return a change of a server, whose counters begin anew before its third request."""
+    """Return a change of a server, whose counters begin again before its third request."""
 
     def change(served: Served) -> None:
         def before(_: Any) -> None:
@@ -47,7 +47,7 @@ def miscounting(count: int) -> Callable[[Served], None]:
 
 
 OTHERS = "counted 2 requests where 1 were sent: give a server without other clients"
-ANEW = "its counters began anew while it was measured"
+ANEW = "its counters began again while it was measured"
 IDLE = "does not speculate: it counts no drafts; start it with a drafter"
 MEMORY = r"prompt p2: http_500 \(out of memory\); nothing is written: fix the endpoint or leave the prompt out"
 TEMPLATE = r"http_500 \(client\.chat=false asks a model without a chat template; default chat"

@@ -96,7 +96,7 @@ def speculators(folders: dict[str, Path]) -> dict[str, Any]:
 
 
 def overridden(name: str) -> dict[str, Any]:
-    """Return what of the target's config.json vLLM is told anew, by whose keys it makes an MTP module."""
+    """Return what of the target's config.json vLLM is told again, by whose keys it makes an MTP module."""
     kind, options, *_ = HEADS[name]
     return mimo.overrides(options) if kind == "mtp" else {}
 

@@ -1,7 +1,7 @@
 """A refactor must leave the losses of a seeded run bit-identical (make same-loss).
 
 The recorded losses belong to one machine's arithmetic, so they are recorded where they are compared: the first call on
-a clean tree records, later ones compare. Delete the file, or change the numerics on purpose, to record anew.
+a clean tree records, later ones compare. Delete the file, or change the numerics on purpose, to record again.
 """
 
 import json

@@ -199,7 +199,7 @@ def eval_results(facts: Facts) -> list[EvalResult]:
             if row[metric] is None or (metric == "speedup" and result.failed):
                 continue
             ends = [round(end, 4) for end in row[f"{metric}_ci"] or ()]
-            uncertain = len({*ends}) > 1  # of no width where requests are alike or too few, which is no certainty
+            uncertain = len({*ends}) > 1  # an interval without width: requests are alike or too few
             evaluations.append(
                 EvalResult(
                     task_type=TASK,
@@ -435,7 +435,7 @@ def _taken(facts: Facts, form: str, engine: str, how: str) -> Serving:
 
 
 def _eagle3(facts: Facts) -> Iterator[Serving]:
-    short = block(f"vllm serve {facts.publish.repo}")  # which takes the target from the head, and so from the Hub
+    short = block(f"vllm serve {facts.publish.repo}")  # it takes the target from the head, so from the Hub
     alone = f"\n\nor, with the same target and number of tokens:\n\n{short}" if facts.hub else ""
     yield _taken(facts, "vllm", BOTH_VLLM, _vllm(facts, "eagle3", facts.publish.draft_tokens) + alone)
     yield _taken(facts, "sglang", SGLANG, _sglang(facts, "EAGLE3"))

@@ -132,7 +132,7 @@ def layout_of(config: dict[str, Any], checkpoint: str) -> Layout:
 
 
 def _beside(folder: Path) -> Iterator[Path]:
-    """Yield the files and folders that are brought as they are: not the weights, nor what is written anew."""
+    """Yield the files and folders that are brought as they are: not the weights, nor what is written again."""
     for path in folder.iterdir():
         as_it_is = path.suffix != ".safetensors" and path.name not in (CONFIG, INDEX)
         if not path.name.startswith(".") if path.is_dir() else path.is_file() and as_it_is:
