@@ -19,13 +19,19 @@ from train.build import max_prompt_tokens, prepare_out, values_of
 from train.config import RunConfig
 from train.distributed.processes import RunLock
 from train.planning import plan
-from train.planning.check import check_out, check_plan, check_run, check_target, ordinary_mask
+from train.planning.check import check_out, check_plan, check_settings, check_target, ordinary_mask
 from train.planning.resolve import resolve, with_processes
 from train.planning.table import check_memory, table
 
 
 def configured(overrides: list[str]) -> RunConfig:
     return with_processes(unplaced(overrides))
+
+
+def check_run(run: RunConfig) -> None:
+    """Check a run as `resolve` does."""
+    check_settings(run)
+    check_target(run)
 
 
 @pytest.fixture(scope="module")

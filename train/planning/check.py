@@ -56,14 +56,11 @@ def reads_target(run: RunConfig) -> bool:
     return starts or not given or not run.model.as_saved
 
 
-def check_run(run: RunConfig) -> None:
-    """Refuse a run that cannot start on this machine, naming the key and the remedy."""
-    check_settings(run)
-    check_target(run)
-
-
 def check_settings(run: RunConfig) -> None:
-    """Refuse what can be refused before the target's configuration is read, which takes transformers a second."""
+    """Refuse a run that cannot start on this machine, naming key and remedy, before the target's configuration is read.
+
+    Reading that takes transformers a second.
+    """
     processes.check_machine(run.launcher, run.model)
     check_out(Path(run.out), replaces=run.resume or run.overwrite)
     check_writable(Path(run.out), "out")
