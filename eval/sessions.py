@@ -38,12 +38,11 @@ SAMPLED = ("chain", "sampled", "independent")  # kinds of tree whose nodes are s
 
 @dataclass(frozen=True)
 class Material:
-    """The texts of a workload at a temperature, in its order, and whether the target has just written them."""
+    """The texts of a workload at a temperature, in its order."""
 
     workload: Workload[Any]
     temperature: float
     texts: list[Text]
-    by_target: bool
 
 
 def answered(
@@ -54,7 +53,7 @@ def answered(
         of_answer(target, prompt.token, median_run(repeats).tokens, settings)
         for prompt, repeats in zip(workload.prompts, runs, strict=True)
     ]
-    return Material(workload, settings.sampling.temperature, texts, True)
+    return Material(workload, settings.sampling.temperature, texts)
 
 
 def generate_answers(config: DecodingConfig, target: Target, workloads: Sequence[Workload[Prompt]]) -> list[Material]:
@@ -75,7 +74,7 @@ def recorded(selection: Selection, config: DecodingConfig, target: Target, names
     for name in names:
         workload = read_log(name, target, selection, config.max_new_tokens)
         texts = [within_context(text, id_, name, target, selection.truncate) for id_, _, text in workload.prompts]
-        materials += [Material(workload, temperature, texts, False) for temperature in config.temperatures()]
+        materials += [Material(workload, temperature, texts) for temperature in config.temperatures()]
     return materials
 
 
