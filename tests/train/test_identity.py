@@ -109,7 +109,7 @@ def test_other_data_another_head_and_another_target_are_another_run(run: RunConf
     assert without_effect(run.head, identity) == set()
     assert without_effect(peft, lambda peft: identity(peft=peft)) == set()
     token, document, mask = batches().packed
-    for other in ({"token": token + 1}, {"document": document + 1}, {"mask": mask * (token != 3)}):
+    for other in ({"token": token + 1}, {"document": document + 1}, {"loss_mask": mask * (token != 3)}):
         assert "data's fingerprint" in resume.differences(identity(), identity(of=batches(**other)))
     shorter = {name: tensor[:, :5] for name, tensor in batches().packed._asdict().items()}
     assert "data.length (6, now 5)" in resume.differences(identity(), identity(of=batches(**shorter)))
