@@ -34,7 +34,9 @@ def kept(name: str, length: int, *, recompute: bool = False) -> int:
         storages[storage.data_ptr()] = storage
         return tensor
 
-    head.compute_logits = torch.no_grad()(head.compute_logits)  # the loss makes its gradient chunk by chunk and keeps none of it
+    head.compute_logits = torch.no_grad()(
+        head.compute_logits
+    )  # the loss makes its gradient chunk by chunk and keeps none of it
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         loss(features, weight, None)
     return sum(storage.nbytes() for storage in storages.values())
