@@ -125,7 +125,8 @@ def preset_row(found: Plan) -> str:
     """Return the plan as cells of a Markdown row."""
     launcher, memory, shape = found.run.launcher, found.memory, found.shape
     numbers = shape.parameters, shape.active + shape.embeddings, found.cost.whole
-    assert found.hours is not None and found.device_hours is not None and memory.capacity is not None
+    if found.hours is None or found.device_hours is None or memory.capacity is None:
+        raise ValueError(f"device={found.device.name} has no peak or no memory")
     stored = found.run.features.mode == "stored"
     apart = f" (+ {found.device_hours[0]:,.0f} of extraction)" if stored else ""
     cells = [
