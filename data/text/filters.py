@@ -33,7 +33,7 @@ class Counts:
     """What became of the records of a run; `records` and `kept` by the source's name.
 
     `checked` counts the evaluation prompts that contamination was looked for of, and `unchecked` those with too few
-    words for that; `chats` what masking dropped or cut, by cause, and `unknown` the tokens that stand for any word.
+    words for that; `chats` what masking dropped or cut, by cause.
     """
 
     records: Counter[str] = field(default_factory=Counter)
@@ -48,7 +48,6 @@ class Counts:
     samples: int = 0
     tokens: int = 0
     trained: int = 0
-    unknown: int = 0
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> "Counts":

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 
 from data.config import DataConfig
 from data.text.exact import Pretokenized
-from data.text.files import HEAD
 from data.text.records import REASONING, Message, Record, content_text
 from data.text.template import (
     Span,
@@ -101,9 +100,6 @@ def split_reasoning(text: str, opened: bool) -> tuple[str, str]:
         return "", text
     reasoning, _, answer = text.partition(THOUGHT)
     return reasoning.lstrip().removeprefix(THINK).strip("\n"), answer.lstrip("\n")
-
-
-MOST_ANSWERS = 1_000  # of a chat
 
 
 @dataclass(frozen=True)
@@ -234,9 +230,6 @@ def _plain(
     if not record.text.strip():
         drop_counts["dropped, no question and no text"] += 1
         return []
-    if len(record.text) > HEAD:
-        message = f"its text has {len(record.text)} characters, at most {HEAD} are read; cut it, or write it as .txt"
-        raise BadSampleError("too long a text", message)
     token = encode_plain(record.text, tokenizer)
     if tokenizer.eos_token_id is not None and token[-1:] != [tokenizer.eos_token_id]:
         token = [*token, tokenizer.eos_token_id]
@@ -277,9 +270,6 @@ def turns_of(
         message = "the loss mask is all zeros, for the chat has no answer, or empty ones only; remove the sample"
         raise BadSampleError("no answer", message)
     drop_counts["with an empty answer, which trains nothing"] += len(answers) < roles.count("assistant")
-    if len(answers) > MOST_ANSWERS:  # the chat is rendered again for each
-        message = f"it has {len(answers)} answers, at most {MOST_ANSWERS} are read; cut it"
-        raise BadSampleError("too many answers", message)
     if config.turns == "last":
         question = max((i for i, role in enumerate(roles[: answers[-1]]) if role == "user"), default=-1)
         answers = [i for i in answers if i > question]

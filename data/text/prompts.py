@@ -26,7 +26,6 @@ from heads.common.resolvers import ROOT
 
 log = logging.getLogger(__name__)
 
-MOST_UNKNOWN = 0.02  # the fraction of unknown tokens above which the data does not fit the tokenizer
 WORKLOADS = {"tiny": ROOT / "examples" / "tiny" / "prompts.jsonl"}
 OPENING = 128  # tokens of a plain text, at most, that serve as a prompt: enough words for contamination, even of bytes
 
@@ -101,13 +100,6 @@ def load_training(
         held_out = _with_room(held_out, prompts, max_prompt_tokens, config, counts)
     if +counts.chats:
         log.warning("%s: of its chats, %s", config.named, counts_line(counts.chats))
-    unknown = counts.unknown / max(1, counts.tokens)
-    if tokenizer.unk_token_id != tokenizer.eos_token_id and unknown > MOST_UNKNOWN:
-        log.warning(
-            "%s: %.0f%% of the tokens are unknown to the tokenizer; is this the target's text?",
-            config.named,
-            100 * unknown,
-        )
     return TrainingData(samples, held_out[:prompts], counts)
 
 
@@ -142,14 +134,6 @@ def save_prompts(prompts: Sequence[Prompt], path: Path) -> None:
     """Write prompts with their tokens as JSON Lines, for `load_prompts` to read with the same target."""
     lines = [json.dumps(prompt._asdict(), ensure_ascii=False) + "\n" for prompt in prompts]
     path.write_text("".join(lines), encoding="utf-8")
-
-
-def held_out_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[Prompt]:
-    """Return prompts that training never sees: those of `config.prompts`, else from the held-out end of the data."""
-    if config.prompts:
-        return load_prompts(config.prompts, tokenizer, limit)
-    records = held_out_records(divide(open_sources(config), config))
-    return [prompt for _, prompt in islice(_held_out(records, config, tokenizer, Counter()), limit)]
 
 
 def records_to_answer(config: DataConfig, limit: int | None) -> list[Record]:
@@ -244,7 +228,6 @@ def _samples(
     records: Iterator[Record], config: DataConfig, tokenizer: PreTrainedTokenizerBase, counts: Counts
 ) -> Iterator[Sample]:
     """Tokenise and mask records one after another, and count samples and tokens."""
-    unknown = tokenizer.unk_token_id
     for record in progress(records, "tokenising"):
         for sample in samples_of(record, tokenizer, record.source, config, counts.chats):
             if len(sample.token) < config.min_tokens:
@@ -253,7 +236,6 @@ def _samples(
                 counts.samples += 1
                 counts.tokens += len(sample.token)
                 counts.trained += sum(sample.loss_mask)
-                counts.unknown += sample.token.count(unknown)
                 yield sample
     if not counts.samples:
         raise ValueError(

@@ -132,8 +132,7 @@ def _later(run: RunConfig) -> str:
     """Return what a run that fits lacks to start: a store of features, a head to adapt, a word on its folder."""
     features, held = run.features, holds_run(Path(run.out)) and not (run.resume or run.overwrite)
     lacking = {
-        f"features.path={features.path} is extracted": features.path
-        and not (features.runs_target or features.folder.exists()),
+        f"features.path={features.path} is extracted": features.mode == "stored" and not features.folder.exists(),
         "init names the head that peft adapts": isinstance(run.peft, LoraAdapterConfig),
         f"resume=true or overwrite=true says what becomes of the run in {run.out}": held,
     }
