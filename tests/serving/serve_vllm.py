@@ -1,7 +1,7 @@
 """Serve prompts by vLLM, which is run by its own environment's Python: a job on stdin, what came of it on stdout.
 
 The job holds `target`, `prompts` of token ids, `tokens` of each answer and, for speculation, `speculative`, with
-`overrides` of the target's config.json and further arguments of the `engine`.
+`overrides` of the target's config.json.
 """
 
 import json
@@ -22,10 +22,10 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     job = json.load(sys.stdin)
-    further = {"dtype": "float32", "block_size": 32, **job.get("engine", {})}
     engine: Any = LLM(
         job["target"], enforce_eager=True, disable_log_stats=False, max_num_seqs=1,
-        speculative_config=job.get("speculative"), hf_overrides=job.get("overrides", {}), **further,
+        speculative_config=job.get("speculative"), hf_overrides=job.get("overrides", {}),
+        dtype="float32", block_size=32,
     )  # fmt: skip
     sampling = SamplingParams(temperature=0.0, max_tokens=job["tokens"])
     prompts: Any = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]

@@ -7,17 +7,8 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from typing import Any
 
-ABSENT = (
-    "IPython",
-    "deep_gemm",
-    "decord",
-    "flash_attn",
-    "flashinfer",
-    "sgl_kernel",
-    "torchaudio",
-    "torchvision",
-    "triton",
-)
+ABSENT = ("IPython", "deep_gemm", "decord", "flash_attn", "flashinfer", "sgl_kernel", "torchaudio")
+ABSENT += ("torchvision", "triton")
 
 
 class Anything(type):

@@ -8,7 +8,7 @@ import os
 import subprocess
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -189,20 +189,3 @@ def test_llama_cpp_writes_the_same_text_and_accepts_what_we_accept(
     depth = HEADS[method][-1]
     drafter = HeadDrafter(head.float(), chain(depth), method)
     check_counts(method, counts, accepted_by_us(ours, drafter, prompts, plain, depth), depth)
-
-
-@pytest.mark.parametrize("published", ["draft-eagle3", "draft-dspark"], indirect=True)
-def test_a_server_of_llama_cpp_is_measured_as_an_endpoint(
-    target: Path, published: tuple[str, Path], tmp_path: Path
-) -> None:
-    method, folder = published
-    asked = [f"workload={TARGET / 'prompts.jsonl'}", "prompts=8", "max_new_tokens=64", "repeats=1"]
-    with ExitStack() as stack:
-        fast = stack.enter_context(server(tmp_path / "drafting.log", target, *drafting(method, folder)))
-        plain = stack.enter_context(server(tmp_path / "plain.log", target))
-        command("ops/endpoint.py", f"url={fast}", f"baseline={plain}", *asked, f"out={tmp_path / 'served'}")
-    report = json.loads((tmp_path / "served" / "report.json").read_text())
-    (row,) = [row for row in report["rows"] if row["drafter"] == "endpoint"]
-    assert row["lossless"] == {"checked": 8, "identical": 8, "near_tie": 0, "failed": 0}
-    assert row["tau"] > 1.2
-    assert row["speedup"] is not None

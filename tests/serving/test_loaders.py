@@ -160,12 +160,3 @@ def test_vllm_takes_a_schedule_as_it_was_measured(folders: dict[str, Path]) -> N
     job["schedule"] = said["num_speculative_tokens_per_batch_size"]
     (found,) = asked("load_vllm.py", {"target": str(TARGET), "heads": [job]}, newest="vllm")["heads"]
     assert found.get("drafted", [found])[1:] == [3] * 15 + [1] * 16 + [0] * 33
-
-
-def test_the_newest_vllm_has_no_medusa(tmp_path: Path) -> None:
-    """As the card of a Medusa head says; the last version that serves one is tried in test_served.py."""
-    folder = exported(made("medusa"), "vllm", tmp_path / "medusa")
-    job = {"target": str(TARGET), "heads": [{"folder": str(folder), "method": "medusa", "tokens": 4}]}
-    (found,) = asked("load_vllm.py", job, newest="vllm")["heads"]
-    assert "medusa" in found["refused"]
-    assert "'eagle3'" in found["refused"]
