@@ -22,7 +22,6 @@ from data.text.records import REASONING, Message, Record, content_text
 from data.text.template import (
     Span,
     encode,
-    encode_plain,
     encode_spans,
     is_tagged,
     last_token,
@@ -34,6 +33,7 @@ from data.text.template import (
     turn_end_tokens,
 )
 from inference.chat_template import RenderError
+from inference.target.tokenizer import text_ids
 
 OPEN = r"(?:<think>|\[THINK\]|<\|START_THINKING\|>|<seed:think>)"
 CLOSE = r"(?:</think>|\[/THINK\]|<\|END_THINKING\|>|</seed:think>)"
@@ -84,11 +84,6 @@ def skip(text: str, start: int, end: int, cut: bool) -> int:
     if cut:
         patterns += [REST if opened else BLOCK, ANALYSIS]
     return next((match.end() for pattern in patterns if (match := pattern.match(text, start, end))), start)
-
-
-def close_prompt(prompt: str) -> str:
-    """Return a generation prompt without the reasoning block that it opens."""
-    return OPENED.sub("", prompt)
 
 
 def split_reasoning(text: str, opened: bool) -> tuple[str, str]:
@@ -230,7 +225,7 @@ def _plain(
     if not record.text.strip():
         drop_counts["dropped, no question and no text"] += 1
         return []
-    token = encode_plain(record.text, tokenizer)
+    token = text_ids(record.text, tokenizer)
     if tokenizer.eos_token_id is not None and token[-1:] != [tokenizer.eos_token_id]:
         token = [*token, tokenizer.eos_token_id]
     pieces = [token[start : start + max_tokens] for start in range(0, len(token), max_tokens)]
@@ -276,16 +271,13 @@ def turns_of(
     turns = [_turn(record._replace(messages=messages[: i + 1]), tokenizer, cut, drop_counts) for i in answers]
     lost = [i for i, turn in zip(answers, turns, strict=True) if reasoning_of(messages[i]).strip() not in turn.text]
     drop_counts["whose reasoning the chat template leaves out"] += bool(lost)
-    dropped = [turn for i, turn in zip(answers, turns, strict=True) if _drops_calls(messages[i], turn)]
-    drop_counts["whose tool calls the chat template leaves out"] += bool(dropped)
+    dropped = False
+    for i, turn in zip(answers, turns, strict=True):
+        answer = "".join(turn.text[a:b] for a, b in turn.spans)
+        calls = [call.get("function") or call for call in messages[i].get("tool_calls") or ()]
+        dropped |= any(str(call.get("name")) not in answer for call in calls)
+    drop_counts["whose tool calls the chat template leaves out"] += dropped
     return turns
-
-
-def _drops_calls(message: Message, turn: Turn) -> bool:
-    """Whether an answer's text has not the name of each function that it calls."""
-    answer = "".join(turn.text[a:b] for a, b in turn.spans)
-    calls = [call.get("function") or call for call in message.get("tool_calls") or ()]
-    return any(str(call.get("name")) not in answer for call in calls)
 
 
 def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool, drop_counts: Counter[str]) -> Turn:
@@ -317,9 +309,8 @@ def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool, drop_co
         )
     else:
         spans = [(start, len(text))]
-    drop_counts["with an answer behind another text than its generation prompt"] += not text.startswith(
-        close_prompt(prompt)
-    )
+    closed = OPENED.sub("", prompt)
+    drop_counts["with an answer behind another text than its generation prompt"] += not text.startswith(closed)
     return Turn(text, [(skip(text, a, b, cut), b) for a, b in spans])
 
 
@@ -329,7 +320,7 @@ def _start(generation_prompt: str, text: str, chat: str, question: str) -> int |
     Some templates shorten earlier messages once there is an answer: Mistral's system prompt, gpt-oss's reasoning before
     a tool call. The suffix is then the longest that the text holds, and has all of `question` in it.
     """
-    for prompt in (generation_prompt, close_prompt(generation_prompt)):
+    for prompt in (generation_prompt, OPENED.sub("", generation_prompt)):  # without the reasoning block that it opens
         if text.startswith(prompt):
             return len(prompt)
         if question and prompt.startswith(chat):

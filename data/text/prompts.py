@@ -20,9 +20,10 @@ from data.text.filters import Counts, Filters
 from data.text.masks import BAD, BadSampleError, Sample, bad_sample, check_vocabulary, counts_line, is_plain, samples_of
 from data.text.records import Record, content_text, label, parse, readable
 from data.text.sources import Source, divide, held_out_records, open_source, open_sources, read_all, training_records
-from data.text.template import check_media, encode, encode_plain, last_token, render
+from data.text.template import check_media, encode, last_token, render
 from heads.common.progress import progress
 from heads.common.resolvers import ROOT
+from inference.target.tokenizer import text_ids
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +171,7 @@ def _held_out(
             yield record, _prompt(record, tokenizer)
         except BAD as error:
             if config.on_bad == "fail":
-                raise _refused(record, error, f"{record.source}: ") from error
+                raise ValueError(f"{record.source}: prompt {record.id}: {bad_sample(error).message}") from error
             drop_counts[f"dropped, {bad_sample(error).cause}"] += 1
 
 
@@ -257,11 +258,7 @@ def prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase, where: str = "
     try:
         return _prompt(record, tokenizer)
     except BAD as error:
-        raise _refused(record, error, where) from error
-
-
-def _refused(record: Record, error: ValueError, where: str) -> ValueError:
-    return ValueError(f"{where}prompt {record.id}: {bad_sample(error).message}")
+        raise ValueError(f"{where}prompt {record.id}: {bad_sample(error).message}") from error
 
 
 def _prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
@@ -292,7 +289,7 @@ def _encoded(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     if tokenizer.chat_template:
         (token,) = encode([render(messages, tokenizer, True, record.tools)], tokenizer)
         return Prompt(record.id, token, record.category, text, system)
-    return Prompt(record.id, encode_plain(text, tokenizer), record.category, text, system)
+    return Prompt(record.id, text_ids(text, tokenizer), record.category, text, system)
 
 
 def before_answers(record: Record, turns: str) -> Iterator[Prompt]:
@@ -308,9 +305,9 @@ def split_text(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int]
 
     Texts of one kind often begin alike, so a long one's first half is cut to its last words.
     """
-    token = encode_plain(text, tokenizer)
+    token = text_ids(text, tokenizer)
     half = max(1, len(token) // 2)
     if half <= OPENING:
         return token[:half], token[half:]
     piece = str(tokenizer.decode(token[half - OPENING : half], skip_special_tokens=True))
-    return encode_plain(piece.partition(" ")[2] or piece, tokenizer), token[half:]  # from a word's start on
+    return text_ids(piece.partition(" ")[2] or piece, tokenizer), token[half:]  # from a word's start on
