@@ -155,16 +155,8 @@ class LiveFeatures:
     def features(self, batch: Batch) -> Features:
         """Return the features of a micro-batch. The loss mask stays behind in `batch`."""
         with self.forwards():
-            return forward(self.target, batch.token, batch.document, self.layers)
+            return self.target.features(batch.token, batch.document, self.layers)
 
     def close(self) -> str:
         """There is nothing to end."""
         return ""
-
-
-def forward(
-    target: Forward, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], layers: tuple[int, ...]
-) -> Features:
-    """Return the target's features of packed sequences, on the target's device."""
-    with torch.no_grad():
-        return target.features(token, document, layers)

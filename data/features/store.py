@@ -230,7 +230,7 @@ class FeatureStore:
         digest = xxhash.xxh3_128()
         for name in sorted(tensors):
             digest.update(name.encode())
-            digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy())
+            digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def _shard(self, name: str) -> Path:

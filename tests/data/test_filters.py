@@ -59,6 +59,7 @@ def test_copies_differ_in_case_and_white_space_alone(
         ({"text": f"so {LONG} nine"}, True),
         ({"text": LONG.replace(" ", ", ").upper()}, True),
         ({"text": LONG.rpartition(" ")[0]}, False),
+        ({"text": "two one three four five six seven eight"}, False),
         ({"prompt": "x", "answer": LONG}, True),
         ({"prompt": "one two three four", "answer": "five six seven eight"}, False),
         ({"prompt": "x", "answer": "y", "system": LONG}, False),

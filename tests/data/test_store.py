@@ -18,7 +18,7 @@ from data.features.coding import Copying
 from data.features.extraction import extract
 from data.features.store import DTYPES, INDEX, META, SHARDS, DamagedError, FeatureStore, StoreSpec, decode, encode, size
 from heads.common import files
-from heads.common.files import CHECKSUM, read_checked, write_checked
+from heads.common.files import CHECKSUM, claim, read_checked, write_checked
 from tests.data import stores
 
 
@@ -271,6 +271,7 @@ def change(file: Path, **values: Any) -> None:
 @pytest.mark.parametrize(
     ("values", "told"),
     [
+        ({"rows": 3}, "does not list rows"),
         ({"rows": [0]}, "does not list rows"),
         ({"digests": [1, 2]}, "does not list rows"),
         ({"bytes": "many"}, "does not list rows"),
@@ -303,6 +304,10 @@ def test_a_link_out_of_a_store_is_not_read(folder: Path, part: str) -> None:
     shutil.move(folder / part, folder.parent / "elsewhere")
     (folder / part).symlink_to(folder.parent / "elsewhere")
     assert "a link out of its folder" in FeatureStore(folder).damaged["a"]
+    (folder / "lock").symlink_to(folder / "made")
+    with pytest.raises(OSError, match=os.strerror(40)), claim(folder / "lock", wait=False):
+        pass
+    assert not (folder / "made").exists()
 
 
 def test_a_shard_of_an_impossible_shape_is_damaged(folder: Path) -> None:

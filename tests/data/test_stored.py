@@ -2,6 +2,7 @@
 
 import logging
 import time
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -92,7 +93,9 @@ def test_stored_features_are_the_live_ones_up_to_rounding(
 ) -> None:
     store = extracted(tmp_path, target, packed, dtype=dtype)
     source = stored(store, batches(packed))
-    live = steps(LiveFeatures(target, batches(packed), LAYERS), 9)
+    trainable = deepcopy(target)
+    trainable.model.requires_grad_(True)
+    live = steps(LiveFeatures(trainable, batches(packed), LAYERS), 9)
     assert not any(features.last_hidden.requires_grad for features in live)
     same(steps(source, 9), live, share)
     assert source.read == 36
