@@ -34,7 +34,7 @@ from torch import Tensor
 from data.batches import pack, token_counts
 from data.features.source import LiveFeatures
 from data.text.masks import Sample
-from data.text.prompts import held_out_prompts, load_samples
+from data.text.prompts import load_training
 from eval.measures import metrics
 from heads import HEADS
 from heads.base import Features, parameter_count
@@ -146,8 +146,8 @@ def main() -> None:
                 {i for _, _, run in runs for i in HEADS[run.head.name](run.head, target.embeddings).feature_layers}
             )
             extracted = Extracted(target, tuple(layers))
-            samples = load_samples(first.data, target.tokenizer)
-            held_out = [p.token for p in held_out_prompts(first.data, target.tokenizer, asked.prompts)]
+            data = load_training(first.data, target.tokenizer, asked.prompts)
+            samples, held_out = data.samples, [prompt.token for prompt in data.held_out]
             for row, seed, run in runs:
                 out = asked.out.parent / "runs" / f"{row[0]}-{run.trainer.steps}-{seed}"
                 out.mkdir(parents=True, exist_ok=True)

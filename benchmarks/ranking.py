@@ -15,7 +15,7 @@ sys.path[0] = str(ROOT)
 from hydra import compose, initialize_config_dir
 
 import inference.protocol
-from data.text.prompts import held_out_prompts
+from data.text.prompts import load_training
 from eval.measures import metrics
 from heads.common.resolvers import register_resolvers
 from heads.formats.store import load_head
@@ -42,7 +42,7 @@ def main() -> None:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         run = run_config(compose("train", ["launcher=inline"]))
     target = Target.load(run.model.path, "float32", "cpu")
-    prompts = [prompt.token for prompt in held_out_prompts(run.data, target.tokenizer, asked.prompts)]
+    prompts = [prompt.token for prompt in load_training(run.data, target.tokenizer, asked.prompts).held_out]
     for folder in asked.runs:
         head = load_head(folder / "head", target.embeddings, target.spec)
         for words in asked.trees:

@@ -46,7 +46,7 @@ from torch import Tensor
 from benchmarks.references import REFERENCES, SpecForge, documents_of, fingerprint, rows_of
 from data.batches import Batch, Batches, pack, token_counts
 from data.features.source import FeatureSource, LiveFeatures, MicroBatch
-from data.text.prompts import held_out_prompts, load_samples
+from data.text.prompts import load_samples, load_training
 from eval.measures import metrics
 from eval.measures.machine import device_facts, provenance
 from heads.base import Features, parameter_count
@@ -290,7 +290,7 @@ def agreement(job: Job, reference: Any, head: Any, batch: Batch) -> tuple[int, i
 def passes(job: Job, head: Any, tree: TreeConfig) -> list[list[float]]:
     """Return the tokens and the target passes of each held-out prompt's answer, decoded greedily."""
     drafter = HeadDrafter(head.float().eval(), tree, tree.kind)
-    prompts = held_out_prompts(job.run.data, job.target.tokenizer, None)
+    prompts = load_training(job.run.data, job.target.tokenizer, job.run.data.held_out).held_out
     runs = [speculate(job.target, drafter, prompt.token, Settings(NEW_TOKENS, GREEDY)) for prompt in prompts]
     return [[counts.tokens, counts.steps] for counts in map(metrics.passes, runs)]
 

@@ -19,7 +19,7 @@ sys.path[0] = str(ROOT)
 
 from hydra import compose, initialize_config_dir
 
-from data.text.prompts import held_out_prompts
+from data.text.prompts import load_training
 from eval.measures import metrics
 from eval.measures.machine import device_facts
 from heads.common.resolvers import register_resolvers
@@ -68,7 +68,7 @@ def main() -> None:
         rows |= {(head, written): row(target, head, tree, settings) for head in asked.heads}
     made: dict[tuple[str, str], list[Generation]] = {name: [] for name in rows}
     seconds = dict.fromkeys(rows, 0.0)
-    for i, prompt in enumerate(held_out_prompts(run.data, target.tokenizer, asked.prompts + WARMUP)):
+    for i, prompt in enumerate(load_training(run.data, target.tokenizer, asked.prompts + WARMUP).held_out):
         order = list(rows)
         random.Random(i).shuffle(order)
         for name in order:

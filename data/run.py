@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +47,8 @@ from inference.target.config import ModelConfig, device_named
 from inference.target.loading import load_tokenizer
 from inference.target.placement import check_alone
 from inference.target.target import Target
-from inference.text_stream import TextStream
 
 PATIENCE = timedelta(days=30)  # for which a process that has answered its chats waits for the others
-URLS = ("http://", "https://")
 JSON_LINES = (".jsonl", ".json")  # endings by which data.path reads the answers as what they are
 
 
@@ -78,8 +75,6 @@ class JobConfig(AnswerSettings):
 
     def __post_init__(self) -> None:
         """Refuse a `by` that is neither the engine nor a URL."""
-        if self.by != "engine" and not self.by.startswith(URLS):
-            raise ValueError(f"by={self.by}: give engine, or the URL of an endpoint, such as http://localhost:8000/v1")
         if self.by != "engine":
             check_url("by", self.by)
 
@@ -100,7 +95,15 @@ def answer(job: JobConfig, out: Path) -> None:
         {"model": job.model.path} | {key: getattr(job, key) for key in ("by", "run", "drafter", "batch_size")},
     )
     worker = Worker(state.process_index, state.num_processes, state.wait_for_everyone)
-    meta = write_answers(work, answerer_of(job, settings), out, worker)
+    answerer: Answerer
+    if job.by == "engine":
+        check_alone(job.model.where, "writing answers")
+        target = Target.of(job.model)
+        answerer = Engine(target, drafter_of(job.drafter, job.run, job.tree, target), settings, job.batch_size)
+    else:
+        client = Client(job.by, job.endpoint, os.environ.get(job.endpoint.api_key_env))
+        answerer = Endpoint(client, load_tokenizer(job.model.path, job.model.trust_remote_code), settings)
+    meta = write_answers(work, answerer, out, worker)
     if meta is not None:
         counts = meta["counts"]
         summary = f"{counts['answers']} answers in {counts['chats']} of {counts['prompts']} chats"
@@ -108,18 +111,6 @@ def answer(job: JobConfig, out: Path) -> None:
         print(f"{out}: {summary}; train on them with data.path={out}{again}")
     if torch.distributed.is_initialized():
         state.destroy_process_group()
-
-
-def answerer_of(job: JobConfig, settings: AnswerSettings) -> Answerer:
-    """Return our engine with its target loaded, or the endpoint."""
-    model = job.model
-    if job.by != "engine":
-        client = Client(job.by, job.endpoint, os.environ.get(job.endpoint.api_key_env))
-        return Endpoint(client, load_tokenizer(model.path, model.trust_remote_code), settings)
-    check_alone(model.where, "writing answers")
-    target = Target.of(model)
-    drafter = drafter_of(job.drafter, job.run, job.tree, target)
-    return Engine(target, drafter, settings, job.batch_size)
 
 
 def check(job: JobConfig) -> None:
@@ -146,25 +137,17 @@ def check(job: JobConfig) -> None:
         check_drafter(job.drafter, job.run, job.tree)
 
 
-def pieces(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
-    """Return the shortest texts of whole characters, mostly a token each, and whether each is trained on."""
-    done: list[tuple[str, bool]] = []
-    stream = TextStream(tokenizer, special=True)
-    for token, on in zip(sample.token, sample.loss_mask, strict=True):
-        if text := stream.push(token):
-            done.append((text, bool(on)))
-    rest = stream.rest()
-    return [*done, (rest, bool(sample.loss_mask[-1]))] if rest else done
-
-
 def show(samples: Sequence[Sample], count: int, length: int, tokenizer: PreTrainedTokenizerBase, out: Console) -> None:
     """Print the first `count` samples with their trained tokens highlighted, and the coverage of each and of all."""
     for sample in samples[:count]:
         out.rule(Text(visible(f"{sample.id}: {coverage([sample])}")))
         brackets = not out.is_terminal
         text = Text()
-        for on, run in groupby(pieces(sample, tokenizer), key=itemgetter(1)):
-            string = visible("".join(text for text, _ in run))
+        end, shown = 0, ""
+        for on, run in groupby(sample.loss_mask):
+            end += len(list(run))
+            whole = str(tokenizer.decode(sample.token[:end]))  # tokens may share a character, or a blank at their edge
+            string, shown = visible(whole[len(shown) :]), whole
             text.append(f"⟦{string}⟧" if on and brackets else string, style="bold green" if on else "dim")
         out.print(text)
     filled = sum(len(sample.token) for sample in samples) / pack(samples, length).token.numel()

@@ -308,7 +308,7 @@ class Metrics:
     def __init__(self, url: str, api_key_env: str, key: str = "url", timeout: float = PAGE_S) -> None:
         self.url, self.secret = base_url(url), os.environ.get(api_key_env)
         # Without retries: a repeated request would be timed and counted twice.
-        self.once = EndpointConfig(None, 1, timeout, 0, 0.0, 0.0, 1, api_key_env, {})
+        self.once = EndpointConfig(None, 1, timeout, 0, 0.0, 0.0, api_key_env, {})
         self.root = Client(self.url, replace(self.once, timeout=PAGE_S), self.secret, key, "client")
 
     def alive(self) -> bool:

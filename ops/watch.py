@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from data.answers.client import check_url
 from data.text.exact import reply_in
-from data.text.files import LONGEST, OPENERS
+from data.text.files import OPENERS
 from data.text.records import parse, readable
 from eval.inputs.drafters import model_of
 from eval.inputs.workloads import recorded
@@ -136,16 +136,14 @@ def growing(path: Path, *, follow: bool, poll: float) -> Iterator[bytes]:
     `follow` it ends where the file does.
 
     Raises:
-        ValueError: there is no such file at first, it is packed, or a line is too long for a record.
+        ValueError: there is no such file at first, or it is packed.
     """
     check_log(path)
     file = path.open("rb")
     try:
         while True:
             start, replaced = file.tell(), follow and _replaced(file.fileno(), path)
-            line = file.readline(LONGEST + 1)
-            if len(line) > LONGEST:
-                raise ValueError(f"{path}: a line has more than {LONGEST} bytes: write a record a line")
+            line = file.readline()
             if line.endswith(b"\n") or (line and (replaced or not follow)):
                 yield line if start else line.removeprefix(BOM_UTF8)
             elif replaced:

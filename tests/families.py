@@ -98,9 +98,7 @@ FAMILIES = {
     "qwen3_5_moe": Family("Qwen3_5MoeTextConfig", SIZES | EXPERTS | DELTA | SHARED, recurrent=True),
     "lfm2": Family("Lfm2Config", DENSE | {"layer_types": ["conv", "full_attention", "conv"]}, recurrent=True),
     "granitemoehybrid": Family("GraniteMoeHybridConfig", DENSE | MAMBA | LOCAL | GRANITE4, recurrent=True),
-    "falcon_h1": Family(
-        "FalconH1Config", SIZES | MAMBA | {"mamba_d_ssm": 64, "lm_head_multiplier": 0.5}, recurrent=True
-    ),
+    "falcon_h1": Family("FalconH1Config", SIZES | MAMBA | FALCON, recurrent=True),
     "nemotron_h": Family("NemotronHConfig", SIZES | NEMOTRON, recurrent=True),
     "kimi_linear": Family("KimiLinearConfig", DENSE | LOCAL | KIMI, recurrent=True),
     "bamba": Family("BambaConfig", DENSE | MAMBA | {"attn_layer_indices": [1]}, recurrent=True),

@@ -6,6 +6,7 @@ import keyword
 import re
 import tokenize
 from collections.abc import Callable, Iterator
+from functools import cache
 
 from tests.test_rules import PRODUCT, ROOT, name
 
@@ -24,26 +25,29 @@ MEANINGLESS = {"each", "found", "place", "told", "made", "part", "own", "known",
 PROSE = re.compile(r"\b(laws?|likeliest|riders?|twins?|lineage|tally|ladder|rungs?|plain decoding)\b", re.I)
 
 
+@cache
 def parts(identifier: str) -> list[str]:
     """Return the words of a name in snake_case or CamelCase."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", identifier).lower().split("_")
 
 
+@cache
+def read(source: str) -> tuple[list[tokenize.TokenInfo], ast.Module]:
+    """Return the tokens of a source, and its tree."""
+    return list(tokenize.generate_tokens(io.StringIO(source).readline)), ast.parse(source)
+
+
 def banned(source: str) -> Iterator[str]:
     """Yield what is wrong with the names of a source, with its line."""
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    tokens, tree = read(source)
+    for token in tokens:
         if token.type == tokenize.NAME and not keyword.iskeyword(token.string):
             for word in parts(token.string):
                 if word in IDENTIFIERS:
                     yield f"{token.start[0]}: {token.string}: say {IDENTIFIERS[word]}"
-    tree = ast.parse(source)
-    fields = {
-        field.target
-        for item in ast.walk(tree)
-        if isinstance(item, ast.ClassDef)
-        for field in item.body
-        if isinstance(field, ast.AnnAssign)
-    }  # which may be keys of a file
+    classes = [item for item in ast.walk(tree) if isinstance(item, ast.ClassDef)]
+    # These may be keys of a file.
+    fields = {field.target for item in classes for field in item.body if isinstance(field, ast.AnnAssign)}
     for node in ast.walk(tree):
         if node in fields:
             continue
@@ -54,8 +58,9 @@ def banned(source: str) -> Iterator[str]:
 
 def prose(source: str) -> Iterator[str]:
     """Yield the private words in a source's docstrings and comments."""
-    texts = [t.string for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type == tokenize.COMMENT]
-    nodes = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    tokens, tree = read(source)
+    texts = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    nodes = [n for n in ast.walk(tree) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)]
     for text in [*texts, *(ast.get_docstring(node) or "" for node in nodes)]:
         for word in PROSE.finditer(re.sub("`.*?`", "", text)):
             yield f"{word[0]}: {' '.join(text.split())[:60]!r}"
@@ -67,11 +72,8 @@ def in_product(check: Callable[[str], Iterator[str]]) -> dict[str, list[str]]:
     return {file: lines for file, lines in seen.items() if lines}
 
 
-def test_names_say_what_they_hold_in_the_fields_terms() -> None:
+def test_names_docstrings_and_comments_use_the_fields_terms() -> None:
     assert in_product(banned) == {}
-
-
-def test_docstrings_and_comments_use_the_fields_terms() -> None:
     assert in_product(prose) == {}
 
 

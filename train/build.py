@@ -75,10 +75,14 @@ def source_for(
     if config.mode == "live":
         assert isinstance(target, Target)
         return LiveFeatures(target, batches, head.feature_layers)
+    form = FeatureRequest(head.feature_layers, target.dtype)
     if config.mode == "engine":
-        return served(config, target, head, batches)
+        norm, spec = norm_of(target), target.spec
+        servers = VllmServers(config, LayerIds.of(config.vllm_layers, form.layers, spec.num_layers), spec.hidden_size)
+        servers.check(next(pieces(batches.packed, 0)), norm, target.embeddings)  # the longest one is packed first
+        return EngineFeatures(servers, batches, form, norm, target.device, config.prefetch)
     folder = config.folder
-    here = spec_of(target, batches.packed, head.feature_layers, config)
+    here = spec_of(target, batches.packed, form.layers, config)
     store = FeatureStore(folder)
     store.check(here, SAME)
     recomputed = None
@@ -93,21 +97,7 @@ def source_for(
             f"{folder}: {len(missing)} of {store.spec.rows} rows are in no shard ({why}); go on with the "
             "extraction, or give features.on_missing=compute"
         )
-    form = FeatureRequest(head.feature_layers, target.dtype)
     return StoredFeatures(store, batches, form, target.device, config.prefetch, recomputed)
-
-
-def served(config: FeaturesConfig, target: Target | EmbeddingsOnly, head: DraftHead, batches: Batches) -> FeatureSource:
-    """Return the source of features that vLLM servers compute, after a check; refuse another target's store."""
-    store, layers, packed = None, head.feature_layers, batches.packed
-    if config.path:
-        store = FeatureStore(config.folder)
-        store.check(spec_of(target, packed, layers, config), SAME)
-    norm, spec = norm_of(target), target.spec
-    servers = VllmServers(config, LayerIds.of(config.vllm_layers, layers, spec.num_layers), spec.hidden_size)
-    servers.check(next(pieces(packed, 0)), norm, target.embeddings)  # the longest document is packed first
-    form = FeatureRequest(layers, target.dtype)
-    return EngineFeatures(servers, batches, form, norm, target.device, config.prefetch, store)
 
 
 def origin_of(source: FeatureSource) -> dict[str, Any]:

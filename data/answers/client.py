@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -29,7 +27,6 @@ T = TypeVar("T")
 API = "/v1"  # the path of an endpoint's API
 UNKNOWN_CONTEXT = 2**31
 SHOWN = 160  # characters of a reply in an error
-FEW = 10  # models in an error
 NESTED = 50  # depth of a tool call's arguments: the file of answers nests them deeper
 
 TEMPORARY = (408, 425, 429)  # statuses after which a retry may succeed, besides 500 and above
@@ -53,7 +50,6 @@ class EndpointConfig:
     retries: Number
     backoff: Amount
     max_wait: Amount
-    max_failures: Count
     api_key_env: str
     extra: dict[str, Any]
 
@@ -126,7 +122,7 @@ class Client:
             (name,) = models
         if name is None or name not in models:
             missing = "" if name is None else f", not {name}"
-            names = ", ".join(list(models)[:FEW])[:SHOWN] or "no model"
+            names = ", ".join(models)[:SHOWN] or "no model"
             raise ValueError(f"{self.url} serves {names}{missing}; name what it serves: {self.options}.model=NAME")
         context = models[name].get("max_model_len")
         return name, context if isinstance(context, int) and context > 0 else UNKNOWN_CONTEXT
@@ -204,7 +200,8 @@ class Client:
             words = "a page" if text.lstrip().startswith("<") else " ".join(text.split())[:SHOWN]
             raise ValueError(f"{self.url}{path}: {response.status_code} ({words}); {remedy}")
         if response.status_code != 200:
-            after = retry_after(response.headers.get("Retry-After", ""))
+            seconds = response.headers.get("Retry-After", "")  # a date, which HTTP allows too, gives our own pause
+            after = float(seconds) if seconds.isdigit() else None
             temporary = response.status_code in TEMPORARY or response.status_code >= 500
             if self.without_template and "chat template" in text:
                 text = f"{self.without_template}; {text}"
@@ -269,15 +266,3 @@ def read_call(call: Any) -> dict[str, Any]:
         return {"type": "function", "function": function}
     except (KeyError, TypeError, ValueError) as error:
         raise EndpointError("content", f"a tool call that is none: {call!r}") from error
-
-
-def retry_after(header: str) -> float | None:
-    """Return the seconds of a Retry-After header, given as a number or as a date; None where it is neither."""
-    try:
-        return max(0.0, float(header))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, (parsedate_to_datetime(header) - datetime.now(timezone.utc)).total_seconds())
-    except (ValueError, TypeError, OverflowError):
-        return None

@@ -18,6 +18,7 @@ from heads.common.progress import tick
 
 log = logging.getLogger(__name__)
 
+MOST_FAILURES = 8  # chats that fail one after another before the job stops
 SEEDS = 2**31  # of the seeds that every server takes
 TOKENS = {"return_token_ids": True, "return_prompt_token_ids": True}  # SGLang needs the second in chats
 
@@ -33,8 +34,7 @@ class Endpoint:
             )
         self.client, self.tokenizer, self.settings = client, tokenizer, settings
         self.template = settings.options(tokenizer)
-        self.lock = threading.Lock()  # guards the tokenizer, which is not thread-safe, and `seen`
-        self.seen: set[str] = set()  # ids of all replies
+        self.lock = threading.Lock()  # guards the tokenizer, which is not thread-safe
         self.model, self.context = client.served()
 
     def answer(self, talks: Iterable[Talk]) -> Iterator[Outcome]:
@@ -69,8 +69,12 @@ class Endpoint:
                         outcome = future.result()
                         failures = failures + 1 if outcome.failed else 0
                         yield outcome
-                        if failures >= self.client.config.max_failures:
-                            stopped = stopped or self._too_many_failures(failures, outcome)
+                        if failures >= MOST_FAILURES:
+                            stopped = stopped or ValueError(
+                                f"{self.client.url}: {failures} chats in a row failed, the last one, {outcome.id}, by "
+                                f"{outcome.cause} ({outcome.detail}); finished answers are kept: fix the endpoint and "
+                                "run the same command again"
+                            )
                     if stopped:
                         self.client.stop.set()
             finally:
@@ -85,12 +89,6 @@ class Endpoint:
             "target": {"served_as": self.model, "tokenizer": self.tokenizer.name_or_path},
             "extra": self.client.config.extra,
         }
-
-    def _too_many_failures(self, count: int, last: Outcome) -> ValueError:
-        return ValueError(
-            f"{self.client.url}: {count} chats in a row failed, the last one, {last.id}, by {last.cause} "
-            f"({last.detail}); finished answers are kept: fix the endpoint and run the same command again"
-        )
 
     def _converse(self, talk: Talk) -> Outcome:
         """Request every answer of a chat, and return the chat's outcome."""
@@ -118,10 +116,6 @@ class Endpoint:
                     **self.client.config.extra,
                 }
                 data = self.client.request("POST", "/chat/completions", body)
-                with self.lock:
-                    if (number := str(data.get("id"))) in self.seen and data.get("id") is not None:
-                        raise EndpointError("duplicate", f"a second reply has the id {number}")
-                    self.seen.add(number)
                 reply = read_reply(data, self.model)
                 reply = reply._replace(logged=logged_answer(data)) if self.settings.save_tokens else reply
                 with self.lock:

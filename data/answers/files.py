@@ -34,16 +34,12 @@ from heads.common.errors import keeping
 from heads.common.files import atomic_write, claim
 from heads.common.progress import progress
 from heads.common.redact import redacted_values
-from heads.common.typed import fits
-from heads.common.untrusted import DEEPEST, inside, parse_json, parsed_file
+from heads.common.untrusted import parsed_file
 
 SCHEMA = 1
+ESCAPED = "backslashreplace"  # of lone surrogates
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Fields that are read.
-RECORD = {"id": str}
-OUTCOME = {**RECORD, "chat": dict[str, Any] | None, "answers": int, "cause": str, "failed": bool}
-# Keys of the settings and the provenance that are read; each may be missing.
-META_KEYS = {"settings": dict[str, Any], "left_out": dict[str, list[str]], "shortened": dict[str, list[str]]}
+DAMAGED = "remove it, and name another file"
 
 
 class Entry(NamedTuple):
@@ -86,7 +82,7 @@ class Answers:
             if self.out.exists():
                 raise ValueError(f"{self.out}: is there without {self.meta.name}, so not ours; name another file")
         else:
-            before = _read_json(earlier)["settings"]
+            before = parsed_file(earlier, DAMAGED)["settings"]
             differing = sorted(key for key in before.keys() | settings.keys() if before.get(key) != settings.get(key))
             if differing:
                 was, now = ({key: values.get(key) for key in differing} for values in (before, settings))
@@ -94,26 +90,23 @@ class Answers:
                     f"{self.out}: was begun with {json.dumps(was)}, now asked for with {json.dumps(now)}; name another "
                     f"file, or remove {self.out.name}*"
                 )
-        replace(self.settings, json.dumps({"settings": settings}))
+        atomic_write(self.settings, json.dumps({"settings": settings}).encode())
 
     def finished(self) -> dict[str, Entry]:
-        """Return the entries of all finished chats by id, whichever processes wrote them; refuse other lines."""
-        meta = _read_json(self.meta) if self.meta.is_file() else {"left_out": {}, "shortened": {}}
+        """Return the entries of all finished chats by id, whichever processes wrote them."""
+        meta = parsed_file(self.meta, DAMAGED) if self.meta.is_file() else {"left_out": {}, "shortened": {}}
         entries = {
             id_: Entry(self.meta, 0, 0, False, 0, cause, True) for cause, ids in meta["left_out"].items() for id_ in ids
         }
         for file in self._parts():
-            for start, end, line in _lines(file, OUTCOME):
+            for start, end, line in _lines(file):
                 if not line["failed"]:
                     left_out = line["chat"] is None
                     entries[line["id"]] = Entry(file, start, end, False, line["answers"], line["cause"], left_out)
         if self.out.is_file():
             shortened = {id_: cause for cause, ids in meta["shortened"].items() for id_ in ids}
-            for start, end, line in _lines(self.out, RECORD):
-                messages = line.get("messages", [])
-                if not fits(list[dict[str, Any]], messages):
-                    raise _no_answer(self.out, start)
-                count = sum(message.get("role") == "assistant" for message in messages) or 1
+            for start, end, line in _lines(self.out):
+                count = sum(message["role"] == "assistant" for message in line.get("messages", [])) or 1
                 entry = entries.get(line["id"])  # of a merge that was killed before it wrote the causes
                 cause = shortened.get(line["id"], entry.cause if entry else "")
                 entries[line["id"]] = Entry(self.out, start, end, True, count, cause)
@@ -121,15 +114,10 @@ class Answers:
 
     def failures(self) -> dict[str, str]:
         """Return the causes of all failures since the last merge by chat id; a later call may have succeeded."""
-        return {
-            line["id"]: line["cause"]
-            for file in self._parts()
-            for _, _, line in _lines(file, OUTCOME)
-            if line["failed"]
-        }
+        return {line["id"]: line["cause"] for file in self._parts() for _, _, line in _lines(file) if line["failed"]}
 
     def _parts(self) -> list[Path]:
-        return [inside(self.parts, file.name) for file in sorted(self.parts.glob("*-of-*.jsonl"))]
+        return sorted(self.parts.glob("*-of-*.jsonl"))
 
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:
@@ -146,10 +134,10 @@ class Answers:
 
     @contextmanager
     def part(self, rank: int, world: int) -> Iterator[IO[bytes]]:
-        """Open this process's part behind its last complete line, for `append`; refuse a full disk."""
-        path = self.parts / f"{rank:05d}-of-{world:05d}.jsonl"
-        with self._disk_errors(), inside(self.parts, path.name).open("ab") as file:
-            file.truncate(complete_bytes(path))
+        """Open this process's part behind its last complete line; refuse a full disk."""
+        with self._disk_errors(), (self.parts / f"{rank:05d}-of-{world:05d}.jsonl").open("a+b") as file:
+            file.seek(0)
+            file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
             yield file
 
     def merge(self, ids: Sequence[str], settings: dict[str, Any], notes: dict[str, Any]) -> dict[str, Any]:
@@ -180,7 +168,7 @@ class Answers:
         answers = sum(entries[id_].answers for id_ in answered)
         totals = {"prompts": prompts, "chats": len(answered), "answers": answers, **counts}
         meta = {"schema": SCHEMA, "settings": settings, **notes, "counts": totals, **causes, "sha256": sha256}
-        replace(self.meta, json.dumps(meta, indent=1, ensure_ascii=False) + "\n")
+        atomic_write(self.meta, (json.dumps(meta, indent=1, ensure_ascii=False) + "\n").encode(errors=ESCAPED))
         shutil.rmtree(self.parts)
         return meta
 
@@ -208,17 +196,6 @@ def append(outcome: Outcome, file: IO[bytes]) -> None:
     file.flush()
 
 
-def replace(path: Path, text: str) -> None:
-    """Write a small file atomically."""
-    atomic_write(path, text.encode("utf-8", "backslashreplace"))
-
-
-def complete_bytes(path: Path) -> int:
-    """Return the size of a file's complete lines in bytes."""
-    with path.open("rb") as file:
-        return sum(len(line) for line in file if line.endswith(b"\n"))
-
-
 def _by_cause(causes: dict[str, str]) -> dict[str, list[str]]:
     """Group ids by their cause, without those whose cause is empty."""
     grouped: dict[str, list[str]] = {}
@@ -230,36 +207,22 @@ def _by_cause(causes: dict[str, str]) -> dict[str, list[str]]:
 
 def _encoded(value: dict[str, Any]) -> bytes:
     """Encode a line of JSON, lone surrogates as their escapes."""
-    return (json.dumps(value, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+    return (json.dumps(value, ensure_ascii=False) + "\n").encode(errors=ESCAPED)
 
 
-def _lines(path: Path, kinds: dict[str, Any]) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield start, end and value of a file's complete lines, objects with values of these types."""
+def _lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield start, end and value of a file's complete lines."""
     start = 0
     with path.open("rb") as file:
         for line in file:
             if not line.endswith(b"\n"):
                 return
             try:
-                value = parse_json(line, 2 * DEEPEST)  # an outcome nests its record deeper
+                value = json.loads(line)
             except ValueError as error:
-                raise _no_answer(path, start) from error
-            if not isinstance(value, dict) or not all(key in value and fits(kinds[key], value[key]) for key in kinds):
-                raise _no_answer(path, start)
+                raise ValueError(f"{path}: byte {start} begins a line that is no answer; remove the file") from error
             yield start, start + len(line), value
             start += len(line)
-
-
-def _no_answer(path: Path, start: int) -> ValueError:
-    return ValueError(f"{path}: byte {start} begins a line that is no answer; remove the file")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    value = parsed_file(path, "remove it, and name another file")
-    meta: dict[str, Any] = {key: {} for key in META_KEYS} | value if isinstance(value, dict) else {}
-    if not all(fits(kind, meta.get(key)) for key, kind in META_KEYS.items()):
-        raise ValueError(f"{path}: is damaged, it is no provenance of answers; remove it, and name another file")
-    return meta
 
 
 log = logging.getLogger(__name__)
@@ -343,18 +306,18 @@ def _answer(work: Work, answerer: Answerer, answers: Answers, worker: Worker, fi
 
 def source_of(config: DataConfig) -> dict[str, Any]:
     """Return the identity of the prompts: their sources' names or files' hashes, mixture, split and held-out part."""
+
+    def identity(name: str) -> str:
+        path = Path(name).expanduser()
+        if path.is_file():
+            return content_hash(path)
+        return open_source(name, config.split).identity() if path.is_dir() or glob.has_magic(name) else name
+
     return {
-        "sources": [_source_identity(name, config.split) for name in config.paths],
+        "sources": list(map(identity, config.paths)),
         "weights": config.weights,
         "seed": config.seed,
         "split": config.split,
         "held_out": 0 if config.prompts else config.held_out,
         "streaming": config.streaming,
     }
-
-
-def _source_identity(name: str, split: str) -> str:
-    path = Path(name).expanduser()
-    if path.is_file():
-        return content_hash(path)
-    return open_source(name, split).identity() if path.is_dir() or glob.has_magic(name) else name

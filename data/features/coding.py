@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from data.features.source import FeatureRequest, forward
+from data.features.source import FeatureRequest
 from data.features.store import Coded, RowTensors, StoreSpec, decode, encode
 from heads.base import Features
 from inference.target.target import Target
@@ -50,7 +50,7 @@ def compute(target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B 
 
 def start(target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], spec: StoreSpec) -> Copying:
     """Start what `compute` does; the host does not wait for a GPU."""
-    features = forward(target, token, document, spec.layers)
+    features = target.features(token, document, spec.layers)
     return copying(States(features.hidden, features.last_hidden), spec)
 
 

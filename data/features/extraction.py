@@ -8,10 +8,12 @@ A shard is hashed and written in a thread, while the next ones are computed; its
 
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ from data.batches import Packed, check_known, pack
 from data.config import DataConfig
 from data.features.coding import Copying, States, copying, start
 from data.features.source import FeaturesConfig
-from data.features.store import META, FeatureStore, StoreSpec, WriteQueue, packed_fingerprint
+from data.features.store import META, FeatureStore, StoreSpec, packed_fingerprint
 from data.features.vllm_features import LayerIds, VllmFiles, write_prompts
 from data.text.prompts import load_training
 from heads import HEADS
@@ -38,6 +40,7 @@ from inference.target.placement import check_alone
 from inference.target.target import Target
 
 GB, MB = 10**9, 10**6
+WAITING = 2  # shards that wait to be written at most, so that a disk slower than the target does not fill the memory
 Make = Callable[[list[int]], Copying]
 
 
@@ -83,8 +86,7 @@ class Estimate(NamedTuple):
 
     def line(self, seconds: float, world: int) -> str:
         """Describe the work in a line, given the seconds that one row took."""
-        time_left = int(seconds * self.rows / world)
-        clock = f"{time_left // 3600}:{time_left // 60 % 60:02d}:{time_left % 60:02d}"
+        clock = timedelta(seconds=int(seconds * self.rows / world))
         return (
             f"{self.rows} rows to extract: {self.bytes / GB:.3f} GB of {self.free / GB:.3f} GB free, "
             f"about {clock} h on {world} process{'es' if world > 1 else ''}"
@@ -141,7 +143,8 @@ def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) 
     mine = list(range(rank, spec.shards, world))
     others = [number for number in range(spec.shards) if number % world != rank]
     share = -(-len(store.missing()) // world)
-    with WriteQueue() as queue, Bar(share, "extracting rows") as bar:
+    with ThreadPoolExecutor(1) as thread, Bar(share, "extracting rows") as bar:
+        waiting = deque[Future[None]]()
         writer = FeatureStore(store.folder)  # of its own, since it is used in another thread
         for number in mine + others:
             name = f"{number:06d}"
@@ -157,8 +160,12 @@ def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) 
                 for begin in range(0, len(rows), micro):
                     groups.append(make(rows[begin : begin + micro]))
                     bar.show(min(bar.done + len(rows[begin : begin + micro]), share))
-                queue.put(partial(_write, writer, name, rows, groups, claims.pop_all()))
+                while waiting and (len(waiting) >= WAITING or waiting[0].done()):
+                    waiting.popleft().result()
+                waiting.append(thread.submit(_write, writer, name, rows, groups, claims.pop_all()))
                 written += 1
+        for write in waiting:
+            write.result()
     store.refresh()
     return written
 

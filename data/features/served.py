@@ -1,4 +1,4 @@
-"""Features from vLLM servers, computed while training goes on; a store may stand in for rows that they fail to give.
+"""Features from vLLM servers, computed while training goes on.
 
 The servers run vLLM's `extract_hidden_states` method, a request a document, and write the states to files in shared
 memory, which are removed once they are read. Documents of the micro-batches to come are asked for in their order, which
@@ -7,10 +7,8 @@ each is written to its place in its row.
 """
 
 import os
-import re
 import time
 import uuid
-from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,25 +20,12 @@ from torch import Tensor, nn
 
 from data.answers.client import Client, EndpointError
 from data.batches import Batch, Batches
-from data.features.coding import States, decode_rows
+from data.features.coding import States
 from data.features.source import FeatureRequest, FeaturesConfig, ReadAhead
-from data.features.store import FeatureStore
-from data.features.vllm_features import (
-    LOCK,
-    LOCKED,
-    STATES,
-    TOKENS,
-    LayerIds,
-    Piece,
-    lock_of,
-    normed,
-    pieces,
-    read_tensors,
-)
+from data.features.vllm_features import STATES, TOKENS, LayerIds, Piece, lock_of, normed, pieces, read_tensors
 from heads.base import Embeddings, Features, to_device
 from heads.common.untrusted import inside
 
-REQUEST = "headstart-"  # a request's name, which the name of its result holds, is this and a random number
 SETUP = "start vLLM as docs/data_features.md has it"
 NEAR = 0.5  # standard deviations by which the logit of a server's own choice may be below the largest, by our lm_head
 Result = list[Tensor]  # tokens, and their states
@@ -71,16 +56,6 @@ class SharedFolder:
             _remove(file)
             _remove(lock_of(file))
 
-    def sweep(self, requests: Collection[str]) -> set[str]:
-        """Remove the files of requests that were given up, as far as they are there, and return these requests."""
-        swept = set()
-        for file in self.folder.glob(f"*{REQUEST}*") if requests else ():
-            if (name := re.search(f"{REQUEST}[0-9a-f]{{32}}", file.name)) and name[0] in requests:
-                _remove(file)
-                if file.suffix != LOCK:  # behind which the result may still come
-                    swept.add(name[0])
-        return swept
-
 
 def _remove(file: Path) -> None:
     try:
@@ -102,8 +77,7 @@ class VllmServers:
         self.urls = [client.url for client in self.clients]
         self.reader = SharedFolder(Path(str(config.vllm)))
         self.models: list[str] = []  # the names by which the servers serve the target
-        self.failures = 0  # documents that have failed one after another
-        self._abandoned: dict[str, float] = {}  # when requests were given up whose results may still come
+        self.name = f"headstart-{uuid.uuid4().hex}"  # begins the name of each request, which its result's name holds
 
     def check(self, longest: Piece, norm: nn.Module, embeddings: Embeddings) -> None:
         """Ask every server for the longest document.
@@ -128,33 +102,20 @@ class VllmServers:
                     "give its own model.path, and features.vllm_layers in the order that vLLM was started with"
                 )
 
-    def states(self, piece: Piece, *, patient: bool) -> Float[Tensor, "T L D"]:
+    def states(self, piece: Piece) -> Float[Tensor, "T L D"]:
         """Return the states of a document, in the order of vLLM's layer ids.
 
         Raises:
-            EndpointError: every attempt failed, each at the next server. There is one alone where `max_failures`
-                documents have failed one after another, unless the caller is `patient`.
+            EndpointError: every attempt failed, each at the next server.
             ValueError: the server refuses the request, or has sent another document's states.
         """
-        retries = self.endpoint.retries if patient or self.failures < self.endpoint.max_failures else 0
-        try:
-            states, _ = self.clients[0].retried(lambda n: self._ask(piece, piece.row + n), retries)
-        except EndpointError:
-            self.failures += 1
-            raise
-        self.failures = 0
+        states, _ = self.clients[0].retried(lambda n: self._ask(piece, piece.row + n), self.endpoint.retries)
         return states
 
-    def stop(self) -> None:
-        """End the pauses before retries."""
-        self.clients[0].stop.set()
-
     def sweep(self) -> None:
-        """Remove the results of requests that were given up, as far as they have come; of old ones none will."""
-        swept, now = self.reader.sweep(self._abandoned), time.monotonic()
-        for request, given_up in list(self._abandoned.items()):
-            if request in swept or now - given_up > LOCKED:
-                self._abandoned.pop(request, None)
+        """Remove the results that came after their requests were given up."""
+        for file in self.reader.folder.glob(f"*{self.name}*"):
+            _remove(file)
 
     def _sample(self, number: int, piece: Piece) -> tuple[Float[Tensor, "T L D"], Any]:
         """Return a document's states and the token that a server puts behind it."""
@@ -166,19 +127,14 @@ class VllmServers:
 
     def _ask(self, piece: Piece, number: int, *, shows_token: bool = False) -> tuple[Float[Tensor, "T L D"], Any]:
         """Return the states of a document, and if asked for the token that one of the servers puts behind it."""
-        request, turn = REQUEST + uuid.uuid4().hex, number % len(self.clients)
+        turn = number % len(self.clients)
         body = {
             "model": self.models[turn], "prompt": piece.token, "max_tokens": 1, "temperature": 0.0,
-            "request_id": request, "return_token_ids": shows_token, **self.endpoint.extra,
+            "request_id": f"{self.name}-{uuid.uuid4().hex}", "return_token_ids": shows_token, **self.endpoint.extra,
         }  # fmt: skip
-        self.sweep()
-        try:
-            reply = self.clients[turn].once("POST", "/completions", body)
-            answer = reply.get("kv_transfer_params")
-            token, states = self.reader.read(answer if isinstance(answer, dict) else {}, self.endpoint.timeout)
-        except EndpointError:
-            self._abandoned[request] = time.monotonic()
-            raise
+        reply = self.clients[turn].once("POST", "/completions", body)
+        answer = reply.get("kv_transfer_params")
+        token, states = self.reader.read(answer if isinstance(answer, dict) else {}, self.endpoint.timeout)
         where = f"{self.urls[turn]}: row {piece.row} from position {piece.start} on"
         if token.tolist() != list(piece.token):
             raise ValueError(f"{where}: the states that it sent are those of other tokens; {SETUP}")
@@ -206,12 +162,12 @@ class EngineFeatures(ReadAhead[list[ArrivingRow]]):
 
     def __init__(
         self, servers: VllmServers, batches: Batches, request: FeatureRequest, norm: nn.Module, device: torch.device,
-        ahead: int, store: FeatureStore | None,
+        ahead: int,
     ) -> None:  # fmt: skip
-        """Ask for nothing yet. A row that is neither served nor in the store is an error."""
+        """Ask for nothing yet. A row that no server gives is an error."""
         super().__init__(batches, request, device, ahead)
-        self.servers, self.norm, self.store = servers, norm, store
-        self.served = self.stored = 0  # rows, by the servers and from the store
+        self.servers, self.norm = servers, norm
+        self.served = 0  # rows
         self._pool = ThreadPoolExecutor(servers.endpoint.concurrency)
 
     def begin(self, batch: Batch) -> list[ArrivingRow]:
@@ -225,11 +181,11 @@ class EngineFeatures(ReadAhead[list[ArrivingRow]]):
         return Features(token, hidden, last, document)
 
     def close(self) -> str:
-        """Ask for no more, remove what still arrives, and return how many rows came from where."""
-        self.servers.stop()
+        """Ask for no more, remove what still arrives, and return how many rows came."""
+        self.servers.clients[0].stop.set()  # ends the pauses before retries
         self._pool.shutdown(cancel_futures=True)
         self.servers.sweep()
-        return f"features: {self.served} rows served, {self.stored} from the store"
+        return f"features: {self.served} rows served"
 
     def _row(self, row: int) -> ArrivingRow:
         length, width, pin = self.batches.packed.token.shape[1], self.servers.width, self.device.type == "cuda"
@@ -240,8 +196,7 @@ class EngineFeatures(ReadAhead[list[ArrivingRow]]):
 
     def _fetch(self, piece: Piece, into: States) -> None:
         """Write the states of a document to its positions of a row."""
-        patient = self.store is None or not self.store.has(piece.row)
-        states = self.servers.states(piece, patient=patient)
+        states = self.servers.states(piece)
         into.hidden[0, piece.span] = states[:, self.servers.ids.layers].to(into.hidden.dtype)
         into.last_hidden[0, piece.span] = states[:, self.servers.ids.last].to(into.last_hidden.dtype)
 
@@ -252,23 +207,12 @@ class EngineFeatures(ReadAhead[list[ArrivingRow]]):
             for document in row.documents:
                 document.result()
         except EndpointError as failure:
-            return self._from_store(row.row, failure)
+            raise ValueError(
+                f"{', '.join(self.servers.urls)}: {failure.cause} ({failure.detail}), so row {row.row} has no states; "
+                "start the server again, and resume=true goes on"
+            ) from failure
         finally:
             self.stall += time.perf_counter() - begin
         self.served += 1
         hidden, last = (to_device(states, self.device) for states in row.states)
         return States(hidden, normed(last, self.norm).to(self.request.dtype))
-
-    def _from_store(self, row: int, failure: EndpointError) -> States:
-        why = f"{', '.join(self.servers.urls)}: {failure.cause} ({failure.detail})"
-        if self.store is None or not self.store.has(row):
-            raise ValueError(
-                f"{why}; start the server again, and resume=true goes on; or give features.path, a store that has the "
-                f"rows that a server fails to give, of which row {row} is one"
-            ) from failure
-        self.warn(why, f"rows are taken from {self.store.folder}")
-        self.stored += 1
-        tensors = {name: to_device(tensor, self.device) for name, tensor in self.store.read(row).items()}
-        token, document, _ = (to_device(field[row : row + 1].long(), self.device) for field in self.batches.packed)
-        features = decode_rows(tensors, token, document, self.request, self.store.spec)
-        return States(features.hidden, features.last_hidden)

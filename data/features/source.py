@@ -1,6 +1,5 @@
 """Sources of features: their configuration and protocol, and the live one, a forward pass of the target a batch."""
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +20,6 @@ from heads.base import Features
 from heads.common.ranges import Amount, Count, OneOf
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,11 +49,6 @@ class FeaturesConfig:
             raise ValueError("features=engine needs features.url, and features.vllm, the folder where they write")
         for url in self.url:
             check_url("features.url", url)
-        if self.on_missing == "compute":
-            raise ValueError(
-                "features.on_missing=compute computes rows by the target, which features=engine leaves to the server: "
-                "give features.path, a store for rows that the server fails to give"
-            )
 
     @property
     def runs_target(self) -> bool:
@@ -117,7 +110,6 @@ class ReadAhead(Generic[T]):
         self.stall = 0.0  # seconds that the caller has waited for rows
         self._jobs: deque[tuple[int, Batch, T]] = deque()
         self._coming: Iterator[tuple[int, Batch]] = iter(())
-        self._warned: set[str] = set()
 
     def begin(self, batch: Batch) -> T:
         """Start to read a micro-batch's rows."""
@@ -148,12 +140,6 @@ class ReadAhead(Generic[T]):
             step, batch = next(self._coming)
             self._jobs.append((step, batch, self.begin(batch)))
 
-    def warn(self, why: str, what: str) -> None:
-        """Say once why rows come from elsewhere, and from where."""
-        if why not in self._warned:
-            self._warned.add(why)
-            log.warning("%s; %s", why, what)
-
 
 class LiveFeatures:
     """Features by a pass of the target, a micro-batch at a time."""
@@ -169,16 +155,8 @@ class LiveFeatures:
     def features(self, batch: Batch) -> Features:
         """Return the features of a micro-batch. The loss mask stays behind in `batch`."""
         with self.forwards():
-            return forward(self.target, batch.token, batch.document, self.layers)
+            return self.target.features(batch.token, batch.document, self.layers)
 
     def close(self) -> str:
         """There is nothing to end."""
         return ""
-
-
-def forward(
-    target: Forward, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], layers: tuple[int, ...]
-) -> Features:
-    """Return the target's features of packed sequences, on the target's device."""
-    with torch.no_grad():
-        return target.features(token, document, layers)

@@ -7,7 +7,7 @@
 
 An entry is written after its shard, and both whole or not at all, so a reader sees finished shards only, also while
 others write. Every row is checked whenever it is read. Digests protect against damage, not against tampering: XXH3 of
-128 bits takes as long as reading the memory. Stores of format 1 have SHA-256, and go on with it.
+128 bits takes as long as reading the memory.
 
 Hidden states have a scale for each token and layer. The error of a value x whose row's largest is m: fp32 none, bf16
 |x| / 2^8 at most (twice that of rounding to nearest), fp8 (e4m3) |x| / 2^4 + m / 448 / 2^10, each but for fp32's own
@@ -15,10 +15,7 @@ rounding.
 """
 
 import hashlib
-import json
-from collections import deque
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +26,7 @@ import torch
 import xxhash
 from jaxtyping import Float, Shaped
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from data.batches import Packed
@@ -41,14 +39,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m
 LARGEST = 448.0  # fp8's largest value, to which a row's largest is scaled
 SCALE_BYTES = 4
 FORMAT = 2  # of a new store
-HASHES: dict[int, Callable[[], Any]] = {1: hashlib.sha256, 2: xxhash.xxh3_128}  # by format
 META, SHARDS, INDEX, LOCKS = "meta.json", "shards", "index", "locks"
 OPEN = 16  # shards kept open for reading at most
-WAITING = 2  # shards that wait to be written at most, so that a disk slower than the target does not fill the memory
-# As safetensors names and orders them.
-SAVED = {
-    torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3",
-}  # fmt: skip
 MUST_AGREE = {
     "target": "fingerprint of the target's weights", "quantize": "quantisation of the target", "width": "width",
     "vocab": "vocabulary", "length": "data.length", "data": "fingerprint of the packed sequences",
@@ -124,10 +116,8 @@ class FeatureStore:
             ) from error
         except ValueError as error:
             raise ValueError(f"{error}; put a copy in its place, or remove the folder and extract again") from error
-        number = meta.pop("format", None)
-        if type(number) is not int or number not in HASHES:
+        if meta.pop("format", None) != FORMAT:
             raise ValueError(f"{folder}: a feature store of another format than {FORMAT}; extract again elsewhere")
-        self._hash = HASHES[number]
         try:
             self.spec = typed(StoreSpec, meta)
         except ValueError as error:
@@ -218,11 +208,11 @@ class FeatureStore:
 
     def write(self, name: str, rows: list[int], *groups: RowTensors) -> None:
         """Write a claimed shard of some groups of rows, then its entry; refuse a full disk, which spares the others."""
-        digests = [self._digest(row) for group in groups for row in split(group)]
-        pieces = serialized(groups)
-        entry = Entry(rows, digests, sum(map(len, pieces)))
+        tensors = {key: torch.cat([group[key] for group in groups]) for key in groups[0]}
+        content = save(tensors)
+        entry = Entry(rows, [self._digest(row) for row in split(tensors)], len(content))
         try:
-            atomic_write(self._shard(name), iter(pieces))
+            atomic_write(self._shard(name), content)
             write_checked(self.folder / INDEX / f"{name}.json", entry._asdict())
         except OSError as error:
             raise ValueError(
@@ -237,11 +227,11 @@ class FeatureStore:
 
     def _digest(self, tensors: RowTensors) -> str:
         """Return the digest of tensors' names and bytes."""
-        digest = self._hash()
+        digest = xxhash.xxh3_128()
         for name in sorted(tensors):
             digest.update(name.encode())
-            digest.update(_bytes(tensors[name]))
-        return str(digest.hexdigest())
+            digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
     def _shard(self, name: str) -> Path:
         return self.folder / SHARDS / f"{name}.safetensors"
@@ -253,56 +243,10 @@ class FeatureStore:
         )
 
 
-class WriteQueue:
-    """Writes one after another in a thread, beside what computes the next shard, while few of them wait."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1)
-        self._waiting: deque[Future[None]] = deque()
-
-    def put(self, write: Callable[[], None]) -> None:
-        """Queue a write, and wait while too many are queued; what an earlier one raised is raised here."""
-        while self._waiting and (len(self._waiting) >= WAITING or self._waiting[0].done()):
-            self._waiting.popleft().result()
-        self._waiting.append(self._thread.submit(write))
-
-    def close(self) -> None:
-        """Wait for the writes, and raise what one raised."""
-        self._thread.shutdown()
-        while self._waiting:
-            self._waiting.popleft().result()
-
-    def __enter__(self) -> "WriteQueue":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._thread.shutdown()
-        if kind is None:
-            self.close()
-
-
 def split(rows: RowTensors) -> list[RowTensors]:
     """Return the tensors of each row."""
     count = len(next(iter(rows.values())))
     return [{name: tensor[i : i + 1] for name, tensor in rows.items()} for i in range(count)]
-
-
-def serialized(groups: tuple[RowTensors, ...]) -> list[bytes | memoryview]:
-    """Return the bytes of a safetensors file that has groups of rows one after another, without a copy of theirs."""
-    kinds, header, pieces, end = list(SAVED), {}, list[bytes | memoryview](), 0
-    for name, tensor in sorted(groups[0].items(), key=lambda item: (kinds.index(item[1].dtype), item[0])):
-        pieces += [_bytes(group[name]) for group in groups]
-        begin, end = end, sum(map(len, pieces))
-        shape = [sum(len(group[name]) for group in groups), *tensor.shape[1:]]
-        header[name] = {"dtype": SAVED[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)  # so that the tensors are aligned
-    return [len(text).to_bytes(8, "little"), text, *pieces]
-
-
-def _bytes(tensor: Shaped[Tensor, "..."]) -> memoryview:
-    """Return a tensor's bytes, without a copy if they lie one after another."""
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 class Coded(NamedTuple):

@@ -1,5 +1,6 @@
 """Features from a store, read ahead of training in threads; rows that it lacks are computed if configured."""
 
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,7 @@ from data.features.source import FeatureRequest, ReadAhead
 from data.features.store import DamagedError, FeatureStore, RowTensors, split
 from heads.base import Features, to_device
 
+log = logging.getLogger(__name__)
 READERS = 4  # threads: hashing and copying of rows hold no lock of Python's
 Compute = Callable[[Int[Tensor, "B T"], Int[Tensor, "B T"]], RowTensors]
 
@@ -30,6 +32,7 @@ class StoredFeatures(ReadAhead[Future[list[RowTensors | None]]]):
         self.store, self.compute = store, compute
         self.computed = self.read = 0  # rows, by the target and from the store
         self._reader = ThreadPoolExecutor(READERS)
+        self._warned: set[int] = set()
 
     def begin(self, batch: Batch) -> Future[list[RowTensors | None]]:
         """Start to read a micro-batch's rows, those that are there."""
@@ -62,7 +65,9 @@ class StoredFeatures(ReadAhead[Future[list[RowTensors | None]]]):
         except DamagedError as error:
             if self.compute is None:
                 raise
-            self.warn(str(error), "it is computed")
+            if row not in self._warned:
+                self._warned.add(row)
+                log.warning("%s; it is computed", error)
             return None
 
     def finish(self, batch: Batch, job: Future[list[RowTensors | None]]) -> Features:

@@ -24,7 +24,6 @@ from data.text.files import content_hash
 from data.text.masks import Sample
 from heads.common.files import claim, read_checked, replacing, write_checked
 from heads.common.resolvers import ROOT
-from heads.common.untrusted import inside
 
 log = logging.getLogger(__name__)
 
@@ -121,44 +120,31 @@ def cached(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, An
     Raises:
         ValueError: the folder cannot be written.
     """
-    report = _read(folder, logging.DEBUG)
+    report = _read(folder)
     if report is not None:
         return report
-    lock = folder.with_suffix(".lock")
     try:
-        with claim(lock, wait=False) as free:
-            if free:
-                return _filled(folder, fill)
-        log.info("another process tokenises the data; waiting for %s", folder)
-        with claim(lock, wait=True):
-            return _filled(folder, fill)
+        with claim(folder.with_suffix(".lock"), wait=True):
+            report = _read(folder)  # another process may have filled it
+            if report is None:
+                if folder.is_dir():
+                    log.warning("%s: damaged; tokenising again", folder)
+                with replacing(folder) as rough:
+                    report = fill(rough)
+                    sums = {name: content_hash(rough / name) for name in (SAMPLES, PROMPTS)}
+                    write_checked(rough / META, {"files": sums, "report": report})
+            return report
     except OSError as error:
         raise ValueError(
             f"data.cache={folder.parent}: cannot be written ({error}); make room, name another folder, or null for none"
         ) from error
 
 
-def _filled(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    report = _read(folder, logging.WARNING)
-    if report is None:
-        with replacing(folder) as rough:
-            report = fill(rough)
-            sums = {name: content_hash(rough / name) for name in (SAMPLES, PROMPTS)}
-            write_checked(rough / META, {"files": sums, "report": report})
-    return report
-
-
-def _read(folder: Path, level: int) -> dict[str, Any] | None:
-    """Return the report of a cache folder; None where there is none or, which is logged, it is damaged."""
-    if not folder.is_dir():
-        return None
+def _read(folder: Path) -> dict[str, Any] | None:
+    """Return the report of a cache folder; None where there is none, or it is damaged."""
     try:
-        meta = read_checked(folder / META)
-        for name in (SAMPLES, PROMPTS):
-            if content_hash(inside(folder, name)) != meta["files"][name]:
-                raise ValueError(f"{name} is not what was written")
-        report: dict[str, Any] = meta["report"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        log.log(level, "%s: damaged (%s); tokenising again", folder, error)
+        meta: dict[str, Any] = read_checked(folder / META)
+        whole = all(content_hash(folder / name) == meta["files"][name] for name in (SAMPLES, PROMPTS))
+        return meta["report"] if whole else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return report

@@ -43,17 +43,14 @@ def exact_tokens(raw: dict[str, Any], where: str) -> tuple[Pretokenized, ...]:
         return (Pretokenized(token, mask),)
     documents: list[Pretokenized] = []
     for prompt, answer in logged_answers(raw, where):
-        before = documents[-1].token if documents else []
-        if before and prompt[: len(before)] == before:  # the next turn of the same text
-            documents[-1] = _joined(documents[-1], prompt, answer)
+        before = documents[-1] if documents else Pretokenized([], [])
+        if before.token and prompt[: len(before.token)] == before.token:  # the next turn of the same text
+            documents.pop()
         else:
-            documents.append(_joined(Pretokenized([], []), prompt, answer))
+            before = Pretokenized([], [])
+        context = [0] * (len(prompt) - len(before.token))
+        documents.append(Pretokenized(prompt + answer, before.mask + context + [1] * len(answer)))
     return tuple(documents)
-
-
-def _joined(before: Pretokenized, prompt: list[int], answer: list[int]) -> Pretokenized:
-    context = [0] * (len(prompt) - len(before.token))
-    return Pretokenized(prompt + answer, before.mask + context + [1] * len(answer))
 
 
 def logged_answers(raw: Mapping[str, Any], where: str) -> Iterator[LoggedAnswer]:

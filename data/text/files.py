@@ -24,12 +24,9 @@ SEPARATOR = "<|endoftext|>"
 FORMATS = (".json", ".jsonl", ".parquet", ".txt")
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError)
-HEAD = 1 << 24  # characters of a text in which its separator is looked for, and of a document at most
-LONGEST = 1 << 26  # characters of a record's line
-WHOLE = 1 << 30  # characters of an array
+HEAD = 1 << 24  # characters of a text in which its separator is looked for
 BATCH = 100  # records of a Parquet file in memory at once
 META, PARTS, SETTINGS = ".meta.json", ".parts", "settings.json"  # what stands beside answers, and is no data
-EMPTY = 1 << 20  # lines in a row
 CHUNK = 1 << 20  # characters or bytes read at once
 
 
@@ -43,12 +40,11 @@ def kind_of(path: Path) -> str:
 def read_file(path: Path) -> Iterator[Raw]:
     """Yield the records of a file in their order.
 
-    A text's documents end at `<|endoftext|>`, where its first HEAD characters hold one, else at each newline; a longer
-    one than HEAD, as a book on one line, comes in several.
+    A text's documents end at `<|endoftext|>`, where its first HEAD characters hold one, else at each newline.
 
     Raises:
-        ValueError: the format is unknown, the file cannot be read, or a record is no JSON object, too long or nested
-            too deeply; file and line are named. It comes when the reader gets there.
+        ValueError: the format is unknown, the file cannot be read, or a record is no JSON object or nested too deeply;
+            file and line are named. It comes when the reader gets there.
     """
     kind = check_file(path)
     if kind == ".parquet":
@@ -127,46 +123,18 @@ def _documents(file: TextIOBase) -> Iterator[Raw]:
     while more := file.read(HEAD):
         end = end or (SEPARATOR if SEPARATOR in more else "\n")
         *whole, text = (text + more).split(end)
-        *cut, text = _parts(text)
-        yield from _texts([text for piece in whole for text in _parts(piece)] + cut)
-    yield from _texts([text])
-
-
-def _texts(pieces: list[str]) -> Iterator[Raw]:
-    return ({"text": piece.strip()} for piece in pieces if piece.strip())
-
-
-def _parts(text: str) -> list[str]:
-    """Return a document in parts of at most HEAD characters, cut at white space where it has some."""
-    parts = []
-    while len(text) > HEAD:
-        words = text[: HEAD - len(SEPARATOR)].rsplit(maxsplit=1)  # what may begin a separator is left to the rest
-        size = len(words[0]) if len(words) == 2 else HEAD - len(SEPARATOR)
-        parts.append(text[:size])
-        text = text[size:]
-    return [*parts, text]
+        yield from ({"text": document.strip()} for document in whole if document.strip())
+    if text.strip():
+        yield {"text": text.strip()}
 
 
 def _json(file: TextIOBase, path: Path) -> Iterator[Raw]:
     """Read an array of records, or a record a line. Lines end at newlines only: JSON strings hold other separators."""
-    number, empty = 0, 0
-    while line := file.readline(LONGEST + 1):
-        number += 1
-        # An array may reach over lines, so it is read to the file's end.
-        array = line.lstrip().startswith("[")
-        text = line + file.read(WHOLE) if array else line
-        what, most = ("begins an array", WHOLE) if array else ("is a record", LONGEST)
-        if len(text) > most:
-            raise ValueError(
-                f"{path}: line {number} {what} of more than {most} characters, which is not read; write a record a "
-                "line, and a text of that length as .txt"
-            )
-        if not text.strip():
-            empty += 1
-            if empty > EMPTY:
-                raise ValueError(f"{path}: the {EMPTY} lines before line {number} are empty; remove them")
+    for number, line in enumerate(file, 1):
+        if line.isspace():
             continue
-        empty = 0
+        # An array may reach over lines, so it is read to the file's end.
+        text = line + file.read() if line.lstrip().startswith("[") else line
         for record in _parsed(text, number, path):
             if not isinstance(record, dict):
                 raise ValueError(f"{path}: line {number}: every record must be a JSON object, not {str(record)[:40]!r}")

@@ -33,7 +33,7 @@ class Counts:
     """What became of the records of a run; `records` and `kept` by the source's name.
 
     `checked` counts the evaluation prompts that contamination was looked for of, and `unchecked` those with too few
-    words for that; `chats` what masking dropped or cut, by cause, and `unknown` the tokens that stand for any word.
+    words for that; `chats` what masking dropped or cut, by cause.
     """
 
     records: Counter[str] = field(default_factory=Counter)
@@ -48,7 +48,6 @@ class Counts:
     samples: int = 0
     tokens: int = 0
     trained: int = 0
-    unknown: int = 0
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> "Counts":
@@ -108,17 +107,14 @@ class Filters:
                     self.counts.duplicates += 1
                     continue
                 self._seen.add(key)
-            if self._forbidden and self._contaminated(record):
-                self.counts.contaminated += 1
-                continue
+            if self._words is not None and self._forbidden:
+                texts = [content_text(message) for message in record.messages if message["role"] != "system"]
+                texts.append(record.text)
+                if any(gram in self._forbidden for text in texts for gram in _grams(text, self._words)):
+                    self.counts.contaminated += 1
+                    continue
             self.counts.kept[record.source] += 1
             yield record
-
-    def _contaminated(self, record: Record) -> bool:
-        """Whether a message, system prompts aside, or the text holds a forbidden run of words."""
-        assert self._words is not None
-        texts = [content_text(message) for message in record.messages if message["role"] != "system"]
-        return any(gram in self._forbidden for text in [*texts, record.text] for gram in _grams(text, self._words))
 
 
 def _grams(text: str, count: int) -> Iterator[Gram]:
@@ -132,12 +128,8 @@ def _key(record: Record) -> bytes:
 
     Where a record gives its tokens, they count in place of its text, which is decoded for contamination's sake alone.
     """
-    spoken = [_plain(content_text(message)) for message in record.messages]
+    spoken = [" ".join(content_text(message).split()).casefold() for message in record.messages]
     beside = [{key: value for key, value in message.items() if key != "content"} for message in record.messages]
-    text = "" if record.pretokenized else _plain(record.text)
+    text = "" if record.pretokenized else " ".join(record.text.split()).casefold()
     whole = [text, record.tools, spoken, beside, record.pretokenized]
     return hashlib.blake2b(json.dumps(whole, sort_keys=True, default=str).encode(), digest_size=16).digest()
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.split()).casefold()

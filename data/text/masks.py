@@ -18,12 +18,10 @@ from transformers import PreTrainedTokenizerBase
 
 from data.config import DataConfig
 from data.text.exact import Pretokenized
-from data.text.files import HEAD
 from data.text.records import REASONING, Message, Record, content_text
 from data.text.template import (
     Span,
     encode,
-    encode_plain,
     encode_spans,
     is_tagged,
     last_token,
@@ -35,6 +33,7 @@ from data.text.template import (
     turn_end_tokens,
 )
 from inference.chat_template import RenderError
+from inference.target.tokenizer import text_ids
 
 OPEN = r"(?:<think>|\[THINK\]|<\|START_THINKING\|>|<seed:think>)"
 CLOSE = r"(?:</think>|\[/THINK\]|<\|END_THINKING\|>|</seed:think>)"
@@ -87,11 +86,6 @@ def skip(text: str, start: int, end: int, cut: bool) -> int:
     return next((match.end() for pattern in patterns if (match := pattern.match(text, start, end))), start)
 
 
-def close_prompt(prompt: str) -> str:
-    """Return a generation prompt without the reasoning block that it opens."""
-    return OPENED.sub("", prompt)
-
-
 def split_reasoning(text: str, opened: bool) -> tuple[str, str]:
     """Split a text into the reasoning of a think block, which it begins with or its prompt opened, and the answer.
 
@@ -101,9 +95,6 @@ def split_reasoning(text: str, opened: bool) -> tuple[str, str]:
         return "", text
     reasoning, _, answer = text.partition(THOUGHT)
     return reasoning.lstrip().removeprefix(THINK).strip("\n"), answer.lstrip("\n")
-
-
-MOST_ANSWERS = 1_000  # of a chat
 
 
 @dataclass(frozen=True)
@@ -234,10 +225,7 @@ def _plain(
     if not record.text.strip():
         drop_counts["dropped, no question and no text"] += 1
         return []
-    if len(record.text) > HEAD:
-        message = f"its text has {len(record.text)} characters, at most {HEAD} are read; cut it, or write it as .txt"
-        raise BadSampleError("too long a text", message)
-    token = encode_plain(record.text, tokenizer)
+    token = text_ids(record.text, tokenizer)
     if tokenizer.eos_token_id is not None and token[-1:] != [tokenizer.eos_token_id]:
         token = [*token, tokenizer.eos_token_id]
     pieces = [token[start : start + max_tokens] for start in range(0, len(token), max_tokens)]
@@ -277,25 +265,19 @@ def turns_of(
         message = "the loss mask is all zeros, for the chat has no answer, or empty ones only; remove the sample"
         raise BadSampleError("no answer", message)
     drop_counts["with an empty answer, which trains nothing"] += len(answers) < roles.count("assistant")
-    if len(answers) > MOST_ANSWERS:  # the chat is rendered again for each
-        message = f"it has {len(answers)} answers, at most {MOST_ANSWERS} are read; cut it"
-        raise BadSampleError("too many answers", message)
     if config.turns == "last":
         question = max((i for i, role in enumerate(roles[: answers[-1]]) if role == "user"), default=-1)
         answers = [i for i in answers if i > question]
     turns = [_turn(record._replace(messages=messages[: i + 1]), tokenizer, cut, drop_counts) for i in answers]
     lost = [i for i, turn in zip(answers, turns, strict=True) if reasoning_of(messages[i]).strip() not in turn.text]
     drop_counts["whose reasoning the chat template leaves out"] += bool(lost)
-    dropped = [turn for i, turn in zip(answers, turns, strict=True) if _drops_calls(messages[i], turn)]
-    drop_counts["whose tool calls the chat template leaves out"] += bool(dropped)
+    dropped = False
+    for i, turn in zip(answers, turns, strict=True):
+        answer = "".join(turn.text[a:b] for a, b in turn.spans)
+        calls = [call.get("function") or call for call in messages[i].get("tool_calls") or ()]
+        dropped |= any(str(call.get("name")) not in answer for call in calls)
+    drop_counts["whose tool calls the chat template leaves out"] += dropped
     return turns
-
-
-def _drops_calls(message: Message, turn: Turn) -> bool:
-    """Whether an answer's text has not the name of each function that it calls."""
-    answer = "".join(turn.text[a:b] for a, b in turn.spans)
-    calls = [call.get("function") or call for call in message.get("tool_calls") or ()]
-    return any(str(call.get("name")) not in answer for call in calls)
 
 
 def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool, drop_counts: Counter[str]) -> Turn:
@@ -327,9 +309,8 @@ def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool, drop_co
         )
     else:
         spans = [(start, len(text))]
-    drop_counts["with an answer behind another text than its generation prompt"] += not text.startswith(
-        close_prompt(prompt)
-    )
+    closed = OPENED.sub("", prompt)
+    drop_counts["with an answer behind another text than its generation prompt"] += not text.startswith(closed)
     return Turn(text, [(skip(text, a, b, cut), b) for a, b in spans])
 
 
@@ -339,7 +320,7 @@ def _start(generation_prompt: str, text: str, chat: str, question: str) -> int |
     Some templates shorten earlier messages once there is an answer: Mistral's system prompt, gpt-oss's reasoning before
     a tool call. The suffix is then the longest that the text holds, and has all of `question` in it.
     """
-    for prompt in (generation_prompt, close_prompt(generation_prompt)):
+    for prompt in (generation_prompt, OPENED.sub("", generation_prompt)):  # without the reasoning block that it opens
         if text.startswith(prompt):
             return len(prompt)
         if question and prompt.startswith(chat):

@@ -20,13 +20,13 @@ from data.text.filters import Counts, Filters
 from data.text.masks import BAD, BadSampleError, Sample, bad_sample, check_vocabulary, counts_line, is_plain, samples_of
 from data.text.records import Record, content_text, label, parse, readable
 from data.text.sources import Source, divide, held_out_records, open_source, open_sources, read_all, training_records
-from data.text.template import check_media, encode, encode_plain, last_token, render
+from data.text.template import check_media, encode, last_token, render
 from heads.common.progress import progress
 from heads.common.resolvers import ROOT
+from inference.target.tokenizer import text_ids
 
 log = logging.getLogger(__name__)
 
-MOST_UNKNOWN = 0.02  # the fraction of unknown tokens above which the data does not fit the tokenizer
 WORKLOADS = {"tiny": ROOT / "examples" / "tiny" / "prompts.jsonl"}
 OPENING = 128  # tokens of a plain text, at most, that serve as a prompt: enough words for contamination, even of bytes
 
@@ -101,13 +101,6 @@ def load_training(
         held_out = _with_room(held_out, prompts, max_prompt_tokens, config, counts)
     if +counts.chats:
         log.warning("%s: of its chats, %s", config.named, counts_line(counts.chats))
-    unknown = counts.unknown / max(1, counts.tokens)
-    if tokenizer.unk_token_id != tokenizer.eos_token_id and unknown > MOST_UNKNOWN:
-        log.warning(
-            "%s: %.0f%% of the tokens are unknown to the tokenizer; is this the target's text?",
-            config.named,
-            100 * unknown,
-        )
     return TrainingData(samples, held_out[:prompts], counts)
 
 
@@ -144,14 +137,6 @@ def save_prompts(prompts: Sequence[Prompt], path: Path) -> None:
     path.write_text("".join(lines), encoding="utf-8")
 
 
-def held_out_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[Prompt]:
-    """Return prompts that training never sees: those of `config.prompts`, else from the held-out end of the data."""
-    if config.prompts:
-        return load_prompts(config.prompts, tokenizer, limit)
-    records = held_out_records(divide(open_sources(config), config))
-    return [prompt for _, prompt in islice(_held_out(records, config, tokenizer, Counter()), limit)]
-
-
 def records_to_answer(config: DataConfig, limit: int | None) -> list[Record]:
     """Return the records that are trained on, whole, for the target to answer; at most the smaller limit."""
     limits = [value for value in (limit, config.limit) if value is not None]
@@ -186,7 +171,7 @@ def _held_out(
             yield record, _prompt(record, tokenizer)
         except BAD as error:
             if config.on_bad == "fail":
-                raise _refused(record, error, f"{record.source}: ") from error
+                raise ValueError(f"{record.source}: prompt {record.id}: {bad_sample(error).message}") from error
             drop_counts[f"dropped, {bad_sample(error).cause}"] += 1
 
 
@@ -244,7 +229,6 @@ def _samples(
     records: Iterator[Record], config: DataConfig, tokenizer: PreTrainedTokenizerBase, counts: Counts
 ) -> Iterator[Sample]:
     """Tokenise and mask records one after another, and count samples and tokens."""
-    unknown = tokenizer.unk_token_id
     for record in progress(records, "tokenising"):
         for sample in samples_of(record, tokenizer, record.source, config, counts.chats):
             if len(sample.token) < config.min_tokens:
@@ -253,7 +237,6 @@ def _samples(
                 counts.samples += 1
                 counts.tokens += len(sample.token)
                 counts.trained += sum(sample.loss_mask)
-                counts.unknown += sample.token.count(unknown)
                 yield sample
     if not counts.samples:
         raise ValueError(
@@ -275,11 +258,7 @@ def prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase, where: str = "
     try:
         return _prompt(record, tokenizer)
     except BAD as error:
-        raise _refused(record, error, where) from error
-
-
-def _refused(record: Record, error: ValueError, where: str) -> ValueError:
-    return ValueError(f"{where}prompt {record.id}: {bad_sample(error).message}")
+        raise ValueError(f"{where}prompt {record.id}: {bad_sample(error).message}") from error
 
 
 def _prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
@@ -310,7 +289,7 @@ def _encoded(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     if tokenizer.chat_template:
         (token,) = encode([render(messages, tokenizer, True, record.tools)], tokenizer)
         return Prompt(record.id, token, record.category, text, system)
-    return Prompt(record.id, encode_plain(text, tokenizer), record.category, text, system)
+    return Prompt(record.id, text_ids(text, tokenizer), record.category, text, system)
 
 
 def before_answers(record: Record, turns: str) -> Iterator[Prompt]:
@@ -326,9 +305,9 @@ def split_text(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int]
 
     Texts of one kind often begin alike, so a long one's first half is cut to its last words.
     """
-    token = encode_plain(text, tokenizer)
+    token = text_ids(text, tokenizer)
     half = max(1, len(token) // 2)
     if half <= OPENING:
         return token[:half], token[half:]
     piece = str(tokenizer.decode(token[half - OPENING : half], skip_special_tokens=True))
-    return encode_plain(piece.partition(" ")[2] or piece, tokenizer), token[half:]  # from a word's start on
+    return text_ids(piece.partition(" ")[2] or piece, tokenizer), token[half:]  # from a word's start on

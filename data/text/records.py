@@ -186,17 +186,17 @@ def _message(message: Message) -> Message:
 
 
 def _tools(value: Any) -> tuple[dict[str, Any], ...] | None:
+    """Return definitions in OpenAI's shape, which endpoints and many templates expect; ShareGPT has the functions."""
     tools = parsed(value or [])
     if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         return None
-    return tuple(_tool(filled(tool, GIVEN)) for tool in tools)
-
-
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a definition in OpenAI's shape, which endpoints and many templates expect; ShareGPT has the function."""
-    if "function" in tool or "name" not in tool:
-        return tool
-    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+    given = [filled(tool, GIVEN) for tool in tools]
+    return tuple(
+        {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+        if "name" in tool and "function" not in tool
+        else tool
+        for tool in given
+    )
 
 
 def readable(raw: dict[str, Any], index: int, path: str) -> dict[str, Any]:

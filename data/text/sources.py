@@ -275,7 +275,17 @@ def divide(sources: Sequence[Source], config: DataConfig) -> list[Part]:
     The sources share them evenly, the first ones the remainder. They are a source's last records, but of a streamed
     source, whose end nobody has seen, the first. `data.prompts` leaves all to training.
     """
-    return [_divided(source, share, config) for source, share in zip(sources, held_out_shares(config), strict=True)]
+    parts = []
+    for source, count in zip(sources, held_out_shares(config), strict=True):
+        if count == 0:
+            parts.append(Part(source, 0, None, []))
+        elif config.streaming:
+            parts.append(Part(source, count, None, list(enumerate(islice(source, count)))))
+        else:
+            size, last = source.ends(count)
+            check_some_left(source.name, size, count, config)
+            parts.append(Part(source, 0, size - count, list(enumerate(last, size - count))))
+    return parts
 
 
 def held_out_shares(config: DataConfig) -> list[int]:
@@ -288,16 +298,6 @@ def check_some_left(name: str, size: int, count: int, config: DataConfig) -> Non
     """Refuse to hold `count` records of a source back that has no more than `size`."""
     if size <= count:
         raise ValueError(f"{name}: {size} records, data.held_out={config.held_out} leaves none; lower it")
-
-
-def _divided(source: Source, count: int, config: DataConfig) -> Part:
-    if count == 0:
-        return Part(source, 0, None, [])
-    if config.streaming:
-        return Part(source, count, None, list(enumerate(islice(source, count))))
-    size, last = source.ends(count)
-    check_some_left(source.name, size, count, config)
-    return Part(source, 0, size - count, list(enumerate(last, size - count)))
 
 
 def training_records(parts: Sequence[Part], config: DataConfig) -> Iterator[Record]:

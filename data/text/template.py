@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from data.text.records import Message, content_text, media_in, parsed
 from inference.chat_template import RenderError, rendering
-from inference.target.tokenizer import text_ids, tokenize
+from inference.target.tokenizer import tokenize
 
 T = TypeVar("T")
 Span = tuple[int, int]
@@ -39,12 +39,7 @@ def template_sha256(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 def is_tagged(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] = ()) -> bool:
     """Return whether the chat template encloses its answers in {% generation %}."""
-    return _has_blocks(_template(tokenizer, tools))
-
-
-@lru_cache(maxsize=8)
-def _has_blocks(template: str) -> bool:
-    return GENERATION.search(COMMENT.sub("", template)) is not None
+    return GENERATION.search(COMMENT.sub("", _template(tokenizer, tools))) is not None
 
 
 def render(
@@ -129,12 +124,8 @@ def _call(call: Message, read: Callable[[str], Any]) -> Message:
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message]) -> str:
-    return _of_one_day(tokenizer.get_chat_template(tools=list(tools) or None))
-
-
-@lru_cache(maxsize=8)
-def _of_one_day(template: str) -> str:
     """Return the template with a constant day instead of its calls of the clock: it takes no clock of ours."""
+    template = tokenizer.get_chat_template(tools=list(tools) or None)
     return NOW.sub(lambda call: repr(TEMPLATE_DAY.strftime(call[2])), template)
 
 
@@ -155,11 +146,6 @@ def encode_spans(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[in
         spans.append((min(start, reached), end))
         reached = max(reached, end)
     return list(encoded["input_ids"]), spans
-
-
-def encode_plain(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens of running text, behind the special tokens that begin one; a UnicodeEncodeError likewise."""
-    return text_ids(text, tokenizer)
 
 
 @lru_cache(maxsize=8)

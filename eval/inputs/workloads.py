@@ -17,14 +17,14 @@ from data.text.masks import samples_of
 from data.text.prompts import WORKLOADS, Prompt, before_answers, locate, prompt_of, split_text
 from data.text.records import Message, Record, content_text, parse, readable
 from data.text.sources import check_source, open_source
-from data.text.template import check_media, encode, encode_plain, render
+from data.text.template import check_media, encode, render
 from eval.config import Selection, listed
 from eval.measures import metrics
 from eval.measures.results import Measurement
 from inference.chat_template import RenderError
 from inference.decode import Settings, autoregress
 from inference.target.target import Target
-from inference.target.tokenizer import tokenize
+from inference.target.tokenizer import text_ids, tokenize
 
 NO_ANSWER = "it has no answer to play back: give a log with answers, or text=own, for which the target writes them"
 
@@ -125,7 +125,7 @@ def _joined(messages: Sequence[Message], target: Target) -> Iterator[tuple[list[
     before: list[str] = []
     for message in messages:
         if message["role"] == "assistant":
-            prompt = encode_plain("\n\n".join(before), tokenizer)
+            prompt = text_ids("\n\n".join(before), tokenizer)
             answer = tokenize(tokenizer, content_text(message), add_special_tokens=False)["input_ids"]
             yield prompt + answer + sorted(target.eos)[:1], len(prompt)
         before.append(content_text(message))
@@ -424,4 +424,4 @@ def _encoded(chat: Sequence[Message], record: Record, target: Target) -> list[in
     """Return a dialogue's tokens up to the answer; without a chat template, its texts one after another."""
     if target.tokenizer.chat_template:
         return encode([render(list(chat), target.tokenizer, True, record.tools)], target.tokenizer)[0]
-    return encode_plain("\n\n".join(content_text(message) for message in chat), target.tokenizer)
+    return text_ids("\n\n".join(content_text(message) for message in chat), target.tokenizer)

@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 from transformers import LlamaConfig
@@ -87,22 +86,7 @@ def test_every_kernel_of_a_step_has_a_part(kernels: dict[str, list[Kernel]]) -> 
     assert len(kernels["update"]) == 4  # of matrices and of vectors, the steps and a fused kernel
 
 
-def test_attention_is_a_kernel_a_depth_and_another_for_its_gradient(kernels: dict[str, list[Kernel]]) -> None:
-    fused = [kernel for kernel in kernels["step"] if kernel.part == counted.ATTEND and kernel.flops]
-    assert len(fused) == 2 * job().run.objective.depths
-    assert sum(bool(kernel.flops) for kernel in kernels["target"]) == 3 * (7 + 1)
-
-
 def test_the_products_are_those_of_the_plan(kernels: dict[str, list[Kernel]]) -> None:
     one = job()
     planned = head_cost(one.run, one.config, one.rows, "cuda", bf16=True, accumulates=False).flops
     assert sum(kernel.flops for kernel in kernels["step"]) == pytest.approx(planned, rel=0.1)
-
-
-def test_launches_do_not_depend_on_the_vocabulary(kernels: dict[str, list[Kernel]]) -> None:
-    assert len(counted.head_kernels(job(50_000))[0]) == len(kernels["step"])
-
-
-def test_a_view_moves_what_lies_behind_it() -> None:
-    x: Tensor = torch.empty(1, 8)
-    assert counted.size(x.expand(100, 8)) == counted.size(x) == 32

@@ -1,10 +1,12 @@
-"""Every benchmark imports what is there: no other test starts them all."""
+"""Every benchmark imports what is there, and the planted bugs are still where they were planted."""
 
 import ast
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+from benchmarks.planted import BUGS, Bug
 
 ROOT = Path(__file__).parents[2]
 OURS = ("heads", "inference", "data", "eval", "train", "ops", "tests", "benchmarks")
@@ -18,3 +20,10 @@ def test_what_a_benchmark_imports_is_there(file: str) -> None:
             module = import_module(str(node.module))
             for name in node.names:
                 assert hasattr(module, name.name) or import_module(f"{node.module}.{name.name}"), name.name
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.file}:{bug.right[:30]}")
+def test_a_bugs_place_stands_once_and_its_tests_exist(bug: Bug) -> None:
+    assert (ROOT / bug.file).read_text(encoding="utf-8").count(bug.right) == 1
+    assert bug.wrong != bug.right
+    assert all((ROOT / path.partition("::")[0]).is_file() for path in bug.tests)

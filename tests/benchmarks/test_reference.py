@@ -34,13 +34,6 @@ def test_tau_pools_all_seeds_and_its_ratio_takes_those_that_both_have() -> None:
     assert reference.paired(ours, later, "chain") == "2.00 [2.00, 2.00]"
 
 
-def test_heads_of_one_seed_that_took_other_rows_are_refused() -> None:
-    same = [head("ours", 1, []), head("theirs", 1, []), head("ours", 2, [], "b")]
-    reference.check_rows(same)
-    with pytest.raises(ValueError, match="seed 2: the heads were trained on different rows"):
-        reference.check_rows([*same, head("theirs", 2, [], "c")])
-
-
 def recorded(samples: list[Sample]) -> list[str]:
     source = reference.Recorded(LiveFeatures(toys.target(), Batches(pack(samples, 10), 1, 1, 0, 0, 1), ()))
     source(0)

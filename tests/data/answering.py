@@ -73,7 +73,7 @@ def chat(id_: str, *questions: str) -> Record:
     return parse({"id": id_, "messages": [message for turn in turns for message in turn]}, 0, "chats")
 
 
-def records(count: int = 10) -> list[Record]:
+def records(count: int = 8) -> list[Record]:
     """Return chats of one to three user turns."""
     return [chat(f"chat{n}", *(f"w{n} w{turn + 3}" for turn in range(1 + n % 3))) for n in range(count)]
 

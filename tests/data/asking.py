@@ -31,7 +31,7 @@ class Pauses(threading.Event):
 def config(**changed: Any) -> EndpointConfig:
     values: dict[str, Any] = {
         "model": None, "concurrency": 1, "timeout": 10.0, "retries": 2, "backoff": 1.0, "max_wait": 60.0,
-        "max_failures": 3, "api_key_env": "KEY", "extra": {},
+        "api_key_env": "KEY", "extra": {},
     }  # fmt: skip
     return typed(EndpointConfig, {**values, **changed}, "endpoint")
 

@@ -5,7 +5,6 @@ import json
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -148,29 +147,6 @@ def hanging(handler: Handler, reply: dict[str, Any]) -> None:
     """Say nothing."""
     handler.server.over.wait(20)
     handler.close_connection = True
-
-
-def dripping(head: str) -> Send:
-    """Send a byte now and then behind the beginning of a response, so that no single read takes long."""
-
-    def send(handler: Handler, reply: dict[str, Any]) -> None:
-        handler.wfile.write(head.encode())
-        while not handler.server.over.is_set():
-            handler.wfile.write(b"1")
-            time.sleep(0.02)
-
-    return send
-
-
-def endless(head: str, piece: bytes) -> Send:
-    """Send the beginning of a response, and then the same for ever."""
-
-    def send(handler: Handler, reply: dict[str, Any]) -> None:
-        handler.wfile.write(f"HTTP/1.1 200 OK\r\n{head}\r\n".encode())
-        while not handler.server.over.is_set():
-            handler.wfile.write(piece * 1000)
-
-    return send
 
 
 def raw(data: bytes) -> Send:

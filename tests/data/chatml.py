@@ -1,8 +1,13 @@
-"""ChatML's special tokens, two chat templates that render it, without and with {% generation %}, and chats for them."""
+"""ChatML: special tokens, chat templates without and with {% generation %}, chats for them, and configurations."""
 
 from collections.abc import Callable
+from typing import Any
 
+from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerFast
+
+from data.config import DataConfig
+from heads.common.typed import typed
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
@@ -20,3 +25,13 @@ TAGGED = (
 Tokens = Callable[[str | None], PreTrainedTokenizerFast]
 
 RECORDS = [{"id": f"r{i}", "prompt": f"why {i}", "answer": "so " * (i % 7 + 1)} for i in range(60)]
+
+
+def data_config(path: str | list[str], **changed: Any) -> DataConfig:
+    """Return a configuration for a path, with some values changed."""
+    values = {
+        "path": path, "split": "train", "length": 64, "limit": None, "prompts": "", "held_out": 0, "max_tokens": 4096,
+        "weights": None, "seed": 0, "streaming": False, "min_tokens": 1, "dedup": True, "contamination": None,
+        "cache": None, "turns": "all", "reasoning": "keep", "on_bad": "fail",
+    }  # fmt: skip
+    return typed(DataConfig, OmegaConf.create({"data": values | changed}).data)

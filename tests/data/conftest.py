@@ -6,15 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
-from heads.common.typed import typed
-from tests.data.chatml import PLAIN, RECORDS, SPECIAL, Tokens
-
-SHARED = Path(__file__).resolve().parents[2].parent / "shared"
+from tests.data.chatml import PLAIN, RECORDS, SPECIAL, Tokens, data_config
 
 
 @pytest.fixture
@@ -62,16 +58,7 @@ def write(tmp_path: Path) -> Callable[..., str]:
 @pytest.fixture
 def config() -> Callable[..., DataConfig]:
     """Return a function that makes a DataConfig for a path, with some values changed."""
-
-    def make(path: str | list[str], **changed: Any) -> DataConfig:
-        values = {"split": "train", "length": 64, "limit": None, "prompts": "", "held_out": 0, "max_tokens": 4096}
-        mixture = {"weights": None, "seed": 0, "streaming": False}
-        filters = {"min_tokens": 1, "dedup": True, "contamination": None, "cache": None}
-        masks = {"turns": "all", "reasoning": "keep", "on_bad": "fail"}
-        given = {"path": path, **values, **mixture, **filters, **masks, **changed}
-        return typed(DataConfig, OmegaConf.create({"data": given}).data)
-
-    return make
+    return data_config
 
 
 @pytest.fixture
@@ -81,11 +68,3 @@ def cached(
     """Return a configuration with a cache, for more records than are written at once."""
     monkeypatch.setattr("data.text.cache.BATCH", 25)
     return config(write(*RECORDS), cache=str(tmp_path / "cache"), held_out=3)
-
-
-@pytest.fixture
-def shared() -> Path:
-    """Return the folder of real files beside the checkout."""
-    if not SHARED.is_dir():
-        pytest.skip(f"{SHARED} is absent")
-    return SHARED

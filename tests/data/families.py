@@ -12,9 +12,9 @@ from typing import Any
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from data.config import DataConfig
 from data.text.masks import Sample, samples_of
 from data.text.records import Record, parse
+from tests.data.chatml import data_config
 
 GOLDEN = Path(__file__).parent / "golden"
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
@@ -58,12 +58,7 @@ def chat_record(family: str, chat: str) -> Record:
 
 def masked(record: Record, tokenizer: PreTrainedTokenizerBase, **changed: Any) -> list[Sample]:
     """Return a record's samples under some options."""
-    values: dict[str, Any] = {"turns": "all", "reasoning": "keep", "on_bad": "fail", "max_tokens": 4096}
-    values |= {"min_tokens": 1, "dedup": False, "contamination": None, "cache": None, "weights": None, "seed": 0}
-    fixed: Any = {"split": "", "length": 64, "limit": None, "prompts": "", "held_out": 0, "streaming": False}
-    return samples_of(
-        record, tokenizer, "f.jsonl", DataConfig(path="f.jsonl", **fixed, **{**values, **changed}), Counter()
-    )
+    return samples_of(record, tokenizer, "f.jsonl", data_config("f.jsonl", **changed), Counter())
 
 
 def marked(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -73,6 +68,11 @@ def marked(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
         text = str(tokenizer.decode([token for _, token in pairs], clean_up_tokenization_spaces=False))
         parts.append(f"⟦{text}⟧" if on else text)
     return "".join(parts)
+
+
+def trained(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the texts of the sample's trained runs."""
+    return re.findall("⟦(.*?)⟧", marked(sample, tokenizer), re.DOTALL)
 
 
 def golden(family: str, tagged: bool) -> str:

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from data.answers.chats import CAUSES, Conversation, Outcome, Reply, round_trips, talk_of, turns_of
+from data.answers.chats import CAUSES, Outcome, Reply, round_trips, talk_of, turns_of
 from data.text.masks import split_reasoning
 from data.text.prompts import prompt_of
 from data.text.records import Message, Record, parse
@@ -101,6 +101,9 @@ def test_a_switch_that_the_template_does_not_have_is_refused(
         (Reply("w1 other", True), "round_trip"),
         (Reply("w1 <|user|> w2", True), "round_trip"),
         (Reply("w1", True, reasoning="<|end|>"), "round_trip"),
+        (Reply("w\ud83d", True), "round_trip"),
+        (Reply("", True, tool_calls=({"function": {"name": "f", "arguments": {"x": "\ud83d"}}},)), "round_trip"),
+        (Reply("", True, tool_calls=({"function": {"name": "f", "arguments": {"x": "<|end|>"}}},)), "round_trip"),
     ],
 )
 def test_a_bad_answer_ends_the_chat_before_it(reply: Reply, cause: str) -> None:
@@ -111,13 +114,9 @@ def test_a_bad_answer_ends_the_chat_before_it(reply: Reply, cause: str) -> None:
     assert [m["content"] for m in later.chat["messages"]] == ["w1", "w7"]
     assert (later.answers, later.cause, later.failed) == (1, cause, False)
     assert cause in CAUSES
-
-
-def test_an_unfinished_answer_may_be_kept_and_is_the_last() -> None:
-    outcome = tell(chat("a", "w1", "w2"), Reply("w4", False))
-    assert outcome.chat is not None
-    assert len(outcome.chat["messages"]) == 2
-    assert outcome.cause == "unfinished"
+    kept = tell(chat("a", "w1", "w2"), Reply("w4", False))
+    assert kept.chat is not None
+    assert (len(kept.chat["messages"]), kept.cause) == (2, "unfinished")
 
 
 def test_what_is_cut_off_within_its_reasoning_is_no_answer(tokenizer_with: Tokens) -> None:
@@ -132,14 +131,11 @@ def test_what_is_cut_off_within_its_reasoning_is_no_answer(tokenizer_with: Token
     assert made.outcome().chat["messages"][1] == {"role": "assistant", "content": "w3", "reasoning_content": "w2"}
 
 
-@pytest.mark.parametrize(("value", "cause"), [("\ud83d", "round_trip"), ("<|end|>", "round_trip"), ("w1", "")])
-def test_a_call_that_is_no_text_is_no_answer(value: str, cause: str) -> None:
-    call = {"type": "function", "function": {"name": "f", "arguments": {"x": value}}}
-    assert tell(chat("a", "w1"), Reply("", True, tool_calls=(call,))).cause == cause
-
-
-def test_what_has_no_opening_is_counted() -> None:
+def test_what_has_no_opening_is_counted(tokenizer_with: Tokens) -> None:
+    strict = tokenizer_with("{{ raise_exception('no') if messages[0]['content'] == 'w1' }}{{ messages[0].content }}")
     for raw, tokenizer, cause in (
+        ({"messages": chat("a", "w1").messages}, strict, "refused"),
+        ({"messages": chat("a", "w\ud83d").messages}, words(), "refused"),
         ({"text": " "}, words(), "no_question"),
         ({"messages": said("assistant")}, words(), "no_question"),
         ({"messages": said("system")}, words(None), "no_question"),
@@ -148,17 +144,6 @@ def test_what_has_no_opening_is_counted() -> None:
         made = talk(parse({"id": "a", **raw}, 0, "f"), tokenizer)
         assert made.ask() is None
         assert made.outcome() == Outcome("a", None, 0, cause)
-
-
-def test_what_the_template_or_the_tokenizer_cannot_take_is_refused(tokenizer_with: Tokens) -> None:
-    strict = tokenizer_with("{{ raise_exception('no') if messages[0]['content'] == 'w1' }}{{ messages[0].content }}")
-    for record, tokenizer in ((chat("a", "w1"), strict), (chat("a", "w\ud83d"), words())):
-        made = talk(record, tokenizer)
-        assert made.ask() is None
-        assert made.outcome() == Outcome("a", None, 0, "refused")
-    empty = Conversation(parse({"id": "a", "messages": said("assistant")}, 0, "f"), words(), settings(), CONTEXT)
-    assert empty.ask() is None
-    assert empty.outcome().cause == "no_question"
 
 
 def test_a_seed_belongs_to_the_chat_and_the_turn() -> None:
@@ -180,14 +165,8 @@ def test_an_answer_that_ends_exactly_at_the_context_fits() -> None:
     assert tell(lacks).cause == "context"
 
 
-def test_what_survives_the_tokenizer(bare: PreTrainedTokenizerFast) -> None:
-    assert round_trips("naïve\n  日本 😀", bare)
-    assert not round_trips("\ud83d", bare)
-    assert not round_trips("a<|im_end|>b", bare)
-    assert not round_trips("w1 nonesuch", words())
-
-
 def test_plain_text_behind_a_chat_template_stays_plain(bare: PreTrainedTokenizerFast) -> None:
+    assert round_trips("naïve\n  日本 😀", bare)
     record = parse({"id": "a", "text": "w1 w2 w3 w4"}, 0, "f")
     made = talk(record)
     made.ask()

@@ -12,7 +12,6 @@ import torch
 from data.answers.engine import Engine, drafter_of
 from data.answers.files import Worker, source_of, write_answers
 from data.config import DataConfig
-from data.text.masks import Sample
 from data.text.prompts import load_samples
 from data.text.records import Record, parse
 from data.text.template import encode, render
@@ -22,8 +21,11 @@ from heads.formats.store import save_head
 from inference.drafters.plain import Plain
 from inference.target.target import Target
 from inference.verification.sample import Sampling
+from tests import toys
 from tests.data import answering
 from tests.data.answering import LENGTH, chat, records, settings, work
+from tests.data.asking import lines
+from tests.data.families import trained
 
 SUFFIX = {
     "mode": "path", "depth": 16, "tokens": 8, "factor": 1.0, "offset": 0.0, "min_probability": 0.1, "memory": True,
@@ -44,10 +46,6 @@ def engine(how: Any = None, batch_size: int = 3, drafter: str = "plain", of: Tar
 def answer(out: Path, how: Any = None, of: list[Record] | None = None, **changed: Any) -> list[dict[str, Any]]:
     write_answers(work(records() if of is None else of, how), engine(how, **changed), out)
     return lines(out)
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 def meta(out: Path) -> dict[str, Any]:
@@ -121,23 +119,7 @@ def together(out: Path, how: Any, world: int) -> None:
         thread.join()
 
 
-def test_a_trained_head_drafts_and_changes_nothing(tmp_path: Path) -> None:
-    target = answering.target()
-    layer = {
-        "num_heads": None, "num_kv_heads": None, "head_dim": None, "intermediate_size": None, "rope_theta": 10000.0,
-        "rope_scaling": None, "norm_eps": 1e-5, "length": 12,
-    }  # fmt: skip
-    config = Eagle.Config(name="eagle", layers=1, bias=True, lm_head="shared", draft_vocab=None, **layer)
-    tree = {"kind": "chain", "depth": 3, "top_k": 0, "nodes": 0, "paths": [], "widths": []}
-    save_head(tmp_path / "run" / "head", Eagle(config, target.embeddings), target.spec, tree)
-    drafter = drafter_of({"plain": {}}, str(tmp_path / "run"), NO_TREE, target)
-    assert drafter.tree == "chain-3"
-    answer(tmp_path / "plain", settings(1.0))
-    write_answers(work(records(), settings(1.0)), Engine(target, drafter, settings(1.0), 2), tmp_path / "head")
-    assert (tmp_path / "head").read_bytes() == (tmp_path / "plain").read_bytes()
-
-
-def test_a_longer_call_goes_on_and_gives_the_same_bytes(tmp_path: Path) -> None:
+def test_a_longer_call_goes_on_and_a_trained_head_drafts_with_the_same_bytes(tmp_path: Path) -> None:
     how = settings(1.0)
     answer(tmp_path / "whole", how)
     answer(tmp_path / "grown", how, records()[:4])
@@ -147,19 +129,13 @@ def test_a_longer_call_goes_on_and_gives_the_same_bytes(tmp_path: Path) -> None:
     answer(tmp_path / "grown", how, records()[:2])
     assert (tmp_path / "grown").read_bytes() == (tmp_path / "whole").read_bytes()
     assert meta(tmp_path / "grown")["counts"] == meta(tmp_path / "whole")["counts"]
-
-
-def test_unfinished_answers_end_the_chat_or_are_kept_as_its_last(tmp_path: Path) -> None:
-    kept = answer(tmp_path / "kept")
-    cut = {id_ for kind in ("shortened", "left_out") for id_ in meta(tmp_path / "kept")[kind].get("unfinished", [])}
-    finished = answer(tmp_path / "finished", settings(keep_unfinished=False))
-    noted = meta(tmp_path / "finished")
-    assert set(noted["shortened"]["unfinished"]) | set(noted["left_out"]["unfinished"]) == cut
-    assert noted["shortened"]["unfinished"]
-    assert noted["left_out"]["unfinished"]
-    expected = [{**line, "messages": line["messages"][:-2]} if line["id"] in cut else line for line in kept]
-    assert finished == [line for line in expected if line["messages"]]
-    assert [line["id"] for line in expected if not line["messages"]] == noted["left_out"]["unfinished"]
+    target = answering.target()
+    config = Eagle.Config(name="eagle", **toys.HEAD_CONFIGS["eagle"])
+    save_head(tmp_path / "run" / "head", Eagle(config, target.embeddings), target.spec, vars(toys.TREES["chain"]))
+    drafter = drafter_of({"plain": {}}, str(tmp_path / "run"), NO_TREE, target)
+    assert drafter.tree == "chain-4"
+    write_answers(work(records(), how), Engine(target, drafter, how, 2), tmp_path / "head")
+    assert (tmp_path / "head").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
 def test_a_turn_that_does_not_fit_ends_the_chat_there(tmp_path: Path) -> None:
@@ -203,18 +179,6 @@ def test_no_end_token_and_two_drafters_are_refused(monkeypatch: pytest.MonkeyPat
     assert isinstance(drafter_of({"plain": {}}, None, NO_TREE, target), Plain)
 
 
-def trained(sample: Sample, tokenizer: Any) -> list[str]:
-    """Return the words of each trained stretch of a sample."""
-    marked = [token if on else None for token, on in zip(sample.token, sample.loss_mask, strict=True)]
-    spans: list[list[int]] = [[]]
-    for token in marked:
-        if token is None:
-            spans.append([])
-        else:
-            spans[-1].append(token)
-    return [tokenizer.decode(span) for span in spans if span]
-
-
 def test_what_was_written_is_trained_on_whole_and_in_place(tmp_path: Path, config: Callable[..., DataConfig]) -> None:
     tokenizer = answering.words()
     made = answer(tmp_path / "a.jsonl")
@@ -222,7 +186,7 @@ def test_what_was_written_is_trained_on_whole_and_in_place(tmp_path: Path, confi
     assert [sample.id for sample in samples] == [line["id"] for line in made]
     for sample, line in zip(samples, made, strict=True):
         answers = [m["content"] for m in line["messages"] if m["role"] == "assistant"]
-        assert trained(sample, tokenizer) == [f"{text} <|end|>" for text in answers]
+        assert [run.strip() for run in trained(sample, tokenizer)] == [f"{text} <|end|>" for text in answers]
         assert list(sample.token) == encode([render(line["messages"], tokenizer, False)], tokenizer)[0]
 
 
@@ -243,32 +207,26 @@ def test_a_target_without_template_writes_plain_text(
     assert bare.decode(sample.token[:-1]) == line["text"]
 
 
-def test_a_files_digest_tells_it_from_another(write: Callable[..., str], config: Callable[..., DataConfig]) -> None:
-    same = [source_of(config(write({"text": text}, name=name))) for text, name in (("a", "x"), ("a", "y"), ("b", "x"))]
-    assert same[0] == same[1] != same[2]
-    hub = source_of(config("me/hub"))
-    assert hub == source_of(config("me/hub")) != source_of(config("me/other"))
-    assert hub != source_of(config("me/hub", split="test"))
-    assert source_of(config(["me/hub", "me/other"])) not in (hub, source_of(config(["me/other", "me/hub"])))
-
-
-def test_the_digest_of_a_folder_is_what_it_holds(write: Callable[..., str], config: Callable[..., DataConfig]) -> None:
+def test_what_shapes_the_prompts_tells_them_apart(write: Callable[..., str], config: Callable[..., DataConfig]) -> None:
     folder = Path(write({"text": "a"}, name="a.jsonl")).parent
-    for path in (str(folder), str(folder / "*.jsonl")):
-        write({"text": "a"}, name="a.jsonl")
-        before = source_of(config(path))
-        assert source_of(config(path)) == before
-        write({"text": "b"}, name="a.jsonl")
-        assert source_of(config(path)) != before
-
-
-def test_what_is_held_out_tells_prompts_apart(config: Callable[..., DataConfig]) -> None:
-    told = source_of(config("me/hub", held_out=2))
-    assert told != source_of(config("me/hub", held_out=3))
-    assert told != source_of(config("me/hub", held_out=2, streaming=True, limit=1))
-    assert told != source_of(config("me/hub", held_out=2, seed=9))
+    paths, told = (str(folder / "a.jsonl"), str(folder), str(folder / "*.jsonl")), list[Any]()
+    for text in ("a", "a", "b"):
+        write({"text": text}, name="a.jsonl")
+        told.append([source_of(config(path)) for path in paths])
+    assert told[0] == told[1]
+    assert all(one != other for one, other in zip(*told[1:], strict=True))
+    assert source_of(config(write({"text": "b"}, name="other"))) == source_of(config(paths[0]))
     two = ["me/hub", "me/other"]
-    assert source_of(config(two, weights=[1.0, 2.0])) != source_of(config(two, weights=[2.0, 1.0]))
+    told = [
+        source_of(config(path, **changed))
+        for path, changed in (
+            (two, {}), (two[::-1], {}), ("me/hub", {}), ("me/other", {}), ("me/hub", {"split": "test"}),
+            ("me/hub", {"held_out": 2}), ("me/hub", {"held_out": 3}), ("me/hub", {"seed": 9}),
+            ("me/hub", {"streaming": True, "limit": 1}),
+            (two, {"weights": [1.0, 2.0]}), (two, {"weights": [2.0, 1.0]}),
+        )
+    ]  # fmt: skip
+    assert all(one != other for i, one in enumerate(told) for other in told[:i])
     assert source_of(config("me/hub", held_out=2, prompts="p")) == source_of(config("me/hub", prompts="p"))
 
 

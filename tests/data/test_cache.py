@@ -3,7 +3,9 @@
 import errno
 import inspect
 import logging
+import multiprocessing
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,78 +46,52 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "samples_of", tokenise)
 
 
-def test_cached_data_are_the_data(cached: DataConfig, config: Config, chat: Tokenizer) -> None:
+def test_cached_data_are_the_data_and_tokenised_once(
+    cached: DataConfig, config: Config, chat: Tokenizer, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = load_training(config(cached.path, held_out=3), chat, 2)
     for _ in range(2):
         data = load_training(cached, chat, 2)
         assert isinstance(data.samples, CachedSamples)
         assert list(data.samples) == plain.samples
         assert (data.held_out, data.counts) == (plain.held_out, plain.counts)
-    assert len(plain.held_out) == 2
-    assert len(load_training(cached, chat, 9).held_out) == 3
-
-
-def test_cached_samples_are_a_sequence(cached: DataConfig, config: Config, chat: Tokenizer) -> None:
-    samples, plain = load_samples(cached, chat), load_samples(config(cached.path, held_out=3), chat)
-    assert len(samples) == len(plain) == 57
-    assert samples[0] == plain[0]
-    assert samples[-1] == plain[-1]
-    assert samples[24:-9:3] == plain[24:-9:3]
+    assert (len(plain.held_out), len(load_training(cached, chat, 9).held_out)) == (2, 3)
+    samples = data.samples
+    assert isinstance(samples, CachedSamples)
+    assert (len(samples), samples[0], samples[-1]) == (57, plain.samples[0], plain.samples[-1])
+    assert samples[24:-9:3] == plain.samples[24:-9:3]
     with pytest.raises(IndexError):
         samples[57]
-    assert isinstance(samples, CachedSamples)
     arrays = [(token.tolist(), mask.tolist()) for token, mask in samples.arrays()]
-    assert arrays == [(sample.token, sample.loss_mask) for sample in plain]
-
-
-def test_a_second_run_tokenises_nothing(cached: DataConfig, chat: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = list(load_samples(cached, chat))
+    assert arrays == [(sample.token, sample.loss_mask) for sample in plain.samples]
+    asked = config(cached.path, cache=cached.cache, prompts=write({"id": "p", "prompt": "x"}, name="asked.jsonl"))
+    assert [[p.id for p in load_training(asked, chat, 5).held_out] for _ in range(2)] == [["p"], ["p"]]
     refuse(monkeypatch)
-    assert list(load_samples(cached, chat)) == first
+    assert list(load_samples(cached, chat)) == plain.samples
     with pytest.raises(AssertionError, match="tokenised again"):
         load_samples(cached, chat, limit=2)
 
 
-def test_held_out_records_are_not_needed(write: Write, config: Config, chat: Tokenizer, tmp_path: Path) -> None:
-    kept = config(write(*RECORDS[:9]), cache=str(tmp_path / "cache"))
-    assert [load_training(kept, chat, 5).held_out for _ in range(2)] == [[], []]
-    asked = config(kept.path, cache=kept.cache, prompts=write({"id": "p", "prompt": "x"}, name="asked.jsonl"))
-    assert [[p.id for p in load_training(asked, chat, 5).held_out] for _ in range(2)] == [["p"], ["p"]]
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [{"limit": 5}, {"max_tokens": 9}, {"min_tokens": 2}, {"dedup": False}, {"contamination": 4}, {"held_out": 1},
-     {"split": "test"}, {"seed": 1}, {"prompts": "p.jsonl"}, {"streaming": True, "limit": 5}],
-)  # fmt: skip
-def test_every_option_that_shapes_samples_is_in_the_key(
-    config: Config, chat: Tokenizer, changed: dict[str, Any]
+def test_all_that_shapes_samples_is_in_the_key(
+    config: Config, chat: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cache_key(config("f"), chat, []) != cache_key(config("f", **changed), chat, [])
-
-
-@pytest.mark.parametrize("code", [DataConfig, load_samples, parse_json, RenderError, text_ids])
-def test_the_code_that_shapes_samples_is_in_the_key(
-    config: Config, chat: Tokenizer, monkeypatch: pytest.MonkeyPatch, code: Any
-) -> None:
-    before, shaping = cache_key(config("f"), chat, []), Path(str(inspect.getsourcefile(code)))
-    monkeypatch.setattr(cache, "content_hash", lambda file: "other" if file == shaping else content_hash(file))
-    assert cache_key(config("f"), chat, []) != before
-
-
-@pytest.mark.parametrize("library", ["transformers", "tokenizers"])
-def test_the_libraries_that_tokenise_are_in_the_key(
-    config: Config, chat: Tokenizer, monkeypatch: pytest.MonkeyPatch, library: str
-) -> None:
-    before = cache_key(config("f"), chat, [])
-    monkeypatch.setattr(getattr(cache, library), "__version__", "0")
-    assert cache_key(config("f"), chat, []) != before
-
-
-def test_what_shapes_no_sample_is_not_in_the_key(config: Config, chat: Tokenizer) -> None:
-    assert cache_key(config("f"), chat, ["a"]) == cache_key(config("f", length=7, cache="c"), chat, ["a"])
-    assert cache_key(config("f"), chat, ["a"]) != cache_key(config("f"), chat, ["b"])
-    assert cache_key(config("f"), chat, ["a", "b"]) != cache_key(config("f"), chat, ["b", "a"])
+    options: list[dict[str, Any]] = [
+        {"limit": 5}, {"max_tokens": 9}, {"min_tokens": 2}, {"dedup": False}, {"contamination": 4}, {"held_out": 1},
+        {"split": "test"}, {"seed": 1}, {"prompts": "p.jsonl"}, {"streaming": True, "limit": 5},
+    ]  # fmt: skip
+    keys = [cache_key(config("f", **changed), chat, of) for changed in ({}, *options) for of in (["a"], ["b"])]
+    keys += [cache_key(config("f"), chat, of) for of in (["a", "b"], ["b", "a"])]
+    for library in ("transformers", "tokenizers"):
+        with monkeypatch.context() as patch:
+            patch.setattr(getattr(cache, library), "__version__", "0")
+            keys.append(cache_key(config("f"), chat, ["a"]))
+    for code in (DataConfig, load_samples, parse_json, RenderError, text_ids):
+        shaping = Path(str(inspect.getsourcefile(code)))
+        with monkeypatch.context() as patch:
+            patch.setattr(cache, "content_hash", lambda file, own=shaping: "" if file == own else content_hash(file))
+            keys.append(cache_key(config("f"), chat, ["a"]))
+    assert len(set(keys)) == len(keys)
+    assert keys[0] == cache_key(config("f", length=7, cache="c"), chat, ["a"]), "these shape no sample"
 
 
 def test_a_tokenizer_that_changes_under_the_cache_finds_nothing_stale(
@@ -164,17 +140,12 @@ def test_the_evaluation_prompts_are_in_the_key(write: Write, config: Config, cha
     assert len(load_training(kept, chat, 0, asked).samples) == 2
 
 
-@pytest.mark.parametrize(
-    ("broken", "message"),
-    [({"id": "bad", "prompt": "why"}, "sample bad: the loss mask is all zeros"), ({"id": "bad", "x": 1}, "record bad")],
-)
 def test_a_source_that_raises_in_the_middle_leaves_no_cache(
-    write: Write, config: Config, chat: Tokenizer, tmp_path: Path, broken: dict[str, Any], message: str
+    write: Write, config: Config, chat: Tokenizer, tmp_path: Path
 ) -> None:
-    kept = config(write(*RECORDS, broken, *RECORDS), cache=str(tmp_path / "cache"))
-    with pytest.raises(ValueError, match=message) as caught:
+    kept = config(write(*RECORDS, {"id": "bad", "prompt": "why"}, *RECORDS), cache=str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match="sample bad: the loss mask is all zeros"):
         load_samples(kept, chat)
-    assert "\n" not in str(caught.value)
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] in ([], [".lock"])
     mended = config(write(*RECORDS), cache=kept.cache)
     assert len(load_samples(mended, chat)) == len(RECORDS)
@@ -192,8 +163,7 @@ def halve(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-@pytest.mark.parametrize("harm", [flip, halve, Path.unlink])
-@pytest.mark.parametrize("name", [SAMPLES, PROMPTS, META])
+@pytest.mark.parametrize(("harm", "name"), [(flip, SAMPLES), (halve, META), (Path.unlink, PROMPTS)])
 def test_a_damaged_cache_is_named_and_made_anew(
     cached: DataConfig, chat: Tokenizer, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], None], name: str
 ) -> None:
@@ -239,3 +209,56 @@ def test_a_cache_that_cannot_be_written_is_one_line(
     with pytest.raises(ValueError, match=r"data\.cache=.*No space left on device"):
         load_samples(cached, chat)
     assert [path for path in Path(str(cached.cache)).iterdir() if path.is_dir()] == []
+
+
+def child(job: Callable[[], Any]) -> Any:
+    """Start a process that does a job."""
+    process = multiprocessing.get_context("fork").Process(target=job)
+    process.start()
+    return process
+
+
+def test_a_builder_that_dies_frees_the_lock_and_the_next_one_builds(
+    cached: DataConfig, chat: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside = multiprocessing.get_context("fork").Event()
+    make = prompts.samples_of
+
+    def hang(*given: Any) -> list[Sample]:
+        inside.set()
+        signal.pause()
+        return make(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prompts, "samples_of", hang)
+        builder = child(lambda: load_samples(cached, chat))
+    assert inside.wait(60)
+    waiting = child(lambda: load_samples(cached, chat))
+    left = [path for path in Path(str(cached.cache)).iterdir() if path.suffix == ".new"]
+    assert len(left) == 1
+    builder.kill()
+    waiting.join(60)
+    assert waiting.exitcode == 0
+    assert not left[0].exists()
+    monkeypatch.delattr(prompts, "samples_of")  # nothing is tokenised again
+    assert len(load_samples(cached, chat)) == 57
+
+
+def test_of_many_processes_one_tokenises(
+    cached: DataConfig, chat: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make = prompts.samples_of
+
+    def noted(*given: Any) -> list[Sample]:
+        with (tmp_path / "noted").open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return make(*given)
+
+    monkeypatch.setattr(prompts, "samples_of", noted)
+    children = [child(lambda: load_samples(cached, chat)) for _ in range(4)]
+    for process in children:
+        process.join(60)
+    assert [process.exitcode for process in children] == [0] * 4
+    lines = (tmp_path / "noted").read_text().split()
+    assert len(lines) == 57
+    assert len(set(lines)) == 1

@@ -49,7 +49,7 @@ def server() -> Iterator[serve.Server]:
         {"text": "x", "output_ids": [2, 3, 4], "prompt_token_ids": [1, 2], "meta_info": COUNTED},  # SGLang's /generate
         {"request": {"input_ids": [1, 2]}, "response": {"output_ids": [3, 4], "meta_info": {}}},
         {"prompt_token_ids": [1, 2], "outputs": [{"token_ids": [3, 4], "token": None}]},  # vLLM's RequestOutput
-        {"custom_id": "a", "response": {"body": {"prompt_token_ids": [1, 2], "choices": [{"token_ids": [3, 4]}]}}},
+        {"response": {"body": {"prompt_token_ids": [1, 2], "choices": [{"token_ids": [3, 4]}]}}},
         {"messages": [{"role": "user", "content": "x"}], "tokens": [PAIR]},
     ],
 )
@@ -73,10 +73,10 @@ def test_the_turns_of_a_trace_share_a_document_as_far_as_they_go_on_from_one_ano
     [
         ({"input_ids": [1, 999], "loss_mask": [0, 1]}, "token 999 is none of the tokenizer's 0 to 258; give the model"),
         ({"input_ids": [1, -1], "loss_mask": [0, 1]}, "token -1 is none of the tokenizer's"),
+        ({"input_ids": [1, True], "loss_mask": [0, 1]}, "input_ids is no list of token numbers: fix or remove"),
         ({"input_ids": [1, 2], "loss_mask": [1]}, "it has 2 tokens and a loss_mask of 1; give a 0 or 1 for each"),
         ({"input_ids": [1, 2], "loss_mask": [1, 2]}, "give a 0 or 1 for each token"),
         ({"input_ids": [1, 2], "loss_mask": [0, 0]}, "is all zeros; remove the sample"),
-        ({"input_ids": [1, True], "loss_mask": [0, 1]}, "input_ids is no list of token numbers: fix or remove"),
         ({"input_ids": [1, 2.0], "loss_mask": [0, 1]}, "input_ids is no list of token numbers: fix or remove"),
     ],
 )
@@ -122,22 +122,14 @@ def test_tokens_are_trained_as_they_are_and_held_out_whole(
     assert data.counts.chats["dropped, token of another vocabulary"] == 1
 
 
-@pytest.mark.parametrize("contamination", [13, None])
-def test_a_copy_of_held_out_tokens_is_dropped(
-    write: Write, config: Config, bare: PreTrainedTokenizerFast, contamination: int | None
+def test_a_copy_of_held_out_tokens_and_a_held_out_record_without_tokens_are_dropped(
+    write: Write, config: Config, bare: PreTrainedTokenizerFast
 ) -> None:
     other = {"prompt_token_ids": [5], "token_ids": [6, 7]}
     path = write({"id": "a", **PAIR}, {"id": "b", **other}, {"id": "held", **PAIR, "text": "ab"})
-    data = load_training(config(path, held_out=1, contamination=contamination), bare, 9)
-    assert [sample.id for sample in data.samples] == ["b"]
-    assert data.counts.duplicates == 1
-
-
-def test_a_held_out_record_without_tokens_is_refused_or_dropped(
-    write: Write, config: Config, bare: PreTrainedTokenizerFast
-) -> None:
-    """It was trained beside, and the first measurement failed."""
-    other = {"prompt_token_ids": [5], "token_ids": [6, 7]}
+    for contamination in (13, None):
+        data = load_training(config(path, held_out=1, contamination=contamination), bare, 9)
+        assert ([sample.id for sample in data.samples], data.counts.duplicates) == (["b"], 1)
     path = write({"id": "a", **other}, {"id": "held", "input_ids": [], "loss_mask": []}, {"id": "asked", **PAIR})
     with pytest.raises(ValueError, match=r"prompt held: is empty: remove it"):
         load_training(config(path, held_out=2), bare, 9)

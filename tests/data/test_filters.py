@@ -37,7 +37,6 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
         ({"text": "Once upon\n a  time"}, {"text": " once UPON a time "}, True),
         ({"text": "once"}, {"text": "once."}, False),
         ({"prompt": "Why", "answer": "so"}, {"question": "why", "answer": "So\n"}, True),
-        ({"prompt": "why", "answer": "so"}, {"prompt": "why", "answer": "no"}, False),
         ({"prompt": "why so", "answer": ""}, {"prompt": "why", "answer": "so"}, False),
         ({"prompt": "why", "answer": "so"}, {"prompt": "why", "answer": "so", "system": "be brief"}, False),
         ({"prompt": "why", "answer": "so"}, {"text": "why so"}, False),
@@ -52,14 +51,6 @@ def test_copies_differ_in_case_and_white_space_alone(
     assert kept(config("f"), [first, second])[1].duplicates == equal
     assert kept(config("f"), [first, second])[0] == (["0"] if equal else ["0", "1"])
     assert kept(config("f", dedup=False), [first, first])[0] == ["0", "1"]
-
-
-def test_a_copy_of_a_held_out_record_is_dropped(write: Write, config: Config, bare: Tokenizer) -> None:
-    path = write({"text": "A tale"}, {"text": "other"}, {"text": "a  tale"})
-    data = load_training(config(path, held_out=1), bare, 9)
-    assert [bare.decode(sample.token[:-1]) for sample in data.samples] == ["other"]
-    assert [prompt.id for prompt in data.held_out] == ["2"]
-    assert (data.counts.duplicates, data.counts.held_out) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -137,31 +128,24 @@ def test_everything_dropped_is_counted_and_told(write: Write, config: Config, ch
     assert f" tokens, {counts.trained / counts.tokens:.0%} trained on; of the chats" in line
     assert Counts.read(json.loads(json.dumps(counts.report()))) == counts
     assert asdict(counts).keys() == counts.report().keys()
-
-
-def test_nothing_left_is_one_line_with_the_counts(write: Write, config: Config, chat: Tokenizer) -> None:
+    path = write({"text": "A tale"}, {"text": "other"}, {"text": "a  tale"})
+    data = load_training(config(path, held_out=1), chat, 9)  # a copy of a held-out record is dropped
+    assert [chat.decode(sample.token[:-1]) for sample in data.samples] == ["other"]
+    assert ([prompt.id for prompt in data.held_out], data.counts.duplicates, data.counts.held_out) == (["2"], 1, 1)
     with pytest.raises(ValueError, match=r"nothing is left to train on .* 1 under 99 tokens") as caught:
         load_training(config(write({"prompt": "q", "answer": "a"}), min_tokens=99), chat, 0)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("held_out", "said"),
-    [(25, "data: 25 held out; of the others f 75 of 75"), (64, "64 held out (46% of all: a smaller")],
+    ("counts", "changed", "said"),
+    [
+        (Counts(Counter({"f": 75}), Counter({"f": 75}), 25), {}, "data: 25 held out; of the others f 75 of 75"),
+        (Counts(Counter({"f": 75}), Counter({"f": 75}), 64), {}, "64 held out (46% of all: a smaller"),
+        (Counts(Counter({"f": 20}), Counter({"f": 20}), 64, samples=20), {"limit": 20}, "data: 64 held out; of the"),
+        (Counts(Counter({"f": 20}), Counter({"f": 20}), 64, samples=20), {"limit": 21}, "held out (76% of all: a s"),
+        (Counts(Counter({"f": 75}), Counter({"f": 75}), 0), {"prompts": "my"}, "data: measured on my; f 75 of 75 rec"),
+    ],
 )
-def test_much_that_is_held_out_is_said(held_out: int, said: str, config: Config) -> None:
-    counts = Counts(Counter({"f": 75}), Counter({"f": 75}), held_out)
-    assert said in counts.line(config("f.jsonl"))
-
-
-def test_nothing_is_said_of_what_is_held_out_where_the_limit_stopped_the_reading(config: Config) -> None:
-    counts = Counts(Counter({"f": 20}), Counter({"f": 20}), 64, samples=20)
-    assert "data: 64 held out; of the others f 20 of 20" in counts.line(config("f.jsonl", limit=20))
-    assert "64 held out (76% of all: a smaller" in counts.line(config("f.jsonl", limit=21))
-
-
-def test_prompts_of_ones_own_are_named(config: Config) -> None:
-    counts = Counts(Counter({"f": 75}), Counter({"f": 75}), 0)
-    assert "data: measured on my.jsonl; f 75 of 75 records; dropped: 0 duplicates; kept: " in counts.line(
-        config("f.jsonl", prompts="my.jsonl")
-    )
+def test_the_line_says_what_is_held_out(counts: Counts, changed: dict[str, Any], said: str, config: Config) -> None:
+    assert said in counts.line(config("f.jsonl", **changed))

@@ -14,22 +14,9 @@ from data.text.masks import Sample, without
 from data.text.records import Message, Record
 from data.text.template import turn_end_tokens
 from heads import rows
-from tests.data.families import CASES, FAMILIES, GOLDEN, TAGS, chat_record, family_tokenizer, golden, marked, masked
+from tests.data.families import CASES, FAMILIES, GOLDEN, chat_record, family_tokenizer, golden, marked, masked
 
-PARTS = [
-    "It is.",
-    " so ",
-    "\n",
-    "élan",
-    "日本 😀",
-    "  ",
-    "def f(x):\n    return x\n",
-    "<",
-    "|>",
-    "assistant",
-    "user\n",
-    "12",
-]
+PARTS = ["It is.", " so ", "\n", "élan", "日本 😀", "  ", "def f(x):\n    return x\n", "<", "|>", "user\n", "12"]
 CLOSED = ("phi3",)  # ends every chat with its end token, which its answers do not end with
 
 
@@ -38,10 +25,8 @@ def rendered(messages: list[Message], family: str, record: Record, tokenizer: Pr
     as_text = family == "deepseek_v3"
     asked = json.loads(json.dumps(messages))
     for message in asked:
-        if family == "gpt_oss" and "reasoning_content" in message:
-            message["thinking"] = message[
-                "reasoning_content"
-            ]  # as its template calls it, which not every version knows
+        if family == "gpt_oss" and "reasoning_content" in message:  # as its template calls it
+            message["thinking"] = message["reasoning_content"]
         for call in message.get("tool_calls") or []:
             given = call["function"]["arguments"]
             call["function"]["arguments"] = json.dumps(given, ensure_ascii=False) if as_text else given
@@ -71,30 +56,25 @@ def assert_seen(samples: list[Sample], record: Record, family: str, cut: bool, t
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_golden_files(family: str) -> None:
-    assert golden(family, tagged=False) == (GOLDEN / f"{family}.txt").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_templates_own_marks_and_rendered_turns_give_the_same_masks(family: str) -> None:
-    assert "generation" in str(family_tokenizer(family, True).chat_template)
+def test_golden_files_by_the_templates_own_marks_and_by_rendered_turns(family: str) -> None:
     assert "{%- generation" not in str(family_tokenizer(family, False).chat_template)
+    assert golden(family, tagged=False) == (GOLDEN / f"{family}.txt").read_text(encoding="utf-8")
+    assert "generation" in str(family_tokenizer(family, True).chat_template)
     assert golden(family, tagged=True) == (GOLDEN / f"{family}.txt").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("tagged", [False, True])
 @pytest.mark.parametrize(("family", "chat", "reasoning"), CASES)
-def test_the_tokens_are_those_that_the_model_sees(family: str, chat: str, reasoning: str, tagged: bool) -> None:
+def test_the_tokens_are_those_that_the_model_sees(family: str, chat: str, reasoning: str) -> None:
     record = chat_record(family, chat)
-    samples = masked(record, family_tokenizer(family, tagged), reasoning=reasoning)
-    assert_seen(samples, record, family, reasoning == "cut", tagged)
+    samples = masked(record, family_tokenizer(family, False), reasoning=reasoning)
+    assert_seen(samples, record, family, reasoning == "cut", False)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_text_is_masked_exactly(family: str) -> None:
     """Blanks, part of a marker, many bytes a character: the same mask by marks and by turns, never everything."""
     rng = random.Random(family)
-    for number in range(6):
+    for number in range(4):
         texts = ["".join(rng.choices(PARTS, k=rng.randint(1, 6))) for _ in range(4)]
         texts = [text if text.strip() else f"It is.{text}" for text in texts]  # an empty answer is not trained
         told = ["user: " + texts[0], texts[1], "user: " + texts[2], texts[3]]
@@ -156,26 +136,20 @@ def test_tool_calls_are_trained_and_tool_results_are_not(family: str) -> None:
     assert [text for text in trained if "18 °C" in text] == [text for text in trained if "Mild" in text]
 
 
-@pytest.mark.parametrize("spelling", ["{% # %}", "{%- # -%}", "{%#%}", "{%-#-%}", "{%  #  %}", "{%- # %}", "{% # -%}"])
-def test_every_spelling_of_the_mark_is_seen(spelling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spelling", ["{%-#-%}", "{%  #  %}", "{%- # %}", "{% # -%}"])
+def test_every_spelling_of_the_mark_is_seen_but_one_in_a_comment(
+    spelling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = family_tokenizer("gemma", True)
     template = str(tokenizer.chat_template)
     spelled = re.sub(r"\{%- ((?:end)?generation) -%\}", lambda mark: spelling.replace("#", mark[1]), template)
     monkeypatch.setattr(tokenizer, "chat_template", spelled)
     assert spelled.count(spelling.replace("#", "generation")) == 1
     assert golden("gemma", tagged=True) == (GOLDEN / "gemma.txt").read_text(encoding="utf-8")
-
-
-def test_a_mark_in_a_comment_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = family_tokenizer("chatml", False)
-    monkeypatch.setattr(tokenizer, "chat_template", "{# no {% generation %} here #}" + str(tokenizer.chat_template))
+    commented = "{# no {% generation %} here #}" + str(tokenizer.chat_template)
+    monkeypatch.setattr(tokenizer, "chat_template", commented)
     assert golden("chatml", tagged=False) == (GOLDEN / "chatml.txt").read_text(encoding="utf-8")
-
-
-def test_the_templates_without_marks_are_the_same_but_for_them() -> None:
-    for family in FAMILIES:
-        template = (GOLDEN / f"{family}.jinja").read_text(encoding="utf-8")
-        assert len(TAGS.findall(template)) % 2 == 0 < len(TAGS.findall(template))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """What the options leave of a chat, what becomes of bad ones, and tokens that span the edge of an answer."""
 
 import json
-import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -15,15 +14,12 @@ from data.text import masks
 from data.text.masks import Turn, reasoning_of, samples_of, skip, without
 from data.text.prompts import load_prompts, load_samples
 from data.text.records import Record, parse
-from data.text.template import render
-from tests.data.chatml import PLAIN, TAGGED, Tokens
+from tests.data.chatml import TAGGED, Tokens
 from tests.data.families import CHATS, chat_record, family_tokenizer, marked, masked
 from tests.tokenizers import trained
 
 Write = Callable[..., str]
 Config = Callable[..., DataConfig]
-
-NO_END = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 SPACED = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ 'the cat: ' + m.content + ' the dog: ' }}"
     "{% else %}{{ m.content + '\n' }}{% endif %}{% endfor %}"
@@ -35,14 +31,12 @@ def told(*texts: str) -> list[dict[str, Any]]:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
-@pytest.mark.parametrize("tagged", [False, True])
 @pytest.mark.parametrize(
-    ("family", "chat", "texts"),
+    ("family", "chat", "tagged", "texts"),
     [
-        ("chatml", "plain", ["Now too, élan.<|im_end|>"]),
-        ("llama3", "tools", ["Welcome.<|eot_id|>"]),
-        ("qwen3", "reasoning", ["<think>\n4 * 3 = 12.\n</think>\n\n12<|im_end|>"]),
-        ("gpt_oss", "plain", ["<|channel|>final<|message|>Now too, élan.<|return|>"]),
+        ("llama3", "tools", False, ["Welcome.<|eot_id|>"]),
+        ("qwen3", "reasoning", True, ["<think>\n4 * 3 = 12.\n</think>\n\n12<|im_end|>"]),
+        ("gpt_oss", "plain", False, ["<|channel|>final<|message|>Now too, élan.<|return|>"]),
     ],
 )
 def test_the_last_turn_alone(family: str, chat: str, texts: list[str], tagged: bool) -> None:
@@ -53,15 +47,15 @@ def test_the_last_turn_alone(family: str, chat: str, texts: list[str], tagged: b
     assert [part.split("⟧")[0] for part in marked(sample, tokenizer).split("⟦")[1:]] == texts
 
 
-def test_the_text_trains_all_tokens_of_the_same_chat() -> None:
+def test_the_text_trains_all_tokens_and_a_last_turn_has_its_tool_calls() -> None:
     tokenizer = family_tokenizer("chatml", False)
     (answers,) = masked(chat_record("chatml", "plain"), tokenizer)
     (text,) = masked(chat_record("chatml", "plain"), tokenizer, turns="text")
     assert text.token == answers.token
     assert 0 < sum(answers.loss_mask) < sum(text.loss_mask) == len(text.token)
-
-
-def test_a_last_turn_has_its_tool_calls_and_ends_where_nobody_answers() -> None:
+    messages = [{"role": "system", "content": "Greet."}, {"role": "assistant", "content": "So."}]
+    (sample,) = masked(Record("a", "", messages, ""), tokenizer, turns="last")  # nobody asked
+    assert marked(sample, tokenizer).count("⟦") == 1
     tokenizer = family_tokenizer("qwen25", False)
     record = chat_record("qwen25", "tools")
     (sample,) = masked(record._replace(messages=record.messages[:-1]), tokenizer, turns="last")
@@ -136,25 +130,6 @@ def test_what_a_template_does_to_a_chat_is_counted(
     assert "behind another text than its generation prompt" in caplog.text
 
 
-def test_bad_chats_fail_by_name_or_are_dropped_and_counted(
-    tokenizer_with: Tokens, write: Write, config: Config, caplog: pytest.LogCaptureFixture
-) -> None:
-    bad = {
-        "no answer": {"id": "no", "messages": told("Why?")},
-        "answers beyond data.max_tokens": {"id": "long", "messages": told("Why?" * 20, "So.")},
-    }
-    tokenizer = tokenizer_with(NO_END)
-    good = {"id": "good", "messages": told("Why?", "So.")}
-    for record in bad.values():
-        with pytest.raises(ValueError, match=rf"data.jsonl: sample {record['id']}: .*set data\.on_bad=drop$") as caught:
-            load_samples(config(write(good, record), max_tokens=40), tokenizer)
-        assert "\n" not in str(caught.value)
-    with caplog.at_level(logging.WARNING):
-        (sample,) = load_samples(config(write(good, *bad.values()), max_tokens=40, on_bad="drop"), tokenizer)
-    assert sample.id == "good"
-    assert all(f"1 dropped, {cause}" in caplog.text for cause in bad)
-
-
 def test_chats_whose_later_samples_are_too_long_keep_the_others(config: Config) -> None:
     tokenizer, record, seen = family_tokenizer("qwen3", False), chat_record("qwen3", "plain"), Counter[str]()
     first, second = masked(record, tokenizer)
@@ -164,23 +139,17 @@ def test_chats_whose_later_samples_are_too_long_keep_the_others(config: Config) 
     assert seen["cut at data.max_tokens"] == 1
 
 
-FIRST_CALL = (
-    "{% for m in messages %}{{ m.role + ': ' + m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}"
-    "{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-)
-
-
-@pytest.mark.parametrize(("names", "lost"), [(["look"], 0), (["look", "find"], 1)])
-def test_one_of_several_calls_that_a_template_leaves_out_is_counted(
-    names: list[str], lost: int, tokenizer_with: Tokens, config: Config
-) -> None:
-    calls = [{"function": {"name": name, "arguments": {}}} for name in names]
-    record, seen = (
-        Record("a", "", [*told("Why?"), {"role": "assistant", "content": "", "tool_calls": calls}], ""),
-        Counter[str](),
+def test_one_of_several_calls_that_a_template_leaves_out_is_counted(tokenizer_with: Tokens, config: Config) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content }}{% if m.tool_calls %}"
+        "{{ m.tool_calls[0].function.name }}{% endif %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    assert samples_of(record, tokenizer_with(FIRST_CALL), "f", config("f"), seen)
-    assert seen["whose tool calls the chat template leaves out"] == lost
+    for names, lost in ((["look"], 0), (["look", "find"], 1)):
+        calls = [{"function": {"name": name, "arguments": {}}} for name in names]
+        messages, seen = [*told("Why?"), {"role": "assistant", "content": "", "tool_calls": calls}], Counter[str]()
+        assert samples_of(Record("a", "", messages, ""), tokenizer_with(template), "f", config("f"), seen)
+        assert seen["whose tool calls the chat template leaves out"] == lost
 
 
 IN_TWO = (
@@ -216,21 +185,9 @@ def test_where_a_template_rewrites_the_question_its_marks_behind_it_are_the_answ
     assert marked(last, tokenizer) == "ask: x\nSo.ask: x\n⟦It is.<|im_end|>⟧"
 
 
-def test_the_last_turn_of_a_chat_that_nobody_asked(tokenizer_with: Tokens, config: Config) -> None:
-    tokenizer = tokenizer_with(PLAIN)
-    messages = [{"role": "system", "content": "Greet."}, {"role": "assistant", "content": "So."}]
-    (sample,) = samples_of(Record("a", "", messages, ""), tokenizer, "f", config("f", turns="last"), Counter())
-    assert marked(sample, tokenizer).count("⟦") == 1
-
-
-@pytest.mark.parametrize("changed", [{"turns": "first"}, {"reasoning": "drop"}, {"on_bad": "warn"}])
-def test_an_unknown_choice_is_refused(config: Config, changed: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match=rf"data\.{next(iter(changed))} is '\w+': choose \w+, \w+"):
-        config("x", **changed)
-
-
-@pytest.mark.parametrize("template", [SPACED, SPACED_TAGGED])
-@pytest.mark.parametrize("kind", ["bytes", "metaspace", "sentencepiece"])
+@pytest.mark.parametrize(
+    ("kind", "template"), [("bytes", SPACED), ("metaspace", SPACED_TAGGED), ("sentencepiece", SPACED)]
+)
 def test_a_token_across_the_edge_of_an_answer_is_not_trained(
     kind: str, template: str, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,28 +212,12 @@ def test_a_tokenizer_that_tells_no_characters_is_named(config: Config, monkeypat
         samples_of(Record("a", "", told("a mat", "the other cat"), ""), tokenizer, "f", config("f"), Counter())
 
 
-def test_a_template_that_joins_arguments_to_text_gets_them_as_json(tokenizer_with: Tokens) -> None:
-    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": {"town": "Zürich"}}}]}
-    joins = "{% for m in messages %}{{ m.content + (m.tool_calls or [{'function': {'arguments': ' '}}])[0]"
-    joins += ".function.arguments }}{% endfor %}"
-    assert render([*told("Why?"), called], tokenizer_with(joins), False) == 'Why? {"town": "Zürich"}'
-
-
-@pytest.mark.parametrize("template", [PLAIN, TAGGED])
-def test_content_in_parts_is_its_text(tokenizer_with: Tokens, template: str, write: Write, config: Config) -> None:
+def test_content_in_parts_is_its_text(tokenizer_with: Tokens, write: Write, config: Config) -> None:
     parts = [{"type": "text", "text": "So "}, {"type": "text", "text": "it is."}]
     path = write({"id": "a", "messages": [*told("Why?"), {"role": "assistant", "content": parts}]})
-    tokenizer = tokenizer_with(template)
+    tokenizer = tokenizer_with(TAGGED)
     (sample,) = load_samples(config(path), tokenizer)
     assert marked(sample, tokenizer).endswith("⟦So it is.<|im_end|>⟧\n")
-
-
-def test_a_template_that_cannot_join_what_it_gets_is_named(
-    tokenizer_with: Tokens, write: Write, config: Config
-) -> None:
-    path = write({"id": "a", "messages": told("Why?", "So.")})
-    with pytest.raises(ValueError, match=r"sample a: the chat template of toy refuses it: .*; fix or remove"):
-        load_samples(config(path), tokenizer_with("{{ 'x' + 1 }}"))
 
 
 def test_tools_are_read_as_json_too_and_prompts_have_them(write: Write, config: Config) -> None:
@@ -310,7 +251,6 @@ def test_reasoning_that_a_template_makes_of_content_is_masked(tagged: bool) -> N
         ("S. U: why? A:", "U: why? A:U: why? A: so", "S. U: why?", "why?", 20),  # the later of two
         ("U: why? A:", "<s>U: why? A: so", "U: why?", "why?", 13),
         ("S. U: why? A:", "U: why? A: so", "S. U: why?", "", None),
-        ("S. U: why? A:", "U: why? A: so", "another", "why?", None),
         ("S. U: why? A:", "U: how? A: so", "S. U: why?", "why?", None),
     ],
 )
@@ -346,11 +286,9 @@ EOS, BLANK, A, B = 1, 10, 11, 12
         ([A, B], [0, 1], EOS, [A, B, EOS], [0, 1, 1]),
         ([A, B], [0, 1], None, [A, B], [0, 1]),
         ([A, B, EOS, A], [0, 1, 0, 0], EOS, [A, B, EOS, A], [0, 1, 1, 0]),
-        ([A, B, EOS, A], [0, 1, 0, 0], None, [A, B, EOS, A], [0, 1, 0, 0]),
         ([A, B, A], [0, 1, 0], EOS, [A, B, A], [0, 1, 0]),
         ([A, B, EOS, BLANK], [0, 1, 1, 1], EOS, [A, B, EOS, BLANK], [0, 1, 1, 0]),
         ([EOS, BLANK, BLANK, A], [1, 1, 1, 0], EOS, [EOS, BLANK, BLANK, A], [1, 0, 0, 0]),
-        ([A, EOS, B, A], [0, 1, 1, 0], EOS, [A, EOS, B, A], [0, 1, 1, 0]),
         ([BLANK, BLANK], [1, 1], EOS, [BLANK, BLANK, EOS], [1, 1, 1]),
     ],
 )
@@ -361,24 +299,3 @@ def test_an_answer_ends_with_the_token_that_ends_a_turn(
     monkeypatch.setattr(masks, "turn_end_tokens", lambda _: {EOS})
     tokenizer: Any = Mock(eos_token_id=eos, decode=lambda one: "\n" if one == BLANK else "a")
     assert masks._end_turns(token, mask, tokenizer) == (ended, trained)
-
-
-def test_a_text_is_cut_into_pieces_and_ends_once(tokenizer_with: Tokens) -> None:
-    tokenizer, seen = tokenizer_with(PLAIN), Counter[str]()
-    end = tokenizer.eos_token_id
-    whole = masks.encode_plain("So it is.", tokenizer)
-    found = masks._plain(Record("a", "", [], "So it is."), tokenizer, len(whole) // 2 + 1, seen)
-    assert [sample.id for sample in found] == ["a", "a#1"]
-    assert [*found[0].token, *found[1].token] == [*whole, end]
-    assert all(sample.loss_mask == [1] * len(sample.token) for sample in found)
-    (ended,) = masks._plain(Record("a", "", [], f"So it is.{tokenizer.eos_token}"), tokenizer, 99, seen)
-    assert ended.token == [*whole, end]
-    for _ in range(2):
-        assert masks._plain(Record("a", "", [], " \n"), tokenizer, 99, seen) == []
-    assert seen == {"dropped, no question and no text": 2}
-    both = Record("a", "", told("Why?", "So."), "So it is.")
-    assert not masks.is_plain(both, tokenizer)
-    tokenizer.eos_token = tokenizer.chat_template = None
-    assert masks.is_plain(both, tokenizer)
-    (open_ended,) = masks._plain(Record("a", "", [], "So it is."), tokenizer, 99, seen)
-    assert open_ended.token == whole

@@ -1,30 +1,22 @@
 """Shards are written in a thread beside the forward passes, and rows are read by several."""
 
-import random
 import threading
 import time
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.features import coding
 from data.features.coding import Copying, States, copying
-from data.features.extraction import extract
-from data.features.source import FeatureRequest, LiveFeatures
-from data.features.store import INDEX, META, SAVED, SHARDS, WAITING, DamagedError, FeatureStore, RowTensors, serialized
-from data.features.stored import StoredFeatures
-from heads.base import Features
-from heads.common.files import claim, read_checked, write_checked
-from tests import toys
+from data.features.extraction import WAITING, extract
+from data.features.store import FeatureStore
+from heads.common.files import claim
 from tests.data import stores
-from tests.data.test_store import contents, filled, flip
-from tests.data.test_stored import LAYERS, batches, extracted, steps
+from tests.data.test_store import contents, filled
 
 SPEC = stores.spec(rows=24)
 
@@ -91,65 +83,29 @@ def test_the_next_shards_are_computed_while_one_is_written(tmp_path: Path, monke
     assert contents(store.folder) == contents(tmp_path / "whole")
 
 
-def test_a_write_that_fails_ends_the_extraction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk, store = Disk(monkeypatch, refuses="000001"), FeatureStore.create(tmp_path, SPEC)
+@pytest.mark.parametrize("fault", ["shard 000001 could not be written", "not finite"])
+def test_a_shard_that_fails_ends_the_extraction_and_leaves_whole_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    bad = fault == "not finite"
+    disk, store = Disk(monkeypatch, refuses="" if bad else "000001"), FeatureStore.create(tmp_path, SPEC)
     computed = list[int]()
 
     def made(rows: list[int]) -> Copying:
+        if bad and 2 in rows:
+            raise ValueError(fault)
         computed.extend(rows)
         disk.opened.set()
         return stores.ready(rows)
 
-    with pytest.raises(ValueError, match="shard 000001 could not be written"):
+    with pytest.raises(ValueError, match=fault):
         extract(store, made, 2, 0, 1)
     assert len(computed) <= (2 + WAITING + 1) * SPEC.shard_rows
     assert all(is_free(store, number) for number in range(SPEC.shards))
     left = FeatureStore(tmp_path)
-    assert left.has(0)
     assert not left.has(2)
     assert left.damaged == {}
-
-
-def test_rows_that_cannot_be_computed_end_the_extraction_and_leave_whole_shards(tmp_path: Path) -> None:
-    store = FeatureStore.create(tmp_path, SPEC)
-
-    def made(rows: list[int]) -> Copying:
-        if 8 in rows:
-            raise ValueError("not finite")
-        return stores.ready(rows)
-
-    with pytest.raises(ValueError, match="not finite"):
-        extract(store, made, 2, 0, 1)
-    assert all(is_free(store, number) for number in range(SPEC.shards))
-    left = FeatureStore(tmp_path)
-    assert left.damaged == {}
-    for row in range(SPEC.rows):
-        if left.has(row):
-            assert torch.equal(left.read(row)["last"], stores.made([row])["last"])
-
-
-def test_a_shard_is_what_safetensors_writes_of_its_groups() -> None:
-    """Whatever the dtypes, so that a store's bytes follow from its rows alone."""
-    rows: RowTensors = {str(i): torch.arange(60).view(5, 3, 4).to(dtype) for i, dtype in enumerate(SAVED)}
-    rows |= {f"{name}_scale": torch.rand(5, 3) for name in "ba"}
-    pieces = serialized(tuple({name: part[a:b] for name, part in rows.items()} for a, b in ((0, 2), (2, 3), (3, 5))))
-    assert b"".join(pieces) == save(rows)
-
-
-@pytest.mark.parametrize(("number", "digits"), [(1, 64), (2, 32)])
-def test_a_store_of_an_older_format_is_read_and_gone_on_with(tmp_path: Path, number: int, digits: int) -> None:
-    """By the digest that it has: SHA-256, or XXH3 of 128 bits."""
-    FeatureStore.create(tmp_path, SPEC)
-    write_checked(tmp_path / META, {**read_checked(tmp_path / META), "format": number})
-    store = filled(tmp_path, SPEC)
-    assert {len(digest) for entry in store.entries.values() for digest in entry.digests} == {digits}
-    before = contents(tmp_path)
-    (tmp_path / INDEX / "000003.json").unlink()
-    assert torch.equal(filled(tmp_path, SPEC).read(7)["last"], stores.made([7])["last"])
-    assert contents(tmp_path) == before
-    flip(tmp_path / SHARDS / "000002.safetensors", 1.0)
-    with pytest.raises(DamagedError, match=r"row 5 is not what was written, its checksum differs"):
-        FeatureStore(tmp_path).read(5)
+    assert torch.equal(left.read(0)["last"], stores.made([0])["last"])
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
@@ -181,32 +137,3 @@ def test_a_gpus_rows_are_encoded_and_on_their_way_before_the_host_waits(
         with pytest.raises(DataDependentOutputException):
             under_way.result()
     assert order == ["recorded", "waited"]
-
-
-def test_rows_are_read_by_several_threads_and_come_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, packed = toys.target(), stores.packed()
-    store = extracted(tmp_path, target, packed)
-    read, together, calls, chance = store.read, threading.Barrier(2, timeout=10), count(), random.Random(0)
-
-    def slow(row: int) -> RowTensors:
-        if next(calls) < 2:  # a micro-batch has more rows, so two threads read
-            together.wait()
-        time.sleep(0.01 * chance.random())
-        return read(row)
-
-    def stored() -> list[Features]:
-        source = StoredFeatures(
-            store, batches(packed), FeatureRequest(LAYERS, torch.float32), torch.device("cpu"), 4, None
-        )
-        found = steps(source, 6)
-        source.close()  # what it reads ahead is none of the next one's
-        return found
-
-    expected = stored()
-    monkeypatch.setattr(store, "read", slow)
-    found = stored()
-    live = steps(LiveFeatures(target, batches(packed), LAYERS), 6)
-    for mine, other, true in zip(found, expected, live, strict=True):
-        assert torch.equal(mine.token, true.token)
-        assert torch.equal(mine.hidden, other.hidden)
-        assert torch.equal(mine.last_hidden, other.last_hidden)

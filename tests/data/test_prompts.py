@@ -4,14 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import pre_tokenizers, processors
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
-from data.text.masks import Sample
 from data.text.prompts import (
     OPENING,
-    held_out_prompts,
     load_prompts,
     load_samples,
     load_training,
@@ -20,6 +18,7 @@ from data.text.prompts import (
     split_text,
 )
 from tests.data.chatml import PLAIN, TAGGED, Tokens
+from tests.data.families import trained
 
 Write = Callable[..., str]
 Config = Callable[..., DataConfig]
@@ -43,25 +42,7 @@ BARE_TAGS = TAGGED.replace(
 )
 WIDE_TAGS = TAGGED.replace("'<|im_end|>' }}{%- endgeneration -%}{{ '\n'", "'<|im_end|>\n' }}{%- endgeneration -%}{{ ''")
 # A past answer loses its reasoning, as Qwen3's template has it.
-FORGETFUL = PLAIN.replace(
-    "+ m['content'] +", "+ ('(hm) ' if m['role'] == 'assistant' and loop.last else '') + m['content'] +"
-)
 # Ends no turn by a token of its own: the next user turn starts with it (craftgpt).
-OPEN_ENDED = (
-    "{% for m in messages %}{{ ('<|im_end|>' + m['content'] + '\n') if m['role'] == 'user' else m['content'] }}"
-    "{% endfor %}"
-)
-
-
-def trained(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """Return the texts of the sample's masked runs."""
-    runs: list[list[int]] = []
-    for i, (token, on) in enumerate(zip(sample.token, sample.loss_mask, strict=True)):
-        if on and (i == 0 or not sample.loss_mask[i - 1]):
-            runs.append([])
-        if on:
-            runs[-1].append(token)
-    return [str(tokenizer.decode(run)) for run in runs]
 
 
 @pytest.mark.parametrize("template", [PLAIN, TAGGED, BARE_TAGS, WIDE_TAGS])
@@ -72,40 +53,6 @@ def test_the_mask_covers_the_answers_and_their_ends_and_nothing_else(
     (sample,) = load_samples(config(write({"id": "a", "messages": CHAT})), tokenizer)
     assert tokenizer.decode(sample.token) == WHOLE
     assert trained(sample, tokenizer) == TRAINED
-
-
-def test_a_tokenizer_that_begins_texts_in_its_own_way(tokenizer_with: Tokens, write: Write, config: Config) -> None:
-    tokenizer = tokenizer_with(PLAIN)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    assert tokenizer.decode(tokenizer("It")["input_ids"]) == " It"  # so an answer alone has other tokens than in place
-    (sample,) = load_samples(config(write({"messages": CHAT})), tokenizer)
-    assert trained(sample, tokenizer) == TRAINED
-
-
-def test_both_kinds_of_template_give_equal_samples(tokenizer_with: Tokens, write: Write, config: Config) -> None:
-    data = config(write({"messages": CHAT}, {"messages": CHAT[1:3]}, {"prompt": "p", "answer": "q"}))
-    assert load_samples(data, tokenizer_with(PLAIN)) == load_samples(data, tokenizer_with(TAGGED))
-
-
-def test_a_template_that_rewrites_past_turns_gives_a_sample_an_answer(
-    tokenizer_with: Tokens, write: Write, config: Config
-) -> None:
-    tokenizer = tokenizer_with(FORGETFUL)
-    samples = load_samples(config(write({"id": "a", "messages": CHAT})), tokenizer)
-    assert [sample.id for sample in samples] == ["a#0", "a#1"]
-    assert [trained(sample, tokenizer) for sample in samples] == [["(hm) " + text] for text in TRAINED]
-    assert str(tokenizer.decode(samples[1].token)).startswith(WHOLE[: WHOLE.index("Now too")])
-
-
-def test_answers_without_an_end_token_get_the_one_that_the_target_writes(
-    tokenizer_with: Tokens, write: Write, config: Config
-) -> None:
-    tokenizer = tokenizer_with(OPEN_ENDED)
-    (sample,) = load_samples(config(write({"messages": CHAT[1:]})), tokenizer)
-    assert trained(sample, tokenizer) == TRAINED
-    assert str(tokenizer.decode(sample.token)) == (
-        "<|im_end|>Why is it so?\nIt is.\nReally.<|im_end|>And now?\nNow too, élan.<|im_end|>"
-    )
 
 
 def test_what_follows_the_last_answer_is_left_out(chat: PreTrainedTokenizerFast, write: Write, config: Config) -> None:
@@ -119,7 +66,6 @@ def test_what_follows_the_last_answer_is_left_out(chat: PreTrainedTokenizerFast,
     ("template", "messages", "message"),
     [
         (PLAIN, CHAT[:2], "sample bad: the loss mask is all zeros"),
-        (TAGGED, CHAT[:2], "sample bad: the loss mask is all zeros"),
         (
             "{% if false %}{% generation %}{% endgeneration %}{% endif %}{{ messages[0]['content'] }}",
             CHAT[1:],
@@ -146,35 +92,22 @@ def test_a_chat_that_cannot_be_masked_is_named(
     assert "\n" not in str(caught.value)
 
 
-def test_the_day_does_not_change_the_tokens(tokenizer_with: Tokens, write: Write, config: Config) -> None:
-    dated = "{% if date_string is not defined %}{{ raise_exception('today') }}{% endif %}{{ date_string }}"
-    samples = load_samples(config(write({"prompt": "p", "answer": "a"})), tokenizer_with(dated + PLAIN))
-    assert "Jul 2024" in str(tokenizer_with(None).decode(samples[0].token))
-
-
-@pytest.mark.parametrize(
-    "record", [{"messages": CHAT}, {"prompt": "p", "answer": "a"}, {"question": "q", "answer": "a"}]
-)
-def test_chats_without_a_chat_template_are_refused_with_the_remedy(
-    bare: PreTrainedTokenizerFast, write: Write, config: Config, record: dict[str, Any]
+def test_chats_without_a_chat_template_or_a_question_are_refused_with_the_remedy(
+    bare: PreTrainedTokenizerFast, chat: PreTrainedTokenizerFast, write: Write, config: Config
 ) -> None:
     with pytest.raises(ValueError, match=r"no chat template; put a chat_template.jinja") as caught:
-        load_samples(config(write(record)), bare)
+        load_samples(config(write({"messages": CHAT})), bare)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("record", [{"text": "a tale"}, {"prompt": "a ", "answer": "tale", "text": "a tale"}])
-def test_plain_text_trains_on_every_token_and_ends(
-    bare: PreTrainedTokenizerFast, write: Write, config: Config, record: dict[str, Any]
-) -> None:
-    (sample,) = load_samples(config(write(record)), bare)
-    assert bare.decode(sample.token) == "a tale<|im_end|>"
-    assert sample.loss_mask == [1] * len(sample.token)
+    with pytest.raises(ValueError, match="prompt x: the chat has no user message"):
+        load_prompts(write({"id": "x", "messages": CHAT[:1]}), chat, None)
 
 
 def test_a_long_text_becomes_several_samples_without_loss(
     bare: PreTrainedTokenizerFast, write: Write, config: Config
 ) -> None:
+    for record in ({"text": "a tale"}, {"prompt": "a ", "answer": "tale", "text": "a tale"}):
+        (sample,) = load_samples(config(write(record)), bare)
+        assert (bare.decode(sample.token), set(sample.loss_mask)) == ("a tale<|im_end|>", {1})
     path = write({"id": "a", "text": "abcdefghij"}, {"id": "b", "text": ""})
     samples = load_samples(config(path, max_tokens=4), bare)
     assert [(sample.id, bare.decode(sample.token)) for sample in samples] == [
@@ -210,26 +143,13 @@ def test_limits_and_the_held_out_end(bare: PreTrainedTokenizerFast, write: Write
     assert ids(held_out=2, limit=3) == list("012")
     assert ids(2, held_out=2, limit=3) == list("01")
     assert ids(3, limit=2) == list("01")
-    assert [p.id for p in held_out_prompts(config(path, held_out=2), bare, None)] == list("45")
-    assert [p.id for p in held_out_prompts(config(path, held_out=2), bare, 1)] == ["4"]
+    assert [p.id for p in load_training(config(path, held_out=2), bare, 9).held_out] == list("45")
+    assert [p.id for p in load_training(config(path, held_out=2), bare, 1).held_out] == ["4"]
     assert [p.id for p in records_to_answer(config(path, held_out=2), None)] == list("0123")
     with pytest.raises(ValueError, match=r"6 records, data.held_out=6 leaves none"):
         ids(held_out=6)
-
-
-def test_held_out_prompts_of_their_own_leave_the_data_whole(
-    bare: PreTrainedTokenizerFast, write: Write, config: Config
-) -> None:
-    path = write({"text": "one"}, {"text": "two"})
     data = config(path, held_out=1, prompts=write({"id": "q", "prompt": "three"}, name="prompts.jsonl"))
-    assert len(load_samples(data, bare)) == 2
-    assert [p.id for p in held_out_prompts(data, bare, None)] == ["q"]
-
-
-@pytest.mark.parametrize("changed", [{"length": 1}, {"max_tokens": 0}, {"limit": 0}, {"held_out": -1}])
-def test_sizes_that_leave_nothing_are_refused(config: Config, changed: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=rf"data\.{next(iter(changed))}"):
-        config("x", **changed)
+    assert (len(load_samples(data, bare)), [p.id for p in load_training(data, bare, 9).held_out]) == (6, ["q"])
 
 
 @pytest.mark.parametrize(
@@ -286,21 +206,13 @@ def test_plain_prompts_are_long_enough_for_contamination_even_of_bytes(
     assert (counts.checked, counts.unchecked, counts.contaminated) == (4, 0, 1)
 
 
-def test_the_first_half_of_a_short_text_is_its_prompt(chat: PreTrainedTokenizerFast, write: Write) -> None:
-    (short,) = load_prompts(write({"text": "abcdef", "category": "qa"}), chat, None)
-    assert (short.text, short.category, split_text("abcdef", chat)) == (
-        "abc",
-        "qa",
-        (short.token, chat("def")["input_ids"]),
-    )
-
-
 def test_a_plain_prompt_does_not_end_by_a_tokenizers_own_end_token(bare: PreTrainedTokenizerFast, write: Write) -> None:
     eos = str(bare.eos_token)
     whole = processors.TemplateProcessing(single=f"$A {eos}", special_tokens=[(eos, bare.eos_token_id)])
     bare.backend_tokenizer.post_processor = whole
     texts = {"text": "abcdef"}, {"text": "abc " * OPENING}, {"prompt": "why"}
     prompts = load_prompts(write(*texts), bare, None)
+    assert prompts[0].text == "abc"  # the first half of a short text
     assert [prompt.token[-1:] == [bare.eos_token_id] for prompt in prompts] == [False] * 3
     assert bare.decode(prompts[2].token) == "why"
 
@@ -312,24 +224,3 @@ def test_saved_prompts_come_back_token_for_token(
     save_prompts(prompts, tmp_path / "saved.jsonl")
     assert load_prompts(str(tmp_path / "saved.jsonl"), bare, None) == prompts
     assert load_prompts(str(tmp_path / "saved.jsonl"), chat, 1) == prompts[:1]
-
-
-def test_a_prompt_without_a_question_is_named(chat: PreTrainedTokenizerFast, write: Write) -> None:
-    with pytest.raises(ValueError, match="prompt x: the chat has no user message"):
-        load_prompts(write({"id": "x", "messages": CHAT[:1]}), chat, None)
-
-
-def test_text_that_the_tokenizer_does_not_know_is_pointed_out(
-    bare: PreTrainedTokenizerFast, write: Write, config: Config, caplog: pytest.LogCaptureFixture
-) -> None:
-    bare.unk_token = "<|endoftext|>"
-    known, unknown = write({"text": "a tale"}, name="known.jsonl"), write({"text": "a <|endoftext|> tale"})
-    rare = write({"text": "a tale " * 99 + "<|endoftext|> of it"}, name="rare.jsonl")
-    load_samples(config([known, rare]), bare)
-    assert caplog.text == ""
-    load_samples(config(unknown), bare)
-    assert "11% of the tokens are unknown" in caplog.text
-    caplog.clear()
-    bare.unk_token = bare.eos_token  # which ends every text
-    load_samples(config(known), bare)
-    assert caplog.text == ""

@@ -1,4 +1,5 @@
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -6,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from data.run import JobConfig, main
-from heads.common.resolvers import ROOT
-from heads.common.typed import typed
+from data.run import main, show
+from data.text.masks import Sample
 from tests.data.answering import words
 from tests.data.chat_server import Server
 
@@ -89,21 +89,16 @@ def test_an_endpoint_answers_instead_of_the_target(
     [
         ([], "nothing to do: give answers=FILE.jsonl, or inspect=N"),
         (["inspect=1", "model.path=/nowhere"], "model.path=/nowhere: no tokenizer loads from there (no such folder"),
-        (["inspect=much"], "inspect"),
-        (["inspect=1", "data.turns=first"], "data.turns is 'first': choose all, last"),
-        (["answers=a.txt"], "answers=a.txt: is written as JSON Lines; give a name that ends in .jsonl or .json"),
         (["answers=a.jsonl.gz"], "answers=a.jsonl.gz: is written as JSON Lines; give a name that ends in .jsonl"),
         (["answers=a.jsonl", "temperature=-1"], "temperature is -1.0: give 0 or more"),
-        (["answers=a.jsonl", "by=ftp://x"], "by=ftp://x: give engine, or the URL of an endpoint"),
+        (["answers=a.jsonl", "by=ftp://x"], "by=ftp://x: give a URL such as http://localhost:8000"),
         (["answers=a.jsonl", "by='http://me:password@h/v1'"], "by: the URL of h carries a user or a query, which"),
-        (["answers=a.jsonl", "endpoint.timeout=0"], "endpoint.timeout is 0.0: give a number above 0"),
         (["answers=a.jsonl", "+endpoint.retry=0"], "endpoint.retry is not a known key"),
         (["answers=a.jsonl", "data.path=/nowhere/chats.jsonl"], "/nowhere/chats.jsonl: neither a file here nor"),
         (["answers=/dev/null/a.jsonl"], "answers=/dev/null: cannot be written"),
         (["answers=a.jsonl", "drafter=head", "run=/nowhere/run"], "/nowhere/run: no such folder"),
         (["answers=a.jsonl", "model.device=cuda:99"], "model.device is cuda:99, and torch sees"),
         (["features=engine"], "features=engine feeds a training: give features=stored, and features.vllm for"),
-        (["inspect=1", "data.max_tokens=1"], "data.max_tokens is 1: give 2 or more"),
     ],
 )
 def test_a_mistake_is_one_line_and_a_status(
@@ -118,8 +113,17 @@ def test_a_mistake_is_one_line_and_a_status(
     assert error.count("\n") == 1
 
 
-def test_the_yaml_fits_the_types() -> None:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("data")
-        job = typed(JobConfig, cfg, ready={"head": None})
-    assert (job.answers, job.inspect) == (None, 0)
+def test_trained_tokens_stand_out_and_a_samples_text_moves_no_cursor(bare: PreTrainedTokenizerFast) -> None:
+    console = Console(force_terminal=True, color_system="standard", record=True, width=80)
+    show([Sample(name, bare("ab")["input_ids"], [0, 1]) for name in ("first", "second")], 1, 8, bare, console)
+    shown = console.export_text(styles=True)
+    assert "\x1b[2ma\x1b[0m\x1b[1;32mb\x1b[0m" in shown
+    assert re.search(r"rows of \S*8\S* tokens are \S*50\.0\S*% full", shown)
+    assert "first" in shown
+    assert "second" not in shown
+    token = bare("é\x1b[2Jb")["input_ids"]
+    plain = Console(record=True, width=80)
+    show([Sample("[/x]\x1b[2J\ud800", token, [0, 0, *[1] * (len(token) - 2)])], 1, 8, bare, plain)
+    shown = plain.export_text()
+    assert "é⟦\ufffd[2Jb⟧" in shown, "a character of several tokens stays whole"
+    assert "[/x]\ufffd[2J\ufffd: " in shown

@@ -3,34 +3,23 @@
 import errno
 import json
 import os
+import random
 import shutil
-import subprocess
-import sys
-import threading
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save
 
+from data.features.coding import Copying
 from data.features.extraction import extract
-from data.features.store import (
-    INDEX,
-    META,
-    SHARDS,
-    WAITING,
-    DamagedError,
-    FeatureStore,
-    StoreSpec,
-    WriteQueue,
-    serialized,
-)
+from data.features.store import DTYPES, INDEX, META, SHARDS, DamagedError, FeatureStore, StoreSpec, decode, encode, size
 from heads.common import files
-from heads.common.files import claim, read_checked, write_checked
+from heads.common.files import CHECKSUM, claim, read_checked, write_checked
 from tests.data import stores
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def filled(folder: Path, spec: StoreSpec = stores.SPEC) -> FeatureStore:
@@ -58,6 +47,12 @@ def test_rows_come_back_bit_for_bit(tmp_path: Path) -> None:
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     tensors = sum(part.nbytes for part in stores.made([0]).values())
     assert tensors == stores.SPEC.row_bytes
+    (tmp_path / INDEX / ".partial-000099.json").write_text("{")  # another process may rename it at any moment
+    again = FeatureStore(tmp_path)
+    assert (again.damaged, any(name.startswith(".") for name in again.entries)) == ({}, False)
+    (tmp_path / SHARDS / "000000.safetensors").unlink()
+    with pytest.raises(DamagedError, match=r"000000\.safetensors: row 1 cannot be read"):
+        again.read(1)
 
 
 def test_a_reader_sees_what_was_finished_meanwhile(tmp_path: Path) -> None:
@@ -102,9 +97,9 @@ def test_a_store_of_more_layers_serves_fewer_in_any_order(tmp_path: Path) -> Non
         store.check(stores.spec(layers=(1,)), ("layers",))
 
 
-@pytest.mark.parametrize("at", [0.3, 0.6, 0.9, 1.0])
+@pytest.mark.parametrize("at", [0.6, 1.0])
 def test_a_flipped_bit_in_a_shard_is_named(tmp_path: Path, at: float) -> None:
-    store = filled(tmp_path)
+    store, before = filled(tmp_path), contents(tmp_path)
     flip(tmp_path / SHARDS / "000002.safetensors", at)
     said = {}
     for row in range(store.spec.rows):
@@ -115,18 +110,12 @@ def test_a_flipped_bit_in_a_shard_is_named(tmp_path: Path, at: float) -> None:
     assert said
     assert set(said) <= {4, 5}
     assert all("000002.safetensors" in each and "on_missing=compute" in each for each in said.values())
-
-
-def test_a_damaged_shard_is_extracted_again_once_its_entry_is_gone(tmp_path: Path) -> None:
-    filled(tmp_path)
-    before = contents(tmp_path)
-    flip(tmp_path / SHARDS / "000002.safetensors", 0.9)
-    (tmp_path / INDEX / "000002.json").unlink()
+    (tmp_path / INDEX / "000002.json").unlink()  # then it is extracted again
     filled(tmp_path)
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("at", [0.0, 0.2, 0.5, 0.9])
+@pytest.mark.parametrize("at", [0.0, 0.5])
 def test_a_flipped_bit_in_an_entry_is_named_and_mended(tmp_path: Path, at: float) -> None:
     filled(tmp_path)
     before = contents(tmp_path)
@@ -140,7 +129,7 @@ def test_a_flipped_bit_in_an_entry_is_named_and_mended(tmp_path: Path, at: float
     assert store.damaged == {}
 
 
-@pytest.mark.parametrize("at", [0.0, 0.2, 0.5, 0.9])
+@pytest.mark.parametrize("at", [0.0, 0.5])
 def test_a_flipped_bit_in_the_meta_file_is_named(tmp_path: Path, at: float) -> None:
     filled(tmp_path)
     flip(tmp_path / META, at)
@@ -163,29 +152,15 @@ def test_a_shard_that_is_not_whole_is_named_and_written_again(tmp_path: Path, fa
     assert contents(tmp_path) == before
 
 
-def test_a_shard_that_vanishes_while_it_is_read_is_named(tmp_path: Path) -> None:
-    store = filled(tmp_path)
-    (tmp_path / SHARDS / "000000.safetensors").unlink()
-    with pytest.raises(DamagedError, match=r"000000\.safetensors: row 1 cannot be read"):
-        store.read(1)
-
-
 def test_no_store_and_another_format_are_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no feature store; extract one: python data/run\.py"):
         FeatureStore(tmp_path / "none")
     filled(tmp_path)
     meta = read_checked(tmp_path / META)
-    for number in (0, 3, "1", True, [1], None):
+    for number in (1, 3, "2", None):
         write_checked(tmp_path / META, {**meta, "format": number})
         with pytest.raises(ValueError, match="another format"):
             FeatureStore(tmp_path)
-
-
-def test_a_claim_is_exclusive_and_freed(tmp_path: Path) -> None:
-    with claim(tmp_path / "x", wait=False) as mine, claim(tmp_path / "x", wait=False) as yours:
-        assert (mine, yours) == (True, False)
-    with claim(tmp_path / "x", wait=False) as again:
-        assert again
 
 
 def test_a_full_disk_costs_the_unfinished_shard_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,69 +187,189 @@ def test_a_full_disk_costs_the_unfinished_shard_alone(tmp_path: Path, monkeypatc
     assert contents(folder) == contents(whole)
 
 
-SMALL_DISK = """
-import sys
-sys.path[0] = {root!r}
-from pathlib import Path
-from data.features.extraction import extract
-from data.features.store import FeatureStore
-from tests.data import stores
-spec = stores.spec(rows=400, shard_rows=50)
-store = FeatureStore.create(Path({folder!r}), spec)
-try:
-    extract(store, stores.ready, 50, 0, 1)
-except ValueError as error:
-    print("said:", error)
-print("whole:", sum(len(FeatureStore(store.folder).read(row)) == 2 for row in range(400) if store.has(row)))
-"""
+SPEC = stores.spec(rows=24)
 
 
-@pytest.mark.slow
-def test_a_small_file_system_that_fills_up(tmp_path: Path) -> None:
-    unshare = shutil.which("unshare")
-    mount = [str(unshare), "-rm", "sh", "-c", f'mount -t tmpfs -o size=64k none {tmp_path} && exec "$@"', "sh"]
-    if unshare is None or subprocess.run([*mount, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("no file system can be mounted here")
-    script = SMALL_DISK.format(root=str(ROOT), folder=str(tmp_path / "store"))
-    done = subprocess.run([*mount, sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert "No space left on device" in done.stdout, done.stderr
-    whole = int(done.stdout.split("\nwhole:")[1])
-    assert 0 < whole < 400
-    assert whole % 50 == 0
+def slowly(rows: list[int]) -> Copying:
+    time.sleep(0.002)
+    return stores.ready(rows)
 
 
-def test_a_shard_has_the_bytes_that_safetensors_writes() -> None:
-    groups = [{"last": torch.randn(n, 6, 3).to(torch.float8_e4m3fn), "last_scale": torch.randn(n, 6)} for n in (1, 2)]
-    whole = {name: torch.cat([group[name] for group in groups]) for name in groups[0]}
-    assert b"".join(serialized(tuple(groups))) == save(whole)
+def forked(work: Callable[[], None]) -> int:
+    """Do something in a child of this process, which shares all that is imported."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        torch.set_num_threads(1)
+        work()
+        os._exit(0)
+    finally:
+        os._exit(1)
 
 
-def test_few_shards_wait_to_be_written() -> None:
-    """So that a disk slower than the target does not fill the memory."""
-    free = threading.Event()
-
-    def slow() -> None:
-        free.wait()
-
-    with WriteQueue() as queue:
-        for _ in range(WAITING):
-            queue.put(slow)
-        threading.Timer(0.1, free.set).start()
-        queue.put(slow)
-        assert free.is_set()
+def write(folder: Path, rank: int = 0, world: int = 1) -> None:
+    extract(FeatureStore.create(folder, SPEC), slowly, 2, rank, world)
 
 
-def test_an_entry_is_small_and_says_its_rows(tmp_path: Path) -> None:
-    filled(tmp_path)
-    entry = json.loads((tmp_path / INDEX / "000005.json").read_text())
-    assert entry["rows"] == [10]
-    assert entry["bytes"] == (tmp_path / SHARDS / "000005.safetensors").stat().st_size
+def test_a_writer_that_is_killed_anywhere_is_taken_up_where_it_was(tmp_path: Path) -> None:
+    begin = time.perf_counter()
+    assert os.waitpid(forked(lambda: write(tmp_path / "whole")), 0)[1] == 0
+    seconds, whole = time.perf_counter() - begin, contents(tmp_path / "whole")
+    draw = random.Random(0)
+    for point in range(3):
+        folder = tmp_path / f"killed{point}"
+        child = forked(lambda folder=folder: write(folder))
+        time.sleep(draw.uniform(0, seconds))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        if (folder / "meta.json").exists():
+            found = FeatureStore(folder)
+            held = [row for row in range(SPEC.rows) if found.has(row)]
+            assert all(torch.equal(found.read(row)["last"], stores.made([row])["last"]) for row in held)
+        filled(folder, SPEC)
+        assert contents(folder) == whole
+
+    def stuck(rows: list[int]) -> Copying:
+        if 6 in rows:  # the shard is claimed by now; its lock file is there a moment before it is
+            (tmp_path / "stuck").touch()
+            time.sleep(60)
+        return stores.ready(rows)
+
+    folder = tmp_path / "claimed"
+    child = forked(lambda: extract(FeatureStore.create(folder, SPEC), stuck, 2, 0, 1) and None)
+    while not (tmp_path / "stuck").exists():
+        time.sleep(0.005)
+    write(folder)
+    assert FeatureStore(folder).missing() == [6, 7], "the claimed shard is its writer's"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    write(folder)
+    assert contents(folder) == whole
 
 
-def test_an_entry_that_is_being_written_is_not_read_yet(tmp_path: Path) -> None:
-    """Another process may rename it at any moment, so that it is gone when it is opened."""
-    filled(tmp_path)
-    (tmp_path / INDEX / ".partial-000099.json").write_text("{")
-    store = FeatureStore(tmp_path)
-    assert store.damaged == {}
-    assert not any(name.startswith(".") for name in store.entries)
+def test_writers_share_a_store_and_leave_what_one_leaves(tmp_path: Path) -> None:
+    write(tmp_path / "whole")
+    children = [forked(lambda rank=rank: write(tmp_path / "shared", rank, 2)) for rank in (0, 1)]
+    children += [forked(lambda: write(tmp_path / "shared"))]  # another command, which knows nothing of the two
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+    assert contents(tmp_path / "shared") == contents(tmp_path / "whole")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    opened = FeatureStore.create(tmp_path / "store", stores.spec())
+    opened.write("a", [0, 1], stores.made([0, 1]))
+    return tmp_path / "store"
+
+
+def change(file: Path, **values: Any) -> None:
+    """Write other values with a checksum that is right."""
+    write_checked(file, {key: value for key, value in read_checked(file).items() if key != CHECKSUM} | values)
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"rows": 3}, "does not list rows"),
+        ({"rows": [0]}, "does not list rows"),
+        ({"digests": [1, 2]}, "does not list rows"),
+        ({"bytes": "many"}, "does not list rows"),
+        ({"rows": [0, 0]}, "not different ones of 11"),
+        ({"rows": [0, 11]}, "not different ones of 11"),
+        ({"rows": [[], {}]}, "not different ones of 11"),
+    ],
+)
+def test_an_entry_of_something_else_is_damaged(folder: Path, values: dict[str, Any], told: str) -> None:
+    change(folder / INDEX / "a.json", **values)
+    opened = FeatureStore(folder)
+    assert told in opened.damaged["a"]
+    assert str(folder / INDEX / "a.json") in opened.damaged["a"]
+    assert not opened.has(0)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"shard_rows": 0}, {"dtype": "x"}, {"layers": [[]]}, {"x": 1}],
+)
+def test_a_meta_file_of_something_else_is_refused(folder: Path, values: dict[str, Any]) -> None:
+    change(folder / META, **values)
+    with pytest.raises(ValueError, match=r"meta\.json: .*; put a copy in its place") as error:
+        FeatureStore(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("part", [f"{SHARDS}/a.safetensors", f"{INDEX}/a.json"])
+def test_a_link_out_of_a_store_is_not_read(folder: Path, part: str) -> None:
+    shutil.move(folder / part, folder.parent / "elsewhere")
+    (folder / part).symlink_to(folder.parent / "elsewhere")
+    assert "a link out of its folder" in FeatureStore(folder).damaged["a"]
+    (folder / "lock").symlink_to(folder / "made")
+    with pytest.raises(OSError, match=os.strerror(40)), claim(folder / "lock", wait=False):
+        pass
+    assert not (folder / "made").exists()
+
+
+def test_a_shard_of_an_impossible_shape_is_damaged(folder: Path) -> None:
+    shard = folder / SHARDS / "a.safetensors"
+    header = json.dumps({"hidden": {"dtype": "F32", "shape": [2**64 - 1, 0], "data_offsets": [0, 0]}}).encode()
+    shard.write_bytes(len(header).to_bytes(8, "little") + header)
+    change(folder / INDEX / "a.json", bytes=shard.stat().st_size)
+    with pytest.raises(DamagedError, match="row 0"):
+        FeatureStore(folder).read(0)
+
+
+def states(width: int = 64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 7, width, generator=generator) * torch.logspace(-4, 4, 7)[:, None]
+    x[0, 0] *= 0
+    x[1, 1, 3] = 1e6  # an outlier, as massive activations are
+    x[2, 2] = 1e-42
+    return x
+
+
+def bound(x: torch.Tensor, dtype: str) -> torch.Tensor:
+    most = x.abs().amax(-1, keepdim=True).double()
+    tiny = torch.finfo(torch.float32).tiny
+    error = {
+        "fp32": torch.zeros_like(x).double(),
+        "bf16": x.abs().double() / 2**8,
+        "fp8": x.abs().double() / 2**4 + most / 448 / 2**10,
+    }[dtype]
+    return error * (1 + 1e-5) + (tiny if dtype != "fp32" else 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_error_is_bounded(dtype: str) -> None:
+    x = states()
+    found = decode(encode(x, dtype), torch.float32)
+    assert ((found.double() - x.double()).abs() <= bound(x, dtype)).all()
+    assert found.isfinite().all()
+    assert (found[0, 0] == 0).all()
+
+
+def test_each_token_of_each_layer_has_its_own_scale() -> None:
+    x, dtype = states(), "fp8"
+    scale = encode(x, dtype).scale
+    assert scale is not None
+    assert scale.shape == x.shape[:-1]
+    whole = decode(encode(x, dtype), torch.float32)
+    alone = decode(encode(x[3, 4], dtype), torch.float32)
+    assert torch.equal(whole[3, 4], alone)
+
+
+def test_bf16_of_bf16_is_exact() -> None:
+    x = states().bfloat16()
+    assert torch.equal(decode(encode(x, "bf16"), torch.bfloat16), x)
+    found, wanted = encode(x, "fp8"), encode(x.float(), "fp8")
+    assert found.scale is not None
+    assert wanted.scale is not None
+    assert found.scale.equal(wanted.scale)
+    assert found.value.float().equal(wanted.value.float())
+
+
+def test_sizes_are_those_of_the_tensors() -> None:
+    for dtype in DTYPES:
+        value, scale = encode(torch.ones(3, 64), dtype)
+        held = value.numel() * value.element_size() + (0 if scale is None else scale.numel() * scale.element_size())
+        assert held == 3 * size(64, dtype)

@@ -16,7 +16,7 @@ Body = dict[str, Any]
 SHORT = 8  # tokens of an answer that counts as short
 LONG = 32  # characters of an answer in which a fault is planted
 ONCE = EndpointConfig(
-    model=None, concurrency=1, timeout=120.0, retries=0, backoff=0.0, max_wait=0.0, max_failures=1, api_key_env="NONE",
+    model=None, concurrency=1, timeout=120.0, retries=0, backoff=0.0, max_wait=0.0, api_key_env="NONE",
     extra={},
 )  # fmt: skip
 

@@ -108,7 +108,7 @@ def test_over_http_it_is_the_same_and_a_client_that_goes_away_cancels(
 ) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with AuditServer(pass_s=0.005) as server:
-        client = Client(server.url + "/v1", EndpointConfig(None, 1, 10.0, 0, 0.0, 0.0, 1, "KEY", {}), None)
+        client = Client(server.url + "/v1", EndpointConfig(None, 1, 10.0, 0, 0.0, 0.0, "KEY", {}), None)
         path, body = fields_of("hail", stream=streams)
         assert list(client.events(path[3:], body)) == list(AuditServer().events(path, body))
         with pytest.raises(EndpointError, match=r"http_400.*max_tokens=99999"):

@@ -61,7 +61,6 @@ def test_a_run_that_can_start_is_not_refused(toy: list[str]) -> None:
             "model.path=/nowhere/target: no causal LM with tokenizer loads from there (no such folder",
         ),
         (["features=stored", "features.path=/nowhere/store"], "/nowhere/store: holds no feature store"),
-        (["features=engine", "features.path=/nowhere/store"], "/nowhere/store: holds no feature store"),
         (["out=/dev/null/run"], "out=/dev/null/run: cannot be written (/dev/null: Not a directory)"),
         (["data.length=161", "trainer.micro_tokens=161"], "data.length is 161, but"),
         (["head=hydra", "init=last_layer"], "init=last_layer starts head=mtp, eagle, hass and eagle3 alone"),

@@ -203,7 +203,7 @@ def test_the_loss_from_a_server_is_that_of_live_training_without_the_targets_lay
     monkeypatch.setattr(Target, "load", None)
     capsys.readouterr()
     assert close(trained("served", *HEADS[head], *engine(server)), live, 1e-5)
-    assert f"features: {3 * 256 // 32} rows served, 0 from the store; waited" in capsys.readouterr().err
+    assert f"features: {3 * 256 // 32} rows served; waited" in capsys.readouterr().err
     assert json.loads((tmp_path / "served" / "provenance.json").read_text())["features"] == {server.url: "served"}
     assert server.leftovers() == []
 
@@ -222,20 +222,6 @@ def test_a_run_whose_server_dies_goes_on_bit_for_bit(
     assert 0 < len(jobs.losses(tmp_path / "cut")) < 5
     server.always = honest
     assert trained("cut", *words, "resume=true") == whole
-
-
-def test_a_store_takes_a_dead_servers_place(
-    base: list[str], trained: Train, tmp_path: Path, server: StatesServer
-) -> None:
-    live = trained("live", *HEADS["eagle3"])
-    extracted(base, tmp_path / "store", "eagle3", "features.dtype=fp32")
-    server.script = [honest] * 12
-    server.always = reset
-    words = engine(server, f"features.path={tmp_path / 'store'}")
-    assert close(trained("run", *HEADS["eagle3"], *words), live, 1e-5)
-    with pytest.raises(ValueError, match=r"holds other features than these, by the data\.length"):
-        trained("other", *HEADS["eagle3"], *words, "data.length=64")
-    assert not (tmp_path / "other").exists()
 
 
 def test_the_layer_ids_that_a_server_lacks_are_named(trained: Train, server: StatesServer) -> None:

@@ -67,7 +67,7 @@ def check_settings(run: RunConfig) -> None:
     check_sources(run.data)
     if run.workload:
         check_source(locate(run.workload))
-    if run.features.path and not run.features.runs_target:
+    if run.features.mode == "stored":
         FeatureStore(run.features.folder)
     if run.eval.prompts:
         find_heads(run.compare)
@@ -83,7 +83,7 @@ def check_plan(run: RunConfig) -> None:
     """
     if run.eval.prompts:
         eval_config(**evaluation(run))
-    if run.features.path and not run.features.runs_target and run.features.folder.exists():
+    if run.features.mode == "stored" and run.features.folder.exists():
         FeatureStore(run.features.folder)
     data, workload = run.data, run.workload and locate(run.workload)
     prompts = [name for name in (data.prompts, workload) if name]
