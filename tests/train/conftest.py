@@ -8,6 +8,7 @@ import pytest
 from heads.formats.store import TargetSpec
 from tests.train.hub_server import Hub, become
 from tests.train.publishing import write_run
+from train.release import card
 
 
 @pytest.fixture
@@ -19,7 +20,9 @@ def spec(tmp_path: Path) -> TargetSpec:
 
 
 @pytest.fixture
-def run(tmp_path: Path, spec: TargetSpec) -> Path:
+def run(tmp_path: Path, spec: TargetSpec, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A trained run; the pictures of its card take time, and are drawn in one test only."""
+    monkeypatch.setattr(card, "_picture", lambda plot: card.Picture("a plot", plot.caption.encode()))
     return write_run(tmp_path / "outputs" / "tiny-medusa", spec)
 
 

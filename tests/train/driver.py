@@ -14,17 +14,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
 from torch import Tensor
 
 from heads.common.errors import user_errors
-from heads.common.resolvers import register_resolvers
 from tests.train import jobs
 from train import acceptance
 from train import step as steps
 from train.checkpoints import format
 from train.objective import row_keys
-from train.planning.resolve import resolve
 from train.run import train
 from train.step import Stepper
 
@@ -105,9 +102,8 @@ def child(folder: Path, overrides: list[str], hooks: tuple[str, ...], log: Path,
         name, _, only = hook.partition("@")
         if not only or int(only) == rank:
             HOOKS[name](folder, rank)
-    register_resolvers()
-    with user_errors(), initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        train(resolve(compose("train", jobs.with_head(overrides))))
+    with user_errors():
+        train(jobs.resolved(overrides))
 
 
 def keys_with_places(seed: int, step: int, index: Tensor) -> Tensor:

@@ -8,12 +8,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM
 
+from heads.common.resolvers import register_resolvers
 from tests import toys
-from train.config import RunConfig
+from train.config import RunConfig, run_config
 from train.planning.plan import resolve_micro_batch
-from train.planning.resolve import resolve_placement, with_processes
+from train.planning.resolve import resolve, resolve_placement, with_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = [
@@ -43,6 +46,23 @@ def with_head(overrides: Sequence[str]) -> list[str]:
     """Return overrides with head=eagle unless they name a head, or an experiment with its own."""
     named = any(word.startswith(("head=", "experiment=")) for word in overrides)
     return [*overrides] if named else [*overrides, "head=eagle"]
+
+
+def composed(overrides: Sequence[str]) -> DictConfig:
+    """Return the configuration of a training, of head=eagle unless the overrides name another."""
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose("train", with_head(overrides))
+
+
+def configured(overrides: Sequence[str]) -> RunConfig:
+    """Return the typed configuration, unresolved."""
+    return run_config(composed(overrides))
+
+
+def resolved(overrides: Sequence[str]) -> RunConfig:
+    """Return a configuration as training takes it."""
+    return resolve(composed(overrides))
 
 
 def placed(run: RunConfig) -> RunConfig:

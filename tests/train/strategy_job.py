@@ -16,14 +16,13 @@ if __name__ == "__main__":
 
 import torch
 from accelerate import Accelerator
-from hydra import compose, initialize_config_dir
 
 from data.batches import Batches, Packed
 from data.features.source import LiveFeatures
-from heads.common.resolvers import ROOT, register_resolvers
 from tests import toys
+from tests.train import jobs
 from train import optim
-from train.config import RunConfig, run_config
+from train.config import RunConfig
 from train.objective import row_keys
 from train.start import adapt
 from train.step import Loss, Stepper
@@ -46,11 +45,8 @@ CASES: dict[str, tuple[str, list[str]]] = {
 
 def run_of(case: str, strategy: str) -> RunConfig:
     """Return a case's configuration."""
-    register_resolvers()
     small = ["trainer.steps=20", "data.length=16", "trainer.batch_tokens=80", "trainer.micro_tokens=32"]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        words = ["launcher=inline", f"launcher.strategy={strategy}", *small, *CASES[case][1]]
-        return run_config(compose("train", words))
+    return jobs.configured(["launcher=inline", f"launcher.strategy={strategy}", *small, *CASES[case][1]])
 
 
 def stepper(run: RunConfig, case: str, accelerator: Accelerator) -> Stepper:

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 from eval.measures import metrics
 from heads import HEADS
 from heads.base import Features
-from heads.common.resolvers import ROOT, register_resolvers
+from heads.common.resolvers import ROOT
 from heads.modules.layers import Recomputing
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
@@ -26,7 +25,7 @@ from tests.train import jobs
 from train import sweep
 from train.acceptance import AcceptanceEvaluator
 from train.checkpoints.saver import TrainState
-from train.config import RunConfig, run_config
+from train.config import RunConfig
 from train.objective import loss_weights
 from train.optim import Ema, optimizer
 from train.step import Flops, Loss
@@ -35,10 +34,7 @@ PROMPTS = [toys.prompt(seed) for seed in range(5)]
 
 
 def run(*overrides: str) -> RunConfig:
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        chosen = ("trainer.eval_prompts=3", "trainer.eval_tokens=20", "tree=chain", *overrides)
-        return run_config(compose("train", jobs.with_head(chosen)))
+    return jobs.configured(["trainer.eval_prompts=3", "trainer.eval_tokens=20", "tree=chain", *overrides])
 
 
 def judging(target: Target, run: RunConfig) -> AcceptanceEvaluator:

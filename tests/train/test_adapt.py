@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from safetensors.torch import load_file
 from torch import Tensor
@@ -19,14 +18,14 @@ from transformers import AutoConfig
 
 from heads import HEADS
 from heads.base import Features, frozen_count, parameter_count
-from heads.common.resolvers import ROOT, register_resolvers
+from heads.common.resolvers import ROOT
 from heads.eagle import Eagle
 from heads.formats.store import save_head
 from inference.target.placement import REPLICATE
 from inference.target.target import Target
 from tests import toys
 from tests.train import jobs
-from train.config import RunConfig, run_config
+from train.config import RunConfig
 from train.objective import chunked, loss_weights, objective
 from train.optim import Ema, optimizer
 from train.planning.plan import plan
@@ -40,9 +39,7 @@ TREE = {"kind": "dynamic", "depth": 4, "top_k": 3, "nodes": 9, "paths": [], "wid
 
 @functools.cache
 def run(*overrides: str) -> RunConfig:
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return run_config(compose("train", jobs.with_head(overrides)))
+    return jobs.configured(overrides)
 
 
 def batch(of: Target, head: Any) -> Features:

@@ -21,8 +21,9 @@ from heads.formats.published.export import FORMATS, READERS, refusals
 from heads.formats.store import TargetSpec, read_config, save_head
 from tests.eval.stubs import ROW
 from tests.heads import exporting
-from tests.train.publishing import ORIGIN, REPO, config, medusa
+from tests.train.publishing import DRAWN, ORIGIN, REPO, config, medusa
 from train.publish import publish
+from train.release import card as card_module
 from train.release.card import SERVED, TITLES, Facts, bullets, card, code, escaped, metadata, title_of
 
 HUB_TARGET = TargetSpec("Someone/Target-8B", 11, 4, 3, "f00d")
@@ -182,7 +183,8 @@ def test_a_limit_beyond_the_targets_vocabulary_is_none() -> None:
         assert (f"draft\\_vocab: `{limit}`" in text) == shown
 
 
-def test_plots_are_pictures_on_an_opaque_ground(run: Path) -> None:
+def test_plots_are_pictures_on_an_opaque_ground(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(card_module, "_picture", DRAWN)
     out = publish(config(run, dry_run=True), HfApi(), str)
     text = (out / "README.md").read_text()
     for name in ("speedup", "acceptance", "training"):

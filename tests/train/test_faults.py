@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.train import driver, jobs
-from tests.train.test_features import resolved
+from tests.train.jobs import resolved
 from tests.train.undisturbed import BATCHES, STEPS, Toy, records, steps
 from train import run as runs
 

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from data.features.extraction import Layers, extract_features
 from data.features.source import FeaturesConfig
 from data.features.store import SHARDS
-from heads.common.resolvers import ROOT, register_resolvers
 from heads.formats.hub import load_found
 from heads.medusa import Medusa
 from inference.target.embeddings_only import EmbeddingsOnly
@@ -21,8 +19,7 @@ from inference.target.target import Target
 from tests.data.chat_server import honest, reset
 from tests.data.states_server import StatesServer
 from tests.train import jobs
-from train.config import RunConfig, run_config
-from train.planning.resolve import resolve
+from tests.train.jobs import configured, resolved
 from train.run import train
 
 Train = Callable[..., dict[int, float]]
@@ -37,20 +34,6 @@ OFF = ["trainer.eval_prompts=0", "eval.prompts=0"]
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*jobs.make(tmp_path_factory.mktemp("job")), "trainer.steps=3", "trainer.save_every=3", *OFF]
-
-
-def composed(overrides: list[str]) -> DictConfig:
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("train", jobs.with_head(overrides))
-
-
-def configured(overrides: list[str]) -> RunConfig:
-    return run_config(composed(overrides))
-
-
-def resolved(overrides: list[str]) -> RunConfig:
-    return resolve(composed(overrides))
 
 
 @pytest.fixture

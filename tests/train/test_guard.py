@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from data.batches import Batches, Packed
 from tests.train import jobs
+from tests.train.jobs import configured, resolved
 from tests.train.poison import poison
-from tests.train.test_features import configured, resolved
 from train import build
 from train import run as runs
 from train.checkpoints import format

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from heads import HEADS
 from heads.modules.vocab import GradientSum
 from tests.train import loss_launches
-from train.objective import ROWS, chunk_rows, chunked
+from train.objective import chunked
 from train.step import Flops
 
 TOYS = [f"{name}:decay" for name in [*HEADS, "block of DSpark"]]
@@ -92,14 +92,6 @@ def test_rows_are_picked_on_the_host_and_sent_in_one_copy() -> None:
         for teacher, picks in here:
             assert len(teacher) <= 16
             assert teacher[picks[depth - 1].position].equal(picks[depth - 1].source + depth)
-
-
-def test_a_device_takes_as_many_rows_of_any_vocabulary() -> None:
-    heads = [loss_launches.Plain(vocab, vocab) for vocab in (100, 128_256)]
-    assert {chunk_rows(head, "cuda", 5 * 16_384) for head in heads} == {ROWS}
-    assert {chunk_rows(head, "cuda", 5 * 4096) for head in heads} == {1024}
-    assert [chunk_rows(head, "cpu", 5 * 16_384) for head in heads] == [2048, 65]
-    assert chunk_rows(heads[0], "cuda", 3) == 1
 
 
 class Wide(TorchDispatchMode):

@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 
-from heads.common.resolvers import ROOT, register_resolvers
 from tests.train import driver, jobs
-from train.config import run_config
 from train.planning.plan import GIB, SAFE, device_memories, plan_inputs
 
 STEPS = 4
@@ -75,9 +72,7 @@ def test_a_placed_run_has_the_losses_of_one_process(
 
 def peak(words: list[str], *overrides: str) -> int:
     """Return the peak that the plan says of a process."""
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        run = run_config(compose("train", ["head=eagle", *words, "launcher.num_processes=2", *overrides]))
+    run = jobs.configured([*words, "launcher.num_processes=2", *overrides])
     return max(memory.peak for memory in device_memories(plan_inputs(run)))
 
 
@@ -150,9 +145,6 @@ def test_a_streamed_target_trains_and_is_evaluated(alone: tuple[Path, list[str],
     ],
 )
 def test_refusals_come_before_anything_is_loaded(words: str, overrides: list[str]) -> None:
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("train", overrides)
     with pytest.raises(ValueError, match=words) as error:
-        run_config(cfg)
+        jobs.configured(overrides)
     assert "\n" not in str(error.value)

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from rich.console import Console
 from transformers import LlamaConfig
 
-from heads.common.resolvers import ROOT, register_resolvers
-from train.config import RunConfig, run_config
+from tests.train import jobs
+from train.config import RunConfig
 from train.planning.plan import GIB, SAFE, plan
 from train.planning.resolve import resolve_placement, with_processes
 from train.planning.table import advice, in_words, table
@@ -30,9 +29,7 @@ def target(tmp_path: Path) -> str:
 
 
 def run(*overrides: str) -> RunConfig:
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return with_processes(run_config(compose("train", [*SMALL, *overrides])))
+    return with_processes(jobs.configured([*SMALL, *overrides]))
 
 
 def shown(given: RunConfig, planned: dict[str, Any]) -> str:

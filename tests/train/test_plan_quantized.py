@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 from rich.console import Console
 from transformers import LlamaConfig
 
-from heads.common.resolvers import ROOT, register_resolvers
-from train.config import run_config
+from tests.train import jobs
 from train.planning import check
 from train.planning.plan import plan
 from train.planning.resolve import resolve_placement, with_processes
@@ -32,9 +30,7 @@ def saved(folder: Path, quantization: dict[str, Any] | None) -> str:
 
 
 def run(*overrides: str) -> Any:
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return with_processes(run_config(compose("train", [*SMALL, "device=h100", *overrides])))
+    return with_processes(jobs.configured([*SMALL, "device=h100", *overrides]))
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
-from heads.common.resolvers import ROOT, register_resolvers
-from train.config import run_config
+from tests.train import jobs
 from train.distributed import control, processes
 from train.distributed.control import ProcessControl
 from train.distributed.processes import accelerator_for
@@ -69,15 +67,11 @@ def test_memory_that_is_freed_is_taken_again() -> None:
 
 
 def test_each_run_of_a_process_has_its_own_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    register_resolvers()
     monkeypatch.setattr(processes, "fast_dtype", lambda _: torch.float32)
     group, waits = processes.InitProcessGroupKwargs, list[timedelta]()
     monkeypatch.setattr(processes, "InitProcessGroupKwargs", lambda timeout: waits.append(timeout) or group())
     for asked, expected in (("bf16", "bf16"), ("fp32", "no"), ("bf16", "bf16"), ("auto", "no")):
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            run = run_config(
-                compose("train", ["head=eagle", f"trainer.precision={asked}", "model.device=cpu", "launcher=inline"])
-            )
+        run = jobs.configured([f"trainer.precision={asked}", "model.device=cpu", "launcher=inline"])
         assert accelerator_for(run.launcher, run.trainer, run.model).mixed_precision == expected
         assert waits.pop() == timedelta(seconds=run.trainer.timeout)
 

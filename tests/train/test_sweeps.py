@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -17,13 +16,12 @@ from omegaconf import OmegaConf
 from eval.measures.results import LIVE, TEACHER_FORCED
 from eval.report.write import Report
 from heads.common.command import ending_alone
-from heads.common.resolvers import ROOT, register_resolvers
+from heads.common.resolvers import ROOT
 from ops import watch
 from tests.eval.stubs import ROW
 from tests.train import jobs
 from train import run as training
 from train import streams, sweep
-from train.config import run_config
 from train.distributed import launch
 
 MODES = {"one": RunMode.RUN, "many": RunMode.MULTIRUN}
@@ -141,12 +139,10 @@ def test_a_run_is_in_the_table_of_its_multirun_once(
 
 
 def test_trials_are_named_after_their_values() -> None:
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        words = [[], ["trainer.lr=0.004"], ["objective.depth_decay=0.7"], ["head.layers=2"], ["data.length=256"]]
-        names = [run_config(compose("train", ["head=eagle", "sweep=optuna", *each])).name for each in words]
-        assert run_config(compose("train", ["head=eagle", "sweep=optuna"])).name == names[0]
-    assert len(set(names)) == len(words)
+    words = [[], ["trainer.lr=0.004"], ["objective.depth_decay=0.7"], ["head.layers=2"], ["data.length=256"], []]
+    *names, again = (jobs.configured(["sweep=optuna", *each]).name for each in words)
+    assert again == names[0]
+    assert len(set(names)) == len(names)
     assert all(name.startswith("tiny-eagle-") for name in names)
 
 

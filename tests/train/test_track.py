@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from heads.common.progress import Bar
 from inference.phase_timer import PhaseTimer
 from tests.train import jobs
-from tests.train.test_features import resolved
+from tests.train.jobs import resolved
 from train import trackers as tracking
 from train.planning.plan import peak_flops
 from train.run import train
