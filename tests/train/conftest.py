@@ -1,4 +1,4 @@
-"""A run to publish, and a Hub to publish it on."""
+"""An undisturbed run, a run to publish, and a Hub to publish it on."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,13 @@ import pytest
 from heads.formats.store import TargetSpec
 from tests.train.hub_server import Hub, become
 from tests.train.publishing import write_run
+from tests.train.undisturbed import Toy
 from train.release import card
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    return Toy(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture

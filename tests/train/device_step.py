@@ -33,11 +33,16 @@ from inference.target import attention as documents_of
 from tests import toys
 from tests.inference.accelerator import NAME, on_dummy
 from tests.train import strategy_job
-from tests.train.host_reads import Following
 from train import optim
+from train.losses import LOSSES
 from train.step import Loss, Stepper
 
-LENGTH = 32
+ROOT, LENGTH = sys.path[0], 32
+
+
+def ours(file: str) -> bool:
+    """Whether a file is the project's, and no library's in an environment in the checkout."""
+    return file.startswith(ROOT) and "site-packages" not in file
 
 
 class Device(TorchDispatchMode):
@@ -56,7 +61,7 @@ class Device(TorchDispatchMode):
     def note(self, count: int = 1) -> int:
         """Note the line of the project that is running, which reads so many numbers."""
         frame: Any = sys._getframe(1)
-        while frame.f_code.co_filename == __file__ or not Following.ours(frame.f_code.co_filename):
+        while frame.f_code.co_filename == __file__ or not ours(frame.f_code.co_filename):
             frame = frame.f_back
         self.waits.append(f"{Path(frame.f_code.co_filename).stem}:{frame.f_code.co_name}")
         return count
@@ -85,7 +90,13 @@ def stepper(name: str, target: Any, documents: int, micro_batches: int, device: 
     case = name if name in strategy_job.CASES else "eagle"
     run = strategy_job.run_of(case, "ddp")
     head: Any = toys.head(name, target).train()
-    objective = replace(run.objective, losses={"soft_ce": 1.0}, depths=min(4, head.max_depth), anchors=6, noise=0.2)
+    first = head.unroll(target.features(torch.ones(1, 4).long(), torch.zeros(1, 4).long(), head.feature_layers), 1)[0]
+    lacks = {"smooth_l1"} if first.feature is None else set()
+    lacks |= {"confidence"} if first.confidence is None else set()
+    objective = replace(
+        run.objective, losses={kind: 1.0 for kind in LOSSES if kind not in lacks}, depths=min(4, head.max_depth),
+        anchors=6, noise=0.2, depth_weights="dpace" if documents == 8 else "decay",
+    )  # fmt: skip
     trained = [key for key, _ in head.named_parameters()]
     with device.fake:
         on_dummy(target.model)

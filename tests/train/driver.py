@@ -5,11 +5,11 @@ A job may be told to misbehave by hooks, which replace parts of the program in i
 
 import multiprocessing
 import os
-import resource
 import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -119,42 +119,58 @@ def note(folder: Path, name: str, line: str = "") -> None:
         file.write(line + "\n")
 
 
-def slow(folder: Path, rank: int) -> None:
-    """Every micro-batch takes a while, and is noted."""
-    before = Stepper.backward
-
-    def backward(self: Stepper, *words: Any, **named: Any) -> Any:
-        note(folder, "batches")
-        time.sleep(0.06)
-        return before(self, *words, **named)
-
-    Stepper.backward = backward
-
-
-def stuck(folder: Path, rank: int) -> None:
-    """One micro-batch of the sixth step takes much longer than the others."""
+def before_backward(do: Callable[[Any, dict[int, int]], None]) -> None:
+    """Have every micro-batch begin with a call that is given it and its rows, each with its step."""
     before = Stepper.backward
 
     def backward(self: Stepper, given: Any, keys: Any, *words: Any, **named: Any) -> Any:
-        if PLACES[int(keys[0])][0] == 5 and not (folder / "stuck").exists():
-            note(folder, "stuck")
-            time.sleep(8)
+        do(given, {row: step for step, row in map(PLACES.__getitem__, keys.tolist())})
         return before(self, given, keys, *words, **named)
 
     Stepper.backward = backward
+
+
+def slow(folder: Path, rank: int) -> None:
+    """Every micro-batch takes a while, and is noted."""
+
+    def wait(given: Any, rows: dict[int, int]) -> None:
+        note(folder, "batches")
+        time.sleep(0.06)
+
+    before_backward(wait)
 
 
 def rows(folder: Path, rank: int) -> None:
     """Every row that is trained on is noted, with its step."""
-    before, name = Stepper.backward, f"rows-{time.monotonic_ns()}-{rank}"
+    name = f"rows-{time.monotonic_ns()}-{rank}"
 
-    def backward(self: Stepper, given: Any, keys: Any, *words: Any, **named: Any) -> Any:
-        for step, row in map(PLACES.__getitem__, keys.tolist()):
+    def write(given: Any, rows: dict[int, int]) -> None:
+        for row, step in rows.items():
             if row >= 0:  # else the row only fills up
                 note(folder, name, f"{step} {row}")
-        return before(self, given, keys, *words, **named)
 
-    Stepper.backward = backward
+    before_backward(write)
+
+
+def told(folder: Path, rank: int) -> None:
+    """The first micro-batch of the sixth step brings a SIGTERM: the step is left after the second."""
+
+    def end(given: Any, rows: dict[int, int]) -> None:
+        if 5 in rows.values() and not (folder / "told").exists():
+            note(folder, "told")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before_backward(end)
+
+
+def poisoned(folder: Path, rank: int) -> None:
+    """What the target gives for the sixth step is not finite."""
+
+    def spoil(given: Any, rows: dict[int, int]) -> None:
+        if 5 in rows.values():
+            given.features.last_hidden.fill_(float("nan"))
+
+    before_backward(spoil)
 
 
 def measured(folder: Path, rank: int) -> None:
@@ -167,18 +183,6 @@ def measured(folder: Path, rank: int) -> None:
         return before(*words)
 
     acceptance.speculate = speculate
-
-
-def written(folder: Path, rank: int) -> None:
-    """Every answer that an estimate is to read takes long, and is noted."""
-    before = acceptance.write
-
-    def write(target: Any, prompts: Any, settings: Any) -> Any:
-        note(folder, "answers")
-        time.sleep(2 * len(prompts))
-        return before(target, prompts, settings)
-
-    acceptance.write = write
 
 
 def slow_disk(folder: Path, rank: int) -> None:
@@ -194,48 +198,4 @@ def slow_disk(folder: Path, rank: int) -> None:
     format.save_file = save_file
 
 
-def full_disk(folder: Path, rank: int) -> None:
-    """No file may grow as large as a checkpoint's shard, which comes without root's rights."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
-
-
-def fails(folder: Path, rank: int) -> None:
-    """The sixth step fails for a reason of this process alone."""
-    before = Stepper.backward
-
-    def backward(self: Stepper, given: Any, keys: Any, *words: Any, **named: Any) -> Any:
-        if PLACES[int(keys[0])][0] == 5:
-            raise ValueError("row 7 is in no shard")
-        return before(self, given, keys, *words, **named)
-
-    Stepper.backward = backward
-
-
-def told(folder: Path, rank: int) -> None:
-    """The first micro-batch of the sixth step brings a SIGTERM: the step is left after the second."""
-    before = Stepper.backward
-
-    def backward(self: Stepper, given: Any, keys: Any, *words: Any, **named: Any) -> Any:
-        if PLACES[int(keys[0])][0] == 5 and not (folder / "told").exists():
-            note(folder, "told")
-            os.kill(os.getpid(), signal.SIGTERM)
-        return before(self, given, keys, *words, **named)
-
-    Stepper.backward = backward
-
-
-def poisoned(folder: Path, rank: int) -> None:
-    """What the target gives for the sixth step is not finite."""
-    before = Stepper.backward
-
-    def backward(self: Stepper, given: Any, keys: Any, *words: Any, **named: Any) -> Any:
-        if PLACES[int(keys[0])][0] == 5:
-            given.features.last_hidden.fill_(float("nan"))
-        return before(self, given, keys, *words, **named)
-
-    Stepper.backward = backward
-
-
-HOOKS = {
-    hook.__name__: hook for hook in (slow, stuck, rows, measured, written, slow_disk, full_disk, fails, told, poisoned)
-}
+HOOKS = {hook.__name__: hook for hook in (slow, rows, measured, slow_disk, told, poisoned)}

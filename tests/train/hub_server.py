@@ -65,23 +65,9 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Keep the tests' output clean."""
 
-    def do_GET(self) -> None:
-        self.route("GET")
-
-    def do_HEAD(self) -> None:
-        self.route("HEAD")
-
-    def do_POST(self) -> None:
-        self.route("POST")
-
-    def do_PUT(self) -> None:
-        self.route("PUT")
-
-    def do_DELETE(self) -> None:
-        self.route("DELETE")
-
-    def route(self, method: str) -> None:
+    def route(self) -> None:
         """Read the body, then let the endpoint answer."""
+        method = self.command
         path = unquote(urlsplit(self.path).path)
         self.server.requests.append(f"{method} {path}")
         self.server.watch(f"{method} {path}")
@@ -279,6 +265,10 @@ class Handler(BaseHTTPRequestHandler):
         if path == self.server.damage:
             data = data[:-1] + bytes([data[-1] ^ 1])
         return self.answer(data, headers={"ETag": f'"{etag}"', "X-Repo-Commit": commit})
+
+
+for method in ("GET", "HEAD", "POST", "PUT", "DELETE"):
+    setattr(Handler, f"do_{method}", Handler.route)
 
 
 def become(hub: Hub, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -189,20 +189,3 @@ def test_a_run_adapts_resumes_bit_for_bit_and_leaves_a_plain_head(toy: tuple[Pat
     assert origin["micro_tokens"] == 64
     row = json.loads((whole / "report.json").read_text())["rows"][-1]
     assert row["lossless"]["identical"] == row["lossless"]["checked"] > 0
-
-
-@pytest.mark.slow  # resumes the run of the test above
-def test_what_cannot_be_adapted_or_resumed_is_refused_in_one_line(toy: tuple[Path, list[str]]) -> None:
-    folder, overrides = toy
-    without = [each for each in overrides if not each.startswith("init=")]
-    whole = [each for each in overrides if not each.startswith("peft")]
-    cases = {
-        "init names none": [*without, f"out={folder / 'x'}"],
-        "peft.dropout (0.2, now null)": [*whole, f"out={folder / 'whole'}", "resume=true"],
-    }
-    running = {text: jobs.start(words) for text, words in cases.items()}
-    for text, job in running.items():
-        printed, _ = job.communicate(timeout=120)
-        errors = [line for line in printed.splitlines() if line.startswith("error:")]
-        assert (job.returncode, len(errors)) == (2, 1), printed
-        assert text in errors[0]

@@ -196,13 +196,6 @@ def test_plots_are_pictures_on_an_opaque_ground(run: Path, monkeypatch: pytest.M
         assert re.search(rf"!\[[^\]]+\]\(plots/{name}\.png\)", text)
 
 
-def test_a_training_curve_of_an_earlier_version_is_not_drawn(run: Path) -> None:
-    (run / "metrics.jsonl").unlink()
-    report = json.loads((run / "report.json").read_text()) | {"training": {"medusa": {"steps": []}}}
-    (run / "report.json").write_text(json.dumps(report))
-    assert "plots/training.png" not in card_of(run)
-
-
 def test_names_from_outside_are_no_markup(run: Path) -> None:
     report = json.loads((run / "report.json").read_text())
     evil = "<script>alert(1)</script>|[x](javascript:1)`\n# head"
@@ -342,12 +335,6 @@ def test_an_exported_head_names_its_readers_and_limits(run: Path, tmp_path: Path
     assert "Not measured in batches" in text
     assert read_config(run / "head")["head"]["length"] == 64
     assert kind_of(run / "publish") == "eagle3"
-
-
-def test_a_published_format_is_tagged_with_its_engines() -> None:
-    assert metadata(facts("eagle3", "vllm", EAGLE3)).tags[-4:] == ["vllm", "sglang", "trtllm", "speculators"]
-    assert metadata(facts("medusa", "vllm", {})).tags[-1] == "vllm"
-    assert metadata(facts("medusa", "medusa", {})).tags[-1] == "medusa"
 
 
 PRUNED = {"markov_rank": 6, "from_anchor": True, "confidence": True, "draft_vocab": 30, "lm_head": "own"}

@@ -14,14 +14,17 @@ from tests.train import device_step
 NAMES = [*HEADS, "block of DSpark", "eagle3 injected", "eagle pruned"]
 DOCUMENTS, MICRO_BATCHES = (1, 2, 8), (1, 3)
 CASES = [f"{name}:2:1" for name in NAMES] + [
-    f"{name}:{documents}:{count}" for name in ("eagle3", "block") for documents in DOCUMENTS for count in MICRO_BATCHES
+    f"{name}:{documents}:{count}"
+    for name in ("eagle3", "block of DSpark")
+    for documents in DOCUMENTS
+    for count in MICRO_BATCHES
 ]
 # Tokens, documents and where they begin, the rows' weights, the chunks of the loss, the keys of the noise and the
 # anchors; and once a step how many rows are trained.
 SENT = 7
 
 
-QUICK = ("eagle3:2:1", "medusa:2:1", "block:8:3")
+QUICK = ("eagle3:2:1", "medusa:2:1", "eagle pruned:2:1", "block of DSpark:8:3")
 EACH = pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES]
 )

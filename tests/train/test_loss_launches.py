@@ -13,14 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from heads import HEADS
 from heads.modules.vocab import GradientSum
 from tests.train import loss_launches
 from train.objective import chunked
 from train.step import Flops
 
-TOYS = [f"{name}:decay" for name in [*HEADS, "block of DSpark"]]
-OTHERS = ["eagle3:dpace", "eagle pruned:decay", "medusa:dpace"]
 ROWS_AND_DEPTHS = ("4096:5", "8192:5", "16384:5", "4096:2")
 PLAIN = [f"{vocab}:{vocab}:{rest}" for vocab in (1000, 128_256) for rest in ROWS_AND_DEPTHS]
 PRUNED = [f"{vocab}:{vocab // 4}:4096:5" for vocab in (4000, 128_256)]
@@ -30,17 +27,13 @@ BEFORE = 9024  # launches at c9e2252, whose chunks were 130 rows of 128,256 toke
 
 @pytest.fixture(scope="module")
 def counts() -> dict[str, Any]:
-    cases = [*TOYS, *OTHERS, *PLAIN, *PRUNED, *MEMORY]
+    cases = [*PLAIN, *PRUNED, *MEMORY]
     run = subprocess.run([sys.executable, loss_launches.__file__, *cases], capture_output=True, text=True, check=True)
     found: dict[str, Any] = {}
     for line in run.stdout.splitlines():
         found |= json.loads(line)
     assert list(found) == cases
     return found
-
-
-def test_no_loss_of_any_head_makes_the_host_wait(counts: dict[str, Any]) -> None:
-    assert [(case, found) for case, found in counts.items() if isinstance(found, str)] == []
 
 
 def test_launches_do_not_depend_on_the_vocabulary(counts: dict[str, Any]) -> None:

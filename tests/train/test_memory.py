@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.base import LayerShape
+from heads.base import Features, LayerShape
 from heads.modules.attention import BLOCK, Pattern
 from heads.modules.layers import Recomputing
 from inference.target.placement import HERE
@@ -55,6 +55,22 @@ def cost_of(run: RunConfig, rows: int = 2, device: str = "cpu", **given: bool) -
     return head_cost(run, config, rows, device, **{"bf16": False, "accumulates": False} | given)
 
 
+def kept(head: Any, features: Features, depths: int) -> int:
+    """Return the bytes that a head's pass keeps for the backward pass, each storage once, parameters left out."""
+    known = {x.untyped_storage().data_ptr() for x in (*head.parameters(), *features) if x is not None}
+    found: dict[int, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        found[x.untyped_storage().data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        drafts = head.unroll(features, depths)
+    for draft in drafts:
+        keep(draft.state)
+    return sum(x.untyped_storage().nbytes() for at, x in found.items() if at not in known)
+
+
 @pytest.mark.parametrize("name", list(toys.HEAD_CONFIGS))
 def test_the_operations_are_those_of_a_real_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "block":  # its attention leaves out rows before a block's documents, which numbers alone show
@@ -72,20 +88,22 @@ def test_the_operations_are_those_of_a_real_step(name: str, monkeypatch: pytest.
 def test_a_head_keeps_for_the_backward_pass_no_more_than_planned(name: str, recompute: bool) -> None:
     run, head, features, _ = step_of(name, f"trainer.recompute={str(recompute).lower()}")
     features = features._replace(hidden=features.hidden.bfloat16(), last_hidden=features.last_hidden.bfloat16())
-    known = {x.untyped_storage().data_ptr() for x in (*head.parameters(), *features) if x is not None}
-    kept: dict[int, Tensor] = {}
-
-    def keep(x: Tensor) -> Tensor:
-        kept[x.untyped_storage().data_ptr()] = x
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), torch.autocast("cpu", torch.bfloat16):
-        drafts = head.unroll(features, run.objective.depths)
-    for draft in drafts:
-        keep(draft.state)
-    taken = sum(x.untyped_storage().nbytes() for at, x in kept.items() if at not in known)
+    with torch.autocast("cpu", torch.bfloat16):
+        taken = kept(head, features, run.objective.depths)
     planned = cost_of(run, bf16=True).activations
     assert taken <= planned <= MARGIN * taken
+
+
+@pytest.mark.parametrize(("name", "recompute"), [("eagle", False), ("eagle3", True)])
+def test_what_a_head_keeps_grows_with_the_length_not_its_square(name: str, recompute: bool) -> None:
+    head = step_of(name, f"trainer.recompute={str(recompute).lower()}")[1]
+    width, sizes = head.embeddings.hidden_size, []
+    for length in (256, 512, 1024):
+        token = torch.zeros(1, length, dtype=torch.long)
+        states = torch.randn(1, length, len(head.feature_layers) + 1, width)
+        document = torch.arange(length)[None] // (length // 2)
+        sizes.append(kept(head, Features(token, states[:, :, 1:], states[:, :, 0], document), 3))
+    assert sizes[2] - sizes[1] == pytest.approx(2 * (sizes[1] - sizes[0]), rel=0.02)
 
 
 def test_recomputation_keeps_less_and_computes_more() -> None:

@@ -27,7 +27,7 @@ from inference.target.checkpoint import INDEX
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
 from tests import families, toys
-from tests.train.publishing import config, rows
+from tests.train.publishing import config
 from train.publish import publish
 from train.release import checkpoint
 
@@ -218,18 +218,6 @@ def test_the_command_of_transformers_drafts(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert "drafted" in done.stdout
     assert "generated_text" in done.stdout
-
-
-def test_a_slow_head_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = target_of(tmp_path / "target", "qwen2")
-    run = run_of(tmp_path / "run", target, head_of(target))
-    row = {**rows()[0], "drafter": "mtp", "speedup": 0.9}
-    (run / "report.json").write_text(
-        json.dumps({"schema": 1, "target": {}, "device": {}, "settings": {}, "rows": [row]})
-    )
-    stitched(run, tmp_path / "out")
-    (warned,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: "))
-    assert warned.startswith(f"warning: {tmp_path / 'out'}: It is slower than decoding without it in its own report")
 
 
 def refusal(run: Path, out: Path, **options: Any) -> str:

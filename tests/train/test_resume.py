@@ -16,16 +16,11 @@ from tests.train.undisturbed import BATCHES, STEPS, Toy, steps, taus
 from train.checkpoints import format
 from train.loop import Loop
 
-POINTS = random.Random(7).sample(range(6, STEPS * BATCHES - 6), 20)  # micro-batches at which a run is ended
+POINTS = random.Random(7).sample(range(6, STEPS * BATCHES - 6), 8)  # micro-batches at which a run is ended
 SIGNALS = [signal.SIGKILL, signal.SIGINT, signal.SIGTERM]
 CASES = [
     pytest.param(point, SIGNALS[i % 3], marks=[] if i < 2 else [pytest.mark.slow]) for i, point in enumerate(POINTS)
 ]
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    return Toy(tmp_path_factory.mktemp("resume"))
 
 
 @pytest.mark.parametrize(("point", "kind"), CASES)
@@ -57,18 +52,6 @@ def test_told_to_stop_amid_a_measurement(toy: Toy) -> None:
     assert taus(place / "out") == {}
     toy.start(place, "resume=true")[0].finish()
     toy.same(place)
-
-
-@pytest.mark.slow
-def test_a_second_sigterm_kills(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = toy.new()
-    job = toy.start(place, "trainer.save_every=100", hooks=("stuck",))[0]
-    job.until(place / "stuck", 1)
-    job.signal(signal.SIGTERM)
-    job.process.join(2.5)
-    assert job.process.exitcode is None
-    job.signal(signal.SIGTERM)
-    assert job.end() == -signal.SIGTERM
 
 
 @pytest.mark.slow
@@ -127,18 +110,10 @@ def test_what_may_change_and_what_may_not(toy: Toy) -> None:
     place = toy.new()
     toy.start(place, "trainer.steps=4", "trainer.eval_prompts=0")[0].finish()
     config = (place / "out" / "config.yaml").read_text()
-    refused = {
-        "trainer.seed (0, now 1)": "trainer.seed=1",
-        "trainer.batch_tokens (256, now 128)": "trainer.batch_tokens=128",
-        "data's fingerprint (": "data.max_tokens=20",
-        "head.layers (1, now 2)": "head.layers=2",
-    }
-    for words, override in refused.items():
-        job = toy.start(place, "resume=true", override)[0]
-        assert job.end() == 2
-        errors = [line for line in job.printed().splitlines() if line.startswith("error:")]
-        assert len(errors) == 1, job.printed()
-        assert words in errors[0]
+    job = toy.start(place, "resume=true", "trainer.seed=99")[0]
+    assert job.end() == 2
+    (error,) = (line for line in job.printed().splitlines() if line.startswith("error:"))
+    assert "now 99)" in error
     assert (place / "out" / "config.yaml").read_text() == config, "a run that was refused has left its mark"
     allowed = ("trainer.steps=6", "trainer.save_every=1", "trainer.eval_every=3", "trainer.eval_prompts=1")
     said = toy.start(place, "resume=true", *allowed, "trainer.lr=1e-3", "objective.depth_decay=0.5")[0].finish()

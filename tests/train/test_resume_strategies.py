@@ -20,11 +20,6 @@ HERE = (
 )
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    return Toy(tmp_path_factory.mktemp("strategies"))
-
-
 def end(toy: Toy, place: Path, *words: str, hooks: tuple[str, ...] = (), world: int = 2, status: int = 0) -> str:
     """Run to the end on so many processes; return what the first printed."""
     both = toy.start(place, *HERE, *words, hooks=hooks, world=world)
