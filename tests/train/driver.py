@@ -27,7 +27,7 @@ from train.step import Stepper
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = multiprocessing.get_context("forkserver")
-PLACES: dict[int, tuple[int, int]] = {}  # step and row of every key that a process has made
+STEPS: dict[int, int] = {}  # of every key that a process has made
 CONTEXT.set_forkserver_preload(["tests.train.driver"])
 
 
@@ -97,7 +97,7 @@ def child(folder: Path, overrides: list[str], hooks: tuple[str, ...], log: Path,
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ["HF_HUB_OFFLINE"] = "1"
-    steps.row_keys = keys_with_places
+    steps.row_keys = keys_with_steps
     for hook in hooks:
         name, _, only = hook.partition("@")
         if not only or int(only) == rank:
@@ -106,10 +106,10 @@ def child(folder: Path, overrides: list[str], hooks: tuple[str, ...], log: Path,
         train(jobs.resolved(overrides))
 
 
-def keys_with_places(seed: int, step: int, index: Tensor) -> Tensor:
-    """Return the keys of a step's rows, and keep what they stand for."""
+def keys_with_steps(seed: int, step: int, index: Tensor) -> Tensor:
+    """Return the keys of a step's rows, and keep their step."""
     keys = row_keys(seed, step, index)
-    PLACES.update(zip(keys.tolist(), ((step, row) for row in index.tolist()), strict=True))
+    STEPS.update(dict.fromkeys(keys.tolist(), step))
     return keys
 
 
@@ -119,12 +119,12 @@ def note(folder: Path, name: str, line: str = "") -> None:
         file.write(line + "\n")
 
 
-def before_backward(do: Callable[[Any, dict[int, int]], None]) -> None:
-    """Have every micro-batch begin with a call that is given it and its rows, each with its step."""
+def before_backward(do: Callable[[Any, int], None]) -> None:
+    """Have every micro-batch begin with a call that is given it and its step."""
     before = Stepper.backward
 
     def backward(self: Stepper, given: Any, keys: Any, *words: Any, **named: Any) -> Any:
-        do(given, {row: step for step, row in map(PLACES.__getitem__, keys.tolist())})
+        do(given, STEPS[int(keys[0])])
         return before(self, given, keys, *words, **named)
 
     Stepper.backward = backward
@@ -133,30 +133,18 @@ def before_backward(do: Callable[[Any, dict[int, int]], None]) -> None:
 def slow(folder: Path, rank: int) -> None:
     """Every micro-batch takes a while, and is noted."""
 
-    def wait(given: Any, rows: dict[int, int]) -> None:
+    def wait(given: Any, step: int) -> None:
         note(folder, "batches")
         time.sleep(0.06)
 
     before_backward(wait)
 
 
-def rows(folder: Path, rank: int) -> None:
-    """Every row that is trained on is noted, with its step."""
-    name = f"rows-{time.monotonic_ns()}-{rank}"
-
-    def write(given: Any, rows: dict[int, int]) -> None:
-        for row, step in rows.items():
-            if row >= 0:  # else the row only fills up
-                note(folder, name, f"{step} {row}")
-
-    before_backward(write)
-
-
 def told(folder: Path, rank: int) -> None:
     """The first micro-batch of the sixth step brings a SIGTERM: the step is left after the second."""
 
-    def end(given: Any, rows: dict[int, int]) -> None:
-        if 5 in rows.values() and not (folder / "told").exists():
+    def end(given: Any, step: int) -> None:
+        if step == 5 and not (folder / "told").exists():
             note(folder, "told")
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -166,8 +154,8 @@ def told(folder: Path, rank: int) -> None:
 def poisoned(folder: Path, rank: int) -> None:
     """What the target gives for the sixth step is not finite."""
 
-    def spoil(given: Any, rows: dict[int, int]) -> None:
-        if 5 in rows.values():
+    def spoil(given: Any, step: int) -> None:
+        if step == 5:
             given.features.last_hidden.fill_(float("nan"))
 
     before_backward(spoil)
@@ -198,4 +186,4 @@ def slow_disk(folder: Path, rank: int) -> None:
     format.save_file = save_file
 
 
-HOOKS = {hook.__name__: hook for hook in (slow, rows, measured, slow_disk, told, poisoned)}
+HOOKS = {hook.__name__: hook for hook in (slow, measured, slow_disk, told, poisoned)}

@@ -1,5 +1,7 @@
 """Whole training jobs at toy size: a target folder, a text file, and the command that trains on them."""
 
+import copy
+import functools
 import json
 import os
 import random
@@ -48,11 +50,16 @@ def with_head(overrides: Sequence[str]) -> list[str]:
     return [*overrides] if named else [*overrides, "head=eagle"]
 
 
-def composed(overrides: Sequence[str]) -> DictConfig:
-    """Return the configuration of a training, of head=eagle unless the overrides name another."""
+@functools.cache
+def composed_once(*overrides: str) -> DictConfig:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("train", with_head(overrides))
+        return compose("train", list(overrides))
+
+
+def composed(overrides: Sequence[str]) -> DictConfig:
+    """Return the configuration of a training, of head=eagle unless the overrides name another."""
+    return copy.deepcopy(composed_once(*with_head(overrides)))
 
 
 def configured(overrides: Sequence[str]) -> RunConfig:

@@ -81,7 +81,8 @@ def test_tau_is_the_verifiers_on_prompts_that_the_seed_draws() -> None:
     assert found["tau"] == sum(len(each.tokens) - 1 for each in made) / sum(len(each.steps) for each in made)
     assert found["tau_ci"] == metrics.tau_interval(made, 3)
     assert len(evaluator.prompts) == 3
-    assert [judging(target, run(f"trainer.seed={seed}")).prompts for seed in range(6)] != [evaluator.prompts] * 6
+    others = [replace(run(), trainer=replace(run().trainer, seed=seed)) for seed in range(6)]
+    assert [judging(target, each).prompts for each in others] != [evaluator.prompts] * 6
 
 
 def test_a_prompt_that_comes_again_makes_no_interval_narrower() -> None:
@@ -104,7 +105,7 @@ def step(head: Any, compiled: bool = False, recompute: bool = False) -> dict[str
             module.recompute = recompute
     head.requires_grad_().zero_grad()
     depths = min(4, head.max_depth)
-    config = type(run().objective)(**{**vars(run().objective), "depths": depths, "losses": {"soft_ce": 1.0}})
+    config = replace(run().objective, depths=depths, losses={"soft_ce": 1.0})
     loss, _ = Loss(head, config, compiled=compiled)(
         features, loss_weights(document, token * 0 + 1, None, config).row, None
     )

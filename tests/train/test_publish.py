@@ -18,8 +18,7 @@ from heads.common.resolvers import ROOT
 from heads.formats.hub import resolve_head
 from heads.formats.store import TargetSpec, load_head, save_head
 from tests.heads.stub import TinyEnds, same
-from tests.train.hub_server import Hub
-from tests.train.hub_state import TOKEN
+from tests.train.hub_server import TOKEN, Hub
 from tests.train.publishing import EVERYTHING, PLOTS, REPO, config, medusa
 from train.publish import misleading, publish
 from train.release.folder import portable

@@ -19,8 +19,7 @@ from inference.target.embeddings_only import EmbeddingsOnly
 from ops.doctor import DoctorConfig, examine
 from ops.examine.finding import WRONG
 from tests import toys
-from tests.train.hub_server import Hub
-from tests.train.hub_state import START, Repo
+from tests.train.hub_server import START, Hub, Repo
 from tests.train.publishing import config
 from train.publish import publish
 from train.start import LoraAdapterConfig, adapt, merged_copy

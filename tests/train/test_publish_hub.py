@@ -8,8 +8,7 @@ import pytest
 from huggingface_hub import HfApi
 
 from heads.common import progress
-from tests.train.hub_server import Hub
-from tests.train.hub_state import FINE, READER, START, TOKEN, Fault, Repo
+from tests.train.hub_server import FINE, READER, START, TOKEN, Fault, Hub, Repo
 from tests.train.publishing import EVERYTHING, REPO, config
 from train.publish import publish
 from train.release.hub import WAITS
@@ -176,16 +175,6 @@ def test_a_token_without_rights_changes_nothing(
     assert (hub.repos, hub.blobs) == ({}, {})
 
 
-def test_a_token_that_may_not_write_to_a_repository_leaves_it(
-    run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    repo = standing(hub)
-    monkeypatch.setenv("HF_TOKEN", FINE)
-    line = refusal(run, hub)
-    assert re.search(r"the Hub refused uploading \(403\).* as before$", line)
-    assert (len(repo.commits), hub.blobs) == (1, {})
-
-
 def test_a_name_of_someone_else_is_refused(run: Path, hub: Hub) -> None:
     theirs = hub.repos["you/taken"] = Repo(private=False)
     theirs.commit(dict(START))
@@ -216,19 +205,6 @@ def test_a_new_repository_that_the_hub_makes_public_is_deleted_again(run: Path, 
     hub.watch = expose
     assert "the repository is public" in refusal(run, hub)
     assert hub.repos == {}
-
-
-def test_a_tag_that_someone_else_sets_meanwhile_is_told(run: Path, hub: Hub) -> None:
-    def meddle(request: str) -> None:
-        if "/tag/" in request:
-            repo = hub.repos[REPO]
-            repo.tags.setdefault("v1", next(iter(repo.commits)))
-
-    hub.watch = meddle
-    line = refusal(run, hub, tag="v1")
-    repo = hub.repos[REPO]
-    at = repo.tags["v1"][:8]
-    assert f"{REPO}: stands at {repo.head[:8]}, but someone else has set the tag v1 at {at}; publish again" in line
 
 
 def test_a_tag_that_exists_is_refused_before_anything_is_sent(run: Path, hub: Hub) -> None:
