@@ -28,7 +28,7 @@ PROMPTS = [toys.prompt(seed) for seed in range(5)]
 
 
 def run(*overrides: str) -> RunConfig:
-    return jobs.configured(["trainer.eval_prompts=3", "trainer.eval_tokens=20", "tree=chain", *overrides])
+    return jobs.configured(["trainer.eval_prompts=3", "trainer.eval_tokens=14", "tree=chain", *overrides])
 
 
 def judging(target: Target, run: RunConfig) -> AcceptanceEvaluator:
@@ -42,7 +42,7 @@ def test_the_estimate_is_that_of_drafting_at_every_row(name: str) -> None:
     evaluator = judging(target, run())
     hits, rows = torch.zeros(4), torch.zeros(4)
     for prompt in evaluator.prompts:
-        token = prompt + autoregress(target, prompt, Settings(20, GREEDY)).tokens
+        token = prompt + autoregress(target, prompt, Settings(14, GREEDY)).tokens
         every = target.features(
             torch.tensor([token]), torch.zeros(1, len(token), dtype=torch.long), made.feature_layers
         )
@@ -76,14 +76,14 @@ def test_tau_is_the_verifiers_on_prompts_that_the_seed_draws() -> None:
     evaluator = judging(target, run("trainer.seed=3"))
     found = evaluator.tau(head)
     made = [
-        speculate(target, HeadDrafter(head, run().tree, "eagle"), prompt, Settings(20, GREEDY))
+        speculate(target, HeadDrafter(head, run().tree, "eagle"), prompt, Settings(14, GREEDY))
         for prompt in evaluator.prompts
     ]
     assert found["tau"] == sum(len(each.tokens) - 1 for each in made) / sum(len(each.steps) for each in made)
     assert found["tau_ci"] == metrics.tau_interval(made, 3)
     assert len(evaluator.prompts) == 3
-    others = [replace(run(), trainer=replace(run().trainer, seed=seed)) for seed in range(6)]
-    assert [judging(target, each).prompts for each in others] != [evaluator.prompts] * 6
+    others = [replace(run(), trainer=replace(run().trainer, seed=seed)) for seed in range(3)]
+    assert [judging(target, each).prompts for each in others] != [evaluator.prompts] * 3
 
 
 def test_a_prompt_that_comes_again_makes_no_interval_narrower() -> None:

@@ -21,6 +21,7 @@ from tests.data.chat_server import honest, reset
 from tests.data.states_server import StatesServer
 from tests.train import jobs
 from tests.train.jobs import configured, resolved
+from train import start
 from train.run import train
 
 Train = Callable[..., dict[int, float]]
@@ -30,12 +31,12 @@ HEADS = {
     "eagle3": ["head=eagle3", "head.feature_layers=[0,1,2]", "init=null", "trainer.optimizer=adamw", "trainer.lr=3e-3"],
     "medusa": ["head=medusa"],
 }
-OFF = ["trainer.eval_prompts=0", "eval.prompts=0"]
+SMALL = ["trainer.eval_prompts=0", "eval.prompts=0", "trainer.batch_tokens=128"]
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return [*jobs.make(tmp_path_factory.mktemp("job")), "trainer.steps=3", "trainer.save_every=3", *OFF]
+    return [*jobs.make(tmp_path_factory.mktemp("job")), "trainer.steps=3", "trainer.save_every=3", *SMALL]
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +107,7 @@ def test_the_layers_are_not_loaded_and_the_head_is_kept(
     (waited,) = (line["stall_seconds"] for line in lines)  # of all three steps
     assert cost["stall_seconds"] == pytest.approx(waited)
     assert 0 <= cost["stall_seconds"] < cost["seconds"]
-    rows = 3 * 256 // 32
+    rows = 3 * 128 // 32
     assert f"features: {rows} rows read, 0 computed; waited" in capsys.readouterr().err
 
 
@@ -123,8 +124,9 @@ def test_a_workload_that_drops_samples_is_the_extractions_too(base: list[str], t
 
 
 def test_what_a_module_starts_from_does_not_follow_from_what_is_measured(
-    base: list[str], trained: Train, tmp_path: Path
+    base: list[str], trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(start, "TOKENS_PER_INPUT", 8)
     words = extracted(base, tmp_path / "store", "medusa", "features.dtype=fp32")
     mtp = ["head=mtp", "head.rope_theta=500.0", "trainer.lr=0"]
     blind = trained("blind", *mtp, *words)
@@ -195,7 +197,7 @@ def test_the_loss_from_a_server_is_that_of_live_training_without_the_targets_lay
     monkeypatch.setattr(Target, "load", None)
     capsys.readouterr()
     assert close(trained("served", *HEADS[head], *engine(server)), expected, 1e-5)
-    assert f"features: {3 * 256 // 32} rows served, 0 from the store; waited" in capsys.readouterr().err
+    assert f"features: {3 * 128 // 32} rows served, 0 from the store; waited" in capsys.readouterr().err
     assert json.loads((tmp_path / "served" / "provenance.json").read_text())["features"] == {server.url: "served"}
     assert server.leftovers() == []
 
@@ -220,7 +222,7 @@ def test_a_store_takes_a_dead_servers_place(
     base: list[str], trained: Train, live: Live, tmp_path: Path, server: StatesServer
 ) -> None:
     extracted(base, tmp_path / "store", "eagle3", "features.dtype=fp32")
-    server.script = [honest] * 12
+    server.script = [honest] * 6
     server.always = reset
     words = engine(server, f"features.path={tmp_path / 'store'}")
     assert close(trained("run", *HEADS["eagle3"], *words), live("eagle3"), 1e-5)

@@ -328,7 +328,7 @@ def step_of(name: str, autocast: bool) -> tuple[float, torch.Tensor]:
     return loss.item(), torch.cat(found)
 
 
-@pytest.mark.parametrize("name", [*HEADS, "block of DSpark", "block of Domino", "eagle pruned", "mtp tied"])
+@pytest.mark.parametrize("name", [*HEADS, "block of DSpark", "block of Domino", "eagle pruned", "mlp tied"])
 def test_a_step_in_bf16_is_that_in_fp32_but_for_rounding(name: str) -> None:
     (loss, grad), (quick_loss, quick_grad) = step_of(name, False), step_of(name, True)
     assert quick_loss == pytest.approx(loss, rel=0.05)
