@@ -13,7 +13,7 @@ from heads.base import Features
 from inference.target.attention import spans_of
 from tests import toys
 from tests.train import jobs
-from train.planning.plan import GIB, SAFE, device_memories, plan_inputs
+from train.planning.plan import GIB, SAFE, plan
 
 STEPS = 4
 # Muon normalises the spectrum of a gradient, so that roundings of another route would show in the next loss.
@@ -67,7 +67,7 @@ def test_a_placed_run_has_the_losses_of_one_process(
 def peak(words: list[str], *overrides: str) -> int:
     """Return the peak that the plan says of a process."""
     run = jobs.configured([*words, "launcher.num_processes=2", *overrides])
-    return max(memory.peak for memory in device_memories(plan_inputs(run)))
+    return plan(run).memory.peak
 
 
 @pytest.mark.slow
