@@ -77,12 +77,9 @@ def placed(run: RunConfig) -> RunConfig:
     return resolve_micro_batch(resolve_placement(with_processes(run)))
 
 
-def start(
-    overrides: list[str], launcher: list[str] | None = None, script: str = "train/run.py"
-) -> subprocess.Popen[str]:
+def start(overrides: list[str]) -> subprocess.Popen[str]:
     """Start a training job, of head=eagle unless the overrides name another."""
-    overrides = with_head(overrides)
-    words = [sys.executable, *(launcher or []), str(ROOT / script), *overrides]
+    words = [sys.executable, str(ROOT / "train" / "run.py"), *with_head(overrides)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
         words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT

@@ -13,6 +13,7 @@ from tests.train import driver, jobs
 from tests.train.jobs import resolved
 from tests.train.undisturbed import BATCHES, STEPS, Toy, steps
 from train import run as runs
+from train.distributed.processes import RunLock
 
 ENDED = "another process has ended, or did not answer within trainer.timeout="
 
@@ -32,6 +33,8 @@ def test_killed_while_a_checkpoint_is_written(toy: Toy) -> None:
     job.until(place / "writing", 2)
     job.until(place / "batches", 9 * BATCHES)
     assert len(steps(place / "out")) >= 8, "training waited for the disk"
+    with pytest.raises(ValueError, match=f"another run writes to it, process {job.process.pid} on .* since 20"):
+        RunLock(place / "out").take()
     job.signal(signal.SIGKILL)
     job.end()
     left = checkpoints(place / "out")
@@ -114,21 +117,3 @@ def test_a_process_hangs(toy: Toy) -> None:
     (error,) = errors(pair[0])
     assert ENDED in error
     assert "did not answer within trainer.timeout=6 s (" in error
-
-
-@pytest.mark.slow
-def test_two_runs_on_one_folder(toy: Toy) -> None:
-    place = toy.new()
-    first = toy.start(place, hooks=("slow",))[0]
-    first.until(place / "batches", 5 * BATCHES)
-    metrics = (place / "out" / "metrics.jsonl").read_text()
-    for word in ("resume=true", "overwrite=true"):
-        second = toy.start(place, word)[0]
-        assert second.end() == 2
-        (error,) = errors(second)
-        assert f"another run writes to it, process {first.process.pid} on {os.uname().nodename} since 20" in error
-    assert (place / "out" / "metrics.jsonl").read_text().startswith(metrics)
-    first.signal(signal.SIGKILL)
-    first.end()
-    toy.start(place, "resume=true")[0].finish()
-    toy.same(place)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import families, toys
 from tests.train import jobs
 from train.run import train
 
@@ -82,13 +81,3 @@ def test_bad_input_is_one_line(toy: tuple[Path, list[str], dict[int, float]]) ->
             train(jobs.resolved([*overrides, *words]))
         assert "\n" not in str(error.value)
     assert not (folder / "x").exists(), "a run that could not start left a folder that the next one stumbles over"
-
-
-@pytest.mark.slow
-def test_a_run_says_before_it_trains_that_no_engine_serves_its_head(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(toys.ARCHITECTURES, "llama", families.config("granite"))
-    words = ["trainer.steps=1", "trainer.eval_prompts=0", "eval.prompts=0", f"out={tmp_path / 'out'}"]
-    printed = jobs.finish(jobs.start([*jobs.make(tmp_path), *words]))
-    assert f"{tmp_path / 'target'}: its logits have a bias, a cap or a scale, which engines do not know" in printed
