@@ -1,8 +1,8 @@
 """Whole training steps on a dummy accelerator that take the path of a GPU, with a live target: where the host waits.
 
 Started as a script, it prints as JSON what each case in its arguments waits for and sends: a toy head's name, how many
-documents a packed row has and how many micro-batches a step. What the host knows has values, what lies on the dummy has
-none. Registering a device is for good, so it has a process of its own.
+documents a packed row has and how many micro-batches a step; or what a case of `loss_launches` counts. What the host
+knows has values, what lies on the dummy has none. Registering a device is for good, so it has a process of its own.
 """
 
 import json
@@ -32,7 +32,7 @@ from heads.modules import attention, vocab
 from inference.target import attention as documents_of
 from tests import toys
 from tests.inference.accelerator import NAME, on_dummy
-from tests.train import strategy_job
+from tests.train import loss_launches, strategy_job
 from train import optim
 from train.losses import LOSSES
 from train.step import Loss, Stepper
@@ -147,9 +147,12 @@ def main() -> None:
     _setup_privateuseone_for_python_backend(NAME)
     getattr(torch, NAME).get_amp_supported_dtype = lambda: [torch.bfloat16]  # autocast asks, though it is off
     for case in sys.argv[1:]:
-        name, documents, micro_batches = case.split(":")
+        name, *sizes = case.split(":")
         try:
-            found: Any = counted(name, int(documents), int(micro_batches))
+            if name == "memory" or name.isdigit():
+                found: Any = loss_launches.of_case(name, *sizes)
+            else:
+                found = counted(name, *map(int, sizes))
         except Exception as error:
             if os.environ.get("HEADSTART_DEBUG"):
                 raise

@@ -28,7 +28,7 @@ from train.step import Stepper
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = multiprocessing.get_context("forkserver")
 STEPS: dict[int, int] = {}  # of every key that a process has made
-CONTEXT.set_forkserver_preload(["tests.train.driver"])
+CONTEXT.set_forkserver_preload(["tests.train.driver", "tests.train.strategy_job"])
 
 
 class Job:
@@ -70,21 +70,26 @@ class Job:
 
 
 def start(folder: Path, overrides: list[str], *hooks: str, world: int = 1) -> list[Job]:
-    """Start a job of `world` processes; each prints to a file in `folder` and finds its hooks' files there."""
+    """Start a training of `world` processes, which find their hooks' files in `folder`."""
+    return spawn(folder, world, training, folder, overrides, hooks)
+
+
+def spawn(folder: Path, world: int, work: Callable[..., None], *args: Any) -> list[Job]:
+    """Start `world` processes of a group; each prints to a file in `folder`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     jobs = []
     for rank in range(world):
         log = folder / f"log-{time.monotonic_ns()}-{rank}.txt"
-        process = CONTEXT.Process(target=child, args=(folder, overrides, hooks, log, (rank, world, port)))
+        process = CONTEXT.Process(target=child, args=(log, (rank, world, port), work, args))
         process.start()
         jobs.append(Job(process, log))
     return jobs
 
 
-def child(folder: Path, overrides: list[str], hooks: tuple[str, ...], log: Path, place: tuple[int, int, int]) -> None:
-    """Be one process of a job."""
+def child(log: Path, place: tuple[int, int, int], work: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """Be one process of a group."""
     import torch
 
     torch.set_num_threads(1)
@@ -97,7 +102,12 @@ def child(folder: Path, overrides: list[str], hooks: tuple[str, ...], log: Path,
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ["HF_HUB_OFFLINE"] = "1"
-    steps.row_keys = keys_with_steps
+    work(*args)
+
+
+def training(folder: Path, overrides: list[str], hooks: tuple[str, ...]) -> None:
+    """Train as one process of a job."""
+    steps.row_keys, rank = keys_with_steps, int(os.environ.get("RANK", "0"))
     for hook in hooks:
         name, _, only = hook.partition("@")
         if not only or int(only) == rank:

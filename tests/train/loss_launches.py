@@ -4,22 +4,15 @@ Started as a script, it prints as JSON what each case in its arguments launches:
 are weighted and where its teacher comes from, or the sizes of a plain one: vocabulary, drafted tokens, rows, depths.
 """
 
-import json
-import os
-import sys
 import weakref
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-
-sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from transformers import LlamaConfig
 
 from heads.base import Draft, DraftVocabulary, Features
@@ -148,19 +141,3 @@ def of_case(name: str, *rest: str) -> Any:
         rows, depths = map(int, rest[:2])
         return [peak(rows, depths, whole=whole, autocast=rest[2] == "bf16") for whole in (True, False)]
     return plain(*map(int, (name, *rest)))
-
-
-def main() -> None:
-    """Print the count of every case, or what it raised."""
-    _setup_privateuseone_for_python_backend(NAME)
-    for case in sys.argv[1:]:
-        try:
-            found: Any = of_case(*case.split(":"))
-        except Exception as error:
-            found = f"{type(error).__name__}: {error}"
-        print(json.dumps({case: found}), flush=True)
-    os._exit(0)  # the thread that takes the dummy's gradients never ends
-
-
-if __name__ == "__main__":
-    main()

@@ -1,18 +1,8 @@
-"""A process of a job that trains toy heads under one strategy after another, and what one process alone makes of them.
+"""A process of a job that trains toy heads under one strategy after another, and what one process alone makes of them."""
 
-    python tests/train/strategy_job.py FOLDER ddp:eagle fsdp2:eagle …
-
-Run as such by two processes, it writes what each case gave to FOLDER.
-"""
-
-import os
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
 from accelerate import Accelerator
@@ -108,19 +98,14 @@ def outcome(strategy: str, case: str, accelerator: Accelerator) -> dict[str, Any
     }  # fmt: skip
 
 
-def main() -> None:
-    """Run the cases on this process."""
-    torch.set_num_threads(1)
+def main(folder: Path, world: int, cases: list[str]) -> None:
+    """Run the cases on this process, and write what each gave to a folder."""
     accelerator = Accelerator(cpu=True)
-    assert accelerator.num_processes == int(os.environ["WORLD_SIZE"])
-    for each in sys.argv[2:]:
+    assert accelerator.num_processes == world
+    for each in cases:
         strategy, case = each.split(":")
         mixed = CASES[case][1][-1] == "trainer.precision=bf16"
         accelerator.state._mixed_precision = "bf16" if mixed else "no"
         found = outcome(strategy, case, accelerator)
         if accelerator.is_main_process:
-            torch.save(found, Path(sys.argv[1], f"{each}.pt"))
-
-
-if __name__ == "__main__":
-    main()
+            torch.save(found, folder / f"{each}.pt")

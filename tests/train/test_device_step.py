@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from heads import HEADS
 from heads.modules.vocab import GradientSum
-from tests.train import device_step, loss_launches
+from tests.train import device_step
 from train.objective import chunked
 from train.step import Flops
 
@@ -24,13 +24,14 @@ ROWS_AND_DEPTHS = ("4096:5", "16384:5")
 PLAIN = [f"{vocab}:{vocab}:{rest}" for vocab in (1000, 128_256) for rest in ROWS_AND_DEPTHS] + ["128256:128256:8192:5"]
 PRUNED = [f"{vocab}:{vocab // 4}:4096:5" for vocab in (4000, 128_256)]
 MEMORY = ["memory:4096:5:fp32", "memory:16384:5:bf16"]
+LOSSES = [*PLAIN, *PRUNED, *MEMORY]
 BEFORE = 9024  # launches at c9e2252, whose chunks were 130 rows of 128,256 tokens: 4,096 rows, 5 depths, fp32
 
 
 @cache
-def counted(script: str, *cases: str) -> dict[str, Any]:
+def counted(*cases: str) -> dict[str, Any]:
     """Return the counts of cases, from a process of their own."""
-    run = subprocess.run([sys.executable, script, *cases], capture_output=True, text=True, check=True)
+    run = subprocess.run([sys.executable, device_step.__file__, *cases], capture_output=True, text=True, check=True)
     found: dict[str, Any] = {}
     for line in run.stdout.splitlines():
         found |= json.loads(line)
@@ -40,7 +41,7 @@ def counted(script: str, *cases: str) -> dict[str, Any]:
 
 @pytest.fixture
 def counts() -> dict[str, Any]:
-    return counted(loss_launches.__file__, *PLAIN, *PRUNED, *MEMORY)
+    return counted(*QUICK, *LOSSES)
 
 
 def test_launches_do_not_depend_on_the_vocabulary(counts: dict[str, Any]) -> None:
@@ -147,7 +148,7 @@ EACH = pytest.mark.parametrize(
 @EACH
 def test_the_host_waits_once_a_step_and_sends_each_micro_batch_in_the_same_copies(case: str) -> None:
     """Whatever the head, the documents in a row, one of which fills it, and the micro-batches; the loss included."""
-    together = QUICK if case in QUICK else [other for other in CASES if other not in QUICK]
-    counts = counted(device_step.__file__, *together)[case]
-    assert counts["waits"] == ["step:read"]
-    assert counts["sent"] == 1 + SENT * int(case.split(":")[2])
+    others = [other for other in CASES if other not in QUICK]
+    found = counted(*QUICK, *LOSSES)[case] if case in QUICK else counted(*others)[case]
+    assert found["waits"] == ["step:read"]
+    assert found["sent"] == 1 + SENT * int(case.split(":")[2])

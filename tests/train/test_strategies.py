@@ -1,9 +1,6 @@
 """Two processes under each strategy train as one process does, keep what one keeps, and go on from it bit for bit."""
 
 import functools
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from tests.train import jobs, strategy_job
+from tests.train import driver, strategy_job
 
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 QUICK = ["ddp:eagle", "zero2:eagle", "fsdp2:muon", "zero3:lora"]
@@ -28,13 +25,8 @@ SLOW += ["fsdp2:layers compiled"]
 def processes(count: int, folder: Path, cases: list[str]) -> Path:
     """Run cases on so many processes, which leave what came of them in a folder."""
     folder.mkdir()
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*words, strategy_job.__file__, str(folder), *cases], env=environment, capture_output=True, text=True,
-        timeout=280, cwd=jobs.ROOT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    for job in driver.spawn(folder, count, strategy_job.main, folder, count, cases):
+        assert job.end(within=280) == 0, job.printed()
     return folder
 
 
