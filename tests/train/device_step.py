@@ -90,13 +90,13 @@ def stepper(name: str, target: Any, documents: int, micro_batches: int, device: 
     case = name if name in strategy_job.CASES else "eagle"
     run = strategy_job.run_of(case, "ddp")
     head: Any = toys.head(name, target).train()
-    token, depths = torch.ones(1, 4).long(), min(4, head.max_depth)
+    token, depths = torch.ones(1, 4).long(), 2 if head.max_depth == 64 else min(4, head.max_depth)
     first = head.unroll(target.features(token, token * 0, head.feature_layers), depths)[0]
     lacks = {"smooth_l1"} if first.feature is None else set()
     lacks |= {"confidence"} if first.confidence is None else set()
     objective = replace(
         run.objective, losses={kind: 1.0 for kind in LOSSES if kind not in lacks}, depths=depths, anchors=6,
-        noise=0.2, depth_weights="dpace" if documents == 8 else "decay",
+        noise=0.2, depth_weights="decay" if first.confidence is None else "dpace",
     )  # fmt: skip
     trained = [key for key, _ in head.named_parameters()]
     with device.fake:

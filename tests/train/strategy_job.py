@@ -1,4 +1,4 @@
-"""A process of a job that trains toy heads under one strategy after another, and what one process alone makes of them."""
+"""What each process of a job does that trains toy heads under one strategy after another, or one process by itself."""
 
 from pathlib import Path
 from typing import Any

@@ -130,7 +130,7 @@ NAMES = [*HEADS, "block of DSpark", "eagle3 injected", "eagle pruned"]
 DOCUMENTS, MICRO_BATCHES = (1, 2, 8), (1, 2)
 CASES = [f"{name}:2:1" for name in NAMES] + [
     f"{name}:{documents}:{count}"
-    for name in ("eagle3", "block of DSpark")
+    for name in ("eagle pruned", "block of DSpark")
     for documents in DOCUMENTS
     for count in MICRO_BATCHES
 ]
@@ -139,7 +139,7 @@ CASES = [f"{name}:2:1" for name in NAMES] + [
 SENT = 7
 
 
-QUICK = ("eagle pruned:2:1", "block of DSpark:8:2")
+QUICK = ("eagle pruned:8:2", "block of DSpark:2:1")
 EACH = pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES]
 )
