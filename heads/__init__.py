@@ -58,7 +58,8 @@ def with_head(cfg: DictConfig) -> DictConfig:
     """
     cfg = cfg.copy()
     OmegaConf.set_struct(cfg, False)
-    if cfg.head.name == BEST:
+    name = cfg.head.name
+    if name == BEST:
         name, why = best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code)
         say(f"head=best: {name}, {why}")
         cfg.head = OmegaConf.load(ROOT / "conf" / "head" / f"{name}.yaml")

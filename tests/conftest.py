@@ -30,6 +30,11 @@ def load_once(text: Any, *unnamed: Any, **named: Any) -> Any:
 yaml.load = load_once
 
 
+def pytest_collection_finish() -> None:
+    """Leave what imports made out of every later `gc.collect()`, which a training and an evaluation call."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep what tests tokenise, also in the processes that they start, out of the user's cache."""

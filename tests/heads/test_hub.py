@@ -8,8 +8,7 @@ from huggingface_hub import constants
 
 from heads.common.resolvers import ROOT
 from heads.formats.hub import on_hub, resolve_head, target_path
-from tests.train.hub_server import Hub, become
-from tests.train.hub_state import Fault, Repo
+from tests.train.hub_server import Fault, Hub, Repo, become
 from train.release.folder import portable
 
 FILES = {"config.json": b"{}", "model.safetensors": b"weights", "config.yaml": b"name: x\n", "README.md": b"# x\n"}

@@ -123,7 +123,7 @@ def test_gradients_of_an_lm_head_are_added_up_in_place() -> None:
 
 
 def test_under_autocast_gradients_are_added_up_in_fp32() -> None:
-    """On a CPU, whose products of bf16 are of bf16, these; what a device is asked for is in test_loss_launches.py."""
+    """On a CPU, whose products of bf16 are of bf16, these; what a device is asked for is in test_device_step.py."""
     readout = DraftLmHead(toys.target().embeddings, "own", None)
     torch.manual_seed(0)
     states = [torch.randn(3, 32) for _ in range(50)]

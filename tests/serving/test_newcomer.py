@@ -16,8 +16,7 @@ from inference.target.target import Target
 from tests import families
 from tests.serving.conftest import command
 from tests.serving.engines import TARGET, asked
-from tests.train.hub_server import Hub
-from tests.train.hub_state import TOKEN
+from tests.train.hub_server import TOKEN, Hub
 
 pytestmark = pytest.mark.serving
 REPO = "me/tiny-eagle3"

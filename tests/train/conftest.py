@@ -1,4 +1,4 @@
-"""A run to publish, and a Hub to publish it on."""
+"""An undisturbed run, a run to publish, and a Hub to publish it on."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +8,13 @@ import pytest
 from heads.formats.store import TargetSpec
 from tests.train.hub_server import Hub, become
 from tests.train.publishing import write_run
+from tests.train.undisturbed import Toy
+from train.release import card
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    return Toy(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture
@@ -19,7 +26,9 @@ def spec(tmp_path: Path) -> TargetSpec:
 
 
 @pytest.fixture
-def run(tmp_path: Path, spec: TargetSpec) -> Path:
+def run(tmp_path: Path, spec: TargetSpec, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A trained run; the pictures of its card take time, and are drawn in one test only."""
+    monkeypatch.setattr(card, "_picture", lambda plot: card.Picture("a plot", plot.caption.encode()))
     return write_run(tmp_path / "outputs" / "tiny-medusa", spec)
 
 

@@ -1,8 +1,8 @@
 """Whole training steps on a dummy accelerator that take the path of a GPU, with a live target: where the host waits.
 
 Started as a script, it prints as JSON what each case in its arguments waits for and sends: a toy head's name, how many
-documents a packed row has and how many micro-batches a step. What the host knows has values, what lies on the dummy has
-none. Registering a device is for good, so it has a process of its own.
+documents a packed row has and how many micro-batches a step; or what a case of `loss_launches` counts. What the host
+knows has values, what lies on the dummy has none. Registering a device is for good, so it has a process of its own.
 """
 
 import json
@@ -32,12 +32,17 @@ from heads.modules import attention, vocab
 from inference.target import attention as documents_of
 from tests import toys
 from tests.inference.accelerator import NAME, on_dummy
-from tests.train import strategy_job
-from tests.train.host_reads import Following
+from tests.train import loss_launches, strategy_job
 from train import optim
+from train.losses import LOSSES
 from train.step import Loss, Stepper
 
-LENGTH = 32
+ROOT, LENGTH = sys.path[0], 32
+
+
+def ours(file: str) -> bool:
+    """Whether a file is the project's, and no library's in an environment in the checkout."""
+    return file.startswith(ROOT) and "site-packages" not in file
 
 
 class Device(TorchDispatchMode):
@@ -56,7 +61,7 @@ class Device(TorchDispatchMode):
     def note(self, count: int = 1) -> int:
         """Note the line of the project that is running, which reads so many numbers."""
         frame: Any = sys._getframe(1)
-        while frame.f_code.co_filename == __file__ or not Following.ours(frame.f_code.co_filename):
+        while frame.f_code.co_filename == __file__ or not ours(frame.f_code.co_filename):
             frame = frame.f_back
         self.waits.append(f"{Path(frame.f_code.co_filename).stem}:{frame.f_code.co_name}")
         return count
@@ -85,7 +90,14 @@ def stepper(name: str, target: Any, documents: int, micro_batches: int, device: 
     case = name if name in strategy_job.CASES else "eagle"
     run = strategy_job.run_of(case, "ddp")
     head: Any = toys.head(name, target).train()
-    objective = replace(run.objective, losses={"soft_ce": 1.0}, depths=min(4, head.max_depth), anchors=6, noise=0.2)
+    token, depths = torch.ones(1, 4).long(), 2 if head.max_depth == 64 else min(4, head.max_depth)
+    first = head.unroll(target.features(token, token * 0, head.feature_layers), depths)[0]
+    lacks = {"smooth_l1"} if first.feature is None else set()
+    lacks |= {"confidence"} if first.confidence is None else set()
+    objective = replace(
+        run.objective, losses={kind: 1.0 for kind in LOSSES if kind not in lacks}, depths=depths, anchors=6,
+        noise=0.2, depth_weights="decay" if first.confidence is None else "dpace",
+    )  # fmt: skip
     trained = [key for key, _ in head.named_parameters()]
     with device.fake:
         on_dummy(target.model)
@@ -135,9 +147,12 @@ def main() -> None:
     _setup_privateuseone_for_python_backend(NAME)
     getattr(torch, NAME).get_amp_supported_dtype = lambda: [torch.bfloat16]  # autocast asks, though it is off
     for case in sys.argv[1:]:
-        name, documents, micro_batches = case.split(":")
+        name, *sizes = case.split(":")
         try:
-            found: Any = counted(name, int(documents), int(micro_batches))
+            if name == "memory" or name.isdigit():
+                found: Any = loss_launches.of_case(name, *sizes)
+            else:
+                found = counted(name, *map(int, sizes))
         except Exception as error:
             if os.environ.get("HEADSTART_DEBUG"):
                 raise

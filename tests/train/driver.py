@@ -5,33 +5,30 @@ A job may be told to misbehave by hooks, which replace parts of the program in i
 
 import multiprocessing
 import os
-import resource
 import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
 from torch import Tensor
 
 from heads.common.errors import user_errors
-from heads.common.resolvers import register_resolvers
 from tests.train import jobs
 from train import acceptance
 from train import step as steps
 from train.checkpoints import format
 from train.objective import row_keys
-from train.planning.resolve import resolve
 from train.run import train
 from train.step import Stepper
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = multiprocessing.get_context("forkserver")
-PLACES: dict[int, tuple[int, int]] = {}  # step and row of every key that a process has made
-CONTEXT.set_forkserver_preload(["tests.train.driver"])
+STEPS: dict[int, int] = {}  # of every key that a process has made
+CONTEXT.set_forkserver_preload(["tests.train.driver", "tests.train.strategy_job"])
 
 
 class Job:
@@ -73,21 +70,26 @@ class Job:
 
 
 def start(folder: Path, overrides: list[str], *hooks: str, world: int = 1) -> list[Job]:
-    """Start a job of `world` processes; each prints to a file in `folder` and finds its hooks' files there."""
+    """Start a training of `world` processes, which find their hooks' files in `folder`."""
+    return spawn(folder, world, training, folder, overrides, hooks)
+
+
+def spawn(folder: Path, world: int, work: Callable[..., None], *args: Any) -> list[Job]:
+    """Start `world` processes of a group; each prints to a file in `folder`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     jobs = []
     for rank in range(world):
         log = folder / f"log-{time.monotonic_ns()}-{rank}.txt"
-        process = CONTEXT.Process(target=child, args=(folder, overrides, hooks, log, (rank, world, port)))
+        process = CONTEXT.Process(target=child, args=(log, (rank, world, port), work, args))
         process.start()
         jobs.append(Job(process, log))
     return jobs
 
 
-def child(folder: Path, overrides: list[str], hooks: tuple[str, ...], log: Path, place: tuple[int, int, int]) -> None:
-    """Be one process of a job."""
+def child(log: Path, place: tuple[int, int, int], work: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """Be one process of a group."""
     import torch
 
     torch.set_num_threads(1)
@@ -100,20 +102,24 @@ def child(folder: Path, overrides: list[str], hooks: tuple[str, ...], log: Path,
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ["HF_HUB_OFFLINE"] = "1"
-    steps.row_keys = keys_with_places
+    work(*args)
+
+
+def training(folder: Path, overrides: list[str], hooks: tuple[str, ...]) -> None:
+    """Train as one process of a job."""
+    steps.row_keys, rank = keys_with_steps, int(os.environ.get("RANK", "0"))
     for hook in hooks:
         name, _, only = hook.partition("@")
         if not only or int(only) == rank:
             HOOKS[name](folder, rank)
-    register_resolvers()
-    with user_errors(), initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        train(resolve(compose("train", jobs.with_head(overrides))))
+    with user_errors():
+        train(jobs.resolved(overrides))
 
 
-def keys_with_places(seed: int, step: int, index: Tensor) -> Tensor:
-    """Return the keys of a step's rows, and keep what they stand for."""
+def keys_with_steps(seed: int, step: int, index: Tensor) -> Tensor:
+    """Return the keys of a step's rows, and keep their step."""
     keys = row_keys(seed, step, index)
-    PLACES.update(zip(keys.tolist(), ((step, row) for row in index.tolist()), strict=True))
+    STEPS.update(dict.fromkeys(keys.tolist(), step))
     return keys
 
 
@@ -123,42 +129,46 @@ def note(folder: Path, name: str, line: str = "") -> None:
         file.write(line + "\n")
 
 
+def before_backward(do: Callable[[Any, int], None]) -> None:
+    """Have every micro-batch begin with a call that is given it and its step."""
+    before = Stepper.backward
+
+    def backward(self: Stepper, given: Any, keys: Any, *words: Any, **named: Any) -> Any:
+        do(given, STEPS[int(keys[0])])
+        return before(self, given, keys, *words, **named)
+
+    Stepper.backward = backward
+
+
 def slow(folder: Path, rank: int) -> None:
     """Every micro-batch takes a while, and is noted."""
-    before = Stepper.backward
 
-    def backward(self: Stepper, *words: Any, **named: Any) -> Any:
+    def wait(given: Any, step: int) -> None:
         note(folder, "batches")
         time.sleep(0.06)
-        return before(self, *words, **named)
 
-    Stepper.backward = backward
-
-
-def stuck(folder: Path, rank: int) -> None:
-    """One micro-batch of the sixth step takes much longer than the others."""
-    before = Stepper.backward
-
-    def backward(self: Stepper, given: Any, keys: Any, *words: Any, **named: Any) -> Any:
-        if PLACES[int(keys[0])][0] == 5 and not (folder / "stuck").exists():
-            note(folder, "stuck")
-            time.sleep(8)
-        return before(self, given, keys, *words, **named)
-
-    Stepper.backward = backward
+    before_backward(wait)
 
 
-def rows(folder: Path, rank: int) -> None:
-    """Every row that is trained on is noted, with its step."""
-    before, name = Stepper.backward, f"rows-{time.monotonic_ns()}-{rank}"
+def told(folder: Path, rank: int) -> None:
+    """The first micro-batch of the sixth step brings a SIGTERM: the step is left after the second."""
 
-    def backward(self: Stepper, given: Any, keys: Any, *words: Any, **named: Any) -> Any:
-        for step, row in map(PLACES.__getitem__, keys.tolist()):
-            if row >= 0:  # else the row only fills up
-                note(folder, name, f"{step} {row}")
-        return before(self, given, keys, *words, **named)
+    def end(given: Any, step: int) -> None:
+        if step == 5 and not (folder / "told").exists():
+            note(folder, "told")
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    Stepper.backward = backward
+    before_backward(end)
+
+
+def poisoned(folder: Path, rank: int) -> None:
+    """What the target gives for the sixth step is not finite."""
+
+    def spoil(given: Any, step: int) -> None:
+        if step == 5:
+            given.features.last_hidden.fill_(float("nan"))
+
+    before_backward(spoil)
 
 
 def measured(folder: Path, rank: int) -> None:
@@ -171,18 +181,6 @@ def measured(folder: Path, rank: int) -> None:
         return before(*words)
 
     acceptance.speculate = speculate
-
-
-def written(folder: Path, rank: int) -> None:
-    """Every answer that an estimate is to read takes long, and is noted."""
-    before = acceptance.write
-
-    def write(target: Any, prompts: Any, settings: Any) -> Any:
-        note(folder, "answers")
-        time.sleep(2 * len(prompts))
-        return before(target, prompts, settings)
-
-    acceptance.write = write
 
 
 def slow_disk(folder: Path, rank: int) -> None:
@@ -198,48 +196,4 @@ def slow_disk(folder: Path, rank: int) -> None:
     format.save_file = save_file
 
 
-def full_disk(folder: Path, rank: int) -> None:
-    """No file may grow as large as a checkpoint's shard, which comes without root's rights."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
-
-
-def fails(folder: Path, rank: int) -> None:
-    """The sixth step fails for a reason of this process alone."""
-    before = Stepper.backward
-
-    def backward(self: Stepper, given: Any, keys: Any, *words: Any, **named: Any) -> Any:
-        if PLACES[int(keys[0])][0] == 5:
-            raise ValueError("row 7 is in no shard")
-        return before(self, given, keys, *words, **named)
-
-    Stepper.backward = backward
-
-
-def told(folder: Path, rank: int) -> None:
-    """The first micro-batch of the sixth step brings a SIGTERM: the step is left after the second."""
-    before = Stepper.backward
-
-    def backward(self: Stepper, given: Any, keys: Any, *words: Any, **named: Any) -> Any:
-        if PLACES[int(keys[0])][0] == 5 and not (folder / "told").exists():
-            note(folder, "told")
-            os.kill(os.getpid(), signal.SIGTERM)
-        return before(self, given, keys, *words, **named)
-
-    Stepper.backward = backward
-
-
-def poisoned(folder: Path, rank: int) -> None:
-    """What the target gives for the sixth step is not finite."""
-    before = Stepper.backward
-
-    def backward(self: Stepper, given: Any, keys: Any, *words: Any, **named: Any) -> Any:
-        if PLACES[int(keys[0])][0] == 5:
-            given.features.last_hidden.fill_(float("nan"))
-        return before(self, given, keys, *words, **named)
-
-    Stepper.backward = backward
-
-
-HOOKS = {
-    hook.__name__: hook for hook in (slow, stuck, rows, measured, written, slow_disk, full_disk, fails, told, poisoned)
-}
+HOOKS = {hook.__name__: hook for hook in (slow, measured, slow_disk, told, poisoned)}

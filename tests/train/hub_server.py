@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,51 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from huggingface_hub import constants
 
-from tests.train.hub_state import ROLES, START, TOKEN, Fault, Repo, blob
+TOKEN = "hf_" + "a1" * 17
+READER = "hf_" + "b2" * 17  # may only read
+FINE = "hf_" + "c3" * 17  # of fine grain, without the right to write here
+ROLES = {TOKEN: "write", READER: "read", FINE: "fineGrained"}
+START = {".gitattributes": b""}
+
+
+@dataclass
+class Repo:
+    """One repository: every commit's files, the files that are large, and the tags."""
+
+    private: bool
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    head: str = ""
+    large: set[str] = field(default_factory=set)
+    tags: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """The branch's files."""
+        return self.commits[self.head]
+
+    def commit(self, files: dict[str, bytes]) -> str:
+        """Record a new state of all files and return its hash."""
+        state = repr((len(self.commits), sorted(files.items()))).encode()
+        self.head = hashlib.sha1(state).hexdigest()
+        self.commits[self.head] = files
+        return self.head
+
+
+@dataclass
+class Fault:
+    """What goes wrong with the next `times` requests whose "METHOD path" the pattern finds.
+
+    `how` is "cut", the connection closed amid the body; "mute", closed after acting, before the answer; or a status.
+    """
+
+    where: str
+    how: str | int
+    times: int = 1000
+
+
+def blob(data: bytes) -> str:
+    """Return git's hash of a file."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 class Hub(ThreadingHTTPServer):
@@ -65,23 +110,9 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Keep the tests' output clean."""
 
-    def do_GET(self) -> None:
-        self.route("GET")
-
-    def do_HEAD(self) -> None:
-        self.route("HEAD")
-
-    def do_POST(self) -> None:
-        self.route("POST")
-
-    def do_PUT(self) -> None:
-        self.route("PUT")
-
-    def do_DELETE(self) -> None:
-        self.route("DELETE")
-
-    def route(self, method: str) -> None:
+    def route(self) -> None:
         """Read the body, then let the endpoint answer."""
+        method = self.command
         path = unquote(urlsplit(self.path).path)
         self.server.requests.append(f"{method} {path}")
         self.server.watch(f"{method} {path}")
@@ -279,6 +310,10 @@ class Handler(BaseHTTPRequestHandler):
         if path == self.server.damage:
             data = data[:-1] + bytes([data[-1] ^ 1])
         return self.answer(data, headers={"ETag": f'"{etag}"', "X-Repo-Commit": commit})
+
+
+for method in ("GET", "HEAD", "POST", "PUT", "DELETE"):
+    setattr(Handler, f"do_{method}", Handler.route)
 
 
 def become(hub: Hub, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -1,5 +1,7 @@
 """Whole training jobs at toy size: a target folder, a text file, and the command that trains on them."""
 
+import copy
+import functools
 import json
 import os
 import random
@@ -8,12 +10,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM
 
+from heads.common.resolvers import register_resolvers
 from tests import toys
-from train.config import RunConfig
+from train.config import RunConfig, run_config
 from train.planning.plan import resolve_micro_batch
-from train.planning.resolve import resolve_placement, with_processes
+from train.planning.resolve import resolve, resolve_placement, with_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = [
@@ -45,17 +50,36 @@ def with_head(overrides: Sequence[str]) -> list[str]:
     return [*overrides] if named else [*overrides, "head=eagle"]
 
 
+@functools.cache
+def composed_once(*overrides: str) -> DictConfig:
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose("train", list(overrides))
+
+
+def composed(overrides: Sequence[str]) -> DictConfig:
+    """Return the configuration of a training, of head=eagle unless the overrides name another."""
+    return copy.deepcopy(composed_once(*with_head(overrides)))
+
+
+def configured(overrides: Sequence[str]) -> RunConfig:
+    """Return the typed configuration, unresolved."""
+    return run_config(composed(overrides))
+
+
+def resolved(overrides: Sequence[str]) -> RunConfig:
+    """Return a configuration as training takes it."""
+    return resolve(composed(overrides))
+
+
 def placed(run: RunConfig) -> RunConfig:
     """Return a run with what `resolve` fills in by a plan, unchecked."""
     return resolve_micro_batch(resolve_placement(with_processes(run)))
 
 
-def start(
-    overrides: list[str], launcher: list[str] | None = None, script: str = "train/run.py"
-) -> subprocess.Popen[str]:
+def start(overrides: list[str]) -> subprocess.Popen[str]:
     """Start a training job, of head=eagle unless the overrides name another."""
-    overrides = with_head(overrides)
-    words = [sys.executable, *(launcher or []), str(ROOT / script), *overrides]
+    words = [sys.executable, str(ROOT / "train" / "run.py"), *with_head(overrides)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
         words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT

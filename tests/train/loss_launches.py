@@ -4,31 +4,23 @@ Started as a script, it prints as JSON what each case in its arguments launches:
 are weighted and where its teacher comes from, or the sizes of a plain one: vocabulary, drafted tokens, rows, depths.
 """
 
-import json
-import os
-import sys
 import weakref
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-
-sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from transformers import LlamaConfig
 
 from heads.base import Draft, DraftVocabulary, Features
 from heads.modules.vocab import DraftLmHead
 from inference.target.embeddings import TargetEmbeddings
-from tests import toys
 from tests.inference.accelerator import NAME, Watch, on_dummy
-from tests.train.test_objective import CONFIG, batch
-from train.losses import LOSSES, ObjectiveConfig
+from tests.train.test_objective import CONFIG
+from train.losses import ObjectiveConfig
 from train.objective import Chunk, Work, chunk_rows, chunked, labels, loss_weights, objective
 from train.planning.shapes import embeddings_of
 
@@ -110,22 +102,6 @@ def launches(
     return sum(count for name, count in watch.counts.items() if name.startswith("aten."))
 
 
-def toy(name: str, by: str) -> int:
-    """Return what a toy head launches with every loss that it can be trained by."""
-    target: Any = toys.target.__wrapped__("llama", torch.float32)  # its parameters are replaced
-    head: Any = toys.head(name, target).requires_grad_()
-    features, mask = batch(head.feature_layers)
-    depths = min(4, head.max_depth)
-    drafts = [Draft(*(x if x is None else x.detach() for x in draft)) for draft in head.unroll(features, depths)]
-    drafts = [Draft(*(x if x is None else x.requires_grad_() for x in draft)) for draft in drafts]
-    lacks = {"smooth_l1"} if drafts[0].feature is None else set()
-    lacks |= {"confidence"} if drafts[0].confidence is None else set()
-    losses = {kind: 1.0 for kind in LOSSES if kind not in lacks}
-    of = replace(CONFIG, losses=losses, depth_weights=by, depths=depths)
-    found = loss_weights(features.document, mask, None, of)
-    return launches(head, drafts, features, found.row, of, chunked(found.trained, 16, HOST))
-
-
 def plain(full: int, drafted: int, rows: int, depths: int) -> int:
     """Return what the cross-entropy launches of rows that are all trained, as many a chunk as a device takes."""
     head, of = Plain(full, drafted), replace(CONFIG, depths=depths)
@@ -164,20 +140,4 @@ def of_case(name: str, *rest: str) -> Any:
     if name == "memory":
         rows, depths = map(int, rest[:2])
         return [peak(rows, depths, whole=whole, autocast=rest[2] == "bf16") for whole in (True, False)]
-    return toy(name, *rest) if len(rest) == 1 else plain(*map(int, (name, *rest)))
-
-
-def main() -> None:
-    """Print the count of every case, or what it raised."""
-    _setup_privateuseone_for_python_backend(NAME)
-    for case in sys.argv[1:]:
-        try:
-            found: Any = of_case(*case.split(":"))
-        except Exception as error:
-            found = f"{type(error).__name__}: {error}"
-        print(json.dumps({case: found}), flush=True)
-    os._exit(0)  # the thread that takes the dummy's gradients never ends
-
-
-if __name__ == "__main__":
-    main()
+    return plain(*map(int, (name, *rest)))

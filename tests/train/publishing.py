@@ -13,8 +13,10 @@ from heads.common.resolvers import ROOT
 from heads.formats.store import TargetSpec, save_head
 from tests.eval.stubs import ROW
 from tests.heads.stub import TinyEnds
+from train.release import card
 from train.release.config import PublishConfig
 
+DRAWN = card._picture
 REPO = "me/tiny-medusa"
 PLOTS = {"plots/speedup.png", "plots/acceptance.png", "plots/training.png"}
 EVERYTHING = {

@@ -1,29 +1,18 @@
-"""A process of a job that trains toy heads under one strategy after another, and what one process alone makes of them.
+"""What each process of a job does that trains toy heads under one strategy after another, or one process by itself."""
 
-    python tests/train/strategy_job.py FOLDER ddp:eagle fsdp2:eagle …
-
-Run as such by two processes, it writes what each case gave to FOLDER.
-"""
-
-import os
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
 import torch
 from accelerate import Accelerator
-from hydra import compose, initialize_config_dir
 
 from data.batches import Batches, Packed
 from data.features.source import LiveFeatures
-from heads.common.resolvers import ROOT, register_resolvers
 from tests import toys
+from tests.train import jobs
 from train import optim
-from train.config import RunConfig, run_config
+from train.config import RunConfig
 from train.objective import row_keys
 from train.start import adapt
 from train.step import Loss, Stepper
@@ -46,11 +35,8 @@ CASES: dict[str, tuple[str, list[str]]] = {
 
 def run_of(case: str, strategy: str) -> RunConfig:
     """Return a case's configuration."""
-    register_resolvers()
     small = ["trainer.steps=20", "data.length=16", "trainer.batch_tokens=80", "trainer.micro_tokens=32"]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        words = ["launcher=inline", f"launcher.strategy={strategy}", *small, *CASES[case][1]]
-        return run_config(compose("train", words))
+    return jobs.configured(["launcher=inline", f"launcher.strategy={strategy}", *small, *CASES[case][1]])
 
 
 def stepper(run: RunConfig, case: str, accelerator: Accelerator) -> Stepper:
@@ -112,19 +98,14 @@ def outcome(strategy: str, case: str, accelerator: Accelerator) -> dict[str, Any
     }  # fmt: skip
 
 
-def main() -> None:
-    """Run the cases on this process."""
-    torch.set_num_threads(1)
+def main(folder: Path, world: int, cases: list[str]) -> None:
+    """Run the cases on this process, and write what each gave to a folder."""
     accelerator = Accelerator(cpu=True)
-    assert accelerator.num_processes == int(os.environ["WORLD_SIZE"])
-    for each in sys.argv[2:]:
+    assert accelerator.num_processes == world
+    for each in cases:
         strategy, case = each.split(":")
         mixed = CASES[case][1][-1] == "trainer.precision=bf16"
         accelerator.state._mixed_precision = "bf16" if mixed else "no"
         found = outcome(strategy, case, accelerator)
         if accelerator.is_main_process:
-            torch.save(found, Path(sys.argv[1], f"{each}.pt"))
-
-
-if __name__ == "__main__":
-    main()
+            torch.save(found, folder / f"{each}.pt")

@@ -12,8 +12,8 @@ from data.text.prompts import Prompt, TrainingData
 from eval.inputs.drafters import own_prompts
 from tests import toys
 from tests.train import jobs
-from tests.train.test_features import composed
-from tests.train.test_features import configured as unplaced
+from tests.train.jobs import composed
+from tests.train.jobs import configured as unplaced
 from train.build import max_prompt_tokens, prepare_out, values_of
 from train.config import RunConfig
 from train.distributed.processes import RunLock

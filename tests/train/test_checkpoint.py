@@ -24,6 +24,8 @@ from train.checkpoints.saver import Saver, TrainState, partition
 from train.distributed.control import ProcessControl
 from train.optim import Ema
 
+SHARD = "rank-00000-of-00001.safetensors"
+
 
 class Few(nn.Module):
     """A module with a frozen part, trained for a step."""
@@ -54,6 +56,14 @@ def values(of: TrainState) -> dict[str, Tensor]:
 
 def saver(out: Path, keep: int = 2) -> Saver:
     return Saver(out, ProcessControl(Accelerator(cpu=True), 60), keep)
+
+
+def written(out: Path, content: dict[str, Any] | None = None) -> Path:
+    """Save step 4 and return its folder."""
+    here = saver(out)
+    here.save(state(), 4, content or {}, best=0)
+    here.finish()
+    return format.folder_of(out / "checkpoints", 4)
 
 
 def names(out: Path) -> list[str]:
@@ -132,8 +142,17 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000020", "step-00000028", "step-00000032"]
 
 
-@pytest.mark.parametrize("file", ["index.json", "state.json", "rank-00000-of-00001.safetensors"])
-@pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("index.json", "flip"),
+        ("index.json", "gone"),
+        ("state.json", "cut"),
+        (SHARD, "flip"),
+        (SHARD, "cut"),
+        (SHARD, "gone"),
+    ],
+)
 def test_a_damaged_one_is_named_and_the_one_before_taken(
     tmp_path: Path, file: str, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -165,10 +184,7 @@ def test_a_damaged_one_is_named_and_the_one_before_taken(
 
 def test_none_and_none_good(tmp_path: Path) -> None:
     assert saver(tmp_path).newest() is None
-    here = saver(tmp_path)
-    here.save(state(), 4, {}, best=0)
-    here.finish()
-    (tmp_path / "checkpoints" / "step-00000004" / "state.json").write_text("{")
+    (written(tmp_path) / "state.json").write_text("{")
     with pytest.raises(ValueError, match="overwrite=true"):
         saver(tmp_path).newest()
 
@@ -255,11 +271,7 @@ def test_shards_of_several_processes_become_one_checkpoint(tmp_path: Path) -> No
 
 
 def test_another_heads_tensors_are_refused(tmp_path: Path) -> None:
-    here, other = saver(tmp_path), state()
-    here.save(state(), 4, {}, best=0)
-    here.finish()
-    path = here.newest()
-    assert path is not None
+    path, other = written(tmp_path), state()
     other.head.c = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(KeyError, match=r"lacks weight/c\.bias"):
         resume.restore(other, path)
@@ -269,11 +281,7 @@ def test_another_heads_tensors_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "link.safetensors"])
 def test_an_index_that_leads_out_of_its_folder_is_damaged(tmp_path: Path, name: str) -> None:
-    here = saver(tmp_path)
-    here.save(state(), 4, {}, best=0)
-    here.finish()
-    path = here.newest()
-    assert path is not None
+    path = written(tmp_path)
     index = read_checked(path / "index.json")
     (shard,) = index["shards"]
     (path / shard).rename(path.parent / "other.safetensors")
@@ -286,21 +294,13 @@ def test_an_index_that_leads_out_of_its_folder_is_damaged(tmp_path: Path, name: 
 
 @pytest.mark.parametrize("change", [{"shards": 3}, {"tensors": {"a": {"shard": "none"}}}, {"shards": {"x": []}}])
 def test_an_index_of_something_else_is_damaged(tmp_path: Path, change: dict[str, Any]) -> None:
-    here = saver(tmp_path)
-    here.save(state(), 4, {}, best=0)
-    here.finish()
-    path = here.newest()
-    assert path is not None
+    path = written(tmp_path)
     write_checked(path / "index.json", read_checked(path / "index.json") | change)
     assert "index.json" in format.complaint(path, 0, 1) or "cannot be read" in format.complaint(path, 0, 1)
 
 
 def test_a_tensor_that_no_shard_holds_is_named(tmp_path: Path) -> None:
-    here = saver(tmp_path)
-    here.save(state(), 4, {}, best=0)
-    here.finish()
-    path = here.newest()
-    assert path is not None
+    path = written(tmp_path)
     index = read_checked(path / "index.json")
     (shard,) = index["shards"]
     write_checked(path / "index.json", index | {"tensors": {"a\nb": {"shard": shard}}})
@@ -317,10 +317,7 @@ def test_a_tensor_that_no_shard_holds_is_named(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_state_of_something_else_is_damaged(tmp_path: Path, values: dict[str, Any], told: str) -> None:
-    here = saver(tmp_path)
-    here.save(state(), 4, {"progress": {"best_tau": 1.5, "flops": None, "recent": [2.0]}}, best=0)
-    here.finish()
-    path = format.folder_of(tmp_path / "checkpoints", 4)
+    path = written(tmp_path, {"progress": {"best_tau": 1.5, "flops": None, "recent": [2.0]}})
     assert format.complaint(path, 0, 1) == ""
     content = read_checked(path / format.STATE)
     write_checked(path / format.STATE, content | values)
@@ -333,6 +330,8 @@ def test_a_setting_that_the_run_did_not_know_is_no_change() -> None:
     assert resume.differences(then, now) == ""
     assert resume.differences(then | {"head.length": 64}, now) == "head.length (64, now 512)"
     assert resume.differences(now, then) == "head.length (512, now null)"
+    now = {"head.name": "peagle", "head.depths": 6}
+    assert resume.differences(now | {"head.kv_injection": False, "head.norm_output": True}, now) == "", "retired"
 
 
 @pytest.mark.parametrize(
@@ -443,11 +442,6 @@ def test_a_process_that_writes_nothing_is_waited_for_half_the_time(
     with pytest.raises(ValueError, match="did not write its part"):
         here._await_others(tmp_path)
     assert clock.now == before
-
-
-def test_a_setting_that_a_head_has_lost_is_no_change() -> None:
-    now = {"head.name": "peagle", "head.depths": 6}
-    assert resume.differences(now | {"head.kv_injection": False, "head.norm_output": True}, now) == ""
 
 
 def test_another_head_is_named_and_not_a_start_that_nobody_gave(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from inference.drafters.policy import TreeConfig, verifiable
-from train.checkpoints import resume
 from train.loop import Loop
 
 
@@ -46,9 +45,8 @@ def test_the_best_head_is_kept_and_an_equal_one_is_no_better(
     assert loop.lines[1] == f"step 8: τ {tau:.3f} [{tau - 0.5:.2f}, {tau + 0.5:.2f}]{mark}"
 
 
-def test_what_is_measured_and_what_is_loaded() -> None:
+def test_what_is_measured() -> None:
     assert [step for step in range(1, 11) if Loop.due(run_of(), step)] == [4, 8, 10]
-    assert resume.short("x" * 99) == '"' + "x" * 59 + "…"
 
 
 def test_the_best_step_has_a_checkpoint_though_none_is_due() -> None:

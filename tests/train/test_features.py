@@ -3,17 +3,16 @@
 import json
 import logging
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from data.features.extraction import Layers, extract_features
 from data.features.source import FeaturesConfig
 from data.features.store import SHARDS
-from heads.common.resolvers import ROOT, register_resolvers
 from heads.formats.hub import load_found
 from heads.medusa import Medusa
 from inference.target.embeddings_only import EmbeddingsOnly
@@ -21,36 +20,37 @@ from inference.target.target import Target
 from tests.data.chat_server import honest, reset
 from tests.data.states_server import StatesServer
 from tests.train import jobs
-from train.config import RunConfig, run_config
-from train.planning.resolve import resolve
+from tests.train.jobs import configured, resolved
+from train import start
 from train.run import train
 
 Train = Callable[..., dict[int, float]]
+Live = Callable[[str], dict[int, float]]
 HEADS = {
     # By AdamW: Muon's matrix steps, in bf16, enlarge what differs by a rounding.
     "eagle3": ["head=eagle3", "head.feature_layers=[0,1,2]", "init=null", "trainer.optimizer=adamw", "trainer.lr=3e-3"],
     "medusa": ["head=medusa"],
 }
-OFF = ["trainer.eval_prompts=0", "eval.prompts=0"]
+SMALL = ["trainer.eval_prompts=0", "eval.prompts=0", "trainer.batch_tokens=128"]
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return [*jobs.make(tmp_path_factory.mktemp("job")), "trainer.steps=3", "trainer.save_every=3", *OFF]
+    return [*jobs.make(tmp_path_factory.mktemp("job")), "trainer.steps=3", "trainer.save_every=3", *SMALL]
 
 
-def composed(overrides: list[str]) -> DictConfig:
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("train", jobs.with_head(overrides))
+@pytest.fixture(scope="module")
+def live(base: list[str], tmp_path_factory: pytest.TempPathFactory) -> Live:
+    """Return a function that trains a head live, once, and returns the losses of every step."""
 
+    @cache
+    def run(head: str) -> dict[int, float]:
+        out = tmp_path_factory.mktemp("live") / "out"
+        train(resolved([*base, f"out={out}", *HEADS[head]]))
+        assert "features" not in json.loads((out / "provenance.json").read_text())
+        return jobs.losses(out)
 
-def configured(overrides: list[str]) -> RunConfig:
-    return run_config(composed(overrides))
-
-
-def resolved(overrides: list[str]) -> RunConfig:
-    return resolve(composed(overrides))
+    return run
 
 
 @pytest.fixture
@@ -79,32 +79,35 @@ def close(ours: dict[int, float], theirs: dict[int, float], share: float) -> boo
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_the_loss_is_that_of_live_training(base: list[str], trained: Train, tmp_path: Path, head: str) -> None:
-    live = trained("live", *HEADS[head])
+def test_the_loss_is_that_of_live_training(
+    base: list[str], trained: Train, live: Live, tmp_path: Path, head: str
+) -> None:
     exact = extracted(base, tmp_path / "exact", head, "features.dtype=fp32")
-    assert close(trained("exact", *HEADS[head], *exact), live, 1e-5)
+    assert close(trained("exact", *HEADS[head], *exact), live(head), 1e-5)
     rounded = extracted(base, tmp_path / "rounded", head)
     found = trained("rounded", *HEADS[head], *rounded)
-    assert close(found, live, 0.02)
-    assert found != live
+    assert close(found, live(head), 0.02)
+    assert found != live(head)
 
 
 def test_the_layers_are_not_loaded_and_the_head_is_kept(
     base: list[str], trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = extracted(base, tmp_path / "store", "medusa")
+    words = extracted(base, tmp_path / "store", "medusa", "features.dtype=fp8")
     target = Target.load(base[0].partition("=")[2], "float32", "cpu")
     monkeypatch.setattr(Target, "load", None)
     losses = trained("run", *HEADS["medusa"], *words, "trainer.log_every=3")
     assert sorted(losses) == [3]
     head: Any = load_found(tmp_path / "run" / "head", target.embeddings, target.spec)
     assert isinstance(head, Medusa)
+    origin = json.loads((tmp_path / "run" / "provenance.json").read_text())["features"]
+    assert (origin["path"], origin["dtype"]) == (str(tmp_path / "store"), "fp8")
     cost = json.loads((tmp_path / "run" / "training.json").read_text())
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     (waited,) = (line["stall_seconds"] for line in lines)  # of all three steps
     assert cost["stall_seconds"] == pytest.approx(waited)
     assert 0 <= cost["stall_seconds"] < cost["seconds"]
-    rows = 3 * 256 // 32
+    rows = 3 * 128 // 32
     assert f"features: {rows} rows read, 0 computed; waited" in capsys.readouterr().err
 
 
@@ -120,18 +123,10 @@ def test_a_workload_that_drops_samples_is_the_extractions_too(base: list[str], t
     trained("run", *HEADS["medusa"], *extracted(base, tmp_path / "with", "medusa", *words), *words)
 
 
-def test_provenance_names_the_store_and_what_it_keeps(base: list[str], trained: Train, tmp_path: Path) -> None:
-    words = extracted(base, tmp_path / "store", "medusa", "features.dtype=fp8")
-    trained("run", *HEADS["medusa"], *words)
-    found = json.loads((tmp_path / "run" / "provenance.json").read_text())["features"]
-    assert (found["path"], found["dtype"]) == (str(tmp_path / "store"), "fp8")
-    trained("live", *HEADS["medusa"])
-    assert "features" not in json.loads((tmp_path / "live" / "provenance.json").read_text())
-
-
 def test_what_a_module_starts_from_does_not_follow_from_what_is_measured(
-    base: list[str], trained: Train, tmp_path: Path
+    base: list[str], trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(start, "TOKENS_PER_INPUT", 8)
     words = extracted(base, tmp_path / "store", "medusa", "features.dtype=fp32")
     mtp = ["head=mtp", "head.rope_theta=500.0", "trainer.lr=0"]
     blind = trained("blind", *mtp, *words)
@@ -154,17 +149,16 @@ def test_a_target_whose_ends_do_not_load_alone_is_loaded_whole(
 
 
 def test_a_store_that_lacks_rows_fails_at_once_or_computes(
-    base: list[str], trained: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    base: list[str], trained: Train, live: Live, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     words = extracted(base, tmp_path / "store", "medusa", "features.dtype=fp32", "features.shard_mb=1")
     shard = tmp_path / "store" / SHARDS / "000000.safetensors"
-    live = trained("live", *HEADS["medusa"])
     shard.unlink()
     with pytest.raises(ValueError, match=r"rows are in no shard \(.*000000\.safetensors: is not there"):
         trained("fails", *HEADS["medusa"], *words)
     assert not (tmp_path / "fails").exists()
     with caplog.at_level(logging.WARNING):
-        assert close(trained("computes", *HEADS["medusa"], *words, "features.on_missing=compute"), live, 1e-5)
+        assert close(trained("computes", *HEADS["medusa"], *words, "features.on_missing=compute"), live("medusa"), 1e-5)
     assert f"{shard}: is not there, though the index has it; its rows are computed" in caplog.text
 
 
@@ -196,14 +190,14 @@ def engine(server: StatesServer, *overrides: str) -> list[str]:
 
 @pytest.mark.parametrize("head", HEADS)
 def test_the_loss_from_a_server_is_that_of_live_training_without_the_targets_layers(
-    base: list[str], trained: Train, tmp_path: Path, server: StatesServer, head: str, monkeypatch: pytest.MonkeyPatch,
+    trained: Train, live: Live, tmp_path: Path, server: StatesServer, head: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    live = trained("live", *HEADS[head])
+    expected = live(head)
     monkeypatch.setattr(Target, "load", None)
     capsys.readouterr()
-    assert close(trained("served", *HEADS[head], *engine(server)), live, 1e-5)
-    assert f"features: {3 * 256 // 32} rows served; waited" in capsys.readouterr().err
+    assert close(trained("served", *HEADS[head], *engine(server)), expected, 1e-5)
+    assert f"features: {3 * 128 // 32} rows served; waited" in capsys.readouterr().err
     assert json.loads((tmp_path / "served" / "provenance.json").read_text())["features"] == {server.url: "served"}
     assert server.leftovers() == []
 

@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 from data.batches import Batches, Packed
 from data.features.store import MUST_AGREE, FeatureStore, StoreSpec
 from data.text.cache import cache_key
-from heads.common.resolvers import ROOT, register_resolvers
 from heads.formats.store import TargetSpec, assert_same_target
 from inference.decode import Settings
 from inference.step import DeviceStep, fits
@@ -24,9 +22,10 @@ from inference.tree_config import TreeConfig
 from inference.verification.sample import Sampling
 from tests import toys
 from tests.data import stores
+from tests.train import jobs
 from train.acceptance import AcceptanceEvaluator
 from train.checkpoints import resume
-from train.config import RunConfig, run_config
+from train.config import RunConfig
 from train.start import LoraAdapterConfig
 
 # Values of fields that the turned one of their type would not be allowed in.
@@ -58,9 +57,7 @@ def without_effect(record: Any, of: Callable[[Any], Any]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def run() -> RunConfig:
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return run_config(compose("train", ["head=mtp", "data.path=x", "trainer.micro_tokens=512"]))
+    return jobs.configured(["head=mtp", "data.path=x", "trainer.micro_tokens=512"])
 
 
 def batches(**changed: Any) -> Batches:

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OlmoConfig, OPTConfig, OPTForCausalLM
 
 from data.batches import Batch, Batches, pack
 from data.text.masks import Sample
-from heads.common.resolvers import ROOT, register_resolvers
 from heads.formats.store import save_head
 from inference.drafters.mtp import load_mtp
 from inference.target.target import Target
@@ -25,15 +23,23 @@ from tests import families, toys
 from tests.heads.published import eagle3_authors, eagle_authors, medusa_first, publish
 from tests.inference.test_mtp import save
 from tests.train import jobs
-from train.config import RunConfig, run_config
+from train import start
+from train.config import RunConfig
 from train.planning.plan import plan
+from train.run import train
 from train.start import final_gain, fit_init, init_head, resolve_init
+
+LAYERS = "head.feature_layers=[0,1,2]"
+
+
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fit on a quarter of the rows: the toys' texts come again and again."""
+    monkeypatch.setattr(start, "TOKENS_PER_INPUT", 16)
 
 
 def run(*overrides: str) -> RunConfig:
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return run_config(compose("train", jobs.with_head(overrides)))
+    return jobs.configured(overrides)
 
 
 def started(run: RunConfig, target: Target) -> Any:
@@ -56,13 +62,6 @@ def test_the_weights_and_numbers_are_the_published_ones(published: Path) -> None
         assert all(torch.equal(own[name], theirs[name].float()) for name in own)
 
 
-def test_our_own_head_is_a_start_too(tmp_path: Path) -> None:
-    target, saved = toys.target(), toys.head("medusa", toys.target())
-    save_head(tmp_path / "head", saved, target.spec, {})
-    head = started(run("head=medusa", "head.heads=2", f"init={tmp_path}"), target)
-    assert all(torch.equal(tensor, saved.state_dict()[name]) for name, tensor in head.state_dict().items())
-
-
 def test_a_head_of_other_weights_is_a_start_and_one_of_another_shape_is_none(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -70,7 +69,8 @@ def test_a_head_of_other_weights_is_a_start_and_one_of_another_shape_is_none(
     save_head(tmp_path / "tuned" / "head", saved, replace(target.spec, name="base", fingerprint="another"), {})
     save_head(tmp_path / "deep" / "head", saved, replace(target.spec, num_layers=9), {})
     with caplog.at_level(logging.WARNING):
-        started(run("head=medusa", f"init={tmp_path / 'tuned'}"), target)
+        head = started(run("head=medusa", "head.heads=2", f"init={tmp_path / 'tuned'}"), target)
+    assert all(torch.equal(tensor, saved.state_dict()[name]) for name, tensor in head.state_dict().items())
     assert "made for the weights of base; it is trained on for those of llama" in caplog.text
     with pytest.raises(ValueError, match="made for another target, llama: its number of layers is 9"):
         started(run("head=medusa", f"init={tmp_path / 'deep'}"), target)
@@ -93,8 +93,8 @@ def test_a_run_starts_there(tmp_path: Path) -> None:
     published = publish(tmp_path / "published", tensors, config)
     still = ["trainer.lr=0", "trainer.warmup=0", "trainer.weight_decay=0", "trainer.steps=8", "trainer.ema=0"]
     out = tmp_path / "run"
-    start = ["head=eagle3", "objective.depths=2", f"init={published}", f"out={out}"]
-    printed = jobs.finish(jobs.start([*jobs.make(tmp_path), *still, *start]))
+    words = ["head=eagle3", "objective.depths=2", f"init={published}", f"out={out}"]
+    printed = jobs.finish(jobs.start([*jobs.make(tmp_path), *still, *words]))
     assert f"starts from {published}" in " ".join(printed.split())
     written: Any = OmegaConf.load(out / "config.yaml")
     assert (written.init, written.head.length, written.head.draft_vocab) == (str(published), None, 30)
@@ -135,7 +135,7 @@ def test_its_projection_is_fitted_to_what_that_layer_reads(extra: tuple[str, ...
     fitted = heads[0].eh_proj.weight
     assert torch.allclose(heads[1].eh_proj.weight, fitted, rtol=0, atol=1e-5)
 
-    steps = 64 * fitted.shape[1] // (4 * 32)
+    steps = start.TOKENS_PER_INPUT * fitted.shape[1] // (4 * 32)
     row = torch.cat([Batches(packed, 4, 4, 0, 0, 1).rows(step) for step in range(steps)])
     below = target.embeddings.num_layers - 2
     inputs, wanted = [], []
@@ -160,7 +160,7 @@ def test_eagle3_starts_as_the_last_layer_on_what_it_has_in_place_of_that_layers_
     """Each least squares brings its state nearer to the layer's output one position on, of all positions alike."""
     target = toys.target()
     layer = target.decoder_layers[-1]
-    asked = run("head=eagle3", "head.feature_layers=[0,1,2]", "init=last_layer")
+    asked = run("head=eagle3", LAYERS, "init=last_layer")
     packed = pack([Sample(str(i), toys.prompt(i, 6 + i), [1] * (6 + i)) for i in range(26)], 32)
     batches = Batches(packed, 4, 2, 0, 0, 1)
     head, fresh = started(asked, target), started(replace(asked, init=None), target)
@@ -246,25 +246,11 @@ def test_eagle_starts_as_the_last_layer_in_the_scale_of_the_final_norm(words: tu
     assert fitted < error(head)
 
 
-@pytest.mark.parametrize(
-    "words", [("head.layers=2",), ("head.kv_injection=true",), ("head.qk_norm=true",), ("head.intermediate_size=40",)]
-)
-def test_an_eagle3_that_is_built_otherwise_starts_anew(
-    words: tuple[str, ...], caplog: pytest.LogCaptureFixture
-) -> None:
-    asked = run("head=eagle3", "head.feature_layers=[0,1,2]", *words)
-    with caplog.at_level(logging.WARNING):
-        assert resolve_init(asked.init, asked.head, toys.target()) == (asked.head, None)
-    assert "is not built like the head's" in caplog.text
-    with pytest.raises(ValueError, match="init=null makes a new one"):
-        init_head(asked.head, "last_layer", toys.target())
-
-
 def test_states_that_are_fed_back_as_they_come_are_fitted_so() -> None:
     """Also where the heads of the attention are wider together than the model."""
     config = LlamaConfig(**{**toys.SIZES, "head_dim": 16})
     target = Target(AutoModelForCausalLM.from_config(config).eval(), toys.tokenizer(), name="wide")
-    asked = run("head=eagle3", "head.feature_layers=[0,1,2]", "head.norm_output=false", "init=last_layer")
+    asked = run("head=eagle3", LAYERS, "head.norm_output=false", "init=last_layer")
     head = started(asked, target)
     packed = pack([Sample(str(i), toys.prompt(i, 30), [1] * 30) for i in range(8)], 32)
     fit_init(head, "last_layer", target, Batches(packed, 4, 2, 0, 0, 1))
@@ -295,7 +281,7 @@ def test_quantised_weights_are_not_copied() -> None:
     target = copy.copy(toys.target())
     target.quantized = "bnb_int8"
     for head in ("mtp", "eagle3"):
-        asked = run(f"head={head}", *(["head.feature_layers=[0,1,2]"] if head == "eagle3" else []))
+        asked = run(f"head={head}", *([LAYERS] if head == "eagle3" else []))
         assert resolve_init(asked.init, asked.head, target)[1] is None
         with pytest.raises(ValueError, match="the weights of llama are quantised; init=null makes a new one"):
             init_head(asked.head, "last_layer", target)
@@ -321,8 +307,8 @@ def test_a_head_that_starts_as_the_last_layer_has_that_layers_positions(caplog: 
         "sliding_attention": {**yarn, "rope_theta": 7.0},
     }
     target.config.rope_parameters, target.config.layer_types = kinds, ["full_attention", "sliding_attention"]
-    config, start = resolve_init("auto", run("head=mtp").head, target)
-    assert (config.rope_theta, config.rope_scaling, start) == (7.0, yarn, "last_layer")
+    config, first = resolve_init("auto", run("head=mtp").head, target)
+    assert (config.rope_theta, config.rope_scaling, first) == (7.0, yarn, "last_layer")
     target.config.rope_parameters = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
     with caplog.at_level(logging.WARNING):
         assert resolve_init("auto", run("head=mtp").head, target)[1] is None
@@ -331,11 +317,12 @@ def test_a_head_that_starts_as_the_last_layer_has_that_layers_positions(caplog: 
 
 def test_a_run_that_began_anew_goes_on_anew(tmp_path: Path) -> None:
     """As those did that began before heads started as the target's last layer."""
-    words = [*jobs.make(tmp_path), "head=eagle3", "head.feature_layers=[0,1,2]", f"out={tmp_path / 'run'}"]
-    jobs.finish(jobs.start([*words, "init=null", "trainer.steps=2", "trainer.save_every=2"]))
-    jobs.finish(jobs.start([*words, "resume=true", "trainer.steps=4"]))
+    words = [*jobs.make(tmp_path), "head=eagle3", LAYERS, f"out={tmp_path / 'run'}"]
+    words += ["trainer.save_every=1", "trainer.eval_prompts=0", "eval.prompts=0"]
+    train(jobs.resolved([*words, "init=null", "trainer.steps=1"]))
+    train(jobs.resolved([*words, "resume=true", "trainer.steps=2"]))
     written: Any = OmegaConf.load(tmp_path / "run" / "config.yaml")
-    assert (written.init, written.trainer.steps) == (None, 4)
+    assert (written.init, written.trainer.steps) == (None, 2)
 
 
 def test_other_starts_and_a_target_of_one_layer_fit_nothing() -> None:
@@ -387,13 +374,10 @@ def test_a_module_starts_as_the_checkpoints_own(tmp_path: Path) -> None:
     [
         ("qwen3", ("head=mtp", "init=last_layer"), r"self_attn\.k_norm\.weight.*head\.qk_norm=true"),
         ("llama", ("head=mtp", "head.qk_norm=true", "init=last_layer"), r"k_norm\.weight.*head\.qk_norm=false"),
+        ("llama", ("head=eagle3", LAYERS, "head.qk_norm=true", "init=last_layer"), "init=null makes a new one"),
         ("gpt2", ("head=mtp", "init=last_layer"), "is not built like the head's .*perhaps head.layer=target"),
         ("gpt2", ("head=mtp", "head.layer=target", "init=null"), "cannot run by itself .it has no rotary positions"),
-        (
-            "mistral",
-            ("head=mtp", "head.layer=target", "init=null"),
-            "cannot run by itself .its attention has a sliding_window",
-        ),
+        ("mistral", ("head=mtp", "head.layer=target", "init=null"), "itself .its attention has a sliding_window"),
     ],
 )
 def test_a_start_that_does_not_fit_is_refused(name: str, overrides: tuple[str, ...], said: str) -> None:
@@ -402,7 +386,7 @@ def test_a_start_that_does_not_fit_is_refused(name: str, overrides: tuple[str, .
 
 
 @pytest.mark.parametrize(
-    ("name", "overrides", "start"),
+    ("name", "overrides", "first"),
     [
         ("llama", ("head=mtp",), "last_layer"),
         ("qwen3", ("head=mtp", "head.qk_norm=true"), "last_layer"),
@@ -413,20 +397,22 @@ def test_a_start_that_does_not_fit_is_refused(name: str, overrides: tuple[str, .
         ("llama", ("head=eagle",), "last_layer"),
         ("llama", ("head=hass",), "last_layer"),
         ("llama", ("head=eagle", "head.layers=2"), None),
+        ("llama", ("head=eagle3", LAYERS, "head.layers=2"), None),
+        ("llama", ("head=eagle3", LAYERS, "head.kv_injection=true"), None),
         ("llama", ("head=hydra",), None),
     ],
 )
 def test_what_a_head_starts_from_by_itself(
-    name: str, overrides: tuple[str, ...], start: str | None, caplog: pytest.LogCaptureFixture
+    name: str, overrides: tuple[str, ...], first: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And one that starts with random weights, for the target's last layer is another, says so."""
     target = toys.target(name)
     asked = run(*overrides)
     config, init = resolve_init(asked.init, asked.head, target)
     found = replace(asked, head=config, init=init)
-    assert found.init == start
+    assert found.init == first
     assert ("starts with random weights" in caplog.text) == (
-        start is None and "head=hydra" not in overrides and "init=null" not in overrides
+        first is None and "head=hydra" not in overrides and "init=null" not in overrides
     )
     if asked.init == "auto" and "head=mtp" in overrides:  # by the target's numbers engines make it
         assert config.norm_eps == getattr(target.config, "rms_norm_eps", asked.head.norm_eps)

@@ -5,15 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from torch import Tensor
 
-from heads.base import LayerShape
-from heads.common.resolvers import ROOT, register_resolvers
+from heads.base import Features, LayerShape
 from heads.modules.attention import BLOCK, Pattern
 from heads.modules.layers import Recomputing
 from tests import toys
-from train.config import RunConfig, run_config
+from tests.train import jobs
+from train.config import RunConfig
 from train.objective import loss_weights
 from train.planning import plan as memory
 from train.planning.plan import by_driver_name, head_state, target_state
@@ -30,9 +29,7 @@ MARGIN = 1.3  # of a plan over what is measured
 
 def run_of(head: str, *overrides: str) -> RunConfig:
     """Return a run of rows of 64 tokens."""
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return run_config(compose("train", [f"head={head}", "data.length=64", "trainer.micro_tokens=64", *overrides]))
+    return jobs.configured([f"head={head}", "data.length=64", "trainer.micro_tokens=64", *overrides])
 
 
 def step_of(name: str, *overrides: str) -> tuple[RunConfig, Any, Any, Any]:
@@ -56,6 +53,22 @@ def cost_of(run: RunConfig, rows: int = 2, device: str = "cpu", **given: bool) -
     return head_cost(run, config, rows, device, **{"bf16": False, "accumulates": False} | given)
 
 
+def kept(head: Any, features: Features, depths: int) -> int:
+    """Return the bytes that a head's pass keeps for the backward pass, each storage once, parameters left out."""
+    known = {x.untyped_storage().data_ptr() for x in (*head.parameters(), *features) if x is not None}
+    found: dict[int, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        found[x.untyped_storage().data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        drafts = head.unroll(features, depths)
+    for draft in drafts:
+        keep(draft.state)
+    return sum(x.untyped_storage().nbytes() for at, x in found.items() if at not in known)
+
+
 @pytest.mark.parametrize("name", list(toys.HEAD_CONFIGS))
 def test_the_operations_are_those_of_a_real_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "block":  # its attention leaves out rows before a block's documents, which numbers alone show
@@ -67,25 +80,28 @@ def test_the_operations_are_those_of_a_real_step(name: str, monkeypatch: pytest.
     assert cost_of(run).flops <= MARGIN * count.total
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", list(toys.HEAD_CONFIGS))
+@pytest.mark.parametrize(
+    ("name", "recompute"), [*((name, False) for name in toys.HEAD_CONFIGS), ("eagle3", True), ("block", True)]
+)
 def test_a_head_keeps_for_the_backward_pass_no_more_than_planned(name: str, recompute: bool) -> None:
     run, head, features, _ = step_of(name, f"trainer.recompute={str(recompute).lower()}")
     features = features._replace(hidden=features.hidden.bfloat16(), last_hidden=features.last_hidden.bfloat16())
-    known = {x.untyped_storage().data_ptr() for x in (*head.parameters(), *features) if x is not None}
-    kept: dict[int, Tensor] = {}
-
-    def keep(x: Tensor) -> Tensor:
-        kept[x.untyped_storage().data_ptr()] = x
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), torch.autocast("cpu", torch.bfloat16):
-        drafts = head.unroll(features, run.objective.depths)
-    for draft in drafts:
-        keep(draft.state)
-    taken = sum(x.untyped_storage().nbytes() for at, x in kept.items() if at not in known)
+    with torch.autocast("cpu", torch.bfloat16):
+        taken = kept(head, features, run.objective.depths)
     planned = cost_of(run, bf16=True).activations
     assert taken <= planned <= MARGIN * taken
+
+
+@pytest.mark.parametrize(("name", "recompute"), [("eagle", False), ("eagle3", True)])
+def test_what_a_head_keeps_grows_with_the_length_not_its_square(name: str, recompute: bool) -> None:
+    head = step_of(name, f"trainer.recompute={str(recompute).lower()}")[1]
+    width, sizes = head.embeddings.hidden_size, []
+    for length in (256, 512, 1024):
+        token = torch.zeros(1, length, dtype=torch.long)
+        states = torch.randn(1, length, len(head.feature_layers) + 1, width)
+        document = torch.arange(length)[None] // (length // 2)
+        sizes.append(kept(head, Features(token, states[:, :, 1:], states[:, :, 0], document), 3))
+    assert sizes[2] - sizes[1] == pytest.approx(2 * (sizes[1] - sizes[0]), rel=0.02)
 
 
 def test_recomputation_keeps_less_and_computes_more() -> None:
@@ -204,23 +220,13 @@ def test_a_pass_over_a_target_counts_products_and_attention() -> None:
     assert SHAPE.flops(64, 32) == 2 * 4_000_000 * 64 + 10 * 2 * 2 * 64 * 32 * 8 * 16
 
 
-@pytest.mark.parametrize(
-    ("driver", "name"),
-    [
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA A100-SXM4-40GB", "a100_40"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA L4", "l4"),
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA GH200 480GB", "h200"),
-    ],
-)
-def test_a_device_is_known_by_the_name_of_its_driver(driver: str, name: str) -> None:
-    found = by_driver_name(driver)
-    assert found is not None
-    assert (found.name, found.type) == (name, "cuda")
-
-
-def test_an_unknown_device_is_none() -> None:
+def test_a_device_is_known_by_the_name_of_its_driver() -> None:
+    for driver, name in {
+        "NVIDIA H100 80GB HBM3": "h100", "NVIDIA A100-SXM4-40GB": "a100_40", "NVIDIA A100-SXM4-80GB": "a100",
+        "NVIDIA L4": "l4", "NVIDIA L40S": "l40s", "NVIDIA GH200 480GB": "h200",
+    }.items():  # fmt: skip
+        found = by_driver_name(driver)
+        assert found is not None, driver
+        assert (found.name, found.type) == (name, "cuda")
     assert by_driver_name("Riva TNT2") is None
     assert by_driver_name("NVIDIA A10G") is None, "no A10"

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 from heads import HEADS
-from heads.common.resolvers import ROOT, register_resolvers
 from tests import toys
+from tests.train import jobs
 from train import optim
 from train.checkpoints.saver import TrainState
-from train.config import TrainerConfig, run_config
+from train.config import TrainerConfig
 from train.loop import SCHEDULE, with_new_schedule
 from train.optim import Ema, adamw, learning_rate
 from train.start import LoraAdapterConfig, adapt
@@ -21,9 +20,7 @@ from train.start import LoraAdapterConfig, adapt
 
 @pytest.fixture(scope="module")
 def config() -> TrainerConfig:
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return replace(run_config(compose("train", ["head=eagle"])).trainer, steps=100, warmup=0.1, lr=1.0, min_lr=0.1)
+    return replace(jobs.configured([]).trainer, steps=100, warmup=0.1, lr=1.0, min_lr=0.1)
 
 
 def test_warm_up_then_cosine(config: TrainerConfig) -> None:

@@ -1,17 +1,18 @@
 """Runs whose target is placed: the losses of a target on one device, τ measured on the way, refusals before a start."""
 
 import json
-import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-from hydra import compose, initialize_config_dir
+import torch
+from torch import Tensor
 
-from heads.common.resolvers import ROOT, register_resolvers
-from tests.train import driver, jobs
-from train.config import run_config
+from heads.base import Features
+from inference.target.attention import spans_of
+from tests import toys
+from tests.train import jobs
 from train.planning.plan import GIB, SAFE, plan
 
 STEPS = 4
@@ -47,24 +48,14 @@ def same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> bool:
 
 
 @pytest.mark.slow
-def test_a_tensor_parallel_run_has_the_losses_of_one_process(alone: tuple[Path, list[str], list[Any]]) -> None:
-    folder, words, whole = alone
-    out = folder / "tensor_parallel"
-    processes = ["model.placement=tensor_parallel", "launcher.num_processes=2"]
-    jobs.finish(jobs.start([*words, *TOGETHER, *processes, f"out={out}"]))
-    assert same(records(out), whole)
-    assert json.loads((out / "provenance.json").read_text())["world_size"] == 2
-    assert (out / "head" / "model.safetensors").exists()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "placed",
     [
+        ["model.placement=tensor_parallel", "launcher.num_processes=2"],
         ["model.placement=fsdp", "launcher.num_processes=2"],
         ["model.placement=tensor_parallel", "model.tensor_parallel=2", "launcher.num_processes=4"],
     ],
-    ids=["fsdp", "tensor parallel times data parallel"],
+    ids=["tensor parallel", "fsdp", "tensor parallel times data parallel"],
 )
 def test_a_placed_run_has_the_losses_of_one_process(
     alone: tuple[Path, list[str], list[Any]], placed: list[str], tmp_path: Path
@@ -75,26 +66,21 @@ def test_a_placed_run_has_the_losses_of_one_process(
 
 def peak(words: list[str], *overrides: str) -> int:
     """Return the peak that the plan says of a process."""
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        run = run_config(compose("train", ["head=eagle", *words, "launcher.num_processes=2", *overrides]))
+    run = jobs.configured([*words, "launcher.num_processes=2", *overrides])
     return plan(run).memory.peak
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by", ["this command", "accelerate"])
 def test_two_processes_of_little_memory_place_themselves(
-    alone: tuple[Path, list[str], list[Any]], tmp_path: Path, by: str
+    alone: tuple[Path, list[str], list[Any]], tmp_path: Path
 ) -> None:
     """And check themselves cut up, in the dtype that is given, which the report says."""
     words = [*alone[1], "trainer.estimate_every=2", "launcher.strategy=ddp"]  # fsdp2 saves about as much of a toy
     sharded = peak(words, "model.placement=tensor_parallel")
     whole = peak(words, "model.placement=replicate")
     limit = f"device.memory_gb={2 * (sharded + whole) / 2 / SAFE / GIB}"
-    launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
-    start = jobs.start if by == "this command" else partial(jobs.start, launcher=launcher)
-    several = ["launcher.num_processes=2"] if by == "this command" else []
-    printed = jobs.finish(start([*words, *several, limit, "eval.gate_dtype=bfloat16", f"out={tmp_path / 'out'}"]))
+    words.append("launcher.num_processes=2")
+    printed = jobs.finish(jobs.start([*words, limit, "eval.gate_dtype=bfloat16", f"out={tmp_path / 'out'}"]))
     assert "2 processes, placed by the plan: model.placement=tensor_parallel launcher.strategy=ddp" in printed
     runs = records(tmp_path / "out"), alone[2]
     ours, theirs = ([record["loss"] for record in run if "loss" in record] for run in runs)
@@ -104,24 +90,8 @@ def test_two_processes_of_little_memory_place_themselves(
     assert [line.partition(" ")[0] for line in report["warnings"]] == ["losslessness", "the", "2"]
     assert [row["lossless"]["failed"] for row in report["rows"]] == [0, 0]
     assert report["rows"][-1]["lossless"]["checked"] == 2
-    wide = jobs.finish(start([*words, *several, "eval.prompts=0", f"out={tmp_path / 'roomy'}"]))
+    wide = jobs.finish(jobs.start([*words, "eval.prompts=0", f"out={tmp_path / 'roomy'}"]))
     assert "model.placement=replicate launcher.strategy=ddp" in wide
-
-
-@pytest.mark.slow
-def test_told_to_stop_amid_a_measurement_of_all_processes(alone: tuple[Path, list[str], list[Any]]) -> None:
-    folder, words, whole = alone
-    place = folder / "told"
-    place.mkdir()
-    words = [*words, *TOGETHER, "model.placement=fsdp", f"out={place / 'out'}"]
-    pair = driver.start(place, words, "measured", world=2)
-    pair[0].until(place / "prompts", 1)
-    pair[1].signal(signal.SIGTERM)
-    assert [job.end() for job in pair] == [143, 143], pair[0].printed()
-    assert "stopped by SIGTERM, checkpoint at step 4" in pair[0].printed()
-    pair = driver.start(place, [*words, "resume=true"], world=2)
-    assert [job.end() for job in pair] == [0, 0], pair[0].printed()
-    assert same(records(place / "out"), whole)
 
 
 @pytest.mark.slow
@@ -150,9 +120,30 @@ def test_a_streamed_target_trains_and_is_evaluated(alone: tuple[Path, list[str],
     ],
 )
 def test_refusals_come_before_anything_is_loaded(words: str, overrides: list[str]) -> None:
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("train", overrides)
     with pytest.raises(ValueError, match=words) as error:
-        run_config(cfg)
+        jobs.configured(overrides)
     assert "\n" not in str(error.value)
+
+
+def test_a_group_runs_the_rows_of_all_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_gather(gathered: list[Tensor], x: Tensor, group: object) -> None:
+        for each in gathered:
+            each.copy_(x)
+
+    for name, stand_in in (("get_rank", lambda _: 1), ("get_world_size", lambda _: 3), ("all_gather", all_gather)):
+        monkeypatch.setattr(torch.distributed, name, stand_in)
+    ran: list[Any] = []
+    target = toys.target()
+    monkeypatch.setattr(target, "placed", target.placed._replace(group=mock.Mock(spec=torch.distributed.ProcessGroup)))
+
+    def own_features(*inputs: Any) -> Features:
+        ran.append(inputs)
+        states = torch.zeros(2, 16, 1, 32)
+        return Features(inputs[0], states, states[:, :, 0], inputs[1])
+
+    monkeypatch.setattr(target, "own_features", own_features)
+    token, document = torch.arange(32).view(2, 16), (torch.arange(16) // 3).expand(2, -1)
+    target.features(token, document, ())
+    assert len(ran) == 3
+    assert all(inputs[0].equal(token) and inputs[1].equal(document) for inputs in ran)
+    assert all(inputs[3] == spans_of(document) for inputs in ran)

@@ -19,8 +19,7 @@ from inference.target.embeddings_only import EmbeddingsOnly
 from ops.doctor import DoctorConfig, examine
 from ops.examine.finding import WRONG
 from tests import toys
-from tests.train.hub_server import Hub
-from tests.train.hub_state import START, Repo
+from tests.train.hub_server import START, Hub, Repo
 from tests.train.publishing import config
 from train.publish import publish
 from train.start import LoraAdapterConfig, adapt, merged_copy
@@ -148,50 +147,36 @@ def test_what_is_no_adapter_is_not_published(run: Path, hub: Hub, target: Embedd
     assert REPO not in hub.repos
 
 
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"r": 0}, "not a head's adapter"),
-        ({"peft_type": "LOHA"}, "not a head's adapter"),
-        ({"use_dora": True}, "use_dora is True"),
-        ({"lora_alpha": -(1 << 21)}, "which no adapter has"),
-        ({"rank_pattern": {"(a+)+b": 8}}, "rank_pattern"),
-        ({"base_model_name_or_path": "/etc"}, "no name of the Hub"),
-        ({"base_model_name_or_path": REPO}, "an adapter itself"),
-    ],
-)
-def test_an_adapter_from_outside_is_refused_in_a_line(
-    run: Path, hub: Hub, target: EmbeddingsOnly, changes: dict[str, Any], complaint: str
-) -> None:
-    publish(config(run, repo=REPO, base=BASE), HfApi())
-    files = hub.repos[REPO].files
-    broken = json.loads(files[lora.CONFIG]) | changes
-    hub.repos[REPO].commit({**files, lora.CONFIG: json.dumps(broken).encode()})
-    with pytest.raises(ValueError, match=complaint) as error:
-        load_found(resolve_head(REPO), target.embeddings, target.spec)
-    assert "\n" not in str(error.value)
+CHANGES: list[tuple[dict[str, Any], str]] = [
+    ({"r": 0}, "not a head's adapter"),
+    ({"peft_type": "LOHA"}, "not a head's adapter"),
+    ({"use_dora": True}, "use_dora is True"),
+    ({"lora_alpha": -(1 << 21)}, "which no adapter has"),
+    ({"rank_pattern": {"(a+)+b": 8}}, "rank_pattern"),
+    ({"base_model_name_or_path": "/etc"}, "no name of the Hub"),
+    ({"base_model_name_or_path": REPO}, "an adapter itself"),
+]
+DAMAGE: list[tuple[str, Any, str]] = [
+    (lora.UP, lambda up: up[:, :2], "two factors of one rank"),
+    (lora.UP, lambda up: up[1:], "has not in that shape"),
+    (lora.DOWN, lambda down: down[:, 1:], "has not in that shape"),
+    (lora.UP, lambda up: up / 0, "not finite"),
+    (lora.DOWN, lambda down: down / 0, "not finite"),
+    (lora.UP, None, "is no factor"),
+]
 
 
-@pytest.mark.parametrize(
-    ("end", "change", "complaint"),
-    [
-        (lora.UP, lambda up: up[:, :2], "two factors of one rank"),
-        (lora.UP, lambda up: up[1:], "has not in that shape"),
-        (lora.DOWN, lambda down: down[:, 1:], "has not in that shape"),
-        (lora.UP, lambda up: up / 0, "not finite"),
-        (lora.DOWN, lambda down: down / 0, "not finite"),
-        (lora.UP, None, "is no factor"),
-    ],
-)
-def test_damaged_factors_are_refused(
-    run: Path, hub: Hub, target: EmbeddingsOnly, end: str, change: Any, complaint: str
-) -> None:
+def test_an_adapter_from_outside_is_refused_in_a_line(run: Path, hub: Hub, target: EmbeddingsOnly) -> None:
     publish(config(run, repo=REPO, base=BASE, reverify=False), HfApi())
     files = hub.repos[REPO].files
-    tensors = load(files[lora.WEIGHTS])
-    name = next(name for name in tensors if name.endswith(end))
-    tensors |= {"x": tensors[name].clone()} if change is None else {name: change(tensors[name]).contiguous()}
-    hub.repos[REPO].commit({**files, lora.WEIGHTS: save(tensors)})
-    with pytest.raises(ValueError, match=complaint) as error:
-        load_found(resolve_head(REPO), target.embeddings, target.spec)
-    assert "\n" not in str(error.value)
+    tensors, said = load(files[lora.WEIGHTS]), json.loads(files[lora.CONFIG])
+    broken = [({lora.CONFIG: json.dumps(said | changes).encode()}, complaint) for changes, complaint in CHANGES]
+    for end, change, complaint in DAMAGE:
+        name = next(name for name in tensors if name.endswith(end))
+        other = {"x": tensors[name].clone()} if change is None else {name: change(tensors[name]).contiguous()}
+        broken.append(({lora.WEIGHTS: save(tensors | other)}, complaint))
+    for changed, complaint in broken:
+        hub.repos[REPO].commit({**files, **changed})
+        with pytest.raises(ValueError, match=complaint) as error:
+            load_found(resolve_head(REPO), target.embeddings, target.spec)
+        assert "\n" not in str(error.value)

@@ -27,7 +27,7 @@ from inference.target.checkpoint import INDEX
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
 from tests import families, toys
-from tests.train.publishing import config, rows
+from tests.train.publishing import config
 from train.publish import publish
 from train.release import checkpoint
 
@@ -67,6 +67,13 @@ def stitched(run: Path, out: Path, **options: Any) -> Path:
     return out
 
 
+def printed(run: Path, out: Path) -> dict[str, str]:
+    """Return what publishing prints by the engine."""
+    lines: list[Any] = []
+    publish(config(run, repo="me/x", format="checkpoint", dry_run=True, out=str(out)), HfApi(), lines.append)
+    return dict(line.split(": ", 1) for line in lines)
+
+
 def hashes(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of every tensor of a checkpoint, by its index."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -88,8 +95,9 @@ def features(target: Target, head: Mtp) -> Features:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_only_the_module_is_new_and_it_is_the_head(tmp_path: Path, name: str) -> None:
     target = target_of(tmp_path / "target", name)
-    head, before = head_of(target), hashes(tmp_path / "target")
-    out = stitched(run_of(tmp_path / "run", target, head), tmp_path / "out")
+    assert EmbeddingsOnly.load(str(tmp_path / "target"), "float32", "cpu", False).spec == target.spec
+    head, before, out = head_of(target), hashes(tmp_path / "target"), tmp_path / "the copy"
+    said = printed(run_of(tmp_path / "run", target, head), out)
     after = hashes(out)
     assert {tensor: after[tensor] for tensor in before} == before
     assert (out / "LICENSE").read_text() == "free"
@@ -103,12 +111,17 @@ def test_only_the_module_is_new_and_it_is_the_head(tmp_path: Path, name: str) ->
     rows = features(target, head)
     for theirs, ours in zip(loaded.unroll(rows, 2), head.unroll(rows, 2), strict=True):
         torch.testing.assert_close(theirs.state, ours.state)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_targets_layers_are_not_loaded_for_it(tmp_path: Path, name: str) -> None:
-    target = target_of(tmp_path, name)
-    assert EmbeddingsOnly.load(str(tmp_path), "float32", "cpu", False).spec == target.spec
+    assert list(said) == [str(out), "vLLM", "transformers", "llama.cpp"]
+    words = shlex.split(said["vLLM"])
+    assert words[:3] == ["vllm", "serve", str(out)]
+    assert json.loads(words[-1]) == {"method": "mtp", "num_speculative_tokens": 1}
+    layers = target.embeddings.num_layers
+    behind = f"looks for the module behind as many layers as published models have, and these are {layers}"
+    why = {"qwen2": "has no class for it", "qwen3_next": "finds no module by the config.json of published models"}
+    assert said["transformers"] == why.get(name, behind)
+    refused = {"qwen2": "does not know MiMoForCausalLM", "deepseek_v3": "leaves the module out"}
+    served = shlex.join(["llama-server", "-m", f"{out}.gguf", "--spec-type", "draft-mtp", "--spec-draft-n-max", "1"])
+    assert said["llama.cpp"].endswith(refused.get(name, f" && {served}"))
 
 
 def test_a_module_that_is_there_is_replaced_in_its_shards(tmp_path: Path) -> None:
@@ -190,30 +203,6 @@ def test_transformers_drafts_with_it(tmp_path: Path, name: str) -> None:
     assert drafted[0] == [int(level.logits[0, 0].argmax())]
 
 
-def printed(run: Path, out: Path) -> dict[str, str]:
-    """Return what publishing prints by the engine."""
-    lines: list[Any] = []
-    publish(config(run, repo="me/x", format="checkpoint", dry_run=True, out=str(out)), HfApi(), lines.append)
-    return dict(line.split(": ", 1) for line in lines)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_each_engines_command_is_printed_or_why_there_is_none(tmp_path: Path, name: str) -> None:
-    target, out = target_of(tmp_path / "target", name), tmp_path / "the copy"
-    said = printed(run_of(tmp_path / "run", target, head_of(target)), out)
-    assert list(said) == [str(out), "vLLM", "transformers", "llama.cpp"]
-    words = shlex.split(said["vLLM"])
-    assert words[:3] == ["vllm", "serve", str(out)]
-    assert json.loads(words[-1]) == {"method": "mtp", "num_speculative_tokens": 1}
-    layers = target.embeddings.num_layers
-    behind = f"looks for the module behind as many layers as published models have, and these are {layers}"
-    why = {"qwen2": "has no class for it", "qwen3_next": "finds no module by the config.json of published models"}
-    assert said["transformers"] == why.get(name, behind)
-    refused = {"qwen2": "does not know MiMoForCausalLM", "deepseek_v3": "leaves the module out"}
-    served = shlex.join(["llama-server", "-m", f"{out}.gguf", "--spec-type", "draft-mtp", "--spec-draft-n-max", "1"])
-    assert said["llama.cpp"].endswith(refused.get(name, f" && {served}"))
-
-
 @pytest.mark.slow
 def test_the_command_of_transformers_drafts(tmp_path: Path) -> None:
     """A target as deep as a published one; the line is run as it is printed, for fewer tokens."""
@@ -229,18 +218,6 @@ def test_the_command_of_transformers_drafts(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert "drafted" in done.stdout
     assert "generated_text" in done.stdout
-
-
-def test_a_slow_head_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = target_of(tmp_path / "target", "qwen2")
-    run = run_of(tmp_path / "run", target, head_of(target))
-    row = {**rows()[0], "drafter": "mtp", "speedup": 0.9}
-    (run / "report.json").write_text(
-        json.dumps({"schema": 1, "target": {}, "device": {}, "settings": {}, "rows": [row]})
-    )
-    stitched(run, tmp_path / "out")
-    (warned,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: "))
-    assert warned.startswith(f"warning: {tmp_path / 'out'}: It is slower than decoding without it in its own report")
 
 
 def refusal(run: Path, out: Path, **options: Any) -> str:
@@ -277,12 +254,7 @@ def test_bad_input_gets_one_line_and_nothing_is_written(tmp_path: Path) -> None:
     tokenizer = copy / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace('"w7"', '"another"'))
     assert "tokenizer.json is not that of" in refusal(run, out, target=str(copy))
-
-
-def test_a_copy_does_not_replace_its_own_target(tmp_path: Path) -> None:
-    target = target_of(tmp_path / "target", "qwen2")
-    run = run_of(tmp_path / "run", target, head_of(target))
-    out = stitched(run, tmp_path / "out")
+    stitched(run, out)
     with pytest.raises(ValueError, match="lies in the other; give another out=FOLDER"):
         stitched(run, out, target=str(out))
     stitched(run, out)

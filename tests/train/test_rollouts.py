@@ -8,18 +8,15 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from hydra import compose, initialize_config_dir
 from torch import Tensor
 
 from data.batches import Batches, Packed
 from data.features.source import MicroBatch
 from heads import HEADS
-from heads.common.resolvers import ROOT, register_resolvers
 from inference.drafters.policy import TreeConfig
 from tests import toys
-from tests.train import strategy_job
+from tests.train import jobs, strategy_job
 from train import rollouts
-from train.config import run_config
 from train.losses import OnPolicyConfig
 from train.objective import objective
 from train.planning.check import reads_target
@@ -218,9 +215,7 @@ def test_a_resumed_run_drafts_the_same() -> None:
 
 
 def test_a_run_has_a_target_to_decode_with_or_is_refused() -> None:
-    register_resolvers()
     stored = ["objective.on_policy.prompts=1", "features=stored", "features.path=x", "features.on_missing=fail"]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        assert reads_target(run_config(compose("train", ["head=eagle", *stored, "trainer.eval_prompts=0"])))
-        with pytest.raises(ValueError, match=r"each decodes its own prompts: give objective\.on_policy\.prompts=0, or"):
-            run_config(compose("train", ["head=eagle", "model.placement=fsdp", "eval.prompts=0", *stored]))
+    assert reads_target(jobs.configured([*stored, "trainer.eval_prompts=0"]))
+    with pytest.raises(ValueError, match=r"each decodes its own prompts: give objective\.on_policy\.prompts=0, or"):
+        jobs.configured(["model.placement=fsdp", "eval.prompts=0", *stored])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from data.batches import Batches, Packed
-from heads.base import Features, to_device
+from heads.base import Features
 from tests import toys
 from tests.train import strategy_job
 from train import objective as sampling
@@ -147,24 +147,3 @@ def test_anchors_change_no_draft() -> None:
     for some, every in zip(head.unroll(features, 4, chosen), head.unroll(features, 4), strict=True):
         torch.testing.assert_close(some.state[is_anchor], every.state[is_anchor])
         assert not some.state[~is_anchor].any()
-
-
-def test_a_copy_to_a_gpu_is_from_pinned_memory_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, Any]] = []
-
-    def pinned(self: Tensor) -> Tensor:
-        calls.append(("pin", self))
-        return self
-
-    def moved(self: Tensor, *where: Any, **how: Any) -> Tensor:
-        calls.append(("to", (*where, how)))
-        return self
-
-    x = torch.ones(2)
-    monkeypatch.setattr(Tensor, "pin_memory", pinned)
-    monkeypatch.setattr(Tensor, "to", moved)
-    to_device(x, torch.device("cuda"))
-    assert calls == [("pin", x), ("to", (torch.device("cuda"), {"non_blocking": True}))]
-    calls.clear()
-    to_device(x, torch.device("cpu"))
-    assert calls == [("to", (torch.device("cpu"), {}))]

@@ -1,17 +1,11 @@
 """The tasks of srun as processes of a run, by the environment that SLURM gives them."""
 
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from heads.common.resolvers import ROOT
-from tests.train import jobs
 from train.distributed import launch
 
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -141,28 +135,3 @@ def test_a_node_is_told_where_to_meet_by_its_environment(monkeypatch: pytest.Mon
     monkeypatch.setenv("NODE_RANK", "N")
     with pytest.raises(ValueError, match="NODE_RANK is 'N': give the number"):
         launch.take_over(OmegaConf.create({"num_nodes": 2, "machine_rank": 0, "main_process_ip": None}), 1)
-
-
-@pytest.mark.slow
-def test_one_process_prints_the_plan(tmp_path: Path) -> None:
-    printed = []
-    for rank in ("0", "1"):
-        os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
-        words = [sys.executable, str(ROOT / "train" / "run.py"), "plan=true", "trainer=debug", "head=mlp"]
-        printed.append(subprocess.run(words, cwd=tmp_path, env=os.environ, capture_output=True, text=True, check=True))
-    assert "2 processes, placed by the plan" in printed[0].stdout.replace("\n", " ")
-    assert printed[1].stdout + printed[1].stderr == ""
-
-
-@pytest.mark.slow
-def test_two_tasks_train_together(tmp_path: Path) -> None:
-    overrides = [*jobs.make(tmp_path), "trainer.steps=4", "eval.prompts=0", f"out={tmp_path / 'out'}"]
-    task = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "localhost"}
-    tasks = []
-    for rank in ("0", "1"):
-        os.environ.update({**task, "SLURM_PROCID": rank, "SLURM_LOCALID": rank})
-        tasks.append(jobs.start(overrides))
-    for job in tasks:
-        jobs.finish(job)
-    assert len(jobs.losses(tmp_path / "out")) == 4
-    assert json.loads((tmp_path / "out" / "provenance.json").read_text())["world_size"] == 2

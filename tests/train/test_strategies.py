@@ -1,9 +1,6 @@
 """Two processes under each strategy train as one process does, keep what one keeps, and go on from it bit for bit."""
 
 import functools
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,28 +10,23 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from tests.train import jobs, strategy_job
+from tests.train import driver, strategy_job
 
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
-QUICK = ["ddp:eagle", "fsdp2:eagle3", "zero2:eagle", "zero3:eagle3", "fsdp2:muon", "zero3:lora", "ddp:fused"]
+QUICK = ["ddp:eagle", "zero2:eagle", "fsdp2:muon", "zero3:lora"]
 # Relative of losses and norms, absolute of weights, which AdamW moves by up to 0.07 in these steps whatever the size of
 # a gradient. Muon multiplies in bf16, which processors round each in their own way.
 TOLERANCE = {"bf16": (0.02, 0.05), "muon": (5e-4, 3e-3)}
 SLOW = [f"{strategy}:{case}" for case in ("medusa", "lora", "bf16", "compiled") for strategy in STRATEGIES]
-SLOW += ["ddp:eagle3", "fsdp2:eagle", "zero2:eagle3", "zero3:eagle", "fsdp2:fused", "zero3:fused"]
+SLOW += ["ddp:eagle3", "fsdp2:eagle3", "zero2:eagle3", "zero3:eagle3", "ddp:fused", "fsdp2:fused", "zero3:fused"]
 SLOW += ["fsdp2:layers compiled"]
 
 
 def processes(count: int, folder: Path, cases: list[str]) -> Path:
     """Run cases on so many processes, which leave what came of them in a folder."""
     folder.mkdir()
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*words, strategy_job.__file__, str(folder), *cases], env=environment, capture_output=True, text=True,
-        timeout=280, cwd=jobs.ROOT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    for job in driver.spawn(folder, count, strategy_job.main, folder, count, cases):
+        assert job.end(within=280) == 0, job.printed()
     return folder
 
 

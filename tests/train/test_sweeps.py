@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -17,13 +16,12 @@ from omegaconf import OmegaConf
 from eval.measures.results import LIVE, TEACHER_FORCED
 from eval.report.write import Report
 from heads.common.command import ending_alone
-from heads.common.resolvers import ROOT, register_resolvers
+from heads.common.resolvers import ROOT
 from ops import watch
 from tests.eval.stubs import ROW
 from tests.train import jobs
 from train import run as training
 from train import streams, sweep
-from train.config import run_config
 from train.distributed import launch
 
 MODES = {"one": RunMode.RUN, "many": RunMode.MULTIRUN}
@@ -105,9 +103,16 @@ def test_the_table_has_what_a_clock_measured(tmp_path: Path) -> None:
     along = replace(live, tier=TEACHER_FORCED, speedup=None, speedup_ci=None, speedup_hf=None)
     (tmp_path / "training.json").write_text("{}")
     others = [replace(live, drafter="plain"), replace(live, category="maths", workload="tiny/maths")]
-    (tmp_path / "report.json").write_text(json.dumps(Report({}, {}, {}, {}, [*others, live, along]).as_dict()))
-    (row,) = sweep.rows_of("tiny-eagle", "eagle", tmp_path)
-    assert (row["tier"], row["speedup"]) == (LIVE, ROW.speedup)
+    warm = replace(live, temperature=1.0)
+    (tmp_path / "report.json").write_text(json.dumps(Report({}, {}, {}, {}, [*others, live, warm, along]).as_dict()))
+    rows = sweep.rows_of("tiny-eagle", "eagle", tmp_path)
+    assert [(row["tier"], row["temperature"], row["speedup"]) for row in rows] == [
+        (LIVE, 0.0, ROW.speedup),
+        (LIVE, 1.0, ROW.speedup),
+    ]
+    (tmp_path / "report.json").write_text('{"schema": 2, "rows": []}')
+    with pytest.raises(ValueError, match=r"report\.json has schema 2, this version reads 1"):
+        sweep.rows_of("tiny-eagle", "eagle", tmp_path)
 
 
 def test_a_run_is_in_the_table_of_its_multirun_once(
@@ -137,16 +142,17 @@ def test_a_run_is_in_the_table_of_its_multirun_once(
     first, second = (line for line in capsys.readouterr().out.splitlines() if "tiny-" in line)
     assert [cell.strip() for cell in first.split("│")][1:6] == ["tiny-b", "5,000", "2,000", "-", "1,234"]
     assert "withheld" in first
-    assert [cell.strip() for cell in second.split("│")][4:6] == ["3,000", "1,234"]
+    assert [cell.strip() for cell in second.split("│")][1:-1] == [
+        "tiny-a", "5,000", "2,000", "3,000", "1,234", "0", "2.03 [1.81, 2.24]", "0.75 0.28", "1.77 [1.61, 1.93]",
+        "7/8, 1 near tie",
+    ]  # fmt: skip
 
 
 def test_trials_are_named_after_their_values() -> None:
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        words = [[], ["trainer.lr=0.004"], ["objective.depth_decay=0.7"], ["head.layers=2"], ["data.length=256"]]
-        names = [run_config(compose("train", ["head=eagle", "sweep=optuna", *each])).name for each in words]
-        assert run_config(compose("train", ["head=eagle", "sweep=optuna"])).name == names[0]
-    assert len(set(names)) == len(words)
+    words = [[], ["trainer.lr=0.004"], ["objective.depth_decay=0.7"], ["head.layers=2"], ["data.length=256"], []]
+    *names, again = (jobs.configured(["sweep=optuna", *each]).name for each in words)
+    assert again == names[0]
+    assert len(set(names)) == len(names)
     assert all(name.startswith("tiny-eagle-") for name in names)
 
 

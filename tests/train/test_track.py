@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from heads.common.progress import Bar
 from inference.phase_timer import PhaseTimer
 from tests.train import jobs
-from tests.train.test_features import resolved
+from tests.train.jobs import resolved
 from train import trackers as tracking
 from train.planning.plan import peak_flops
 from train.run import train
@@ -100,18 +100,6 @@ def test_training_goes_on_without_a_tracker(tmp_path: Path, monkeypatch: pytest.
     for line in found[1:]:
         assert line["flops_per_second"] == pytest.approx(flops / line["step_seconds"])
         assert line["mfu"] == pytest.approx(line["flops_per_second"] / 1e9)
-
-
-def test_what_is_logged_seldom_is_of_all_steps_since(tmp_path: Path) -> None:
-    run = resolved(
-        [*jobs.make(tmp_path), "trainer.steps=5", "trainer.eval_prompts=0", "eval.prompts=0", f"out={tmp_path / 'run'}",
-         "trainer.log_every=2"]
-    )  # fmt: skip
-    train(run)
-    found = lines(tmp_path / "run")
-    assert [line["step"] for line in found] == [2, 4]
-    spent = json.loads((tmp_path / "run" / "training.json").read_text())["seconds"]
-    assert 2 * sum(line["step_seconds"] - line["seconds"]["other"] for line in found) < spent
 
 
 def test_only_the_main_process_writes(tmp_path: Path) -> None:
