@@ -183,7 +183,9 @@ def plan(run: RunConfig) -> Plan:
     target, gathered, offloaded = target_state(run, shape, layers, dtype.itemsize, device.count)
     gate = dtype.itemsize if run.eval.gate_dtype == AUTO else DTYPES[run.eval.gate_dtype].itemsize
     last = int(weight_bytes(run.model, gate, kind) * shape.inner)
-    evaluated, again, kept = target_state(run, shape, last, gate, device.count) if run.eval.prompts else ({}, 0, 0)
+    evaluated, again, host_again = dict[str, int](), 0, 0
+    if run.eval.prompts:
+        evaluated, again, host_again = target_state(run, shape, last, gate, device.count)
     stages = _stages(run, shape, cost, rows, dtype.itemsize, 2 if bf16 else 4, on_cpu=kind == "cpu", further=further)
     if not layers:
         stages = {name: taken for name, taken in stages.items() if name not in ("target's pass", "measuring τ")}
@@ -204,7 +206,7 @@ def plan(run: RunConfig) -> Plan:
         return planned._replace(memory=memory._replace(resident=memory.resident | held))
     held = {name: local * taken for name, taken in (held | {"target: layers": offloaded}).items() if taken}
     here = None if run.device.type is not None else host_bytes()
-    return planned._replace(host=Memory(round(local * HOST_BASE * GIB), held, {}, kept, 0, here))
+    return planned._replace(host=Memory(round(local * HOST_BASE * GIB), held, {}, host_again, 0, here))
 
 
 def _check_placed(run: RunConfig, device: str, accelerators: int) -> None:
@@ -249,8 +251,9 @@ def target_state(
         stay = min(layers, int((where.memory_gb or 0) * GB))
         there, host = min(layers, stay + ahead), 0 if where.offload == "disk" else layers - stay
     ends = item * shape.embeddings
-    own = ends // parts if layers and parts > 1 else 0  # transformers' own part of them, which trainers do not read
-    return {"target: embedding, lm_head": ends + own, "target: layers": there // parts}, gathered, host
+    # transformers' own shard of them, which trainers do not read.
+    shard = ends // parts if layers and parts > 1 else 0
+    return {"target: embedding, lm_head": ends + shard, "target: layers": there // parts}, gathered, host
 
 
 def head_state(run: RunConfig, cost: HeadCost) -> dict[str, int]:
@@ -440,13 +443,13 @@ def _table(title: str) -> Table:
     return shown
 
 
-def _memory_table(name: str, use: Memory) -> Table:
+def _memory_table(title: str, use: Memory) -> Table:
     fits = "fits" if use.utilization <= 1 else "does NOT fit"
-    shown = _table(f"{name}: {gib(use.peak)}" + ("" if use.capacity is None else f" of {gib(use.capacity)}, {fits}"))
+    shown = _table(f"{title}: {gib(use.peak)}" + ("" if use.capacity is None else f" of {gib(use.capacity)}, {fits}"))
     stages = {f"while: {stage}": round((1 + use.slack) * taken) for stage, taken in use.stages.items()}
     last = {"final evaluation, all else freed": use.evaluation} if use.evaluation else {}
-    for part, taken in {"process": use.process, **use.resident, **stages, **last}.items():
-        shown.add_row(part, gib(taken))
+    for name, taken in {"process": use.process, **use.resident, **stages, **last}.items():
+        shown.add_row(name, gib(taken))
     return shown
 
 
@@ -516,18 +519,18 @@ def remedy(run: RunConfig) -> str | None:
     The least costly changes come first, those that leave the training's result as it is before the others.
     """
     for words in _changes(run):
-        if (found := _changed(run, words)) is not None and found.fits:
+        if (changed := _changed(run, words)) is not None and changed.fits:
             return words
     chosen: list[str] = []
     least = plan(run).utilization
     for words in _changes(run):
         if {word.split("=")[0] for word in words.split()} & {word.split("=")[0] for word in chosen}:
             continue
-        found = _changed(run, words)
-        if found is not None and found.utilization < least:
-            run, least = found.run, found.utilization
+        changed = _changed(run, words)
+        if changed is not None and changed.utilization < least:
+            run, least = changed.run, changed.utilization
             chosen += words.split()
-            if found.fits:
+            if changed.fits:
                 return " ".join(chosen)
     return None
 
