@@ -82,14 +82,6 @@ def test_the_innermost_bar_speaks(now: list[float], read: Read) -> None:
     assert read() == ["measuring: 0 of 3, 0:00:31 so far", "step: 2 of 9, 1.9/min, 0:03:37 left"]
 
 
-def test_other_processes_than_the_first_are_silent(
-    now: list[float], read: Read, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "1")
-    work(now, 60.0)
-    assert not read()
-
-
 def test_a_terminal_gets_nested_bars_and_no_lines(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     monkeypatch.setattr(progress.CONSOLE, "_force_terminal", True)

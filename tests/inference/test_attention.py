@@ -1,17 +1,15 @@
 """Grouped-query attention under a mask: what transformers computes, without a copy of keys and values."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads.modules.layers import grouped_attention
 from inference.target.attention import GROUPED, SDPA, use_kernels
 from inference.verification.tree import DraftTree
 from tests import toys
+from tests.inference.test_packed import Largest
 
 BATCH, HEADS, GROUPS, QUERIES, KEYS, WIDTH = 2, 8, 2, 3, 300, 64
 
@@ -38,24 +36,11 @@ def test_every_query_head_attends_to_its_groups_keys(form: str) -> None:
     torch.testing.assert_close(grouped_attention(query, key, value, mask, 0.3), expected, rtol=1e-12, atol=1e-12)
 
 
-class Largest(TorchDispatchMode):
-    """Notes the largest tensor that an operation makes."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, Tensor) and not func.is_view:
-                self.numel = max(self.numel, tensor.numel())
-        return out
-
-
 def test_no_key_is_copied() -> None:
     query, key, value, mask = tensors()
     with Largest() as largest:
         grouped_attention(query, key, value, mask)
-    assert largest.numel < key.numel()
+    assert largest.most < key.numel()
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])

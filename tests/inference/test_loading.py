@@ -19,9 +19,7 @@ from inference.decode import Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.target import loading
 from inference.target.target import Target
-from inference.verification import tree as trees
 from inference.verification.sample import GREEDY
-from inference.verification.tree import DraftTree
 from tests import assistants, toys
 from tests.inference.test_decode import Oracle
 
@@ -81,23 +79,6 @@ def test_speculation_equals_plain_decoding_of_the_same_weights(quantised: Target
         made = speculate(quantised, Oracle(expected, 3), toys.prompt(seed), Settings(20, GREEDY))
         assert made.tokens == expected
         assert made.tau == 19 / 5
-
-
-def test_a_trees_features_are_those_of_its_paths(quantised: Target) -> None:
-    tree = DraftTree(torch.tensor(toys.prompt(9, 6)), torch.tensor([-1, 0, 0, 1, 1, 2]))
-    prompt = torch.tensor(toys.prompt(3, 12))
-    for path in trees.paths(tree):
-        cache = quantised.cache()
-        quantised.prefill(prompt, cache, layers=(0, 2))
-        together = quantised.score(tree, cache, layers=(0, 2))
-        sequence = torch.cat([prompt, tree.token[path]])
-        alone = quantised.features(sequence[None], torch.zeros_like(sequence)[None], (0, 2))
-        # bitsandbytes rounds what enters a layer, so rounding before it can move by a step of that
-        near = 0.05 if quantised.quantized == "bitsandbytes" else 1e-4
-        torch.testing.assert_close(together.hidden[0, path], alone.hidden[0, len(prompt) :], rtol=near, atol=near)
-        torch.testing.assert_close(
-            together.last_hidden[0, path], alone.last_hidden[0, len(prompt) :], rtol=near, atol=near
-        )
 
 
 def test_a_head_of_the_target_is_one_of_its_quantised_form(plain: Target, quantised: Target, tmp_path: Path) -> None:

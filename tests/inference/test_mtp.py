@@ -5,18 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 
 from heads.base import Features
-from heads.common.resolvers import ROOT
-from heads.common.typed import typed
-from inference.decode import Generation, Settings, autoregress, speculate
+from inference.decode import Settings, autoregress, speculate
 from inference.drafters.mtp import MtpDrafter, load_mtp
 from inference.target.target import Target
-from inference.verification.sample import GREEDY, Sampling
+from inference.verification.sample import GREEDY
 from tests import drafting, families, toys
 from tests.families import own_module
 
@@ -151,32 +149,6 @@ def test_unroll_and_the_trainable_head_agree_with_the_checkpoints_module(tmp_pat
         torch.testing.assert_close(theirs.state, own.state, rtol=ROTARY, atol=ROTARY)
 
 
-def decode(path: Path, tree: str, seed: int, sampling: Sampling = GREEDY) -> tuple[Generation, list[int]]:
-    target = Target.load(str(path), "float32", "cpu")
-    source = MtpDrafter(MtpDrafter.Config(None, toys.TREES[tree]), target, "mtp")
-    settings = Settings(TOKENS, sampling, seed=5)
-    return speculate(target, source, toys.prompt(seed), settings), autoregress(
-        target, toys.prompt(seed), settings
-    ).tokens
-
-
-def test_speculation_equals_plain_decoding(tmp_path: Path) -> None:
-    path, accepted = save(tmp_path, "behind"), 0
-    for seed, tree in enumerate(toys.TREES):
-        made, plain = decode(path, tree, seed)
-        assert toys.lively(plain)
-        assert made.tokens == plain
-        accepted += sum(step.accepted for step in made.steps)
-    assert accepted > 0, "no draft was accepted: nothing was tested"
-
-
-def test_sampling_is_reproducible_and_varied(tmp_path: Path) -> None:
-    path = save(tmp_path, "behind")
-    first, again = (decode(path, "sampled", 0, Sampling(1.0, 10, 0.95))[0] for _ in range(2))
-    assert first.tokens == again.tokens
-    assert toys.lively(first.tokens)
-
-
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_module_that_the_index_leaves_out_is_read(tmp_path: Path, inside: bool) -> None:
     """In a file of its own, or inside a shard that the index names."""
@@ -284,15 +256,70 @@ def test_a_module_drafts_chains_for_a_recurrent_target(tmp_path: Path, name: str
     assert text == autoregress(target, toys.prompt(0), settings).tokens
 
 
-def test_loading_leaves_the_target_as_it_was(tmp_path: Path) -> None:
-    path = save(tmp_path, "behind")
-    target = Target.load(str(path), "float32", "cpu")
-    before = target.prefill(torch.tensor(toys.prompt(0)), target.cache()).logits
-    load_mtp(target, str(path))
-    torch.testing.assert_close(target.prefill(torch.tensor(toys.prompt(0)), target.cache()).logits, before)
+SINGLE = 1e-4
+MOE = {
+    **toys.SIZES, "num_hidden_layers": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 12,
+    "n_routed_experts": 12, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+}  # fmt: skip
 
 
-def test_the_yaml_fits() -> None:
-    values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "drafter" / "mtp.yaml"))
-    assert isinstance(values, dict)
-    assert typed(MtpDrafter.Config, values).tree.label == "chain-3"
+def split_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Write experts one by one, as checkpoints hold them."""
+    made = {}
+    for name, tensor in tensors.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            made[name] = tensor.clone()
+            continue
+        stem, part = name.rsplit(".", 1)
+        for i, expert in enumerate(tensor):
+            halves = expert.chunk(2) if part == "gate_up_proj" else (expert,)
+            names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+            made |= {f"{stem}.{i}.{n}.weight": half.clone() for n, half in zip(names, halves, strict=True)}
+    return made
+
+
+def mixture(folder: Path, model: torch.nn.Module, layer: torch.nn.Module) -> tuple[Target, dict[str, Tensor]]:
+    """Save a mixture of experts and a module of its own kind; return the target and the module's norms."""
+    torch.manual_seed(3)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    made = {name: torch.rand(WIDTH) + 0.5 for name in ("enorm", "hnorm", "shared_head.norm")}
+    made["eh_proj"] = 0.3 * torch.randn(WIDTH, 2 * WIDTH)
+    extra = {f"model.layers.2.{name}.weight": tensor for name, tensor in made.items()}
+    extra |= {f"model.layers.2.{name}": tensor for name, tensor in split_experts(layer.state_dict()).items()}
+    model.save_pretrained(folder)
+    toys.tokenizer().save_pretrained(folder)
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | extra, file, metadata={"format": "pt"})
+    return Target.load(str(folder), "float32", "cpu"), made  # its experts' kernel takes no fp64
+
+
+def deepseek() -> DeepseekV3ForCausalLM:
+    torch.manual_seed(1)
+    latent = {"q_lora_rank": None, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 8}
+    sizes = {key: value for key, value in MOE.items() if key not in ("head_dim", "num_key_value_heads")}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **latent, num_key_value_heads=4))
+
+
+def glm() -> Glm4MoeForCausalLM:
+    torch.manual_seed(1)
+    return Glm4MoeForCausalLM(Glm4MoeConfig(**MOE, use_qk_norm=True, attention_bias=True, num_nextn_predict_layers=1))
+
+
+@pytest.mark.parametrize("make", [deepseek, glm])
+def test_a_mixture_of_experts_is_the_targets_own_layer(tmp_path: Path, make: object) -> None:
+    assert callable(make)
+    model = make()
+    layer = type(model.model.layers[-1])(model.config, 1)
+    target, made = mixture(tmp_path, model, layer)
+    text = toys.prompt(5, 9)
+    rows = features(target, text[:-1])
+    _, level = drafting.extend(load_mtp(target, str(tmp_path)), None, rows, torch.tensor(text[1:]))
+    # transformers' layer under its own causal attention, between the formulas written out.
+    embedding = rms(target.embeddings.embed(torch.tensor(text[1:])), made["enorm"])
+    x = torch.cat([embedding, rms(rows.last_hidden[0], made["hnorm"])], -1) @ made["eh_proj"].T
+    rotary = target.base.rotary_emb(x[None], torch.arange(8)[None])
+    shut = torch.full((1, 1, 8, 8), float("-inf")).triu(1)
+    out = layer.eval()(x[None], attention_mask=shut, position_embeddings=rotary)
+    expected = target.embeddings.logits(rms(out[0, -1], made["shared_head.norm"]))
+    torch.testing.assert_close(level.logits[0, 0], expected, rtol=SINGLE, atol=SINGLE)

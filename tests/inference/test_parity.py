@@ -21,7 +21,7 @@ from inference.verification.sample import GREEDY, Sampling
 from inference.verification.tree import DraftTree, LookAhead
 from tests import drafting, toys
 
-TOKENS = 36
+TOKENS = 28
 # Losslessness does not depend on the head: each drafts in one tree, and two of them, level by level and all depths at
 # once, in every tree.
 ONLINE = [
@@ -54,7 +54,7 @@ def text(seed: int) -> tuple[list[int], int]:
 @pytest.mark.parametrize(("head", "tree"), ONLINE)
 def test_speculation_equals_plain_decoding(head: str, tree: str) -> None:
     accepted = 0
-    for seed in range(3):
+    for seed in range(2):
         token, length = text(seed)
         made = decode(head, toys.TREES[tree], seed)
         assert toys.lively(token[length:])
@@ -193,7 +193,7 @@ def test_broken_drafters_stay_lossless_and_are_caught_offline(broken: type[HeadB
     assert differs
 
 
-@pytest.mark.parametrize("tree", toys.TREES)
+@pytest.mark.parametrize("tree", ["chain", "sampled"])
 def test_sampling_is_reproducible_and_varied(tree: str) -> None:
     target, settings = toys.target(), Settings(TOKENS, Sampling(1.0, 10, 0.95), seed=5)
     source = HeadDrafter(toys.head("eagle", target), toys.TREES[tree], "eagle")

@@ -1,5 +1,7 @@
 """The target's features and its refusals."""
 
+import copy
+import re
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -7,16 +9,22 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, processors
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data.batches import check_known, pack
 from data.text.masks import Sample
 from data.text.prompts import Prompt
 from inference.target import probe
-from inference.target.config import DTYPES, fast_dtype, model_config
+from inference.target.config import DTYPES, device_named, fast_dtype, model_config, use_device
+from inference.target.loading import load_tokenizer
 from inference.target.placement import HERE
 from inference.target.target import Target
+from inference.target.tokenizer import text_ids, tokenize
 from tests import toys
+from tests.tokenizers import trained
 
 Log = pytest.LogCaptureFixture
 
@@ -88,18 +96,6 @@ def test_a_pass_keeps_no_layer_that_nobody_asked_for() -> None:
         handle.remove()
     assert held == [i in (1, len(target.decoder_layers) - 1) for i in range(len(target.decoder_layers))]
     assert held.count(False) > 0
-
-
-@pytest.mark.parametrize("name", toys.ARCHITECTURES)
-def test_packed_documents_do_not_see_each_other(name: str) -> None:
-    target = toys.target(name, torch.float64)
-    first, second = torch.tensor(toys.prompt(5, 9)), torch.tensor(toys.prompt(6, 11))
-    document = torch.tensor([[0] * 9 + [1] * 11])
-    packed = target.features(torch.cat([first, second])[None], document, ()).last_hidden[0]
-    near = 1e-5 if name == "gemma2" else 1e-9
-    for part, alone in ((packed[:9], first), (packed[9:], second)):
-        expected = target.features(alone[None], torch.zeros(1, len(alone), dtype=torch.long), ()).last_hidden[0]
-        torch.testing.assert_close(part, expected, rtol=near, atol=near)
 
 
 def test_training_features_run_no_lm_head(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,3 +183,71 @@ def test_what_a_target_compiles_and_captures_is_again_so_after_a_while_without()
         with target.uncaptured():
             assert (target.captures, target.compiles_drafts) == (False, False)
         assert (target.captures, target.compiles_drafts) == kinds
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """Return the devices that were made the current one, of a machine with four GPUs."""
+    made: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(made))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: made[-1].index)
+    monkeypatch.setattr(torch.cuda, "set_device", made.append)
+    return made
+
+
+def test_a_gpu_has_the_index_that_tensors_there_have(current: list[torch.device]) -> None:
+    assert [str(device_named(name)) for name in ("cuda", "cuda:2", "cpu")] == ["cuda:0", "cuda:2", "cpu"]
+    assert str(use_device("cuda")) == "cuda:0"
+    with pytest.raises(ValueError, match="cuda:4, and torch sees 4 accelerators"):
+        use_device("cuda:4")
+    assert not current
+
+
+def test_a_gpu_that_is_named_is_the_one_that_a_single_process_works_on(current: list[torch.device]) -> None:
+    assert use_device("cuda:3") == torch.device("cuda:3")
+    assert current == [torch.device("cuda:3")]
+    assert str(device_named("cuda")) == "cuda:3"
+
+
+@pytest.mark.parametrize("generation", [True, False])
+def test_what_ends_an_answer_is_the_configurations_and_the_tokenizers(tmp_path: Path, generation: bool) -> None:
+    LlamaForCausalLM(LlamaConfig(**toys.SIZES | {"eos_token_id": [7, 9]})).save_pretrained(tmp_path)
+    tokenizer = toys.tokenizer()
+    tokenizer.eos_token = "w5"
+    tokenizer.save_pretrained(tmp_path)
+    if not generation:
+        (tmp_path / "generation_config.json").unlink()
+    assert Target.load(str(tmp_path), "float32", "cpu").eos == {5, 7, 9}
+
+
+def test_a_tokenizer_that_fails_at_a_text_is_named(tmp_path: Path) -> None:
+    """Without an unknown token, a word that is not in its list is an error of the library, when it comes."""
+    made = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="[UNK]"))  # which is not in it
+    made.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path)
+    found = load_tokenizer(str(tmp_path), False)
+    assert tokenize(found, "a b")["input_ids"] == [0, 1]
+    with pytest.raises(ValueError, match=f"^{re.escape(str(tmp_path))}: its tokenizer fails at a text") as caught:
+        text_ids("a c", found)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UnicodeEncodeError):
+        tokenize(found, ["a", "\ud800"])
+    made = Tokenizer(WordLevel({"c": 0}, unk_token="[UNK]"))
+    made.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no tokenizer loads from there"):
+        load_tokenizer(str(tmp_path), False)
+
+
+def test_a_prompt_has_no_end_token_that_the_tokenizer_appends() -> None:
+    made = copy.deepcopy(trained("sentencepiece"))
+    whole = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    made.backend_tokenizer.post_processor = whole
+    for text in ("the cat", "a dog</s> ran", "the mat</s>", ""):
+        assert text_ids(text, made) == trained("sentencepiece")(text)["input_ids"]
+        assert made(text)["input_ids"] == [*text_ids(text, made), 1]
+    made.bos_token = "</s>"
+    made.backend_tokenizer.post_processor = processors.ByteLevel()
+    assert text_ids("</s>", made) == [1], "a text that is nothing else stays"
