@@ -266,9 +266,8 @@ def test_events_are_asked_once_they_are_done(monkeypatch: pytest.MonkeyPatch) ->
 def counts() -> dict[str, Any]:
     """Return the operations of each case on a device that refuses reads and copies, and what it refused."""
     cases = [f"{head}:{tree}:2:greedy:llama" for head, tree in zip(STEPPED, GREEDY_TREES * 2, strict=True)]
-    pairs = ("eagle:static:{}:sampled:llama", "eagle3:sampled:{}:recursive:llama", "hass:dynamic:{}:coupled:mistral")
-    cases += ["eagle3:chain:2:greedy:llama", *(pair.format(size) for pair in pairs for size in (1, 32))]
-    cases += [f"eagle:dynamic:2:coupled:{name}" for name in ("mixtral", "dynamic rope")]
+    pairs = ("eagle:static:{}:sampled:mistral", "eagle3:sampled:{}:recursive:llama")
+    cases += ["eagle:dynamic:2:coupled:mixtral", *(pair.format(size) for pair in pairs for size in (1, 32))]
     run = subprocess.run([sys.executable, accelerator.__file__, *cases], capture_output=True, text=True, check=True)
     found: dict[str, Any] = {}
     for line in run.stdout.splitlines():
@@ -283,7 +282,7 @@ def test_no_head_makes_the_host_wait(counts: dict[str, Any]) -> None:
 
 def test_the_work_does_not_depend_on_the_batch(counts: dict[str, Any]) -> None:
     pairs = [(case, case.replace(":1:", ":32:")) for case in counts if ":1:" in case]
-    assert len(pairs) == 3
+    assert len(pairs) == 2
     for one, many in pairs:
         for name, count in counts[one].items():
             assert abs(count - counts[many][name]) <= COPY, f"{one}: {name}"
@@ -292,7 +291,6 @@ def test_the_work_does_not_depend_on_the_batch(counts: dict[str, Any]) -> None:
 def test_the_budget_of_a_step(counts: dict[str, Any]) -> None:
     """A toy has three layers; attention counts as what it is made of where no kernel of its own is known."""
     assert counts["medusa:chain:2:greedy:llama"]["all"] <= 560
-    assert counts["eagle3:chain:2:greedy:llama"]["all"] <= 920
     assert counts["eagle3:static:2:greedy:llama"]["other"] <= 130
 
 
@@ -306,13 +304,12 @@ def test_a_read_would_be_seen(counts: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "cases",
     [
-        ["medusa:best_first:coupled:captured", "eagle:dynamic:penalised:captured", "hass:dynamic:greedy:drafts",
-         "side by side", "by turns"],
+        ["eagle:dynamic:penalised:captured", "hass:dynamic:greedy:drafts", "side by side", "by turns"],
         pytest.param(
             [f"{head}:{way}" for head in ("eagle", "hass", "mtp", "hydra", "mlp", "block", "plain")
              for way in ("dynamic:coupled:captured", "chain:sampled:captured", "sampled:recursive:captured",
                          "dynamic:greedy:layers", "chain:sampled:drafts")]
-            + ["mtp:best_first:coupled:drafts", "plain:chain:coupled:layers"],
+            + ["medusa:best_first:coupled:captured", "mtp:best_first:coupled:drafts", "plain:chain:coupled:layers"],
             marks=pytest.mark.slow,
         ),
     ],
