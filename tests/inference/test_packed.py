@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads import rows
 from heads.modules import flex
+from heads.modules.layers import grouped_attention
 from inference.target import attention, probe
 from inference.target import attention as packed
 from inference.target.attention import (
@@ -20,15 +21,18 @@ from inference.target.attention import (
     FLEX,
     GROUPED,
     NEEDED,
+    SDPA,
     VARLEN,
     Documents,
     Span,
     route,
     spans_of,
+    use_kernels,
     varlen_options,
     within,
 )
 from inference.target.target import Target
+from inference.verification.tree import DraftTree
 from tests import toys
 
 PACKED = ["llama", "qwen3", "mistral", "gemma3", "gpt2"]
@@ -302,3 +306,68 @@ def test_borders_and_masks_are_made_once_a_pass_and_a_window_that_sees_all_is_no
     assert windows[layers:] == [(-1 if window is None else window - 1, 0) for window in target.packing.windows]
     assert [len({*map(id, some)}) for some in (borders[:layers], borders[layers:])] == [1, 1]
     assert borders[0].tolist() == [0, window, 2 * window, 3 * window, 4 * window]
+
+
+BATCH, HEADS, GROUPS, QUERIES, KEYS, WIDTH = 2, 8, 2, 3, 300, 64
+
+
+def tensors() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    chance = torch.Generator().manual_seed(0)
+    query = torch.randn(BATCH, HEADS, QUERIES, WIDTH, generator=chance, dtype=torch.float64)
+    key, value = torch.randn(2, BATCH, GROUPS, KEYS, WIDTH, generator=chance, dtype=torch.float64)
+    return query, key, value, torch.rand(BATCH, 1, QUERIES, KEYS, generator=chance) < 0.5
+
+
+@pytest.mark.parametrize("form", ["boolean", "additive", "none", "one query"])
+def test_every_query_head_attends_to_its_groups_keys(form: str) -> None:
+    query, key, value, seen = tensors()
+    mask: Tensor | None = seen
+    if form == "additive":
+        mask = torch.zeros(seen.shape, dtype=query.dtype).masked_fill(~seen, float("-inf"))
+    if form == "none":
+        mask = None
+    if form == "one query":
+        query, mask = query[:, :, :1], seen[:, :, :1]
+    repeated = (tensor.repeat_interleave(HEADS // GROUPS, 1) for tensor in (key, value))
+    expected = scaled_dot_product_attention(query, *repeated, mask, scale=0.3)
+    torch.testing.assert_close(grouped_attention(query, key, value, mask, 0.3), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_no_key_is_copied() -> None:
+    query, key, value, mask = tensors()
+    with Largest() as largest:
+        grouped_attention(query, key, value, mask)
+    assert largest.most < key.numel()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_a_target_attends_so_and_has_the_logits_of_the_model_as_it_came(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, drafted = toys.target(name), DraftTree(torch.tensor([3, 1, 2, 5]), torch.tensor([-1, 0, 0, 1]))
+    for layer in target.decoder_layers:  # by no toy's own
+        monkeypatch.setattr(layer.self_attn, "scaling", 0.7)
+
+    def logits(attention: str) -> Tensor:
+        target.config._attn_implementation = attention
+        cache = target.cache()
+        target.prefill(torch.tensor(toys.prompt(3, 30)), cache)
+        found = target.score(drafted, cache).logits
+        assert found is not None
+        return found
+
+    assert target.config._attn_implementation == GROUPED
+    try:
+        expected = logits(SDPA)
+    finally:
+        ours = logits(GROUPED)
+    torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize(("kind", "ruled_out"), [("cuda", [False]), ("cpu", [])])
+def test_cudnns_attention_is_ruled_out(kind: str, ruled_out: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It builds a plan for tens of milliseconds at every new length, and every step has one."""
+    flags: list[bool] = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", flags.append)
+    use_kernels(torch.device(kind))
+    assert flags == ruled_out

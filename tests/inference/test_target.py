@@ -1,8 +1,9 @@
-"""The target's features and its refusals."""
+"""The target: its features, embeddings, tokenizer, chat template and devices; and its refusals."""
 
-import copy
 import re
 import weakref
+from collections import Counter
+from copy import copy, deepcopy
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -12,11 +13,15 @@ import torch
 from tokenizers import Tokenizer, processors
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from data.batches import check_known, pack
-from data.text.masks import Sample
-from data.text.prompts import Prompt
+from data.text.masks import Sample, samples_of
+from data.text.prompts import Prompt, prompt_of
+from data.text.records import parse
+from eval.inputs.workloads import _masking
+from inference.chat_template import RenderError
+from inference.run import chat_ids
 from inference.target import probe
 from inference.target.config import DTYPES, device_named, fast_dtype, model_config, use_device
 from inference.target.loading import load_tokenizer
@@ -24,6 +29,7 @@ from inference.target.placement import HERE
 from inference.target.target import Target
 from inference.target.tokenizer import text_ids, tokenize
 from tests import toys
+from tests.data.families import family_tokenizer
 from tests.tokenizers import trained
 
 Log = pytest.LogCaptureFixture
@@ -242,7 +248,7 @@ def test_a_tokenizer_that_fails_at_a_text_is_named(tmp_path: Path) -> None:
 
 
 def test_a_prompt_has_no_end_token_that_the_tokenizer_appends() -> None:
-    made = copy.deepcopy(trained("sentencepiece"))
+    made = deepcopy(trained("sentencepiece"))
     whole = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
     made.backend_tokenizer.post_processor = whole
     for text in ("the cat", "a dog</s> ran", "the mat</s>", ""):
@@ -251,3 +257,37 @@ def test_a_prompt_has_no_end_token_that_the_tokenizer_appends() -> None:
     made.bos_token = "</s>"
     made.backend_tokenizer.post_processor = processors.ByteLevel()
     assert text_ids("</s>", made) == [1], "a text that is nothing else stays"
+
+
+RECORD = parse(
+    {"id": "r", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, 0, ""
+)
+BROKEN = ("{% for %}", "{{ 1|nothing }}", "{% break %}", "{% for a in [1] %}" * 30 + "{% endfor %}" * 30)
+FAILING = (
+    "{{ 1 / 0 }}", "{{ 10.0 ** 1000 }}", "{% for a in range(10 ** 9) %}{% endfor %}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ messages.__class__.__mro__ }}", "{{ foo.bar }}",
+    "{{ 1 + 'a' }}", "{% for a, b in [1] %}{% endfor %}", "{% include 'x' %}", "{{ strftime_now(3) }}",
+    "{{ namespace()|tojson }}", "{{ [1, 'a']|sort }}", "{{ '%d'|format('a') }}",
+    "{{ raise_exception('no \x1b[2J\n way') }}", "{{ raise_exception('a' * 99999) }}",
+)  # fmt: skip
+
+
+def tokenizer_with(template: str) -> PreTrainedTokenizerBase:
+    made = copy(family_tokenizer("chatml", False))
+    made.chat_template, made.name_or_path = template, "toy"
+    return made
+
+
+@pytest.mark.parametrize("template", [*FAILING, *BROKEN])
+def test_what_a_template_raises_is_one_line(template: str) -> None:
+    tokenizer = tokenizer_with(template)
+    for render in (
+        lambda: prompt_of(RECORD, tokenizer),
+        lambda: samples_of(RECORD, tokenizer, "f", replace(_masking(), on_bad="fail"), Counter()),
+        lambda: chat_ids([{"role": "user", "content": "a"}], tokenizer),
+    ):
+        with pytest.raises(ValueError, match=r"the chat template of toy (refuses it|is broken): .") as caught:
+            render()
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 400
+    assert isinstance(caught.value, RenderError) == (template in FAILING)
