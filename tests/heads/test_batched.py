@@ -61,7 +61,10 @@ def tree(head: DraftHead, state: Any, level: Level) -> torch.Tensor:
     return torch.cat([first.logits, second.logits], 1)
 
 
-@pytest.mark.parametrize("name", [*HEADS, *toys.OPTIONS])
+OTHERS = ("eagle3 injected", "hydra plain", "mtp of the target's kind", "block both ways", "block of DFlash2")
+
+
+@pytest.mark.parametrize("name", [*HEADS, *OTHERS])
 def test_ragged_commits_and_trees_are_those_of_each_sequence_alone(name: str) -> None:
     head: Any = toys.head(name, toys.target("llama", DOUBLE))
     prompts = (5, 90, 17)  # the second is longer than the ring of a toy, whose window is 12

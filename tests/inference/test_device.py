@@ -13,7 +13,7 @@ from inference.verification.verify import RULES
 from tests import enumeration
 
 CPU = torch.device("cpu")
-B, V, START = 64, 6, 9
+B, V, START = 32, 6, 9
 SHAPES = {
     "chain": TreeConfig("chain", 4, 0, 0, [], []),
     "sampled": TreeConfig("sampled", 0, 0, 0, [], [3, 2, 1]),
@@ -99,7 +99,7 @@ def on_device(rule: str, draft: Sampled, p: Tensor, seed: int, allow_host_sync: 
 def test_every_rule_takes_the_references_path_and_token(shape: str, rule: str, family: str) -> None:
     parents = (sampled_shape(SHAPES[shape], 9) or ((),))[0]
     lengths = set()
-    for seed in range(3):
+    for seed in range(2):
         p, q = probs(family, len(parents), seed)
         draft = drafted(SHAPES[shape], q, seed)
         expected = [reference(rule, draft, p, 100 * seed, b) for b in range(B)]

@@ -66,7 +66,7 @@ def test_a_twin_is_always_prepared(tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Target, "run", counted)
-        made = speculate(target, source, toys.prompt(1), Settings(TOKENS, GREEDY))
+        made = speculate(target, source, toys.prompt(1), Settings(32, GREEDY))
     assert [step.committed for step in made.steps[:-2]] == [assistants.CHAIN.depth + 1] * (len(made.steps) - 2)
     assert source.verified == len(made.steps) - 1
     assert source.prepared == source.verified - 1  # near the end there is no room for another draft

@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn import functional
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 
 from heads.base import Features
@@ -78,36 +77,6 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
 
 
-def rotated(x: Tensor) -> Tensor:
-    """Turn pairs (i, i + E/2) of a head "T E" by position times 10000^(-2i/E)."""
-    half = x.shape[-1] // 2
-    angle = torch.arange(len(x), dtype=x.dtype)[:, None] * 10000.0 ** (-torch.arange(half, dtype=x.dtype) / half)
-    first, second = x[:, :half], x[:, half:]
-    return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], -1)
-
-
-def written_out(w: dict[str, Tensor], embedding: Tensor, state: Tensor) -> Tensor:
-    """Compute one module's states "T D" from embeddings of the next tokens and the states before, row by row."""
-    x = torch.cat([rms(embedding, w["enorm"]), rms(state, w["hnorm"])], -1) @ w["eh_proj"].T
-    y = rms(x, w["input_layernorm"])
-    query, key, value = (y @ w[f"self_attn.{name}_proj"].T for name in "qkv")
-    outs = []
-    for head in range(HEADS):
-        group = head // (HEADS // GROUPS)
-        q = rotated(query[:, head * HEAD : (head + 1) * HEAD])
-        k = rotated(key[:, group * HEAD : (group + 1) * HEAD])
-        v = value[:, group * HEAD : (group + 1) * HEAD]
-        rows = []
-        for t in range(len(q)):
-            score = torch.stack([q[t] @ k[s] / HEAD**0.5 for s in range(t + 1)]).softmax(-1)
-            rows.append(sum(score[s] * v[s] for s in range(t + 1)))
-        outs.append(torch.stack(rows))
-    x = x + torch.cat(outs, -1) @ w["self_attn.o_proj"].T
-    y = rms(x, w["post_attention_layernorm"])
-    x = x + (functional.silu(y @ w["mlp.gate_proj"].T) * (y @ w["mlp.up_proj"].T)) @ w["mlp.down_proj"].T
-    return rms(x, w["norm"])
-
-
 def features(target: Target, token: list[int]) -> Features:
     return target.features(torch.tensor([token]), torch.zeros(1, len(token), dtype=torch.long), ())
 
@@ -115,38 +84,26 @@ def features(target: Target, token: list[int]) -> Features:
 @pytest.mark.parametrize(
     ("naming", "sharded"), [("behind", False), ("behind", True), ("apart", False), ("apart", True)]
 )
-def test_a_chain_is_the_formulas_written_out(tmp_path: Path, naming: str, sharded: bool) -> None:
+def test_the_module_drafts_as_the_trainable_head_of_its_weights(tmp_path: Path, naming: str, sharded: bool) -> None:
     path = save(tmp_path, naming, sharded)
     target = Target.load(str(path), "float64", "cpu")
     assert target.spec.fingerprint == toys.target().spec.fingerprint  # the target itself is loaded without the module
-    head = load_mtp(target, str(path))
-    text = toys.prompt(5, 9)
-    rows = features(target, text[:-1])
-    state, level = drafting.extend(head, None, rows, torch.tensor(text[1:]))
-    w = {name: tensor.double() for name, tensor in weights().items()}
-    embedded = [target.embeddings.embed(torch.tensor(text[1:]))]
-    states = rows.last_hidden[0]
-    true = states
-    for depth in range(1, 4):
-        found = written_out(w, torch.cat(embedded), states)
-        torch.testing.assert_close(level.logits[0, 0], target.embeddings.logits(found[-1]), rtol=ROTARY, atol=ROTARY)
-        token = level.logits[0, 0].argmax()[None]
-        embedded.append(target.embeddings.embed(token))
-        states = torch.cat([true, found[len(true) - 1 :]])  # drafted rows read the module's own states
-        seen = torch.ones(1, depth, dtype=torch.bool)
-        level = drafting.expand(head, state, level, token, torch.zeros(1, dtype=torch.long), seen)
-
-
-def test_unroll_and_the_trainable_head_agree_with_the_checkpoints_module(tmp_path: Path) -> None:
-    path = save(tmp_path, "apart")
-    target = Target.load(str(path), "float64", "cpu")
     loaded, ours = load_mtp(target, str(path)), toys.head("mtp", target)
-    ours.load_state_dict({name.replace("block.layer.", "block."): t for name, t in loaded.state_dict().items()})
+    own = ("enorm", "hnorm", "eh_proj", "norm")
+    ours.load_state_dict({f"{name if name in own else f'block.{name}'}.weight": w for name, w in weights().items()})
     for norm in (m for m in ours.modules() if hasattr(m, "eps")):
         norm.eps = 1e-6
-    packed = features(target, toys.prompt(5, 9))
-    for theirs, own in zip(loaded.unroll(packed, 3), ours.unroll(packed, 3), strict=True):
-        torch.testing.assert_close(theirs.state, own.state, rtol=ROTARY, atol=ROTARY)
+    text = toys.prompt(5, 9)
+    packed, rows = features(target, text), features(target, text[:-1])
+    found: list[list[Tensor]] = []
+    for head in (loaded, ours):
+        state, level = drafting.extend(head, None, rows, torch.tensor(text[1:]))
+        found.append([*(draft.state for draft in head.unroll(packed, 3)), level.logits])
+        for depth in range(1, 3):
+            token, seen = level.logits[0, 0].argmax()[None], torch.ones(1, depth, dtype=torch.bool)
+            level = drafting.expand(head, state, level, token, torch.zeros(1, dtype=torch.long), seen)
+            found[-1].append(level.logits)
+    torch.testing.assert_close(*found, rtol=ROTARY, atol=ROTARY)
 
 
 @pytest.mark.parametrize("inside", [False, True])
