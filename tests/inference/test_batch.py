@@ -26,7 +26,7 @@ from inference.target.cache import GRAIN, Storage
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling
 from tests import assistants, toys
-from tests.inference import model_free, test_mtp, test_self_law, test_streams
+from tests.inference import model_free, test_early_exit, test_mtp, test_streams
 from tests.inference.test_mirror import mirror
 
 DOUBLE = torch.float64
@@ -70,8 +70,8 @@ SOURCES: dict[str, Callable[[Target, str], Drafter]] = {
     ),
     "tli": tli,
     "mtp": mtp,
-    "early_exit": lambda target, near: test_self_law.early_exit(target, Path(near), "tree"),
-    "layer_skip": lambda target, near: test_self_law.layer_skip(target, Path(near), "0.3"),
+    "early_exit": lambda target, near: test_early_exit.early_exit(target, Path(near), "tree"),
+    "layer_skip": lambda target, near: test_early_exit.layer_skip(target, Path(near), "0.3"),
     "streams": lambda *_: test_streams.source(toys.TREES["dynamic"], DOUBLE),
 }
 LEARNS = ("recycling", "hybrid")  # their drafts depend on who came before
