@@ -74,8 +74,9 @@ SOURCES: dict[str, Callable[[Target, str], Drafter]] = {
     "layer_skip": lambda target, near: test_early_exit.layer_skip(target, Path(near), "0.3"),
     "streams": lambda *_: test_streams.source(toys.TREES["dynamic"], DOUBLE),
 }
+SURE = ("prompt_lookup", "suffix_cold", "recycling", "hybrid")  # they draft without chance
 LEARNS = ("recycling", "hybrid")  # their drafts depend on who came before
-RARELY = ("plain", "prompt_lookup", "suffix_cold", "lookahead", "recycling")  # drafts of texts this short are accepted
+RARELY = ("plain", "prompt_lookup", "suffix_cold", "lookahead", "recycling")  # of whose drafts few are accepted
 
 
 def requests(sampling: Sampling) -> tuple[list[list[int]], list[Settings]]:
@@ -84,8 +85,9 @@ def requests(sampling: Sampling) -> tuple[list[list[int]], list[Settings]]:
     return prompts, [Settings(9 + 5 * (seed % 3), sampling, seed=seed) for seed in range(len(prompts))]
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, T1], ids=["T0", "T1"])
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize(
+    ("name", "sampling"), [*((name, GREEDY) for name in SOURCES), *((name, T1) for name in SOURCES if name not in SURE)]
+)
 def test_each_request_is_decoded_as_if_alone(near: str, name: str, sampling: Sampling) -> None:
     target = toys.target("llama", DOUBLE)
     prompts, settings = requests(sampling)
@@ -100,8 +102,7 @@ def test_each_request_is_decoded_as_if_alone(near: str, name: str, sampling: Sam
         ]
         assert any(toys.lively(one.tokens) for one in alone)
         assert sum(step.accepted for one in made for step in one.steps) > 0 or name in RARELY
-    if name not in LEARNS or sampling is GREEDY:
-        assert [one.tokens for one in made] == [one.tokens for one in alone]
+    assert [one.tokens for one in made] == [one.tokens for one in alone]
     if name not in LEARNS:
         assert [steps(one) for one in made] == [steps(one) for one in alone]
 
@@ -113,7 +114,7 @@ def steps(made: Generation) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("name", toys.ARCHITECTURES)
 def test_every_architecture_in_a_batch(name: str) -> None:
     target = toys.target(name, DOUBLE)
-    prompts, settings = requests(GREEDY)
+    prompts, settings = (each[:3] for each in requests(GREEDY))
     source = head("eagle", target, "dynamic")
     alone = [speculate(target, source, prompt, each).tokens for prompt, each in zip(prompts, settings, strict=True)]
     assert any(map(toys.lively, alone)) or name.startswith("gemma")  # those two repeat themselves here
