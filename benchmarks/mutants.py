@@ -20,8 +20,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("heads", "inference", "data", "eval", "train", "ops", "tests", "conf", "examples", "pyproject.toml")
 MEMORY = 12 * 2**30  # bytes of address space: a mutant that asks for more is killed
-VERIFICATION = ("verify", "tree", "sample", "rng", "device")
-FORMATS = ("published", "published_eagle3", "published_files", "export", "export_files", "export_trtllm", "gguf")
+VERIFICATION = ("verify", "tree", "sample", "device")
+FORMATS = ("published", "export", "gguf")
 UNSEEN = re.compile(
     r",? *\b(?:device|strict)=[\w.()]+|, *(?=\))|(?:(?<=sum\()|(?<=max\()|(?<=ean\()|(?<=her\()|(?<=ape\[))[-+](?=1\b)"
 )

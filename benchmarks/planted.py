@@ -38,13 +38,13 @@ BUGS = [
         "heads/modules/kv_cache.py",
         "query[..., None] - position < self.window",
         "query[..., None] - position <= self.window",
-        ["tests/heads/test_committed.py", "tests/heads/test_heads.py"],
+        ["tests/heads/test_batched.py", "tests/heads/test_heads.py"],
     ),
     Bug(
         "heads/modules/kv_cache.py",
         "if position.shape[1] > self.ring:",
         "if position.shape[1] > self.window:",
-        ["tests/heads/test_committed.py", "tests/heads/test_batched.py"],
+        ["tests/heads/test_batched.py"],
     ),
     Bug(
         "heads/modules/kv_cache.py",
@@ -188,7 +188,7 @@ BUGS = [
         "heads/formats/published/eagle3.py",
         "STATES: as_states(outputs),",
         "STATES: list(outputs),",
-        ["tests/heads/test_export.py", "tests/heads/test_export_trtllm.py"],
+        ["tests/heads/test_export.py"],
     ),
     Bug(
         "inference/drafters/prompt_lookup.py",

@@ -147,9 +147,9 @@ class DeviceStep:
         forms: of the compiled stages.
     """
 
-    def __init__(self, target: Target, cache: BatchCache, drafts: DraftBatch, static: bool | None = None) -> None:
+    def __init__(self, target: Target, cache: BatchCache, drafts: DraftBatch) -> None:
         self.target, self.cache, self.drafts = target, cache, drafts
-        self.static = target.device.type == "cuda" if static is None else static
+        self.static = target.device.type == "cuda"
         self.graphs = Graphs(target.device) if target.captures else None
         self.forms = StageCache()
         self.slots: Slots | None = None

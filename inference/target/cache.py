@@ -117,8 +117,8 @@ class Storage:
         fixed: whether the compiler is told that the addresses stay.
     """
 
-    def __init__(self, size: int, layout: Layout, capacity: int = 0, fixed: bool = False) -> None:
-        self.size, self.layout, self.capacity, self.fixed = size, layout, capacity, fixed
+    def __init__(self, size: int, layout: Layout, fixed: bool = False) -> None:
+        self.size, self.layout, self.capacity, self.fixed = size, layout, 0, fixed
         self.blocks: list[Tensor] = []
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -302,9 +302,9 @@ class Pool:
         """Return an empty cache for one sequence of `capacity` entries."""
         return self._lend(1, capacity, lambda storage: self.make(storage, 0))
 
-    def batch(self, size: int, capacity: int = 0) -> BatchCache:
+    def batch(self, size: int) -> BatchCache:
         """Return an empty cache for up to `size` sequences."""
-        return self._lend(size, capacity, lambda storage: BatchCache(storage, self.make))
+        return self._lend(size, 0, lambda storage: BatchCache(storage, self.make))
 
     def _lend(self, size: int, capacity: int, make: Callable[[Storage], T]) -> T:
         """Return a cache on a storage; a fixed one comes back when its cache is dropped."""

@@ -47,10 +47,10 @@ def compiling(failure: str, option: str) -> Iterator[None]:
 class Compiled:
     """One target's compiled passes; if `static` padded to a few sizes, each a graph, as CUDA graphs need it."""
 
-    def __init__(self, target: TargetModel, static: bool | None = None) -> None:
+    def __init__(self, target: TargetModel) -> None:
         target.check_masks("and without one no pass is compiled: give engine.compile=false")
         self.target = target
-        self.static = target.device.type == "cuda" if static is None else static
+        self.static = target.device.type == "cuda"
         target.pool = Pool(target.pool.layout, fixed=True)
         allow_forms()
         mode = "reduce-overhead" if target.device.type == "cuda" else None

@@ -192,9 +192,9 @@ class TargetModel:
         """Return an empty cache for one sequence of `capacity` entries; one that outgrows it moves to a larger one."""
         return self.pool.sequence(capacity)
 
-    def batch_cache(self, size: int, capacity: int = 0) -> BatchCache:
-        """Return an empty cache for up to `size` sequences of `capacity` entries."""
-        return self.pool.batch(size, capacity)
+    def batch_cache(self, size: int) -> BatchCache:
+        """Return an empty cache for up to `size` sequences."""
+        return self.pool.batch(size)
 
     @torch.no_grad()
     def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], layers: tuple[int, ...]) -> Features:

@@ -6,7 +6,7 @@ from inference.decode import Generation, Settings, autoregress
 from inference.verification.sample import GREEDY
 from tests import toys
 from tests.eval.stubs import generation
-from tests.inference.test_stream import tokenizer
+from tests.inference.test_run import tokenizer
 
 PROMPT = toys.prompt(0)
 

@@ -120,20 +120,9 @@ def eagle_authors() -> tuple[nn.Module, Tensors, dict[str, Any]]:
     return head, {"embed_tokens.weight": embedding(), **renamed(head)}, {**VICUNA, "num_hidden_layers": 1}
 
 
-def eagle_of_two_layers() -> tuple[nn.Module, Tensors, dict[str, Any]]:
-    head = made("eagle", bias=False, lm_head="own")
-    return head, renamed(head), {**DECODER, "bias": False, "num_hidden_layers": 2}
-
-
 def eagle3_authors() -> tuple[nn.Module, Tensors, dict[str, Any]]:
     head = made("eagle3")
     return head, renamed(head, *AUTHORS3), {**DECODER, **IDS3, "draft_vocab_size": 30}
-
-
-def eagle3_joint() -> tuple[nn.Module, Tensors, dict[str, Any]]:
-    head = made("eagle3", joint_norm=True, norm_output=True, norm_before_residual=True)
-    config = {**DECODER, **IDS3, "norm_before_fc": True, "norm_output": True, "norm_before_residual": True}
-    return head, renamed(head, *SGLANG3), {**config, "draft_vocab_size": 30}
 
 
 def peagle() -> tuple[nn.Module, Tensors, dict[str, Any]]:
@@ -166,11 +155,6 @@ def eagle3_speculators() -> tuple[nn.Module, Tensors, dict[str, Any]]:
     head = made("eagle3", norm_before_residual=True)
     nested = {"transformer_layer_config": {**DECODER, "num_hidden_layers": 1}, "norm_before_residual": True}
     return head, renamed(head, *SGLANG3), {"speculators_model_type": "eagle3", **nested, **IDS3}
-
-
-def eagle3_shared() -> tuple[nn.Module, Tensors, dict[str, Any]]:
-    head = made("eagle3", lm_head="shared", draft_vocab=None)
-    return head, renamed(head, *SGLANG3), {**DECODER, **IDS3, **NESTED3, "draft_vocab_size": None}
 
 
 def medusa_first() -> tuple[nn.Module, Tensors, dict[str, Any]]:
@@ -300,14 +284,11 @@ def domino(**options: Any) -> tuple[nn.Module, Tensors, dict[str, Any]]:
 # By name: the format, what makes the head, its files' tensors and config.json, and one of the tensors.
 CASES: dict[str, tuple[str, Callable[[], tuple[nn.Module, Tensors, dict[str, Any]]], str]] = {
     "EAGLE-1 of Vicuna": ("eagle", eagle_authors, "layers.0.post_attention_layernorm.weight"),
-    "EAGLE-1 of two layers": ("eagle", eagle_of_two_layers, "layers.1.input_layernorm.weight"),
     "EAGLE-3 of the authors": ("eagle3", eagle3_authors, "midlayer.mlp.up_proj.weight"),
     "EAGLE-3.1 of SGLang": ("eagle3", eagle3_sglang, "fc_norm.1.weight"),
     "EAGLE-3 of speculators": ("eagle3", eagle3_speculators, "layers.0.input_layernorm.weight"),
-    "EAGLE-3 of speculators' defaults": ("eagle3", eagle3_joint, "input_norm.weight"),
     "P-EAGLE": ("peagle", peagle, "mask_hidden"),
     "P-EAGLE of speculators": ("peagle", peagle_speculators, "input_norm.weight"),
-    "EAGLE-3 shared": ("eagle3", eagle3_shared, "norm.weight"),
     "Medusa 1": ("medusa", medusa_first, "3.2.weight"),
     "Medusa 2": ("medusa", medusa_second, "2.0.linear.bias"),
     "Medusa of vLLM": ("medusa", medusa_vllm, "lm_heads.3.weight"),

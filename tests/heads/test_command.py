@@ -258,14 +258,6 @@ def test_the_best_heads_line_says_which_engine_serves_it(
     assert capsys.readouterr().err.endswith(f"; {served}\n")
 
 
-def test_no_engine_serves_the_best_head_of_a_bundled_target_that_is_not_as_wide_as_its_heads(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for model, served in (("qwen3_0.6b", "no engine is known to serve it"), ("qwen3_8b", "vLLM serves it")):
-        composed(f"model={model}")
-        assert f"layers; {served}" in capsys.readouterr().err
-
-
 def test_no_best_head_is_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -1,12 +1,25 @@
 """user_errors(): one line and status 2 for users, a traceback when debugging or for a programmer's error."""
 
+import io
 import logging
 import os
 import signal
+import sys
+import time
+from collections.abc import Callable
 
 import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import are_progress_bars_disabled
 
-from heads.common.errors import keeping, terminate, user_errors
+from data.text.filters import Counts
+from data.text.prompts import TrainingData
+from eval.measures import machine
+from heads.common import progress
+from heads.common.errors import keeping, one_line, terminate, user_errors
+from heads.common.redact import HIDDEN, redact_logs, redacted, redacted_values, redacted_words
+from tests import toys
+from train.build import provenance
 
 
 class PanicException(BaseException):
@@ -76,3 +89,219 @@ def test_what_libraries_say_of_a_file_is_not_beside_our_line(caplog: pytest.LogC
         logging.getLogger("transformers.modeling_utils").warning("LOAD REPORT\nlines of it")
         logging.getLogger("datasets.packaged_modules.parquet").error("Failed to read schema")
     assert caplog.messages == []
+
+
+HUB, OPENAI, KEY = "hf_" + "aB3" * 10, "sk-proj-" + "x1" * 12, "0123456789abcdef" * 2 + "01234567"
+SECRETS = [
+    HUB, OPENAI, f"HF_TOKEN={HUB[:9]}", f"Authorization: Bearer {KEY}", f"wandb_api_key={KEY}",
+    f"trainer.wandb_key={KEY}",
+    "+hub.token='two words'", f"https://me:{KEY}@host/x", f"https://host/x?api_key={KEY}&y=1", "password=hunter2",
+    f"https://s3/x?X-Amz-Credential={KEY}&X-Amz-Date=1&X-Amz-Signature={KEY}",
+    f"https://cdn/x?Expires=1&Policy={KEY}&Signature={KEY}&Key-Pair-Id=K", f"https://blob/x?sv=1&sig={KEY}",
+    f"hf_oauth_eyJ{KEY}.{KEY}.{KEY}", f"hf_jwt_eyJ{KEY}.{KEY}",
+    *(prefix + "a1" * 15 for prefix in ("ghp_", "gho_", "github_pat_", "glpat-", "wandb_v1_")), "AKIA" + "A1B2" * 4,
+    *(f"{name}={KEY}" for name in ("client_secret", "passwd", "credentials", "access_key", "private-key")),
+    f"https://s3/x?X-Amz-Security-Token={KEY}", f"eyJ{KEY}.{KEY}.{KEY}",
+]  # fmt: skip
+HARMLESS = (
+    "eos_token=</s> mask_token=<m> bos_token=<s> pad_token=<p> unk_token=<u> sep_token=<x> cls_token=<c> "
+    "image_token=<i> special_token=<q> stop_token=w per_token=w drafted_token=w next_token=w first_token=w "
+    "last_token=w new_token=w "
+    "accepted_per_draft_token=0.5 trainer.batch_tokens=4096 max_new_tokens=64 token=null "
+    "objective.normalize=token revision=0123456789abcdef0123456789abcdef01234567 disk-aaaaaaaaaaaaaaaa hf_run"
+)
+
+
+@pytest.mark.parametrize("text", SECRETS)
+def test_a_secret_is_hidden(text: str) -> None:
+    said = redacted(f"python train/run.py {text} model=tiny")
+    assert HIDDEN in said
+    assert said.startswith("python train/run.py ")
+    assert said.endswith(" model=tiny")
+    assert not any(part in said for part in (HUB[:9], OPENAI, KEY, "two", "words", "hunter2", "a1a1", "A1B2"))
+
+
+def test_what_only_looks_like_one_stays() -> None:
+    assert redacted(HARMLESS) == HARMLESS
+    assert redacted_words(HARMLESS.split()) == HARMLESS.split()
+
+
+def test_an_item_of_a_mapping_is_hidden_by_its_key() -> None:
+    words = ["extra={api_key: hunter2, eos_token: w, top_k: 3}", "+a={b: 1, 'hub.token': 'two words'}"]
+    assert redacted_words(words) == [
+        f"extra={{api_key: {HIDDEN}, eos_token: w, top_k: 3}}", f"+a={{b: 1, 'hub.token': {HIDDEN}}}"
+    ]  # fmt: skip
+
+
+def test_a_value_of_the_environment_is_known_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert KEY in redacted(f"key {KEY}")
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("OTHER_TOKEN", "seven77")
+    monkeypatch.setenv("THIRD_TOKEN", "eight888")
+    assert redacted(f"key {KEY} seven77 eight888") == f"key {HIDDEN} seven77 {HIDDEN}", "what is short may be a word"
+
+
+def test_a_configuration_is_hidden_by_its_keys_too() -> None:
+    assert redacted_values({f"https://a:{KEY}@b": 3}) == {f"https://{HIDDEN}@b": 3}
+    config = {
+        "api_key": "x",
+        "token": None,
+        "hub": [("a", {"url": f"https://a:{KEY}@b"})],
+        "eos_token": "</s>",
+        "lr": 0.1,
+    }
+    assert redacted_values(config) == {**config, "api_key": HIDDEN, "hub": [["a", {"url": f"https://{HIDDEN}@b"}]]}
+
+
+def test_provenance_has_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train/run.py", f"+hub.token={HUB[:9]} rest", f"a={OPENAI}", "steps=3"])
+    trained = provenance(1, "ddp", TrainingData([], [], Counts()), toys.target().tokenizer)
+    for told in (trained["command"], machine.provenance()["command"]):
+        assert HIDDEN in told
+        assert "steps=3" in told
+        assert not any(part in told for part in (HUB[:9], OPENAI, "rest"))
+
+
+def test_errors_have_none_and_move_no_cursor(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HEADSTART_DEBUG", raising=False)
+    with pytest.raises(SystemExit), user_errors():
+        raise ValueError(f"{HUB}\x1b[2J")
+    assert capsys.readouterr().err == f"error: {HIDDEN}\N{REPLACEMENT CHARACTER}[2J\n"
+    assert one_line(ValueError("a\n b")) == "a b"
+
+
+def test_log_lines_move_no_cursor(caplog: pytest.LogCaptureFixture) -> None:
+    redact_logs()
+    logging.getLogger("a").warning("of %s\n\tand", "a\x1b[2J\ud800")
+    assert caplog.messages == ["of a\ufffd[2J\ufffd\n\tand"]
+
+
+def test_log_lines_have_none(caplog: pytest.LogCaptureFixture) -> None:
+    factory = logging.getLogRecordFactory()
+    try:
+        redact_logs()
+        logging.getLogger("x").warning("with %s and %d", HUB, 3)
+        logging.getLogger("x").warning("plain %d", 4)
+    finally:
+        logging.setLogRecordFactory(factory)
+    assert [record.getMessage() for record in caplog.records] == [f"with {HIDDEN} and 3", "plain 4"]
+    assert caplog.records[1].args == (4,)
+
+
+Read = Callable[[], list[str]]
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Replace the clock, and forget the lines that other tests caused."""
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(progress.Bar, "last", -99.0)
+    return clock
+
+
+@pytest.fixture
+def read(capsys: pytest.CaptureFixture[str]) -> Read:
+    """Return a function that reads the lines on stderr."""
+
+    def lines() -> list[str]:
+        return capsys.readouterr().err.splitlines()
+
+    return lines
+
+
+def work(now: list[float], seconds: float, items: int = 5, label: str = "measuring") -> None:
+    for _ in progress.progress(range(items), label):
+        now[0] += seconds
+
+
+def test_work_in_a_log_gets_a_line_now_and_then(now: list[float], read: Read) -> None:
+    work(now, 20.0)
+    assert read() == ["measuring: 2 of 5, 3.0/min, 0:01:00 left", "measuring: 4 of 5, 3.0/min, 0:00:20 left"]
+
+
+def test_short_pieces_of_long_work_get_lines_too(now: list[float], read: Read) -> None:
+    for label in "abc":
+        work(now, 4.0, label=label)
+    assert read() == ["b: 3 of 5, 15.0/min, 0:00:08 left"]
+    now[0] += 100.0
+    work(now, 4.0)
+    assert not read(), "a short piece after a pause"
+
+
+def test_work_that_goes_on_counts_what_it_does_itself(now: list[float], read: Read) -> None:
+    bar = progress.Bar(100, "step", 40)
+    with bar:
+        now[0] += 30.0
+        bar.show(100, "loss 1.0")
+    assert read() == ["step: 100 of 100, loss 1.0, 2.0/s, 0:00:00 left"]
+
+
+def test_a_long_item_and_work_of_unknown_size_get_lines(now: list[float], read: Read) -> None:
+    for _ in progress.progress(iter("ab"), "tokenising"):
+        now[0] += 30.0
+        progress.tick()
+    assert read() == ["tokenising: 0:00:30 so far", "tokenising: 1, 1.0/min"]
+    progress.tick()
+    now[0] += 99.0
+    progress.tick()
+    assert not read(), "the work is over"
+
+
+def test_the_innermost_bar_speaks(now: list[float], read: Read) -> None:
+    with progress.Bar(9, "step") as outer:
+        with progress.Bar(3, "measuring"):
+            now[0] += 31.0
+            progress.tick()
+        outer.show(2)
+        now[0] += 31.0
+        progress.tick()
+    assert read() == ["measuring: 0 of 3, 0:00:31 so far", "step: 2 of 9, 1.9/min, 0:03:37 left"]
+
+
+def test_a_terminal_gets_nested_bars_and_no_lines(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(progress.CONSOLE, "_force_terminal", True)
+    monkeypatch.setattr(progress.CONSOLE, "is_interactive", True)
+    monkeypatch.setattr(progress.CONSOLE, "_file", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("RANK", raising=False)
+    with progress.Bar(9, "step") as outer:
+        outer.show(1, "loss 2.0")
+        with progress.Bar(3, "measuring") as inner:
+            now[0] += 60.0
+            inner.show(2)
+            progress.BARS.refresh()
+        assert progress.BARS.live.is_started, "for the outer bar"
+    shown = screen.getvalue()
+    assert "loss 2.0" in shown
+    assert "2/3" in shown
+    assert "left" not in shown
+    assert not progress.BARS.live.is_started
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_what_the_user_says_of_bars_stands(
+    said: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", said)
+    monkeypatch.setattr(sys.modules["huggingface_hub.utils.tqdm"], "HF_HUB_DISABLE_PROGRESS_BARS", said)
+    with progress.waiting("uploading"):
+        assert are_progress_bars_disabled() is said
+    assert not recwarn.list
+
+
+def test_a_wait_in_a_log_gets_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "PAUSE", 0.02)
+    monkeypatch.setattr(progress.Bar, "last", 0.0)
+    with progress.waiting("uploading"):
+        assert are_progress_bars_disabled()
+        time.sleep(0.2)
+    assert not are_progress_bars_disabled()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 1
+    assert set(lines) == {"uploading: 0:00:00 so far"}

@@ -76,7 +76,7 @@ def test_unroll_equals_literal_drafting(name: str) -> None:
     assert compared == 18 * DEPTHS
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [*HEADS, *toys.OPTIONS])
 def test_unrolling_anchors_alone_gives_them_the_states_and_gradients_of_all_rows(name: str) -> None:
     head: Any = toys.head(name, toys.target("llama", torch.float64)).requires_grad_(True)
     packed, depths = features(14, head.feature_layers), 4
@@ -97,7 +97,7 @@ def test_unrolling_anchors_alone_gives_them_the_states_and_gradients_of_all_rows
             torch.testing.assert_close(other, one, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [*HEADS, *toys.OPTIONS])
 def test_tree_nodes_see_their_ancestors_alone(name: str) -> None:
     """A node's law in a tree equals its law in the chain of its path."""
     head: DraftHead = toys.head(name, toys.target("llama", torch.float64))

@@ -1,17 +1,17 @@
 """A head costs one file, one entry in HEADS and one YAML: it trains, decodes and is saved."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hydra.core.global_hydra import GlobalHydra
 
 from heads import HEADS
 from heads.formats.store import read_config
 from tests.heads.newcomer import Newcomer
 from tests.train import jobs
+from train.run import main
 
 YAML = """\
 name: newcomer
@@ -20,35 +20,19 @@ training:
   objective: {losses: {soft_ce: 1.0}, depth_decay: 0.8, depths: 3, anchors: null, noise: 0.0}
   trainer: {optimizer: adamw, lr: 3.0e-3}
 """
-SCRIPT = """
-import sys
-sys.path[0] = sys.argv.pop(1)
-from heads import HEADS
-from tests.heads.newcomer import Newcomer
-HEADS["newcomer"] = Newcomer
-from train.run import main
-main()
-"""
-
-
-def trained(folder: Path) -> Path:
-    """Return the output of a run of the command with this head."""
-    (folder / "conf" / "head").mkdir(parents=True)
-    (folder / "conf" / "head" / "newcomer.yaml").write_text(YAML)
-    out, script = folder / "out", folder / "script.py"
-    script.write_text(SCRIPT)
-    words = [*jobs.make(folder), f"hydra.searchpath=[file://{folder}/conf]", "head=newcomer", f"out={out}"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, str(script), str(jobs.ROOT), *words, "trainer.steps=8", "name=new"],
-        env=env, cwd=folder, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return out
 
 
 def test_a_head_is_added_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = trained(tmp_path)
+    (tmp_path / "conf" / "head").mkdir(parents=True)
+    (tmp_path / "conf" / "head" / "newcomer.yaml").write_text(YAML)
+    out, asked = tmp_path / "out", ["head=newcomer", "trainer.steps=8", "name=new"]
+    words = [*jobs.make(tmp_path), f"hydra.searchpath=[file://{tmp_path}/conf]", f"out={tmp_path / 'out'}", *asked]
+    monkeypatch.setattr(sys, "argv", ["run.py", *words])
+    monkeypatch.chdir(tmp_path)
+    GlobalHydra.instance().clear()
+    with monkeypatch.context() as patch:
+        patch.setitem(HEADS, "newcomer", Newcomer)
+        main()
     assert set(jobs.losses(out)) == set(range(1, 9))
     rows = json.loads((out / "report.json").read_text())["rows"]
     drafted = [row for row in rows if row["drafter"] == "newcomer"]

@@ -1,8 +1,11 @@
 """Heads of other projects: read back bit for bit, and whatever has no place is refused by name."""
 
 import copy
+import json
 import logging
+import os
 import re
+import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,16 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig
 
 from heads.common.rope import Rope, positions_of
-from heads.formats.published import FORMATS, format_of, is_published, load_published
-from heads.formats.published.plan import is_targets_embedding
+from heads.formats.published import FORMATS, eagle3, format_of, is_published, load_published
+from heads.formats.published.plan import Source, is_targets_embedding
 from heads.formats.store import load_head, save_head
 from inference.target.embeddings import TargetEmbeddings
 from tests import toys
 from tests.heads.published import (
     CASES,
+    Tensors,
     dflash,
     dflash2,
     domino,
@@ -32,24 +37,32 @@ from tests.heads.published import (
     hydra_plain,
     hydra_prefix,
     medusa_first,
+    medusa_second,
     mimo,
     mlp_speculator,
     mlp_tied,
     peagle,
     publish,
+    refusal,
     refused,
 )  # fmt: skip
 from tests.heads.stub import TinyEnds
+from train.convert import convert, find_pickle
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_head_under_foreign_names_drafts_the_same_bits(case: str, tmp_path: Path) -> None:
+def test_a_head_under_foreign_names_drafts_the_same_bits(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     form, make, _ = CASES[case]
+    assert {form for form, _, _ in CASES.values()} == set(FORMATS)
     head, tensors, config = make()
     folder = publish(tmp_path / "theirs", tensors, config)
     assert is_published(folder)
     assert format_of(folder) == form
-    loaded: Any = load_published(folder, toys.target().embeddings)
+    with caplog.at_level(logging.WARNING):
+        loaded: Any = load_published(folder, toys.target().embeddings)
+    assert caplog.text == "" or case in ("Medusa 1", "P-EAGLE"), "what a right config says is no warning"
     loaded.requires_grad_(False)  # a small product takes another kernel where it has a gradient
     theirs = loaded.state_dict()  # a confidence too, which no draft shows
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in head.state_dict().items() if name in theirs)
@@ -74,10 +87,6 @@ def test_a_vocabulary_in_any_order_drafts_the_same_tokens(make: Callable[[], Any
     theirs: Any = load_published(publish(tmp_path, tensors | of_tokens | offsets, config), toys.target().embeddings)
     for name, tensor in head.state_dict().items():
         assert torch.equal(tensor, theirs.state_dict()[name])
-
-
-def test_every_format_is_tried() -> None:
-    assert {form for form, _, _ in CASES.values()} == set(FORMATS)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -118,23 +127,6 @@ def test_an_embedding_that_is_not_the_targets_is_not_dropped_in_silence(
     assert is_targets_embedding(scaled.embedding.weight, scaled)
 
 
-def test_a_config_that_disagrees_is_told_and_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _, tensors, config = medusa_first()
-    with caplog.at_level(logging.WARNING):
-        loaded: Any = load_published(publish(tmp_path, tensors, config), toys.target().embeddings)
-    assert (loaded.config.heads, loaded.config.layers) == (5, 2)
-    assert "medusa_num_heads=2" in caplog.text
-    assert "medusa_num_layers=1" in caplog.text
-    _, tensors, config = eagle3_authors()
-    sizes = {"num_key_value_heads": 7, "intermediate_size": 5}
-    with caplog.at_level(logging.WARNING):
-        again: Any = load_published(publish(tmp_path / "sizes", tensors, config | sizes), toys.target().embeddings)
-    assert all(
-        f"{key}={value}, the tensors say {getattr(again.config, ours)}" in caplog.text
-        for (key, value), ours in zip(sizes.items(), ("num_kv_heads", "intermediate_size"), strict=True)
-    )
-
-
 @pytest.mark.parametrize(
     ("make", "key", "value", "said"),
     [
@@ -142,6 +134,10 @@ def test_a_config_that_disagrees_is_told_and_not_followed(tmp_path: Path, caplog
         (eagle_authors, "num_hidden_layers", 32, "num_hidden_layers=32"),
         (eagle_authors, "vocab_size", 41, "vocab_size=41"),
         (eagle3_authors, "draft_vocab_size", 7, "draft_vocab_size=7"),
+        (eagle3_authors, "num_key_value_heads", 7, "num_key_value_heads=7, the tensors say 2"),
+        (eagle3_authors, "intermediate_size", 5, "intermediate_size=5, the tensors say 48"),
+        (medusa_first, "medusa_num_heads", 2, "medusa_num_heads=2"),
+        (medusa_first, "medusa_num_layers", 1, "medusa_num_layers=1"),
         (hydra_prefix, "hydra_num_heads", 2, "hydra_num_heads=2"),
         (mlp_speculator, "n_predict", 9, "n_predict=9"),
         (mlp_tied, "tie_weights", False, "tie_weights=False"),
@@ -189,14 +185,6 @@ def test_a_part_that_a_config_names_and_the_files_lack(
     told = refused(tmp_path / "lost", left, config)
     assert "the tensor " in told
     assert f" is missing, and config.json gives {key}; download it again" in told
-
-
-def test_what_a_right_config_says_is_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        for case in set(CASES) - {"Medusa 1", "P-EAGLE"}:
-            _, tensors, config = CASES[case][1]()
-            load_published(publish(tmp_path / case, tensors, config), toys.target().embeddings)
-    assert caplog.text == ""
 
 
 @pytest.mark.parametrize(
@@ -374,3 +362,246 @@ def test_what_a_config_does_not_say_is_what_transformers_takes(tmp_path: Path) -
     llama = LlamaConfig()
     assert loaded.config.norm_eps == llama.rms_norm_eps
     assert loaded.config.rope_theta == llama.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (
+            lambda t: {**t, "d2t": t["d2t"] + torch.arange(30)},
+            "d2t",
+        ),  # the ids themselves, as other projects store them
+        (lambda t: {**t, "d2t": torch.zeros_like(t["d2t"])}, "d2t and t2d do not name the same tokens"),
+        (lambda t: {**t, "d2t": -torch.arange(30)}, "d2t does not name 30 different tokens"),
+        (lambda t: {**t, "d2t": torch.full_like(t["d2t"], -1)}, "does not name 30 different tokens"),
+        (lambda t: {**t, "d2t": torch.full_like(t["d2t"], 11)}, "does not name 30 different tokens of the target's 40"),
+        (lambda t: {**t, "d2t": t["d2t"] + 2**62}, "d2t does not name 30 different tokens of the target's 40"),
+        (lambda t: {**t, "d2t": t["d2t"][:0]}, "d2t does not name 0 different tokens"),
+        (lambda t: {**t, "t2d": t["t2d"][:-1]}, "d2t and t2d"),
+        (lambda t: {**t, "d2t": t["d2t"][:-1], "t2d": torch.ones(40, dtype=torch.bool)}, "d2t and t2d"),
+    ],
+)
+def test_d2t_is_an_offset(change: Callable[[Tensors], Tensors], named: str, tmp_path: Path) -> None:
+    head, tensors, config = eagle3_authors()
+    ids = head.state_dict()["vocab.ids"]
+    assert not torch.equal(ids, torch.arange(30))
+    loaded = load_published(publish(tmp_path / "right", tensors, config), toys.target().embeddings)
+    assert torch.equal(loaded.state_dict()["vocab.ids"], ids)
+    assert named in refused(tmp_path / "wrong", change(tensors), config)
+
+
+class Deep(TinyEnds):
+    """A target of DeepSeek's depth, of which configs of both conventions are published under one key."""
+
+    num_layers = 61
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "warned"),
+    [
+        ({}, None, False),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 30, 58]}, [1, 29, 57], False),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 29, 57]}, [1, 29, 57], True),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 29, 57]}}, [1, 29, 57], False),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 30, 58]}}, [1, 29, 57], True),
+        ({"eagle_aux_hidden_state_layer_ids": [5, 9, 60]}, [4, 8, 59], False),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [5, 9, 60]}}, [5, 9, 60], False),
+        ({"eagle_config": {"layer_ids": [5, 9, 60]}}, [4, 8, 59], False),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [5, 9, 60],
+             "eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 8, 59]}},
+            [4, 8, 59], False,
+        ),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [2, 30, 58],
+             "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 30, 58]}},
+            [1, 29, 57], False,
+        ),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [5, 9, 60],
+             "eagle_config": {"eagle_aux_hidden_state_layer_ids": [5, 9, 60]}},
+            "count differently", False,
+        ),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [5, 9, 60],
+             "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}},
+            "not the same layers", False,
+        ),
+    ],
+)  # fmt: skip
+def test_layers_are_counted_as_we_do(
+    config: dict[str, Any], layers: list[int] | str | None, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = Source(Path("head"), config, {})
+    if isinstance(layers, str):
+        with pytest.raises(ValueError, match=layers):
+            eagle3.feature_layers(source, 3, Deep())
+        return
+    with caplog.at_level(logging.WARNING):
+        assert eagle3.feature_layers(source, 3, Deep()) == layers
+    assert ("other convention" in caplog.text) == warned
+
+
+def test_a_pickle_is_refused_and_its_conversion_is_read_in_its_dtype(tmp_path: Path) -> None:
+    _, tensors, config = eagle3_authors()
+    half = {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    for file in ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt"):
+        folder = publish(tmp_path / file, half, config, file)
+        assert f"{file}: a pickle, which can hold code and is not read" in refusal(folder)
+        assert f"python train/convert.py pickle={folder / file} out=FOLDER" in refusal(folder)
+    out = convert(find_pickle(str(folder)), tmp_path / "ours")
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    loaded = load_published(out, toys.target().embeddings)
+    assert {tensor.dtype for tensor in loaded.parameters()} == {torch.float16}
+    assert all(tensor.device.type == "cpu" for tensor in loaded.state_dict().values())
+    with pytest.raises(ValueError, match="is there already; name another folder"):
+        convert(folder / file, out)
+
+
+def test_safetensors_come_before_a_pickle(tmp_path: Path) -> None:
+    _, tensors, config = medusa_second()
+    publish(tmp_path, tensors, config, "medusa_lm_head.pt")
+    publish(tmp_path, {name: tensor + 1 for name, tensor in tensors.items()}, config)
+    loaded = load_published(tmp_path, toys.target().embeddings)
+    assert torch.equal(loaded.state_dict()["blocks.0.0.linear.bias"], tensors["0.0.linear.bias"] + 1)
+
+
+def test_shards_are_joined_by_their_index_and_lie_beside_it(tmp_path: Path) -> None:
+    head, tensors, config = eagle_authors()
+    files = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(sorted(tensors))}
+    for file in set(files.values()):
+        publish(tmp_path, {name: tensors[name] for name in files if files[name] == file}, config, file)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": files}))
+    assert is_published(tmp_path)
+    loaded = load_published(tmp_path, toys.target().embeddings)
+    assert all(torch.equal(one, other) for one, other in zip(drafts(head), drafts(loaded), strict=True))
+    index.write_text(json.dumps({"weight_map": {**files, "fc.bias": "../elsewhere.safetensors"}}))
+    assert "which is no .safetensors in its folder" in refusal(tmp_path)
+    index.write_text("{}")
+    assert "damaged" in refusal(tmp_path)
+
+
+DAMAGES: list[Callable[[bytes], bytes]] = [
+    lambda data: data[: len(data) // 2],
+    lambda _: b"",
+    lambda _: b"\x80\x02" * 99,
+]
+
+
+class Innocent:
+    """What runs code when an ordinary unpickler reads it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def unconverted(pickle: Path) -> str:
+    """Return what the conversion says, which leaves nothing behind."""
+    before = sorted(pickle.parent.parent.rglob("*"))
+    with pytest.raises(ValueError, match=r"\S") as caught:
+        convert(pickle, pickle.parent.parent / "out")
+    assert "\n" not in str(caught.value)
+    assert sorted(pickle.parent.parent.rglob("*")) == before
+    return str(caught.value)
+
+
+def test_a_pickle_with_code_in_it_is_not_converted_and_does_not_run(tmp_path: Path) -> None:
+    folder, trace = tmp_path / "head", tmp_path / "it ran"
+    _, tensors, config = eagle_authors()
+    publish(folder, {**tensors, "fc.extra": Innocent(trace)}, config, "pytorch_model.bin")
+    assert "a pickle" in refusal(folder)
+    assert re.search(
+        r"pytorch_model\.bin: damaged, or holds more than tensors", unconverted(folder / "pytorch_model.bin")
+    )
+    assert not trace.exists()
+    torch.load(folder / "pytorch_model.bin", weights_only=False)
+    assert trace.exists()  # it is real code
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    _, tensors, config = eagle_authors()
+    path = publish(tmp_path, tensors, config) / "model.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+    assert "model.safetensors" in refusal(tmp_path)
+
+
+def test_a_pickle_of_something_else_is_refused(tmp_path: Path) -> None:
+    publish(tmp_path / "theirs", {}, {}, "pytorch_model.bin")
+    torch.save({"model": {"fc.weight": torch.zeros(2)}}, tmp_path / "theirs" / "pytorch_model.bin")
+    assert "not a mapping of names to tensors" in unconverted(tmp_path / "theirs" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"no such file, nor a folder or repository with one of pytorch_model\.bin"):
+        find_pickle(str(tmp_path))
+
+
+def test_the_conversion_does_not_see_the_users_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, tensors, config = eagle_authors()
+    publish(tmp_path / "theirs", tensors, config, "pytorch_model.bin")
+    seen: dict[str, str] = {}
+
+    def run(words: list[str], **options: Any) -> None:
+        seen.update(options["env"])
+        raise subprocess.TimeoutExpired(words, 1)
+
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setattr(subprocess, "run", run)
+    assert "not converted within" in unconverted(tmp_path / "theirs" / "pytorch_model.bin")
+    assert "PATH" in seen
+    assert "HF_TOKEN" not in seen
+
+
+def test_an_index_leads_nowhere_else(tmp_path: Path) -> None:
+    _, tensors, config = eagle_authors()
+    publish(tmp_path, tensors, config, "elsewhere.safetensors")
+    folder = publish(tmp_path / "head", {}, config, "unused.safetensors")
+    (folder / "link.safetensors").symlink_to(tmp_path / "elsewhere.safetensors")
+    index = folder / "model.safetensors.index.json"
+    for name in ("../elsewhere.safetensors", str(tmp_path / "elsewhere.safetensors"), "a\0.safetensors", 3):
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, name)}))
+        assert "which is no .safetensors in its folder" in refusal(folder), name
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "link.safetensors")}))
+    assert "link.safetensors: a link out of its folder" in refusal(folder)
+
+
+def test_the_hubs_cache_may_link_into_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    _, tensors, config = eagle_authors()
+    publish(tmp_path / "hub" / "blobs", tensors, config, "f00d.safetensors")
+    folder = publish(tmp_path / "hub" / "snapshots" / "1", {}, config, "unused.safetensors")
+    (folder / "a.safetensors").symlink_to("../../blobs/f00d.safetensors")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(tensors, "a.safetensors")})
+    )
+    assert load_published(folder, toys.target().embeddings).state_dict()
+
+
+def test_code_that_a_foreign_config_names_is_not_run(tmp_path: Path) -> None:
+    _, tensors, config = eagle_authors()
+    folder = publish(tmp_path / "head", tensors, {**config, "auto_map": {"AutoModel": "code.Model"}})
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'it ran')!r}, 'w')")
+    assert load_published(folder, toys.target().embeddings).state_dict()
+    assert not (tmp_path / "it ran").exists()
+
+
+def test_a_config_that_claims_what_the_file_lacks_takes_no_memory(tmp_path: Path) -> None:
+    _, tensors, config = dflash()
+    refused = refusal(publish(tmp_path, tensors, {**config, "block_size": 10**9}))
+    assert "head.depths is 999999999: give 256 or less" in refused
+
+
+def test_a_whole_model_is_no_head(tmp_path: Path) -> None:
+    tensors = {f"model.layers.{i}.self_attn.q_proj.weight": torch.zeros(2, 2) for i in range(9)}
+    message = refusal(publish(tmp_path, tensors, {"architectures": ["LlamaForCausalLM"]}))
+    assert "of no published head known here: dflash, peagle, eagle3, eagle, medusa, hydra, mlp" in message
+
+
+def test_what_is_not_published(tmp_path: Path) -> None:
+    assert not is_published(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    assert not is_published(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert not is_published(tmp_path)  # no weights

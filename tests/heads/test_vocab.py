@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from heads.base import DraftVocabulary
+from heads.modules.argmax import argmax
 from heads.modules.fusion import chosen_layers
 from heads.modules.vocab import DraftLmHead, draft_vocabulary, prune
 from inference.drafters.policy import TreeConfig, grow
@@ -143,14 +144,9 @@ def test_under_autocast_gradients_are_added_up_in_fp32() -> None:
     assert (sum(products[1:], products[0]).double() - wanted).norm() > 100 * (gradient.total - wanted).norm()
 
 
-def test_where_nothing_is_added_up_autograd_has_it() -> None:
-    readout = DraftLmHead(toys.target().embeddings, "own", None)
-    assert readout.weight is not None
-    with readout.adding() as unused:
-        pass
-    readout(torch.ones(1, readout.weight.shape[1])).sum().backward()
-    assert unused.total is None
-    assert readout.weight.grad is not None
-    with readout.requires_grad_(False).adding() as frozen:
-        readout(torch.ones(1, readout.weight.shape[1], requires_grad=True)).sum().backward()
-    assert frozen.total is None
+@pytest.mark.parametrize("size", [5, 128, 640, 8192])
+def test_the_argmax_is_the_first_of_equals(size: int) -> None:
+    logits = torch.randint(9, (3, 40, size)).float()
+    assert torch.equal(argmax(logits), logits.argmax(-1))
+    logits[1, 2, size // 2] = float("inf")
+    assert argmax(logits)[1, 2] == size // 2

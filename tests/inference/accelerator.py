@@ -94,7 +94,8 @@ def step_of(target: Target, drafter: HeadDrafter, size: int) -> DeviceStep:
         for layer, (keys, values) in target.pool.layout.items()
     }
     target.pool = Pool(layout)
-    cache = target.batch_cache(size, CAPACITY)
+    cache = target.batch_cache(size)
+    cache.storage.reserve(CAPACITY)
     cache.storage.fit(0, *[torch.empty(1, form.groups, 1, form.width, device=NAME) for form in layout[0]], end=1)
     _, batch = drafter.clones(size)
     width, layers = target.embeddings.hidden_size, len(batch.feature_layers)
@@ -109,7 +110,9 @@ def step_of(target: Target, drafter: HeadDrafter, size: int) -> DeviceStep:
     for _ in range(size):
         cache.enter()
         batch.states.append(BatchedState(batch))
-    return DeviceStep(target, cache, batch, static=True)
+    step = DeviceStep(target, cache, batch)
+    step.static = True
+    return step
 
 
 def counted(step: DeviceStep, sampling: str) -> dict[str, int]:

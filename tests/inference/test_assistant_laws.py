@@ -17,7 +17,7 @@ from inference.verification.rng import Rng
 from inference.verification.sample import GREEDY, Sampling, distribution
 from inference.verification.tree import DraftTree
 from tests import assistants, toys
-from tests.enumeration import EXACT, Replay, distance, law, verify
+from tests.enumeration import EXACT, distance, law, verify
 
 T1 = Sampling(1.0, 0, 1.0)
 
@@ -112,9 +112,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, T1, Sampling(0.8, 2, 0.9)], ids=["T0", "T1", "filtered"])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("match", ["same", "tli"])
+FILTERED = Sampling(0.8, 2, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("match", "case", "sampling"),
+    [*(("same", case, FILTERED) for case in CASES), *(("tli", case, FILTERED) for case in ("chain", "sampled")),
+     ("same", "chain", GREEDY), ("same", "doubting chain", T1), ("tli", "dynamic", T1)],
+)  # fmt: skip
 def test_the_emitted_law_is_the_targets(match: str, case: str, sampling: Sampling, tmp_path: Path) -> None:
     both = laws(tmp_path, match, **CASES[case])
     found = law(lambda rng: both.program(rng, sampling))
@@ -135,21 +140,3 @@ def test_dropping_a_doubted_token_is_caught(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(AssistantState, "chain", cut)
     found = law(lambda rng: both.program(rng, T1))
     assert distance(found, both.expected(T1)) > 0.01
-
-
-def test_enumeration_reaches_the_assistants_own_draws(tmp_path: Path) -> None:
-    """Without forks in the draft the exactness above would be that of plain sampling."""
-    both, draws = laws(tmp_path, "same", **CASES["chain"]), set()
-
-    class Noted(Replay):
-        def distinct(self, law: Tensor, count: int, depth: int = 1) -> Tensor:
-            drawn = super().distinct(law, count, depth)
-            draws.add(int(drawn[0, 0]))
-            return drawn
-
-    scripts: list[list[int]] = [[]]
-    while scripts:
-        rng = Noted(scripts.pop())
-        both.program(rng, T1)
-        scripts += rng.open
-    assert draws == {0, 1, 2}

@@ -13,7 +13,7 @@ from inference.verification.verify import RULES
 from tests import enumeration
 
 CPU = torch.device("cpu")
-B, V, START = 64, 6, 9
+B, V, START = 32, 6, 9
 SHAPES = {
     "chain": TreeConfig("chain", 4, 0, 0, [], []),
     "sampled": TreeConfig("sampled", 0, 0, 0, [], [3, 2, 1]),
@@ -99,7 +99,7 @@ def on_device(rule: str, draft: Sampled, p: Tensor, seed: int, allow_host_sync: 
 def test_every_rule_takes_the_references_path_and_token(shape: str, rule: str, family: str) -> None:
     parents = (sampled_shape(SHAPES[shape], 9) or ((),))[0]
     lengths = set()
-    for seed in range(3):
+    for seed in range(2):
         p, q = probs(family, len(parents), seed)
         draft = drafted(SHAPES[shape], q, seed)
         expected = [reference(rule, draft, p, 100 * seed, b) for b in range(B)]
@@ -115,74 +115,15 @@ def test_every_rule_that_reads_q_is_compared() -> None:
     assert {rule for fitting in FITTING.values() for rule in fitting} == reading
 
 
-COUNT = 20_000
-LIMIT = 39.3  # 99.9 % point at 15 degrees of freedom is 37.7; the seeds are fixed
-
-
-def along(table: list[Tensor], parents: tuple[int, ...], token: Tensor) -> Tensor:
-    """Return probs "B N V" after each node of a shape, from tables of probs after no token, one, and two."""
-    rows = []
-    paths: list[list[Tensor]] = []
-    for node, parent in enumerate(parents):
-        paths.append([*paths[parent], token[:, node]] if node else [])
-        rows.append(table[len(paths[node])][tuple(paths[node])] if node else table[0].expand(len(token), -1))
-    return torch.stack(rows, 1)
-
-
-def pairs(rule: str, config: TreeConfig, wrong_q: bool = False) -> Tensor:
-    """Return the counts of the first two tokens of many seeds, with their expectations."""
-    generator = torch.Generator().manual_seed(0)
-    p, q = ([torch.randn(*[4] * (n + 1), generator=generator).mul(0.6).softmax(-1) for n in range(3)] for _ in range(2))
-    parents, replacement = sampled_shape(config, 9) or ((), False)
-    key = torch.tensor([key_of(seed) for seed in range(COUNT)])
-    samples, q_rows = Samples(keyed(keyed(key, DRAFTS), START + 1)), list[Tensor]()
-    token = torch.zeros(COUNT, len(parents), dtype=torch.long)
-    for node in sorted({*parents} - {-1}):
-        below = [child for child, parent in enumerate(parents) if parent == node]
-        probs = along(q, parents, token)[:, node, None]
-        q_rows.append(probs[:, 0])
-        many = probs.expand(-1, len(below), -1)
-        token[:, below] = samples.picked(many) if replacement else samples.distinct(probs, len(below))[:, 0]
-    if wrong_q:
-        q_rows = q_rows[::-1]
-    present = torch.ones_like(token, dtype=torch.bool)
-    draft = Sampled(parents, replacement, token, present, torch.stack(q_rows, 1))
-    point = uniform(keyed(keyed(key, COINS), START + 1)[:, None], torch.arange(len(parents)))
-    walk = RULES[rule].on_device
-    assert walk is not None
-    last, left = walk(draft, along(p, parents, token), point, False)
-    tree = DraftTree(token, torch.tensor(parents).expand_as(token))
-    count = ancestors(tree).sum(-1).gather(1, last[:, None])[:, 0]
-    after = (left / noise_at(key, START + count, 4)).argmax(-1)
-    text = device.accepted(tree, ancestors(tree), last, after, 2).token
-    more = (p[1][text[:, 0]] / noise_at(key, torch.full_like(key, START + 2), 4)).argmax(-1)
-    found = torch.bincount(text[:, 0] * 4 + torch.where(count > 1, text[:, 1], more), minlength=16)
-    return torch.stack([found, COUNT * (p[0][:, None] * p[1]).flatten()])
-
-
 def statistic(counts: Tensor) -> float:
     """Return chi-square."""
     found, expected = counts
     return float(((found - expected) ** 2 / expected).sum())
 
 
-SMALL = {"chain": enumeration.TREES["chain"], "sampled": enumeration.TREES["sampled"], "ragged": SHAPES["ragged"]}
-SMALL["independent"] = enumeration.TREES["independent"]
-
-
-@pytest.mark.parametrize(("shape", "rule"), [(shape, rule) for shape in SMALL for rule in FITTING[shape]])
-def test_texts_of_many_seeds_have_the_targets_distribution(shape: str, rule: str) -> None:
-    """With the numbers that decoding takes: drafts, coins and noise depend on the seed alone, and not on each other."""
-    assert statistic(pairs(rule, SMALL[shape])) < LIMIT
-
-
-def test_the_q_of_another_node_is_seen() -> None:
-    assert statistic(pairs("traversal", SMALL["sampled"], wrong_q=True)) > 3 * LIMIT
-
-
 def test_what_is_drafted_says_nothing_of_other_drafts_coins_or_noise() -> None:
     """Tokens of every pair of numbers that one text reads, over many seeds, against the product of their probs."""
-    probs, count = torch.tensor([[0.4, 0.3, 0.2, 0.1]]), 2000
+    probs, count = torch.tensor([[0.4, 0.3, 0.2, 0.1]]), 1000
     rows: list[list[int]] = []
     for seed in range(count):
         text = list(range(7))

@@ -1,20 +1,36 @@
 """Self-speculation by skipped sub-layers: the draft is the naive one, its rows are dropped, and the file is checked."""
 
 import copy
+import itertools
 import json
+import random
 from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from heads.common.resolvers import ROOT
 from heads.common.target_config import cache_argument
-from heads.common.typed import build, typed
+from heads.common.typed import build
 from inference.decode import Generation, Settings, autoregress, speculate
-from inference.drafters.contrib.layer_skip import FORMAT, LayerSkip, SkipFile, save_skips
+from inference.drafters.contrib.layer_skip import (
+    FORMAT,
+    LayerSkip,
+    Rating,
+    SearchSettings,
+    SkipFile,
+    Text,
+    climb,
+    drafting_cost,
+    foresee,
+    load_skips,
+    play,
+    rate,
+    record,
+    save_skips,
+    search,
+)
 from inference.protocol import Context, Proposal
 from inference.target.stack import Skips
 from inference.target.target import Target
@@ -92,56 +108,9 @@ def test_the_draft_is_the_naive_one_and_q_its_law(tmp_path: Path, name: str) -> 
         torch.testing.assert_close(made.q[i], law.to(made.q), rtol=near, atol=near)
 
 
-def test_the_draft_leaves_the_next_pass_as_it_was(tmp_path: Path) -> None:
-    target = toys.target("mistral", torch.float64)
-    text, cache, fresh = toys.prompt(3, 12), target.cache(), target.cache()
-    for each in (cache, fresh):
-        target.prefill(torch.tensor(text[:-1]), each)
-    source = drafter(tmp_path, target, SKIPS)
-    made = source.propose(Context(text, GREEDY, Generator(0, target.device), 9, cache))
-    torch.testing.assert_close(target.score(made.tree, cache).logits, target.score(made.tree, fresh).logits)
-
-
 def decode(folder: Path, name: str, skips: Skips, seed: int, sampling: Sampling = GREEDY) -> Generation:
     target = toys.target(name)
     return speculate(target, drafter(folder, target, skips), toys.prompt(seed), Settings(TOKENS, sampling, seed=5))
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
-def test_speculation_equals_plain_decoding(tmp_path: Path, name: str) -> None:
-    accepted = 0
-    for seed in range(2):
-        plain = autoregress(toys.target(name), toys.prompt(seed), Settings(TOKENS, GREEDY)).tokens
-        made = decode(tmp_path, name, EASY, seed)
-        assert toys.lively(plain)
-        assert made.tokens == plain
-        accepted += sum(step.accepted for step in made.steps)
-    assert accepted > 0, "no draft was accepted: nothing was tested"
-
-
-def test_acceptance_is_what_the_recorded_text_predicts(tmp_path: Path) -> None:
-    target, total = toys.target(), 0
-    naive = Naive(target, EASY)
-    for seed in range(2):
-        prompt = toys.prompt(seed)
-        text = prompt + autoregress(target, prompt, Settings(TOKENS, GREEDY)).tokens
-        counts, root = [], len(prompt)
-        while root < len(text) - 1:
-            drafted = naive.chain(text[: root + 1], min(4, len(text) - 2 - root))
-            agreed = 0
-            while agreed < len(drafted) and drafted[agreed] == text[root + 1 + agreed]:
-                agreed += 1
-            counts.append(agreed)
-            root += agreed + 1
-        assert [step.accepted for step in decode(tmp_path, "llama", EASY, seed).steps] == counts
-        total += sum(counts)
-    assert total > 0
-
-
-def test_sampling_is_reproducible_and_varied(tmp_path: Path) -> None:
-    first, again = (decode(tmp_path, "llama", EASY, 0, Sampling(1.0, 10, 0.95)) for _ in range(2))
-    assert first.tokens == again.tokens
-    assert toys.lively(first.tokens)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, 0, 1.0)])
@@ -217,7 +186,115 @@ def test_a_bad_value_is_named(values: tuple[str | None, int, float], said: str) 
         build(LayerSkip.Config, dict(zip(("skips", "depth", "stop"), values, strict=True)), "drafter.layer_skip")
 
 
-def test_the_yaml_fits() -> None:
-    values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "drafter" / "layer_skip.yaml"))
-    assert isinstance(values, dict)
-    assert typed(LayerSkip.Config, values | {"skips": "x"}).depth is None
+SETTINGS = SearchSettings(depth=3, stop=0.0, evaluations=24, seed=0)
+
+
+def texts(target: Target) -> list[Text]:
+    return [
+        record(target, toys.prompt(seed), autoregress(target, toys.prompt(seed), Settings(TOKENS, GREEDY)).tokens)
+        for seed in range(2)
+    ]
+
+
+@pytest.mark.parametrize(("name", "attention"), [("llama", (0,)), ("mistral", ()), ("gpt2", (0,))])
+def test_the_forecast_is_the_first_drafted_token_everywhere(
+    tmp_path: Path, name: str, attention: tuple[int, ...]
+) -> None:
+    target, skips = toys.target(name, torch.float64), Skips(attention, (1,))
+    text = texts(target)[0]
+    source = drafter(tmp_path, target, skips, 1)
+    right, sure = foresee(target.parts, skips, text)
+    assert len(right) == len(text.token) - text.prompt
+    assert {layer.get_seq_length() for layer in text.cache.hf.layers} == {len(text.token)}
+    assert any(right)
+    for i, end in enumerate(range(text.prompt, len(text.token))):
+        cache = target.cache()
+        target.prefill(torch.tensor(text.token[: end - 1]), cache)
+        context = Context(text.token[:end], GREEDY, Generator(0, target.device), 1, cache)
+        assert (int(source.propose(context).tree.token[1]) == text.token[end]) == right[i]
+        assert 0 < sure[i] <= 1
+
+
+def replay(right: list[bool], sure: list[float], depth: int, stop: float) -> tuple[int, int, int]:
+    """Draft token by token as the drafter does; a token after a wrong one is taken to be as sure as the text's."""
+    row = passes = drafted = 0
+    while row < len(right):
+        passes += 1
+        accepted, alive = 0, True
+        for i in range(depth):
+            if row + i >= len(right):
+                break
+            drafted += 1
+            alive = alive and right[row + i]
+            accepted += alive
+            if sure[row + i] < stop:
+                break
+        row += accepted + 1
+    return min(row, len(right)), passes, drafted
+
+
+def test_playing_a_text_through_is_drafting_token_by_token() -> None:
+    order = random.Random(0)
+    for _ in range(300):
+        size = order.randrange(1, 12)
+        right = [order.random() < 0.7 for _ in range(size)]
+        sure = [order.random() for _ in range(size)]
+        depth, stop = order.randrange(1, 5), order.choice([0.0, 0.3])
+        assert play(right, sure, depth, stop) == replay(right, sure, depth, stop)
+
+
+def test_skipping_nothing_gains_nothing_and_the_cost_is_the_share_of_weights() -> None:
+    target = toys.target()
+    nothing = rate(target.parts, Skips((), ()), texts(target), SETTINGS)
+    assert nothing.cost == 1
+    assert nothing.speed == pytest.approx(1, abs=0.05)  # only the ends of the answers differ
+    assert nothing.tau > 1.9
+    attention, mlp, lm_head = 32 * (32 + 16 + 16 + 32), 3 * 32 * 48, 40 * 32
+    left = 2 * attention + mlp + lm_head
+    cost = left / (3 * attention + 3 * mlp + lm_head)
+    assert drafting_cost(target.parts, Skips((2,), (0, 1))) == pytest.approx(cost)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_climb_with_enough_candidates_finds_the_best_set(seed: int) -> None:
+    order = random.Random(seed)
+    sets = [frozenset(bits) for n in range(7) for bits in itertools.combinations(range(6), n)]
+    speed = {bits: order.random() for bits in sets}
+    asked: list[frozenset[int]] = []
+
+    def score(bits: frozenset[int]) -> Rating:
+        asked.append(bits)
+        return Rating(speed[bits], 1, 1.0, 1.0)
+
+    best, rating = climb(score, 6, SearchSettings(1, 0.0, 64, seed))
+    assert rating.speed == speed[best] == max(speed.values())
+    assert len(asked) == len(set(asked)) == 64
+    asked.clear()
+    best, rating = climb(score, 6, SearchSettings(1, 0.0, 20, seed))
+    assert len(asked) == len(set(asked)) <= 20
+    assert rating.speed == max(speed[bits] for bits in asked)
+
+
+def test_the_search_beats_skipping_nothing_and_repeats_itself() -> None:
+    target = toys.target()
+    found, rating = search(target.parts, texts(target), SETTINGS)
+    again, _ = search(target.parts, texts(target), SETTINGS)
+    assert found == again
+    assert found.attention or found.mlp
+    assert rating.speed > rate(target.parts, Skips((), ()), texts(target), SETTINGS).speed
+    assert rating == rate(target.parts, found, texts(target), SETTINGS)
+
+
+def test_a_file_survives_the_round_trip(tmp_path: Path) -> None:
+    target = toys.target()
+    kept = SkipFile(FORMAT, target.spec, [0, 2], [1], 4, 0.25, {"predicted_tau": 1.5})
+    save_skips(tmp_path / "deep" / "skips.json", kept)
+    assert load_skips(tmp_path / "deep" / "skips.json", target) == kept
+
+
+@pytest.mark.parametrize(
+    ("values", "said"), [((0, 0.0, 9, 0), "depth"), ((1, 1.0, 9, 0), "stop"), ((1, 0.0, 1, 0), "evaluations")]
+)
+def test_a_bad_setting_is_named(values: tuple[int, float, int, int], said: str) -> None:
+    with pytest.raises(ValueError, match=rf"search\.{said} is"):
+        build(SearchSettings, dict(zip(("depth", "stop", "evaluations", "seed"), values, strict=True)), "search")

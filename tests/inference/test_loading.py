@@ -1,7 +1,9 @@
 """Quantised targets: verified as any other, one with the heads of the target they were made from; and refusals."""
 
+import functools
 import json
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,19 +12,24 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, Gemma3TextConfig, MistralConfig, PreTrainedConfig
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from eval.inputs.drafters import model_of
+from heads.common.target_config import read_target_config, text_tower
+from heads.formats.published.export import Served, export
 from heads.formats.store import QUANTISED, load_head, save_head
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.target import loading
+from inference.target.checkpoint import RENAMED, check_files, stored_names, tensor_files
+from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
-from inference.verification import tree as trees
 from inference.verification.sample import GREEDY
-from inference.verification.tree import DraftTree
 from tests import assistants, toys
+from tests.families import EXPERTS
 from tests.inference.test_decode import Oracle
 
 ROOT = Path(__file__).parents[2]
@@ -81,23 +88,6 @@ def test_speculation_equals_plain_decoding_of_the_same_weights(quantised: Target
         made = speculate(quantised, Oracle(expected, 3), toys.prompt(seed), Settings(20, GREEDY))
         assert made.tokens == expected
         assert made.tau == 19 / 5
-
-
-def test_a_trees_features_are_those_of_its_paths(quantised: Target) -> None:
-    tree = DraftTree(torch.tensor(toys.prompt(9, 6)), torch.tensor([-1, 0, 0, 1, 1, 2]))
-    prompt = torch.tensor(toys.prompt(3, 12))
-    for path in trees.paths(tree):
-        cache = quantised.cache()
-        quantised.prefill(prompt, cache, layers=(0, 2))
-        together = quantised.score(tree, cache, layers=(0, 2))
-        sequence = torch.cat([prompt, tree.token[path]])
-        alone = quantised.features(sequence[None], torch.zeros_like(sequence)[None], (0, 2))
-        # bitsandbytes rounds what enters a layer, so rounding before it can move by a step of that
-        near = 0.05 if quantised.quantized == "bitsandbytes" else 1e-4
-        torch.testing.assert_close(together.hidden[0, path], alone.hidden[0, len(prompt) :], rtol=near, atol=near)
-        torch.testing.assert_close(
-            together.last_hidden[0, path], alone.last_hidden[0, len(prompt) :], rtol=near, atol=near
-        )
 
 
 def test_a_head_of_the_target_is_one_of_its_quantised_form(plain: Target, quantised: Target, tmp_path: Path) -> None:
@@ -208,3 +198,297 @@ def test_scores_that_a_target_caps_are_capped_whatever_attention_transformers_wo
     monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)  # as before transformers 5.24
     model, _ = loading.load(folder, torch.float32, torch.device("cpu"), False, None)
     assert model.config._attn_implementation == "eager"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    assistants.save(toys.target().model, toys.tokenizer(), tmp_path / "target")
+    return tmp_path / "target"
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ValueError, match=r"\S") as error:
+        Target.load(str(folder), "float32", "cpu")
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_target_that_is_a_pickle_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save(toys.target().model.state_dict(), folder / "pytorch_model.bin")
+    assert "model.safetensors" in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", 3])
+def test_an_index_leads_nowhere_else(folder: Path, name: object) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"a": name}}))
+    assert "which is no .safetensors in its folder" in refusal(folder)
+    with pytest.raises(ValueError, match="in its folder; download it again"):
+        tensor_files(str(folder))
+
+
+@pytest.mark.parametrize("order", [("500KB", "20KB"), ("20KB", "500KB")])
+def test_of_two_saves_in_a_folder_all_readers_take_the_one_that_transformers_takes(
+    folder: Path, order: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one whole file, whichever is older: save_pretrained leaves it, and the other's index."""
+    (folder / "model.safetensors").unlink()
+    for seed, size in enumerate(order):
+        torch.manual_seed(seed)
+        config = toys.target().model.config
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size=size)
+    whole = folder / "model.safetensors"
+    assert {*tensor_files(str(folder)).values()} == {whole}
+    target = Target.load(str(folder), "float32", "cpu")
+    assert EmbeddingsOnly.load(str(folder), "float32", "cpu", False).spec == target.spec
+    stored = load_file(whole)
+    assert all(torch.equal(value, stored[name]) for name, value in target.model.state_dict().items() if name in stored)
+    told = [record.getMessage() for record in caplog.records if "of another save" in record.getMessage()]
+    shards = sorted(folder.glob("model-0*"))  # which a whole save removes
+    assert len(told) == bool(shards)
+    assert all(f"{whole}: is read, as transformers does" in line and shards[0].name in line for line in told)
+
+
+def say(folder: Path, **values: object) -> None:
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | values))
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000 in its config.json, at most 2000 are made"),
+        ({"num_hidden_layers": float("nan")}, "num_hidden_layers is nan"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0 in its config.json"),
+        ({"num_hidden_layers": "5"}, "num_hidden_layers"),
+        ({"num_labels": 10**9}, "num_labels is 1000000000"),
+        ({"vocab_size": -1}, "vocab_size is -1"),
+        ({"hidden_size": [64]}, "hidden_size"),
+        ({"max_position_embeddings": 10**30}, "max_position_embeddings is 1000000000000000000000000000000"),
+        ({"hidden_size": 10**6, "num_hidden_layers": 1000}, "parameters, and its files have"),
+        ({"hidden_act": "os.system"}, "os.system"),
+    ],
+)
+def test_a_configuration_of_which_no_target_can_be_made(folder: Path, values: dict[str, object], told: str) -> None:
+    say(folder, **values)
+    assert told in refusal(folder)
+
+
+def test_quantised_weights_may_take_less_than_a_byte_each(folder: Path) -> None:
+    config = read_target_config(str(folder), trust_remote_code=False)
+    config.num_hidden_layers, config.quantization_config = 30, {}  # of 3 in fp32: half a byte each
+    check_files(str(folder), config)
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+@pytest.mark.parametrize("value", ["org/kernel", "flash_attention_2", {"": "org/kernel"}])
+def test_an_attention_from_the_hub_is_code(folder: Path, key: str, value: object) -> None:
+    say(folder, **{key: value})
+    assert "names code to run by the key " + key in refusal(folder)
+    with pytest.raises(ValueError, match="names code"):
+        read_target_config(str(folder), trust_remote_code=False)
+
+
+def test_weights_that_are_missing_are_not_made_up(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.self_attn.q_proj.weight"], weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "its files hold no model.layers.1.self_attn.q_proj.weight, nor 1 others" in refusal(folder)
+
+
+def test_a_library_that_panics_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):  # as pyo3 makes them, which cannot be imported
+        pass
+
+    def panic(*_: object, **__: object) -> None:
+        raise PanicException("out of range\nin Rust")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", panic)
+    assert "no causal LM with tokenizer loads from there (out of range)" in refusal(folder)
+    with pytest.raises(ValueError, match="out of range"):
+        loading.load_tokenizer(str(folder), trust_remote_code=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "step"),
+    [
+        ("normalizer", {"type": "Replace", "pattern": {"Regex": "."}, "content": "a" * 10}),
+        ("decoder", {"type": "Replace", "pattern": {"Regex": "."}, "content": "a" * 10}),
+        ("post_processor", {"special_tokens": {"X": {"id": "X", "ids": [1] * 200, "tokens": ["X"] * 200}}}),
+    ],
+)
+def test_a_tokenizer_is_no_bomb(folder: Path, key: str, step: dict[str, object]) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content[key] = {"type": "Sequence", f"{key}s": [step] * 9}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert f"the {key} of its tokenizer.json makes more than 1000 of a single character" in refusal(folder)
+
+
+@pytest.mark.parametrize("charsmap", ["EAAAAP//////////////////////", "AAAAAA==", "AQ=="])
+def test_a_damaged_map_of_characters_ends_its_reader_and_not_this_process(folder: Path, charsmap: str) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": charsmap}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert "the Precompiled step of its tokenizer.json is damaged" in refusal(folder)
+
+
+def test_weights_that_are_no_numbers_are_named(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.self_attn.q_proj.weight"].fill_(float("nan"))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "model.layers.1.self_attn.q_proj.weight holds what is no finite number" in refusal(folder)
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x08\x00\x00", b"\xff" * 8 + b"{}"])
+def test_weights_that_are_damaged_are_one_line(folder: Path, damage: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(damage)
+    assert "no causal LM with tokenizer loads from there" in refusal(folder)
+
+
+def test_weights_of_other_shapes_are_named_as_that(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    save_file(weights | {name: weights[name][:7].clone()}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "its weights have other shapes than its config.json says" in refusal(folder)
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.bool, torch.uint8])
+def test_weights_of_whole_numbers_are_no_weights(folder: Path, kind: torch.dtype) -> None:
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    save_file(weights | {name: weights[name].to(kind)}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert f"{name} is of type" in refusal(folder)
+
+
+def test_an_adapter_in_the_folder_is_not_loaded_unasked(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+    assert "move the adapter out, and give it as model.adapter" in refusal(folder)
+
+
+LAYERS = 6
+SEES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": LAYERS, "num_attention_heads": 2,
+        "image_size": 16, "patch_size": 8}  # fmt: skip
+QWEN_SEES = {"depth": LAYERS, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4,
+             "out_hidden_size": 32, "num_position_embeddings": 16}  # fmt: skip
+IMAGES = {"image_token_id": 36, "video_token_id": 37, "vision_start_token_id": 38, "vision_end_token_id": 39}
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+          "linear_value_head_dim": 8, "full_attention_interval": 3}  # fmt: skip
+FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "gemma3", "mistral3", "qwen3_5")
+
+
+def checkpoint(family: str) -> PreTrainedConfig:
+    """Return the configuration of a toy that reads images: as many layers of vision as of text."""
+    sizes: Any = toys.SIZES | {"num_hidden_layers": LAYERS}
+    if family == "gemma3":
+        text: Any = Gemma3TextConfig(**sizes, sliding_window=6, query_pre_attn_scalar=8, sliding_window_pattern=2)
+        more: Any = {"mm_tokens_per_image": 4, "image_token_index": 39, "boi_token_index": 37, "eoi_token_index": 38}
+        more["tie_word_embeddings"] = False  # else it repeats one token
+        return transformers.Gemma3Config(text_config=text.to_dict(), vision_config=SEES, **more)
+    if family == "mistral3":
+        text = MistralConfig(**sizes, sliding_window=None)
+        sees = {"model_type": "pixtral", "head_dim": 8, **SEES}
+        return transformers.Mistral3Config(
+            text_config=text.to_dict(), vision_config=sees, image_token_index=39, tie_word_embeddings=False
+        )
+    if family.startswith("qwen3_vl"):
+        text = {**sizes, **EXPERTS, "rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}}
+        sees = QWEN_SEES | {"deepstack_visual_indexes": [0]}
+        kind = transformers.Qwen3VLMoeConfig if family == "qwen3_vl_moe" else transformers.Qwen3VLConfig
+        return kind(text_config=text, vision_config=sees, **IMAGES)
+    rope = ROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
+    return transformers.Qwen3_5Config(
+        text_config={**sizes, **LINEAR, "rope_parameters": rope}, vision_config=QWEN_SEES, **IMAGES
+    )
+
+
+@pytest.fixture(scope="module")
+def tower(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function from a family to the folder of its toy."""
+
+    @functools.cache
+    def make(family: str) -> Path:
+        path, config = tmp_path_factory.mktemp(family), checkpoint(family)
+        torch.manual_seed(1)
+        AutoModelForImageTextToText.from_config(config).save_pretrained(path)
+        toys.tokenizer().save_pretrained(path)
+        return path
+
+    return make
+
+
+def test_a_towers_configuration_and_names_are_those_of_a_model_by_itself() -> None:
+    config = checkpoint("qwen3_vl")
+    config.architectures, config.dtype = ["Qwen3VLForConditionalGeneration"], torch.bfloat16
+    text = text_tower(config)
+    assert isinstance(text, transformers.Qwen3Config)
+    assert (text.num_hidden_layers, text.dtype) == (LAYERS, torch.bfloat16)
+    assert (text.architectures, text.tie_word_embeddings) == (config.architectures, config.tie_word_embeddings)
+    for above in ("model.language_model.layers.0.x", "language_model.model.layers.0.x", "language_model.lm_head.x"):
+        name = named(above)
+        assert name in ("model.layers.0.x", "lm_head.x")
+
+
+def named(stored: str) -> str:
+    """Return what the text tower calls a tensor of the checkpoint."""
+    return functools.reduce(lambda name, rule: re.sub(*rule, name), RENAMED.items(), stored)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_text_tower_alone_gives_the_checkpoints_logits(family: str, tower: Any) -> None:
+    path = tower(family)
+    whole: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    text, _ = loading.load(str(path), torch.float32, torch.device("cpu"), False, None)
+    token = torch.randint(0, 36, (2, 30), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(text(token).logits, whole(input_ids=token).logits)
+    assert text.config.architectures == whole.config.architectures
+    names = [name for name, _ in text.named_parameters()]
+    assert not [name for name in names if "vision" in name or "visual" in name]
+    with safe_open(path / "model.safetensors", "pt") as opened:
+        stored = list(opened.keys())
+    found = stored_names(text, stored)
+    on_disk = [found[name] for name in names]
+    assert set(on_disk) <= set(stored)
+    assert [named(name) for name in on_disk] == names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe", "gemma3", "mistral3"])
+def test_a_head_drafts_for_the_tower_and_is_exported_for_the_class_that_serves_it(
+    family: str, tower: Any, tmp_path: Path
+) -> None:
+    path = tower(family)
+    target = Target.load(str(path), "float32", "cpu")
+    assert target.takes_trees
+    assert target.packing is not None or family == "gemma3"
+    if family != "gemma3":  # whose embedding computes with a buffer
+        assert EmbeddingsOnly.load(str(path), "float32", "cpu", False).spec == target.spec
+    whole: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    head = toys.head("eagle3", target)
+    prompt, settings = toys.prompt(2), Settings(40, GREEDY)
+    plain = whole.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0, len(prompt) :].tolist()
+    assert len({*plain}) > 4, "the text does not vary"
+    (generation,) = speculate(target, HeadDrafter(head, toys.TREES["dynamic"], "eagle3"), [prompt], settings)
+    assert generation.tokens == plain
+
+    save_head(tmp_path / "head", head, target.spec, {})
+    load_head(tmp_path / "head", target.embeddings, target.spec)
+    export(head, "vllm", Served("me/toy", target.config.to_dict(), torch.float32, 3), tmp_path / "vllm")
+    written = json.loads((tmp_path / "vllm" / "config.json").read_text())
+    assert written["speculators_config"]["verifier"]["architectures"] == [type(whole).__name__]
+
+
+@pytest.mark.slow
+def test_a_head_drafts_chains_for_a_recurrent_tower(tower: Any) -> None:
+    path = tower("qwen3_5")
+    target = Target.load(str(path), "float32", "cpu")
+    whole: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    prompt, settings = toys.prompt(2), Settings(40, GREEDY)
+    plain = whole.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0, len(prompt) :].tolist()
+    assert len({*plain}) > 4, "the text does not vary"
+    drafter = HeadDrafter(toys.head("eagle3", target), toys.TREES["chain"], "eagle3")
+    (generation,) = speculate(target, drafter, [prompt], settings)
+    assert generation.tokens == plain

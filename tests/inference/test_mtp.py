@@ -5,18 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn import functional
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 
 from heads.base import Features
-from heads.common.resolvers import ROOT
-from heads.common.typed import typed
-from inference.decode import Generation, Settings, autoregress, speculate
+from inference.decode import Settings, autoregress, speculate
 from inference.drafters.mtp import MtpDrafter, load_mtp
 from inference.target.target import Target
-from inference.verification.sample import GREEDY, Sampling
+from inference.verification.sample import GREEDY
 from tests import drafting, families, toys
 from tests.families import own_module
 
@@ -80,36 +77,6 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
 
 
-def rotated(x: Tensor) -> Tensor:
-    """Turn pairs (i, i + E/2) of a head "T E" by position times 10000^(-2i/E)."""
-    half = x.shape[-1] // 2
-    angle = torch.arange(len(x), dtype=x.dtype)[:, None] * 10000.0 ** (-torch.arange(half, dtype=x.dtype) / half)
-    first, second = x[:, :half], x[:, half:]
-    return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], -1)
-
-
-def written_out(w: dict[str, Tensor], embedding: Tensor, state: Tensor) -> Tensor:
-    """Compute one module's states "T D" from embeddings of the next tokens and the states before, row by row."""
-    x = torch.cat([rms(embedding, w["enorm"]), rms(state, w["hnorm"])], -1) @ w["eh_proj"].T
-    y = rms(x, w["input_layernorm"])
-    query, key, value = (y @ w[f"self_attn.{name}_proj"].T for name in "qkv")
-    outs = []
-    for head in range(HEADS):
-        group = head // (HEADS // GROUPS)
-        q = rotated(query[:, head * HEAD : (head + 1) * HEAD])
-        k = rotated(key[:, group * HEAD : (group + 1) * HEAD])
-        v = value[:, group * HEAD : (group + 1) * HEAD]
-        rows = []
-        for t in range(len(q)):
-            score = torch.stack([q[t] @ k[s] / HEAD**0.5 for s in range(t + 1)]).softmax(-1)
-            rows.append(sum(score[s] * v[s] for s in range(t + 1)))
-        outs.append(torch.stack(rows))
-    x = x + torch.cat(outs, -1) @ w["self_attn.o_proj"].T
-    y = rms(x, w["post_attention_layernorm"])
-    x = x + (functional.silu(y @ w["mlp.gate_proj"].T) * (y @ w["mlp.up_proj"].T)) @ w["mlp.down_proj"].T
-    return rms(x, w["norm"])
-
-
 def features(target: Target, token: list[int]) -> Features:
     return target.features(torch.tensor([token]), torch.zeros(1, len(token), dtype=torch.long), ())
 
@@ -117,64 +84,26 @@ def features(target: Target, token: list[int]) -> Features:
 @pytest.mark.parametrize(
     ("naming", "sharded"), [("behind", False), ("behind", True), ("apart", False), ("apart", True)]
 )
-def test_a_chain_is_the_formulas_written_out(tmp_path: Path, naming: str, sharded: bool) -> None:
+def test_the_module_drafts_as_the_trainable_head_of_its_weights(tmp_path: Path, naming: str, sharded: bool) -> None:
     path = save(tmp_path, naming, sharded)
     target = Target.load(str(path), "float64", "cpu")
     assert target.spec.fingerprint == toys.target().spec.fingerprint  # the target itself is loaded without the module
-    head = load_mtp(target, str(path))
-    text = toys.prompt(5, 9)
-    rows = features(target, text[:-1])
-    state, level = drafting.extend(head, None, rows, torch.tensor(text[1:]))
-    w = {name: tensor.double() for name, tensor in weights().items()}
-    embedded = [target.embeddings.embed(torch.tensor(text[1:]))]
-    states = rows.last_hidden[0]
-    true = states
-    for depth in range(1, 4):
-        found = written_out(w, torch.cat(embedded), states)
-        torch.testing.assert_close(level.logits[0, 0], target.embeddings.logits(found[-1]), rtol=ROTARY, atol=ROTARY)
-        token = level.logits[0, 0].argmax()[None]
-        embedded.append(target.embeddings.embed(token))
-        states = torch.cat([true, found[len(true) - 1 :]])  # drafted rows read the module's own states
-        seen = torch.ones(1, depth, dtype=torch.bool)
-        level = drafting.expand(head, state, level, token, torch.zeros(1, dtype=torch.long), seen)
-
-
-def test_unroll_and_the_trainable_head_agree_with_the_checkpoints_module(tmp_path: Path) -> None:
-    path = save(tmp_path, "apart")
-    target = Target.load(str(path), "float64", "cpu")
     loaded, ours = load_mtp(target, str(path)), toys.head("mtp", target)
-    ours.load_state_dict({name.replace("block.layer.", "block."): t for name, t in loaded.state_dict().items()})
+    own = ("enorm", "hnorm", "eh_proj", "norm")
+    ours.load_state_dict({f"{name if name in own else f'block.{name}'}.weight": w for name, w in weights().items()})
     for norm in (m for m in ours.modules() if hasattr(m, "eps")):
         norm.eps = 1e-6
-    packed = features(target, toys.prompt(5, 9))
-    for theirs, own in zip(loaded.unroll(packed, 3), ours.unroll(packed, 3), strict=True):
-        torch.testing.assert_close(theirs.state, own.state, rtol=ROTARY, atol=ROTARY)
-
-
-def decode(path: Path, tree: str, seed: int, sampling: Sampling = GREEDY) -> tuple[Generation, list[int]]:
-    target = Target.load(str(path), "float32", "cpu")
-    source = MtpDrafter(MtpDrafter.Config(None, toys.TREES[tree]), target, "mtp")
-    settings = Settings(TOKENS, sampling, seed=5)
-    return speculate(target, source, toys.prompt(seed), settings), autoregress(
-        target, toys.prompt(seed), settings
-    ).tokens
-
-
-def test_speculation_equals_plain_decoding(tmp_path: Path) -> None:
-    path, accepted = save(tmp_path, "behind"), 0
-    for seed, tree in enumerate(toys.TREES):
-        made, plain = decode(path, tree, seed)
-        assert toys.lively(plain)
-        assert made.tokens == plain
-        accepted += sum(step.accepted for step in made.steps)
-    assert accepted > 0, "no draft was accepted: nothing was tested"
-
-
-def test_sampling_is_reproducible_and_varied(tmp_path: Path) -> None:
-    path = save(tmp_path, "behind")
-    first, again = (decode(path, "sampled", 0, Sampling(1.0, 10, 0.95))[0] for _ in range(2))
-    assert first.tokens == again.tokens
-    assert toys.lively(first.tokens)
+    text = toys.prompt(5, 9)
+    packed, rows = features(target, text), features(target, text[:-1])
+    found: list[list[Tensor]] = []
+    for head in (loaded, ours):
+        state, level = drafting.extend(head, None, rows, torch.tensor(text[1:]))
+        found.append([*(draft.state for draft in head.unroll(packed, 3)), level.logits])
+        for depth in range(1, 3):
+            token, seen = level.logits[0, 0].argmax()[None], torch.ones(1, depth, dtype=torch.bool)
+            level = drafting.expand(head, state, level, token, torch.zeros(1, dtype=torch.long), seen)
+            found[-1].append(level.logits)
+    torch.testing.assert_close(*found, rtol=ROTARY, atol=ROTARY)
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -284,15 +213,70 @@ def test_a_module_drafts_chains_for_a_recurrent_target(tmp_path: Path, name: str
     assert text == autoregress(target, toys.prompt(0), settings).tokens
 
 
-def test_loading_leaves_the_target_as_it_was(tmp_path: Path) -> None:
-    path = save(tmp_path, "behind")
-    target = Target.load(str(path), "float32", "cpu")
-    before = target.prefill(torch.tensor(toys.prompt(0)), target.cache()).logits
-    load_mtp(target, str(path))
-    torch.testing.assert_close(target.prefill(torch.tensor(toys.prompt(0)), target.cache()).logits, before)
+SINGLE = 1e-4
+MOE = {
+    **toys.SIZES, "num_hidden_layers": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 12,
+    "n_routed_experts": 12, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+}  # fmt: skip
 
 
-def test_the_yaml_fits() -> None:
-    values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "drafter" / "mtp.yaml"))
-    assert isinstance(values, dict)
-    assert typed(MtpDrafter.Config, values).tree.label == "chain-3"
+def split_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Write experts one by one, as checkpoints hold them."""
+    made = {}
+    for name, tensor in tensors.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            made[name] = tensor.clone()
+            continue
+        stem, part = name.rsplit(".", 1)
+        for i, expert in enumerate(tensor):
+            halves = expert.chunk(2) if part == "gate_up_proj" else (expert,)
+            names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+            made |= {f"{stem}.{i}.{n}.weight": half.clone() for n, half in zip(names, halves, strict=True)}
+    return made
+
+
+def mixture(folder: Path, model: torch.nn.Module, layer: torch.nn.Module) -> tuple[Target, dict[str, Tensor]]:
+    """Save a mixture of experts and a module of its own kind; return the target and the module's norms."""
+    torch.manual_seed(3)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    made = {name: torch.rand(WIDTH) + 0.5 for name in ("enorm", "hnorm", "shared_head.norm")}
+    made["eh_proj"] = 0.3 * torch.randn(WIDTH, 2 * WIDTH)
+    extra = {f"model.layers.2.{name}.weight": tensor for name, tensor in made.items()}
+    extra |= {f"model.layers.2.{name}": tensor for name, tensor in split_experts(layer.state_dict()).items()}
+    model.save_pretrained(folder)
+    toys.tokenizer().save_pretrained(folder)
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | extra, file, metadata={"format": "pt"})
+    return Target.load(str(folder), "float32", "cpu"), made  # its experts' kernel takes no fp64
+
+
+def deepseek() -> DeepseekV3ForCausalLM:
+    torch.manual_seed(1)
+    latent = {"q_lora_rank": None, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 8}
+    sizes = {key: value for key, value in MOE.items() if key not in ("head_dim", "num_key_value_heads")}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **latent, num_key_value_heads=4))
+
+
+def glm() -> Glm4MoeForCausalLM:
+    torch.manual_seed(1)
+    return Glm4MoeForCausalLM(Glm4MoeConfig(**MOE, use_qk_norm=True, attention_bias=True, num_nextn_predict_layers=1))
+
+
+@pytest.mark.parametrize("make", [deepseek, glm])
+def test_a_mixture_of_experts_is_the_targets_own_layer(tmp_path: Path, make: object) -> None:
+    assert callable(make)
+    model = make()
+    layer = type(model.model.layers[-1])(model.config, 1)
+    target, made = mixture(tmp_path, model, layer)
+    text = toys.prompt(5, 9)
+    rows = features(target, text[:-1])
+    _, level = drafting.extend(load_mtp(target, str(tmp_path)), None, rows, torch.tensor(text[1:]))
+    # transformers' layer under its own causal attention, between the formulas written out.
+    embedding = rms(target.embeddings.embed(torch.tensor(text[1:])), made["enorm"])
+    x = torch.cat([embedding, rms(rows.last_hidden[0], made["hnorm"])], -1) @ made["eh_proj"].T
+    rotary = target.base.rotary_emb(x[None], torch.arange(8)[None])
+    shut = torch.full((1, 1, 8, 8), float("-inf")).triu(1)
+    out = layer.eval()(x[None], attention_mask=shut, position_embeddings=rotary)
+    expected = target.embeddings.logits(rms(out[0, -1], made["shared_head.norm"]))
+    torch.testing.assert_close(level.logits[0, 0], expected, rtol=SINGLE, atol=SINGLE)

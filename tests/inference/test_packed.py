@@ -4,15 +4,35 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention as torch_flex
+import torch.nn.attention.varlen as torch_varlen
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads import rows
+from heads.modules import flex
+from heads.modules.layers import grouped_attention
+from inference.target import attention, probe
 from inference.target import attention as packed
-from inference.target import probe
-from inference.target.attention import GROUPED, Span, spans_of, within
+from inference.target.attention import (
+    EACH,
+    FLEX,
+    GROUPED,
+    NEEDED,
+    SDPA,
+    VARLEN,
+    Documents,
+    Span,
+    route,
+    spans_of,
+    use_kernels,
+    varlen_options,
+    within,
+)
 from inference.target.target import Target
+from inference.verification.tree import DraftTree
 from tests import toys
 
 PACKED = ["llama", "qwen3", "mistral", "gemma3", "gpt2"]
@@ -27,7 +47,7 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for each in out if isinstance(out, tuple) else (out,):
-            if isinstance(each, torch.Tensor):
+            if isinstance(each, torch.Tensor) and not func.is_view:
                 self.most = max(self.most, each.numel())
         return out
 
@@ -136,3 +156,218 @@ def test_memory_grows_with_the_length_not_its_square(name: str) -> None:
             rows.visible(document)
         assert noted.most <= length * 4 * 32, "a hidden state or the MLP's, but no mask"
         assert masked.most == length * length
+
+
+OFFERED = {"with groups": frozenset({*NEEDED, "enable_gqa"}), "without": frozenset(NEEDED)}
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "widths", "options", "expected"),
+    [
+        ("cuda", torch.bfloat16, (128, 128), "without", VARLEN),
+        ("cuda", torch.float16, (256, 256), "with groups", VARLEN),
+        ("cuda", torch.bfloat16, (128, 128), None, FLEX),
+        ("cuda", torch.bfloat16, (20, 20), "without", FLEX),
+        ("cuda", torch.bfloat16, (192, 128), "without", FLEX),
+        ("cuda", torch.bfloat16, (288, 288), "without", EACH),
+        ("cuda", torch.float32, (128, 128), "without", FLEX),
+        ("cuda", torch.float32, (8, 8), "without", EACH),
+        ("cuda", torch.float64, (64, 64), "without", EACH),
+        ("cpu", torch.bfloat16, (128, 128), "without", EACH),
+        ("cpu", torch.float32, (128, 128), "without", EACH),
+    ],
+)
+def test_the_kernel_follows_from_device_dtype_and_widths(
+    device: str, dtype: torch.dtype, widths: tuple[int, int], options: str | None, expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(flex, "widest", lambda *_: flex.WIDE)
+    with FakeTensorMode():
+        query, value = (torch.empty(1, 4, 32, width, dtype=dtype, device=device) for width in widths)
+    assert route(query, value, OFFERED[options] if options else frozenset()) == expected
+
+
+def test_a_mode_that_counts_operations_leaves_no_kernel_to_compile() -> None:
+    with FakeTensorMode():
+        query = torch.empty(1, 4, 32, 64, device="cuda")
+        assert route(query, query, frozenset()) == EACH
+
+
+@pytest.mark.parametrize(
+    ("device", "built", "capability", "runs"),
+    [
+        ("cuda", True, (9, 0), True), ("cuda", True, (7, 5), False), ("cuda", False, (9, 0), False),
+        ("cpu", True, (9, 0), False),
+    ],
+)  # fmt: skip
+def test_variable_length_attention_runs_where_it_was_built_and_the_device_can(
+    device: str, built: bool, capability: tuple[int, int], runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    found = varlen_options.__wrapped__(torch.device(device))
+    assert (found >= NEEDED) == runs
+    assert bool(found) == runs
+
+
+def varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, *longest: int,
+    scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Compute what torch documents of its variable-length attention, "T H E", and refuse what its kernel would."""
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    sizes = cu_q.diff().tolist()
+    assert (cu_q[0], cu_q[-1], cu_k[-1]) == (0, len(query), len(key))
+    assert min(sizes) > 0
+    assert longest == (max(sizes), max(sizes))
+    assert query.shape[2] == key.shape[2] == value.shape[2]
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    outs = []
+    for q, k, v in zip(*(x.split(sizes) for x in (query, key, value)), strict=True):
+        back = torch.arange(len(q))[:, None] - torch.arange(len(k))
+        left, right = (len(q) if bound < 0 else bound for bound in window_size)
+        seen = (back <= left) & (back >= -right)
+        states = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = scaled_dot_product_attention(*states, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the kernels of CUDA run here: one as it is documented, the other as it is, uncompiled."""
+    monkeypatch.setattr(torch_varlen, "varlen_attn", varlen)
+    monkeypatch.setattr(flex, "kernel", lambda: torch_flex.flex_attention)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("kernel", [*OFFERED, FLEX])
+def test_a_kernel_gives_what_the_loop_does(
+    kernel: str, heads: tuple[int, int], window: int | None, on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of several documents, of one and of padding, each row of another number."""
+    torch.manual_seed(0)
+    documents = Documents((window,), spans_of(DOCUMENT), rows.positions(DOCUMENT))
+    wide = 8 if kernel in OFFERED else 12
+    query, key, value = random(3, heads[0], 24, 8), random(3, heads[1], 24, 8), random(3, heads[1], 24, wide)
+    monkeypatch.setattr(attention, "varlen_options", lambda _: OFFERED.get(kernel))
+    attend = attention.KERNELS[FLEX if kernel == FLEX else VARLEN]
+    for scale in (None, 0.3):
+        expected = attention.attend_each(query, key, value, scale, window, documents)
+        found = attend(query, key, value, scale, window, documents)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("kernel", [VARLEN, FLEX])
+@pytest.mark.parametrize("name", PACKED)
+def test_a_target_has_the_features_of_the_loop(
+    name: str, kernel: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those with windows in some layers or in all among them."""
+    target = toys.target(name, torch.float64)
+    token = torch.tensor([toys.prompt(seed, 24) for seed in range(3)])
+    expected = target.features(token, DOCUMENT, (0, 2))
+    monkeypatch.setattr(attention, "route", lambda *_: kernel)
+    monkeypatch.setattr(attention, "within", None)
+    monkeypatch.setattr(attention, "varlen_options", lambda _: OFFERED["with groups"])
+    found = target.features(token, DOCUMENT, (0, 2))
+    torch.testing.assert_close(found.hidden, expected.hidden, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found.last_hidden, expected.last_hidden, rtol=1e-10, atol=1e-10)
+
+
+def test_borders_and_masks_are_made_once_a_pass_and_a_window_that_sees_all_is_none(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = toys.target("gemma3", torch.float64)
+    windows: list[tuple[int, int]] = []
+    borders: list[Tensor] = []
+
+    def noted(*states: Any, window_size: tuple[int, int], **options: Any) -> Tensor:
+        windows.append(window_size)
+        borders.append(states[3])
+        return varlen(*states, window_size=window_size, **options)
+
+    monkeypatch.setattr(torch_varlen, "varlen_attn", noted)
+    monkeypatch.setattr(attention, "route", lambda *_: VARLEN)
+    monkeypatch.setattr(attention, "varlen_options", lambda _: OFFERED["with groups"])
+    assert target.packing is not None
+    window = next(window for window in target.packing.windows if window)
+    for size in (window, window + 1):
+        target.features(torch.zeros(1, 4 * size, dtype=torch.long), torch.arange(4 * size)[None] // size, ())
+    layers = len(target.packing.windows)
+    assert {*windows[:layers]} == {(-1, 0)}
+    assert windows[layers:] == [(-1 if window is None else window - 1, 0) for window in target.packing.windows]
+    assert [len({*map(id, some)}) for some in (borders[:layers], borders[layers:])] == [1, 1]
+    assert borders[0].tolist() == [0, window, 2 * window, 3 * window, 4 * window]
+
+
+BATCH, HEADS, GROUPS, QUERIES, KEYS, WIDTH = 2, 8, 2, 3, 300, 64
+
+
+def tensors() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    chance = torch.Generator().manual_seed(0)
+    query = torch.randn(BATCH, HEADS, QUERIES, WIDTH, generator=chance, dtype=torch.float64)
+    key, value = torch.randn(2, BATCH, GROUPS, KEYS, WIDTH, generator=chance, dtype=torch.float64)
+    return query, key, value, torch.rand(BATCH, 1, QUERIES, KEYS, generator=chance) < 0.5
+
+
+@pytest.mark.parametrize("form", ["boolean", "additive", "none", "one query"])
+def test_every_query_head_attends_to_its_groups_keys(form: str) -> None:
+    query, key, value, seen = tensors()
+    mask: Tensor | None = seen
+    if form == "additive":
+        mask = torch.zeros(seen.shape, dtype=query.dtype).masked_fill(~seen, float("-inf"))
+    if form == "none":
+        mask = None
+    if form == "one query":
+        query, mask = query[:, :, :1], seen[:, :, :1]
+    repeated = (tensor.repeat_interleave(HEADS // GROUPS, 1) for tensor in (key, value))
+    expected = scaled_dot_product_attention(query, *repeated, mask, scale=0.3)
+    torch.testing.assert_close(grouped_attention(query, key, value, mask, 0.3), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_no_key_is_copied() -> None:
+    query, key, value, mask = tensors()
+    with Largest() as largest:
+        grouped_attention(query, key, value, mask)
+    assert largest.most < key.numel()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_a_target_attends_so_and_has_the_logits_of_the_model_as_it_came(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, drafted = toys.target(name), DraftTree(torch.tensor([3, 1, 2, 5]), torch.tensor([-1, 0, 0, 1]))
+    for layer in target.decoder_layers:  # by no toy's own
+        monkeypatch.setattr(layer.self_attn, "scaling", 0.7)
+
+    def logits(attention: str) -> Tensor:
+        target.config._attn_implementation = attention
+        cache = target.cache()
+        target.prefill(torch.tensor(toys.prompt(3, 30)), cache)
+        found = target.score(drafted, cache).logits
+        assert found is not None
+        return found
+
+    assert target.config._attn_implementation == GROUPED
+    try:
+        expected = logits(SDPA)
+    finally:
+        ours = logits(GROUPED)
+    torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize(("kind", "ruled_out"), [("cuda", [False]), ("cpu", [])])
+def test_cudnns_attention_is_ruled_out(kind: str, ruled_out: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It builds a plan for tens of milliseconds at every new length, and every step has one."""
+    flags: list[bool] = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", flags.append)
+    use_kernels(torch.device(kind))
+    assert flags == ruled_out

@@ -21,7 +21,7 @@ from inference.verification.sample import GREEDY, Sampling
 from inference.verification.tree import DraftTree, LookAhead
 from tests import drafting, toys
 
-TOKENS = 36
+TOKENS = 28
 # Losslessness does not depend on the head: each drafts in one tree, and two of them, level by level and all depths at
 # once, in every tree.
 ONLINE = [
@@ -38,9 +38,10 @@ OFFLINE = [
 EXACT = {"gemma2": 1e-5}  # its attention takes the softmax in fp32 whatever the model's dtype
 
 
-def decode(head: str, tree: TreeConfig, seed: int) -> Generation:
+@functools.cache
+def decode(head: str, tree: str, seed: int) -> Generation:
     target = toys.target()
-    source = HeadDrafter(toys.head(head, target), tree, head)
+    source = HeadDrafter(toys.head(head, target), toys.TREES[tree], head)
     return speculate(target, source, toys.prompt(seed), Settings(TOKENS, GREEDY))
 
 
@@ -54,9 +55,9 @@ def text(seed: int) -> tuple[list[int], int]:
 @pytest.mark.parametrize(("head", "tree"), ONLINE)
 def test_speculation_equals_plain_decoding(head: str, tree: str) -> None:
     accepted = 0
-    for seed in range(3):
+    for seed in range(2):
         token, length = text(seed)
-        made = decode(head, toys.TREES[tree], seed)
+        made = decode(head, tree, seed)
         assert toys.lively(token[length:])
         assert made.tokens == token[length:]
         accepted += sum(step.accepted for step in made.steps)
@@ -139,7 +140,7 @@ def predicted(head: Any, tree: TreeConfig, seed: int) -> list[int]:
 def test_offline_acceptance_equals_online(head: str, tree: str) -> None:
     total = 0
     for seed in range(2):
-        online = [step.accepted for step in decode(head, toys.TREES[tree], seed).steps]
+        online = [step.accepted for step in decode(head, tree, seed).steps]
         assert predicted(toys.head(head, toys.target()), toys.TREES[tree], seed) == online
         total += sum(online)
     assert total > 0, "no draft was accepted: nothing was tested"
@@ -160,7 +161,7 @@ def test_chain_acceptance_follows_from_unroll() -> None:
                 accepted += 1
             counts.append(accepted)
             row += accepted + 1
-        assert counts == [step.accepted for step in decode("eagle", toys.TREES["chain"], seed).steps]
+        assert counts == [step.accepted for step in decode("eagle", "chain", seed).steps]
 
 
 class StaleFeatures(HeadBatch):
@@ -186,14 +187,14 @@ def test_broken_drafters_stay_lossless_and_are_caught_offline(broken: type[HeadB
         token, length = text(seed)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(drafters, "HeadBatch", broken)
-            made = decode("eagle", toys.TREES["dynamic"], seed)
+            made = decode.__wrapped__("eagle", "dynamic", seed)
         assert made.tokens == token[length:]
         online = [step.accepted for step in made.steps]
         differs |= online != predicted(toys.head("eagle", toys.target()), toys.TREES["dynamic"], seed)
     assert differs
 
 
-@pytest.mark.parametrize("tree", toys.TREES)
+@pytest.mark.parametrize("tree", ["chain", "sampled"])
 def test_sampling_is_reproducible_and_varied(tree: str) -> None:
     target, settings = toys.target(), Settings(TOKENS, Sampling(1.0, 10, 0.95), seed=5)
     source = HeadDrafter(toys.head("eagle", target), toys.TREES[tree], "eagle")
@@ -207,8 +208,8 @@ def test_chain_verifies_where_trees_cannot() -> None:
     token, length = text(0)
     target.takes_trees = False
     try:
-        assert decode("eagle", toys.TREES["chain"], 0).tokens == token[length:]
+        assert decode.__wrapped__("eagle", "chain", 0).tokens == token[length:]
         with pytest.raises(ValueError, match="tree=chain"):
-            decode("eagle", toys.TREES["dynamic"], 0)
+            decode.__wrapped__("eagle", "dynamic", 0)
     finally:
         target.takes_trees = True

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from heads.base import DraftVocabulary, Level, Nodes
-from inference.drafters.policy import TreeConfig, grow, ranked
+from inference.drafters.policy import TreeConfig, candidates, grow, ranked
 from inference.protocol import Context, Proposal, Roots
 from inference.session import Settings
 from inference.step import SlotRoots, Slots
-from inference.verification.rng import Coupled, Drafting, key_of, noise_at
-from inference.verification.sample import Sampling
+from inference.verification import tree as trees
+from inference.verification.rng import Coupled, Drafting, Generator, key_of, noise_at
+from inference.verification.sample import GREEDY, Sampling
 from inference.verification.tree import DraftTree
 
 VOCAB, SEED, DEEPEST, SHARP = 7, 3, 5, 2.0
@@ -256,3 +257,53 @@ def test_a_sampled_tree_has_its_shape_and_the_probs_that_it_was_sampled_from(nam
             distinct = width if proposal.replacement else min(width, int((law > 0).sum()))
             if config.kind != "independent" or len(set(found)) == len(found):
                 assert len(below) == distinct
+
+
+class TableHead:
+    """The law of a node's children is a row of a table, by depth and the node's token."""
+
+    max_depth = 5
+    vocab = None
+
+    def __init__(self, seed: int, sharpness: float) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.table = sharpness * torch.randn(self.max_depth, VOCAB, VOCAB, generator=generator)
+        self.calls: list[int] = []
+
+    def root(self, token: int) -> Level:
+        return Level(self.table[0, token][None, None], torch.zeros(1, 1, 1))
+
+    def expand(self, state: Any, level: Level, nodes: Nodes) -> Level:
+        self.calls.append(nodes.token.shape[1])
+        return Level(self.table[nodes.depth, nodes.token], torch.zeros(*nodes.token.shape, 1))
+
+
+def grown(head: TableHead, root: int, depth: int, nodes: int) -> set[tuple[int, ...]]:
+    config = TreeConfig("best_first", depth, 0, nodes, [], [])
+    context = Context([root], GREEDY, Generator(0, torch.device("cpu")), 9)
+    tree = grow(head, None, head.root(root), config, [context])[0].tree
+    token, embeddings = (
+        tree.token.tolist(),
+        {path[: i + 1] for path in map(tuple, trees.paths(tree)) for i in range(len(path))},
+    )
+    return {tuple(token[node] for node in path) for path in embeddings if len(path) > 1}
+
+
+def test_it_takes_one_call_a_level_and_only_where_a_better_node_may_be() -> None:
+    sure, unsure = TableHead(0, 6.0), TableHead(0, 0.1)
+    assert max(map(len, grown(sure, 0, 5, 8))) == 6  # five tokens and the root
+    assert len(sure.calls) == 4
+    assert max(map(len, grown(unsure, 0, 5, 5))) == 2
+    assert unsure.calls == [4]  # their children might have been better than the fifth
+    assert grown(unsure, 0, 5, 1)
+    assert unsure.calls == [4]
+
+
+def test_what_a_larger_budget_drafts_holds_every_smaller_tree() -> None:
+    head, context = TableHead(1, 1.5), Context([0], GREEDY, Generator(0, torch.device("cpu")), 9)
+    everything, score = candidates(head, None, head.root(0), TreeConfig("best_first", 5, 0, 40, [], []), context)
+    for nodes in (3, 8, 20):
+        config = TreeConfig("best_first", 5, 0, nodes, [], [])
+        alone = grow(head, None, head.root(0), config, [context])[0].tree
+        cut, _ = trees.best_n(everything, score, nodes)
+        assert sorted(cut.token.tolist()) == sorted(alone.token.tolist())

@@ -50,18 +50,7 @@ BEFORE = Version(transformers.__version__) < Version("5.24")
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama4 chunked": ("Llama4TextConfig", LLAMA4 | {"attention_chunk_size": 8}, "kind chunked_attention"),
     "llama4 without rope": ("Llama4TextConfig", LLAMA4 | {"no_rope_layers": [1, 0]}, "kind chunked_attention"),
-    "llama4 dense": ("Llama4TextConfig", LLAMA4 | {"moe_layers": []}, "kind chunked_attention"),
     "mamba": ("MambaConfig", SMALL | {"state_size": 4}, "does not run mamba models"),
-    "mamba2": (
-        "Mamba2Config",
-        SMALL | {"state_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 2},
-        "does not run mamba2 models",
-    ),
-    "rwkv": (
-        "RwkvConfig",
-        {**BARE, "hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32, "context_length": 160},
-        "does not run rwkv models",
-    ),
     "jamba": (
         "JambaConfig",
         DENSE | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 4},
@@ -109,21 +98,13 @@ def made_of(config: PreTrainedConfig, name: str) -> Target:
     return Target(AutoModelForCausalLM.from_config(config), toys.tokenizer(), name)
 
 
-def generated(target: Target, prompt: list[int]) -> list[int]:
-    """Return the greedy text as transformers writes it."""
-    generate: Any = target.model.generate
-    token = torch.tensor([prompt])
-    made = generate(token, attention_mask=torch.ones_like(token), max_new_tokens=TOKENS, do_sample=False)
-    return made[0, len(prompt) :].tolist()
-
-
 @pytest.mark.parametrize("said", OWN_MASKS)
 def test_trees_and_batches_that_a_target_masks_by_itself_are_refused_by_name(
     said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     target, settings = made_of(OWN_MASKS[said], "own"), Settings(TOKENS, GREEDY)
     prompt = toys.prompt(0, 30)
-    text = generated(target, prompt)
+    text = families.generated(target, prompt, TOKENS)
     chain = HeadDrafter(toys.head("eagle", target), toys.TREES["chain"], "eagle")
     assert speculate(target, chain, prompt, settings).tokens == text
     with pytest.raises(ValueError, match=rf"own: .*\({said}.*tree=chain"):
@@ -145,7 +126,7 @@ def test_a_text_that_crosses_longropes_switch_is_transformers(name: str) -> None
     target, settings = made_of(getattr(transformers, kind)(**values), name), Settings(TOKENS, GREEDY)
     assert target.takes_trees
     prompts = [toys.prompt(seed, length) for seed, length in enumerate((12, SWITCH, SWITCH + 1))]
-    expected = [generated(target, prompt) for prompt in prompts]
+    expected = [families.generated(target, prompt, TOKENS) for prompt in prompts]
     assert all(map(toys.lively, expected))
     source = model_free.make("lookahead", target)  # it drafts both nodes and riders
     assert [each.tokens for each in speculate(target, source, prompts, settings, batch_size=2)] == expected
@@ -173,13 +154,18 @@ def accepts(target: Target) -> bool:
         return False
 
 
+DTYPES = (torch.float32, torch.bfloat16)
 QUICK = ("llama", "mistral", "gemma3", "gpt2")
 WITH_TREES = [name for name, family in families.FAMILIES.items() if not family.recurrent and name != "llama4"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in WITH_TREES]
+    ("name", "dtype"),
+    [
+        *((name, torch.float32) for name in QUICK),
+        ("gemma3", torch.bfloat16),
+        *(pytest.param(name, dtype, marks=pytest.mark.slow) for name in WITH_TREES for dtype in DTYPES),
+    ],
 )
 def test_a_wrong_mask_is_refused_and_rounding_is_not(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)

@@ -1,20 +1,17 @@
 """Prompt lookup against transformers' own candidates and generate, and against a scan of the whole text."""
 
 import random
-import re
-from typing import Any
 
 import pytest
 import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from heads.common.target_config import cache_argument
 from inference.drafters.prompt_lookup import PromptLookup, TextIndex
 from inference.protocol import Context
 from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY
 from tests import toys
-from tests.inference.model_free import Recorder, accepted, decode, make, plain
+from tests.inference.model_free import accepted, decode, make, plain
 
 RNG = Generator(0, torch.device("cpu"))
 
@@ -89,44 +86,6 @@ def test_the_index_finds_what_a_scan_finds(least: int, most: int, match: str) ->
     assert found > 20
 
 
-def generated(prompt: list[int], tokens: int) -> tuple[list[int], list[int]]:
-    """Return the tokens of transformers' assisted generation, and how long the text was before each pass."""
-    model: Any = toys.target().model
-    lengths = []
-
-    def note(_module: Any, _args: Any, options: dict[str, Any]) -> None:
-        known = options[cache_argument(model)].get_seq_length()
-        lengths.append(known + 1 if known else len(prompt))
-
-    handle = model.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        made = model.generate(
-            torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False, prompt_lookup_num_tokens=10
-        )
-    finally:
-        handle.remove()
-    return made[0, len(prompt) :].tolist(), lengths
-
-
-def test_tau_equals_assisted_generation() -> None:
-    passes = [0, 0]
-    for seed in range(4):
-        begin = toys.prompt(seed, 9)
-        prompt = begin + plain(toys.target(), begin, 12) + begin[:4]
-        theirs, lengths = generated(prompt, 100)
-        recorder = Recorder(make("prompt_lookup_hf", toys.target()))
-        made = decode(toys.target(), recorder, prompt, 100)
-        assert made.tokens == theirs
-        # transformers drafts before the prompt's own pass too; from the first common length on all passes coincide.
-        ours = [len(text) for text, _ in recorder.asked]
-        common = min(set(ours) & set(lengths))
-        assert [n for n in ours if n >= common] == [n for n in lengths if n >= common]
-        assert sum(accepted(made)) > 0
-        passes[0] += 1 + len(ours)
-        passes[1] += len(lengths)
-    assert passes[0] == pytest.approx(passes[1], rel=0.01)
-
-
 @pytest.mark.parametrize("name", ["prompt_lookup", "prompt_lookup_hf", "prompt_lookup_vllm"])
 def test_acceptance_predicted_from_text_is_observed(name: str) -> None:
     total = 0
@@ -155,17 +114,3 @@ def test_a_match_of_the_whole_text_is_no_match() -> None:
 def test_the_index_grows_linearly() -> None:
     state = make("prompt_lookup", toys.target()).start(random.Random(0).choices(range(1000), k=5000))
     assert len(state.after) <= 3 * 5000
-
-
-@pytest.mark.parametrize(
-    ("value", "named"),
-    [
-        ({"ngram_min": 0}, "drafter.prompt_lookup.ngram_min is 0: give 1 or more"),
-        ({"ngram_min": 4}, "drafter.prompt_lookup.ngram_max is 3: give at least ngram_min, 4"),
-        ({"tokens": 0}, "drafter.prompt_lookup.tokens is 0: give 1 or more"),
-        ({"match": "best"}, "drafter.prompt_lookup.match is 'best': choose first, last"),
-    ],
-)
-def test_a_bad_value_is_named(value: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(named)}$"):
-        make("prompt_lookup", toys.target(), **value)

@@ -1,6 +1,5 @@
 """Token recycling against a literal one: a dict of candidates, a pass of its own for every node."""
 
-import re
 from math import prod
 from typing import Any
 
@@ -116,24 +115,6 @@ def test_the_published_size_follows_its_rule() -> None:
         expected += map(list, level)
     assert make("recycling80", toys.target()).config.paths == expected
     assert len(expected) == 80
-
-
-@pytest.mark.parametrize(
-    ("value", "named"),
-    [
-        ({"paths": []}, "drafter.recycling.paths is empty: give at least one path"),
-        ({"paths": [[0], [1, 0]]}, "drafter.recycling.paths holds [1, 0] without its parent [1]: add it"),
-        (
-            {"paths": [[0], [8]]},
-            "drafter.recycling.paths holds [8]: a rank runs from 0 to candidates - 1, 7",
-        ),
-        ({"paths": [[]]}, "drafter.recycling.paths holds []: a rank runs from 0 to candidates - 1, 7"),
-        ({"candidates": 41}, "drafter.recycling.candidates is 41: give at most 40, the vocabulary"),
-    ],
-)
-def test_a_bad_value_is_named(value: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(named)}$"):
-        make("recycling", toys.target(), **value)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Drafters are swapped while requests are decoded: no request is lost, and no token is another."""
 
-import random
-import threading
 from dataclasses import asdict
 from itertools import cycle
 from pathlib import Path
@@ -99,19 +97,6 @@ def test_swaps_between_steps_change_no_text(sampling: Sampling) -> None:
     assert {one.finish for one in generations} == {"length", "stop"}
     accepted = [step.accepted for one in generations for step in one.steps]
     assert sum(accepted) > 10, "the drafts were worth nothing, so that wrong ones would not show"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampling", [GREEDY, T1], ids=["T0", "T1"])
-def test_a_thousand_swaps_under_load(sampling: Sampling) -> None:
-    target, swaps, seed = toys.target(), 0, 0
-    expected = alone(target, 40, sampling)
-    while swaps < 1000:
-        drafters = sources(target)
-        random.Random(seed).shuffle(drafters)
-        generations, more = swapped(target, drafters, 40, sampling, 1 + seed % 4)
-        assert [answer(one) for one in generations] == expected
-        swaps, seed = swaps + more, seed + 1
 
 
 def test_one_request_goes_on_and_the_next_ones_begin_with_the_new_drafter() -> None:
@@ -240,24 +225,6 @@ def test_a_tree_beyond_the_context_is_refused(caplog: pytest.LogCaptureFixture) 
     made = speculate(target, service, toys.prompt(0, 5), Settings(9, GREEDY))
     assert made.tokens == speculate(target, Plain(target.device), toys.prompt(0, 5), Settings(9, GREEDY)).tokens
     assert "plain is put back: wide fails (wide: a tree of" in caplog.text
-
-
-def test_another_thread_may_swap() -> None:
-    target, ended = toys.target(), threading.Event()
-    service, drafters = Service(Plain(target.device)), cycle(sources(target)[:5])
-
-    def swaps() -> None:
-        while not ended.wait(0.01):
-            service.swap(next(drafters))
-
-    thread = threading.Thread(target=swaps)
-    thread.start()
-    try:
-        made = speculate(target, service, *requests(4, T1), batch_size=3)
-    finally:
-        ended.set()
-        thread.join()
-    assert [answer(one) for one in made] == alone(target, 4, T1)
 
 
 def test_another_drafter_is_loaded_for_the_same_target(tmp_path: Path) -> None:

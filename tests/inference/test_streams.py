@@ -1,7 +1,9 @@
 """Speculative streams: the target stays as it is, and a stream's law is the same in training, decoding and by hand."""
 
 import copy
-from dataclasses import replace
+import functools
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,55 +11,60 @@ import torch
 from torch import Tensor
 
 from heads.common.target_config import cache_argument
-from inference.decode import Generation, Settings, speculate
-from inference.drafters.contrib.streams import Drafted, Streams, StreamsDrafter, StreamsState
+from heads.common.typed import build
+from heads.formats.store import read_tensors
+from inference.decode import Generation, Settings, autoregress, speculate
+from inference.drafters.contrib.streams import (
+    Drafted,
+    Streams,
+    StreamsDrafter,
+    frozen,
+    load_streams,
+    save_streams,
+)
 from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Commit, Context, Proposal
 from inference.target.target import Target
 from inference.verification import tree as trees
 from inference.verification.rng import Generator
-from inference.verification.sample import GREEDY, Sampling
-from inference.verification.tree import DraftTree, LookAhead
+from inference.verification.sample import GREEDY
+from inference.verification.tree import DraftTree
 from tests import toys
-from tests.inference.streaming import DOUBLE, EXACT, LAYERS, TOKENS, accepted, made, source, text, toy
+from tests.inference.model_free import Recorder, accepted
+
+TOKENS = 36
+CONFIG = Streams.Config(streams=3, layers=2, rank=4, alpha=8, modules=None)
+EXACT = {"gemma2": 1e-5}  # its attention takes the softmax in fp32 whatever the model's dtype
+DOUBLE = torch.float64
+LAYERS = [*((name, 2) for name in toys.ARCHITECTURES), ("llama", None), ("gpt2", None)]
 
 
-@pytest.mark.parametrize("tree", toys.TREES)
-def test_speculation_equals_plain_decoding(tree: str) -> None:
-    drafter, total = source(toys.TREES[tree]), 0
-    for seed in range(4):
-        token, length = text(seed)
-        run = speculate(toys.target(), drafter, toys.prompt(seed), Settings(TOKENS, GREEDY))
-        assert toys.lively(token[length:])
-        assert run.tokens == token[length:]
-        total += sum(accepted(run))
-    assert total > 0, "no draft was accepted: nothing was tested"
+def made(target: Target, config: Streams.Config = CONFIG) -> Streams:
+    """Return streams whose weights are large enough that they draft varied tokens."""
+    torch.manual_seed(3)
+    streams = Streams(config, target)
+    for parameter in streams.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return frozen(streams, target)
 
 
-def test_the_target_is_untouched() -> None:
-    """In passes without and with riders of another kind, before and after streams exist and run."""
-    target = Target(copy.deepcopy(toys.target(dtype=DOUBLE).model), toys.tokenizer(), "own")
-    prompt, tree = torch.tensor(toys.prompt(1)), DraftTree(torch.tensor(toys.prompt(2, 3)), torch.tensor([-1, 0, 0]))
-    plain = LookAhead(torch.tensor([5]), torch.tensor([1]), torch.tensor([[True, False, False, True]]))
+@functools.cache
+def toy(name: str = "llama", dtype: torch.dtype = torch.float32, layers: int | None = 2) -> tuple[Target, Streams]:
+    """Return a toy target and its streams, the same every time."""
+    target = toys.target(name, dtype)
+    return target, made(target, replace(CONFIG, layers=layers))
 
-    def logits() -> list[Tensor]:
-        cache, found = target.cache(), []
-        found.append(target.prefill(prompt, cache).logits)
-        for look_ahead in (None, plain):
-            found.append(target.score(tree, cache, look_ahead).logits)
-            cache.keep(len(prompt), [])
-        return found
 
-    def modules() -> list[tuple[str, type, int, int]]:
-        named = target.model.named_modules()
-        return [(name, type(one), len(one._forward_pre_hooks), len(one._forward_hooks)) for name, one in named]
+def source(tree: TreeConfig, dtype: torch.dtype = torch.float32, kind: type[StreamsDrafter] = StreamsDrafter) -> Any:
+    target, streams = toy(dtype=dtype)
+    return kind(StreamsDrafter.Config("nowhere", tree), target, "streams", streams)
 
-    as_they_were, before = modules(), logits()
-    drafter = StreamsDrafter(StreamsDrafter.Config("", toys.TREES["dynamic"]), target, "streams", made(target))
-    speculate(target, drafter, toys.prompt(1), Settings(TOKENS, GREEDY))
-    torch.testing.assert_close(logits(), before, rtol=1e-12, atol=1e-12)
-    assert modules() == as_they_were
-    assert {id(p) for p in drafter.streams._frozen[1].parameters()} >= {id(p) for p in target.base.parameters()}
+
+@functools.cache
+def text(seed: int, dtype: torch.dtype = torch.float32) -> tuple[list[int], int]:
+    """Return a prompt with the target's greedy continuation, and the prompt's length."""
+    prompt = toys.prompt(seed)
+    return prompt + autoregress(toys.target(dtype=dtype), prompt, Settings(TOKENS, GREEDY)).tokens, len(prompt)
 
 
 @pytest.mark.parametrize(("name", "layers"), LAYERS)
@@ -122,41 +129,24 @@ def test_the_law_of_a_stream_is_the_one_computed_by_hand(name: str, layers: int 
         torch.testing.assert_close(found[0, i], by_hand(target, streams, token[: row + 1]), rtol=1e-6, atol=1e-6)
 
 
-class Watched(StreamsDrafter):
-    """Notes what each pass proposed and what became of it."""
-
-    seen: list[tuple[int, Proposal, Context, Commit]]
-
-    def start(self, prompt: list[int]) -> StreamsState:
-        return WatchedState(self)
+Seen = list[tuple[int, Proposal, int, Commit]]
 
 
-class WatchedState(StreamsState):
-    def __init__(self, drafter: Watched) -> None:
-        super().__init__(drafter)
-        self.seen = drafter.seen
-
-    def propose(self, context: Context) -> Proposal:
-        self.proposed = super().propose(context), context._replace(token=list(context.token))
-        return self.proposed[0]
-
-    def update(self, commit: Commit) -> None:
-        if commit.verified is not None:
-            self.seen.append((len(self.proposed[1].token) - 1, *self.proposed, commit))
-        super().update(commit)
-
-
-def watched(target: Target, streams: Streams, seed: int) -> tuple[Watched, Generation]:
-    drafter = Watched(StreamsDrafter.Config("", toys.TREES["dynamic"]), target, "streams", streams)
-    drafter.seen = []
-    return drafter, speculate(target, drafter, toys.prompt(seed), Settings(TOKENS, GREEDY))
+def watched(target: Target, streams: Streams, seed: int) -> tuple[Seen, Generation]:
+    """Return each pass's root, what it proposed, its room, and what became of it."""
+    config = StreamsDrafter.Config("", toys.TREES["dynamic"])
+    drafter = Recorder(StreamsDrafter(config, target, "streams", streams))
+    run = speculate(target, drafter, toys.prompt(seed), Settings(TOKENS, GREEDY))
+    commits = [commit for commit in drafter.commits if commit.verified is not None]
+    passes = zip(drafter.asked, drafter.proposed, commits, strict=False)  # the last pass is not reported
+    return [(len(text) - 1, proposal, room, commit) for (text, room), proposal, commit in passes], run
 
 
 @pytest.mark.parametrize(("name", "layers"), LAYERS)
 def test_the_law_in_training_is_the_law_in_decoding(name: str, layers: int | None) -> None:
     """Every accepted node's streams, in the pass that verified it, against one pass over the finished text."""
     (target, streams), near = toy(name, DOUBLE, layers), EXACT.get(name, 1e-9) * 10
-    drafter, run = watched(target, streams, 0)
+    seen, run = watched(target, streams, 0)
     token = torch.tensor([toys.prompt(0) + run.tokens])
     # A second document in front: training packs rows, decoding does not.
     packed = torch.cat([torch.tensor([toys.prompt(7, 9)]), token], 1)
@@ -166,7 +156,7 @@ def test_the_law_in_training_is_the_law_in_decoding(name: str, layers: int | Non
         laws, teacher = streams(packed, document, anchor)
         own = target.embeddings.logits(target.features(packed, document, ()).last_hidden)
     compared = 0
-    for root, proposal, _, commit in drafter.seen:
+    for root, proposal, _, commit in seen:
         verified, look_ahead = commit.verified, proposal.look_ahead
         if verified is None or verified.look_ahead is None or look_ahead is None:
             continue
@@ -184,14 +174,14 @@ def test_the_law_in_training_is_the_law_in_decoding(name: str, layers: int | Non
 def test_every_tree_and_its_acceptance_follow_from_the_finished_text() -> None:
     """The streams of the row that ended a step make the next tree, whatever was accepted in between."""
     (target, streams), config, total = toy(dtype=DOUBLE), toys.TREES["dynamic"], 0
-    for seed in range(5):
+    for seed in range(3):
         token, length = text(seed, DOUBLE)
-        drafter, run = watched(target, streams, seed)
+        seen, run = watched(target, streams, seed)
         assert run.tokens == token[length:]
         with torch.no_grad():
             document = torch.zeros(1, len(token), dtype=torch.long)
             laws = streams(torch.tensor([token]), document, torch.arange(len(token))[None])[0][0]
-        proposed = {root: proposal.tree for root, proposal, _, _ in drafter.seen}
+        proposed = {root: proposal.tree for root, proposal, _, _ in seen}
         counts, root, end = [0], length + 1, len(token)  # the first step drafts nothing
         while root < end - 1:
             room = end - root - 2
@@ -212,26 +202,16 @@ def test_every_tree_and_its_acceptance_follow_from_the_finished_text() -> None:
     assert total > 0, "no draft was accepted: nothing was tested"
 
 
-def test_a_drafter_begins_each_sequence_anew() -> None:
-    target, drafter = toys.target(), source(toys.TREES["dynamic"])
-    first, other, again = (
-        speculate(target, drafter, toys.prompt(seed), Settings(TOKENS, GREEDY)) for seed in (0, 1, 0)
-    )
-    assert accepted(first) == accepted(again)
-    assert first.steps[0].drafted == other.steps[0].drafted == again.steps[0].drafted == 0
-    assert all(step.drafted > 0 for step in first.steps[1:-3])
-
-
 def test_nothing_lies_deeper_than_can_be_committed() -> None:
     target, streams = toy()
-    drafter, run = watched(target, streams, 2)
+    seen, run = watched(target, streams, 2)
     assert len(run.tokens) == TOKENS
-    for _, proposal, context, _ in drafter.seen:
-        assert int(trees.depth(proposal.tree).max()) <= context.room
-        assert proposal.look_ahead is None or int(proposal.look_ahead.offset.max()) < max(context.room, 1)
-    assert {proposal.look_ahead is None for _, proposal, context, _ in drafter.seen if context.room < 2} <= {True}
+    for _, proposal, room, _ in seen:
+        assert int(trees.depth(proposal.tree).max()) <= room
+        assert proposal.look_ahead is None or int(proposal.look_ahead.offset.max()) < max(room, 1)
+    assert {proposal.look_ahead is None for _, proposal, room, _ in seen if room < 2} <= {True}
     filled = toys.prompt(0, target.context - 5)
-    assert len(speculate(target, drafter, filled, Settings(TOKENS, GREEDY)).tokens) == 5
+    assert len(speculate(target, source(toys.TREES["dynamic"]), filled, Settings(TOKENS, GREEDY)).tokens) == 5
 
 
 def test_streams_that_no_tree_would_read_do_not_ride() -> None:
@@ -244,12 +224,89 @@ def test_streams_that_no_tree_would_read_do_not_ride() -> None:
     assert drafter.look_ahead(tree, 3).seen[2].tolist() == [True, True, False, False, True]
 
 
-@pytest.mark.parametrize("tree", toys.TREES)
-def test_sampling_is_reproducible_and_varied(tree: str) -> None:
-    target, settings = toys.target(), Settings(TOKENS, Sampling(1.0, 10, 0.95), seed=5)
-    drafter = source(toys.TREES[tree])
-    first, again = (speculate(target, drafter, toys.prompt(0), settings) for _ in range(2))
-    assert first.tokens == again.tokens
-    assert toys.lively(first.tokens)
-    other = speculate(target, drafter, toys.prompt(0), replace(settings, seed=6))
-    assert other.tokens != first.tokens
+def test_the_gradient_reaches_the_streams_alone() -> None:
+    target = toys.target(dtype=DOUBLE)
+    streams = made(target).train().requires_grad_(True)
+    document = torch.zeros(1, 12, dtype=torch.long)
+    draft, teacher = streams(torch.tensor([toys.prompt(0, 12)]), document, torch.tensor([[2, 5, 8]]))
+    assert not teacher.requires_grad
+    draft.square().sum().backward()
+    assert all(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in streams.parameters())
+    assert all(p.grad is None and not p.requires_grad for p in target.model.parameters())
+    assert {id(p) for p in streams.parameters()}.isdisjoint(map(id, target.model.parameters()))
+
+
+def test_new_adapters_change_nothing() -> None:
+    target = toys.target(dtype=DOUBLE)
+    streams = frozen(Streams(replace(CONFIG, modules=["q_proj", "down_proj"]), target), target)
+    assert len(streams.adapters) == 4
+    assert all(bool((a.up.weight == 0).all()) for a in streams.adapters.values())
+
+
+def test_round_trip_bit_for_bit(tmp_path: Path) -> None:
+    target, streams = toy()
+    save_streams(tmp_path / "run" / "streams", CONFIG, streams.state_dict(), target.spec)
+    for folder in (tmp_path / "run", tmp_path / "run" / "streams"):
+        drafter = StreamsDrafter(StreamsDrafter.Config(str(folder), toys.TREES["chain"]), target, "streams")
+        assert drafter.streams.config == CONFIG
+        loaded = drafter.streams.state_dict()
+        assert all(tensor.equal(loaded[name]) for name, tensor in streams.state_dict().items())
+    assert sum(tensor.numel() for tensor in read_tensors(tmp_path / "run" / "streams").values()) == sum(
+        p.numel() for p in streams.parameters()
+    )
+    expected = accepted(speculate(target, source(toys.TREES["chain"]), toys.prompt(0), Settings(TOKENS, GREEDY)))
+    assert accepted(speculate(target, drafter, toys.prompt(0), Settings(TOKENS, GREEDY))) == expected
+
+
+def test_another_targets_streams_and_damaged_ones_are_refused(tmp_path: Path) -> None:
+    target, streams = toy()
+    weights = streams.state_dict()
+    save_streams(tmp_path / "streams", CONFIG, weights, replace(target.spec, name="someone/target", fingerprint="f00d"))
+    with pytest.raises(ValueError, match="someone/target: its fingerprint of the weights is f00d"):
+        load_streams(tmp_path, target)
+    save_streams(tmp_path / "streams", replace(CONFIG, rank=2), weights, target.spec)
+    with pytest.raises(ValueError, match=r"down.weight is \(4, .* its config.json and the target make it \(2, "):
+        load_streams(tmp_path, target)
+    save_streams(tmp_path / "streams", CONFIG, {"embedding": weights["embedding"]}, target.spec)
+    with pytest.raises(ValueError, match="missing"):
+        load_streams(tmp_path, target)
+    (tmp_path / "streams" / "config.json").write_text('{"format": 1, "streams": {}}')
+    with pytest.raises(ValueError, match="kind streams, whose keys are format, streams and target"):
+        load_streams(tmp_path, target)
+    (tmp_path / "streams" / "config.json").unlink()
+    with pytest.raises(ValueError, match="not a folder of kind streams"):
+        load_streams(tmp_path, target)
+    with pytest.raises(ValueError, match="no such folder"):
+        StreamsDrafter(StreamsDrafter.Config(str(tmp_path / "nowhere"), toys.TREES["chain"]), target, "streams")
+    with pytest.raises(ValueError, match="embedding holds values that are not finite"):
+        save_streams(tmp_path / "x", CONFIG, {"embedding": weights["embedding"] * float("nan")}, target.spec)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"streams": 0}, "streams.streams is 0"),
+        ({"layers": 0}, "streams.layers is 0"),
+        ({"layers": 4}, "streams.layers is 4: llama has 3 layers"),
+        ({"rank": 0}, "streams.rank is 0"),
+        ({"alpha": 0}, "streams.alpha is 0"),
+        ({"modules": ["q_proj", "w_proj"]}, "llama has no w_proj; choose from q_proj, k_proj"),
+        ({"modules": []}, "streams.modules"),
+    ],
+)
+def test_a_bad_configuration_is_one_line(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        Streams(build(Streams.Config, asdict(CONFIG) | change, "streams"), toys.target())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_target_that_takes_no_mask_and_layers_of_experts_are_refused() -> None:
+    target = toys.target()
+    target.takes_trees = False
+    try:
+        with pytest.raises(ValueError, match="no stream can ride along"):
+            Streams(CONFIG, target)
+    finally:
+        target.takes_trees = True
+    with pytest.raises(ValueError, match=r"streams.modules.*attention"):
+        toy()[1]._adapted(None, torch.zeros(3, 4))

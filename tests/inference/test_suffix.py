@@ -1,7 +1,6 @@
 """Suffix decoding: counts against a brute-force counter, drafts against a literal reading of the method."""
 
 import random
-import re
 from collections import Counter
 from typing import Any
 
@@ -15,7 +14,7 @@ from inference.verification import tree as trees
 from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY
 from tests import toys
-from tests.inference.model_free import Recorder, accepted, decode, make, plain
+from tests.inference.model_free import make
 
 RNG = Generator(0, torch.device("cpu"))
 
@@ -88,19 +87,6 @@ def test_memory_grows_linearly(name: str) -> None:
     assert tree.nodes <= 2.1 * len(text)
 
 
-@pytest.mark.parametrize("depth", [3, 8])
-def test_forgotten_texts_are_not_held(depth: int) -> None:
-    """An edge that outlives its text keeps the edge alone."""
-    tree = SuffixTree(depth)
-    for _ in range(3):
-        tree.start()
-        tree.extend([1, 2, 3, 4, 5, 6])
-    oldest = tree.texts[0]
-    tree.drop_oldest()
-    assert all(node.text is not oldest for node in edges(tree))
-    assert count_in(tree, [2, 3, 4]) == 2
-
-
 def literal(source: Suffix, texts: list[list[int]], text: list[int], room: int) -> tuple[list[int], float]:
     """Return the path that the method's description gives, from counts of all substrings, and its score."""
     config = source.config
@@ -171,29 +157,6 @@ def test_a_tree_takes_the_likeliest_continuations() -> None:
     assert proposal.expected == pytest.approx((3 + 2 + 2) / 6)
 
 
-def test_a_tree_never_scores_below_a_path() -> None:
-    for seed in range(20):
-        chance = random.Random(seed)
-        text = chance.choices(range(3), k=30)
-        score = {}
-        for mode in ("path", "tree"):
-            source = make("suffix", toys.target(), mode=mode, offset=2.0, depth=6)
-            score[mode] = source.start(text[:-1]).propose(Context(text, GREEDY, RNG, 99)).expected
-        assert score["tree"] >= score["path"] - 1e-9
-
-
-def test_warm_and_cold_differ_and_forgetting_is_cold() -> None:
-    prompt = toys.prompt(0, 9)
-    warm, cold = make("suffix", toys.target()), make("suffix_cold", toys.target())
-    first, again = (decode(toys.target(), warm, prompt, 30) for _ in range(2))
-    alone, still = (decode(toys.target(), cold, prompt, 30) for _ in range(2))
-    assert accepted(first) == accepted(alone) == accepted(still)
-    assert sum(accepted(again)) > 20
-    warm.reset()
-    assert accepted(decode(toys.target(), warm, prompt, 30)) == accepted(first)
-    assert warm.past.texts == []
-
-
 def test_forgetting_within_a_request_leaves_the_request_its_own_text() -> None:
     source = make("suffix", toys.target())
     state = source.start([1, 2, 3])
@@ -253,37 +216,3 @@ def test_the_past_is_bounded_and_forgets_the_oldest() -> None:
     assert 0 < source.past.nodes <= 100
     assert source.past.texts[-1] == list(range(11, 43))
     assert count_in(source.past, [0]) == 0
-
-
-def test_acceptance_predicted_from_text_is_observed() -> None:
-    total = 0
-    for seed in range(3):
-        source = Recorder(make("suffix_cold", toys.target(), depth=8, offset=2.0))
-        begin = toys.prompt(seed, 9)
-        prompt = begin + plain(toys.target(), begin, 12) + begin[:4]
-        text = prompt + plain(toys.target(), prompt, 30)
-        expected, at = [], len(prompt) + 1
-        while at < len(text):
-            draft, _ = literal(source.source, [text[:at]], text[:at], len(text) - at - 1)
-            count = next((i for i, token in enumerate(draft) if token != text[at + i]), len(draft))
-            expected.append(count)
-            at += count + 1
-        assert accepted(decode(toys.target(), source, prompt, 30)) == expected
-        total += sum(expected)
-    assert total > 0
-
-
-@pytest.mark.parametrize(
-    ("value", "named"),
-    [
-        ({"mode": "graph"}, "drafter.suffix.mode is 'graph': choose path, tree"),
-        ({"depth": 1}, "drafter.suffix.depth is 1: give 2 or more"),
-        ({"tokens": 0}, "drafter.suffix.tokens is 0: give 1 or more"),
-        ({"factor": -1.0}, "drafter.suffix.factor is -1.0: give 0 or more"),
-        ({"memory_nodes": 0}, "drafter.suffix.memory_nodes is 0: give 1 or more"),
-        ({"min_probability": 1.5}, "drafter.suffix.min_probability is 1.5: give 1 or less"),
-    ],
-)
-def test_a_bad_value_is_named(value: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(named)}$"):
-        make("suffix", toys.target(), **value)

@@ -1,22 +1,47 @@
-"""The target's features and its refusals."""
+"""The target: its features, embeddings, tokenizer, chat template and devices; and its refusals."""
 
+import re
 import weakref
+from collections import Counter
+from copy import copy, deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, processors
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from data.batches import check_known, pack
-from data.text.masks import Sample
-from data.text.prompts import Prompt
+from data.text.masks import Sample, samples_of
+from data.text.prompts import Prompt, prompt_of
+from data.text.records import parse
+from eval.inputs.workloads import _masking
+from inference.chat_template import RenderError
+from inference.run import chat_ids
 from inference.target import probe
-from inference.target.config import DTYPES, fast_dtype, model_config
+from inference.target.checkpoint import fingerprint
+from inference.target.config import DTYPES, device_named, fast_dtype, model_config, use_device
+from inference.target.embeddings import TargetEmbeddings, final_norm
+from inference.target.embeddings_only import EmbeddingsOnly, load_target
+from inference.target.loading import load_tokenizer
 from inference.target.placement import HERE
 from inference.target.target import Target
-from tests import toys
+from inference.target.tokenizer import text_ids, tokenize
+from tests import assistants, families, toys
+from tests.data.families import family_tokenizer
+from tests.tokenizers import trained
 
 Log = pytest.LogCaptureFixture
 
@@ -88,18 +113,6 @@ def test_a_pass_keeps_no_layer_that_nobody_asked_for() -> None:
         handle.remove()
     assert held == [i in (1, len(target.decoder_layers) - 1) for i in range(len(target.decoder_layers))]
     assert held.count(False) > 0
-
-
-@pytest.mark.parametrize("name", toys.ARCHITECTURES)
-def test_packed_documents_do_not_see_each_other(name: str) -> None:
-    target = toys.target(name, torch.float64)
-    first, second = torch.tensor(toys.prompt(5, 9)), torch.tensor(toys.prompt(6, 11))
-    document = torch.tensor([[0] * 9 + [1] * 11])
-    packed = target.features(torch.cat([first, second])[None], document, ()).last_hidden[0]
-    near = 1e-5 if name == "gemma2" else 1e-9
-    for part, alone in ((packed[:9], first), (packed[9:], second)):
-        expected = target.features(alone[None], torch.zeros(1, len(alone), dtype=torch.long), ()).last_hidden[0]
-        torch.testing.assert_close(part, expected, rtol=near, atol=near)
 
 
 def test_training_features_run_no_lm_head(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,3 +200,212 @@ def test_what_a_target_compiles_and_captures_is_again_so_after_a_while_without()
         with target.uncaptured():
             assert (target.captures, target.compiles_drafts) == (False, False)
         assert (target.captures, target.compiles_drafts) == kinds
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """Return the devices that were made the current one, of a machine with four GPUs."""
+    made: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(made))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: made[-1].index)
+    monkeypatch.setattr(torch.cuda, "set_device", made.append)
+    return made
+
+
+def test_a_gpu_has_the_index_that_tensors_there_have(current: list[torch.device]) -> None:
+    assert [str(device_named(name)) for name in ("cuda", "cuda:2", "cpu")] == ["cuda:0", "cuda:2", "cpu"]
+    assert str(use_device("cuda")) == "cuda:0"
+    with pytest.raises(ValueError, match="cuda:4, and torch sees 4 accelerators"):
+        use_device("cuda:4")
+    assert not current
+
+
+def test_a_gpu_that_is_named_is_the_one_that_a_single_process_works_on(current: list[torch.device]) -> None:
+    assert use_device("cuda:3") == torch.device("cuda:3")
+    assert current == [torch.device("cuda:3")]
+    assert str(device_named("cuda")) == "cuda:3"
+
+
+@pytest.mark.parametrize("generation", [True, False])
+def test_what_ends_an_answer_is_the_configurations_and_the_tokenizers(tmp_path: Path, generation: bool) -> None:
+    LlamaForCausalLM(LlamaConfig(**toys.SIZES | {"eos_token_id": [7, 9]})).save_pretrained(tmp_path)
+    tokenizer = toys.tokenizer()
+    tokenizer.eos_token = "w5"
+    tokenizer.save_pretrained(tmp_path)
+    if not generation:
+        (tmp_path / "generation_config.json").unlink()
+    assert Target.load(str(tmp_path), "float32", "cpu").eos == {5, 7, 9}
+
+
+def test_a_tokenizer_that_fails_at_a_text_is_named(tmp_path: Path) -> None:
+    """Without an unknown token, a word that is not in its list is an error of the library, when it comes."""
+    made = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="[UNK]"))  # which is not in it
+    made.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path)
+    found = load_tokenizer(str(tmp_path), False)
+    assert tokenize(found, "a b")["input_ids"] == [0, 1]
+    with pytest.raises(ValueError, match=f"^{re.escape(str(tmp_path))}: its tokenizer fails at a text") as caught:
+        text_ids("a c", found)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UnicodeEncodeError):
+        tokenize(found, ["a", "\ud800"])
+    made = Tokenizer(WordLevel({"c": 0}, unk_token="[UNK]"))
+    made.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no tokenizer loads from there"):
+        load_tokenizer(str(tmp_path), False)
+
+
+def test_a_prompt_has_no_end_token_that_the_tokenizer_appends() -> None:
+    made = deepcopy(trained("sentencepiece"))
+    whole = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    made.backend_tokenizer.post_processor = whole
+    for text in ("the cat", "a dog</s> ran", "the mat</s>", ""):
+        assert text_ids(text, made) == trained("sentencepiece")(text)["input_ids"]
+        assert made(text)["input_ids"] == [*text_ids(text, made), 1]
+    made.bos_token = "</s>"
+    made.backend_tokenizer.post_processor = processors.ByteLevel()
+    assert text_ids("</s>", made) == [1], "a text that is nothing else stays"
+
+
+RECORD = parse(
+    {"id": "r", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, 0, ""
+)
+BROKEN = ("{% for %}", "{{ 1|nothing }}", "{% break %}", "{% for a in [1] %}" * 30 + "{% endfor %}" * 30)
+FAILING = (
+    "{{ 1 / 0 }}", "{{ 10.0 ** 1000 }}", "{% for a in range(10 ** 9) %}{% endfor %}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ messages.__class__.__mro__ }}", "{{ foo.bar }}",
+    "{{ 1 + 'a' }}", "{% for a, b in [1] %}{% endfor %}", "{% include 'x' %}", "{{ strftime_now(3) }}",
+    "{{ namespace()|tojson }}", "{{ [1, 'a']|sort }}", "{{ '%d'|format('a') }}",
+    "{{ raise_exception('no \x1b[2J\n way') }}", "{{ raise_exception('a' * 99999) }}",
+)  # fmt: skip
+
+
+def tokenizer_with(template: str) -> PreTrainedTokenizerBase:
+    made = copy(family_tokenizer("chatml", False))
+    made.chat_template, made.name_or_path = template, "toy"
+    return made
+
+
+@pytest.mark.parametrize("template", [*FAILING, *BROKEN])
+def test_what_a_template_raises_is_one_line(template: str) -> None:
+    tokenizer = tokenizer_with(template)
+    for render in (
+        lambda: prompt_of(RECORD, tokenizer),
+        lambda: samples_of(RECORD, tokenizer, "f", replace(_masking(), on_bad="fail"), Counter()),
+        lambda: chat_ids([{"role": "user", "content": "a"}], tokenizer),
+    ):
+        with pytest.raises(ValueError, match=r"the chat template of toy (refuses it|is broken): .") as caught:
+            render()
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 400
+    assert isinstance(caught.value, RenderError) == (template in FAILING)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_ends_are_the_whole_targets(tmp_path: Path, name: str, dtype: str) -> None:
+    path = assistants.save(toys.target(name).model, toys.tokenizer(), tmp_path / "target")
+    whole, bare = Target.load(str(path), dtype, "cpu"), EmbeddingsOnly.load(str(path), dtype, "cpu", False)
+    assert bare.spec == whole.spec
+    assert (bare.dtype, bare.device) == (whole.dtype, whole.device)
+    token = torch.arange(toys.VOCAB)
+    assert torch.equal(bare.embeddings.embed(token), whole.embeddings.embed(token))
+    state = torch.randn(3, 32, dtype=whole.dtype)
+    assert torch.equal(bare.embeddings.logits(state), whole.embeddings.logits(state))
+    count = whole.spec.num_layers
+    assert torch.equal(bare.norm(state), final_norm(whole.base, count)(state))
+    assert bare.tokenizer("w3 w5")["input_ids"] == whole.tokenizer("w3 w5")["input_ids"]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_neox", "kimi_linear", "nemotron_h", "granitemoehybrid", "qwen3_moe"])
+def test_the_ends_load_under_the_names_that_a_family_has_on_disk(tmp_path: Path, name: str) -> None:
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(families.config(name))
+    path = assistants.save(model, toys.tokenizer(), tmp_path / "target")
+    bare = EmbeddingsOnly.load(str(path), "float32", "cpu", False)
+    assert bare.spec.fingerprint == fingerprint(model, str(path)), "each parameter's first values"
+    assert torch.equal(bare.embeddings.head_weight(), model.get_output_embeddings().weight)
+    assert torch.equal(bare.embeddings.embedding.weight, model.get_input_embeddings().weight)
+
+
+def test_a_parameter_that_cannot_be_read_by_itself_is_named_in_words(tmp_path: Path) -> None:
+    path = assistants.save(toys.target().model, toys.tokenizer(), tmp_path / "target")
+    file, name = Path(path, "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(file)
+    turned = tensors.pop(name).T.contiguous()
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"\(its files hold no {name} that can be read by itself\)"):
+        EmbeddingsOnly.load(str(path), "float32", "cpu", False)
+    save_file(tensors | {name: turned}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"\(its files hold {name} with rows and columns exchanged\)"):
+        EmbeddingsOnly.load(str(path), "float32", "cpu", False)
+
+
+@pytest.mark.parametrize("name", toys.ARCHITECTURES)
+def test_the_final_norm_makes_the_last_state(name: str) -> None:
+    target, token = toys.target(name), torch.tensor([toys.prompt(0)])
+    made = target.features(token, torch.zeros_like(token), (2,))
+    normed = final_norm(target.base, 3)(made.hidden[:, :, 0])
+    assert torch.allclose(normed, made.last_hidden, atol=1e-5)
+    assert not torch.allclose(made.hidden[:, :, 0], made.last_hidden, atol=1e-2)
+
+
+def test_of_several_norms_beside_the_layers_the_final_one_is_the_last() -> None:
+    base = torch.nn.Module()
+    base.before, base.layers, base.norm = (
+        torch.nn.LayerNorm(4),
+        torch.nn.ModuleList([torch.nn.Linear(4, 4)]),
+        torch.nn.LayerNorm(4),
+    )
+    assert final_norm(base, 1) is base.norm
+
+
+def test_the_layers_stay_on_disk(tmp_path: Path) -> None:
+    path = assistants.save(toys.target().model, toys.tokenizer(), tmp_path / "target")
+    bare = EmbeddingsOnly.load(str(path), "float32", "cpu", False)
+    held = {id(p): p.numel() for part in (bare.embeddings, bare.norm) for p in part.parameters() if not p.is_meta}
+    assert sum(held.values()) == 2 * toys.VOCAB * 32 + 32
+
+
+@pytest.mark.parametrize(
+    ("given", "whole", "found"),
+    [
+        ({}, False, "ends"),
+        ({}, True, "whole"),
+        ({"quantize": "none", "adapter": "none"}, False, "ends"),
+        ({"quantize": "int8"}, False, "whole"),
+        ({"adapter": "a"}, False, "whole"),
+    ],
+)
+def test_layers_are_loaded_where_they_or_other_weights_than_saved_are_wanted(
+    given: dict[str, str], whole: bool, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EmbeddingsOnly, "load", lambda *_: "ends")
+    monkeypatch.setattr(Target, "of", lambda *_, **__: "whole")
+    loaded: Any = load_target(model_config(path="x", **given), "cpu", whole=whole)
+    assert loaded == found
+
+
+def test_logits_of_some_tokens_have_their_bias_scale_and_cap() -> None:
+    embeddings, state = TargetEmbeddings(toys.target().model), torch.randn(3, 32)
+    ids = torch.tensor([3, 17, 39])
+    assert embeddings.beyond_tables() is None
+    embeddings.lm_head = torch.nn.Linear(32, toys.VOCAB)
+    assert embeddings.beyond_tables() == "its logits have a bias, a cap or a scale"
+    embeddings.factor, embeddings.softcap = 3.0, 2.0
+    whole = embeddings.logits(state)
+    torch.testing.assert_close(whole, 2 * (3 * embeddings.lm_head(state) / 2).tanh())
+    torch.testing.assert_close(embeddings._traced(state, ids), embeddings.lm_head(state)[:, ids])
+    torch.testing.assert_close(embeddings.logits(state, ids), whole[:, ids])
+
+
+def test_what_cannot_be_loaded_so_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="its embeddings cannot be loaded without its layers") as error:
+        EmbeddingsOnly.load(str(tmp_path / "none"), "float32", "cpu", False)
+    assert "\n" not in str(error.value)
+    path = assistants.save(toys.target("gemma3").model, toys.tokenizer(), tmp_path / "gemma")
+    with pytest.raises(ValueError, match="compute with more than weights"):
+        EmbeddingsOnly.load(str(path), "float32", "cpu", False)

@@ -75,18 +75,13 @@ def test_published_lists(name: str, nodes: int, depth: int) -> None:
     assert max(map(len, shape)) == depth
 
 
-def test_bad_configurations_are_named() -> None:
-    with pytest.raises(ValueError, match="choose one of chain"):
-        TreeConfig("bush", 1, 1, 1, [], [])
-    with pytest.raises(ValueError, match="without its parent"):
-        TreeConfig("static", 0, 0, 0, [[0, 1]], [])
-    with pytest.raises(ValueError, match=r"tree.nodes is 0"):
-        TreeConfig("dynamic", 2, 2, 0, [], [])
-
-
 @pytest.mark.parametrize(
     ("kind", "change", "told"),
     [
+        ("bush", {}, "choose one of chain"),
+        ("static", {"paths": [[0, 1]]}, "without its parent"),
+        ("dynamic", {"depth": 2, "top_k": 2}, "tree.nodes is 0"),
+        ("best_first", {"depth": 3}, "tree.nodes is 0"),
         ("sampled", {"widths": [10**6, 10**6]}, "tree.widths is"),
         ("sampled", {"widths": [200, 200]}, "more than 16384 nodes"),
         ("sampled", {"widths": [0]}, "from 1 to"),

@@ -9,28 +9,13 @@ from inference.drafters.policy import TreeConfig
 from inference.verification import rules, verify
 from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY, Sampling
-from inference.verification.tree import DraftTree, root
+from inference.verification.tree import DraftTree
 from inference.verification.verify import RULES, decide, fitting, is_chain
 from tests import toys
 
 CHAIN = DraftTree(torch.tensor([5, 1, 2]), torch.tensor([-1, 0, 1]))
 TREE = DraftTree(torch.tensor([5, 1, 2]), torch.tensor([-1, 0, 0]))
 T1 = Sampling(1.0, 0, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("tree", "drawn", "replacement", "rule"),
-    [
-        (CHAIN, False, False, "point_mass"),
-        (TREE, False, False, "point_mass"),
-        (CHAIN, True, False, "block"),
-        (CHAIN, True, True, "block"),
-        (TREE, True, False, "traversal"),
-        (TREE, True, True, "traversal_replacement"),
-    ],
-)
-def test_auto_takes_the_rule_that_accepts_most(tree: DraftTree, drawn: bool, replacement: bool, rule: str) -> None:
-    assert fitting("auto", is_chain(tree.parent.tolist()), drawn, replacement, greedy=False) == rule
 
 
 @pytest.mark.parametrize(
@@ -51,12 +36,6 @@ def test_a_wrong_pairing_is_refused(rule: str, tree: DraftTree, drawn: bool, rep
         fitting(rule, is_chain(tree.parent.tolist()), drawn, replacement, greedy=False)
     assert f"rule={rule}" in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_at_temperature_0_any_choice_of_drafts_will_do() -> None:
-    assert fitting("traversal", False, False, True, greedy=True) == "traversal"
-    with pytest.raises(ValueError, match="verifies chains"):
-        fitting("block", False, False, False, greedy=True)
 
 
 @pytest.mark.parametrize(
@@ -142,26 +121,6 @@ def test_laws_are_worked_out_where_a_rule_looks(monkeypatch: pytest.MonkeyPatch)
         looked.clear()
         assert decide(tree, logits, None, T1, Generator(0, torch.device("cpu")), rule).path == [0, 1, 3]
         assert looked == [0, 1, 3]
-
-
-@pytest.mark.parametrize(
-    ("tree", "drawn", "sampling", "shown"),
-    [
-        (CHAIN, True, T1, "block"),
-        (TREE, True, T1, "traversal"),
-        (TREE, False, T1, "point_mass"),
-        (CHAIN, True, GREEDY, "greedy"),
-        (root(5, torch.device("cpu")), False, T1, "none"),
-        (root(5, torch.device("cpu")), False, GREEDY, "none"),
-    ],
-)
-def test_a_verdict_names_the_rule_that_walked(tree: DraftTree, drawn: bool, sampling: Sampling, shown: str) -> None:
-    logits = torch.full((len(tree.token), 4), -50.0)
-    logits[:, 1] = 50.0
-    q = torch.tensor([[0.0, 0.5, 0.5, 0.0]] * len(tree.token)) if drawn else None
-    path, token, rule = decide(tree, logits, q, sampling, Generator(0, torch.device("cpu")))
-    assert (token, rule) == (1, shown)
-    assert path == [0, 1][: len(tree.token)]
 
 
 def test_rules_whose_text_is_the_targets_samples() -> None:

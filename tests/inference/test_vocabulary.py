@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import random
 
 import pytest
 import torch
@@ -151,20 +150,6 @@ def test_same_vocabularies_pad_and_cut() -> None:
     law = distribution(wide, Sampling(1.0, 0, 1.0))
     assert law[:, size:].eq(0).all()
     torch.testing.assert_close(law[:, :size], logits[:, :size].softmax(-1))
-
-
-def test_random_tokens_survive_the_way_there_and_back() -> None:
-    """Bytes are bytes: what one tokenizer spells of another's tokens maps back to the same bytes."""
-    chooser = random.Random(0)
-    one, other = token_bytes(model("bytes")), token_bytes(model("sentencepiece"))
-    there = SharedVocabulary(model("bytes"), model("sentencepiece"))
-    back = SharedVocabulary(model("sentencepiece"), model("bytes"))
-    for _ in range(20):
-        token = chooser.choices(sorted(one), k=12)
-        written = there.follow(token)
-        text = b"".join(one[t] for t in token)
-        assert b"".join(other[t] for t in written) == text
-        assert b"".join(one[t] for t in back.follow(written)) == text
 
 
 def test_what_cannot_be_compared_is_named_in_one_line() -> None:
