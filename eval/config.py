@@ -58,7 +58,6 @@ class DraftersConfig:
     run: Any  # a run's folder, a list of them, or None
     compare: list[str]
     tree: dict[str, Any]
-    cold: bool
 
     def runs(self) -> list[str]:
         """Return the folders of `run`."""
@@ -174,6 +173,10 @@ class EvalConfig(DraftersConfig, Selection, DecodingConfig):
             raise ValueError(f"tier is {self.tier!r}: choose {', '.join(TIERS)}, or a list of them, each once")
         if tiers == [LIVE] and self.text == RECORDED:
             raise ValueError("text=recorded is for teacher forcing: add teacher_forced to tier=live")
+        if LIVE not in tiers and (others := [name for name in self.drafter if name != "head"]):
+            raise ValueError(
+                f"tier is {TEACHER_FORCED}, which takes drafter=head: leave out {', '.join(others)}, or add live"
+            )
         if TEACHER_FORCED in tiers and LIVE not in tiers and not self.lawful:
             raise ValueError(
                 "tier=teacher_forced takes the target's probs as they are: leave repetition_penalty=1 and "
