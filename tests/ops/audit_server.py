@@ -31,8 +31,8 @@ class Ask:
         if body.get("model") != MODEL or not body.get("messages" if self.chat else "prompt"):
             raise ValueError(f"give model={MODEL}, and messages to a chat, a prompt to a completion")
         self.stream, self.n, self.seed = bool(body.get("stream")), body.get("n", 1), body.get("seed")
-        self.limit = body.get("max_tokens") or body.get("max_completion_tokens") or UNLIMITED
-        self.stop = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop") or []
+        self.limit = body.get("max_tokens") or UNLIMITED
+        self.stop = body.get("stop") or []
         self.penalties = body.get("presence_penalty", 0.0), body.get("frequency_penalty", 0.0)
         self.how = Sampling(*(body.get(key, default) for key, default in Sampling._field_defaults.items()))
         shown = body.get("logprobs")
@@ -59,14 +59,11 @@ class Ask:
 
     @cached_property
     def tool(self) -> dict[str, Any] | None:
-        """The function that is called: on tool_choice auto the first, where the last message asks for a report."""
-        choice, tools = self.body.get("tool_choice"), self.body.get("tools") or []
-        if choice == "auto":
-            choice = "required" if "report" in self.body["messages"][-1]["content"] else "none"
-        functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-        if isinstance(choice, dict):
-            return functions[choice["function"]["name"]]
-        return next(iter(functions.values()), None) if choice == "required" else None
+        """The function that is called: on tool_choice auto where the last message asks for a report."""
+        choice, tools = self.body.get("tool_choice"), self.body.get("tools") or [{"function": None}]
+        called = isinstance(choice, dict) or (choice and "report" in self.body["messages"][-1]["content"])
+        function: dict[str, Any] | None = tools[0]["function"] if called else None
+        return function
 
     @cached_property
     def grammar(self) -> Grammar | None:
@@ -74,11 +71,9 @@ class Ask:
         form, structured = self.body.get("response_format") or {}, self.body.get("structured_outputs") or {}
         if "regex" in structured:
             return regex(structured["regex"])
-        schema = structured.get("json")
-        if form.get("type") in ("json_schema", "json_object"):
-            schema = form["json_schema"]["schema"] if form["type"] == "json_schema" else {"type": "object"}
+        schema = form["json_schema"]["schema"] if form else None
         if self.tool is not None:
-            schema = self.tool.get("parameters") or {"type": "object"}
+            schema = self.tool["parameters"]
         return None if schema is None else frozenset([json_program(schema)])
 
 
@@ -230,11 +225,7 @@ def _logprobs(ask: Ask, steps: list[Step], fault: str) -> dict[str, Any]:
     """Return logprobs in the form of chats or of completions."""
     tables = [_table(step, ask.top or 0, fault) for step in steps]
     if ask.chat:
-        return {
-            "content": [
-                {**table[0], "top_logprobs": table[1:]} for table in tables
-            ],
-        }  # fmt: skip
+        return {"content": [{**table[0], "top_logprobs": table[1:]} for table in tables]}
     return {
         "tokens": [table[0]["token"] for table in tables],
         "token_logprobs": [table[0]["logprob"] for table in tables],
