@@ -10,14 +10,14 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tests.ops.audit_decoding import OFTEN, Decoded, Engine, Step
 from tests.ops.audit_model import VOCAB, Grammar, Sampling, json_program, regex, tokenize
-from tests.ops.endpoint_server import MODEL, vllm_page
+from tests.ops.endpoint_server import MODEL, Http, Pages, vllm_page
 
 CONTEXT = 16_384  # tokens of a prompt and its answer
 UNLIMITED = 256  # tokens of an answer without max_tokens
@@ -140,7 +140,8 @@ class AuditServer:
         self.url = ""
 
     def __enter__(self) -> "AuditServer":
-        self.http = Http(self)
+        self.http: Any = Http(("127.0.0.1", 0), Handler)
+        self.http.api = self
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
         threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         return self
@@ -246,47 +247,28 @@ def _table(step: Step, top: int, fault: str) -> list[dict[str, Any]]:
     ]
 
 
-class Http(ThreadingHTTPServer):
-    """The server's connections."""
-
-    daemon_threads = True
-    request_queue_size = 128
-
-    def __init__(self, api: AuditServer) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.api = api
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news."""
-
-
-class Handler(BaseHTTPRequestHandler):
+class Handler(Pages, BaseHTTPRequestHandler):
     """One connection."""
 
-    server: Http
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
-    def log_message(self, *_: Any) -> None:
-        """Keep quiet."""
+    server: Any
 
     def do_GET(self) -> None:
-        """Answer with models, metrics or the version."""
+        """Answer with models or metrics."""
         api = self.server.api
-        pages = {"/v1/models": json.dumps(api.models()), "/metrics": api.metrics(), "/version": '{"version": "0"}'}
-        self._send(200, pages[self.path]) if self.path in pages else self._send(404, "{}")
+        pages = {"/v1/models": json.dumps(api.models()), "/metrics": api.metrics()}
+        self.send(200, pages[self.path]) if self.path in pages else self.send(404, "{}")
 
     def do_POST(self) -> None:
         """Answer a request."""
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body()
         events = self.server.api.events(self.path, body)
         try:
             first = next(events)
         except ValueError as error:
-            self._send(400, json.dumps({"error": {"message": str(error), "code": 400}}))
+            self.send(400, json.dumps({"error": {"message": str(error), "code": 400}}))
             return
         if not body.get("stream"):
-            self._send(200, json.dumps(first))
+            self.send(200, json.dumps(first))
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream; charset=utf-8")
@@ -310,11 +292,3 @@ class Handler(BaseHTTPRequestHandler):
         """Whether the client has closed the connection."""
         ready, _, _ = select.select([self.connection], [], [], 0)
         return bool(ready) and not self.connection.recv(1, socket.MSG_PEEK)
-
-    def _send(self, status: int, text: str) -> None:
-        data = text.encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
