@@ -21,7 +21,7 @@ from benchmarks.step_counts import TREES, batch_of_size, counted, embedded, head
 from benchmarks.training_kernels import Kernel
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
-from train.planning.plan import plan_inputs, preset
+from train.planning.plan import plan, preset
 from train.planning.shapes import configuration
 from train.planning.shapes import head_of as planned_head
 
@@ -119,7 +119,7 @@ def training_table(kernels: list[Kernel], tokens: int) -> list[str]:
 def training(overrides: list[str]) -> None:
     """Count and print a training step."""
     run = composed([*SETTINGS, *overrides])
-    job = training_kernels.Job(run, configuration(run.model).get_text_config(), plan_inputs(run).rows)
+    job = training_kernels.Job(run, configuration(run.model).get_text_config(), plan(run).rows)
     head, _ = planned_head(run, job.config)
     step, update = training_kernels.head_kernels(job)
     target = training_kernels.target_kernels(configuration(run.model), job, head.feature_layers, run.data.length)

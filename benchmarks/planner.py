@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from heads.common.resolvers import register_resolvers
 from train.config import run_config
-from train.planning.plan import GIB, plan, resolve_micro_batch
+from train.planning.plan import GIB, Plan, plan, resolve_micro_batch
 from train.planning.resolve import resolve_placement, with_processes
 
 TINY, MIB = ROOT / "examples" / "tiny", 2**20
@@ -110,7 +110,7 @@ def measure(name: str, folder: Path) -> tuple[float, float]:
     out = folder / "run"
     taken = peak(["train/run.py", *words, f"out={out}", "overwrite=true"])
     shutil.rmtree(out, ignore_errors=True)
-    return plan(composed([*words, "device=cpu"]))["peak_bytes"] / MIB, taken / MIB
+    return plan(composed([*words, "device=cpu"])).memory.peak / MIB, taken / MIB
 
 
 def memory(names: list[str], folder: Path) -> None:
@@ -121,21 +121,21 @@ def memory(names: list[str], folder: Path) -> None:
         print(f"| {name} | {expected:,.0f} | {found:,.0f} | {expected / found:.2f} |", flush=True)
 
 
-def preset_row(found: dict[str, Any]) -> str:
+def preset_row(found: Plan) -> str:
     """Return the plan as cells of a Markdown row."""
-    devices, device = found["devices"], found["device"]
-    nodes = len({memory.node for memory in devices})
-    fullest = max(devices, key=lambda memory: memory.peak)
-    sizes = " / ".join(f"{found[f'{kind}_parameters'] / 1e9:.2f}" for kind in ("target", "active", "head"))
-    extraction = found.get("gpu_hours_of_extraction")
-    apart = "" if extraction is None else f" (+ {extraction:,.0f} of extraction)"
+    launcher, memory, shape = found.run.launcher, found.memory, found.shape
+    numbers = shape.parameters, shape.active + shape.embeddings, found.cost.whole
+    if found.hours is None or found.device_hours is None or memory.capacity is None:
+        raise ValueError(f"device={found.device.name} has no peak or no memory")
+    stored = found.run.features.mode == "stored"
+    apart = f" (+ {found.device_hours[0]:,.0f} of extraction)" if stored else ""
     cells = [
-        f"{nodes} x {len(devices) // nodes} {device['name']}",
-        sizes,
-        f"{fullest.peak / GIB:.1f} of {fullest.capacity / GIB:.1f}",
-        "yes" if found["fits"] else "no",
-        f"{found['gpu_hours']:,.1f}{apart}",
-        f"{found['hours']:,.1f}",
+        f"{launcher.num_nodes} x {found.device.count or launcher.local} {found.device.name}",
+        " / ".join(f"{number / 1e9:.2f}" for number in numbers),
+        f"{memory.peak / GIB:.1f} of {memory.capacity / GIB:.1f}",
+        "yes" if found.fits else "no",
+        f"{found.hours * launcher.world:,.1f}{apart}",
+        f"{found.hours:,.1f}",
     ]
     return " | ".join(cells)
 

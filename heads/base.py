@@ -9,7 +9,7 @@ Legend
               final layer's output after the final norm, so lm_head(last) is the teacher.
     p, q      are the target's and the draft's distributions (Leviathan et al., 2023).
 
-Shape letters: B rows of a batch, T positions, L feature layers, D the target's width, V its vocabulary, N tree nodes.
+Shape letters: B rows of a batch, T positions, L feature layers, D a hidden size, V a vocabulary, N tree nodes.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ class Features(NamedTuple):
     hidden: Float[Tensor, "B T L D"]
     last_hidden: Float[Tensor, "B T D"]
     document: Int[Tensor, "B T"]
-    path: Int[Tensor, "B T d"] | None = None  # the rows 1 … d further down each row's draft; None: those that follow
+    path: Int[Tensor, "B T d"] | None = None  # the row of row t's drafted token at each depth; None: t + depth
 
 
 class DraftVocabulary(nn.Module):

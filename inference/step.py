@@ -41,7 +41,7 @@ class Slots(NamedTuple):
         root: the last committed token, which the target has not seen.
         length: entries in the target's cache.
         room: drafted tokens that may still be accepted.
-        lacking: tokens before which no end of the answer may come.
+        min_tokens_left: tokens before which no end of the answer may come.
         active: 1 of a sequence, 0 of an idle slot.
         key: of all randomness.
         seen: which tokens stand in the text, where a penalty asks for it; else of no tokens.
@@ -99,7 +99,7 @@ class Drafted(NamedTuple):
 
     Attributes:
         tree: their trees "B N".
-        above: each node's ancestors, itself included.
+        ancestor_mask: each node's ancestors, itself included.
         depth: of each node.
         noise: of the P positions below the roots, under which coupled drafts are ranked; None of others.
         q: the probs that children were sampled from, of the M nodes that have some.
@@ -124,7 +124,7 @@ class GraphKey(NamedTuple):
     Attributes:
         held: columns of its cache that the head reads.
         sampling, rule, gaps: of the settings.
-        late: whether an answer may not end yet.
+        masks_end: whether an answer may not end yet.
         policy: which tree is drafted.
     """
 

@@ -51,8 +51,7 @@ from train.distributed.control import on_main
 from train.distributed.processes import RunLock
 from train.loop import KeptHead, Loop
 from train.planning.check import check_out, clear_out, ordinary_mask, reads_target, unserved
-from train.planning.plan import alone_on_cpu
-from train.planning.table import in_words
+from train.planning.plan import alone_on_cpu, in_words
 from train.rollouts import Rollouts
 from train.start import AUTO, STARTS, adapt, fit_init, init_head, resolve_init
 from train.step import Loss, Stepper

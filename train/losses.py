@@ -85,7 +85,7 @@ class TeacherProbs:
         return self.log_p.logsumexp(-1, keepdim=True)
 
     def keep_p(self, *, whole: bool) -> None:
-        """Turn the log-probs into probs in place, for losses that read no others; `full_vocab` as in `LossInputs`."""
+        """Turn log-probs into probs in place, for losses that read no others; `whole`: the head drafts every token."""
         if not whole:
             self.log_mass = self.log_mass  # cached before its input is gone
         self.p = self.log_p.exp_()

@@ -197,8 +197,8 @@ def chunked(
 ) -> list[Chunk]:
     """Return the trained rows in chunks of `size` teachers, on a device, in one copy that the host does not wait for.
 
-    Rows are picked where `trained` is, by reading it: on the host, unless the device is waited for. Their teachers
-    follow them, or lie on their `path`, of which no two lead to the same row at one depth.
+    Positions are those where `trained` is set; a `trained` on the device is waited for. The teacher of row t at depth d
+    is row t + d, or `path[t, d - 1]`, where at one depth no two rows have the same teacher.
     """
     taught = [_taught(flags, depth, path) for depth, flags in enumerate(trained, 1)]
     used = (torch.stack(taught) >= 0).any(0).nonzero()[:, 0].split(size)
@@ -240,7 +240,9 @@ class Work(NamedTuple):
 
     @torch.no_grad()
     def teacher_probs(self, teacher: Int[Tensor, "n"], *, lean: bool = False) -> TeacherProbs:
-        """Return the target's distribution at these rows, never of many over more tokens than the head drafts.
+        """Return the target's distribution at these rows, over the draft vocabulary.
+
+        Logits of the whole vocabulary are there of TEACHER_ROWS rows at a time.
 
         With `lean` log-probs that no loss reads give their memory to the probs.
         """

@@ -1,10 +1,11 @@
 """Rollouts: the head, as it stands, drafts on training prompts, and learns from what the verifier says of its nodes.
 
-A sequence's committed tokens are rows like any others. Below a root, a draft's path leaves them at its first rejected
-node; rejected nodes stand behind the text as rows that nothing attends to, and `Features.path` leads from the root's
-row down to them. So each head unrolls a path as it unrolls text, and the teacher of a node is the target's distribution
-there. One copy of a sequence has one path below each root; where all nodes are trained, it has as many copies as its
-trees have leaves. A rollout depends on seed, step and weights alone, and is trained in its own step.
+A sequence's committed tokens are rows like any others. Rejected draft tokens are appended to the text, where nothing
+attends to them, and `Features.path[t, d - 1]` is the row of the token drafted from row t at depth d: in the text if it
+was accepted, else in the appended part. So each head unrolls a path as it unrolls text, and the teacher of a node is
+the target's distribution there. One copy of a sequence has one path below each root; where all nodes are trained, it
+has as many copies as its trees have leaves. A rollout depends on seed, step and weights alone, and is trained in its
+own step.
 """
 
 import random

@@ -30,9 +30,8 @@ from train.config import RunConfig
 from train.distributed import launch, processes
 from train.loop import COST
 from train.planning.check import evaluation
-from train.planning.plan import plan, resolved
+from train.planning.plan import plan, resolved, table
 from train.planning.resolve import accelerators, resolve
-from train.planning.table import table
 from train.trackers import conclude
 
 BEST, DEBUG = "best", "debug"  # of conf/head/, of conf/trainer/
@@ -81,7 +80,7 @@ def evaluate_head(run: RunConfig, accelerator: Accelerator) -> None:
 
 def show_plan(run: RunConfig) -> None:
     """Print the plan of a resolved run, and where several nodes take part the command of each."""
-    Console().print(table(run, plan(run)), highlight=False)
+    Console().print(table(plan(run)), highlight=False)
     on_cpu = resolved(run.device, run.model.device).type == "cpu"
     if words := launch.by_hand(run.launcher, sys.argv[0], launch.overrides(), on_cpu=on_cpu):
         Console().print(words, highlight=False, soft_wrap=True, markup=False)

@@ -128,7 +128,7 @@ def step(bench: Bench, optimizer: str, chunk: int | None = None, **options: bool
     ]
     without = sum(parts.values()) - parts["target"]
     rows.append(("tokens/s beside the target's pass", tokens / without, GIVEN))
-    planned = plan(run_of(bench, optimizer, ROWS, f"device={'cpu' if bench.toy else 'h100'}"))["peak_bytes"]
+    planned = plan(run_of(bench, optimizer, ROWS, f"device={'cpu' if bench.toy else 'h100'}")).memory.peak
     rows.append(
         ("memory taken of the device, GiB; what a plan says", taken_bytes(bench.device) / 2**30, planned / 2**30)
     )

@@ -33,7 +33,7 @@ class Pattern:
 
     first: Int[Tensor, "B N"]
     upto: Int[Tensor, "B N"] | None = None  # None where query n stands for row n and sees up to itself
-    distinct: bool = False  # whether the queries, or each `size` of them, see up to rows of their own, in order
+    distinct: bool = False  # whether each `size` queries have another last visible row, in increasing order
     reach: int | None = None  # without `upto` no query sees a row that lies more rows than this before it; None: any
     size: int = 1  # how many queries after another share the rows that were drafted for them
     causal: bool = False  # whether a query does not see those of later queries

@@ -23,7 +23,8 @@ from heads.modules.layers import LayerInputs, grouped_attention
 class Recurrent(nn.Module):
     """What drafts token after token; `config.length` is how far it looks back, `num_attention_layers` its layers.
 
-    `injected` says that `inject` gives the context, and not its rows of depth 1. `predicts` says that a state is a
+    With `injected` the context's keys and values come from `inject`, of the target's features; else from the pass of
+    depth 1. `predicts` says that a state is a
     prediction of the target's feature, `detach` that no gradient runs from a step into the one before it.
     """
 

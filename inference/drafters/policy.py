@@ -209,10 +209,10 @@ def ranked(
 ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], Float[Tensor, "B M V"] | None]:
     """Return the trees "B N" of B sequences that rank alike, their nodes' ancestors, and q if children were sampled.
 
-    What is deeper than a sequence has room for is drafted where nothing else is. A token of -1 is none: its level had
-    fewer. The M rows of q are those of the nodes with children. `room` says how deep each sequence's nodes may be,
-    `allow_host_sync` whether the host may read, to leave out what need not be computed; else a best_first tree expands
-    all nodes.
+    Nodes deeper than `room` are included only where there are not enough others. A token of -1 is padding, of a level
+    with fewer candidates. The M rows of q are those of the nodes with children. `room` says how deep each sequence's
+    nodes may be, `allow_host_sync` whether the host may read, to leave out what need not be computed; else a best_first
+    tree expands all nodes.
     """
     if config.kind in CONFIDENT:
         growth, scores = _confident(head, state, level, config, roots, head.max_depth, allow_host_sync=allow_host_sync)

@@ -116,7 +116,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_config(config: dict[str, Any], weights: Path, modules: list[str]) -> None:
-    """Refuse an adapter's configuration of which peft makes, with the file of weights, what has no size or no end."""
+    """Refuse a configuration with which peft would allocate or loop without bound: a rank above any tensor's size."""
     with safe_open(weights, "pt") as opened:
         largest = max((size for name in list(opened.keys()) for size in opened.get_slice(name).get_shape()), default=0)
     ranks = config.get("rank_pattern")

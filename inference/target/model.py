@@ -49,8 +49,8 @@ class TargetOutput(NamedTuple):
 class Switch(NamedTuple):
     """Where longrope (arXiv 2402.13753) takes its long factors: in every pass that reaches beyond `length` tokens.
 
-    So the text up to there comes of passes that end there. `renewed` says that the model's `generate` then computes all
-    rows again, under the long factors; else it goes on behind those of the short ones.
+    A pass therefore never crosses `length`. With `renewed` the model's `generate` then computes the whole KV cache
+    again under the long factors; else it appends to the entries of the short ones.
     """
 
     length: int
@@ -125,7 +125,7 @@ class TargetModel:
         packing: how its attention runs over packed documents one by one; None where it needs a mask.
         takes_trees: whether its attention honours a tree's or a batch's mask; else only chains are verified, one
             sequence at a time. `Target` proves it.
-        objection: why not.
+        incompatibility: why not; None where it does.
         compiled: what runs the passes that verify in its place, a `Compiled`; None: nothing.
         compiles_drafts: whether what a head drafts for it is compiled.
         switch: where its rope switches; None where it does not.

@@ -45,7 +45,7 @@ class Chosen(NamedTuple):
 def present(
     tree: DraftTree, above: Bool[Tensor, "#B N N"], depth: Int[Tensor, "B N"], room: Int[Tensor, "B"]
 ) -> Bool[Tensor, "B N"]:
-    """Return which nodes are drafted: a token of -1 is none, what hangs below none is none, nor what lies too deep."""
+    """Return the mask of real nodes: not padding (token -1), not below padding, not deeper than `room`."""
     return ~(above & (tree.token < 0)[:, None]).any(-1) & (depth <= room[:, None])
 
 

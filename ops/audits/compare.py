@@ -95,7 +95,7 @@ class Comparer:
         self.near_tie = max([self.near_tie, *(2 * gap for gap in gaps)])
 
     def difference(self, question: Question, ours: Reply) -> Difference | None:
-        """Return the difference of an answer from all of the baseline's to this question, None where it is one."""
+        """Compare an answer with all of the baseline's to this question; None if it equals one of them."""
         theirs = self.answers[question.content]
         if ours.content in {reply.content for reply in theirs}:
             return None

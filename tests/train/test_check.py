@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from data.text.filters import Counts
 from data.text.prompts import Prompt, TrainingData
@@ -20,8 +19,8 @@ from train.config import RunConfig
 from train.distributed.processes import RunLock
 from train.planning import plan
 from train.planning.check import check_out, check_plan, check_settings, check_target, ordinary_mask
+from train.planning.plan import check_memory
 from train.planning.resolve import resolve, with_processes
-from train.planning.table import check_memory, table
 
 
 def configured(overrides: list[str]) -> RunConfig:
@@ -187,7 +186,7 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_loaded(toy: list[
 
 def test_a_run_that_takes_little_memory_waits_for_no_plan(toy: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     run = configured([*toy, "model.device=cpu"])
-    monkeypatch.setattr("train.planning.table.plan", lambda _: pytest.fail("a plan takes seconds"))
+    monkeypatch.setattr("train.planning.plan.plan", lambda _: pytest.fail("a plan takes seconds"))
     check_memory(run, check_target(run))
 
 
@@ -247,21 +246,6 @@ def test_a_plan_refuses_what_its_target_or_machine_does_not_have(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(told)):
         plan.plan(jobs.placed(configured([*toy, *overrides])))
-
-
-def test_a_plan_that_fits_says_what_its_training_still_lacks(toy: list[str], tmp_path: Path) -> None:
-    def shown(*words: str) -> str:
-        run = jobs.placed(configured([*toy, f"out={tmp_path}", *words]))
-        console = Console(width=400)
-        with console.capture() as text:
-            console.print(table(run, plan.plan(run)))
-        return text.get()
-
-    (tmp_path / "head").mkdir()
-    held = f"runs it, once resume=true or overwrite=true says what becomes of the run in {tmp_path}"
-    assert held in shown()
-    assert "the same command runs it\n" in shown("overwrite=true")
-    assert "runs it, once init names the head that peft adapts" in shown("resume=true", "peft=lora")
 
 
 def test_a_mask_token_that_texts_have_is_said() -> None:

@@ -12,16 +12,6 @@ import torch
 from inference.drafters.policy import TreeConfig, verifiable
 from train.checkpoints import resume
 from train.loop import Loop
-from train.planning import table
-
-
-@pytest.mark.parametrize(
-    ("hours", "said"), [(1.0, "1.0 h"), (0.999, "60 min"), (1 / 30, "2 min"), (0.0333, "120 s"), (30.04, "30.0 h")]
-)
-def test_a_time_has_its_unit(hours: float, said: str) -> None:
-    assert table._time(hours) == said
-    assert table.gib(2**27) == "0.12 GiB"
-    assert table.gib(2**27 - 1) == "128.0 MiB"
 
 
 def run_of(patience: int | None = 2) -> Any:

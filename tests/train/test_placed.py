@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from heads.common.resolvers import ROOT, register_resolvers
 from tests.train import driver, jobs
 from train.config import run_config
-from train.planning.plan import GIB, SAFE, device_memories, plan_inputs
+from train.planning.plan import GIB, SAFE, plan
 
 STEPS = 4
 # Muon normalises the spectrum of a gradient, so that roundings of another route would show in the next loss.
@@ -78,7 +78,7 @@ def peak(words: list[str], *overrides: str) -> int:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         run = run_config(compose("train", ["head=eagle", *words, "launcher.num_processes=2", *overrides]))
-    return max(memory.peak for memory in device_memories(plan_inputs(run)))
+    return plan(run).memory.peak
 
 
 @pytest.mark.slow

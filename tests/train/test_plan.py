@@ -1,10 +1,12 @@
 """A plan counts what published heads and targets have, and says what fits where, without loading anything."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 from transformers import LlamaConfig, Qwen3Config
@@ -14,11 +16,9 @@ from heads.common.resolvers import ROOT, register_resolvers
 from tests import families
 from tests.train import jobs
 from train.config import RunConfig, run_config
-from train.planning import shapes
-from train.planning.check import check_plan
-from train.planning.plan import GIB, SAFE, plan, resolve_micro_batch, total
+from train.planning import check, shapes
+from train.planning.plan import GIB, SAFE, Plan, gib, in_words, plan, remedy, resolve_micro_batch, spoken, table
 from train.planning.resolve import resolve_placement
-from train.planning.table import advice, in_words, table
 
 VICUNA: dict[str, Any] = {"vocab_size": 32000, "tie_word_embeddings": False}
 TARGETS = {
@@ -68,7 +68,7 @@ def test_published_counts(
     monkeypatch.setattr(shapes, "read_target_config", lambda *_, **__: TARGETS[target])
     monkeypatch.setattr(shapes, "_configurations", {})
     found = plan(run("model=llama70b", *SMALL, *overrides))
-    assert found["head_parameters"] / 1e9 == pytest.approx(billions, rel=0.005)
+    assert found.cost.whole / 1e9 == pytest.approx(billions, rel=0.005)
 
 
 def run(*overrides: str) -> RunConfig:
@@ -77,9 +77,20 @@ def run(*overrides: str) -> RunConfig:
 
 
 def automatic(*overrides: str) -> RunConfig:
+    return jobs.placed(unplaced(*overrides))
+
+
+def unplaced(*overrides: str) -> RunConfig:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return jobs.placed(run_config(compose("train", jobs.with_head(overrides))))
+        return run_config(compose("train", jobs.with_head(overrides)))
+
+
+def shown(planned: Plan) -> str:
+    console = Console(width=200)
+    with console.capture() as text:
+        console.print(table(planned))
+    return text.get()
 
 
 @pytest.fixture
@@ -146,48 +157,26 @@ def test_a_bad_value_is_named_in_one_line(override: str, named: str) -> None:
 
 
 @pytest.mark.usefixtures("offline")
-def test_a_70b_that_does_not_fit_says_what_to_change() -> None:
-    """Each change saves what it says, the largest comes first, and together they are enough."""
-    words = "model=llama70b", "head=medusa", "head.lm_head=shared", "device=h100", "device.memory_gb=13"
-    words = *words, BF16, "trainer.batch_tokens=512", "trainer.micro_tokens=512"
-    given = run(*words)
-    found = plan(given)
-    changes = advice(given, found)
-    saves = [each.saves for each in changes[:-1]]
-    assert not found["fits"]
-    assert saves == sorted(saves, reverse=True)
-    assert "trainer.recompute" not in changes[-1].overrides
-    assert "model.placement=offload" in [each.overrides for each in changes]
-    assert changes[-1].fits
-    fixed = plan(run(*words, *changes[-1].overrides.split()))
-    assert fixed["fits"]
-    assert found["peak_bytes"] - fixed["peak_bytes"] == changes[-1].saves
-
-
-@pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize(
-    "words",
+    ("words", "given"),
     [
-        ("model=llama70b", "launcher=ddp"),
-        pytest.param(
-            ("model=llama70b", "launcher=fsdp2", "trainer.optimizer=muon", "device.memory_gb=30"),
-            marks=pytest.mark.slow,
+        (["device=h100", "device.memory_gb=13", BF16, *SMALL], "model.placement=offload"),
+        (["device=h100", "launcher=ddp", BF16, *SMALL], "model.placement=tensor_parallel"),
+        (
+            ["device=rtx4090", "device.memory_gb=9", BF16, *SMALL],
+            "features=stored trainer.eval_prompts=0 eval.prompts=0 trainer.optimizer=muon",
         ),
-        ("model=llama70b", "model.placement=tensor_parallel", "launcher=ddp", "eval.prompts=0", "device.memory_gb=20"),
-        pytest.param(
-            ("model=llama8b", "model.adapter=some", "launcher=ddp", "device.memory_gb=10"), marks=pytest.mark.slow
-        ),
+        (["device=rtx4090", "device.memory_gb=1", *SMALL], None),
     ],
-    ids=" ".join,
 )
-def test_every_advice_is_a_run_that_is_not_refused(words: tuple[str, ...]) -> None:
-    small = "head=medusa", "head.lm_head=shared", "device=h100", *SMALL[1:], "data.length=64"
-    given = run(*small, *words)
-    found = plan(given)
-    changes = advice(given, found)
-    assert changes
-    for each in changes:
-        assert plan(run(*small, *words, *each.overrides.split()))["fits"] == each.fits, each
+def test_a_70b_that_does_not_fit_says_what_to_change(words: list[str], given: str | None) -> None:
+    """One change where one is enough, several where it takes them, and that none is."""
+    model = "model=llama70b", "head=medusa", "head.lm_head=shared", *words
+    found = plan(run(*model))
+    assert not found.fits
+    assert remedy(found.run) == given
+    assert given is None or plan(run(*model, *given.split())).fits
+    assert (f"with this it does: {given}" if given else "does not fit with any change: take more") in shown(found)
 
 
 @pytest.mark.usefixtures("offline")
@@ -214,66 +203,45 @@ def test_what_would_not_load_is_not_planned(words: list[str], named: str) -> Non
 def test_a_checkpoint_is_counted_beside_those_that_are_kept() -> None:
     words = "model=llama8b", "device=h100", "head=medusa", *SMALL, "trainer.keep=3"
     measured, alone = plan(run(*words)), plan(run(*words, "trainer.eval_prompts=0"))
-    state = 12 * measured["trained_parameters"]
-    assert measured["disk"]["checkpoints"] == 5 * state
-    assert alone["disk"]["checkpoints"] == 4 * state
-
-
-@pytest.mark.usefixtures("offline")
-def test_what_cannot_be_made_to_fit_is_said() -> None:
-    given = run("model=llama70b", "head=medusa", "head.lm_head=shared", "device=rtx4090", "device.memory_gb=1")
-    found = plan(given)
-    console = Console(width=120)
-    with console.capture() as shown:
-        console.print(table(given, found))
-    assert "this is not enough" in shown.get()
+    assert measured.disk["checkpoints"] == 5 * measured.state_bytes == 5 * 12 * measured.cost.trained
+    assert alone.disk["checkpoints"] == 4 * alone.state_bytes
 
 
 @pytest.mark.parametrize(("name", "said"), [("granite", True), ("llama", False)])
 def test_a_target_of_which_no_engine_serves_a_head_is_named(name: str, said: bool, tmp_path: Path) -> None:
     families.config(name).save_pretrained(tmp_path)
-    given = run(f"model.path={tmp_path}", "head=mtp", *SMALL)
-    console = Console(width=400)
-    with console.capture() as shown:
-        console.print(table(given, plan(given)))
-    line = f"{tmp_path}: its logits have a bias, a cap or a scale, which engines do not know when they draft: no head"
-    assert (line in shown.get()) == said
+    text = shown(plan(run(f"model.path={tmp_path}", "head=mtp", *SMALL))).replace("\n", " ")
+    assert (
+        "its logits have a bias, a cap or a scale, which engines do not know when they draft: no head" in text
+    ) == said
 
 
 @pytest.mark.usefixtures("offline")
-def test_two_nodes_show_what_lies_where() -> None:
-    given = automatic("experiment=eagle3_llama70b_2x8x80", "head=medusa", "head.lm_head=shared", "objective.depths=4")
-    found = plan(given)
-    console = Console(record=True, width=120)
-    with console.capture() as shown:
-        console.print(table(given, found))
-    text = shown.get()
-    assert len(found["devices"]) == 16
-    assert "node 0 device 0-7, node 1 device 0-7: " in text
-    assert "target: layers" in text
-    layers = found["devices"][9].resident["target: layers"]
-    assert layers == 2 * (found["target_parameters"] - 2 * 128256 * 8192) // 8
-    assert all("measuring τ" in device.stages for device in found["devices"])  # it takes all of them
-    apart = plan(run("experiment=eagle3_llama8b_8x80", "head=medusa", "objective.depths=4", *SMALL))["devices"]
-    assert [i for i, device in enumerate(apart) if "measuring τ" in device.stages] == [0]
-    assert found["hours"] == pytest.approx(found["gpu_hours"] / 16)
+def test_two_nodes_share_the_target_by_node() -> None:
+    words = "experiment=eagle3_llama70b_2x8x80", "head=medusa", "head.lm_head=shared", "objective.depths=4"
+    found = plan(automatic(*words))
+    assert found.memory.resident["target: layers"] == 2 * (found.shape.parameters - 2 * 128256 * 8192) // 8
+    assert found.hours == pytest.approx(found.device_hours and sum(found.device_hours) / 16)
+    assert "the fullest device: " in shown(found)
 
 
 @pytest.mark.usefixtures("offline")
 def test_from_a_store_only_the_ends_are_loaded() -> None:
     words = ("model=llama8b", "head=medusa", "head.lm_head=shared", "device=rtx4090", "features=stored")
     live, stored = plan(run(*words, "eval.prompts=0")), plan(run(*words, "eval.prompts=0", "trainer.eval_prompts=0"))
-    assert "target: layers" in live["devices"][0].resident
-    assert "target: layers" not in stored["devices"][0].resident
-    assert stored["devices"][0].resident["target: embedding, lm_head"] == 2 * 2 * 128256 * 4096
-    assert stored["disk"]["features, if no row comes twice"] == stored["tokens"] * 2 * 4096
+    assert live.memory.resident["target: layers"] > 0
+    assert stored.memory.resident["target: layers"] == 0
+    assert not {"measuring τ", "target's pass"} & {*stored.memory.stages}
+    assert stored.memory.resident["target: embedding, lm_head"] == 2 * 2 * 128256 * 4096
+    trainer = stored.run.trainer
+    assert stored.disk["features"] == trainer.steps * trainer.batch_tokens * 2 * 4096
     served = plan(
         run(*words[:-1], "features=engine", "features.vllm_layers=[32]", "eval.prompts=0", "trainer.eval_prompts=0")
     )
-    assert "features, if no row comes twice" not in served["disk"]
-    assert "gpu_hours_of_extraction" not in served
-    same = ("devices", "gpu_hours", "hours", "peak_bytes", "fits")
-    assert [served[key] for key in same] == [stored[key] for key in same]
+    assert "features" not in served.disk
+    assert (served.memory, served.hours) == (stored.memory, stored.hours)
+    assert served.device_hours is not None
+    assert served.hours == pytest.approx(served.device_hours[1])
 
 
 def test_an_engine_started_without_the_heads_layers_is_refused_by_a_plan() -> None:
@@ -282,32 +250,17 @@ def test_an_engine_started_without_the_heads_layers_is_refused_by_a_plan() -> No
         plan(run(*words, "features.vllm_layers=[2]"))
 
 
-def test_a_plan_names_the_store_that_is_still_to_be_extracted(tmp_path: Path) -> None:
-    words = ("head=eagle3", "features=stored", f"features.path={tmp_path / 'store'}", "trainer.eval_prompts=0")
-    given = run(*words, "eval.prompts=0", *SMALL)
-    for there in (False, True):
-        console = Console(width=400)
-        with console.capture() as shown:
-            console.print(table(given, plan(given)))
-        line = f"the same command runs it, once features.path={tmp_path / 'store'} is extracted"
-        assert (line in shown.get()) != there
-        (tmp_path / "store").mkdir(exist_ok=True)
-    with pytest.raises(ValueError, match=f"{tmp_path / 'store'}: "):
-        check_plan(given)
-
-
 @pytest.mark.parametrize(("name", "layers"), [("gemma3", True), ("mixtral", False)])
 def test_a_target_whose_ends_do_not_load_alone_counts_whole(name: str, layers: bool, tmp_path: Path) -> None:
     families.config(name).save_pretrained(tmp_path)
     words = ("head=eagle3", "features=stored", "trainer.eval_prompts=0", "eval.prompts=0", *SMALL)
-    resident = plan(run(f"model.path={tmp_path}", *words))["devices"][0].resident
-    assert ("target: layers" in resident) == layers
+    assert (plan(run(f"model.path={tmp_path}", *words)).memory.resident["target: layers"] > 0) == layers
 
 
 def test_the_final_evaluation_needs_room_for_the_target_in_fp32() -> None:
-    held, planned = plan(run("head=medusa"))["devices"][0], plan(run())
-    assert total(held.evaluation) == 4 * planned["target_parameters"]
-    assert not plan(run("eval.prompts=0"))["devices"][0].evaluation
+    planned = plan(run("head=medusa"))
+    assert planned.memory.evaluation == 4 * planned.shape.parameters
+    assert not plan(run("eval.prompts=0")).memory.evaluation
 
 
 def test_a_plan_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,9 +285,8 @@ def test_a_70b_places_itself(machine: tuple[str, ...], strategy: str, gate: str)
     assert (placed.model.placement, placed.launcher.strategy) == ("tensor_parallel", strategy)
     assert placed.eval.gate_dtype == gate
     planned = plan(placed)
-    assert planned["fits"]
-    assert planned["peak_bytes"] < SAFE * planned["device"]["memory_gb"] * GIB
-    assert all(device.evaluation for device in planned["devices"])
+    assert planned.memory.utilization < SAFE
+    assert planned.memory.evaluation
 
 
 EXPERIMENTS = sorted(file.stem for file in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -345,8 +297,9 @@ EXPERIMENTS = sorted(file.stem for file in (ROOT / "conf" / "experiment").glob("
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_fits_its_devices(experiment: str) -> None:
     found = plan(automatic(f"experiment={experiment}"))
-    assert found["fits"]
-    assert found["gpu_hours"] > 0
+    assert found.fits
+    assert found.hours is not None
+    assert found.hours > 0
 
 
 @pytest.mark.slow
@@ -370,40 +323,29 @@ def test_eagle3_of_an_8b_takes_what_was_measured_on_an_h100_or_up_to_a_third_mor
 ) -> None:
     step = "objective.depths=5", "trainer.optimizer=adamw", "trainer.eval_prompts=0", "eval.prompts=0"
     found = plan(run("model=llama8b", "head=eagle3", "device=h100", "data.length=2048", *step, *words))
-    assert measured <= found["peak_bytes"] / GIB <= 1.3 * measured
+    assert measured <= found.memory.peak / GIB <= 1.3 * measured
 
 
 @pytest.mark.usefixtures("offline")
-def test_a_plan_says_what_the_process_and_the_allocator_take() -> None:
-    words = "model=llama8b", "head=eagle3", "device=h100", "eval.prompts=0", *SMALL
-    found = plan(run(*words))
-    console = Console(width=120)
-    with console.capture() as shown:
-        console.print(table(run(*words), found))
-    device = found["devices"][0]
-    widest = max(map(total, device.stages.values()))
-    assert device.process == GIB
-    assert device.peak == GIB + total(device.resident) + widest + round(0.15 * widest)
-    assert {"process", "allocator"} <= {line.split("│")[1].strip() for line in shown.get().splitlines() if "│" in line}
+def test_stages_do_not_add_up_and_the_allocator_holds_a_share_of_the_widest() -> None:
+    memory = plan(run("model=llama8b", "head=eagle3", "device=h100", "eval.prompts=0", *SMALL)).memory
+    widest = max(memory.stages.values())
+    assert (memory.process, memory.peak) == (GIB, GIB + sum(memory.resident.values()) + round(1.15 * widest))
+    assert memory._replace(evaluation=10**12).peak == GIB + 10**12
+    assert memory.utilization == memory.peak / round(79.1 * GIB)
 
 
-@pytest.mark.usefixtures("offline")
 def test_muons_checkpoint_lacks_a_moment_of_each_matrix() -> None:
-    words = "model=llama8b", "head=medusa", "head.lm_head=shared", "device=h100", *SMALL
-    adamw, muon = (plan(run(*words, f"trainer.optimizer={name}")) for name in ("adamw", "muon"))
+    """And on a CPU a process holds what the host does elsewhere: the one that is being written, with its EMA."""
     name = "a checkpoint that is being written"
-    held, saved = muon["host"].resident[name], adamw["host"].resident[name]
-    assert saved == 12 * adamw["trained_parameters"]
-    assert 8 * muon["trained_parameters"] <= held < 8.1 * muon["trained_parameters"]
-
-
-def test_on_a_cpu_a_process_holds_what_lies_on_the_host_elsewhere() -> None:
-    """The checkpoint that is being written, with a running average."""
-    found = plan(run("head=eagle", "device=cpu", "model.device=cpu", "trainer.ema=0.9", *SMALL))
-    held = found["devices"][0].resident
-    assert held["a checkpoint that is being written"] == 16 * found["trained_parameters"]
-    assert found["host"] is None
-    assert "a checkpoint that is being written" in plan(run("head=eagle", "device=h100", *SMALL))["host"].resident
+    for words, size in ((["trainer.optimizer=adamw"], 12), (["trainer.optimizer=adamw", "trainer.ema=0.9"], 16)):
+        for device in (["device=cpu", "model.device=cpu"], ["device=h100"]):
+            found = plan(run("head=eagle", *words, *device, *SMALL))
+            held = found.memory if found.host is None else found.host
+            assert held.resident[name] == size * found.cost.trained
+            assert (found.host is None) == (device[0] == "device=cpu")
+    muon = plan(run("head=eagle", "trainer.optimizer=muon", "device=h100", *SMALL))
+    assert 8 * muon.cost.trained <= muon.state_bytes < 8.5 * muon.cost.trained
 
 
 AUTOMATIC = ("model=llama8b", "head=eagle", "device=h100", "data.length=64", "trainer.micro_tokens=null")
@@ -413,15 +355,15 @@ AUTOMATIC = ("model=llama8b", "head=eagle", "device=h100", "data.length=64", "tr
 def test_micro_batches_are_sized_by_the_memory_of_the_device() -> None:
     """Never beyond a process's share of a batch; where a row alone is too much, one; and a given size is kept."""
     words = (*AUTOMATIC, "trainer.batch_tokens=2048", "eval.prompts=0", "trainer.eval_prompts=0")
-    alone = plan(run(*words, "trainer.micro_tokens=64"))["peak_bytes"] / GIB
-    half = plan(run(*words, "trainer.micro_tokens=512"))["peak_bytes"] / GIB
+    alone = plan(run(*words, "trainer.micro_tokens=64")).memory.peak / GIB
+    half = plan(run(*words, "trainer.micro_tokens=512")).memory.peak / GIB
     found = {
         memory: resolve_micro_batch(run(*words, f"device.memory_gb={memory}")).trainer.micro_tokens
         for memory in (alone / 2, alone / SAFE + 0.001, half / SAFE + 0.001, 79)
     }
     assert [*found.values()] == [64, 64, 512, 2048]
-    assert plan(run(*words))["micro_tokens"] == 2048
-    assert plan(run(*words, "launcher=ddp", "launcher.num_processes=5"))["micro_tokens"] == 256
+    assert run(*words).trainer.micro_tokens == 2048
+    assert run(*words, "launcher=ddp", "launcher.num_processes=5").trainer.micro_tokens == 256
     assert resolve_micro_batch(run(*words, "trainer.micro_tokens=192")).trainer.micro_tokens == 192
 
 
@@ -429,9 +371,8 @@ def test_micro_batches_are_sized_by_the_memory_of_the_device() -> None:
 def test_what_does_not_fit_at_any_size_makes_no_micro_batch_smaller() -> None:
     words = (*AUTOMATIC, "trainer.batch_tokens=512", "device.memory_gb=26", "eval.gate_dtype=float32")
     with_evaluation, without = plan(run(*words)), plan(run(*words, "eval.prompts=0"))
-    assert not with_evaluation["fits"]
-    assert without["fits"]
-    assert with_evaluation["micro_tokens"] == without["micro_tokens"] == 512
+    assert (with_evaluation.fits, without.fits) == (False, True)
+    assert with_evaluation.run.trainer.micro_tokens == without.run.trainer.micro_tokens == 512
 
 
 def test_on_a_cpu_the_configuration_gives_the_size() -> None:
@@ -446,23 +387,111 @@ def test_a_plan_says_its_data_and_that_a_step_has_no_row_for_each_process() -> N
     assert "=128 is 2 rows for 4 processes, so some have nothing to do: give 256 or more" in in_words(few)
     assert "trainer.batch_tokens" not in in_words(enough)
     alone = resolve_placement(run(*words[:-1], "trainer.batch_tokens=256", "data.length=64"))
-    assert plan(enough)["hours"] == pytest.approx(plan(alone)["hours"], rel=0.1), "by the CPU that they share"
-    console = Console(record=True, width=200)
-    with console.capture() as shown:
-        console.print(table(few, plan(few)))
-    assert few.data.path in shown.get()
-    assert "128 tokens in rows of 64" in shown.get()
-    assert "without plan=true the same command runs it" in shown.get()
+    assert plan(enough).hours == pytest.approx(plan(alone).hours, rel=0.1), "by the CPU that they share"
+    text = shown(plan(few))
+    for part in (few.data.path, "128 tokens in rows of 64", "without plan=true the same command runs it"):
+        assert part in text
+    assert [spoken(hours) for hours in (1.0, 0.999, 1 / 30, 0.0333)] == ["1.0 h", "60 min", "2 min", "120 s"]
+    assert [gib(2**27), gib(2**27 - 1)] == ["0.12 GiB", "128.0 MiB"]
 
 
-def test_a_cpus_time_is_estimated_and_nothing_empty_is_listed() -> None:
-    small = resolve_placement(run("trainer=debug", "model=tiny", "head=mlp", "model.device=cpu"))
-    planned = plan(small)
-    console = Console(record=True, width=120)
-    with console.capture() as shown:
-        console.print(table(small, planned))
-    assert planned["hours"] > 0
-    assert planned["disk"]["target, in 16 bits"] == 2 * planned["target_parameters"]
-    for row in ("rough time, at an assumed", "loaded of the target by each"):
-        assert row in shown.get()
-    assert " 0.0 MiB" not in shown.get()
+# Of quantised checkpoints.
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
+GROUPS: dict[str, Any] = {"group_0": {"weights": {"num_bits": 8}}, "group_1": {"weights": {"num_bits": 4}}}
+QUANTISED = ("head=eagle", "device=h100", "eval.prompts=0", *SMALL)
+
+
+def saved(folder: Path, quantization: dict[str, Any] | None) -> str:
+    """Save the configuration of a target of two layers, quantised in this way, and return its override."""
+    config = LlamaConfig(vocab_size=2048, hidden_size=1024, intermediate_size=4096, num_hidden_layers=2).to_dict()
+    extra = {} if quantization is None else {"quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config | extra))
+    return f"model.path={folder}"
+
+
+@pytest.mark.parametrize(
+    ("quantization", "size"),
+    [
+        (None, 2.0),
+        (AWQ, 0.56),
+        ({"quant_method": "gptq", "bits": 8}, 1.0),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 1.0),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}, 0.56),
+        ({"quant_method": "compressed-tensors", "config_groups": GROUPS}, 1.0),
+        ({"quant_method": "mxfp4"}, 0.53),
+        ({"quant_method": "hqq", "bits": True}, 2.0),
+        ({"quant_method": "quark", "config_groups": [3]}, 2.0),
+    ],
+)
+def test_a_weight_takes_what_its_checkpoint_says(
+    quantization: dict[str, Any] | None, size: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shapes, "find_spec", lambda name: name)
+    planned = plan(run(*QUANTISED, saved(tmp_path, quantization)))
+    assert planned.memory.resident["target: layers"] == pytest.approx(size * planned.shape.inner, abs=1)
+
+
+def test_what_is_loaded_whole_is_counted_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of mxfp4 without its kernels, of fp8 on a CPU; and what is quantised has its layers even with stored features."""
+    monkeypatch.setattr(shapes, "find_spec", lambda _: None)
+    for quantization, device in (({"quant_method": "mxfp4"}, "device=h100"), ({"quant_method": "fp8"}, "device=cpu")):
+        planned = plan(run(*QUANTISED, saved(tmp_path, quantization), device, "model.dtype=bfloat16"))
+        assert planned.memory.resident["target: layers"] == 2 * planned.shape.inner
+    stored = "features=stored", "trainer.eval_prompts=0", "features.path=x"
+    for there in (None, AWQ):
+        planned = plan(run(*QUANTISED, saved(tmp_path, there), *stored))
+        assert (planned.memory.resident["target: layers"] > 0) == (there is not None)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("model.placement=offload",), "cannot shard or move quantised weights (by its checkpoint)"),
+        (("model.placement=fsdp", "launcher.num_processes=2"), "cannot shard or move quantised weights"),
+        (("model.quantize=int8", "model.placement=device_map"), "is quantised already (awq); leave model.quantize out"),
+    ],
+)
+def test_what_loading_refuses_is_refused_before(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    given = unplaced(*QUANTISED, saved(tmp_path, AWQ), *words)
+    for refuses in (lambda: plan(jobs.placed(given)), lambda: check.check_target(given)):
+        with pytest.raises(ValueError, match=re.escape(said)) as error:
+            refuses()
+        assert "\n" not in str(error.value)
+
+
+# Of the host's memory: of this machine it is compared, of another one the plan says how much.
+
+HERE = ("head=eagle", "launcher.num_processes=1", "launcher.strategy=ddp", "device.context_gb=0.1", *SMALL)
+
+
+def at_a_machine(monkeypatch: pytest.MonkeyPatch, host: float) -> None:
+    """Let the plan be made on a machine with an accelerator and so many bytes of host memory."""
+    monkeypatch.setattr("train.planning.plan.device_named", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("train.planning.plan.host_bytes", lambda: round(host))
+
+
+def test_layers_go_to_a_host_that_holds_them_and_else_stay_in_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    LlamaConfig(vocab_size=512, hidden_size=1024, intermediate_size=4096, num_hidden_layers=16).save_pretrained(
+        tmp_path
+    )
+    words = (f"model.path={tmp_path}", *HERE, "eval.prompts=0", "trainer.eval_prompts=0", "model.placement=auto")
+    at_a_machine(monkeypatch, 100 * GIB)
+    whole, streamed = (
+        plan(automatic(*words, "device.memory_gb=80", f"model.placement={kind}")) for kind in ("replicate", "offload")
+    )
+    assert streamed.host is not None
+    small = f"device.memory_gb={(whole.memory.peak + streamed.memory.peak) / 2 / SAFE / GIB}"
+    for host, disk in ((streamed.host.peak / SAFE + 1e7, "cpu"), (streamed.host.peak / SAFE - 1e7, "disk")):
+        at_a_machine(monkeypatch, host)
+        placed = automatic(*words, small)
+        assert f"model.placement=offload model.offload={disk} " in in_words(placed)
+        assert plan(placed).fits
+    # A placement that is given stays, and the plan says what to change.
+    at_a_machine(monkeypatch, streamed.host.peak - 1)
+    given = plan(automatic(*words, "device.memory_gb=80", "model.placement=offload"))
+    assert (given.memory.utilization < 1, given.fits) == (True, False)
+    assert remedy(given.run) == "model.offload=disk"
+    assert re.search(r"host memory of each node: \d.*, does NOT fit", shown(given))

@@ -2,7 +2,6 @@
 
 check.py         checks of a run by its configuration, the file system and the target's configuration
 resolve.py       the run of a composed configuration: what was left open is filled in once
-plan.py          the plan of plan=true: its device, memory by strategy and placement, disk, operations, hours
+plan.py          the plan of plan=true: memory, disk, operations, hours, and overrides that make the run fit
 shapes.py        a target's shape, and a head's memory and operations, in closed form
-table.py         a plan as tables for the terminal, with overrides that make the run fit
 """

@@ -1,17 +1,14 @@
-"""The plan of a run from configurations alone: memory by device, disk, FLOPs and hours.
+"""The memory, disk, operations and hours of a run in closed form, from configurations alone (docs/training_plan.md).
 
-Nothing is loaded or written. What depends on data is taken at its largest: every token is trained, no row comes twice.
-Each assumption is a key of conf/device or a constant of this package (docs/training_plan.md).
-
-A device holds a process's own, the resident tensors, and those of its largest stage: the target's forward pass, the
-head's step, the optimiser, a measurement of τ, writing the head. Stages follow each other, so they never add up. The
-final evaluation comes when all of these are freed.
+A device holds a process's own, the target, the head with its optimiser, and the widest stage of a step: the target's
+forward pass, the head's step, the optimiser, a measurement of τ. Stages follow each other, so they never add up. The
+final evaluation comes when all of these are freed. Every token is counted as trained, and no row as coming twice.
 """
 
 import re
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +16,16 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 from omegaconf import OmegaConf
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
 
 from data.features.store import size
 from data.features.vllm_features import LayerIds
 from heads.common.resolvers import ROOT
-from heads.common.target_config import check_rows, context_of
+from heads.common.target_config import about_size, check_rows, context_of, experts_of
 from heads.common.typed import typed
+from heads.common.untrusted import visible
 from inference.target.config import DTYPES, device_named, fast_dtype
 from inference.target.loading import check_quantized, saved_quantization
 from inference.target.placement import (
@@ -32,86 +33,48 @@ from inference.target.placement import (
     FSDP,
     GB,
     OFFLOAD,
-    REPLICATE,
     TENSOR_PARALLEL,
-    Placement,
+    TOGETHER,
     check_offload,
     check_processes,
     check_shape,
     check_weights,
 )
-from train.config import DeviceConfig, RunConfig
+from train.config import IGNORE, DeviceConfig, RunConfig, checked
 from train.distributed.strategy import BUCKET
 from train.planning.check import reads_target, unserved
-from train.planning.shapes import (
-    HeadCost,
-    TargetShape,
-    configuration,
-    head_cost,
-    quantization_note,
-    saved_bytes,
-    target_shape,
-    weight_bytes,
-)
+from train.planning.shapes import HeadCost, TargetShape, configuration, head_cost, target_shape, weight_bytes
 from train.start import AUTO, STARTS, check_copied
 
+GIB = 2**30
+SAFE = 0.9  # of a device's memory that a run may take
 AHEAD = 2  # layers of a target that are whole on a device at once when they are gathered or streamed
+ROW_BYTES = 9  # a packed token: its number, its document, its mask
+HOST_BASE = 1.5  # GiB of host memory of a process with torch's CUDA libraries
+SIDE = 1024  # of the matrices by which a CPU's operations per second are measured
+PRUNED = 32000  # EAGLE-3's draft vocabulary
+# The values of features=stored; where the store is does not matter to a plan.
+STORED = "features.mode=stored features.on_missing=fail features.path=store"
+DEVICES = ROOT / "conf" / "device"
+CGROUPS, GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+LIMITS = ("memory.max", "memory.limit_in_bytes")  # of control groups of version 2 and 1
 
 
-class Layout(NamedTuple):
-    """The processes and devices: `processes` on each of `nodes`, `accelerators` of a node, `group` tensor-parallel."""
+class Memory(NamedTuple):
+    """The memory of the fullest device, or of a node's host, in bytes."""
 
-    strategy: str
-    where: Placement
-    processes: int
-    nodes: int
-    accelerators: int
-    group: int
-
-    @property
-    def world(self) -> int:
-        """All processes."""
-        return self.processes * self.nodes
-
-    @property
-    def shared(self) -> int:
-        """The number of devices among which each of the target's layers is sharded."""
-        return self.group if self.where.placement == TENSOR_PARALLEL else 1
-
-    @property
-    def devices(self) -> list[int]:
-        """The devices of a node that layers are placed on under device_map."""
-        return list(range(self.accelerators)) if self.where.devices is None else self.where.devices
-
-    def mapped(self, device: int) -> float:
-        """Return the fraction of the layers on a device under device_map: each process divides them evenly."""
-        groups = [self.devices[process :: self.processes] for process in range(self.processes)]
-        return sum((1 / len(group) for group in groups if device in group), 0.0)
-
-
-@dataclass(frozen=True)
-class MemoryUse:
-    """The memory of a device of a node, or of a node's host, in bytes."""
-
-    node: int
-    device: int | None  # None for a node's host
     process: int  # before anything is loaded
     resident: dict[str, int]
-    stages: dict[str, dict[str, int]]  # temporary sizes by stage and name
-    evaluation: dict[str, int]  # of the final evaluation, in place of all the others but the process's
+    stages: dict[str, int]
+    evaluation: int  # the final one, in place of all the others but the process's
     slack: float  # of the widest stage, that the allocator holds above what is asked of it
     capacity: int | None  # None where it is not known
 
     @property
-    def allocator(self) -> int:
-        """The bytes that the allocator holds above what is asked of it."""
-        return round(self.slack * max(map(total, self.stages.values()), default=0))
-
-    @property
     def peak(self) -> int:
         """The bytes at the widest moment."""
-        stages = max(map(total, self.stages.values()), default=0)
-        return self.process + max(total(self.resident) + stages + self.allocator, total(self.evaluation))
+        widest = max(self.stages.values(), default=0)
+        return self.process + max(sum(self.resident.values()) + round((1 + self.slack) * widest), self.evaluation)
 
     @property
     def utilization(self) -> float:
@@ -119,34 +82,196 @@ class MemoryUse:
         return self.peak / self.capacity if self.capacity else 0.0
 
 
-def total(sizes: Mapping[str, int]) -> int:
-    """Return the bytes of sizes by name."""
-    return sum(sizes.values())
+class Plan(NamedTuple):
+    """The plan of a run: its device with nothing left open, the shapes of target and head, and the memory they take."""
+
+    run: RunConfig
+    device: DeviceConfig
+    shape: TargetShape
+    cost: HeadCost
+    rows: int  # of a micro-batch
+    memory: Memory  # of the device of the first process, which also measures and evaluates
+    host: Memory | None  # of a node; None on a CPU, which is the device
+
+    @property
+    def utilization(self) -> float:
+        """The share that is used of the device, or of the host where that is more."""
+        return max(memory.utilization for memory in (self.memory, self.host) if memory is not None)
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for all of it."""
+        return self.utilization <= 1
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of a checkpoint: weights, moments, the EMA."""
+        trainer, cost = self.run.trainer, self.cost
+        return 4 * (cost.trained * (1 + (trainer.ema > 0)) + cost.frozen + moments(cost, trainer.optimizer == "muon"))
+
+    @property
+    def disk(self) -> dict[str, int]:
+        """The bytes of checkpoints, of the saved head, and of a feature store of all tokens."""
+        trainer, features = self.run.trainer, self.run.features
+        # The best checkpoint too, and one that is being written.
+        sizes = {"checkpoints": (trainer.keep + (2 if trainer.eval_prompts else 1)) * self.state_bytes}
+        sizes["head"] = 4 * self.cost.whole
+        if features.mode == "stored":
+            row = (len(self.cost.feature_layers) + 1) * size(self.shape.width, features.dtype)
+            sizes["features"] = trainer.steps * trainer.batch_tokens * row
+        return sizes
+
+    @property
+    def flops(self) -> tuple[int, int]:
+        """The operations of the whole run, measurements left out: the target's and the head's."""
+        micro_batches, tokens = self.run.trainer.steps * self.run.rows / self.rows, self.rows * self.run.data.length
+        target = self.shape.flops(tokens, self.run.data.length)
+        return round(micro_batches * target), round(micro_batches * self.cost.flops)
+
+    @property
+    def device_hours(self) -> tuple[float, float] | None:
+        """The hours of one device for the target's passes and for the head, None where its peak is not known."""
+        peak = self.device.tflops
+        if peak is None and self.device.type == "cpu" and self.run.device.type is None:
+            peak = cpu_tflops()
+        if peak is None:
+            return None
+        target, head = (flops / (3600e12 * peak * self.device.mfu) for flops in self.flops)
+        return target, head
+
+    @property
+    def hours(self) -> float | None:
+        """The hours of the training; the processes of a machine share its CPU, whose rate is that of all its cores."""
+        if self.device_hours is None:
+            return None
+        target, head = self.device_hours
+        launcher = self.run.launcher
+        devices = launcher.num_nodes if self.device.type == "cpu" else launcher.world
+        return (head + (target if self.run.features.runs_target else 0)) / devices
 
 
-def head_state(cost: HeadCost, layout: Layout, muon: bool, averaged: bool) -> dict[str, int]:
+def plan(run: RunConfig) -> Plan:
+    """Return the plan of a run whose `trainer.micro_tokens` is known; nothing is loaded or written.
+
+    The head is the one configured.
+
+    Raises:
+        ValueError: the target's configuration cannot be read, the head does not fit it, or would have to be loaded, or
+            the engine's layers are not those that it reads, or loading would refuse the placement.
+    """
+    assert run.trainer.micro_tokens is not None
+    if run.init not in STARTS:
+        raise ValueError(f"init={run.init} brings the head's numbers, and plan=true loads nothing: leave init out")
+    check_copied(run.head, run.init, run.model.where.placement)
+    device = resolved(run.device, run.model.device)
+    kind, length, launcher = str(device.type), run.data.length, run.launcher
+    _check_placed(run, kind, launcher.local if device.count is None else device.count)
+    config = configuration(run.model)
+    check_rows(length, context_of(config.get_text_config()), run.model.path)
+    fast = fast_dtype(torch.device(kind))
+    dtype = fast if run.model.dtype == "auto" else DTYPES[run.model.dtype]
+    bf16 = run.trainer.precision == "bf16" or (run.trainer.precision == "auto" and fast == torch.bfloat16)
+    mine = -(-run.rows // launcher.world)
+    rows = min(mine, run.trainer.micro_tokens // length)
+    shape, further = target_shape(run.model), mine > rows
+    cost = head_cost(run, config.get_text_config(), rows, kind, bf16=bf16, accumulates=further)
+    if run.features.mode == "engine":
+        LayerIds.of(run.features.vllm_layers, cost.feature_layers, shape.layers)
+    # A quantised checkpoint's embeddings are not loaded without its layers, nor those that compute with buffers.
+    loaded = reads_target(run) or saved_quantization(config) is not None or not shape.apart
+    layers = int(weight_bytes(run.model, dtype.itemsize, kind) * shape.inner) if loaded else 0
+    target, gathered, offloaded = target_state(run, shape, layers, dtype.itemsize, device.count)
+    gate = dtype.itemsize if run.eval.gate_dtype == AUTO else DTYPES[run.eval.gate_dtype].itemsize
+    last = int(weight_bytes(run.model, gate, kind) * shape.inner)
+    evaluated, again, kept = target_state(run, shape, last, gate, device.count) if run.eval.prompts else ({}, 0, 0)
+    stages = _stages(run, shape, cost, rows, dtype.itemsize, 2 if bf16 else 4, on_cpu=kind == "cpu", further=further)
+    if not layers:
+        stages = {name: taken for name, taken in stages.items() if name not in ("target's pass", "measuring τ")}
+    else:
+        stages |= {name: stages[name] + gathered for name in ("target's pass", "measuring τ") if name in stages}
+    capacity = round(float(device.memory_gb or 0) * GIB)
+    memory = Memory(
+        round(device.context_gb * GIB), target | head_state(run, cost), stages, sum(evaluated.values()) + again,
+        device.slack, capacity // launcher.local if kind == "cpu" else capacity,
+    )  # fmt: skip
+    planned = Plan(run, device, shape, cost, rows, memory, None)
+    trainer, local = run.trainer, launcher.local
+    held = {
+        "data": ROW_BYTES * trainer.steps * trainer.batch_tokens,
+        "a checkpoint that is being written": planned.state_bytes // launcher.world,
+    }
+    if kind == "cpu":
+        return planned._replace(memory=memory._replace(resident=memory.resident | held))
+    held = {name: local * taken for name, taken in (held | {"target: layers": offloaded}).items() if taken}
+    here = None if run.device.type is not None else host_bytes()
+    return planned._replace(host=Memory(round(local * HOST_BASE * GIB), held, {}, kept, 0, here))
+
+
+def _check_placed(run: RunConfig, device: str, accelerators: int) -> None:
+    """Check placement, processes and devices as loading the target would."""
+    where, model, launcher = run.model.where, run.model, run.launcher
+    config, group = configuration(model), model.tensor_parallel or launcher.local
+    check_weights(where, check_quantized(model.path, config, model.quantize), None)
+    check_offload(where, device)
+    if where.needs_all_ranks:
+        check_processes(where, launcher.world, group)
+    if where.placement == TENSOR_PARALLEL:
+        text: Any = config.get_text_config()
+        if not getattr(text, "base_model_tp_plan", None):
+            raise ValueError(f"model.placement={TENSOR_PARALLEL}: transformers has no plan to cut {model.path} up")
+        check_shape(text, group, model.path)
+    devices = len(model.devices or range(accelerators))
+    if where.placement == DEVICE_MAP and device != "cpu" and devices < launcher.local:
+        raise ValueError(
+            f"model.placement=device_map has {devices} devices for {launcher.local} processes: start fewer, or give "
+            "more model.devices"
+        )
+
+
+def target_state(
+    run: RunConfig, shape: TargetShape, layers: int, item: int, count: int | None
+) -> tuple[dict[str, int], int, int]:
+    """Return the target's bytes: on the first process's device, gathered there during a pass, on the host.
+
+    `layers` are the bytes of all layers, 0 where they are not loaded; `item` those of a value of embedding and lm_head,
+    which are whole on every trainer's device. A node has `count` devices, None for one a process.
+    """
+    where, launcher = run.model.where, run.launcher
+    ahead, gathered, host, parts, there = AHEAD * layers // shape.layers, 0, 0, 1, layers
+    if where.placement == TENSOR_PARALLEL:
+        parts = run.model.tensor_parallel or launcher.local
+    elif where.placement == FSDP:
+        parts, gathered = launcher.world, ahead
+    elif where.placement == DEVICE_MAP:
+        mine = (where.devices or range(count or launcher.local))[:: launcher.local]
+        there = layers // len(mine) if 0 in mine else 0  # the devices of a process share its layers out evenly
+    elif where.placement == OFFLOAD:
+        stay = min(layers, int((where.memory_gb or 0) * GB))
+        there, host = min(layers, stay + ahead), 0 if where.offload == "disk" else layers - stay
+    ends = item * shape.embeddings
+    own = ends // parts if layers and parts > 1 else 0  # transformers' own part of them, which trainers do not read
+    return {"target: embedding, lm_head": ends + own, "target: layers": there // parts}, gathered, host
+
+
+def head_state(run: RunConfig, cost: HeadCost) -> dict[str, int]:
     """Return the bytes of a process for the head and its optimiser between steps, all in fp32.
 
-    With `muon` matrices between hidden states have one moment; an EMA is sharded as the weights are.
+    Muon keeps one moment of matrices between hidden states; an EMA is sharded as the weights are.
     """
-    world, whole = layout.world, 4 * cost.trained
-    cut = {"ddp": (1, 1, 1), "zero2": (1, world, world), "zero3": (world, world, world), "fsdp2": (world, world, world)}
-    weights, gradients, states = cut[layout.strategy]
-    zero = layout.strategy.startswith("zero")
+    strategy, world, whole = run.launcher.strategy, run.launcher.world, 4 * cost.trained
+    zero, sharded = strategy.startswith("zero"), strategy in ("zero3", "fsdp2") and world > 1
+    weights, gradients, states = {
+        "ddp": (1, 1, 1), "zero2": (1, world, world), "zero3": (world,) * 3, "fsdp2": (world,) * 3,
+    }[strategy]  # fmt: skip
+    buckets = 8 * min(BUCKET, cost.trained) if zero else whole if strategy == "ddp" and world > 1 else 0
     sizes = {
-        "head: weights": whole / weights + (whole / world if zero else 0),  # DeepSpeed moves a copy of its own
-        "head: gradients": whole / gradients,
-        "head: optimiser": 4 * moments(cost, muon) / states,
-        "head: buckets": 8 * min(BUCKET, cost.trained)
-        if zero
-        else whole
-        if layout.strategy == "ddp" and world > 1
-        else 0,
-        "head: gathered": 2 * whole if weights > 1 else 0,  # while it computes, and gradients before they are scattered
-        "head: frozen": 4 * cost.frozen,
-        "head: EMA": whole / weights if averaged else 0,
+        "head: weights": 4 * cost.frozen + whole / weights + (whole / world if zero else 0),  # DeepSpeed's own copy
+        "head: gradients": whole / gradients + buckets,
+        "head: optimiser": 4 * moments(cost, run.trainer.optimizer == "muon") / states,
+        "head: gathered": 2 * whole * sharded,  # while it computes, and gradients before they are scattered
+        "head: EMA": whole / weights * (run.trainer.ema > 0),
     }
-    return {name: round(size) for name, size in sizes.items() if size}
+    return {name: round(taken) for name, taken in sizes.items() if taken}
 
 
 def moments(cost: HeadCost, muon: bool) -> int:
@@ -154,88 +279,32 @@ def moments(cost: HeadCost, muon: bool) -> int:
     return cost.trained + (cost.vectors if muon else cost.trained)
 
 
-def target_state(
-    shape: TargetShape, layout: Layout, layers: int, item: int, device: int = 0
-) -> tuple[dict[str, int], dict[str, int], int]:
-    """Return the target's memory: on a device of a node, gathered there during a forward pass, and on the host.
-
-    `layers` are the bytes of all layers, 0 where they are not loaded; `item` those of a value of embedding and lm_head,
-    which are whole on every trainer's device.
-    """
-    placement = layout.where.placement
-    ahead = AHEAD * layers // shape.layers
-    stay = min(layers, int((layout.where.memory_gb or 0) * GB))
-    there, gathered, host = {
-        REPLICATE: (layers, 0, 0),
-        TENSOR_PARALLEL: (layers // layout.group, 0, 0),
-        FSDP: (layers // layout.world, ahead, 0),
-        DEVICE_MAP: (round(layers * layout.mapped(device)), 0, 0),
-        OFFLOAD: (min(layers, stay + ahead), 0, 0 if layout.where.offload == "disk" else layers - stay),
-    }[placement]
-    parts = {TENSOR_PARALLEL: layout.group, FSDP: layout.world}.get(placement, 1)
-    held = {
-        "target: embedding, lm_head": item * shape.embeddings,
-        "target: its own part of these": item * shape.embeddings // parts if layers and parts > 1 else 0,
-        "target: layers": there,
-    }
-    return (
-        {name: size for name, size in held.items() if size},
-        {"target: gathered layers": gathered} if gathered else {},
-        host,
-    )
-
-
-def pass_stage(
-    shape: TargetShape, layout: Layout, tokens: int, length: int, item: int, features: int, several: bool
+def _stages(
+    run: RunConfig, shape: TargetShape, cost: HeadCost, rows: int, item: int, value: int, *, on_cpu: bool, further: bool
 ) -> dict[str, int]:
-    """Return the bytes of the target's forward pass; a tensor-parallel group runs its processes' rows in turn.
+    """Return the bytes that each stage of a step takes for its time.
 
-    Where a step has `several` micro-batches, the features of the one before are there until the pass has ended.
+    A value has `item` bytes in the target, `value` in the head. Where a step has `further` micro-batches, the features
+    of the one before are there until the target's pass has ended. A tensor-parallel group runs its processes' rows in
+    turn.
     """
-    output = features_bytes(shape, tokens, item, features)
-    sizes = {
-        "target: activations, mask": shape.working(tokens, length, item, features, layout.shared),
-        "features": output,
-        "features of another's turn": output * (layout.shared > 1),
-        "features of the micro-batch before": output * several,
-    }
-    return {name: size for name, size in sizes.items() if size}
-
-
-def features_bytes(shape: TargetShape, tokens: int, item: int, features: int) -> int:
-    """Return the bytes of a micro-batch's features: the layers that the head reads, and the last state."""
-    return tokens * shape.width * item * (features + 1)
-
-
-GIB = 2**30
-CGROUPS, GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-LIMITS = ("memory.max", "memory.limit_in_bytes")  # of control groups of version 2 and 1
-DEVICES = ROOT / "conf" / "device"
-ROW_BYTES = 9  # a packed token: its number, its document, its mask
-SAFE = 0.9  # of a device's memory that a run may take
-SIDE = 1024  # of the matrices by which a CPU's operations per second are measured
-LAYERS = "target: layers"
-HOST_BASE = 1.5  # GiB of host memory of a process with torch's CUDA libraries
-
-
-class PlanInputs(NamedTuple):
-    """A run and the sizes derived from it."""
-
-    run: RunConfig
-    device: DeviceConfig
-    shape: TargetShape
-    cost: HeadCost
-    layout: Layout
-    item: int  # bytes of a value of the target
-    bf16: bool  # whether the head's products are in bf16
-    rows: int  # of a micro-batch
-    micro: int  # micro-batches of a process in a step
-    layers: int  # bytes of the target's layers, 0 where they are not loaded
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the device's memory is the process's own."""
-        return self.device.type == "cpu"
+    length, read, tensor_parallel = run.data.length, len(cost.feature_layers), run.model.placement == TENSOR_PARALLEL
+    tokens, group = rows * length, (run.model.tensor_parallel or run.launcher.local) if tensor_parallel else 1
+    features = tokens * shape.width * (read + 1)
+    copied = value if run.objective.noise > 0 or value != item else 0
+    stages = {"head's step": features * (item + copied) + cost.activations + cost.loss}
+    if on_cpu or run.trainer.optimizer == "muon":  # else it is fused
+        stages["optimiser"] = 12 * cost.largest
+    if on_cpu:
+        stages["writing the head"] = 8 * cost.trained
+    if run.features.runs_target:
+        turns = 1 + (group > 1) + further
+        stages["target's pass"] = shape.working(tokens, length, item, read, group) + turns * features * item
+    if run.trainer.eval_prompts:  # one prompt and answer is decoded, by buffers that double when they are full
+        reach = length + run.trainer.eval_tokens
+        cached = 2 * reach * shape.layers * 2 * shape.layer.num_kv_heads * shape.layer.head_dim * item // group
+        stages["measuring τ"] = item * cost.whole + cached + shape.working(reach, reach, item, read, group)
+    return stages
 
 
 def preset(name: str) -> DeviceConfig:
@@ -270,9 +339,8 @@ def resolved(device: DeviceConfig, requested: str | None) -> DeviceConfig:
         raise ValueError(f"device={device.name} is of type {kind}, and model.device={requested} is not: leave one out")
     if kind == "cpu":
         cpu = preset("cpu")
-        memory_gb = device.memory_gb or host_bytes() / GIB
         base = device if device.type is not None else replace(device, context_gb=cpu.context_gb, slack=cpu.slack)
-        return replace(base, type=kind, memory_gb=memory_gb)
+        return replace(base, type=kind, memory_gb=device.memory_gb or host_bytes() / GIB)
     if device.memory_gb is not None:
         return replace(device, type=kind)
     properties = torch.cuda.get_device_properties(requested or "cuda")
@@ -293,6 +361,17 @@ def host_bytes() -> int:
     return least
 
 
+@cache
+def cpu_tflops() -> float:
+    """Return the 10^12 operations per second of this CPU's threads in a product of matrices, the best of some."""
+    matrix, seconds = torch.ones(SIDE, SIDE, dtype=fast_dtype(torch.device("cpu"))), []
+    for _ in range(5):
+        begin = time.perf_counter()
+        torch.mm(matrix, matrix)
+        seconds.append(time.perf_counter() - begin)
+    return 2 * SIDE**3 / min(seconds) / 1e12
+
+
 def alone_on_cpu(run: RunConfig) -> bool:
     """Whether a run is a single process on a CPU, which leaves nothing to choose."""
     return run.launcher.world == 1 and resolved(run.device, run.model.device).type == "cpu"
@@ -302,263 +381,186 @@ def resolve_micro_batch(run: RunConfig) -> RunConfig:
     """Return a run with its `trainer.micro_tokens`, where they are null: the most that fit SAFE of every device.
 
     They are a power of two of rows, of those that a process has in a step. A device that one row fills already, as a
-    final evaluation may, leaves the choice to the others.
+    final evaluation may, leaves the choice to the share of a process.
     """
     if run.trainer.micro_tokens is not None:
         return run
 
-    def of(rows: int) -> RunConfig:
-        return replace(run, trainer=replace(run.trainer, micro_tokens=rows * run.data.length))
+    def of(rows: int) -> Plan:
+        return plan(replace(run, trainer=replace(run.trainer, micro_tokens=rows * run.data.length)))
 
-    def uses(rows: int) -> list[MemoryUse]:
-        return device_memories(plan_inputs(of(rows)))
-
-    limits = [max(use.peak, SAFE * (use.capacity or 0)) for use in uses(1)]
+    least = of(1).memory
+    limit = max(least.peak, SAFE * (least.capacity or 0))
     rows = 1 << max(0, (run.rows // run.launcher.world).bit_length() - 1)
-    while rows > 1 and any(use.peak > limit for use, limit in zip(uses(rows), limits, strict=True)):
+    while rows > 1 and of(rows).memory.peak > limit:
         rows //= 2
-    return of(rows)
+    return of(rows).run
 
 
-def plan_inputs(run: RunConfig) -> PlanInputs:
-    """Return the inputs of a plan, with its errors; nothing of it is left open.
-
-    The head is the one configured: another one that `init` names is about as large.
-    """
-    assert run.trainer.micro_tokens is not None
-    check_copied(run.head, run.init, run.model.where.placement)
-    device = resolved(run.device, run.model.device)
-    fast = fast_dtype(torch.device(str(device.type)))
-    dtype = fast if run.model.dtype == "auto" else DTYPES[run.model.dtype]
-    bf16 = run.trainer.precision == "bf16" or (run.trainer.precision == "auto" and fast == torch.bfloat16)
-    launcher = run.launcher
-    accelerators = launcher.local if device.count is None else device.count
-    layout = Layout(
-        launcher.strategy, run.model.where, launcher.local, launcher.num_nodes,
-        accelerators, run.model.tensor_parallel or launcher.local,
-    )  # fmt: skip
-    _check_placed(run, layout, str(device.type))
-    length = run.data.length
-    mine = -(-run.rows // layout.world)
-    rows = min(mine, run.trainer.micro_tokens // length)
-    micro = -(-mine // rows)
-    config = configuration(run.model).get_text_config()
-    check_rows(length, context_of(config), run.model.path)
-    shape = target_shape(run.model)
-    cost = head_cost(run, config, rows, str(device.type), bf16=bf16, accumulates=micro > 1)
-    # A quantised checkpoint's embeddings are not loaded without its layers, nor those that compute with buffers.
-    loaded = reads_target(run) or saved_quantization(configuration(run.model)) is not None or not shape.apart
-    layers = int(weight_bytes(run.model, dtype.itemsize, str(device.type)) * shape.inner) if loaded else 0
-    return PlanInputs(run, device, shape, cost, layout, dtype.itemsize, bf16, rows, micro, layers)
-
-
-def _check_placed(run: RunConfig, layout: Layout, device: str) -> None:
-    """Check placement, processes and devices as loading the target would."""
-    where, model = layout.where, run.model
-    check_weights(where, check_quantized(model.path, configuration(model), model.quantize), None)
-    check_offload(where, device)
-    if where.needs_all_ranks:
-        check_processes(where, layout.world, layout.group)
-    if where.placement == TENSOR_PARALLEL:
-        check_shape(configuration(model).get_text_config(), layout.group, model.path)
-    if where.placement == DEVICE_MAP and device != "cpu" and len(layout.devices) < layout.processes:
-        raise ValueError(
-            f"model.placement=device_map has {len(layout.devices)} devices for {layout.processes} processes: start "
-            "fewer, or give more model.devices"
-        )
-
-
-def device_memories(inputs: PlanInputs) -> list[MemoryUse]:
-    """Return the memory of every device of every node."""
-    device, layout = inputs.device, inputs.layout
-    capacity, memories = round(float(device.memory_gb or 0) * GIB), []
-    spare = layout.devices if layout.where.placement == DEVICE_MAP and not inputs.on_cpu else []
-    trainer = inputs.run.trainer
-    always = head_state(inputs.cost, layout, trainer.optimizer == "muon", trainer.ema > 0)
-    always |= host_state(inputs) if inputs.on_cpu else {}
-    for node in range(layout.nodes):
-        for number in sorted({*range(layout.processes), *spare}):
-            main = node == number == 0
-            target, _, _ = target_state(inputs.shape, layout, inputs.layers, inputs.item, number)
-            evaluated, gathered, _ = _evaluated(inputs, number)
-            held = target | always, _stages(inputs, number, main), evaluated | gathered
-            if number >= layout.processes:  # it holds layers of another one's process, and nothing else
-                parts = [{name: size for name, size in sizes.items() if name == LAYERS} for sizes in (held[0], held[2])]
-                held = parts[0], {}, parts[1]
-            elif not (main or layout.where.needs_all_ranks):
-                held = *held[:2], {}
-            memories.append(
-                MemoryUse(
-                    node, number, round(device.context_gb * GIB), *held, device.slack,
-                    capacity // layout.processes if inputs.on_cpu else capacity,
-                )
-            )  # fmt: skip
-    return memories
-
-
-def _stages(inputs: PlanInputs, number: int, main: bool) -> dict[str, dict[str, int]]:
-    """Return what each stage of a step takes for its time; the main process also measures, or all of them together."""
-    run, cost, layout, shape = inputs.run, inputs.cost, inputs.layout, inputs.shape
-    tokens, length, read = inputs.rows * run.data.length, run.data.length, len(cost.feature_layers)
-    value = 2 if inputs.bf16 else 4  # bytes of a value of the features as the head reads them
-    copied = run.objective.noise > 0 or value != inputs.item
-    features = features_bytes(shape, tokens, inputs.item + (value if copied else 0), read)
-    scratch = 12 * cost.largest if inputs.on_cpu or run.trainer.optimizer == "muon" else 0  # none where it is fused
-    stages = {
-        "head's step": {
-            "features": features, "head: activations": cost.activations, "loss: logits, gradients": cost.loss,
-        },
-        "optimiser": {"optimiser: update": scratch},
+def table(planned: Plan) -> Group:
+    """Return a plan as tables for the terminal; if it does not fit, with overrides that make it."""
+    run, shape, cost, device = planned.run, planned.shape, planned.cost, planned.device
+    totals = _table(f"plan: {run.name} -> {run.out}")
+    totals.add_row("data", escape(visible(run.data.named)))
+    counts = {
+        "target parameters": shape.parameters, "active parameters": shape.active + shape.embeddings,
+        "head parameters": cost.whole, "trained parameters": cost.trained, "steps": run.trainer.steps,
+        "tokens": run.trainer.steps * run.trainer.batch_tokens, "micro tokens": run.trainer.micro_tokens,
     }  # fmt: skip
-    if inputs.on_cpu:
-        stages["writing the head"] = {"head: a copy of it, its file": 8 * cost.trained}
-    _, gathered, _ = target_state(shape, layout, inputs.layers, inputs.item, number)
-    if inputs.layers and run.features.runs_target:
-        stages["target's pass"] = gathered | pass_stage(
-            shape, layout, tokens, length, inputs.item, read, inputs.micro > 1
+    for name, count in counts.items():
+        totals.add_row(name, f"{count:,}")
+    totals.add_row("a step", f"{run.trainer.batch_tokens:,} tokens in rows of {run.data.length:,}")
+    for name, taken in planned.disk.items():
+        totals.add_row(f"disk: {name}", gib(taken))
+    totals.add_row("operations, target and head", "{:.2g} + {:.2g}".format(*planned.flops))
+    if planned.hours is None or planned.device_hours is None:
+        totals.add_row("hours", f"not known: device={device.name} has no peak; give device.tflops")
+    else:
+        totals.add_row(f"time at an assumed {device.mfu:.0%} of {device.name}'s peak", spoken(planned.hours))
+        if device.type != "cpu":
+            totals.add_row("GPU hours", f"{planned.hours * run.launcher.world:,.1f}")
+        if run.features.mode == "stored":
+            totals.add_row("GPU hours of the extraction, elsewhere", f"{planned.device_hours[0]:,.1f}")
+    lines = [in_words(run), *filter(None, [unserved(run.model.path, shape.beyond)])]
+    memories = [_memory_table("the fullest device", planned.memory)]
+    memories += [] if planned.host is None else [_memory_table("host memory of each node", planned.host)]
+    if planned.fits:
+        lines.append("it fits; without plan=true the same command runs it")
+    elif words := remedy(run):
+        lines.append(f"it does not fit; with this it does: {words}")
+    else:
+        lines.append("it does not fit with any change: take more or larger devices, or another head")
+    return Group(totals, *memories, *(escape(visible(line)) for line in lines))
+
+
+def _table(title: str) -> Table:
+    shown = Table(title=title, show_header=False, min_width=60)
+    shown.add_column(overflow="fold")
+    shown.add_column(justify="right")
+    return shown
+
+
+def _memory_table(name: str, use: Memory) -> Table:
+    fits = "fits" if use.utilization <= 1 else "does NOT fit"
+    shown = _table(f"{name}: {gib(use.peak)}" + ("" if use.capacity is None else f" of {gib(use.capacity)}, {fits}"))
+    stages = {f"while: {stage}": round((1 + use.slack) * taken) for stage, taken in use.stages.items()}
+    last = {"final evaluation, all else freed": use.evaluation} if use.evaluation else {}
+    for part, taken in {"process": use.process, **use.resident, **stages, **last}.items():
+        shown.add_row(part, gib(taken))
+    return shown
+
+
+def gib(taken: float) -> str:
+    """Format bytes in GiB or MiB."""
+    return f"{taken / GIB:,.2f} GiB" if taken >= 2**27 else f"{taken / 2**20:,.1f} MiB"
+
+
+def spoken(hours: float) -> str:
+    """Format a time in hours, minutes or seconds."""
+    return f"{hours:,.1f} h" if hours >= 1 else f"{60 * hours:.0f} min" if hours >= 1 / 30 else f"{3600 * hours:.0f} s"
+
+
+def in_words(run: RunConfig) -> str:
+    """Return one line about what was chosen, as overrides."""
+    launcher, gate = run.launcher, run.eval.gate_dtype
+    nodes = f"{launcher.num_nodes} x " if launcher.num_nodes > 1 else ""
+    processes = "1 process" if launcher.local == 1 else f"{launcher.local} processes"
+    disk = f" model.offload={run.model.offload}" if run.model.placement == OFFLOAD else ""
+    last = f" eval.gate_dtype={gate}" if run.eval.prompts else ""
+    idle = ""
+    if run.rows < launcher.world:
+        idle = (
+            f"; a step of trainer.batch_tokens={run.trainer.batch_tokens} is {run.rows} row{'s' * (run.rows > 1)} for "
+            f"{launcher.world} processes, so some have nothing to do: give {launcher.world * run.data.length} or more"
         )
-    if (main or layout.where.needs_all_ranks) and run.trainer.eval_prompts and inputs.layers:
-        reach = length + run.trainer.eval_tokens
-        stages["measuring τ"] = gathered | {  # by decoding one prompt and answer
-            "τ: decoding copy of the head": inputs.item * cost.whole,
-            # A buffer doubles when it is full.
-            "τ: keys and values": shape.cache(2 * reach, inputs.item) // layout.shared,
-            "τ: pass over a prompt": shape.working(reach, reach, inputs.item, read, layout.shared),
-        }
-    return stages
+    return (
+        f"{nodes}{processes}, placed by the plan: model.placement={run.model.placement}{disk} "
+        f"launcher.strategy={launcher.strategy} trainer.micro_tokens={run.trainer.micro_tokens}{last}{idle}"
+    )
 
 
-def _evaluated(inputs: PlanInputs, number: int) -> tuple[dict[str, int], dict[str, int], int]:
-    """Return the target's memory in the final evaluation, as `target_state`; nothing without one."""
-    run, shape = inputs.run, inputs.shape
-    if not run.eval.prompts:
-        return {}, {}, 0
-    gate = inputs.item if run.eval.gate_dtype == AUTO else DTYPES[run.eval.gate_dtype].itemsize
-    layers = int(weight_bytes(run.model, gate, str(inputs.device.type)) * shape.inner)
-    return target_state(shape, inputs.layout, layers, gate, number)
+def check_memory(run: RunConfig, trained: int) -> None:
+    """Refuse a run of which the plan says that it does not fit, before anything is loaded, unless plan=ignore.
 
-
-def host_use(inputs: PlanInputs) -> MemoryUse:
-    """Return the use of a node's host memory, next to its devices'; its capacity is known of this machine alone."""
-    layout = inputs.layout
-    _, _, offloaded = target_state(inputs.shape, layout, inputs.layers, inputs.item)
-    held = {name: size * layout.processes for name, size in host_state(inputs).items()}
-    held |= {LAYERS: offloaded * layout.processes} if offloaded else {}
-    evaluated = _evaluated(inputs, 0)[2]  # by the first process
-    process = round(HOST_BASE * GIB * layout.processes)
-    capacity = None if inputs.run.device.type is not None else host_bytes()
-    return MemoryUse(0, None, process, held, {}, {LAYERS: evaluated} if evaluated else {}, 0.0, capacity)
-
-
-def uses(inputs: PlanInputs) -> list[MemoryUse]:
-    """Return the memory of every device, and of a node's host where that is another one."""
-    return [*device_memories(inputs), *([] if inputs.on_cpu else [host_use(inputs)])]
-
-
-def host_state(inputs: PlanInputs) -> dict[str, int]:
-    """Return what a process holds in its host's memory; checkpoints are shared among all processes."""
-    trainer = inputs.run.trainer
-    return {
-        "data, if no row comes twice": ROW_BYTES * trainer.steps * trainer.batch_tokens,
-        "a checkpoint that is being written": state_bytes(inputs) // inputs.layout.world,
-    }
-
-
-def state_bytes(inputs: PlanInputs) -> int:
-    """Return the bytes of a checkpoint: weights, moments, the EMA."""
-    trainer, cost = inputs.run.trainer, inputs.cost
-    held = cost.trained + cost.frozen + moments(cost, trainer.optimizer == "muon")
-    return 4 * (held + cost.trained * (trainer.ema > 0))
-
-
-def disk(inputs: PlanInputs) -> dict[str, int]:
-    """Return the bytes of the target, of checkpoints, of the saved head, and of a feature store of all tokens."""
-    run, shape = inputs.run, inputs.shape
-    # The best one too, and one that is being written.
-    checkpoints = run.trainer.keep + (2 if run.trainer.eval_prompts else 1)
-    saved = saved_bytes(run.model)
-    quantized = 0 if saved is None else round(saved * shape.inner) + 2 * shape.embeddings
-    sizes = {
-        "target, quantised" if quantized else "target, in 16 bits": quantized or 2 * shape.parameters,
-        "checkpoints": checkpoints * state_bytes(inputs),
-        "head": 4 * inputs.cost.whole,
-    }
-    if run.features.mode == "stored":
-        row = size(shape.width, run.features.dtype)
-        tokens = run.trainer.steps * run.trainer.batch_tokens
-        sizes["features, if no row comes twice"] = tokens * (len(inputs.cost.feature_layers) + 1) * row
-    return sizes
-
-
-def work(inputs: PlanInputs) -> dict[str, Any]:
-    """Return the floating-point operations of the whole run, and its hours at the assumed fraction of the peak.
-
-    Measurements are left out.
+    A process by itself on a CPU has the memory that is free. A plan takes seconds, so none is made where the weights,
+    gradients and moments of the head's `trained` parameters, the target's weights in fp32 and 100 values for each
+    hidden one of a micro-batch take less than a quarter of that. A run that starts from another head is not planned.
     """
-    run, device, shape = inputs.run, inputs.device, inputs.shape
-    tokens = inputs.rows * run.data.length
-    steps = run.trainer.steps * run.rows / inputs.rows
-    target = round(shape.flops(tokens, run.data.length) * steps)
-    head = round(inputs.cost.flops * steps)
-    cost: dict[str, Any] = {"target_flops": target, "head_flops": head}
-    if device.tflops is None:
-        return cost
-    rate = 3600 * device.tflops * 1e12 * device.mfu
-    if run.features.mode == "stored":
-        cost["gpu_hours_of_extraction"] = target / rate
-    hours = (target + head if run.features.runs_target else head) / rate
-    # The processes of a machine share its CPU, whose rate is that of all its cores.
-    return cost | {"gpu_hours": hours, "hours": hours / (inputs.layout.nodes if inputs.on_cpu else inputs.layout.world)}
+    if run.plan == IGNORE or run.init not in STARTS:
+        return
+    where = "a device"
+    if alone_on_cpu(run):
+        text, tokens = configuration(run.model).get_text_config(), run.trainer.micro_tokens or run.trainer.batch_tokens
+        experts, _ = experts_of(text) or (1, 1)
+        target = experts * about_size(text.num_hidden_layers, text.hidden_size, text.vocab_size)
+        free = run.device.memory_gb or min(psutil.virtual_memory().available, host_bytes()) / GIB
+        if 16 * trained + 4 * target + 400 * tokens * text.hidden_size < free * GIB / 4:
+            return
+        run, where = replace(run, device=replace(run.device, memory_gb=free)), "this machine"
+    planned = _changed(run, "")
+    if planned is None or planned.fits:
+        return
+    lacking = planned.memory
+    if planned.host is not None and planned.memory.utilization <= 1:
+        where, lacking = "a node's host", planned.host
+    raise ValueError(
+        f"{run.name} does not fit: it needs {gib(lacking.peak)} of memory, and {where} has "
+        f"{gib(lacking.capacity or 0)} free: give {remedy(run) or 'another head, or more or larger devices'}; "
+        f"plan=true shows where it goes, plan={IGNORE} starts all the same"
+    )
 
 
-def with_measured_flops(inputs: PlanInputs) -> PlanInputs:
-    """Return a plan's inputs with the measured operations per second of its device, where that is this CPU."""
-    if not inputs.on_cpu or inputs.device.tflops is not None or inputs.run.device.type is not None:
-        return inputs
-    return inputs._replace(device=replace(inputs.device, tflops=cpu_tflops(inputs.bf16)))
+def remedy(run: RunConfig) -> str | None:
+    """Return overrides with which a run fits: the first single change, else several in turn; None if none do.
 
-
-@cache
-def cpu_tflops(bf16: bool) -> float:
-    """Return the 10^12 operations per second of this CPU's threads in a product of matrices, the best of some."""
-    matrix, seconds = torch.ones(SIDE, SIDE, dtype=torch.bfloat16 if bf16 else torch.float32), []
-    for _ in range(5):
-        begin = time.perf_counter()
-        torch.mm(matrix, matrix)
-        seconds.append(time.perf_counter() - begin)
-    return 2 * SIDE**3 / min(seconds) / 1e12
-
-
-def plan(run: RunConfig) -> dict[str, Any]:
-    """Return the plan of a run: counts, bytes, floating-point operations, hours, and the memory of every device.
-
-    Raises:
-        ValueError: the target's configuration cannot be read, the head does not fit it, or would have to be loaded, or
-            the engine's layers are not those that it reads.
+    The least costly changes come first, those that leave the training's result as it is before the others.
     """
-    if run.init not in STARTS:
-        raise ValueError(f"init={run.init} brings the head's numbers, and plan=true loads nothing: leave init out")
-    inputs = with_measured_flops(plan_inputs(run))
-    cost, shape, devices = inputs.cost, inputs.shape, device_memories(inputs)
-    if run.features.mode == "engine":
-        LayerIds.of(run.features.vllm_layers, cost.feature_layers, shape.layers)
-    loaded, _, _ = target_state(shape, inputs.layout, inputs.layers, inputs.item)
-    return {
-        "target_parameters": shape.parameters,
-        "active_parameters": shape.active + shape.embeddings,
-        "head_parameters": cost.whole,
-        "trained_parameters": cost.trained,
-        "steps": run.trainer.steps,
-        "tokens": run.trainer.steps * run.trainer.batch_tokens,
-        "micro_tokens": run.trainer.micro_tokens,
-        "peak_bytes": max(device.peak for device in devices),
-        "loaded_bytes": total(loaded),
-        **work(inputs),
-        "devices": devices,
-        "host": None if inputs.on_cpu else host_use(inputs),
-        "disk": disk(inputs),
-        "quantization": quantization_note(run.model, str(inputs.device.type)),
-        "unserved": unserved(run.model.path, shape.beyond),
-        "fits": all(use.utilization <= 1 for use in uses(inputs)),
-        "device": asdict(inputs.device),
+    for words in _changes(run):
+        if (found := _changed(run, words)) is not None and found.fits:
+            return words
+    chosen: list[str] = []
+    least = plan(run).utilization
+    for words in _changes(run):
+        if {word.split("=")[0] for word in words.split()} & {word.split("=")[0] for word in chosen}:
+            continue
+        found = _changed(run, words)
+        if found is not None and found.utilization < least:
+            run, least = found.run, found.utilization
+            chosen += words.split()
+            if found.fits:
+                return " ".join(chosen)
+    return None
+
+
+def _changed(run: RunConfig, overrides: str) -> Plan | None:
+    """Return the plan of a run with overrides as on the command line, None if its settings are refused."""
+    words = overrides.replace("features=stored", STORED).split()
+    sections: Any = OmegaConf.to_container(OmegaConf.from_dotlist(words))
+    try:
+        return plan(checked(replace(run, **{key: replace(getattr(run, key), **v) for key, v in sections.items()})))
+    except ValueError:
+        return None
+
+
+def _changes(run: RunConfig) -> Iterator[str]:
+    """Yield possible changes of a run as overrides; the least costly come first."""
+    assert run.trainer.micro_tokens is not None
+    length, half = run.data.length, run.data.length // 2
+    head, several = asdict(run.head), run.launcher.world > 1
+    unsharded, whole = run.launcher.strategy == "ddp", run.model.placement == "replicate"
+    options = {
+        "model.offload=disk": run.model.placement == "offload" and run.model.offload == "cpu",
+        f"trainer.micro_tokens={length}": run.trainer.micro_tokens >= 2 * length,
+        "launcher.strategy=fsdp2": several and unsharded,
+        **{f"model.placement={kind}": several and whole for kind in TOGETHER},
+        "trainer.recompute=true": not run.trainer.recompute,
+        "features=stored trainer.eval_prompts=0": run.features.mode == "live",
+        "eval.prompts=0": run.eval.prompts > 0,
+        "trainer.optimizer=muon": run.trainer.optimizer == "adamw" and unsharded,
+        "model.placement=offload": whole,
+        "model.quantize=int8": run.model.quantize is None,
+        f"head.draft_vocab={PRUNED}": head.get("draft_vocab", PRUNED) is None,
+        "head.lm_head=shared": head.get("lm_head") == "own",
+        f"data.length={half} trainer.micro_tokens={half}": length > 512,
     }
+    yield from (overrides for overrides, possible in options.items() if possible)

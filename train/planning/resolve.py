@@ -8,28 +8,16 @@ that fits.
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
-from heads import with_head
-from heads.common.progress import say
 from inference.target.config import DTYPES, default_device, fast_dtype
-from inference.target.placement import AUTO, DEVICE_MAP, OFFLOAD, PLACEMENTS, REPLICATE, TENSOR_PARALLEL, TOGETHER
+from inference.target.placement import AUTO, DEVICE_MAP, OFFLOAD, PLACEMENTS, REPLICATE, TOGETHER
 from train.config import RunConfig, checked, run_config
 from train.distributed.launch import launched, on_node, world
 from train.planning.check import check_plan, check_settings, check_target
-from train.planning.plan import (
-    SAFE,
-    alone_on_cpu,
-    plan_inputs,
-    resolve_micro_batch,
-    resolved,
-    uses,
-)
-from train.planning.shapes import configuration
-from train.planning.table import check_memory
+from train.planning.plan import SAFE, alone_on_cpu, check_memory, plan, resolve_micro_batch, resolved
 
 GATE = "float32"  # the losslessness check's dtype where the target fits in it: coarse numbers blur the comparison
 
@@ -43,7 +31,6 @@ def resolve(cfg: DictConfig) -> RunConfig:
     Raises:
         ValueError: settings are wrong, contradict each other, or fit no placement; the key and the remedy.
     """
-    cfg, best = with_head(cfg)
     run = with_processes(run_config(cfg))
     if run.plan is True:
         check_plan(run)
@@ -54,8 +41,6 @@ def resolve(cfg: DictConfig) -> RunConfig:
     run = resolve_micro_batch(resolve_placement(run))
     if trained is not None:
         check_memory(run, trained)
-    if best:
-        say(best)
     return run
 
 
@@ -129,16 +114,7 @@ def _share(run: RunConfig) -> float:
     Raises:
         ValueError: loading the target would refuse the placement.
     """
-    return max(use.utilization for use in uses(plan_inputs(resolve_micro_batch(_possible(run)))))
-
-
-def _possible(run: RunConfig) -> RunConfig:
-    """Return a run that may be planned; refuse what loading would refuse."""
-    if run.model.placement == TENSOR_PARALLEL:
-        text: Any = configuration(run.model).get_text_config()
-        if not getattr(text, "base_model_tp_plan", None):
-            raise ValueError(f"model.placement={TENSOR_PARALLEL}: transformers has no plan to cut {run.model.path} up")
-    return checked(run)
+    return plan(resolve_micro_batch(checked(run))).utilization
 
 
 def _with_gate(run: RunConfig) -> RunConfig:

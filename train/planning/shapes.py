@@ -23,7 +23,7 @@ from transformers import PretrainedConfig
 from heads import HEADS
 from heads.base import LayerShape, shape_of
 from heads.block import Block
-from heads.common.target_config import UNFIT, cache_argument, experts_of, read_target_config, reason
+from heads.common.target_config import UNFIT, experts_of, read_target_config, reason
 from heads.medusa import Medusa
 from heads.modules.autoregressive import Recurrent
 from heads.modules.dflash2 import GroupedConv
@@ -62,8 +62,6 @@ class TargetShape:
     inner: int  # all other parameters, those of the layers and norms
     active: int  # those of `inner` that a token passes through
     packs: bool  # whether attention runs document by document, without a mask of a row's length squared
-    caching: int  # layers that keep keys and values
-    states: int  # bytes of a sequence's recurrent states, in 16 bits where they follow the target's dtype
     apart: bool  # whether its embedding and lm_head are weights alone, which load without the layers
     beyond: str | None  # what it does beside reading its embedding and lm_head, as `beyond_tables`
 
@@ -95,11 +93,6 @@ class TargetShape:
         # Of the mask: same document, not later, both of them, and the additive form.
         mask = 0 if self.packs else tokens * length * (3 + item)
         return tokens * item * (max(attention, feed, norm) + features * self.width) + mask
-
-    def cache(self, tokens: int, item: int) -> int:
-        """Return the bytes of one sequence's cache of so many tokens, and of its states before a pass that verifies."""
-        entries = 2 * self.caching * self.layer.num_kv_heads * self.layer.head_dim * tokens * item
-        return entries + 2 * self.states * item // 2
 
 
 _configurations: dict[tuple[str, bool, str, float], PretrainedConfig] = {}
@@ -137,13 +130,17 @@ def _configuration(model: ModelConfig) -> PretrainedConfig:
         ) from None
 
 
-def saved_bytes(model: ModelConfig) -> float | None:
-    """Return the bytes of a weight of a quantised checkpoint, scales included; None where it is not, or names no bits.
+def weight_bytes(model: ModelConfig, item: float, device: str) -> float:
+    """Return the bytes that a weight of a target's layers takes once it is loaded, `item` where it is not quantised.
 
-    Layers that it keeps in 16 bits count as all others.
+    Of a quantised checkpoint its `quantization_config` names the bits; layers that it keeps in 16 bits count as all
+    others. It counts in full where it names none, and where transformers makes whole weights of it: of fp8 on a CPU, of
+    mxfp4 without the package kernels.
     """
     saved = saved_quantization(configuration(model)) or {}
     method, groups = saved.get("quant_method"), saved.get("config_groups")  # those of compressed-tensors
+    if (method == "fp8" and device == "cpu") or (method == "mxfp4" and not find_spec("kernels")):
+        return item
     if isinstance(method, str) and method in BY_METHOD:
         return BY_METHOD[method]
     inner = groups.values() if isinstance(groups, dict) else ()
@@ -151,31 +148,9 @@ def saved_bytes(model: ModelConfig) -> float | None:
     values = [section.get(key) for section in sections if isinstance(section, dict) for key in BITS]
     values += [bits for bits in (4, 8) if saved.get(f"load_in_{bits}bit") is True]
     bits = max((value for value in values if type(value) is int and 0 < value <= 16), default=None)
-    return None if bits is None else bits / 8 + (SCALES if bits < 8 else 0)
-
-
-def weight_bytes(model: ModelConfig, item: float, device: str) -> float:
-    """Return the bytes that a weight of a target's layers takes once it is loaded, `item` where it is not quantised."""
-    saved = saved_bytes(model) if _unpacked(model, device) is None else None
-    return QUANTIZED.get(model.quantize or "", item) if saved is None else saved
-
-
-def _unpacked(model: ModelConfig, device: str) -> str | None:
-    """Return why transformers makes whole weights of a quantised checkpoint, None where it keeps them as they are."""
-    method = (saved_quantization(configuration(model)) or {}).get("quant_method")
-    if method == "fp8" and device == "cpu":
-        return "a CPU loads it whole"
-    return "without the package kernels it is loaded whole" if method == "mxfp4" and not find_spec("kernels") else None
-
-
-def quantization_note(model: ModelConfig, device: str) -> str | None:
-    """Return how a quantised checkpoint is counted, None for one that is not quantised."""
-    saved = saved_quantization(configuration(model))
-    if saved is None:
-        return None
-    why, size = _unpacked(model, device), saved_bytes(model)
-    counted = f"{size:.2f} bytes a weight" if size and not why else f"counted in full: {why or 'it names no bits'}"
-    return f"{saved.get('quant_method')}, {counted}"
+    if bits is None:
+        return QUANTIZED.get(model.quantize or "", item)
+    return bits / 8 + (SCALES if bits < 8 else 0)
 
 
 _shapes: dict[str, TargetShape] = {}
@@ -207,35 +182,14 @@ def _shape(model: ModelConfig) -> TargetShape:
     available, chosen = experts_of(text) or (1, 0)
     layer = shape_of(text)
     expert = getattr(text, "moe_intermediate_size", None) or layer.intermediate_size
-    is_recurrent = recurrence(text, torch.nn.ModuleList()) is not None
-    caching, states = cached(built) if is_recurrent else (text.num_hidden_layers, 0)
+    packs = recurrence(text, torch.nn.ModuleList()) is not None or packing(built) is not None
     return TargetShape(
         layer, chosen * expert if experts else layer.intermediate_size,
         text.num_hidden_layers, text.hidden_size, text.vocab_size,
         sum(weight.numel() for weight in embeddings.values()), sum(inner.values()),
-        sum(inner.values()) - experts + experts * chosen // available, is_recurrent or packing(built) is not None,
-        caching, states, not any(list(module.buffers()) for module in ends), TargetEmbeddings(built).beyond_tables(),
+        sum(inner.values()) - experts + experts * chosen // available, packs,
+        not any(list(module.buffers()) for module in ends), TargetEmbeddings(built).beyond_tables(),
     )  # fmt: skip
-
-
-@torch.no_grad()
-def cached(built: Any) -> tuple[int, int]:
-    """Return how many layers of a model on the meta device keep keys and values, and the bytes of all others' states.
-
-    A pass over two tokens shows them; it changes the model's dtype to bf16, which experts' kernels ask for.
-    """
-    cache: Any = transformers.DynamicCache(config=built.config)
-    tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
-    built.to(torch.bfloat16)(input_ids=tokens, use_cache=True, **{cache_argument(built): cache})
-    states = [
-        state
-        for layer in cache.layers
-        for held in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {}))
-        for state in held.values()
-        if state is not None
-    ]
-    caching = sum(getattr(layer, "keys", None) is not None for layer in cache.layers)
-    return caching, sum(state.numel() * state.element_size() for state in states)
 
 
 ONCE = ("fusion", "hidden_norm", "inject_norm", "prefix")  # modules that read the target's rows, once
@@ -328,9 +282,20 @@ def head_cost(run: RunConfig, config: Any, rows: int, device: str, *, bf16: bool
         module.weight.numel() for module in lm_heads if module.weight is not None and module.weight.requires_grad
     )
     tables = [m.weight.numel() for m in head.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad]
-    draft = _draft_bytes(batch, run)
+    size, width = head.embeddings.vocab_size if head.vocab is None else len(head.vocab.ids), head.embeddings.hidden_size
+    # The states of all drafts, which the loss reads; norms give fp32.
+    corrections = [getattr(run.head, key, None) or 0 for key in ("markov_rank", "domino", "selector_rank")]
+    draft = depths * tokens * (width + max(corrections))
+    draft *= 4 if any(hasattr(head, name) for name in ("norm", "ln")) else batch.item
     saved += 0 if isinstance(head, Medusa) else draft  # whose drafts are what its last blocks keep
-    loss = draft * (2 if isinstance(head, Recurrent) and head.predicts else 1) + _chunk_bytes(batch, run)
+    # The logits of one chunk, of the target's and of the head's.
+    teachers = min(tokens, depths * drafted)
+    chunk = min(teachers, chunk_rows(head, device, depths * tokens))
+    further = sum(name not in READ_P | NOT_OF_LOGITS for name in run.objective.losses)
+    scored = (LOGIT + LOSS * further) * size * chunk * drafted // teachers
+    taught = TEACHER * head.embeddings.vocab_size * (chunk if head.vocab is None else min(chunk, TEACHER_ROWS))
+    loss = draft * (2 if isinstance(head, Recurrent) and head.predicts else 1)
+    loss += PROB * size * chunk + max(taught, scored)
     if bf16:
         saved, loss = saved + 2 * (parameters - lm_weights - sum(tables)), loss + 2 * lm_weights
     # All gradients count as resident. Those of a first micro-batch come later, but for the lm_heads'.
@@ -341,21 +306,14 @@ def head_cost(run: RunConfig, config: Any, rows: int, device: str, *, bf16: bool
     per_depth = max(
         (len(submodule) for submodule in lists if any(module in lm_heads for module in submodule)), default=1
     )
-    size, width = _drafts(head), head.embeddings.hidden_size
     shared = 2 / 3 * width * size if any(getattr(module, "weight", 0) is None for module in lm_heads) else 0
     operations += 6 * drafted * depths * (lm_weights / per_depth + shared)
-    operations += 2 * min(tokens, depths * drafted) * width * config.vocab_size  # the teacher's logits
+    operations += 2 * teachers * width * config.vocab_size  # the teacher's logits
     vectors = count - sum(p.numel() for p in optim.hidden_matrices(head))
     return HeadCost(
         whole, count, parameters - count, vectors, max(trained), head.feature_layers, round(saved), round(loss),
         round(operations),
     )  # fmt: skip
-
-
-def _drafts(head: Any) -> int:
-    """Return how many tokens a head drafts."""
-    size: int = head.embeddings.vocab_size if head.vocab is None else len(head.vocab.ids)
-    return size
 
 
 def _unrolled(batch: Batch, run: RunConfig) -> tuple[float, float]:
@@ -374,26 +332,6 @@ def _unrolled(batch: Batch, run: RunConfig) -> tuple[float, float]:
                 operations += 14 * keys * count * shape.num_heads * shape.head_dim
                 saved += _copied(batch) * 2 * shape.num_kv_heads * shape.head_dim * batch.item
     return saved, operations
-
-
-def _draft_bytes(batch: Batch, run: RunConfig) -> int:
-    """Return the bytes of the states of all drafts, which the loss reads."""
-    head = batch.head
-    corrections = [getattr(run.head, key, None) or 0 for key in ("markov_rank", "domino", "selector_rank")]
-    wide = 4 if any(hasattr(head, name) for name in ("norm", "ln")) else batch.item  # norms give fp32
-    draft: int = batch.depths * batch.tokens * (head.embeddings.hidden_size + max(corrections)) * wide
-    return draft
-
-
-def _chunk_bytes(batch: Batch, run: RunConfig) -> int:
-    """Return the bytes of the logits of one chunk of the loss, of the target's and of the head's."""
-    head, size = batch.head, _drafts(batch.head)
-    teachers = min(batch.tokens, batch.depths * batch.drafted)
-    chunk = min(teachers, chunk_rows(head, batch.device, batch.depths * batch.tokens))
-    further = sum(name not in READ_P | NOT_OF_LOGITS for name in run.objective.losses)
-    scored = (LOGIT + LOSS * further) * size * chunk * batch.drafted // teachers
-    taught = TEACHER * head.embeddings.vocab_size * (chunk if head.vocab is None else min(chunk, TEACHER_ROWS))
-    return PROB * size * chunk + max(taught, scored)
 
 
 def computed(batch: Batch) -> Iterator[tuple[Any, float]]:
