@@ -130,7 +130,16 @@ class DecodingConfig(Conditions, RequestConfig):
 
 
 @dataclass(frozen=True)
-class EvalConfig(DraftersConfig, Selection, DecodingConfig):
+class TuneConfig(DraftersConfig, DecodingConfig):
+    """A tuning of one run's head: where its search begins, the values to try, and how the trees are timed."""
+
+    engine: EngineConfig
+    repeats: Count
+    tuner: TunerConfig
+
+
+@dataclass(frozen=True)
+class EvalConfig(TuneConfig, Selection):
     """One evaluation: conf/eval.yaml, with all keys at one level; a component takes the base class that it needs."""
 
     workload: Any  # a name, a list of them, or None
@@ -139,13 +148,10 @@ class EvalConfig(DraftersConfig, Selection, DecodingConfig):
     dtype: Annotated[str, OneOf(("auto", *DTYPES))]
     gate_dtype: Annotated[str, OneOf(tuple(DTYPES))]
     gate_tv: Annotated[float, Within(0, 0.25, above=True, below=True)]  # a control is off by p (1 - p) at most
-    engine: EngineConfig
-    repeats: Count
     hf: bool
     tier: Any  # one of TIERS or a list of them
     text: Annotated[str, OneOf(TEXTS)]
     tune: bool
-    tuner: TunerConfig
 
     def __post_init__(self) -> None:
         """Refuse values that are out of their range, or that contradict each other."""

@@ -20,7 +20,7 @@ from eval.live.interleaved import PLAIN, Setup, generations, measure, measure_ra
 from eval.measures.losslessness import Gate, SampledGate
 from eval.measures.machine import peak_memory
 from eval.measures.metrics import SpecDecodingStats, median_run
-from eval.measures.results import TEACHER_FORCED, DrafterInfo, Request, ResultRow, text_results
+from eval.measures.results import TEACHER_FORCED, DrafterInfo, Request, ResultRow, result
 from eval.teacher_forced import Overlap, RankedText, expected, overlap, passes_along, rank_text
 from eval.tuning.grid import acceptance
 from heads.common.progress import progress
@@ -120,9 +120,8 @@ def teacher_forced_rows(
             rule = "token" if is_sampled else "greedy" if material.temperature == 0 else "point_mass"
             workload = material.workload
             measurement = workload.measurement(material.temperature, 1, config.seed, tier=TEACHER_FORCED)
-            rows += text_results(
-                DrafterInfo(name, rule, tree.label), measurement, [Request(passes) for passes in counts]
-            )
+            info, texts = DrafterInfo(name, rule, tree.label), [Request(passes) for passes in counts]
+            rows += [result(info, subset, subset.of(texts)) for subset in measurement.parts(len(texts))]
             conditions = {"workload": workload.name, "temperature": material.temperature}
             by_head.setdefault(name, conditions | statistics)
     return rows, by_head

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from data.text.prompts import Prompt
-from eval.config import EvalConfig
+from eval.config import TuneConfig
 from eval.inputs.workloads import Text, write
 from eval.live.interleaved import PLAIN, Setup, decoded_once, measure, rows
 from eval.measures.cost_model import Costs, Prediction, cycled, rising
@@ -193,7 +193,7 @@ Group = Callable[[Tried], str]
 T = TypeVar("T")
 
 
-def tune(config: EvalConfig, target: Target, prompts: Sequence[Prompt]) -> Tuning:
+def tune(config: TuneConfig, target: Target, prompts: Sequence[Prompt]) -> Tuning:
     """Find the best tree for the head of a run at every batch size.
 
     The one for the smallest is written into the head's config where it beats autoregressive decoding; of several sizes
@@ -252,7 +252,7 @@ def ranked(trees: Sequence[Tried], costs: Mapping[int, Costs], batch: int, group
 class Bench:
     """The setup of measurements: configuration, target, head, all texts, and the prompts held back from the choice."""
 
-    config: EvalConfig
+    config: TuneConfig
     target: Target
     head: HeadDrafter
     texts: list[Text]
@@ -357,7 +357,7 @@ def keep(tree: TreeConfig | None, schedule: Schedule | None, run: str, folder: P
     return f"written to {folder}{name}"
 
 
-def settings_of(config: EvalConfig, target: Target, texts: Sequence[Text]) -> dict[str, Any]:
+def settings_of(config: TuneConfig, target: Target, texts: Sequence[Text]) -> dict[str, Any]:
     """Return the settings and the environment of a tuning."""
     chosen, held = map(len, halves(texts))
     return {

@@ -202,12 +202,6 @@ def with_speedups(
     )
 
 
-def text_results(source: DrafterInfo, measurement: Measurement, texts: Sequence[Request]) -> list[ResultRow]:
-    """Return the results of a source along given texts, where no clock ran: all texts together, then each category."""
-    subsets = measurement.parts(len(texts))
-    return [result(source, subset, subset.of(texts)) for subset in subsets]
-
-
 def _known(requests: Sequence[Request], key: str) -> list[Any]:
     """Return a field of each request; none where not all are known."""
     values = [getattr(request, key) for request in requests]

@@ -320,7 +320,7 @@ def test_a_machine_that_slows_down_for_a_while_slows_plain_decoding_and_playback
         return now[0]
 
     monkeypatch.setattr(costing.time, "perf_counter", slow)
-    monkeypatch.setattr(costing, "TURNS", 48)  # so many that turns and phases do not keep step
+    monkeypatch.setattr(costing, "TURNS", 96)  # so many that turns and phases do not keep step
     target = toys.target()
     texts = write(target, [toys.prompt(seed) for seed in range(2)], SETTINGS)
     found = measure(target, None, texts, [], [0], 5, SETTINGS)

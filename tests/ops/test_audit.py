@@ -55,9 +55,8 @@ def ask(out: Path, url: str, baseline: str | None, **values: Any) -> tuple[Verdi
 
 @pytest.fixture(autouse=True)
 def few_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decide by as many exchanges of labels, and reproduce by as many samples, as an alpha of 1e-3 needs."""
+    """Decide by as many exchanges of labels as an alpha of 1e-3 needs."""
     monkeypatch.setattr("ops.audits.sampling.CHUNKS", 1)
-    monkeypatch.setattr("ops.audits.output.SAMPLED", 48)
 
 
 def client(chat: bool = True, key: str = "NONE") -> Body:
@@ -154,7 +153,7 @@ LONG = ("top_p", "temperature")  # distributions, told apart by some thousand sa
 )
 def test_every_planted_fault_is_named(fault: str, tmp_path: Path, baseline: AuditServer, only: Any) -> None:
     only("identity", *SHOWN_BY[fault])
-    whole = LARGER if fault in ("temperature", "top_p", "seed", "leak", "cancelled") else {"prompts": 12}
+    whole = LARGER if fault in ("temperature", "top_p", "leak", "cancelled") else {"prompts": 12}
     with AuditServer(fault=fault, noise=NOISE) as server:
         verdict, record = ask(tmp_path, server.url, baseline.url, **whole)
     name = NAMES.get(fault, fault)
@@ -482,20 +481,21 @@ def once(events: list[Body]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "fault"),
+    ("change", "fault", "sampled"),
     [
-        (lambda _: None, ""),
-        (once, "choices"),
-        (lambda events: events[-1]["usage"].update(completion_tokens=8), "usage"),
-        (lambda events: write(events, 1, text_of(events, 0)), "choices"),
-        (lambda events: write(events, 1, text_of(events, 1)[::-1]), "choices"),
+        (lambda _: None, "", 0),
+        (once, "choices", 16),
+        (lambda events: events[-1]["usage"].update(completion_tokens=8), "usage", 16),
+        (lambda events: write(events, 1, text_of(events, 0)), "choices", 64),
+        (lambda events: write(events, 1, text_of(events, 1)[::-1]), "choices", 256),
     ],
 )
 def test_two_choices_are_counted_and_their_own(
-    change: Any, fault: str, tmp_path: Path, server: AuditServer, plain: AuditServer, only: Any,
+    change: Any, fault: str, sampled: int, tmp_path: Path, server: AuditServer, plain: AuditServer, only: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     only("choices")
+    monkeypatch.setattr("ops.audits.output.SAMPLED", sampled)
     changing(server, monkeypatch, lambda body, events: change(events) if body.get("n") == 2 else None)
     verdict, record = ask(tmp_path, server.url, plain.url)
     assert (statuses(record)["choices"], verdict.fault) == (FAILED if fault else PASSED, fault)
