@@ -484,8 +484,8 @@ def once(events: list[Body]) -> None:
     ("change", "fault", "sampled"),
     [
         (lambda _: None, "", 0),
-        (once, "choices", 16),
-        (lambda events: events[-1]["usage"].update(completion_tokens=8), "usage", 16),
+        (once, "choices", 48),
+        (lambda events: events[-1]["usage"].update(completion_tokens=8), "usage", 48),
         (lambda events: write(events, 1, text_of(events, 0)), "choices", 64),
         (lambda events: write(events, 1, text_of(events, 1)[::-1]), "choices", 256),
     ],
