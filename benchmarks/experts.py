@@ -4,7 +4,7 @@
 
 The target is a Qwen3-MoE with random weights, too large for a processor's cache; beside it stands a dense Qwen3 with as
 many weights as a token passes through. Passes of both are timed in turns by `eval/tuning/costs.py`, on random tokens.
-Read experts are counted at the layers, and compared with `activated`, which takes all of them for as likely.
+Read experts are counted at the layers, and compared with those of a router that takes all for as likely.
 
 With --run, a trained head of the bundled target, two targets that write what that one writes decode its prompts: a
 Mixtral whose experts all are its MLP (sparse upcycling, Komatsuzaki et al., arXiv 2212.05055, untrained, so that the
@@ -30,7 +30,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MixtralConfig
 
 from data.text.prompts import load_prompts
-from eval.measures.cost_model import activated
 from eval.measures.machine import synchronize
 from eval.tuning.costs import planted, typical
 from heads.formats.hub import load_found, resolve_head, sibling_spec
@@ -185,13 +184,13 @@ def main() -> None:
     dense = target("Qwen3Config", asked.layers, intermediate_size=asked.chosen * INNER)
     seconds = [pass_seconds(one, asked.samples) for one in (routed, dense)]
     print(
-        "| nodes | experts read | `activated` | pass, ms | of one token's | dense: of one token's |\n"
+        "| nodes | experts read | by the formula | pass, ms | of one token's | dense: of one token's |\n"
         + "|"
         + " --- |" * 6
     )
     for nodes in NODES:
         here, there = (one[nodes] / one[0] for one in seconds)
-        expected = activated(asked.experts, asked.chosen, 1 + nodes)
+        expected = asked.experts * (1 - (1 - asked.chosen / asked.experts) ** (1 + nodes))
         count = read(routed, nodes, asked.layers)
         print(f"| {nodes} | {count:.1f} | {expected:.1f} | {1e3 * seconds[0][nodes]:.1f} | {here:.2f} | {there:.2f} |")
 

@@ -58,7 +58,6 @@ class DraftersConfig:
     run: Any  # a run's folder, a list of them, or None
     compare: list[str]
     tree: dict[str, Any]
-    cold: bool
 
     def runs(self) -> list[str]:
         """Return the folders of `run`."""
@@ -131,7 +130,16 @@ class DecodingConfig(Conditions, RequestConfig):
 
 
 @dataclass(frozen=True)
-class EvalConfig(DraftersConfig, Selection, DecodingConfig):
+class TuneConfig(DraftersConfig, DecodingConfig):
+    """A tuning of one run's head: where its search begins, the values to try, and how the trees are timed."""
+
+    engine: EngineConfig
+    repeats: Count
+    tuner: TunerConfig
+
+
+@dataclass(frozen=True)
+class EvalConfig(TuneConfig, Selection):
     """One evaluation: conf/eval.yaml, with all keys at one level; a component takes the base class that it needs."""
 
     workload: Any  # a name, a list of them, or None
@@ -140,13 +148,10 @@ class EvalConfig(DraftersConfig, Selection, DecodingConfig):
     dtype: Annotated[str, OneOf(("auto", *DTYPES))]
     gate_dtype: Annotated[str, OneOf(tuple(DTYPES))]
     gate_tv: Annotated[float, Within(0, 0.25, above=True, below=True)]  # a control is off by p (1 - p) at most
-    engine: EngineConfig
-    repeats: Count
     hf: bool
     tier: Any  # one of TIERS or a list of them
     text: Annotated[str, OneOf(TEXTS)]
     tune: bool
-    tuner: TunerConfig
 
     def __post_init__(self) -> None:
         """Refuse values that are out of their range, or that contradict each other."""
@@ -174,6 +179,10 @@ class EvalConfig(DraftersConfig, Selection, DecodingConfig):
             raise ValueError(f"tier is {self.tier!r}: choose {', '.join(TIERS)}, or a list of them, each once")
         if tiers == [LIVE] and self.text == RECORDED:
             raise ValueError("text=recorded is for teacher forcing: add teacher_forced to tier=live")
+        if LIVE not in tiers and (others := [name for name in self.drafter if name != "head"]):
+            raise ValueError(
+                f"tier is {TEACHER_FORCED}, which takes drafter=head: leave out {', '.join(others)}, or add live"
+            )
         if TEACHER_FORCED in tiers and LIVE not in tiers and not self.lawful:
             raise ValueError(
                 "tier=teacher_forced takes the target's probs as they are: leave repetition_penalty=1 and "

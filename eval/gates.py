@@ -7,10 +7,9 @@ whose first tokens must follow the target's probs there. As many samples of a ru
 samples from p again after a rejection, must fail that test.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +36,7 @@ from eval.measures.losslessness import (
 )
 from heads.common.progress import progress, tick
 from inference.batch import Running, acquire, entries, release
-from inference.decode import Generation, Settings, autoregress, reference
+from inference.decode import Generation, Settings, reference
 from inference.drafters.plain import Plain
 from inference.protocol import Commit, Context, Drafter, Proposal
 from inference.session import Session
@@ -80,31 +79,15 @@ def check(
     return gates, sampled
 
 
-def agreement(setup: Setup, runs: Runs) -> Mapping[str, dict[str, Any]]:
-    """Return how many of each drafter's timed greedy texts equal the baseline's, and the logit gaps where they part.
-
-    Only where they part is the prompt decoded once more, autoregressively and up to there, for the gap.
-    """
-    target, _, prompts, settings = setup
+def agreement(target: Target, runs: Runs) -> dict[str, dict[str, Any]]:
+    """Return how many of each drafter's timed greedy texts equal the baseline's, in the dtype that was timed."""
     middle = medians({name: runs_of for name, runs_of in runs.items() if name != HF})
-    plain, epsilon = middle.pop(PLAIN), EPSILON.get(target.dtype, 0.0)
-
-    @cache
-    def gap(index: int, position: int) -> float:  # the baseline's, between its two best logits
-        most = max(2, position + 1)
-        how = replace(settings, gaps=True, max_new_tokens=most, min_new_tokens=min(settings.min_new_tokens, most))
-        gaps = autoregress(target, prompts[index].token, how).gaps
-        return gaps[position] if position < len(gaps) else float("inf")
-
-    results: dict[str, dict[str, Any]] = {}
-    for name, runs_of in middle.items():
-        parted = [divergence(ours, theirs, p.id) for ours, theirs, p in zip(plain, runs_of, prompts, strict=True)]
-        mine = [gap(index, where.position) for index, where in enumerate(parted) if where is not None]
-        near = sum(gap < epsilon for gap in mine)
-        counts = {"identical": len(prompts) - len(mine), "near_tie": near, "beyond": len(mine) - near}
-        dtype = str(target.dtype).removeprefix("torch.")
-        results[name] = {"dtype": dtype, "checked": len(prompts), **counts, "gaps": mine}
-    return results
+    plain, dtype = middle.pop(PLAIN), str(target.dtype).removeprefix("torch.")
+    equal = {
+        name: [ours.tokens == theirs.tokens for ours, theirs in zip(plain, runs_of, strict=True)]
+        for name, runs_of in middle.items()
+    }
+    return {name: {"dtype": dtype, "checked": len(same), "identical": sum(same)} for name, same in equal.items()}
 
 
 PREFIXES = 2  # texts after which tokens are sampled

@@ -19,14 +19,14 @@ from eval.inputs.drafters import load_drafters
 from eval.inputs.workloads import load_workload
 from eval.measures.losslessness import Gate, SampledGate
 from eval.measures.machine import device_facts
-from eval.measures.results import LIVE
+from eval.measures.results import LIVE, TEACHER_FORCED
 from eval.measures.serving import CONFIG as SERVING
 from eval.report.render import terminal
 from eval.report.sections import compared, sentence
 from eval.report.write import READ, Report, folder_of, side_by_side
-from eval.sessions import Timed, along_texts, check_sources, recorded, timed_rows
+from eval.sessions import Timed, generate_answers, recorded, teacher_forced_rows, timed_rows
 from eval.setup import described, devices_of, dtype_for, load_target, prepared, read, remarks_of, settings_of
-from eval.tune import TUNED, TunePlan, tune
+from eval.tune import TUNED, tune
 from heads.common.command import command, ending_alone
 from heads.common.errors import keeping, user_errors
 from heads.common.files import check_writable
@@ -56,7 +56,6 @@ def evaluate(config: EvalConfig, *, writes: bool = True) -> Report:
         report = side_by_side(reports)
         publish(report, out)
         return report
-    check_sources(config)
     model, names, out = prepared(config)
     report = measured(config, model, names)
     if writes:
@@ -83,7 +82,11 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
             target = load_target(model, dtype, config.engine)
     drafters = load_drafters(config, target)
     timed = timed_rows(config, target, workloads, drafters, gates, sampled) if live else Timed([], [], {})
-    rows, extras = along_texts(config, target, workloads, drafters, logs or timed.materials)
+    rows, extras = list(timed.rows), dict(timed.extras)
+    if TEACHER_FORCED in config.tiers():
+        texts = logs or timed.materials or generate_answers(config, target, workloads)
+        along, extras["teacher_forced"] = teacher_forced_rows(config, target, drafters, texts)
+        rows += along
     if remarks:
         extras["warnings"] = remarks
     return Report(
@@ -91,9 +94,9 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
         device=device_facts(target.device, target.dtype) | devices_of(target),
         settings=settings_of(config, workloads),
         gates=gates,
-        rows=timed.rows + rows,
+        rows=rows,
         sampled=sampled,
-        extras=timed.extras | extras,
+        extras=extras,
     )
 
 
@@ -111,9 +114,8 @@ def tuned(config: EvalConfig) -> bool:
     target = load_target(model, dtype_for(config, model), config.engine)
     prompts = load_workload(names[0], target, config.prompts, config.truncate)
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
-    plan = TunePlan(config.runs()[0], config.tree, config.tuner, config, config.repeats)
     with target.uncaptured():  # as the costs are measured that it predicts from
-        tuning = tune(plan, target, prompts, config.engine.label)
+        tuning = tune(config, target, prompts)
     tuning.write(out)
     tuning.show(console)
     console.print(visible(f"all numbers: {out / TUNED}"), soft_wrap=True, markup=False)

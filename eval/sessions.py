@@ -20,7 +20,7 @@ from eval.live.interleaved import PLAIN, Setup, generations, measure, measure_ra
 from eval.measures.losslessness import Gate, SampledGate
 from eval.measures.machine import peak_memory
 from eval.measures.metrics import SpecDecodingStats, median_run
-from eval.measures.results import LIVE, TEACHER_FORCED, DrafterInfo, Request, ResultRow, text_results
+from eval.measures.results import TEACHER_FORCED, DrafterInfo, Request, ResultRow, result
 from eval.teacher_forced import Overlap, RankedText, expected, overlap, passes_along, rank_text
 from eval.tuning.grid import acceptance
 from heads.common.progress import progress
@@ -120,9 +120,8 @@ def teacher_forced_rows(
             rule = "token" if is_sampled else "greedy" if material.temperature == 0 else "point_mass"
             workload = material.workload
             measurement = workload.measurement(material.temperature, 1, config.seed, tier=TEACHER_FORCED)
-            rows += text_results(
-                DrafterInfo(name, rule, tree.label), measurement, [Request(passes) for passes in counts]
-            )
+            info, texts = DrafterInfo(name, rule, tree.label), [Request(passes) for passes in counts]
+            rows += [result(info, subset, subset.of(texts)) for subset in measurement.parts(len(texts))]
             conditions = {"workload": workload.name, "temperature": material.temperature}
             by_head.setdefault(name, conditions | statistics)
     return rows, by_head
@@ -223,7 +222,7 @@ def timed_rows(
                 # Coupled noise replaces the rule: it says nothing of one that is lossy.
                 coupled={} if is_lossy(config.rule) else {check.drafter: check.coupled for check in checks},
                 not_lossless=frozenset(check.drafter for check in checks if not check.passed),
-                agreement=agreement(setup, runs) if temperature == 0 and size == 1 else {},
+                agreement=agreement(target, runs) if temperature == 0 and size == 1 else {},
                 request_rate=rate,
             )
             if not measured.rows:
@@ -238,30 +237,3 @@ def timed_rows(
             measured.rows.extend(timed if rounds is None else queued_rows(timed, rounds, measurement))
         start += len(workload.prompts)
     return measured
-
-
-def along_texts(
-    config: EvalConfig,
-    target: Target,
-    workloads: Sequence[Workload[Prompt]],
-    drafters: Mapping[str, Drafter],
-    materials: list[Material],
-) -> tuple[list[ResultRow], dict[str, Any]]:
-    """Return the rows of the heads along texts, and their extras by the report's keys.
-
-    `materials` are recorded texts, or those that the baseline has just written; where there are none, the target
-    answers the prompts.
-    """
-    if TEACHER_FORCED not in config.tiers():
-        return [], {}
-    materials = materials or generate_answers(config, target, workloads)
-    rows, along = teacher_forced_rows(config, target, drafters, materials)
-    return rows, {"teacher_forced": along}
-
-
-def check_sources(config: EvalConfig) -> None:
-    """Refuse other sources than heads where nothing is decoded."""
-    if LIVE not in config.tiers() and (others := [name for name in config.drafter if name != "head"]):
-        raise ValueError(
-            f"tier is {TEACHER_FORCED}, which takes drafter=head: leave out {', '.join(others)}, or add live to tier"
-        )

@@ -5,7 +5,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import distributed
 
 from data.text.prompts import Prompt
@@ -17,11 +16,10 @@ from eval.measures.results import TEACHER_FORCED
 from eval.tune import is_tuned
 from heads.common.files import check_writable
 from heads.common.progress import Bar, say
-from heads.common.target_config import experts_of
 from heads.common.untrusted import visible
 from heads.formats.hub import made_for
 from inference.decode import autoregress
-from inference.target.config import DTYPES, ModelConfig, device_named, fast_dtype
+from inference.target.config import ModelConfig, device_named, fast_dtype
 from inference.target.loading import configuration, note_dtype
 from inference.target.placement import check_alone
 from inference.target.target import Target
@@ -70,17 +68,16 @@ def load_target(model: ModelConfig, dtype: str, engine: EngineConfig) -> Target:
 
 
 def dtype_for(config: EvalConfig, model: ModelConfig) -> str:
-    """Return the dtype to time in, and say so where it was chosen and the checkpoint's is another."""
-    chosen = speed_dtype(config, model, device_named(model.device))
-    if config.dtype == model.dtype == "auto":
-        note_dtype(model.path, model.trust_remote_code, DTYPES[chosen])
-    return chosen
+    """Return the dtype to time in: the evaluation's, else the model's, else the one that is fast on the device.
 
-
-def speed_dtype(config: EvalConfig, model: ModelConfig, device: torch.device) -> str:
-    """Return the dtype to time in: the evaluation's, else the model's, else the one that is fast on the device."""
-    chosen: str = next((name for name in (config.dtype, model.dtype) if name != "auto"), "auto")
-    return str(fast_dtype(device)).removeprefix("torch.") if chosen == "auto" else chosen
+    Where it was chosen and the checkpoint's is another, that is said.
+    """
+    given: str | None = next((name for name in (config.dtype, model.dtype) if name != "auto"), None)
+    if given is not None:
+        return given
+    chosen = fast_dtype(device_named(model.device))
+    note_dtype(model.path, model.trust_remote_code, chosen)
+    return str(chosen).removeprefix("torch.")
 
 
 def read(config: EvalConfig, target: Target, names: Sequence[str]) -> list[Workload[Prompt]]:
@@ -130,7 +127,7 @@ def described(target: Target) -> dict[str, Any]:
     parameters = sum(parameter.numel() for parameter in target.model.parameters())
     spec = {key: value for key, value in asdict(target.spec).items() if key != "name"}
     facts = {"parameters": parameters, "context": target.context, "quantized": target.quantized}
-    return {**spec, **facts, "experts": experts_of(target.config)}
+    return {**spec, **facts}
 
 
 def devices_of(target: Target) -> dict[str, int]:

@@ -239,7 +239,7 @@ def expected(of: Overlap, depth: int) -> SpecDecodingStats:
     depth = min(depth, of.accept_prob.shape[1])
     begins = [0.0] * (text.generated + 1)  # the probability that a step begins after so many tokens
     begins[1] = 1.0
-    reached, ended = [0.0] * depth, [0.0] * depth
+    reached = [0.0] * depth
     drafted = 0.0
     for written in range(1, text.generated):
         begin = begins[written]
@@ -249,10 +249,8 @@ def expected(of: Overlap, depth: int) -> SpecDecodingStats:
         for d in range(deepest + 1):
             accept = float(of.accept_prob[written - 1, d]) if d < deepest else 0.0
             begins[min(written + d + 1, text.generated)] += begin * survive * (1 - accept)
-            if d and written + d == text.generated:  # the draft has the text's last token
-                ended[d - 1] += begin * survive * (1 - accept)
             survive *= accept
             if d < deepest:
                 reached[d] += begin * survive
     steps = sum(begins[1 : text.generated], 0.0)
-    return SpecDecodingStats(float(text.generated - 1), steps, drafted, math.fsum(reached), reached, ended)
+    return SpecDecodingStats(float(text.generated - 1), steps, drafted, math.fsum(reached), reached)

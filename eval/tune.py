@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from data.text.prompts import Prompt
-from eval.config import DecodingConfig, TunerConfig
+from eval.config import TuneConfig
 from eval.inputs.workloads import Text, write
 from eval.live.interleaved import PLAIN, Setup, decoded_once, measure, rows
-from eval.measures.cost_model import Costs, Prediction, cycled, rising, stops_paying
+from eval.measures.cost_model import Costs, Prediction, cycled, rising
 from eval.measures.losslessness import WITHHELD, differs, gate, labelled
 from eval.measures.machine import device_facts, provenance
 from eval.measures.metrics import Interval
@@ -28,14 +28,13 @@ from eval.measures.results import Measurement, ResultRow
 from eval.measures.serving import CONFIG, config_of, is_served, ranges
 from eval.report.render import rich_table
 from eval.tuning import costs as costing
-from eval.tuning.grid import AGAIN, CHAIN, FINALISTS, SIZES, TREE, Tried, distinct, halves, hopeful, simulate, sizes_for
+from eval.tuning.grid import AGAIN, CHAIN, FINALISTS, SIZES, Tried, distinct, halves, hopeful, simulate, sizes_for
 from heads.common.files import atomic_write
 from heads.common.progress import progress
 from heads.formats.hub import kind_of, resolve_head, schedule_of
 from heads.formats.published import is_published
 from heads.formats.store import SCHEDULE, read_config, save_tree
 from inference.batch import Batch
-from inference.decode import Settings
 from inference.drafters.head import HeadDrafter, load_for, saved_tree
 from inference.drafters.plain import Plain
 from inference.drafters.policy import TreeConfig
@@ -44,7 +43,6 @@ from inference.target.target import Target
 from inference.tree_config import Schedule, scheduled
 
 TUNED = "tune.json"
-KINDS = {CHAIN: "a chain", TREE: "a tree"}
 OFF = 0.2  # fraction of the measured speedup; a family whose prediction is further off is not chosen
 
 
@@ -117,23 +115,9 @@ class Tuning:
         timed = [one.measured for at in self.batches for one in at.candidates if one.measured is not None]
         return not any(differs(one.lossless) for one in timed)
 
-    def stops(self) -> dict[str, dict[str, int | None]]:
-        """Return from which batch size on a chain and a tree no longer pay, predicted and measured; None: they do."""
-        stops: dict[str, dict[str, int | None]] = {}
-        for kind in KINDS:
-            predicted, measured = dict[int, float](), dict[int, float]()
-            for at in self.batches:
-                timed = [one for one in at.candidates if one.measured and (one.tree.kind == CHAIN) == (kind == CHAIN)]
-                if timed:
-                    predicted[at.batch] = max(one.predicted.speedup for one in timed)
-                    measured[at.batch] = max(one.gain for one in timed)
-            if measured:
-                stops[kind] = {"predicted": stops_paying(predicted), "measured": stops_paying(measured)}
-        return stops
-
     def write(self, out: Path) -> None:
         """Write tune.json, and the schedule of its chains as vLLM takes it, if it serves the head."""
-        content = {"schema": 3, **asdict(self), "stops_paying": self.stops()}
+        content = {"schema": 3, **asdict(self)}
         for record, at in zip(content["batches"], self.batches, strict=True):
             for written, one in zip(record["candidates"], at.candidates, strict=True):
                 written["error"] = one.error
@@ -144,15 +128,11 @@ class Tuning:
             atomic_write(out / CONFIG, (json.dumps(schedule, indent=2) + "\n").encode())
 
     def show(self, console: Console) -> None:
-        """Print the costs, the candidates and the verdicts."""
-        console.print(cost_table(self.batches))
+        """Print the candidates and the verdicts."""
         for at in self.batches:
             console.print(candidate_table(at.batch, at.candidates))
         for at in self.batches:
             console.print(at.verdict, soft_wrap=True, markup=False)
-        for kind, stops in self.stops().items() if len(self.batches) > 1 else ():
-            sizes = ", ".join(f"{how} {'none' if size is None else size}" for how, size in stops.items())
-            console.print(f"batch size from which on {KINDS[kind]} no longer pays: {sizes}", soft_wrap=True)
 
 
 def is_tuned(head: Path) -> bool:
@@ -189,17 +169,6 @@ def conclude(batch: int, candidates: Sequence[Candidate], done: str) -> str:
     return f"batch size {batch}: {verdict}; decode plainly{then}{tail}"
 
 
-def cost_table(batches: Sequence[AtBatch]) -> Table:
-    """Return the cost of a verification pass by drafted nodes at every batch size."""
-    sizes = sorted(batches[0].costs.verify)
-    costs = [(at.batch, [at.costs.plain, *map(at.costs.verify.get, sizes)]) for at in batches]
-    body = [
-        [str(batch), *("" if seconds is None else f"{1e3 * seconds:.2f}" for seconds in row)] for batch, row in costs
-    ]
-    title = "milliseconds of a verification pass by drafted nodes, and of a plain step"
-    return rich_table(title, ["sequences", "plain", *map(str, sizes)], body)
-
-
 def candidate_table(batch: int, candidates: Sequence[Candidate]) -> Table:
     """Return the candidates at a batch size, a row each."""
     measured = next((one.measured for one in candidates if one.measured), None)
@@ -224,34 +193,8 @@ Group = Callable[[Tried], str]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class TunePlan:
-    """Settings of a tuning of the tree of one run's head."""
-
-    run: str  # a folder or Hub id
-    tree: dict[str, Any]  # overrides of that tree, where the search begins
-    grid: TunerConfig  # the values to try
-    decoding: DecodingConfig  # greedy decoding settings, and the batch sizes
-    repeats: int  # timed passes over the prompts
-
-    @property
-    def settings(self) -> Settings:
-        """The request settings of the recorded texts."""
-        return self.decoding.settings(0.0)
-
-    @property
-    def sizes(self) -> list[int]:
-        """The numbers of drafted nodes whose verification pass is timed."""
-        return sorted({*SIZES, *self.grid.nodes})
-
-    @property
-    def batch_sizes(self) -> list[int]:
-        """The batch sizes, each once."""
-        return sorted(set(self.decoding.batch_sizes()))
-
-
-def tune(plan: TunePlan, target: Target, prompts: Sequence[Prompt], engine: str) -> Tuning:
-    """Find the best tree for the head of a run at every batch size; `engine` is the engine's name in reports.
+def tune(config: TuneConfig, target: Target, prompts: Sequence[Prompt]) -> Tuning:
+    """Find the best tree for the head of a run at every batch size.
 
     The one for the smallest is written into the head's config where it beats autoregressive decoding; of several sizes
     the schedule is too. Half of the prompts choose; the choice is predicted for the other half, and measured on it.
@@ -260,40 +203,40 @@ def tune(plan: TunePlan, target: Target, prompts: Sequence[Prompt], engine: str)
         ValueError: no head, one of another target, no answer longer than a token, or a batch that the target cannot
             verify.
     """
-    plan = replace(plan, grid=plan.grid.within(target.context))
+    grid = config.tuner.within(target.context)
+    config = replace(config, tuner=grid)
+    settings, sizes, (run,) = config.settings(0.0), sorted(set(config.batch_sizes())), config.runs()
     # Fails now, not after minutes, if the target takes no batch.
-    Batch(target, [Plain(target.device)] * plan.batch_sizes[-1])
-    folder = resolve_head(plan.run)
+    Batch(target, [Plain(target.device)] * sizes[-1])
+    folder = resolve_head(run)
     if is_published(folder):
         raise ValueError(
             f"{folder}: tune=true writes the tree into the head, and this one is of another project's format"
         )
     head = load_for(folder, target)
-    drafter = HeadDrafter(head, saved_tree(folder, plan.tree), "head")
-    grid = plan.grid
+    drafter = HeadDrafter(head, saved_tree(folder, config.tree), "head")
     answered = [
         (prompt, text)
         for prompt in progress(prompts, "writing the texts")
-        for text in write(target, [prompt.token], plan.settings)
+        for text in write(target, [prompt.token], settings)
     ]
     if not answered:
         raise ValueError("the target answers every prompt with one token, so nothing is drafted: set another workload")
     texts = [text for _, text in answered]
     trees, table = simulate(grid, target, drafter, texts)
-    bench = Bench(plan, target, drafter, texts, halves([prompt for prompt, _ in answered])[1])
+    bench = Bench(config, target, drafter, texts, halves([prompt for prompt, _ in answered])[1])
     costs: dict[int, Costs] = {}
     results: list[AtBatch] = []
-    for batch in sorted({1, *plan.batch_sizes}):
+    for batch in sorted({1, *sizes}):
         trees = hopeful(trees, costs)
         costs[batch] = bench.costs(trees, grid.samples, batch)
-        if batch in plan.batch_sizes:
+        if batch in sizes:
             group: Group = (lambda one: one.kind) if results else (lambda one: one.family)
             finalists = [one for members in ranked(trees, costs, batch, group) for one in members[:FINALISTS]]
             costs[batch] = bench.costs(finalists, AGAIN * grid.samples, batch, costs[batch])
             candidates = bench.measured(ranked(finalists, costs, batch, group), costs, batch)
             results.append(AtBatch(batch, costs[batch], candidates, fastest(candidates), ""))
-    settings = settings_of(plan, target, texts, engine)
-    return Tuning(settings, table.tolist(), concluded(results, plan.run, folder))
+    return Tuning(settings_of(config, target, texts), table.tolist(), concluded(results, run, folder))
 
 
 def ranked(trees: Sequence[Tried], costs: Mapping[int, Costs], batch: int, group: Group) -> list[list[Tried]]:
@@ -307,9 +250,9 @@ def ranked(trees: Sequence[Tried], costs: Mapping[int, Costs], batch: int, group
 
 @dataclass(frozen=True)
 class Bench:
-    """The setup of measurements: target, head, all texts, and the prompts held back from the choice."""
+    """The setup of measurements: configuration, target, head, all texts, and the prompts held back from the choice."""
 
-    plan: TunePlan
+    config: TuneConfig
     target: Target
     head: HeadDrafter
     texts: list[Text]
@@ -317,10 +260,8 @@ class Bench:
 
     def costs(self, trees: Sequence[Tried], samples: int, batch: int, first: Costs | None = None) -> Costs:
         """Measure the trees' costs at a batch size; those measured `first` fill the gaps."""
-        sizes = sizes_for(trees, self.plan.sizes)
-        costs = costing.measure(
-            self.target, self.head, self.texts, distinct(trees), sizes, samples, self.plan.settings, batch
-        )
+        settings, sizes = self.config.settings(0.0), sizes_for(trees, [*SIZES, *self.config.tuner.nodes])
+        costs = costing.measure(self.target, self.head, self.texts, distinct(trees), sizes, samples, settings, batch)
         return costs if first is None else merged(first, costs)
 
     def measured(self, groups: Sequence[Sequence[Tried]], costs: Mapping[int, Costs], batch: int) -> list[Candidate]:
@@ -340,13 +281,14 @@ class Bench:
         drafters: dict[str, Drafter] = {
             str(i): HeadDrafter(self.head.head, one.tree, str(i)) for i, one in enumerate(candidates)
         }
-        plan, setup = self.plan, Setup(self.target, drafters, cycled(self.held, batch), self.plan.settings)
-        once = decoded_once(setup._replace(settings=replace(plan.settings, gaps=True)), batch)
+        settings = self.config.settings(0.0)
+        setup = Setup(self.target, drafters, cycled(self.held, batch), settings)
+        once = decoded_once(setup._replace(settings=replace(settings, gaps=True)), batch)
         ids, dtype = [prompt.id for prompt in setup.prompts], self.target.dtype
         gates = {labelled(name, batch): gate(once[PLAIN], once[name], ids, dtype) for name in drafters}
         # All have run once already: no warm-up.
-        runs = measure(setup, plan.repeats, (), hf=False, batch_size=batch)
-        plain, *measured = rows(runs, drafters, gates, Measurement("", 0.0, batch, 0, plan.decoding.seed))
+        runs = measure(setup, self.config.repeats, (), hf=False, batch_size=batch)
+        plain, *measured = rows(runs, drafters, gates, Measurement("", 0.0, batch, 0, settings.seed))
         return [
             replace(
                 one,
@@ -415,19 +357,19 @@ def keep(tree: TreeConfig | None, schedule: Schedule | None, run: str, folder: P
     return f"written to {folder}{name}"
 
 
-def settings_of(plan: TunePlan, target: Target, texts: Sequence[Text], engine: str) -> dict[str, Any]:
+def settings_of(config: TuneConfig, target: Target, texts: Sequence[Text]) -> dict[str, Any]:
     """Return the settings and the environment of a tuning."""
     chosen, held = map(len, halves(texts))
     return {
-        "run": plan.run,
-        "head": kind_of(resolve_head(plan.run)),
+        "run": config.runs()[0],
+        "head": kind_of(resolve_head(config.runs()[0])),
         "target": target.name,
         "device": device_facts(target.device, target.dtype),
         "texts": {"chosen": chosen, "held": held},
-        "max_new_tokens": plan.decoding.max_new_tokens,
-        "seed": plan.decoding.seed,
-        "repeats": plan.repeats,
-        "engine": engine,
-        "tuner": asdict(plan.grid),
+        "max_new_tokens": config.max_new_tokens,
+        "seed": config.seed,
+        "repeats": config.repeats,
+        "engine": config.engine.label,
+        "tuner": asdict(config.tuner),
         "provenance": provenance(),
     }

@@ -16,7 +16,6 @@ from inference.verification.rng import Rng, Samples
 from inference.verification.sample import Sampling
 from inference.verification.tree import DraftTree, LookAhead, chain
 
-NONE, WARM, COLD = "none", "warm", "cold"  # how a source meets a sequence: see `Drafter.memory`
 GREEDY_SHARPNESS = 2.0  # chosen by benchmarks/ranking.py (docs/engine.md)
 
 
@@ -222,28 +221,19 @@ class Drafter(Protocol):
         name: what reports and errors call it.
         tree: the shape of its proposals, for reports.
         feature_layers: the target layers whose outputs its commits must hold.
-        remembers: whether its drafts depend on earlier sequences.
         scores: whether its proposals say how many tokens are expected to be accepted.
         redraws: whether a state may propose again from where it stands, each time with fresh randomness.
         head: the trained head that drafts alone, whose acceptance teacher forcing can measure.
         policy: by which trees grow from that head.
-        shape: the rank paths of a tree that is the same at every step; None where it changes.
     """
 
     name: str
     tree: str
     feature_layers: tuple[int, ...] = ()
-    remembers: bool = False
     scores: bool = False
     redraws: bool = False
     head: DraftHead | None = None
     policy: TreeConfig | None = None
-    shape: list[tuple[int, ...]] | None = None
-
-    @property
-    def memory(self) -> str:
-        """Its memory of earlier sequences: none, warm (it keeps them), or cold (it is reset before each)."""
-        return WARM if self.remembers else NONE
 
     def start(self, prompt: list[int]) -> DrafterState:
         """Begin a sequence; a source with a memory may now remember the text of the one before."""

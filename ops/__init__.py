@@ -13,5 +13,4 @@ watch.py     the command that says when acceptance has fallen, by a log or a ser
 sequential.py  the test of a watch, with a bound on ever being wrong
 examine/    what the doctor reads and finds
 doctor.py   the command that examines a published head
-replace.py  the command that gives a running server another head
 """

@@ -40,7 +40,7 @@ from ops.sequential import watcher_config
 from ops.watch import Log, growing
 from tests import toys
 from tests.data import stores
-from tests.eval.test_reading import report
+from tests.eval.test_report import full_report
 from tests.eval.test_sources import NOTHING, OWN
 from tests.fuzzing import CUTS, broken, cut, encoded
 from tests.heads.published import eagle3_authors, publish
@@ -206,7 +206,7 @@ def read_of(root: Path) -> dict[str, Reader]:
     run = root / "run"
     save_head(run / "head", toys.head("medusa", toys.target()), toys.target().spec, TREE)
     config = {"model": {**OWN, "shape": None, "devices": [0], "memory_gb": 1.5}, "head": {"layers": 1}}
-    file, told = root / "report.json", report().as_dict()
+    file, told = root / "report.json", full_report().as_dict()
     return {
         "config.yaml": Reader(run / "config.yaml", config, encoded, partial(model_of, str(run), NOTHING)),
         "report": Reader(file, told, encoded, lambda: report_of(read_report(file), str(file))),

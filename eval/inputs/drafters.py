@@ -1,7 +1,4 @@
-"""The drafters of a configuration: trained heads, found in their runs, and those of inference/drafters.
-
-One that remembers past requests is also measured cold.
-"""
+"""The drafters of a configuration: trained heads, found in their runs, and those of inference/drafters."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -17,7 +14,7 @@ from heads.formats.store import read_config
 from inference.drafters.head import load_drafter, saved_tree
 from inference.drafters.hybrid import Hybrid
 from inference.drafters.registry import configured, make
-from inference.protocol import COLD, Drafter, DrafterState
+from inference.protocol import Drafter
 from inference.target.config import ModelConfig, model_config
 from inference.target.placement import DEVICE_MAP, TOGETHER, Placement
 from inference.target.target import Target
@@ -118,7 +115,7 @@ def check_drafters(config: DraftersConfig) -> None:
 
 
 def load_drafters(config: DraftersConfig, target: Target) -> Drafters:
-    """Return the configured drafters `in_states`; refuse what `check_drafters` does, and another target's head."""
+    """Return the configured drafters; refuse what `check_drafters` does, and another target's head."""
     drafters: Drafters = {}
     for name, options in config.drafter.items():
         if name == "head":
@@ -133,7 +130,7 @@ def load_drafters(config: DraftersConfig, target: Target) -> Drafters:
             drafters[name] = Hybrid(settings, next(iter(_heads(config, target).values())), lookup, "hybrid")
         elif name != "plain":  # autoregressive decoding is in every report
             drafters[name] = make(name, options, target)
-    return in_states(drafters, config.cold)
+    return drafters
 
 
 def _folders(config: DraftersConfig) -> dict[str, Path]:
@@ -147,38 +144,3 @@ def _folders(config: DraftersConfig) -> dict[str, Path]:
 def _heads(config: DraftersConfig, target: Target) -> Drafters:
     """Return the heads of all runs, each under its own tree."""
     return {name: load_drafter(folder, config.tree, target, name) for name, folder in _folders(config).items()}
-
-
-def in_states(drafters: Drafters, cold: bool) -> Drafters:
-    """Return the sources, each that remembers past requests followed by a cold clone if `cold`."""
-    sources: Drafters = {}
-    for name, drafter in drafters.items():
-        sources[name] = drafter
-        if cold and drafter.remembers:
-            label = f"{name} {COLD}"
-            sources[label] = ColdDrafter(drafter.clone(), label)
-    return sources
-
-
-class ColdDrafter(Drafter):
-    """A drafter that starts every sequence without memory."""
-
-    memory = COLD
-
-    def __init__(self, inner: Drafter, name: str) -> None:
-        self.inner, self.name, self.tree = inner, name, inner.tree
-        self.feature_layers, self.remembers = inner.feature_layers, inner.remembers
-        self.head, self.policy = inner.head, inner.policy
-
-    def start(self, prompt: list[int]) -> DrafterState:
-        """Begin a sequence."""
-        self.inner.reset()
-        return self.inner.start(prompt)
-
-    def reset(self) -> None:
-        """Drop the memory of earlier sequences."""
-        self.inner.reset()
-
-    def clone(self) -> "ColdDrafter":
-        """Return a clone of the inner source, cold as well."""
-        return ColdDrafter(self.inner.clone(), self.name)

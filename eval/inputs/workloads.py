@@ -349,7 +349,7 @@ def workload_names(given: Any) -> list[str]:
 
 
 def named_apart(names: Sequence[str]) -> list[str]:
-    """Return the workloads' names in reports, of files that are called alike with the folders that tell them apart.
+    """Return the workloads' names in reports; of files that are called alike, as they were given.
 
     Raises:
         ValueError: one is given twice.
@@ -357,13 +357,8 @@ def named_apart(names: Sequence[str]) -> list[str]:
     sources = [located.resolve() if (located := Path(locate(name)).expanduser()).exists() else name for name in names]
     if repeated := sorted({name for name, source in zip(names, sources, strict=True) if sources.count(source) > 1}):
         raise ValueError(f"workload {', '.join(repeated)} is given twice: leave one out")
-    short, deep = [short_name(name) for name in names], 1
-    while len({*short}) < len(short):
-        deep += 1
-        alike = {name for name in short if short.count(name) > 1}
-        longer = ["/".join(source.parts[-deep:]) if isinstance(source, Path) else source for source in sources]
-        short = [long if name in alike else name for name, long in zip(short, longer, strict=True)]
-    return short
+    short = [short_name(name) for name in names]
+    return [name if short.count(one) > 1 else one for name, one in zip(names, short, strict=True)]
 
 
 def _records(path: str, limit: int) -> Iterator[Indexed]:

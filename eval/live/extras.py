@@ -23,7 +23,6 @@ NODES = 400  # of a tree; more cannot be distinguished
 ANSWERS, QUESTION = 3, 1500  # sample answers of each drafter, characters of a prompt's end
 
 Records = list[dict[str, Any]]
-Ranks = tuple[int, ...]  # a node: the ranks on its way from the root
 
 
 def training(heads: Mapping[str, Path]) -> dict[str, dict[str, Records]]:
@@ -69,22 +68,21 @@ def trees(runs: Runs, drafters: Mapping[str, Drafter]) -> dict[str, dict[str, An
     """Return the trees of one session's drafters, but for those that never drafted, and each node's acceptance.
 
     Returns:
-        By name: the tree's `label`; `paths`, by node the ranks on its path from the root, counted from 0 among the
-        siblings; `accepted`, the share of the passes that accepted each node, so that those of a depth add up to
-        P(a >= d); the number of `steps`, which are the passes; a `note` on which nodes these are.
+        By name: the tree's `label`; `paths`, of the nodes accepted most often the ranks on the way from the root,
+        counted from 0 among the siblings; `accepted`, the share of the passes that accepted each; the number of
+        `steps`, which are the passes.
     """
     summaries = {}
     for name, drafter in drafters.items():
         steps = [step for repeats in runs[name] for step in median_run(repeats).steps]
         if any(step.drafted for step in steps):
             counts = Counter(step.ranks[:depth] for step in steps for depth in range(1, len(step.ranks) + 1))
-            paths, note = nodes(drafter, counts)
+            often = sorted(counts, key=lambda path: (-counts[path], len(path), path))[:NODES]
             summaries[name] = {
                 "label": drafter.tree,
-                "note": note,
                 "steps": len(steps),
-                "paths": [list(path) for path in paths],
-                "accepted": [counts[path] / len(steps) for path in paths],
+                "paths": [list(path) for path in often],
+                "accepted": [counts[path] / len(steps) for path in often],
             }
     return summaries
 
@@ -110,39 +108,18 @@ def paired(runs: Runs, drafters: Sequence[str], measurement: Measurement) -> Rec
     return records
 
 
-def nodes(drafter: Drafter, accepted: Counter[Ranks]) -> tuple[list[Ranks], str]:
-    """Return the nodes of a drafter's tree to plot, parents before children, and a note on them."""
-    if drafter.shape is not None:
-        return among_siblings(drafter.shape), "The shape is fixed; empty nodes were never accepted."
-    often = sorted(accepted, key=lambda path: (-accepted[path], len(path), path))
-    note = "The shape changes; shown are the nodes that were accepted at least once"
-    return often[:NODES], f"{note}, the {NODES} most frequent of {len(often)}." if len(often) > NODES else f"{note}."
-
-
-def among_siblings(shape: Sequence[Ranks]) -> list[Ranks]:
-    """Return a fixed shape's nodes by their indices among their siblings, which skip no rank as the shape may."""
-    renumbered: dict[Ranks, Ranks] = {(): ()}
-    siblings: Counter[Ranks] = Counter()
-    for path in shape:
-        renumbered[path] = (*renumbered[path[:-1]], siblings[path[:-1]])
-        siblings[path[:-1]] += 1
-    return [renumbered[path] for path in shape]
-
-
 def answers(runs: Runs, drafters: Sequence[str], prompts: Sequence[Prompt], tokenizer: Any) -> Records:
     """Return the drafters' answers to the first prompts, each by its first repeat.
 
     Returns:
-        By prompt and drafter the prompt's end, the steps as [drafted, accepted, committed], and the `pieces`.
+        By prompt and drafter the prompt's end, and the `pieces`.
     """
     records = []
     for index, prompt in enumerate(prompts[:ANSWERS]):
         question = visible(str(tokenizer.decode(prompt.token))[-QUESTION:])
         for name in drafters:
-            run = runs[name][index][0]
-            steps = [[step.drafted, step.accepted, step.committed] for step in run.steps]
-            answer = {"pieces": pieces(run, tokenizer), "steps": steps}
-            records.append({"drafter": name, "prompt": prompt.id, "question": question, **answer})
+            read = pieces(runs[name][index][0], tokenizer)
+            records.append({"drafter": name, "prompt": prompt.id, "question": question, "pieces": read})
     return records
 
 

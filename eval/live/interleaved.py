@@ -169,7 +169,7 @@ def rows(
     for subset in measurement.parts(len(requests[PLAIN])):
         for name in (name for name in requests if name != HF):
             rule = metrics.rules_used([middle[name][index] for index in subset.indices])
-            source = DrafterInfo(name, rule, sources[name].tree, sources[name].memory)
+            source = DrafterInfo(name, rule, sources[name].tree)
             row = result(source, subset, subset.of(requests[name]))
             measured.append(judged(row, subset, requests, gates))
     return measured

@@ -140,14 +140,6 @@ def at(costs: Mapping[int, Costs], batch: int, price: Callable[[Costs], float]) 
     return between({size: price(one) for size, one in costs.items()}, batch)
 
 
-def activated(available: int, chosen: int, tokens: float | int) -> float:
-    """Return how many of a layer's experts a pass over so many tokens reads on average, all of them as likely.
-
-    Each token passes through `chosen` of the `available` ones. Passes that are measured have it in their price.
-    """
-    return available * (1 - (1 - chosen / available) ** tokens)
-
-
 def stops_paying(gains: Mapping[Load, float]) -> Load | None:
     """Return the smallest load from which on no larger one has a speedup above 1; None if the largest has one."""
     losing = None

@@ -38,7 +38,6 @@ class SpecDecodingStats:
     drafted: Number | None  # tokens of all drafts; None where nobody counts them
     accepted: Number  # of these
     by_depth: Sequence[Number]  # passes that accepted 1, 2, … drafted tokens or more; empty where nobody counts them
-    ended: Sequence[Number] = ()  # passes that committed 1, 2, … accepted tokens and no bonus: they end an answer
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,6 @@ class Acceptance:
     tau_request_mean: float | None  # the mean of each request's own tau
     accepted_by_depth: list[float]  # P(a >= d)
     conditional_by_depth: list[float]  # P(a >= d | a >= d - 1)
-    tau_within_depth: list[float]  # τ with every draft cut off at d, see `_tau_within`
     draft_tokens: int
     accepted_per_draft_token: float | None
     definitions: dict[str, float | None]  # published definitions of acceptance by name
@@ -83,11 +81,8 @@ def passes(run: Generation) -> SpecDecodingStats:
 
 def counted(accepted: Sequence[int], drafted: int, tokens: int) -> SpecDecodingStats:
     """Return the counts of an answer's passes that accepted so many drafted tokens each."""
-    depths = range(1, max(accepted, default=0) + 1)
-    by_depth = [sum(count >= depth for count in accepted) for depth in depths]
-    missing = sum(accepted) + len(accepted) - tokens  # only the last pass can have committed no bonus
-    ended = [missing * (depth == accepted[-1]) for depth in depths]
-    return SpecDecodingStats(tokens, len(accepted), drafted, sum(accepted), by_depth, ended)
+    by_depth = [sum(count >= depth for count in accepted) for depth in range(1, max(accepted, default=0) + 1)]
+    return SpecDecodingStats(tokens, len(accepted), drafted, sum(accepted), by_depth)
 
 
 def pooled(requests: Sequence[SpecDecodingStats], whole: SpecDecodingStats | None = None) -> Acceptance:
@@ -104,7 +99,6 @@ def pooled(requests: Sequence[SpecDecodingStats], whole: SpecDecodingStats | Non
         tau_request_mean=tau_mean,
         accepted_by_depth=[count / total.steps for count in reached],
         conditional_by_depth=[count / above for above, count in pairwise([total.steps, *reached])],
-        tau_within_depth=[_tau_within(total, depth) for depth in range(1, len(reached) + 1)],
         draft_tokens=round(drafted),
         accepted_per_draft_token=ratio(total.accepted, drafted),
         definitions={
@@ -131,21 +125,12 @@ def together(requests: Sequence[SpecDecodingStats]) -> SpecDecodingStats:
         drafted=math.fsum(drafted) if len(drafted) == len(requests) else None,
         accepted=math.fsum(request.accepted for request in requests),
         by_depth=tuple(math.fsum(counts) for counts in zip_longest(*by_depth, fillvalue=0)),
-        ended=tuple(math.fsum(counts) for counts in zip_longest(*(request.ended for request in requests), fillvalue=0)),
     )
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
     measured = [value for value in values if value is not None]
     return ratio(math.fsum(measured), len(measured))
-
-
-def _tau_within(total: SpecDecodingStats, depth: int) -> float:
-    """Return τ with every draft cut off at a depth: deeper tokens would have been the passes' bonus.
-
-    Exact where the target's choices after a step do not depend on how long the step was, as on recorded text.
-    """
-    return 1 + (math.fsum(total.by_depth[:depth]) - math.fsum(total.ended[:depth])) / total.steps
 
 
 def quantiles(values: Sequence[float | None]) -> dict[str, float]:
@@ -188,12 +173,6 @@ def over(pairs: Pairs, base: Pairs) -> float | None:
 def seconds(runs: Sequence[Generation]) -> dict[str, float]:
     """Return the seconds of all steps together, by what they were spent on."""
     return {key: sum(getattr(step, f"{key}_s") for run in runs for step in run.steps) for key in PARTS}
-
-
-def overlap_headroom(seconds: dict[str, float]) -> float | None:
-    """Return the steps' time over what it would be if the shorter of drafting and verifying hid behind the other."""
-    total = sum(seconds.values())
-    return ratio(total, total - min(seconds["draft"], seconds["verify"]))
 
 
 def tau_interval(runs: Sequence[Generation], seed: int, groups: Groups = None) -> Interval | None:

@@ -28,7 +28,6 @@ class ResultRow:
     `request_rate` is in requests per second; None where each request came when one before it had ended. Under a rate
     `latency_s` counts from the arrival, `batch_size` is the most sequences in one pass, `tokens_per_second` is over the
     time from the first arrival to the last end, and `speedup` is the baseline's mean latency over the drafter's.
-    `overlap_headroom` is how many times faster the steps would be if drafting hid behind verification entirely.
     """
 
     drafter: str
@@ -50,16 +49,13 @@ class ResultRow:
     speedup: float | None
     speedup_ci: Interval | None
     speedup_hf: float | None
-    overlap_headroom: float | None
     seconds: dict[str, float]
     latency_s: float | None
     memory_bytes: int
     lossless: dict[str, int]
     category: str = ""  # empty: all prompts of the workload
     prompts: int = 0
-    state: str = "none"  # of a source with memory: warm from the requests before, or cold
     definitions: dict[str, float | None] = field(default_factory=dict)  # published ones, see metrics.pooled
-    tau_within_depth: list[float | None] = field(default_factory=list)  # had every draft ended at depth 1, 2, …
     by_request: dict[str, dict[str, float]] = field(default_factory=dict)  # quantiles over the requests
     prefill_s: float = 0.0  # of all requests
     whole_tokens_per_second: float | None = None  # end to end, with the prefill
@@ -116,12 +112,11 @@ class Subset(NamedTuple):
 
 
 class DrafterInfo(NamedTuple):
-    """A drafter: its name, the rule that verified, the tree, and its memory from request to request."""
+    """A drafter: its name, the rule that verified, and the tree."""
 
     drafter: str
     rule: str
     tree: str
-    state: str = "none"
 
 
 @dataclass(frozen=True)
@@ -171,14 +166,12 @@ def result(
         speedup=None,
         speedup_ci=None,
         speedup_hf=None,
-        overlap_headroom=metrics.overlap_headroom(seconds) if seconds["verify"] else None,
         seconds=seconds,
         latency_s=statistics.median(latencies) if latencies else None,
         memory_bytes=measurement.memory_bytes,
         lossless=UNCHECKED.counts(),
         category=subset.category,
         prompts=len(requests),
-        state=source.state,
         by_request=by_request(requests),
         prefill_s=sum(_known(requests, "prefill_s"), 0.0),
         whole_tokens_per_second=metrics.speed(_known(requests, "end_to_end")),
@@ -207,12 +200,6 @@ def with_speedups(
         speedup_ci=metrics.paired_interval(fast, slow, seed, subset.groups) if streamed else None,
         speedup_hf=None if hf is None else metrics.over(fast, _known(hf, "decoding")),
     )
-
-
-def text_results(source: DrafterInfo, measurement: Measurement, texts: Sequence[Request]) -> list[ResultRow]:
-    """Return the results of a source along given texts, where no clock ran: all texts together, then each category."""
-    subsets = measurement.parts(len(texts))
-    return [result(source, subset, subset.of(texts)) for subset in subsets]
 
 
 def _known(requests: Sequence[Request], key: str) -> list[Any]:

@@ -11,7 +11,6 @@ from itertools import accumulate
 from operator import mul
 from typing import Any
 
-from eval.measures.cost_model import activated
 from eval.report.view import PLAIN, SESSION, Record
 
 COSTS = ("verification", "draft", "overhead")
@@ -103,19 +102,6 @@ def _tau(conditional: Sequence[float]) -> float:
 def advice(breakdown: Record) -> str:
     """Return the most useful improvement, in words."""
     return f"{REMEDIES[breakdown['most']]} ({breakdown['less'][breakdown['most']]:.3f} with a tenth less loss)"
-
-
-def experts(name: str, row: Record, available: int, chosen: int) -> str:
-    """Return what a result's draft means for a target with experts, in words: its passes read more of them."""
-    batch = row["batch_size"] or 1
-    nodes = 1 + row["draft_tokens"] / row["steps"]
-    plain, wide = (activated(available, chosen, batch * tokens) for tokens in (1, nodes))
-    return (
-        f"A token passes through {chosen} of the target's {available} experts a layer. A pass of {name} over "
-        f"{nodes:.1f} nodes a sequence reads about {wide:.1f} of them, if all are as likely, and one of the baseline "
-        f"{plain:.1f}: where reading weights takes the time, that is {wide / plain:.1f} times the experts' share of "
-        "it. The passes that were measured hold it."
-    )
 
 
 def sentence(name: str, breakdown: Record) -> str:

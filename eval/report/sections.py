@@ -96,7 +96,7 @@ TIMES = [
     *(LABEL, T, TREE, number("steps", "steps")),
     *(number(f"{key} ms", f"seconds.{key}", 2, "steps", 1000.0) for key in PARTS),
     *(number("drafted", "draft_tokens", 1, "steps"), number("accepted / drafted", "accepted_per_draft_token")),
-    *(number("overlap headroom", "overlap_headroom"), number("latency s", "latency_s", 3)),
+    number("latency s", "latency_s", 3),
     ("speedup, end to end", lambda result: result.ratio("whole_speedup")),
 ]
 LOAD = [
@@ -140,7 +140,6 @@ def sections(report: Record) -> list[Section]:
     load_note = [LOAD_NOTE] if rated else ()
     training = plots.learning_curve(report.get("training", {}))
     candidates = [
-        Section("reports", "The reports", (), compared_conditions(report)),
         Section("results", "Results", (), results_table(report), plots.speedup(results), compared(report)),
         Section("why", "Why not more?", why(report), table(WHY, explained)),
         gate_section(report, whole),
@@ -219,13 +218,8 @@ def compared(report: Record) -> list[str]:
 
 def why(report: Record) -> list[str]:
     """Return the speedup breakdown of each drafter's first result in words."""
-    sentences = []
-    for result in firsts(report):
-        if result.row.get("ladder"):
-            sentences.append(breakdown.sentence(result.name, result.row["ladder"]))
-            if counts := origin(report, result.row)["target"].get("experts"):
-                sentences.append(breakdown.experts(result.name, result.row, *counts))
-    return [*sentences, BREAKDOWN_NOTE]
+    explained = [result for result in firsts(report) if result.row.get("ladder")]
+    return [*(breakdown.sentence(result.name, result.row["ladder"]) for result in explained), BREAKDOWN_NOTE]
 
 
 def paying(results: Sequence[Result]) -> list[str]:
@@ -253,11 +247,9 @@ def gate_section(report: Record, results: Sequence[Result]) -> Section:
     for result in results:
         timed = result.row["agreement"]
         if timed.get("identical", result.row["prompts"]) < result.row["prompts"]:
-            gaps = ", ".join("inf" if gap is None else f"{gap:.3g}" for gap in timed["gaps"][:TIES])
             near.append(
                 f"timed in {timed['dtype']}, {result.label} on {result.row['workload']}: {timed['identical']} of "
-                f"{timed['checked']} prompts identical, {timed['near_tie']} near ties, {timed['beyond']} beyond; top-2 "
-                f"logit gaps {gaps}"
+                f"{timed['checked']} prompts identical"
             )
     keys = ("checked", "identical", "near_tie", "failed")
     counts = values_table(
@@ -276,19 +268,6 @@ def nodes(report: Record) -> Table:
         for path, fraction in ranked[:NODES]:
             body.append([name, record["label"], " ".join(str(rank + 1) for rank in path), len(path), fraction])
     return values_table(("drafter", "tree", "ranks from the root", "depth", "accepted"), body, 3)
-
-
-def compared_conditions(report: Record) -> Table:
-    """Return the target, device, settings and workloads of reports side by side."""
-    body: list[dict[str, Any]] = []
-    for one in report.get("reports", []):
-        target, device, settings = one["target"], one["device"], one["settings"]
-        code = settings.get("provenance", {})
-        record = {"name": one["name"], "target": target.get("name")}
-        record |= {"device": device.get("name"), "dtype": device.get("dtype")}
-        record |= {key: settings.get(key) for key in ("max_new_tokens", "prompts", "engine")} | dict(one["work"])
-        body.append(record | {"revision": (code.get("revision") or "-")[:12], "date": code.get("date")})
-    return values_table([words(key) for key in (body[0] if body else ())], [list(record.values()) for record in body])
 
 
 def facts_of(report: Record) -> dict[str, dict[str, Any]]:
@@ -349,8 +328,6 @@ NOTES = (
     "baseline's means that the tree is wide for this device; a long draft time, that the head is slow.",
     "x4 behind a name is a batch of 4 sequences that share target passes. A pass counts as a step of each of them, "
     "with an even share of its time; tok/s is that of all sequences together.",
-    "Overlap headroom: how many times faster the steps would be if a second device drafted the next tree while this "
-    "one verifies (Mirror-SD, arXiv 2510.13161), all of the shorter of the two times hidden: an upper bound.",
     "lossless counts the prompts whose greedy output is the baseline's token for token, in the gate's dtype. A near "
     "tie first differs where rounding decides between the two best tokens. A drafter that fails, or whose rule is "
     "lossy, is given no speedup.",

@@ -19,7 +19,6 @@ from heads.modules.layers import Attention
 from inference.drafters.deferred import DeferredRows
 from inference.drafters.plain import alone
 from inference.drafters.policy import (
-    CONFIDENT,
     TreeConfig,
     check_tree,
     expanded,
@@ -53,7 +52,6 @@ class HeadDrafter(Drafter):
         self.schedule = always(policy) if schedule is None else schedule
         self.tree = self.schedule.label
         self.feature_layers = head.feature_layers
-        self.shape = None if schedule is not None or policy.kind in CONFIDENT else policy.shape()
 
     def start(self, prompt: list[int]) -> "HeadState | BatchedState":
         """Begin a sequence; its first commit brings the prompt's features."""

@@ -40,7 +40,6 @@ class Hybrid(Drafter):
         self.config, self.main, self.lookup, self.name = config, main, lookup, name
         self.tree = f"{lookup.tree} or {main.tree}"
         self.feature_layers = main.feature_layers
-        self.remembers = lookup.remembers
         self.record = Record(config.expected)
 
     def start(self, prompt: list[int]) -> "HybridState":

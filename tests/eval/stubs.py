@@ -30,7 +30,6 @@ ROW = ResultRow(
     speedup=1.77,
     speedup_ci=(1.61, 1.93),
     speedup_hf=2.46,
-    overlap_headroom=1.2,
     seconds={"draft": 0.12, "verify": 0.24, "other": 0.012},
     latency_s=0.5,
     memory_bytes=2**20,
@@ -44,10 +43,7 @@ def markdown(report: Report) -> str:
 
 
 def generation(
-    tokens: int | Sequence[int],
-    steps: Sequence[tuple[int, int]] = (),
-    seconds: float = 1.0,
-    gaps: Sequence[float] = (),
+    tokens: int | Sequence[int], steps: Sequence[tuple[int, int]] = (), seconds: float = 1.0, gaps: Sequence[float] = ()
 ) -> Generation:
     """Return a run: its tokens or their number, (drafted, accepted) of each step, and the seconds of all decoding."""
     made = list(range(tokens)) if isinstance(tokens, int) else list(tokens)

@@ -1,4 +1,4 @@
-"""What a report holds besides its rows: training curves as means, and each node of a tree with its acceptance."""
+"""What a report holds besides its rows: training curves, the nodes of a tree, heads compared, sample answers."""
 
 import json
 from pathlib import Path
@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
+from data.text.prompts import Prompt
 from eval.live import extras
-from eval.measures.metrics import acceptance
 from eval.measures.results import Measurement
 from eval.report.sections import compared
-from inference.decode import Generation
+from inference.decode import Generation, Settings, autoregress
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.drafters.policy import TreeConfig
+from inference.verification.sample import GREEDY
 from tests import toys
 from tests.eval.stubs import generation
-
-SKIPPING = TreeConfig("static", 0, 0, 0, [[0], [2], [3], [2, 1], [2, 4]], [])
+from tests.inference.test_run import tokenizer
 
 
 def test_training_curves_are_means_and_skip_what_a_killed_run_was_writing(tmp_path: Path) -> None:
@@ -43,19 +43,7 @@ def drafter(tree: TreeConfig) -> Any:
     return HeadDrafter(toys.head("medusa", toys.target()), tree, "medusa")
 
 
-def test_of_a_fixed_shape_every_node_has_its_share() -> None:
-    made = {"medusa": [[run((1, 0), ())], [run((1, 1)), run((0,))], [run((2,), (1,), (1, 0))]]}
-    (found,) = extras.trees(made, {"medusa": drafter(SKIPPING)}).values()
-    assert found["paths"] == [[0], [1], [2], [1, 0], [1, 1]]  # ranks 2 and 3 are the second and third to be drafted
-    assert found["accepted"] == [0, 4 / 6, 1 / 6, 2 / 6, 1 / 6]
-    assert (found["steps"], found["label"]) == (6, SKIPPING.label)
-    assert "fixed" in found["note"]
-    middle = [repeats[0] for repeats in made["medusa"]]  # the lower of two middles
-    by_depth = acceptance(middle).accepted_by_depth
-    assert [sum(found["accepted"][:3]), sum(found["accepted"][3:])] == pytest.approx(by_depth)
-
-
-def test_of_a_shape_that_changes_the_accepted_nodes_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_nodes_accepted_most_often_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     made = {name: [[run((0, 1), (0, 1, 0), (2,), (0,), ())]] for name in ("medusa", "suffix", "plain")}
     made["plain"] = [[generation(3, [(0, 0), (0, 0)])]]
     lookup = Plain(toys.target().device)
@@ -66,12 +54,11 @@ def test_of_a_shape_that_changes_the_accepted_nodes_are_there(monkeypatch: pytes
     for each in found.values():
         assert each["paths"] == [[0], [0, 1], [2], [0, 1, 0]]  # the most often accepted first
         assert each["accepted"] == [3 / 5, 2 / 5, 1 / 5, 1 / 5]
-        assert each["note"].endswith("accepted at least once.")
     assert found["suffix"]["label"] == "tree-9"
+    assert found["medusa"]["steps"] == 5
     monkeypatch.setattr(extras, "NODES", 3)
     (cut,) = extras.trees({"suffix": made["suffix"]}, {"suffix": lookup}).values()
     assert cut["paths"] == [[0], [0, 1], [2]]
-    assert cut["note"].endswith("the 3 most frequent of 4.")
 
 
 def test_drafters_are_compared_prompt_by_prompt() -> None:
@@ -79,10 +66,7 @@ def test_drafters_are_compared_prompt_by_prompt() -> None:
         return generation(1 + 4 * (accepted + 1), [(3, accepted)] * 4, seconds)
 
     slow = [4.0, 1.0, 2.0, 8.0]  # what makes a prompt slow for both cancels
-    runs = {
-        "eagle": [[run(1, 8 * seconds)] for seconds in slow],
-        "mlp": [[run(2, 6 * seconds)] for seconds in slow],
-    }
+    runs = {"eagle": [[run(1, 8 * seconds)] for seconds in slow], "mlp": [[run(2, 6 * seconds)] for seconds in slow]}
     (pair,) = extras.paired(runs, ["eagle", "mlp"], Measurement("tiny", 0.0, 1, 0, seed=0))
     assert (pair["drafter"], pair["base"], pair["prompts"]) == ("mlp", "eagle", 4)
     assert pair["tau"] == pytest.approx({"difference": 1.0, "low": 1.0, "high": 1.0})
@@ -98,3 +82,44 @@ def test_drafters_are_compared_prompt_by_prompt() -> None:
     assert extras.paired(one, ["eagle", "mlp"], Measurement("tiny", 0.0, 1, 0, seed=0)) == []
     turns = Measurement("tiny", 0.0, 1, 0, seed=0, conversations=[7] * 4)
     assert extras.paired(runs, ["eagle", "mlp"], turns) == []
+
+
+PROMPT = toys.prompt(0)
+
+
+def answer() -> Generation:
+    """Return the target's own text as three steps would have committed it."""
+    text = autoregress(toys.target(), PROMPT, Settings(9, GREEDY)).tokens
+    assert toys.lively(text)
+    run = generation(text, [(4, 2), (4, 0), (4, 3)])
+    run.sources = ["prefill", "draft", "draft", "bonus", "bonus", "draft", "draft", "draft", "bonus"]
+    return run
+
+
+def test_answers_say_who_wrote_each_piece() -> None:
+    run, target = answer(), toys.target()
+    made = {name: [[run, generation(2, [(0, 0)])]] * 5 for name in ("eagle", "plain")}
+    prompts = [Prompt(f"p{i}", PROMPT, "") for i in range(5)]
+    found = extras.answers(made, ["eagle", "plain"], prompts, target.tokenizer)
+    assert [(each["prompt"], each["drafter"]) for each in found][:3] == [
+        ("p0", "eagle"),
+        ("p0", "plain"),
+        ("p1", "eagle"),
+    ]
+    assert len(found) == 2 * extras.ANSWERS
+    pieces = found[0]["pieces"]
+    assert [piece["source"] for piece in pieces] == run.sources
+    assert [piece["step"] for piece in pieces] == [0, 1, 1, 1, 2, 3, 3, 3, 3]
+    assert "".join(piece["text"] for piece in pieces) == target.tokenizer.decode(run.tokens)
+
+
+def test_a_character_of_several_tokens_has_what_is_known_of_the_last() -> None:
+    ids = tokenizer()("a🦆").input_ids
+    run = generation(ids, [(2, 1), (2, 1)])
+    run.sources = ["prefill", "draft", "bonus", "draft", "bonus"]
+    assert extras.pieces(run, tokenizer()) == [
+        {"text": "a", "source": "prefill", "step": 0},
+        {"text": "🦆", "source": "bonus", "step": 2},
+    ]
+    cut = generation(ids[:-1], [(2, 2)])
+    assert [piece["text"] for piece in extras.pieces(cut, tokenizer())] == ["a", "\ufffd"]

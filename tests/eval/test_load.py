@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from data.text.prompts import Prompt
-from eval.config import eval_config
 from eval.live import interleaved
 from eval.live.interleaved import Served, Setup, arrivals, latencies, measure_rate, queued_rows, serve, throughput
 from eval.measures import metrics
@@ -236,45 +235,18 @@ def test_categories_have_the_latencies_of_their_own_requests() -> None:
     assert rows["eagle", "b"].speedup == 2
 
 
-def test_turns_of_one_conversation_are_drawn_together() -> None:
-    rounds = {"plain": PLAIN, "eagle": FAST}
-    session = Measurement("tiny", 0.0, 1, 0, 0, conversations=[3, 3], request_rate=2.0)
-    made = interleaved.rows(
-        interleaved.generations(rounds), {"eagle": Plain(torch.device("cpu"))}, {"eagle": GREEN}, session
-    )
-    assert [row.speedup_ci for row in queued_rows(made, rounds, session)] == [None, None]
-
-
 def test_without_a_green_gate_there_is_no_ratio() -> None:
     _, eagle = loaded(RED)
     assert {eagle.speedup, eagle.speedup_ci, eagle.whole_speedup} == {None}
     assert eagle.latency_s == 2
 
 
-@pytest.mark.parametrize("rate", [0, -1, "fast", True, [], [1, 0], [None, "fast"], float("inf"), float("nan")])
-def test_a_rate_is_a_number_above_zero(rate: Any) -> None:
-    with pytest.raises(ValueError, match=r"request_rate is .*: give .*(above 0|a finite number)") as error:
-        eval_config(request_rate=rate)
-    assert "\n" not in str(error.value)
-
-
-def test_rates_are_a_number_or_null_or_a_list() -> None:
-    assert eval_config().request_rates() == [None]
-    assert eval_config(request_rate=2).request_rates() == [2.0]
-    assert eval_config(request_rate=[None, 0.5]).request_rates() == [None, 0.5]
-
-
-def test_trees_are_tuned_without_a_rate() -> None:
-    with pytest.raises(ValueError, match="request_rate is 2: tune=true"):
-        eval_config(request_rate=2, tune=True, run="a")
-
-
 def test_a_report_names_the_rates(runs: Path, tmp_path: Path) -> None:
-    report = evaluate(small(runs, tmp_path, request_rate=[None, 40, 80], batch_size=2, hf=False))
+    report = evaluate(small(runs, tmp_path, request_rate=[None, 40], batch_size=2, hf=False))
     assert report.passed
     told = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     assert [(row["drafter"], row["request_rate"]) for row in told["rows"]] == [
-        (name, rate) for rate in (None, 40, 80) for name in ("plain", "eagle")
+        (name, rate) for rate in (None, 40) for name in ("plain", "eagle")
     ]
     closed, slow = told["rows"][1], told["rows"][3]
     assert slow["speedup"] > 0
@@ -287,13 +259,13 @@ def test_a_report_names_the_rates(runs: Path, tmp_path: Path) -> None:
     assert "came at random (Poisson)" in written
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert 'id="table-load"' in page
-    assert "eagle x2 at 80 req/s" in page
-    assert "eagle: loses at requests per second 40 (" in page
+    assert "eagle x2 at 40 req/s" in page
 
 
-def test_without_a_rate_nothing_speaks_of_load(runs: Path, tmp_path: Path) -> None:
-    evaluate(small(runs, tmp_path, hf=False, prompts=1))
-    written = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert "Under load" not in written
-    assert "req/s" not in written
-    assert 'id="table-load"' not in (tmp_path / "report.html").read_text(encoding="utf-8")
+def test_turns_of_one_conversation_are_drawn_together() -> None:
+    rounds = {"plain": PLAIN, "eagle": FAST}
+    session = Measurement("tiny", 0.0, 1, 0, 0, conversations=[3, 3], request_rate=2.0)
+    made = interleaved.rows(
+        interleaved.generations(rounds), {"eagle": Plain(torch.device("cpu"))}, {"eagle": GREEN}, session
+    )
+    assert [row.speedup_ci for row in queued_rows(made, rounds, session)] == [None, None]

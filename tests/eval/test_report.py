@@ -1,4 +1,4 @@
-"""The report's contract, and that a red gate silences every speedup."""
+"""The report: a red gate silences every speedup, what was written is read back, several are put side by side."""
 
 import errno
 import io
@@ -8,17 +8,23 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from eval.measures.losslessness import UNCHECKED, Divergence, Gate
+from eval.measures.losslessness import UNCHECKED, ChiSquareTest, Divergence, FailedChecks, Gate, SampledGate
+from eval.measures.metrics import quantiles
 from eval.measures.results import TEACHER_FORCED, ResultRow
 from eval.report import render
 from eval.report.render import library, terminal
-from eval.report.write import Report, report_of
-from heads.common.files import atomic_write
+from eval.report.sections import sentence
+from eval.report.write import Report, folder_of, named, read_report, report_of, shared, side_by_side
+from tests.eval.small import run_main
 from tests.eval.stubs import ROW, markdown
+from tests.eval.test_page import Reader, lines
+from tests.eval.test_page import report as page_report
+from tests.eval.test_sections import EAGLE, PLAIN
 
 GREEN = Gate(8, 7, 1, 0)
 RED = Gate(8, 7, 0, 1, Divergence("p2", 5, 11, 12, 3.5))
@@ -26,9 +32,8 @@ SILENT = replace(ROW, speedup=None, speedup_ci=None, speedup_hf=None, lossless=R
 CONTRACT = (
     "drafter rule tree workload temperature batch_size steps tokens tau tau_ci tau_request_mean accepted_by_depth "
     "conditional_by_depth draft_tokens accepted_per_draft_token tokens_per_second speedup speedup_ci speedup_hf "
-    "overlap_headroom seconds latency_s memory_bytes lossless category prompts state definitions tau_within_depth "
-    "by_request prefill_s whole_tokens_per_second whole_speedup whole_speedup_ci agreement tier request_rate report "
-    "ladder"
+    "seconds latency_s memory_bytes lossless category prompts definitions by_request prefill_s whole_tokens_per_second "
+    "whole_speedup whole_speedup_ci agreement tier request_rate report ladder"
 )
 SPEEDUPS = ("1.77", "1.61", "1.93", "2.46")
 
@@ -95,13 +100,8 @@ def test_a_lossy_gate_is_red_without_a_failure() -> None:
 def test_a_green_report_shows_the_numbers() -> None:
     text = shown(report())
     assert all(number in text for number in (*SPEEDUPS, "2.03", "123.4", "0.75 0.28", "7/8, 1 near tie"))
-    assert "| 10.00 | 20.00 | 1.00 | 2.0 | 0.50 | 1.20 |" in text  # draft, verify, other in ms a step, drafted a step
+    assert "| 10.00 | 20.00 | 1.00 | 2.0 | 0.50 |" in text  # draft, verify, other in ms a step, drafted a step
     assert report().passed
-
-
-def test_names_are_neither_markup_nor_obeyed_by_a_terminal() -> None:
-    told = shown(report(replace(ROW, rule="[/x]\x1b[2J")))
-    assert "[/x]\ufffd[2J" in told
 
 
 def test_a_loss_is_marked() -> None:
@@ -125,21 +125,15 @@ def test_a_red_gate_shows_no_speedup_and_says_why(gate: Gate, reason: str, tempe
     assert reason in made.failures()[0]
     row = made.as_dict()["rows"][0]
     assert (row["speedup"], row["speedup_ci"], row["speedup_hf"]) == (None, None, None)
-
-
-def test_the_first_failure_is_in_the_json() -> None:
-    told = report(SILENT, RED).as_dict()
-    assert told["rows"][0]["lossless"]["failed"] == 1
-    assert told["settings"]["gate"]["eagle"]["first"] == {
-        "prompt": "p2", "position": 5, "plain": 11, "drafted": 12, "gap": 3.5, "shown": "",
-    }  # fmt: skip
+    first = made.as_dict()["settings"]["gate"]["eagle"]["first"]
+    assert (first is None) == (gate is UNCHECKED)
 
 
 @pytest.mark.parametrize("kept", [{"speedup": 1.77}, {"speedup_ci": (1.6, 1.9)}, {"speedup_hf": 2.46}])
 def test_a_speedup_beside_a_red_gate_cannot_be_built(kept: dict[str, object]) -> None:
-    with pytest.raises(AssertionError, match="failed its check"):
+    with pytest.raises(AssertionError, match="has a speedup and failed"):
         report(replace(SILENT, **kept), RED)
-    with pytest.raises(AssertionError, match="failed its check"):
+    with pytest.raises(AssertionError, match="has a speedup and failed"):
         report(replace(SILENT, lossless=UNCHECKED.counts(), **kept), RED)
 
 
@@ -160,20 +154,6 @@ def test_categories_are_those_of_the_clock_where_one_ran() -> None:
     assert "| eagle, tiny/math, teacher forced |" in markdown(alone).split("## By category")[1]
     assert "Where the time goes" in markdown(both)
     assert "Where the time goes" not in markdown(alone)
-
-
-def test_a_failed_write_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "report.json"
-    atomic_write(file, b"old")
-
-    def full(descriptor: int) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="space"):
-        atomic_write(file, b"new")
-    assert file.read_text(encoding="utf-8") == "old"
-    assert list(tmp_path.iterdir()) == [file]
 
 
 FILES = ["report.json", "report.md", "report.html"]
@@ -233,9 +213,333 @@ def test_names_from_outside_are_no_markup_and_move_no_cursor(tmp_path: Path) -> 
 def test_a_name_from_outside_begins_no_line_of_its_own() -> None:
     evil = "x\n# heading\n| a |"
     plain = replace(ROW, drafter="plain", workload=evil, speedup=1.0, speedup_ci=(1.0, 1.0), tau=1.0)
-    timed = {"dtype": "bfloat16", "checked": 8, "identical": 7, "near_tie": 1, "beyond": 0, "gaps": [0.1]}
+    timed = {"dtype": "bfloat16", "checked": 8, "identical": 7}
     made = replace(report(), rows=[plain, replace(ROW, workload=evil, drafter=evil, prompts=8, agreement=timed)])
     text = markdown(made)
     assert "commits 2.03 tokens per pass" in text
     assert "7 of 8 prompts identical" in text
     assert not any(line.startswith(("# heading", "| a |")) for line in text.splitlines())
+
+
+LAW = ChiSquareTest(1000, 2, 7, 6.0, 0.5, 0.2, 0.9, 1e-3, 0.0)
+TIE = Divergence("p1", 3, 4, None, 1e-6)
+RED_TOLD = Gate(8, 7, 0, 1, Divergence("p2", 5, 11, 12, 3.5))
+TREE = {"label": "chain", "note": "", "paths": [[0]], "accepted": [0.5], "steps": 10}
+GATES = {"eagle": Gate(8, 7, 1, 0, ties=(TIE,)), "medusa": RED_TOLD, "typical": Gate(8, 8, 0, 0, lossy=True)}
+SILENT_ROW = replace(ROW, speedup=None, speedup_ci=None, speedup_hf=None)
+HOT = [
+    SampledGate("eagle", 1.0, Gate(8, 8, 0, 0), LAW, ""),
+    SampledGate("eagle", 0.5, RED_TOLD, None, "no draws", (1, 4), 4),
+    SampledGate("eagle", 0.7, Gate(8, 8, 0, 0), replace(LAW, control_p=0.5), ""),
+]
+
+
+def full_report() -> Report:
+    """Return a report with green, red, lossy and sampled gates, and a row with all that a row may hold."""
+    odd = {"dtype": "float32", "checked": 8, "identical": 7}
+    full = replace(ROW, prompts=8, agreement=odd, by_request={"tau": quantiles([1.5, 2.0])})
+    hot = [replace(SILENT_ROW, temperature=t) for t in (0.5, 0.7)]
+    rows = [full, replace(SILENT_ROW, drafter="medusa"), replace(SILENT_ROW, drafter="typical"), *hot]
+    return Report({"name": "tiny"}, {"name": "a CPU"}, {"prompts": 8}, GATES, rows, HOT, {"trees": {"eagle": TREE}})
+
+
+def written(folder: Path, told: Any) -> Path:
+    (folder / "report.json").write_text(told if isinstance(told, str) else json.dumps(told), encoding="utf-8")
+    return folder / "report.json"
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    made = full_report()
+    file = written(tmp_path, made.as_dict())
+    found = report_of(read_report(file), str(file))
+    assert found == made
+    assert found.gates["eagle"].ties == (TIE,)
+    assert found.as_dict() == made.as_dict()
+    assert markdown(found) == markdown(made)
+    assert found.failures() == made.failures()
+    failed = FailedChecks.of(found.gates, found.sampled)
+    assert [failed.result(vars(row)) for row in found.rows] == [False, True, True, True, True]
+
+
+def test_a_report_of_earlier_days_lacks_what_rows_hold_since(tmp_path: Path) -> None:
+    told = full_report().as_dict()
+    told["rows"] = [{key: row[key] for key in list(row)[: list(row).index("category")]} for row in told["rows"]]
+    told["rows"][0] |= {"overlap_headroom": 1.2, "state": "cold", "tau_within_depth": [1.5]}  # no longer written
+    told["settings"] = {"prompts": 8}
+    file = written(tmp_path, told)
+    found = report_of(read_report(file), str(file))
+    assert (found.rows[0].tier, found.rows[0].report, found.gates) == ("live", "", {})
+    assert found.rows[0].tau_ci == ROW.tau_ci
+
+
+def changed(key: str, value: Any) -> dict[str, Any]:
+    told = full_report().as_dict()
+    told["rows"][1] = {**told["rows"][1], key: value}
+    return told
+
+
+def besides_plain(**odd: float | None) -> dict[str, Any]:
+    """Return a report whose first row has the baseline beside it, which has odd numbers."""
+    told = full_report().as_dict()
+    return {**told, "rows": [{**told["rows"][0], "drafter": "plain", **odd}, *told["rows"]]}
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        (json.dumps(full_report().as_dict())[:-40], r"is damaged \(.*: evaluate again"),
+        ("[" * 100_000, "is damaged"),
+        ([1, 2], "is no report: give a report.json"),
+        ({"schema": 1, "rows": {}}, "is no report"),
+        ({**full_report().as_dict(), "schema": 2}, "has schema 2, this version reads 1: evaluate again"),
+        ({**full_report().as_dict(), "device": None}, "has no device"),
+        (changed("speedup", "fast"), "row 1: speedup: .*fast.*; evaluate again"),
+        (changed("verdict", "good"), "row 1: verdict is not a known key"),
+        ({**full_report().as_dict(), "rows": [3]}, "row 0: 3 is no row"),
+    ],
+)
+def test_what_is_no_report_is_refused_in_one_line(tmp_path: Path, told: Any, why: str) -> None:
+    file = written(tmp_path, told)
+    with pytest.raises(ValueError, match=why) as error:
+        read_report(file)
+    assert str(file) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["tau", "tokens_per_second", "steps"])
+def test_where_plain_decoding_was_not_measured_there_is_no_ladder(tmp_path: Path, key: str) -> None:
+    nothing: dict[str, Any] = {key: 0 if key == "steps" else None}
+    file = written(tmp_path, besides_plain(**nothing))
+    assert report_of(read_report(file), str(file)).as_dict()["rows"][1]["ladder"] is None
+
+
+def test_a_missing_report_and_a_folder_are_named(tmp_path: Path) -> None:
+    for file, why in ((tmp_path / "none.json", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(ValueError, match=why) as error:
+            read_report(file)
+        assert str(file) in str(error.value)
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="damaged"):
+        read_report(tmp_path / "bytes.json")
+
+
+@pytest.mark.parametrize(
+    "gate", [{"checked": 8}, 3, {**GATES["eagle"].counts(), "passed": True, "first": {"prompt": 1}}]
+)
+def test_damaged_gates_are_named(gate: Any) -> None:
+    told = full_report().as_dict()
+    told["settings"]["gate"]["eagle"] = gate
+    with pytest.raises(ValueError, match="report mine has damaged gates") as error:
+        report_of(told, "mine")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("part", [{"failed_at": ""}, {"batch_sizes": ["1"]}, {"batch_sizes": None}])
+def test_damaged_batch_sizes_of_a_gate_are_refused(part: dict[str, Any]) -> None:
+    told = full_report().as_dict()
+    told["settings"]["sampled_gate"][0]["coupled"] |= part
+    with pytest.raises(ValueError, match="report mine has damaged gates") as error:
+        report_of(told, "mine")
+    assert "\n" not in str(error.value)
+
+
+def test_a_speedup_beside_a_red_gate_was_not_written_by_us() -> None:
+    with pytest.raises(ValueError, match="report mine: medusa has a speedup and failed its check"):
+        report_of(changed("speedup", 2.0), "mine")
+
+
+TOLD = {"name": "tiny", "fingerprint": "33b80c3e0db7aa", "path": "/models/tiny"}
+DEVICE = {"name": "a CPU", "type": "cpu", "dtype": "float32", "load": [0.5, 1.0]}
+SETTINGS = {"prompts": 8, "max_new_tokens": 128, "gate_tv": 0.02, "provenance": {"revision": "c0ffee", "date": "May"}}
+
+
+def make(folder: Path, name: str, report: Report) -> str:
+    report.write(folder / name)
+    return str(folder / name / "report.json")
+
+
+def plain_and(*rows: Any, gates: dict[str, Gate], **changes: Any) -> Report:
+    plain = replace(
+        ROW, drafter="plain", tau=1.0, tau_ci=None, speedup=1.0, speedup_ci=(1.0, 1.0), accepted_by_depth=[]
+    )
+    given = {"target": TOLD, "device": DEVICE, "settings": SETTINGS} | changes
+    return Report(**given, gates=gates, rows=[replace(plain, conditional_by_depth=[]), *rows])
+
+
+def test_a_reports_own_warnings_stay(tmp_path: Path) -> None:
+    green = {"eagle": Gate(8, 8, 0, 0)}
+    short = plain_and(ROW, gates=green, extras={"warnings": ["4 of 16 prompts"]})
+    paths = [make(tmp_path, "short", short), make(tmp_path, "whole", plain_and(ROW, gates=green))]
+    warned = side_by_side(paths).extras["warnings"]
+    assert "short: 4 of 16 prompts" in warned
+    assert not any("another version" in line for line in warned)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> list[str]:
+    """Return two reports, of which the second has a red gate and was measured elsewhere."""
+    first = plain_and(ROW, gates={"eagle": Gate(8, 7, 1, 0)})
+    hot = SampledGate("hydra", 1.0, RED_TOLD, None, "no draws")
+    second = plain_and(
+        replace(SILENT_ROW, lossless=RED_TOLD.counts()),
+        replace(ROW, drafter="medusa", batch_size=4, tokens_per_second=99.5),
+        replace(SILENT_ROW, drafter="hydra", temperature=1.0),
+        gates={"eagle": RED_TOLD, "medusa x4": Gate(8, 8, 0, 0)},
+        sampled=[hot],
+        device={**DEVICE, "name": "a GPU", "dtype": "bfloat16", "load": [9.0, 9.0]},
+        settings={**SETTINGS, "max_new_tokens": 64, "gate_tv": 0.1, "turns": "all"},
+        extras={"trees": {"medusa": {"label": "chain", "paths": [[0], [0, 0]], "accepted": [0.6, 0.3], "steps": 10}}},
+    )
+    return [make(tmp_path, "one", first), make(tmp_path, "two", second)]
+
+
+def test_every_row_is_kept_as_it_was_and_names_its_report(two: list[str]) -> None:
+    made = side_by_side(two).as_dict()
+    before = [
+        {**row, "report": name}
+        for name, file in zip(("one", "two"), two, strict=True)
+        for row in json.loads(Path(file).read_text(encoding="utf-8"))["rows"]
+    ]
+    assert made["rows"] == before
+    assert any(row["ladder"] for row in before)
+    assert made["schema"] == 1
+    assert {"reports", "warnings", "trees"} <= made.keys()
+
+
+def test_a_red_gate_stays_red_in_its_own_report_alone(two: list[str]) -> None:
+    made = side_by_side(two)
+    failed = FailedChecks.of(made.gates, made.sampled)
+    red = {(row.report, row.drafter, row.temperature) for row in made.rows if failed.result(vars(row))}
+    assert red == {("two", "eagle", 0.0), ("two", "hydra", 1.0)}
+    assert not made.passed
+    assert [line.split(":")[0] for line in made.failures()] == ["eagle of two", "hydra of two at T=1"]
+    text = markdown(made)
+    (mine,) = (line for line in text.splitlines() if line.startswith("| eagle of one | 0 | chain-2 | point mass"))
+    (other,) = (line for line in text.splitlines() if line.startswith("| eagle of two | 0 | chain-2 | point mass"))
+    assert "1.77 [1.61, 1.93]" in mine
+    assert "withheld" in other
+    assert "| medusa x4 of two |" in text
+
+
+def test_differences_that_forbid_a_comparison_are_told(two: list[str]) -> None:
+    made = side_by_side(two)
+    own, device, settings, work = made.extras["warnings"]
+    assert "speedups are each over the baseline of their own session" in own
+    assert device == (
+        "they differ in the device: name (a CPU in one; a GPU in two), dtype (float32 in one; bfloat16 in two)"
+    )
+    assert settings == (
+        "they differ in the settings: max_new_tokens (128 in one; 64 in two), turns (unknown in one; all in two)"
+    )
+    assert work == ("they differ in the work: temperature (0 in one; 0, 1 in two), batch_size (1 in one; 1, 4 in two)")
+    assert made.device["dtype"] == "float32 / bfloat16"
+    assert made.target == TOLD
+    text = markdown(made)
+    assert text.startswith("# tiny on a CPU / a GPU, float32 / bfloat16\n")
+    assert all(f"**Compare with care:** {warning}." in text for warning in made.extras["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "told"),
+    [
+        ("target", {"fingerprint": "4a5f90"}, "the target: fingerprint (33b80c3e0db7 in one; 4a5f90 in two)"),
+        ("settings", {"prompts": 16}, "the settings: prompts (8 in one; 16 in two)"),
+        ("settings", {"provenance": {"revision": "beef"}}, "the code: revision (c0ffee in one; beef in two)"),
+        ("device", {"load": [3.0, 2.0]}, None),
+        ("target", {"path": "/elsewhere"}, None),
+    ],
+)
+def test_each_difference_is_found(tmp_path: Path, part: str, changes: dict[str, Any], told: str | None) -> None:
+    given = {"target": TOLD, "device": DEVICE, "settings": SETTINGS}
+    reports = [given, {**given, part: {**given[part], **changes}}]
+    made = [plain_and(ROW, gates={"eagle": Gate(8, 8, 0, 0)}, **each) for each in reports]
+    files = [make(tmp_path, name, each) for name, each in zip(("one", "two"), made, strict=True)]
+    assert side_by_side(files).extras["warnings"][1:] == ([] if told is None else [f"they differ in {told}"])
+
+
+def test_the_page_tells_the_reports_apart(tmp_path: Path, two: list[str]) -> None:
+    third = make(tmp_path, "three", page_report())
+    made = side_by_side([*two, third])
+    made.write(tmp_path / "all")
+    read = Reader((tmp_path / "all" / "report.html").read_text(encoding="utf-8"))
+    told = json.loads((tmp_path / "all" / "report.json").read_text(encoding="utf-8"))
+    results = lines(read, "results")
+    assert len(results) == len(told["rows"]) == 2 + 4 + 12
+    assert len({(line["drafter"], line["T"]) for line in results}) == len(results)
+    assert {line["drafter"]: line["speedup [95%]"] for line in results}["eagle of one"] == "1.77 [1.61, 1.93]"
+    assert sum(line["speedup [95%]"] == "withheld" for line in results) == 2
+    text = (tmp_path / "all" / "report.html").read_text(encoding="utf-8")
+    assert text.count("Compare with care:") == len(told["warnings"])
+    assert "img" not in read.elements
+    assert {each["drafter"] for each in told["answers"]} == {
+        f"{name} of three" for name in page_report().extras["trees"]
+    }
+    assert "medusa of two" in told["trees"]
+    assert ["medusa of two", "chain", "1", "1", "0.600"] in [list(line.values()) for line in lines(read, "tree")]
+
+
+def test_each_rows_numbers_are_of_its_own_target_and_device(tmp_path: Path) -> None:
+    files = []
+    for name in ("one", "two"):
+        files.append(make(tmp_path, name, Report({"name": f"target-{name}"}, DEVICE, SETTINGS, {}, [*PLAIN, *EAGLE])))
+    assert "target-one writes" in sentence(side_by_side(files).as_dict()), "the first of two equally fast"
+
+
+def test_names_are_short_where_they_tell_reports_apart(tmp_path: Path) -> None:
+    files = [str(tmp_path / name) for name in ("a/report.json", "b/report.json", "mine.json")]
+    assert list(named(files)) == ["a", "b", "mine"]
+    assert folder_of(files) == Path("outputs/compare-a-b-mine")
+    assert list(named(["x/a/report.json", "y/a/report.json"])) == ["x/a/report.json", "y/a/report.json"]
+    assert folder_of(["x/a/report.json", "y/a/report.json"]) == Path("outputs/compare-x-a-report.json-y-a-report.json")
+
+
+def test_what_all_share_stays_as_it_is() -> None:
+    found = shared(
+        [{"a": 1, "b": {"c": 2, "d": [1]}, "e": None}, {"a": 1, "b": {"c": 3, "d": [1]}, "f": True}, {"a": 1}]
+    )
+    assert found == {"a": 1, "b": {"c": "2 / 3", "d": [1]}, "e": None, "f": "- / True"}
+
+
+def test_the_command_measures_nothing_and_says_what_differs(
+    two: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_main(f"compare=[{two[0]},{two[1]}]") == 1  # a gate is red
+    printed = capsys.readouterr()
+    assert "NOT LOSSLESS: eagle of two: " in printed.err
+    assert "compare with care: they differ in the device: " in printed.err
+    assert "eagle of one" in printed.out
+    assert len([*Path("outputs/compare-one-two").iterdir()]) == 3
+    third = make(tmp_path, "three", plain_and(ROW, gates={"eagle": Gate(8, 8, 0, 0)}))
+    assert run_main(f"compare=[{two[0]},{third}]", "out=there") == 0
+    assert (tmp_path / "there" / "report.html").is_file()
+    capsys.readouterr()
+    again = Path("outputs/compare-one-two/report.json")
+    assert run_main(f"compare=[{again},{third}]", "out=again") == 2
+    assert "several side by side already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["compare=[ONE,none.json]"], "error: report none.json cannot be read (No such file or directory)"),
+        (["compare=[ONE,outputs/tiny-eagle]"], "error: compare names the report "),
+        (["compare=[ONE,TWO]", "run=outputs/tiny-eagle"], "error: compare names the report "),
+        (["compare=[ONE]"], "give two reports or more"),
+        (["compare=[ONE,ONE]"], "twice: leave one out"),
+        (["compare=[ONE,TWO]", "tune=true"], "error: tune=true takes the head of one run"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_written(
+    two: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    words: list[str], told: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    given = [word.replace("ONE", two[0]).replace("TWO", two[1]) for word in words]
+    assert run_main(*given, "out=there") == 2
+    printed = capsys.readouterr()
+    assert told in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+    assert sorted(tmp_path.rglob("*")) == before

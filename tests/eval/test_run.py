@@ -1,30 +1,38 @@
 """The whole evaluation on a toy target: both heads in one report, red gates, and the user's mistakes."""
 
 import json
+import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM
 
+from eval import gates
 from eval.config import EvalConfig, eval_config
 from eval.live import interleaved
-from eval.live.interleaved import hf_generate
 from eval.measures.losslessness import Gate, SampledGate, verdict_of
-from eval.run import evaluate, main
-from eval.setup import folder_for, prepared, remarks_of, replacing, speed_dtype
+from eval.run import evaluate, tuned
+from eval.setup import dtype_for, folder_for, remarks_of, replacing
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.common.typed import typed
+from heads.formats.hub import kind_of, sibling_spec
+from heads.formats.store import TargetSpec, save_head
+from inference.api import loaded
 from inference.decode import Generation, Settings
 from inference.drafters.registry import SOURCES
 from inference.target.config import model_config
-from inference.verification.sample import GREEDY
 from tests import toys
-from tests.eval.small import SIZE, small, words
+from tests.eval.small import SIZE, run_main, small, words
+from tests.heads.published import eagle3_authors, publish
+from tests.inference.test_run import config as asked
 
 
 def test_two_heads_and_plain_decoding_stand_in_one_report(
@@ -77,12 +85,10 @@ def test_two_heads_and_plain_decoding_stand_in_one_report(
     assert "NOT LOSSLESS" not in printed.err
 
 
-def test_the_toy_output_is_varied(runs: Path) -> None:
-    assert toys.lively(hf_generate(toys.target(), toys.prompt(0, 12), Settings(24, GREEDY)).tokens)
-
-
-def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every speculative run end in a token that the baseline did not choose."""
+def test_a_red_gate_prints_no_speedup_and_exits_with_one(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every speculative run ends in a token that the baseline did not choose."""
     speculate = interleaved.speculate
 
     def wrong(*args: Any, **kwargs: Any) -> Generation:
@@ -91,36 +97,19 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
         return made
 
     monkeypatch.setattr(interleaved, "speculate", wrong)
-
-
-def test_a_red_gate_prints_no_speedup_and_exits_with_one(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spoil(monkeypatch)
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        overrides = [f"run={runs / 'eagle'}", f"out={tmp_path}", "dtype=float32"]
-        overrides += words(SIZE)
-        config = compose("eval", overrides)
-    with pytest.raises(SystemExit) as exit_:
-        main.__wrapped__(config)
-    assert exit_.value.code == 1
+    assert run_main(f"run={runs / 'eagle'}", f"out={tmp_path}", "dtype=float32", *words(SIZE)) == 1
     printed = capsys.readouterr()
     (line,) = (line for line in printed.err.splitlines() if "LOSSLESS" in line)
     assert line.startswith("NOT LOSSLESS: eagle: 2 of 2 prompts differ")
     assert "withheld" in printed.out
     row = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["rows"][1]
     assert (row["speedup"], row["speedup_ci"], row["speedup_hf"], row["lossless"]["failed"]) == (None, None, None, 2)
+    assert (row["agreement"]["checked"], row["agreement"]["identical"]) == (2, 0)
 
 
 def test_a_lossy_rule_is_red_whatever_it_emits(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        overrides = [f"run={runs / 'eagle'}", f"out={tmp_path}", "dtype=float32", "rule=typical", "lossy=true"]
-        config = compose("eval", overrides + words(SIZE) + ["temperature=[0,1]"])
-    with pytest.raises(SystemExit) as exit_:
-        main.__wrapped__(config)
-    assert exit_.value.code == 1
+    given = {"rule": "typical", "lossy": True, "temperature": [0, 1.0], "hf": False, "prompts": 1}
+    assert not evaluate(small(runs, tmp_path, **given)).passed
     printed = capsys.readouterr()
     assert "NOT LOSSLESS: eagle: its rule is lossy by choice; " in printed.err
     assert printed.out.count("withheld") >= 2
@@ -128,7 +117,7 @@ def test_a_lossy_rule_is_red_whatever_it_emits(runs: Path, tmp_path: Path, capsy
     rows = [row for row in told["rows"] if row["drafter"] == "eagle"]
     assert [row["rule"] for row in rows] == ["typical (lossy)"] * 2
     assert [row["speedup"] for row in rows] == [None, None]
-    assert [row["lossless"]["checked"] for row in rows] == [2, 0], "coupled noise says nothing of a lossy rule"
+    assert [row["lossless"]["checked"] for row in rows] == [1, 0], "coupled noise says nothing of a lossy rule"
     assert (told["settings"]["rule"], told["settings"]["lossy"]) == ("typical", True)
 
 
@@ -144,8 +133,9 @@ def test_the_gate_runs_with_the_rule_and_the_rows_name_it(
 
     monkeypatch.setattr(interleaved, "speculate", noted)
     values = {"rule": "coupled", "temperature": [0, 1.0], "repetition_penalty": 1.3, "min_p": 0.01, "prompts": 1}
-    made = evaluate(small(runs, tmp_path, hf=False, **values))
+    made = evaluate(small(runs, tmp_path, hf=False, tree={"nodes": 5, "depth": None}, **values))
     assert made.passed
+    assert {(row.tree, row.tau_ci) for row in made.rows[1::2]} == {("dynamic-d4k3n5", None)}, "of a single prompt"
     assert [row.rule for row in made.rows] == ["none", "greedy", "none", "coupled"]
     assert {rule for rule, _ in asked} == {"coupled"}
     assert {(s.temperature, s.min_p, s.repetition_penalty) for _, s in asked} == {(0.0, 0.01, 1.3), (1.0, 0.01, 1.3)}
@@ -172,7 +162,7 @@ def test_each_temperature_and_each_workload_has_its_own_check(
 
     monkeypatch.setattr("eval.gates.sampled_gates", sampled)
     monkeypatch.setattr("eval.gates.gate", greedy)
-    given = {"temperature": [0, 1.0, 0.5], "hf": False, "gate_dtype": "float64"}
+    given = {"temperature": [0, 1.0, 0.5], "hf": False, "gate_dtype": "float64", "max_new_tokens": 4}
     made = evaluate(small(runs, tmp_path, **given, workload=[str(tmp_path / name) for name in names]))
     assert made.device["dtype"] == "float32"
     assert told == [2, 2]
@@ -197,35 +187,23 @@ def test_plain_decoding_alone_needs_no_head(runs: Path, tmp_path: Path) -> None:
 
 def test_heads_of_which_some_are_tuned_are_named(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, target = small(runs, tmp_path, compare=[str(runs / "medusa")]), toys.target()
-    for tuned, remarks in (((), 0), (("eagle",), 1), (("eagle", "medusa"), 0)):
-        monkeypatch.setattr("eval.setup.is_tuned", lambda head, tuned=tuned: head.parent.name in tuned)
+    for names, remarks in (((), 0), (("eagle",), 1), (("eagle", "medusa"), 0)):
+        monkeypatch.setattr("eval.setup.is_tuned", lambda head, names=names: head.parent.name in names)
         assert len(remarks_of(config, target)) == remarks
         assert remarks_of(replace(config, tree={"nodes": 5}), target) == []
-
-
-def test_a_tree_is_the_heads_own_but_for_what_is_given(runs: Path, tmp_path: Path) -> None:
-    made = evaluate(small(runs, tmp_path, tree={"nodes": 5, "depth": None}, prompts=1, hf=False))
-    assert made.rows[1].tree == "dynamic-d4k3n5"
-    assert made.rows[1].tau_ci is None  # a single prompt
 
 
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"drafter": {"oracle": {}}}, "no source is called 'oracle'"),
         ({"run": None}, "model.path"),
-        ({"run": "nonesuch"}, "nonesuch"),
         ({"compare": ["nonesuch"]}, "nonesuch"),
-        ({"workload": "nonesuch"}, "tiny"),
         ({"tree": {"kind": "bush"}}, "tree.kind"),
         ({"tree": {"bushes": 3}}, "bushes"),
-        ({"model": {"path": "/nonesuch"}}, "/nonesuch"),
         ({"rule": "best"}, "traversal"),
         ({"rule": "typical"}, "lossy=true"),
         ({"rule": "block"}, "tree=chain"),
         ({"min_p": 2.0}, "min_p"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty"),
-        ({"top_p": 0.0}, "top_p"),
     ],
 )
 def test_a_mistake_is_named_in_one_line(runs: Path, tmp_path: Path, values: dict[str, Any], named: str) -> None:
@@ -240,20 +218,20 @@ def test_a_mistake_is_named_in_one_line(runs: Path, tmp_path: Path, values: dict
     [
         ({"batch_size": 0}, "batch_size is 0"),
         ({"batch_size": [1, 2.5]}, "batch_size"),
+        ({"request_rate": 0}, "request_rate is 0: give requests per second, a number above 0"),
+        ({"request_rate": [None, "fast"]}, "request_rate is"),
+        ({"request_rate": float("inf")}, "request_rate is inf"),
         ({"temperature": "hot"}, "temperature is 'hot'"),
         ({"temperature": []}, "temperature"),
         ({"temperature": [0, -1]}, "temperature"),
         ({"prompts": 0}, "prompts is 0"),
-        ({"repeats": 0}, "repeats is 0"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
-        ({"gate_dtype": "auto"}, "gate_dtype is 'auto'"),
         ({"gate_tv": 0.0}, "gate_tv is 0.0"),
         ({"gate_tv": 0.25}, "gate_tv is 0.25: give a number below 0.25"),
         ({"turns": "last"}, "turns is 'last'"),
         ({"workload": [3]}, "workload is"),
         ({"run": [3]}, "run is"),
         ({"promts": 3}, "promts"),
-        ({"hf": "maybe"}, "hf"),
     ],
 )
 def test_a_bad_value_is_refused_before_anything_is_loaded(values: dict[str, Any], named: str) -> None:
@@ -284,15 +262,6 @@ def test_a_mistake_is_named_before_the_target_is_loaded(
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("batch", [1, [1]])
-def test_numbers_and_lists_of_them(batch: Any) -> None:
-    config = eval_config(temperature=[0, 0.7], batch_size=batch, run=["a", "b"])
-    assert config.temperatures() == [0.0, 0.7]
-    assert config.runs() == ["a", "b"]
-    assert eval_config(temperature=1).temperatures() == [1.0]
-    assert eval_config(run="a").runs() == ["a"]
-
-
 def test_hydra_and_plain_yaml_give_the_same_values() -> None:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
@@ -301,45 +270,37 @@ def test_hydra_and_plain_yaml_give_the_same_values() -> None:
     assert chosen.model["name"] == "tiny"
     assert (chosen.tree["kind"], chosen.tree["depth"]) == ("chain", 6)
     assert chosen.runs() == ["a", "b"]
+    assert (chosen.temperatures(), chosen.batch_sizes(), chosen.request_rates()) == ([0.0], [1], [None])
+    several = eval_config(temperature=[0, 0.7], batch_size=[2], request_rate=[None, 2], run="a", compare=["b.json.d"])
+    assert (several.temperatures(), several.batch_sizes(), several.request_rates()) == ([0.0, 0.7], [2], [None, 2.0])
+    assert (several.runs(), several.reports()) == (["a"], [])
 
 
-def test_speed_is_measured_in_the_dtype_that_was_asked_for() -> None:
-    cpu = torch.device("cpu")
-    assert speed_dtype(eval_config(dtype="float16"), model_config(dtype="bfloat16"), cpu) == "float16"
-    assert speed_dtype(eval_config(), model_config(dtype="bfloat16"), cpu) == "bfloat16"
-    assert speed_dtype(eval_config(), model_config(), torch.device("cuda")) == "bfloat16"
+def test_speed_is_measured_in_the_dtype_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[torch.dtype] = []
+    monkeypatch.setattr("eval.setup.note_dtype", lambda _, __, dtype: said.append(dtype))
+    monkeypatch.setattr("eval.setup.device_named", lambda _: torch.device("cuda"))
+    assert dtype_for(eval_config(dtype="float16"), model_config(dtype="bfloat16")) == "float16"
+    assert dtype_for(eval_config(), model_config(dtype="bfloat16")) == "bfloat16"
+    assert said == []
+    assert dtype_for(eval_config(), model_config()) == "bfloat16"
+    assert said == [torch.bfloat16]
 
 
-def test_the_report_goes_to_the_run_or_where_it_was_told(tmp_path: Path) -> None:
+def test_the_report_goes_to_the_run_or_where_it_was_told_and_one_there_is_announced(tmp_path: Path) -> None:
     assert folder_for(None, [str(tmp_path)], ["head"]) == tmp_path
     assert folder_for("there", [str(tmp_path)], ["head"]) == Path("there")
     assert folder_for(None, ["me/mine"], ["head"]) == Path("outputs/mine")
     assert folder_for(None, [], ["suffix", "plain"]) == Path("outputs/suffix-plain")
-
-
-def test_of_several_processes_one_says_what_is_evaluated(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for rank, lines in ((0, 1), (1, 0)):
-        monkeypatch.setenv("RANK", str(rank))
-        prepared(small(runs, tmp_path))
-        assert capsys.readouterr().err.count("evaluation on ") == lines
-
-
-def test_a_report_that_is_replaced_is_announced(tmp_path: Path) -> None:
     assert replacing(tmp_path) == ""
     (tmp_path / "report.json").write_text("{}")
     assert replacing(tmp_path) == ", in place of the report there; out=FOLDER writes elsewhere"
 
 
 def test_every_source_has_its_options_and_every_option_its_source() -> None:
-    register_resolvers()
-    names = {file.stem for file in (ROOT / "conf" / "drafter").glob("*.yaml")}
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        composed = {name: compose("eval", [f"drafter={name}"]).drafter for name in names}
-    assert all(list(options) == [name] for name, options in composed.items())
-    sources = {options[name].get("source", name) for name, options in composed.items()}
-    assert sources == {"head", "plain", "hybrid", *SOURCES}
+    files = sorted((ROOT / "conf" / "drafter").glob("*.yaml"))
+    assert all(file.read_text(encoding="utf-8").startswith(f"# @package drafter.{file.stem}\n") for file in files)
+    assert {OmegaConf.load(file).get("source", file.stem) for file in files} == {"head", "plain", "hybrid", *SOURCES}
 
 
 def test_the_script_runs_from_anywhere_and_fails_in_one_line(tmp_path: Path) -> None:
@@ -361,3 +322,154 @@ def test_batches_have_rows_and_gates_of_their_own(runs: Path, tmp_path: Path) ->
     assert (alone.tokens, alone.steps) == (batched.tokens, batched.steps)
     assert (batched.latency_s or 0) > 0
     assert "| eagle x3 |" in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_workloads_and_categories_have_rows_of_their_own(runs: Path, tmp_path: Path) -> None:
+    kinds = [{"id": f"{kind}{i}", "category": kind, "turns": [f"w{i} w2", "w4"]} for kind in "ab" for i in (1, 2)]
+    (tmp_path / "kinds.jsonl").write_text("\n".join(map(json.dumps, kinds)), encoding="utf-8")
+    workloads = [str(tmp_path / "kinds.jsonl"), str(runs / "prompts.jsonl")]
+    values = {"workload": workloads, "turns": "all", "hf": False, "temperature": [0, 1.0], "warmup": 1, "gate_tv": 0.1}
+    made = evaluate(small(runs, tmp_path, **values))
+    assert made.passed
+    told = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    rows = {(row["workload"], row["temperature"]): row for row in told["rows"] if row["drafter"] == "eagle"}
+    whole, parts = "kinds.jsonl", ("kinds.jsonl/a", "kinds.jsonl/b")
+    assert list(rows) == [
+        *((name, t) for t in (0.0, 1.0) for name in (whole, *parts)),
+        *(("prompts.jsonl", t) for t in (0.0, 1.0)),
+    ]
+    for t in (0.0, 1.0):
+        assert [rows[part, t]["category"] for part in parts] == ["a", "b"]
+        assert [rows[name, t]["prompts"] for name in (whole, *parts, "prompts.jsonl")] == [4, 2, 2, 2]
+        assert [rows[name, t]["lossless"]["identical"] for name in (whole, *parts, "prompts.jsonl")] == [4, 2, 2, 2]
+        assert rows[whole, t]["tokens"] == sum(rows[part, t]["tokens"] for part in parts)
+        assert rows[whole, t]["whole_speedup"] > 0
+        quantiles = {"tau", "tokens_per_second", "user_tokens_per_second", "latency_s", "speedup"}
+        assert set(rows[whole, t]["by_request"]) == quantiles
+        assert rows[whole, t]["definitions"]["mean_acceptance_length"] == rows[whole, t]["tau"]
+    agreed = rows[whole, 0.0]["agreement"]
+    assert agreed == {"dtype": "float32", "checked": 4, "identical": 4}
+    (drawn,) = told["settings"]["sampled_gate"]
+    assert (drawn["drafter"], drawn["temperature"], drawn["coupled"]["identical"]) == ("eagle", 1.0, 6)
+    assert drawn["law"]["control_caught"]
+    assert told["settings"]["warmup_prompts"] == "further ones"
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "| eagle, kinds.jsonl |" in text
+    assert "broken control caught" in text
+
+
+def test_a_red_draw_withholds_the_speedup_of_its_temperature_alone(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gates, "resampled", lambda p, rng, count: rng.sample(p.expand(count, -1)))  # nothing broken
+    made = evaluate(small(runs, tmp_path, hf=False, temperature=[0, 1.0], gate_tv=0.1, seed=3))
+    assert not made.passed
+    assert "broken control NOT caught" in made.failures()[0]
+    assert [row.speedup is None for row in made.rows if row.drafter == "eagle"] == [False, True]
+    assert [row.whole_speedup is None for row in made.rows if row.drafter == "eagle"] == [False, True]
+
+
+TREE = asdict(toys.TREES["dynamic"])
+
+
+@pytest.fixture(scope="module")
+def folder(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a published head and one of our own."""
+    target = toys.target()
+    folder = tmp_path_factory.mktemp("published")
+    _, tensors, config = eagle3_authors()
+    publish(folder / "theirs", tensors, config, "model.safetensors")
+    save_head(folder / "ours" / "head", toys.head("eagle3", target), target.spec, TREE)
+    return folder
+
+
+@pytest.fixture
+def config(runs: Path, folder: Path) -> Callable[..., EvalConfig]:
+    model = {"path": str(runs / "target"), "device": "cpu"}
+    given = {"run": str(folder / "theirs"), "model": model, "workload": str(runs / "prompts.jsonl"), "tree": TREE}
+    return lambda **values: small(runs, folder / "report", **(given | {"hf": False} | values))
+
+
+def test_it_stands_in_a_report_beside_our_own(folder: Path, config: Any) -> None:
+    theirs, ours = str(folder / "theirs"), str(folder / "ours")
+    report = evaluate(config(compare=[ours]))
+    assert report.passed
+    assert [row.drafter for row in report.rows] == ["plain", f"eagle3 {theirs}", f"eagle3 {ours}"]
+    assert kind_of(folder / "theirs") == "eagle3"
+
+
+def test_what_it_does_not_say_is_asked_for_in_one_line(folder: Path, config: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"theirs: a head in an engine's format brings no tree: give tree=chain"
+    ) as error:
+        evaluate(config(tree=dict.fromkeys(TREE)))
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r"^model\.path is missing"):
+        evaluate(config(model={"path": None}))
+    with pytest.raises(ValueError, match=r"theirs: tune=true writes the tree into the head"):
+        tuned(config(tune=True))
+
+
+def sibling(folder: Path, runs: Path, **changed: Any) -> Path:
+    """Write the runs' toy target with its weights moved a little, as a fine-tune moves them."""
+    shutil.copytree(runs / "target", folder)
+    if changed:
+        model = AutoModelForCausalLM.from_config(toys.ARCHITECTURES["llama"].__class__(**toys.SIZES | changed))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.02 * weight.std() * torch.randn_like(weight))
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_a_sibling_takes_the_heads_fingerprint_and_nothing_else(tmp_path: Path, caplog: Any) -> None:
+    target = toys.target()
+    save_head(tmp_path, toys.head("medusa", target), target.spec, {})
+    tuned = replace(target.spec, name="tuned", fingerprint="another")
+    assert sibling_spec(tmp_path, tuned, "drafts for") == replace(tuned, fingerprint=target.spec.fingerprint)
+    assert f"made for the weights of {target.spec}; it drafts for those of tuned" in caplog.text
+    caplog.clear()
+    assert sibling_spec(tmp_path, target.spec, "drafts for") is target.spec
+    assert not caplog.text
+    assert isinstance(tuned, TargetSpec)
+
+
+@pytest.mark.slow
+def test_a_head_of_a_sibling_is_measured_with_a_warning(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuned = sibling(tmp_path / "tuned", runs)
+    run = tmp_path / "eagle"
+    shutil.copytree(runs / "eagle", run)
+    model = {"path": str(tuned), "prompts": str(runs / "prompts.jsonl")}
+    how = replace(small(runs, tmp_path / "out"), run=str(run), model=model)
+    with pytest.raises(ValueError, match=r"made for another target.*model\.sibling=true") as refused:
+        evaluate(how)
+    assert "\n" not in str(refused.value)
+    report = evaluate(replace(how, model=model | {"sibling": True}))
+    assert report.passed
+    (line,) = report.extras["warnings"]
+    name = json.loads((run / "head" / "config.json").read_text())["target"]["name"]
+    assert line == f"eagle was made for {name} and is measured on {tuned}"
+    assert f"compare with care: {line}" in capsys.readouterr().err
+    assert line in (tmp_path / "out" / "report.md").read_text()
+    evaluate(replace(how, model=model | {"sibling": True}, out=None))
+    assert (run / "tuned" / "report.json").exists()
+
+    for size, what in (({"vocab_size": 48}, "vocabulary"), ({"hidden_size": 64}, "width")):
+        other = sibling(tmp_path / what, runs, **size)
+        with pytest.raises(ValueError, match=f"made for another target, .*: its {what} is") as refused:
+            evaluate(replace(how, model={**model, "path": str(other), "sibling": True}))
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.slow
+def test_a_sibling_decodes(runs: Path, tmp_path: Path) -> None:
+    words = [f"run={runs / 'eagle'}", f"model.path={sibling(tmp_path / 'tuned', runs)}", "model.dtype=float32"]
+    with pytest.raises(ValueError, match="made for another target"):
+        loaded(asked(*words))
+    assert loaded(asked(*words, "model.sibling=true"))[1].name == "head"

@@ -15,7 +15,7 @@ from inference.drafters.contrib.layer_skip import LayerSkip
 from inference.drafters.head import HeadDrafter
 from inference.drafters.hybrid import Hybrid, HybridState, Record
 from inference.drafters.mtp import MtpDrafter
-from inference.protocol import WARM, Commit, Context, Drafter, DrafterState, Proposal, Verified
+from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, Verified
 from inference.target.model import TargetOutput
 from inference.verification import tree as trees
 from inference.verification.rng import Generator, Rng
@@ -234,9 +234,7 @@ def test_a_lookup_that_promises_too_much_is_believed_less() -> None:
 
 def test_both_sources_see_every_commit_and_both_forget() -> None:
     head, lookup = Fixed([1], 0.0, "head"), Fixed([2], 3.0, "lookup")
-    lookup.remembers = True
     source = hybrid(head, lookup)
-    assert source.memory == WARM
     settle(source.start([0]), [2, 4])
     source.reset()
     assert head.calls == ["start", "update", "forget"]

@@ -10,14 +10,14 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tests.ops.audit_decoding import OFTEN, Decoded, Engine, Step
 from tests.ops.audit_model import VOCAB, Grammar, Sampling, json_program, regex, tokenize
-from tests.ops.endpoint_server import MODEL, vllm_page
+from tests.ops.endpoint_server import MODEL, Http, Pages, vllm_page
 
 CONTEXT = 16_384  # tokens of a prompt and its answer
 UNLIMITED = 256  # tokens of an answer without max_tokens
@@ -31,8 +31,8 @@ class Ask:
         if body.get("model") != MODEL or not body.get("messages" if self.chat else "prompt"):
             raise ValueError(f"give model={MODEL}, and messages to a chat, a prompt to a completion")
         self.stream, self.n, self.seed = bool(body.get("stream")), body.get("n", 1), body.get("seed")
-        self.limit = body.get("max_tokens") or body.get("max_completion_tokens") or UNLIMITED
-        self.stop = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop") or []
+        self.limit = body.get("max_tokens") or UNLIMITED
+        self.stop = body.get("stop") or []
         self.penalties = body.get("presence_penalty", 0.0), body.get("frequency_penalty", 0.0)
         self.how = Sampling(*(body.get(key, default) for key, default in Sampling._field_defaults.items()))
         shown = body.get("logprobs")
@@ -59,14 +59,11 @@ class Ask:
 
     @cached_property
     def tool(self) -> dict[str, Any] | None:
-        """The function that is called: on tool_choice auto the first, where the last message asks for a report."""
-        choice, tools = self.body.get("tool_choice"), self.body.get("tools") or []
-        if choice == "auto":
-            choice = "required" if "report" in self.body["messages"][-1]["content"] else "none"
-        functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-        if isinstance(choice, dict):
-            return functions[choice["function"]["name"]]
-        return next(iter(functions.values()), None) if choice == "required" else None
+        """The function that is called: on tool_choice auto where the last message asks for a report."""
+        choice, tools = self.body.get("tool_choice"), self.body.get("tools") or [{"function": None}]
+        called = isinstance(choice, dict) or (choice and "report" in self.body["messages"][-1]["content"])
+        function: dict[str, Any] | None = tools[0]["function"] if called else None
+        return function
 
     @cached_property
     def grammar(self) -> Grammar | None:
@@ -74,11 +71,9 @@ class Ask:
         form, structured = self.body.get("response_format") or {}, self.body.get("structured_outputs") or {}
         if "regex" in structured:
             return regex(structured["regex"])
-        schema = structured.get("json")
-        if form.get("type") in ("json_schema", "json_object"):
-            schema = form["json_schema"]["schema"] if form["type"] == "json_schema" else {"type": "object"}
+        schema = form["json_schema"]["schema"] if form else None
         if self.tool is not None:
-            schema = self.tool.get("parameters") or {"type": "object"}
+            schema = self.tool["parameters"]
         return None if schema is None else frozenset([json_program(schema)])
 
 
@@ -145,7 +140,8 @@ class AuditServer:
         self.url = ""
 
     def __enter__(self) -> "AuditServer":
-        self.http = Http(self)
+        self.http: Any = Http(("127.0.0.1", 0), Handler)
+        self.http.api = self
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
         threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         return self
@@ -230,11 +226,7 @@ def _logprobs(ask: Ask, steps: list[Step], fault: str) -> dict[str, Any]:
     """Return logprobs in the form of chats or of completions."""
     tables = [_table(step, ask.top or 0, fault) for step in steps]
     if ask.chat:
-        return {
-            "content": [
-                {**table[0], "top_logprobs": table[1:]} for table in tables
-            ],
-        }  # fmt: skip
+        return {"content": [{**table[0], "top_logprobs": table[1:]} for table in tables]}
     return {
         "tokens": [table[0]["token"] for table in tables],
         "token_logprobs": [table[0]["logprob"] for table in tables],
@@ -255,47 +247,28 @@ def _table(step: Step, top: int, fault: str) -> list[dict[str, Any]]:
     ]
 
 
-class Http(ThreadingHTTPServer):
-    """The server's connections."""
-
-    daemon_threads = True
-    request_queue_size = 128
-
-    def __init__(self, api: AuditServer) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.api = api
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news."""
-
-
-class Handler(BaseHTTPRequestHandler):
+class Handler(Pages, BaseHTTPRequestHandler):
     """One connection."""
 
-    server: Http
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
-    def log_message(self, *_: Any) -> None:
-        """Keep quiet."""
+    server: Any
 
     def do_GET(self) -> None:
-        """Answer with models, metrics or the version."""
+        """Answer with models or metrics."""
         api = self.server.api
-        pages = {"/v1/models": json.dumps(api.models()), "/metrics": api.metrics(), "/version": '{"version": "0"}'}
-        self._send(200, pages[self.path]) if self.path in pages else self._send(404, "{}")
+        pages = {"/v1/models": json.dumps(api.models()), "/metrics": api.metrics()}
+        self.send(200, pages[self.path]) if self.path in pages else self.send(404, "{}")
 
     def do_POST(self) -> None:
         """Answer a request."""
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body()
         events = self.server.api.events(self.path, body)
         try:
             first = next(events)
         except ValueError as error:
-            self._send(400, json.dumps({"error": {"message": str(error), "code": 400}}))
+            self.send(400, json.dumps({"error": {"message": str(error), "code": 400}}))
             return
         if not body.get("stream"):
-            self._send(200, json.dumps(first))
+            self.send(200, json.dumps(first))
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream; charset=utf-8")
@@ -319,11 +292,3 @@ class Handler(BaseHTTPRequestHandler):
         """Whether the client has closed the connection."""
         ready, _, _ = select.select([self.connection], [], [], 0)
         return bool(ready) and not self.connection.recv(1, socket.MSG_PEEK)
-
-    def _send(self, status: int, text: str) -> None:
-        data = text.encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)

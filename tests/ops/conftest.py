@@ -6,9 +6,8 @@ import pytest
 
 from tests.eval.small import runs
 from tests.ops.doctoring import Ward, unchecked
-from tests.ops.serving import log, plain, served
 
-__all__ = ["log", "plain", "runs", "served"]
+__all__ = ["runs"]
 
 
 @pytest.fixture(scope="session")

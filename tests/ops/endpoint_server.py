@@ -31,7 +31,41 @@ def passes(key: str, decoded: int) -> list[int]:
     return found
 
 
-class Served(ThreadingHTTPServer):
+class Http(ThreadingHTTPServer):
+    """Connections on a free port of this machine."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no news."""
+
+
+class Pages(BaseHTTPRequestHandler):
+    """A connection that answers with whole pages."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def log_message(self, *_: Any) -> None:
+        """Keep quiet."""
+
+    def body(self) -> dict[str, Any]:
+        """Return a request's body."""
+        body: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        return body
+
+    def send(self, status: int, text: str, kind: str = "application/json") -> None:
+        """Send a whole response."""
+        data = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+class Served(Http):
     """The server.
 
     Attributes:
@@ -44,8 +78,6 @@ class Served(ThreadingHTTPServer):
         words: its answer to a prompt.
         before: called with every request's body before the answer; may raise.
     """
-
-    daemon_threads = True
 
     def __init__(self, engine: str = "vllm", drafts: bool = True, detailed: bool = False, stream: bool = True) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -70,9 +102,6 @@ class Served(ThreadingHTTPServer):
         self.over.set()
         self.shutdown()
         self.server_close()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news."""
 
     def page(self) -> str:
         """Return the metrics page."""
@@ -146,29 +175,21 @@ def sglang_page(counts: Counter[str], drafts: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Pages):
     """One connection."""
 
     server: Served
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
-    def log_message(self, *_: Any) -> None:
-        """Keep quiet."""
 
     def do_GET(self) -> None:
-        """Tell the models, the metrics and the settings."""
-        info = {"version": "0.5.23", "speculative_algorithm": "EAGLE3", "api_key": "sk-inner"}
+        """Tell the models and the metrics."""
         pages = {"/v1/models": json.dumps({"data": [{"id": name} for name in self.server.models]})}
         if self.server.engine and not self.server.hidden:
             pages["/metrics"] = self.server.page()
-        pages |= {"/version": '{"version": "0.33.0"}'} if self.server.engine == "vllm" else {}
-        pages |= {"/server_info": json.dumps(info)} if self.server.engine == "sglang" else {}
         self.send(200, pages[self.path]) if self.path in pages else self.send(404, "nothing here")
 
     def do_POST(self) -> None:
         """Answer."""
-        server, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server, body = self.server, self.body()
         with server.lock:
             server.bodies.append(body)
             server.headers.append(self.headers)
@@ -187,7 +208,7 @@ class Handler(BaseHTTPRequestHandler):
         if server.stream:
             self.stream(events)
         else:
-            self.send(200, json.dumps(self.whole(tokens, events)), "application/json")
+            self.send(200, json.dumps(self.whole(tokens, events)))
 
     def events(self, body: dict[str, Any], tokens: list[str], told: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the pieces of a streamed reply; the last has no choice and the counts."""
@@ -224,12 +245,3 @@ class Handler(BaseHTTPRequestHandler):
         """Send server-sent events."""
         data = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
         self.send(200, data, "text/event-stream; charset=utf-8")
-
-    def send(self, status: int, text: str, kind: str = "text/plain") -> None:
-        """Send a whole response."""
-        data = text.encode()
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)

@@ -34,11 +34,12 @@ from ops.audits.compare import (
 from ops.audits.greedy import _twice, borders
 from ops.audits.output import cut, difference_record, one_line
 from ops.audits.properties import checked, limits, logprobs_hold, schema_breach, stop_in, stop_strings, usage
-from ops.audits.sampling import AGAIN, OPENING, fewer, kernel_of, p_value, sampling
+from ops.audits.sampling import AGAIN, CHUNK, CHUNKS, OPENING, SETTINGS, fewer, kernel_of, p_value, sampling
 from ops.served import Question, Reply, Token, read_replies, read_tokens
 from tests.ops.test_audit import SMALL
 
 Answer = Callable[[str, int], Reply]
+URLS = {"url": "http://h:1", "baseline": "http://h:2"}
 UNAVAILABLE = Reply(error="http_503: overloaded")
 
 
@@ -64,8 +65,7 @@ class Asker:
 def audit_of(answer: Answer, prompts: int = 4, **values: Any) -> Audit:
     asker: Any = Asker(answer)
     questions = [Question(f"q{i}", "/completions", {"prompt": f"q{i}"}) for i in range(prompts)]
-    urls = {"url": "http://h:1", "baseline": "http://h:2"}
-    config = from_yaml(AuditConfig, "ops/audit", **(urls | SMALL | {"samples": 16} | values))
+    config = from_yaml(AuditConfig, "ops/audit", **(URLS | SMALL | {"samples": 16} | values))
     return Audit(asker, Comparer(asker, 0.5), questions, config)
 
 
@@ -108,6 +108,7 @@ def test_the_second_round_of_samples_has_seeds_of_its_own_on_either_side(monkeyp
 
 
 def test_samples_of_one_distribution_pass_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert from_yaml(AuditConfig, "ops/audit", **URLS).alpha / len(SETTINGS) > 1 / (1 + CHUNK * CHUNKS)
     monkeypatch.setattr("ops.audits.sampling.CHUNKS", 2)
     rng = np.random.default_rng(1)
     words = np.array([f"{a} {b}" for a in "uvwxyz" for b in "stuv"])

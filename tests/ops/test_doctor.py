@@ -1,5 +1,8 @@
-"""The doctor on heads with one planted fault each that their files show: it finds that one, with its remedy."""
+"""The doctor on healthy heads, on heads with one planted fault each, and as a command."""
 
+import json
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -7,9 +10,31 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from data.text.template import template_sha256
+from heads.formats.store import save_head
+from ops import doctor
 from ops.doctor import examine
-from ops.examine.finding import OK, UNKNOWN, WRONG
-from tests.ops.doctoring import FULL, IDS, Ward, asked, change, faults, prefixed, rope, set_to, turned, within, without
+from ops.examine import files
+from ops.examine.files import read
+from ops.examine.finding import OK, UNKNOWN, WRONG, Finding, meant_for, written
+from tests.ops.doctoring import (
+    FULL,
+    IDS,
+    TREE,
+    Ward,
+    asked,
+    change,
+    faults,
+    prefixed,
+    rope,
+    set_to,
+    turned,
+    within,
+    without,
+)
+from tests.train.hub_server import Hub, Repo, become
+from tests.train.publishing import VALUES
+from train.publish import PublishConfig, write_folder
 
 
 class Fault(NamedTuple):
@@ -36,17 +61,9 @@ FAULTS = {
         {"config": lambda c: [c.pop(IDS), c["eagle_config"].update({IDS: [2, 3, 5]})]}, IDS, "[2, 4, 5]",
         f'set "{IDS}" to [3, 4, 6]',
     ),
-    "layer ids that are no layers": Fault(
-        {"config": lambda c: [c.update({IDS: [2, 4, 9]}), c.pop("eagle_config")]}, "loads", "from 0 to 7",
-        "download it again",
-    ),
     "other layers than were trained, to vLLM": Fault(
         {"run": set_to(head={"name": "eagle3", "feature_layers": [0, 2, 5], "rope_theta": 1e4})}, IDS, "[2, 4, 5]",
         f'set "{IDS}" to [1, 3, 6]',
-    ),
-    "other layers than were trained, to SGLang": Fault(
-        {"run": set_to(head={"name": "eagle3", "feature_layers": [0, 2, 5], "rope_theta": 1e4})}, OUTPUTS, "[1, 3, 4]",
-        f'set "{OUTPUTS}" to [0, 2, 5]',
     ),
     "another theta than was trained": Fault(
         {"run": set_to(head={"name": "eagle3", "rope_theta": 5e5, "rope_scaling": None})}, "rope",
@@ -67,20 +84,14 @@ FAULTS = {
         {"config": rope(max_position_embeddings=2048)}, "max_position_embeddings", "2048",
         'set "max_position_embeddings" to 4096',
     ),
-    "no word on positions": Fault(
-        {"config": lambda c: [p.pop("max_position_embeddings") for p in (c, c["transformer_layer_config"])]},
-        "max_position_embeddings", "2048", "to 4096",
-    ),
     "d2t of ids": Fault(
         {"tensors": turned("d2t", lambda d2t: d2t + torch.arange(len(d2t)))}, "loads",
         "d2t does not name 30 different tokens of the target's 40", "download it again",
     ),
-    "no d2t": Fault({"tensors": without("d2t", "t2d")}, "loads", "the tensor d2t is missing", "download it again"),
     "no draft_vocab_size": Fault({"config": without("draft_vocab_size")}, "draft_vocab_size", "missing", "to 30"),
     "no lm_head over all tokens": Fault(
         {"tensors": without("lm_head.weight")}, "draft_vocab_size", "40", 'set "draft_vocab_size" to null', full=True
     ),
-    "no lm_head over some": Fault({"tensors": without("lm_head.weight")}, "loads", "missing lm_head.weight", "again"),
     "tied embeddings": Fault(
         {"config": set_to(tie_word_embeddings=True)}, "tie_word_embeddings", "true",
         'set "tie_word_embeddings" to false',
@@ -93,16 +104,12 @@ FAULTS = {
         "another than the target's", "remove it",
     ),
     "no dtype": Fault({"config": without("torch_dtype")}, "torch_dtype", "missing", 'to "float32"'),
-    "another dtype": Fault({"config": set_to(torch_dtype="bfloat16")}, "torch_dtype", "bfloat16", 'to "float32"'),
     "another chat template": Fault(
         {"reference": set_to(chat_template_sha256="f" * 64)}, "chat template", "f" * 64, "--chat-template"
     ),
     "another tokenizer": Fault({"reference": set_to(tokenizer_sha256="f" * 64)}, "tokenizer", "f" * 64, "training's"),
     "another target's weights": Fault(
         {"report": within("target", fingerprint="0" * 32)}, "target", f"made for the weights {'0' * 32}", "target=…"
-    ),
-    "another target's size": Fault(
-        {"tensors": turned("fc.weight", lambda fc: fc[:16])}, "loads", "expected 32, the width", "model.path"
     ),
     "another target's head": Fault(
         {"config": within("target", fingerprint="0" * 32)}, "loads", "0" * 32, "sibling=true", form=None
@@ -112,9 +119,6 @@ FAULTS = {
     ),
     "no bias": Fault({"tensors": without("fc.bias")}, "fc.bias", "missing", "32 zeros", "eagle"),
     "a bias that nothing fills": Fault({"config": set_to(bias=True)}, "bias", "true", 'set "bias" to false'),
-    "a bias of attention that nothing fills": Fault(
-        {"config": set_to(attention_bias=True)}, "attention_bias", "true", 'set "attention_bias" to false'
-    ),
     "a normed residual": Fault(
         {"config": set_to(norm_before_residual=True)}, "norm_before_residual", "true", "head.norm_before_residual=false"
     ),
@@ -126,14 +130,6 @@ FAULTS = {
         {"config": without("medusa_fc_bias")}, "medusa_fc_bias", "false", 'set "medusa_fc_bias" to true', "medusa"
     ),
     "names of a whole model": Fault({"tensors": prefixed}, "model.*", "there", "take model. from the front"),
-    "a missing tensor": Fault({"tensors": without("norm.weight")}, "loads", "missing norm.weight", "again"),
-    "no Markov head": Fault(
-        {"config": set_to(markov_rank=6)}, "loads", "markov_w1.weight is missing", "download it", "block", "dflash"
-    ),
-    "NaN": Fault(
-        {"tensors": turned("fc.weight", lambda fc: fc.index_fill(0, torch.tensor(3), torch.nan))}, "loads",
-        "fc.weight holds values that are not finite", "download it again",
-    ),
     "an unknown class": Fault(
         {"config": set_to(architectures=["Qwen2ForCausalLMEagle3"])}, "architectures", "Qwen2", "LlamaForCausalLMEagle3"
     ),
@@ -204,3 +200,225 @@ def test_another_checkpoint_of_the_same_model_is_no_fault_where_it_is_said(tmp_p
     assert not [finding for finding in findings.values() if finding.verdict == WRONG]
     assert findings["target"].verdict == UNKNOWN
     assert findings["loads"].verdict == OK
+
+
+FORMS: list[tuple[str, str | None, dict[str, Any]]] = [
+    ("eagle3", "vllm", {}), ("eagle3", "vllm", FULL), ("eagle3", "eagle", {}), ("eagle", "vllm", {}),
+    ("medusa", "vllm", {}), ("hydra", "hydra", {}), ("block", "dflash", {}), ("eagle3", None, {}),
+    ("peagle", "speculators", {"embedding": "own"}),
+    ("eagle3", "speculators", {"feature_norm": False, "joint_norm": True, "norm_output": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "form", "options"), FORMS)
+def test_a_healthy_head_has_no_finding(
+    kind: str, form: str | None, options: dict[str, Any], tmp_path: Path, ward: Ward
+) -> None:
+    folder = ward.published(tmp_path / "head", kind, form, options)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    found = examine(asked(folder, ward.target, True))
+    assert [each for each in found if each.verdict != OK] == [], written(found)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+MEASURED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "layers": (
+        {"config": lambda c: [c.update({IDS: [3, 5, 6]}), c["eagle_config"].update({IDS: [2, 4, 5]})]},
+        " is more", "python eval/run.py",
+    ),
+    "theta": ({"config": rope(rope_theta=1.0)}, " is more", "python eval/run.py"),
+    "card": (
+        {"report": lambda r: r["rows"][0].update(tau=9.0, tau_ci=[8.5, 9.5])},
+        "the card's 9.00 [8.50, 9.50] is more", "python eval/run.py",
+    ),
+    "random weights": (
+        {"tensors": turned("lm_head.weight", lambda w: w.flip(0))}, "next to nothing is accepted",
+        "fix what is wrong above",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_fault_that_files_do_not_show_is_measured(name: str, tmp_path: Path, ward: Ward) -> None:
+    edits, says, remedy = MEASURED[name]
+    folder = ward.published(tmp_path / "head", "eagle3", "vllm", {})
+    change(folder, **edits)
+    found = [each for each in faults(folder, ward.target, True) if each.check == "acceptance"]
+    assert says in found[0].says
+    assert remedy in found[0].remedy
+    assert found[0].costs
+
+
+def test_without_a_card_acceptance_is_measured_and_not_judged(tmp_path: Path, ward: Ward) -> None:
+    folder = ward.published(tmp_path / "head", "eagle3", "vllm", {})
+    (folder / "report.json").unlink()
+    found = {each.check: each for each in examine(asked(folder, ward.target, True))}["acceptance"]
+    assert found.verdict == UNKNOWN
+    assert re.match(r"τ \d\.\d\d \[.*\] on 3 prompts of prompts.jsonl, tree chain-3; no report.json says", found.says)
+
+
+def untrained(ward: Ward, folder: Path, form: str | None = "vllm") -> Path:
+    """Write a head that nothing was measured of; not trained, which files do not show."""
+    return ward.published(folder, "eagle3", form, {}, steps=0)
+
+
+def status(monkeypatch: pytest.MonkeyPatch, *words: str) -> Any:
+    monkeypatch.setattr(sys, "argv", ["doctor.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        doctor.main()
+    return ended.value.code
+
+
+def test_the_command_says_by_its_status_that_something_is_wrong(
+    tmp_path: Path, ward: Ward, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = untrained(ward, tmp_path / "head")
+    words = [f"run={folder}", f"target={ward.target.name}", "measure=false"]
+    assert status(monkeypatch, *words) == 0
+    assert ", 0 wrong, 1 not known" in capsys.readouterr().out
+    change(folder, config=rope(max_position_embeddings=2048))
+    assert status(monkeypatch, *words) == 1
+    lines = capsys.readouterr().out.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("wrong"))
+    assert lines[at].split() == ["wrong", "max_position_embeddings", "2048"]
+    assert lines[at + 1].strip().startswith("costs: vLLM before 0.32 caps the context")
+    assert lines[at + 2].strip() == 'remedy: set "max_position_embeddings" to 4096 in config.json'
+    assert ", 1 wrong, " in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["run={empty}", "target={target}"], "no head in it"),
+        (["run={head}", "target={empty}"], "target={empty}: its embeddings cannot be loaded"),
+        (["run={head}", "target={empty}/nowhere"], "no such folder"),
+        (["run={bare}"], "do not say its target; give target="),
+        (["run={head}", "target={target}", "format=onnx"], "format is 'onnx'"),
+        (["run={head}", "target={target}", "prompts=0"], "prompts is 0"),
+        (["run={head}", "target={target}", "workload={empty}/none.jsonl"], "none.jsonl"),
+        ([], "run"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: list[str], told: str, tmp_path: Path, ward: Ward, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    (tmp_path / "empty").mkdir()
+    bare = untrained(ward, tmp_path / "bare")
+    change(bare, config=without("speculators_config"))
+    places = {
+        "empty": str(tmp_path / "empty"), "target": ward.target.name, "bare": str(bare),
+        "head": str(untrained(ward, tmp_path / "head", None)),
+    }  # fmt: skip
+    assert status(monkeypatch, *[word.format(**places) for word in words]) == 2
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error:"))
+    assert told.format(**places) in line
+
+
+def test_a_repository_is_examined_with_what_lies_beside_the_head(
+    tmp_path: Path, ward: Ward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = untrained(ward, tmp_path / "head")
+    with Hub() as hub:
+        become(hub, monkeypatch, tmp_path / "cache")
+        hub.repos["me/tiny-eagle3"] = Repo(False)
+        hub.repos["me/tiny-eagle3"].commit({path.name: path.read_bytes() for path in folder.iterdir()})
+        found = {each.check: each for each in examine(asked(Path("me/tiny-eagle3"), ward.target, False))}
+        assert found["tokenizer"].verdict == OK
+        assert found["target"].verdict == OK
+        with pytest.raises(ValueError, match=r"me/none: the Hub refused downloading \(404\)"):
+            examine(asked(Path("me/none"), ward.target, False))
+
+
+DAMAGES: dict[str, tuple[Any, str]] = {
+    "no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json: damaged"),
+    "half the weights": (
+        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:900]), "truncated"
+    ),
+    "a pickle": (
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "a pickle, which can hold code"
+    ),
+    "other tensors": (
+        lambda f: change(f, tensors=lambda t: [t.clear(), t.update(x=torch.ones(2))]), "are of no published head"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_head_has_one_finding(name: str, tmp_path: Path, ward: Ward) -> None:
+    damage, told = DAMAGES[name]
+    folder = untrained(ward, tmp_path / "head")
+    damage(folder)
+    (found,) = examine(asked(folder, ward.target, True))
+    assert (found.verdict, found.check) == (WRONG, "loads")
+    assert told in found.says
+
+
+@pytest.mark.parametrize(("value", "form"), [(None, "vllm"), ([None], "vllm"), ({"a": []}, None), (1e300, "vllm")])
+def test_no_value_of_another_kind_stops_it(
+    value: Any, form: str | None, tmp_path: Path, ward: Ward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = untrained(ward, tmp_path / "head", form)
+    whole, loaded = (
+        (folder / "config.json").read_text(),
+        files.EmbeddingsOnly.load(ward.target.name, "float32", "cpu", False),
+    )
+    monkeypatch.setattr(files.EmbeddingsOnly, "load", lambda *_: loaded)
+    for key in json.loads(whole):
+        if key != "format":
+            change(folder, config=set_to(**{key: value}))
+            assert examine(asked(folder, ward.target, False))
+            (folder / "config.json").write_text(whole)
+    (folder / "report.json").write_text(json.dumps(value))
+    (folder / "tokenizer_reference.json").write_text(json.dumps(value))
+    assert examine(asked(folder, ward.target, False))
+
+
+def test_what_is_not_recorded_is_not_known(tmp_path: Path, ward: Ward, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = untrained(ward, tmp_path / "head")
+    for name in ("report.json", "tokenizer_reference.json"):
+        (folder / name).unlink()
+    monkeypatch.setattr(files.Target, "load", refuse)
+    found = examine(asked(folder, ward.target, True))
+    assert [each for each in found if each.verdict == WRONG] == []
+    unsure = {each.check: each.says for each in found if each.verdict == UNKNOWN}
+    assert unsure.keys() == {"target", "tokenizer", "chat template", "acceptance"}
+    assert unsure["acceptance"] == "the target does not load (out of memory)"
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise ValueError("out of memory")
+
+
+def test_one_engine_is_not_told_of_what_harms_another(tmp_path: Path, ward: Ward) -> None:
+    folder = ward.published(tmp_path / "head", "eagle", "sglang", {}, steps=0)
+    change(folder, tensors=turned("fc.bias", lambda bias: bias + 1))
+    assert [each.check for each in faults(folder, ward.target)] == ["fc.bias"]
+    assert [each.check for each in faults(folder, ward.target, form="vllm")] == ["fc.bias"]
+    assert faults(folder, ward.target, form="sglang") == []
+    harmless = meant_for(Finding(WRONG, "bias", "x", "y", "z", ("vllm",)), "sglang")
+    assert harmless == Finding(OK, "bias", "x, which harms vLLM")
+
+
+def test_a_run_is_examined_on_its_own_prompts_and_its_records_are_published(tmp_path: Path, ward: Ward) -> None:
+    run = tmp_path / "run"
+    save_head(run / "head", ward.head("eagle3", {}, steps=0), ward.target.spec, TREE)
+    (run / "prompts.jsonl").write_bytes((Path(ward.target.name) / "prompts.jsonl").read_bytes())
+    tokenizer: Any = ward.target.tokenizer
+    origin = {"chat_template_sha256": template_sha256(tokenizer)}
+    (run / "provenance.json").write_text(json.dumps(origin))
+    assert read(str(run)).prompts == str(run / "prompts.jsonl")
+    found = {each.check: each for each in examine(asked(run, ward.target, False))}
+    assert (found["chat template"].verdict, found["tokenizer"].verdict) == (OK, UNKNOWN)
+    out = run / "publish"
+    said = {**VALUES, "run": str(run), "repo": "me/t-eagle3", "dtype": "float32"}
+    write_folder(run, out, PublishConfig(**said))
+    assert json.loads((out / "tokenizer_reference.json").read_text()).items() >= origin.items()
+    assert read(str(out)).prompts == str(run / "prompts.jsonl")
+    template = Path(ward.target.name) / "chat_template.jinja"
+    kept = template.read_text()
+    try:
+        template.write_text("another")
+        assert [each.check for each in faults(out, ward.target)] == ["chat template"]
+    finally:
+        template.write_text(kept)

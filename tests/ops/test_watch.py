@@ -70,13 +70,9 @@ def test_a_fall_raises_an_alarm_soon_which_says_since_when_and_how_far() -> None
     assert outcome.status == ALARM
 
 
-def test_a_rise_is_no_alarm() -> None:
+def test_a_rise_or_a_loss_within_the_tolerance_is_no_alarm() -> None:
     rng = np.random.default_rng(0)
     assert first_alarm(iter([*stream(rng, 60, 0.5), *stream(rng, 200, 0.8)]), config()) is None
-
-
-def test_a_loss_within_the_tolerance_is_no_alarm() -> None:
-    rng = np.random.default_rng(1)
     falls = [*stream(rng, 60, 0.7), *stream(rng, 200, 0.45)]
     assert first_alarm(iter(falls), config()) is not None
     assert first_alarm(iter(falls), config(tolerance=0.6)) is None
@@ -89,10 +85,10 @@ def test_late_falls_are_seen_although_nothing_happened_for_long() -> None:
     assert 800 < alarm.at < 900
 
 
-@pytest.mark.parametrize("values", [np.zeros(30), np.ones(30), np.full(30, 0.5)])
-def test_a_reference_without_variation_is_no_error_and_no_evidence(values: Any) -> None:
-    mean = Mean(values, 0.0)
-    assert max(mean.update(float(value)) for value in values) <= 1.0
+def test_a_reference_without_variation_is_no_error_and_no_evidence() -> None:
+    for value in (0.0, 0.5, 1.0):
+        mean = Mean(np.full(30, value), 0.0)
+        assert max(mean.update(value) for _ in range(30)) <= 1.0
 
 
 def test_the_capital_is_fair_at_the_reference_mean() -> None:

@@ -18,7 +18,6 @@ SCRIPTS = {
     "generate": "inference/run.py",
     "publish": "train/publish.py",
     "doctor": "ops/doctor.py",
-    "replace": "ops/replace.py",
     "audit": "ops/audit.py",
     "endpoint": "ops/endpoint.py",
     "watch": "ops/watch.py",

@@ -18,7 +18,7 @@ from torch import Tensor
 from heads.common.ranges import Number
 from inference.drafters import runner
 from inference.drafters.assistant import Assistant, Chain, Outcome
-from inference.protocol import WARM, Commit, Context, Drafter, DrafterState, Proposal, sampled_chain
+from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, sampled_chain
 from inference.target.target import Target
 from inference.verification.tree import root
 
@@ -31,8 +31,6 @@ class Mirror(Drafter):
     It counts over all sequences how often drafts were accepted and found prepared, which changes what is prepared, and
     with it the time of a step alone.
     """
-
-    memory = WARM
 
     @dataclass(frozen=True)
     class Config:

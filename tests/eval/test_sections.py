@@ -1,0 +1,330 @@
+"""What a report says of its numbers: where drafts pay, from τ down to the speedup, plots, tables and sentences."""
+
+import io
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from eval.measures.cost_model import Prediction
+from eval.measures.losslessness import Gate
+from eval.measures.metrics import SpecDecodingStats
+from eval.measures.results import Request, ResultRow
+from eval.report import plots, render, sections
+from eval.report.breakdown import STAGES, advice, closer, sentence, speedup_breakdown, with_breakdowns
+from eval.report.render import grid
+from eval.report.sections import firsts, paying
+from eval.report.view import results_of
+from eval.report.write import Report
+from eval.tune import Candidate, Measured, candidate_table
+from tests import toys
+from tests.eval.stubs import ROW, markdown
+from tests.eval.test_load import GREEN, RED, loaded
+
+
+def row(drafter: str, load: float, speedup: float, key: str = "batch_size", **changes: Any) -> ResultRow:
+    """Return a result at a batch size or a rate of requests, of which each takes 0.8 s to answer."""
+    by_request = {"user_tokens_per_second": {"p50": 50.0}, "latency_s": {"p50": 1.0}, "queue_s": {"p50": 0.2}}
+    ends = (1.0, 1.0) if drafter == "plain" else (speedup - 0.1, speedup + 0.1)
+    at = {"batch_size": 4, "request_rate": None, key: load}
+    values = {"prompts": 64, "by_request": by_request, "speedup": speedup, "speedup_ci": ends}
+    return replace(ROW, drafter=drafter, **values | at | changes)
+
+
+def report(*rows: ResultRow) -> Report:
+    return Report({"name": "tiny"}, {"name": "a GPU", "dtype": "float32"}, {}, {}, list(rows))
+
+
+PLAIN = [row("plain", size, 1.0) for size in (1, 2, 4)]
+EAGLE = [row("eagle", size, speedup) for size, speedup in ((4, 0.95), (1, 1.5), (2, 1.2))]
+
+
+def test_the_batch_sizes_at_which_drafts_pay_are_named_and_plotted() -> None:
+    made = report(*PLAIN, *EAGLE)
+    results = results_of(made.as_dict())
+    (line,) = paying(results)
+    assert line == (
+        "eagle: pays at batch size 1 (1.50 [1.40, 1.60]), 2 (1.20 [1.10, 1.30]); "
+        "loses at batch size 4 (0.95 [0.85, 1.05])"
+    )
+    assert f"- {line}" in markdown(made).split("## Under load")[1]
+    drawn = plots.speedup_by_batch(results)
+    assert drawn is not None
+    values = [(point["batch size"], point["speedup"], point["low"]) for point in drawn.spec["data"]["values"]]
+    assert values == [(1, 1.5, 1.4), (2, 1.2, 1.1), (4, 0.95, 0.85)]
+    single = results_of(report(*PLAIN[:1], *EAGLE[:1]).as_dict())
+    assert (paying(single), plots.speedup_by_batch(single)) == ([], None)
+
+
+def test_batches_of_other_conditions_and_rates_are_other_draft_settings() -> None:
+    hot = [replace(one, temperature=1.0) for one in EAGLE]
+    rated = [row("eagle", rate, 1.3, "request_rate") for rate in (1.0, 2.0)]
+    lines = paying(results_of(report(*EAGLE, *hot, *rated).as_dict()))
+    assert [line.split(":")[0] for line in lines] == ["eagle, temperature 0", "eagle, temperature 1", "eagle"]
+    assert lines[2] == "eagle: pays at requests per second 1 (1.30 [1.20, 1.40]), 2 (1.30 [1.20, 1.40])"
+
+
+@pytest.mark.parametrize(("rate", "doubted"), [(2.0, False), (5.0, False), (5.1, True)])
+def test_requests_that_come_faster_than_they_are_answered_are_warned_of(rate: float, doubted: bool) -> None:
+    """Four at a time, 0.8 s each."""
+    warned = report(row("eagle", rate, 1.3, "request_rate")).warnings()
+    assert [line.split(":")[0] for line in warned] == [f"eagle at {rate:g} req/s"] * doubted
+
+
+def test_a_user_sees_the_tokens_after_the_first_by_the_clock() -> None:
+    """Four share the passes, so that a fourth of the time counts as this request's."""
+    request = Request(SpecDecodingStats(20, 10, 10, 10, [10]), (20, 1.0), (21, 1.5), 0.5, waits={"latency_s": 4.5})
+    assert request.user_speed == 5.0
+    served = replace(request, prefill_s=0.1, waits={"latency_s": 4.5, "ttft_s": 2.5})
+    assert served.user_speed == 10.0
+    assert replace(request, waits={"latency_s": 4.5, "ttft_s": None}).user_speed is None
+
+
+def test_a_tile_says_that_its_ratio_is_one_of_latencies() -> None:
+    gates = {"plain": GREEN, "eagle": GREEN}
+    (slow,) = firsts(Report({}, {}, {}, gates, loaded(GREEN)).as_dict())
+    assert slow.over == "the baseline's mean latency over its own"
+    (closed,) = firsts(Report({}, {}, {}, gates, loaded(GREEN)).as_dict() | {"rows": rated(None)})
+    assert closed.over == "times the same engine without drafts"
+    (red,) = firsts(Report({}, {}, {}, {"plain": GREEN, "eagle": RED}, loaded(RED)).as_dict())
+    assert red.speedup == "withheld"
+
+
+def rated(rate: float | None) -> list[dict[str, Any]]:
+    """Return rows as report.json has them, at another rate."""
+    return [{**row, "request_rate": rate} for row in Report({}, {}, {}, {}, loaded(GREEN)).as_dict()["rows"]]
+
+
+def test_the_rates_at_which_drafts_pay_are_named() -> None:
+    rows = [row for rate in (None, 2.0, 4.0) for row in loaded(GREEN, rate)]
+    made = Report({}, {}, {}, {"plain": GREEN, "eagle": GREEN}, rows).as_dict()
+    (line,) = paying(results_of(made))
+    assert re.fullmatch(r"eagle: (pays|loses) at requests per second 2 \(.*\), 4 \(.*\)", line)
+    assert paying(results_of({**made, "rows": made["rows"][:4]})) == []  # a single rate
+    red = [row for rate in (2.0, 4.0) for row in loaded(RED, rate)]
+    assert paying(results_of(Report({}, {}, {}, {"plain": GREEN, "eagle": RED}, red).as_dict())) == []
+
+
+def test_there_is_no_ladder_of_latencies() -> None:
+    plain, eagle = ({**vars(row)} for row in loaded(GREEN))
+    assert speedup_breakdown(eagle, plain) is None
+    assert speedup_breakdown({**eagle, "request_rate": None}, plain) is not None
+
+
+BASELINE = replace(
+    ROW, drafter="plain", rule="none", tau=1.0, tau_ci=None, speedup=1.0, speedup_ci=(1.0, 1.0), tokens_per_second=70.0,
+    seconds={"draft": 0.0, "verify": 0.15, "other": 0.021}, memory_bytes=3 * 2**20, accepted_by_depth=[],
+    conditional_by_depth=[],
+)  # fmt: skip
+EXTRAS: dict[str, Any] = {
+    "training": {
+        "eagle": {
+            "steps": [{"step": 5, "loss": 3.0, "accuracy": [0.5, 0.25]}, {"step": 9, "loss": 2.0, "accuracy": [0.6]}],
+            "tau": [{"step": 9, "tau": 2.0, "low": 1.5, "high": 2.5}],
+        }
+    },
+}  # fmt: skip
+
+
+def content(**changes: Any) -> dict[str, Any]:
+    made = Report({"name": "tiny"}, {"name": "a CPU"}, {}, {}, [BASELINE, replace(ROW, **changes)], extras=EXTRAS)
+    return made.as_dict()
+
+
+def data(shown: plots.Plot | None) -> list[tuple[Any, ...]]:
+    """Return the values of a plot's records."""
+    assert shown
+    return [tuple(record.values()) for record in shown.spec["data"]["values"]]
+
+
+def test_plots_show_each_number_at_its_depth_step_and_drafter() -> None:
+    report = content()
+    results = results_of(report)
+    assert data(plots.learning_curve(report["training"])) == [
+        ("eagle, loss", 5, 3.0), ("eagle, loss", 9, 2.0), (9, 2.0, 1.5, 2.5, "eagle, τ"),
+    ]  # fmt: skip
+    assert [values[1:] for values in data(plots.acceptance(results))] == [(1, 0.75, 0.75), (2, 0.28, 0.37)]
+    assert data(plots.speedup(results)) == [("eagle", "eagle", ROW.speedup, *ROW.speedup_ci)]
+    assert data(plots.time_of_pass(results))[3:] == [
+        ("eagle", part, i, pytest.approx(ms))
+        for i, (part, ms) in enumerate((("verify", 20), ("draft", 10), ("other", 1)))
+    ]
+
+
+def test_a_result_is_read_as_its_row_says() -> None:
+    deep = replace(ROW, accepted_by_depth=[0.5] * 8, conditional_by_depth=[0.5] * 8)
+    deeper = replace(deep, accepted_by_depth=[0.5] * 9, tier="teacher_forced", speedup=0.999)
+    found = results_of(Report({"name": "tiny"}, {"name": "a CPU"}, {}, {}, [BASELINE, deep, deeper]).as_dict())
+    assert [each.overall for each in found] == [True, True, False]
+    assert ["slower" in each.speedup for each in found] == [False, False, True]
+    assert [each.accepted for each in found[1:]] == [" ".join(["0.50"] * 8), " ".join(["0.50"] * 8) + " …"]
+
+
+def test_a_title_and_the_peak_of_all_rows_are_in_the_text() -> None:
+    assert "Peak memory: 3 MiB of" in render.markdown(content(), [])
+    target = {"name": "t", "quantized": "int8", "adapter": "a"}
+    assert render.title({"target": target, "device": {"name": "d", "dtype": "bf16"}}) == (
+        "t with adapter a on d, bf16, weights quantised (int8)"
+    )
+    assert render.title({"target": {"name": "t"}, "device": {"name": "d", "dtype": None}}) == "t on d"
+
+
+def test_a_tunings_table_is_in_percent() -> None:
+    foreseen = Prediction(2.1, 4.0, {}, 81.5, 1.5)
+    measured = Measured(2.0, 90.0, 60.0, 1.25, None, {"failed": 0}, {}, 1.0)
+    one = Candidate("chain", toys.TREES["chain"], foreseen, measured)
+    failed = replace(one, measured=replace(measured, speedup=None))
+    table = candidate_table(2, [replace(one, measured=None), one, failed])
+    Console(file=io.StringIO(), width=400).print(table)
+    assert "plain 60.0 tokens/s" in str(table.title)
+    predicted = ["chain", "chain-4", "2.10", "81.5", "1.50"]
+    assert [list(line) for line in zip(*(map(str, column.cells) for column in table.columns), strict=True)] == [
+        [*predicted, "", "", "", ""],
+        [*predicted, "2.00", "90.0", "1.25", "+20.0 %"],
+        [*predicted, "2.00", "90.0", "withheld", ""],
+    ]
+
+
+def report_of(*changes: Mapping[str, Any], gate: Gate | None = None) -> dict[str, Any]:
+    gates = {} if gate is None else {"eagle": gate}
+    rows = [replace(ROW, **change) for change in changes]
+    return Report({"name": "tiny"}, {"name": "a CPU", "dtype": "float32"}, {"prompts": 8}, gates, rows).as_dict()
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "others"),
+    [
+        ({}, "writes the same text 1.77 times as fast (1.61 to 1.93)", "not shown to be faster"),
+        ({"speedup_ci": (0.99, 2.5)}, "(not shown to be faster; more prompts narrow the interval)", "under coupled"),
+        ({"speedup_ci": (1.0, 2.5)}, "(not shown to be faster", "under coupled"),
+        ({"speedup_ci": (1.01, 2.5)}, "(1.01 to 2.50)", "not shown"),
+        ({"speedup": 0.9, "speedup_ci": (0.8, 1.1)}, "0.90 times as fast (0.80 to 1.10)", "not shown"),  # as is said
+        ({"temperature": 1.0, "rule": "coupled"}, "the same text", "under coupled"),
+        ({"temperature": 1.0, "rule": "block"}, "text of the same distribution", "the same text"),
+        ({"temperature": 1.0, "rule": "coupled + block"}, "identical under coupled noise", "the same text"),
+        ({"speedup_hf": None}, "7 of 8 answers identical, 1 the same but for rounding.", "HF generate"),
+        ({"speedup_hf": 2.0}, "2.00 times HF generate", "was not checked"),
+        ({"lossless": {"checked": 0}}, "; whether the text is the same was not checked.", "writes the same text"),
+    ],
+)
+def test_the_sentence_for_everybody(change: dict[str, Any], words: str, others: str) -> None:
+    said = sections.sentence(report_of(change))
+    assert words in said
+    assert others not in said
+
+
+def test_without_a_lossless_speedup_there_is_no_sentence() -> None:
+    silent = {"speedup": None, "speedup_ci": None, "speedup_hf": None}
+    assert sections.sentence(report_of(silent)) == ""
+    assert sections.sentence(report_of({"drafter": "plain"})) == ""
+    assert sections.sentence(report_of({"request_rate": 2.0})) == ""
+    assert sections.sentence(report_of(silent, gate=Gate(8, 7, 0, 1))) == ""
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [(0.1, 0.3, "], clear"), (-0.3, -0.1, "], clear"), (-0.1, 0.1, "], not clear"), (0.0, 0.2, "], not clear")],
+)
+def test_a_difference_is_clear_of_zero_where_its_interval_is(low: float, high: float, words: str) -> None:
+    change = {"difference": (low + high) / 2, "low": low, "high": high}
+    pair = {"drafter": "eagle", "base": "mlp", "prompts": 8, "workload": "w", "temperature": 0.0, "batch_size": 1}
+    (line,) = sections.compared({"paired": [pair | {"tau": change, "tokens_per_second": change}]})
+    assert line.count(f"{words} of zero") == 2
+
+
+# A plain step takes 10 ms, 9 of them the pass.
+PLAIN_STEPS: dict[str, Any] = {
+    "drafter": "plain", "workload": "tiny", "temperature": 0.0, "batch_size": 1, "steps": 200, "tau": 1.0,
+    "tokens_per_second": 100.0, "speedup": 1.0, "seconds": {"draft": 0.0, "verify": 1.8, "other": 0.2},
+    "conditional_by_depth": [],
+}  # fmt: skip
+# A step takes 20 ms: 15 the pass, 3 the draft, 2 the rest; it commits 3 tokens.
+STEPS = {
+    **PLAIN_STEPS, "drafter": "eagle", "steps": 100, "tau": 3.0, "tokens_per_second": 150.0, "speedup": 1.5,
+    "seconds": {"draft": 0.3, "verify": 1.5, "other": 0.2}, "conditional_by_depth": [0.9, 0.5],
+}  # fmt: skip
+
+
+def test_each_cost_has_its_rung() -> None:
+    found = speedup_breakdown(STEPS, PLAIN_STEPS)
+    assert found is not None
+    expected = [3.0, 3 * 10 / 16, 3 * 10 / 19, 1.5]
+    assert list(found["rungs"]) == list(STAGES)
+    assert list(found["rungs"].values()) == pytest.approx(expected)
+    assert found["oracle"] == pytest.approx(3 * 10 / 11)
+
+
+@pytest.mark.parametrize(
+    ("interval", "stages", "noise"),
+    [
+        ([1.4, 1.51], [3.0, 3 * 10 / 16, 1.5, 1.5], ["overhead"]),
+        ([1.49, 1.51], [3.0, 3 * 10 / 16, 3 * 10 / 20.4, 1.5], []),
+        (None, [3.0, 3 * 10 / 16, 1.5, 1.5], ["overhead"]),  # one prompt: how noisy it is cannot be known
+    ],
+)
+def test_a_rise_is_shown_only_where_it_is_more_than_noise(
+    interval: list[float] | None, stages: list[float], noise: list[str]
+) -> None:
+    """The rest of the step takes 0.4 ms less than the baseline's."""
+    seconds = {"draft": 0.44, "verify": 1.5, "other": 0.06}
+    record = speedup_breakdown({**STEPS, "seconds": seconds, "speedup_ci": interval}, PLAIN_STEPS)
+    assert record is not None
+    assert (list(record["rungs"].values()), record["noise"]) == (pytest.approx(stages), noise)
+    assert record["less"]["overhead"] == 1.5  # no time is to be saved there
+    text = sentence("eagle", record)
+    assert ("the measured 1.50 (no cost beyond noise)" in text) == bool(noise)
+    assert ("the measured 1.50 (cheaper than the baseline's)" in text) == (not noise)
+
+
+def test_a_pass_that_seems_cheaper_than_a_plain_step_leaves_tau() -> None:
+    cheap = {**STEPS, "tokens_per_second": 280.0, "speedup": 2.8, "speedup_ci": [2.78, 3.2]}
+    record = speedup_breakdown({**cheap, "seconds": {"draft": 0.1, "verify": 0.85, "other": 0.12}}, PLAIN_STEPS)
+    assert record is not None
+    assert record["noise"] == ["verification"]
+    assert list(record["rungs"].values()) == pytest.approx([3.0, 3.0, 3 * 10 / 10.5, 2.8])
+    record = speedup_breakdown({**cheap, "seconds": {"draft": 0.2, "verify": 0.85, "other": 0.02}}, PLAIN_STEPS)
+    assert record is not None
+    assert record["noise"] == ["verification", "overhead"]
+    assert list(record["rungs"].values()) == pytest.approx([3.0, 3.0, 2.8, 2.8])
+
+
+def test_the_greatest_of_the_smaller_losses_is_named() -> None:
+    found = speedup_breakdown(STEPS, PLAIN_STEPS)
+    assert found is not None
+    less = {
+        "verification": 30 / 19.4,
+        "draft": 30 / 19.7,
+        "overhead": 30 / 19.9,
+        "acceptance": 1.5 * closer([0.9, 0.5]),
+    }
+    assert found["less"] == pytest.approx(less)
+    assert found["most"] == max(less, key=lambda key: less[key])
+    slow = {**STEPS, "tokens_per_second": 50.0, "speedup": 0.5, "seconds": {"draft": 4.3, "verify": 1.5, "other": 0.2}}
+    drafts = speedup_breakdown(slow, PLAIN_STEPS)
+    assert drafts is not None
+    assert drafts["most"] == "draft"
+    assert advice(drafts).startswith("a cheaper draft (0.5")
+
+
+def test_fewer_rejections_mean_more_tokens() -> None:
+    assert closer([0.9, 0.5]) == pytest.approx((1 + 0.91 + 0.91 * 0.55) / (1 + 0.9 + 0.9 * 0.5))
+    assert closer([]) == 1
+
+
+def test_rows_without_a_speedup_or_plain_decoding_beside_them_have_none() -> None:
+    red, alone = {**STEPS, "speedup": None}, {**STEPS, "temperature": 1.0}
+    told = with_breakdowns([PLAIN_STEPS, STEPS, red, alone])
+    assert [row["ladder"] is not None for row in told] == [False, True, False, False]
+
+
+@pytest.mark.parametrize("key", ["report", "workload", "category", "temperature", "batch_size", "request_rate"])
+def test_a_baseline_of_another_session_is_not_a_rows_baseline(key: str) -> None:
+    assert with_breakdowns([{**PLAIN_STEPS, key: "another"}, STEPS])[1]["ladder"] is None
+
+
+def test_a_name_ends_neither_its_cell_nor_its_line() -> None:
+    table = grid(("drafter", "workload"), [["eagle", "my|log\nof may.jsonl"]])
+    assert table.splitlines() == ["| drafter | workload |", "| --- | --- |", "| eagle | my\\|log of may.jsonl |"]
