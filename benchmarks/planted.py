@@ -228,7 +228,7 @@ BUGS = [
     ),
     Bug(
         "inference/drafters/policy.py",
-        "return (self.scores().float() * self.roots.sharpness).log_softmax(-1)",
+        "return (self.scores().float() * self.roots.inverse_temperature).log_softmax(-1)",
         "return self.scores().float().log_softmax(-1)",
         ["tests/inference/test_policy.py"],
     ),

@@ -50,7 +50,7 @@ def main() -> None:
             drafter = HeadDrafter(head, TreeConfig(kind, *map(int, numbers), [], []), folder.name)
             taus = []
             for sharpness in asked.sharpness:
-                inference.protocol.GREEDY_SHARPNESS = sharpness
+                inference.protocol.GREEDY_INVERSE_TEMPERATURE = sharpness
                 runs = [speculate(target, drafter, prompt, Settings(NEW_TOKENS, GREEDY)) for prompt in prompts]
                 taus.append(f"{sharpness:g}: {metrics.acceptance(runs).tau:.2f}")
             print(folder.name, words, *taus, flush=True)

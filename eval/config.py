@@ -124,7 +124,7 @@ class DecodingConfig(Conditions, RequestConfig):
     seed: Number
 
     @property
-    def lawful(self) -> bool:
+    def can_be_teacher_forced(self) -> bool:
         """Whether the target's next-token probs depend on the text alone, as teacher forcing assumes."""
         return self.repetition_penalty == 1 and self.min_new_tokens == 0
 
@@ -183,7 +183,7 @@ class EvalConfig(TuneConfig, Selection):
             raise ValueError(
                 f"tier is {TEACHER_FORCED}, which takes drafter=head: leave out {', '.join(others)}, or add live"
             )
-        if TEACHER_FORCED in tiers and LIVE not in tiers and not self.lawful:
+        if TEACHER_FORCED in tiers and LIVE not in tiers and not self.can_be_teacher_forced:
             raise ValueError(
                 "tier=teacher_forced takes the target's probs as they are: leave repetition_penalty=1 and "
                 "min_new_tokens=0, or choose tier=live"
@@ -211,7 +211,7 @@ class EvalConfig(TuneConfig, Selection):
 
     def tiers(self) -> list[str]:
         """Return the configured tiers that can be measured."""
-        return [tier for tier in listed(self.tier) if tier != TEACHER_FORCED or self.lawful]
+        return [tier for tier in listed(self.tier) if tier != TEACHER_FORCED or self.can_be_teacher_forced]
 
 
 def eval_config(**values: Any) -> EvalConfig:

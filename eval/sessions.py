@@ -26,7 +26,7 @@ from eval.tuning.grid import acceptance
 from heads.common.progress import progress
 from inference.decode import Generation, Settings, autoregress
 from inference.drafters.head import HeadDrafter
-from inference.drafters.policy import CONFIDENT, TreeConfig
+from inference.drafters.policy import BY_CONFIDENCE, TreeConfig
 from inference.protocol import Drafter
 from inference.target.target import Target
 from inference.verification.sample import Sampling
@@ -141,7 +141,7 @@ def _along(
 ) -> tuple[dict[str, Any], list[SpecDecodingStats]]:
     """Return a head's statistics along texts and the counts of each: if it `draws`, those expected of chains."""
     depth = min(head.max_depth, tree.deepest)
-    grown = [tree] if tree.kind in CONFIDENT else []
+    grown = [tree] if tree.kind in BY_CONFIDENCE else []
     read = progress(texts, "drafting along the texts")
     records = [rank_text(target, head, text, grown, depth, sampling=sampling) for text in read]
     ranked = table(records, depth)

@@ -21,7 +21,7 @@ from eval.measures.metrics import SpecDecodingStats, counted
 from heads.base import Draft, Features
 from heads.modules.vocab import scatter_logits
 from inference.drafters.head import HeadState
-from inference.drafters.policy import CONFIDENT, TreeConfig, candidates
+from inference.drafters.policy import BY_CONFIDENCE, TreeConfig, candidates
 from inference.protocol import Commit, Context
 from inference.target.model import TargetOutput
 from inference.target.target import Target
@@ -151,10 +151,10 @@ def reach(tree: DraftTree, score: Float[Tensor, "N"], following: Sequence[int], 
 def replay(of: RankedText, tree: TreeConfig) -> list[ReplayedStep]:
     """Return the steps of decoding the text with a tree, of whose kind and top_k one as deep and large was recorded."""
     text, steps, written = of.text, [], 1
-    shape = [] if tree.kind in CONFIDENT else tree.shape()
+    shape = [] if tree.kind in BY_CONFIDENCE else tree.shape()
     while written < text.generated:
         room = text.limit - written - 1
-        if tree.kind in CONFIDENT:
+        if tree.kind in BY_CONFIDENCE:
             accepted, nodes = accepted_of(of.grown[growth(tree)][written - 1], tree, room)
         else:
             fitting = {path for path in shape if len(path) <= room}

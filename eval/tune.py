@@ -28,7 +28,7 @@ from eval.measures.results import Measurement, ResultRow
 from eval.measures.serving import CONFIG, config_of, is_served, ranges
 from eval.report.render import rich_table
 from eval.tuning import costs as costing
-from eval.tuning.grid import AGAIN, CHAIN, FINALISTS, SIZES, Tried, distinct, halves, hopeful, simulate, sizes_for
+from eval.tuning.grid import AGAIN, CHAIN, FINALISTS, SIZES, Tried, distinct, halves, simulate, sizes_for, worth_timing
 from heads.common.files import atomic_write
 from heads.common.progress import progress
 from heads.formats.hub import kind_of, resolve_head, schedule_of
@@ -228,7 +228,7 @@ def tune(config: TuneConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
     costs: dict[int, Costs] = {}
     results: list[AtBatch] = []
     for batch in sorted({1, *sizes}):
-        trees = hopeful(trees, costs)
+        trees = worth_timing(trees, costs)
         costs[batch] = bench.costs(trees, grid.samples, batch)
         if batch in sizes:
             group: Group = (lambda one: one.kind) if results else (lambda one: one.family)

@@ -16,7 +16,7 @@ from inference.verification.rng import Rng, Samples
 from inference.verification.sample import Sampling
 from inference.verification.tree import DraftTree, LookAhead, chain
 
-GREEDY_SHARPNESS = 2.0  # chosen by benchmarks/ranking.py (docs/engine.md)
+GREEDY_INVERSE_TEMPERATURE = 2.0  # chosen by benchmarks/ranking.py (docs/engine.md)
 
 
 class Context(NamedTuple):
@@ -116,7 +116,7 @@ class Roots(Protocol):
     noisy: bool  # whether tokens are ranked under coupled noise
     sampling: Sampling | None = None  # how all sequences are sampled, if they are alike
     samples: Samples | None = None  # what the children of a fixed shape are sampled by, where they are
-    sharpness: float | Float[Tensor, "B 1 1"] = 1.0  # of `sharpness_of`, one for all or each sequence's
+    inverse_temperature: float | Float[Tensor, "B 1 1"] = 1.0  # one for all or each sequence's
 
     def penalized(self, logits: Float[Tensor, "B N W"], seen: Bool[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
         """Return logits with those of seen tokens pulled down."""
@@ -127,13 +127,13 @@ class Roots(Protocol):
         ...
 
 
-def sharpness_of(sampling: Sampling) -> float:
+def inverse_temperature_of(sampling: Sampling) -> float:
     """Return what draft logits are multiplied by before nodes of different parents are compared.
 
     Greedy decoding accepts the target's best token whatever its probability: a draft's best guess is then right more
     often than its own probability says, which is trained to be the target's.
     """
-    return GREEDY_SHARPNESS if sampling.temperature == 0 else 1.0
+    return GREEDY_INVERSE_TEMPERATURE if sampling.temperature == 0 else 1.0
 
 
 @runtime_checkable

@@ -230,7 +230,7 @@ class Session:
     def verify(self, proposal: Proposal) -> None:
         """Run the target over the proposal, for this sequence alone, and commit."""
         begin = self.clock()
-        if self.target.switch is not None and self.target.switch.renews(self.prefix):
+        if self.target.switch is not None and self.target.switch.recomputes(self.prefix):
             out = self.renew()
         elif proposal.entered is None:
             out = self.target.score(proposal.tree, self.cache, proposal.look_ahead, self.layers)

@@ -22,7 +22,7 @@ from heads.modules.argmax import argmax
 from inference.graphs import Graphs, Stage, StageCache, compiled
 from inference.limits import check_size
 from inference.phase_timer import PhaseTimer
-from inference.protocol import DraftBatch, Roots, sharpness_of
+from inference.protocol import DraftBatch, Roots, inverse_temperature_of
 from inference.session import Session, Settings, Step
 from inference.target.cache import BatchCache, round_up_kv_length
 from inference.target.model import TargetOutput
@@ -64,7 +64,7 @@ class SlotRoots(Roots):
     def __init__(self, slots: Slots, settings: Settings, noise: Float[Tensor, "B P V"] | None) -> None:
         self.token, self.sampling, self.noise = slots.root[:, None], settings.sampling, noise
         self.seen = slots.seen[:, None] if slots.seen.shape[1] else None
-        self.sharpness = sharpness_of(settings.sampling)
+        self.inverse_temperature = inverse_temperature_of(settings.sampling)
         random = settings.sampling.temperature > 0
         self.noisy = random and settings.rule == verify.COUPLED
         if random and not self.noisy:

@@ -19,7 +19,7 @@ KINDS = {
     "sampled": ("widths",),
     "independent": ("widths",),
 }
-CONFIDENT = ("dynamic", "best_first")  # the kinds whose shape follows the head's confidence
+BY_CONFIDENCE = ("dynamic", "best_first")  # the kinds whose shape follows the head's confidence
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class TreeConfig:
     @property
     def deepest(self) -> int:
         """The greatest depth of a node."""
-        return min(self.depth, self.nodes) if self.kind in CONFIDENT else max(map(len, self.shape()))
+        return min(self.depth, self.nodes) if self.kind in BY_CONFIDENCE else max(map(len, self.shape()))
 
     def shape(self) -> list[tuple[int, ...]]:
         """Return the rank paths of a fixed shape, by depth and then in order."""
@@ -77,12 +77,12 @@ class TreeConfig:
 
 def most_nodes(tree: TreeConfig) -> int:
     """Return the most nodes of a policy's tree, the root included."""
-    return 1 + (tree.nodes if tree.kind in CONFIDENT else len(tree.shape()))
+    return 1 + (tree.nodes if tree.kind in BY_CONFIDENCE else len(tree.shape()))
 
 
 def expanded(tree: TreeConfig) -> int:
     """Return the most nodes that a head expands for a policy's tree; of a confident one more than the tree has."""
-    if tree.kind in CONFIDENT:
+    if tree.kind in BY_CONFIDENCE:
         return tree.depth * (tree.top_k if tree.kind == "dynamic" else tree.nodes)
     return most_nodes(tree)
 

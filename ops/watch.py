@@ -34,7 +34,7 @@ from heads.common.typed import typed
 from heads.common.untrusted import parse_json, visible
 from heads.formats.hub import resolve_head
 from inference.drafters.head import HeadDrafter, load_drafter, saved_tree
-from inference.drafters.policy import CONFIDENT
+from inference.drafters.policy import BY_CONFIDENCE
 from inference.target.target import Target
 from ops.sequential import EARLY, QUIET, WatcherConfig, watched
 from ops.served import Metrics
@@ -259,7 +259,7 @@ def replayed(
         ValueError: it has no answer, is of no known shape, or of another tokenizer.
     """
     entry, tree = parse(raw, number, name), drafter.policy
-    grown = [tree] if tree.kind in CONFIDENT else []
+    grown = [tree] if tree.kind in BY_CONFIDENCE else []
     depth = min(drafter.head.max_depth, tree.deepest)
     texts = [
         within_context(answer.text, entry.id, name, target, truncate=True)

@@ -36,27 +36,29 @@ def row_keys(seed: int, step: int, index: Int[Tensor, "B"]) -> Int[Tensor, "B"]:
     return keys
 
 
-def sample_anchors(useful: Bool[Tensor, "B T"], count: int | None, keys: Int[Tensor, "B"]) -> Int[Tensor, "B n"] | None:
-    """Sample `count` anchor rows of each packed sequence, useful ones first; None for `trained_rows`."""
-    length = useful.shape[1]
+def sample_anchors(
+    has_loss: Bool[Tensor, "B T"], count: int | None, keys: Int[Tensor, "B"]
+) -> Int[Tensor, "B n"] | None:
+    """Sample `count` anchor rows of each packed sequence, those with a loss first; None for `trained_rows`."""
+    length = has_loss.shape[1]
     if count is None or count >= length:
         return None
-    row = torch.arange(length, device=useful.device)
+    row = torch.arange(length, device=has_loss.device)
     order = keyed(keyed(keys, ANCHORS)[:, None], row)  # a permutation of 32 bits: no two rows have the same
-    return (order + (useful.long() << BITS)).topk(count).indices.sort().values
+    return (order + (has_loss.long() << BITS)).topk(count).indices.sort().values
 
 
-def trained_rows(useful: Bool[Tensor, "B T"]) -> Int[Tensor, "B n"] | None:
-    """Return the useful rows of each packed sequence, in order, with others up to a common number; None for all.
+def trained_rows(has_loss: Bool[Tensor, "B T"]) -> Int[Tensor, "B n"] | None:
+    """Return the rows with a loss of each packed sequence, in order, with others up to a common number; None for all.
 
     The numbers are few: multiples of 1/16 of the length.
     """
-    length, most = useful.shape[1], int(useful.sum(1).max())
+    length, most = has_loss.shape[1], int(has_loss.sum(1).max())
     step = max(1, length // 16)
     count = -(-most // step) * step
     if not 0 < count < length:
         return None
-    return useful.long().argsort(dim=1, descending=True, stable=True)[:, :count].sort(1).values
+    return has_loss.long().argsort(dim=1, descending=True, stable=True)[:, :count].sort(1).values
 
 
 def noisy(features: Features, noise: float, keys: Int[Tensor, "B"]) -> Features:
@@ -117,7 +119,7 @@ def objective(
     parts = chunked(weight > 0, weight[0].numel(), weight.device, features.path) if chunks is None else chunks
     if not base_loss_share:
         flat = [[*fields[:-1], None] for fields in flat]
-    work = Work(head, features, weight.flatten(1), config, parts, labels(head, features), base_loss_share)
+    work = LossContext(head, features, weight.flatten(1), config, parts, labels(head, features), base_loss_share)
     if config.depth_weights == "dpace":
         depth_weight = dpace(work, [state for state, *_ in flat if state is not None])
     else:
@@ -156,7 +158,7 @@ def labels(head: DraftHead, features: Features) -> Int[Tensor, "N"]:
 
 
 @torch.no_grad()
-def dpace(work: "Work", states: list[Tensor]) -> Float[Tensor, "d N"]:
+def dpace(work: "LossContext", states: list[Tensor]) -> Float[Tensor, "d N"]:
     """Return D-PACE's weights (arXiv 2605.18810, equations 7 and 8): what a depth adds to the expected draft length.
 
     A draft's confidence is the probability c that it gives the text's token, 0 where the head cannot draft that or none
@@ -165,9 +167,9 @@ def dpace(work: "Work", states: list[Tensor]) -> Float[Tensor, "d N"]:
     others count less.
     """
     label_p, config = torch.zeros_like(work.weight), work.config
-    for teacher, picks in work.chunks:
+    for teacher, by_depth in work.chunks:
         probs = work.teacher_probs(teacher)
-        for d, (state, pick) in enumerate(zip(states, picks, strict=True)):
+        for d, (state, pick) in enumerate(zip(states, by_depth, strict=True)):
             x = work.rows(d, [state[pick.source], None, None, None], pick, probs)
             p = torch.where(x.label >= 0, (-LOSSES["ce"](x, config)).exp(), 0)
             label_p[d, pick.source] = p.to(label_p.dtype)
@@ -177,7 +179,7 @@ def dpace(work: "Work", states: list[Tensor]) -> Float[Tensor, "d N"]:
     return reach.flip(0).cumsum(0).flip(0)
 
 
-class Pick(NamedTuple):
+class DepthRows(NamedTuple):
     """The trained rows `source` of one depth whose `teacher` rows are in a chunk, there at `position`."""
 
     teacher: Int[Tensor, "R"]
@@ -189,7 +191,7 @@ class Chunk(NamedTuple):
     """Teacher rows of a flattened batch that are scored together, and the rows of each depth that they teach."""
 
     teacher: Int[Tensor, "n"]
-    picks: list[Pick]
+    by_depth: list[DepthRows]
 
 
 def chunked(
@@ -200,9 +202,9 @@ def chunked(
     Positions are those where `trained` is set; a `trained` on the device is waited for. The teacher of row t at depth d
     is row t + d, or `path[t, d - 1]`, where at one depth no two rows have the same teacher.
     """
-    taught = [_taught(flags, depth, path) for depth, flags in enumerate(trained, 1)]
-    used = (torch.stack(taught) >= 0).any(0).nonzero()[:, 0].split(size)
-    chunks = [Chunk(teacher, [_pick(source, teacher) for source in taught]) for teacher in used]
+    trained_row = [_trained_row_of(flags, depth, path) for depth, flags in enumerate(trained, 1)]
+    used = (torch.stack(trained_row) >= 0).any(0).nonzero()[:, 0].split(size)
+    chunks = [Chunk(teacher, [_depth_rows(source, teacher) for source in trained_row]) for teacher in used]
     if trained.device == device:
         return chunks
     vectors, layout = tree_flatten(chunks)
@@ -210,7 +212,7 @@ def chunked(
     return copied
 
 
-def _taught(flags: Bool[Tensor, "B T"], depth: int, path: Int[Tensor, "B T d"] | None) -> Int[Tensor, "N"]:
+def _trained_row_of(flags: Bool[Tensor, "B T"], depth: int, path: Int[Tensor, "B T d"] | None) -> Int[Tensor, "N"]:
     """Return for each row the trained row that it teaches at a depth, -1 where there is none."""
     source = flags.flatten().nonzero()[:, 0]
     teacher = source + depth
@@ -220,14 +222,14 @@ def _taught(flags: Bool[Tensor, "B T"], depth: int, path: Int[Tensor, "B T d"] |
     return torch.full_like(flags.flatten(), -1, dtype=torch.long).scatter(0, teacher, source)
 
 
-def _pick(taught: Int[Tensor, "N"], teacher: Int[Tensor, "n"]) -> Pick:
+def _depth_rows(trained_row: Int[Tensor, "N"], teacher: Int[Tensor, "n"]) -> DepthRows:
     """Return the trained rows of a depth whose teachers are among these."""
-    source = taught[teacher]
+    source = trained_row[teacher]
     position = (source >= 0).nonzero()[:, 0]
-    return Pick(teacher[position], position, source[position])
+    return DepthRows(teacher[position], position, source[position])
 
 
-class Work(NamedTuple):
+class LossContext(NamedTuple):
     """One flattened batch to score, and the loss of a chunk of its rows."""
 
     head: DraftHead
@@ -239,18 +241,18 @@ class Work(NamedTuple):
     base_loss_share: float = 0.0
 
     @torch.no_grad()
-    def teacher_probs(self, teacher: Int[Tensor, "n"], *, lean: bool = False) -> TeacherProbs:
+    def teacher_probs(self, teacher: Int[Tensor, "n"], *, reuse_memory: bool = False) -> TeacherProbs:
         """Return the target's distribution at these rows, over the draft vocabulary.
 
         Logits of the whole vocabulary are there of TEACHER_ROWS rows at a time.
 
-        With `lean` log-probs that no loss reads give their memory to the probs.
+        With `reuse_memory` log-probs that no loss reads give their memory to the probs.
         """
         size = len(teacher) if self.head.vocab is None else TEACHER_ROWS
         pieces = [self._teacher_probs(piece) for piece in teacher.split(max(1, size))]
         log_p, best = pieces[0] if len(pieces) == 1 else map(torch.cat, zip(*pieces, strict=True))
         probs = TeacherProbs(log_p, best)
-        if lean and READ_P.issuperset(self.config.losses):
+        if reuse_memory and READ_P.issuperset(self.config.losses):
             probs.keep_p(whole=self.head.vocab is None)
         return probs
 
@@ -262,7 +264,7 @@ class Work(NamedTuple):
         best = argmax(log_p)
         return (log_p, best) if vocab is None else (log_p[:, vocab.ids], vocab.index_of(best))
 
-    def rows(self, d: int, fields: Sequence[Tensor | None], pick: Pick, probs: TeacherProbs) -> LossInputs:
+    def rows(self, d: int, fields: Sequence[Tensor | None], pick: DepthRows, probs: TeacherProbs) -> LossInputs:
         """Return the losses' input for the picked rows of depth `d` + 1, whose `fields` are those of their `Draft`."""
         state, feature, confidence, _ = fields
         assert state is not None
@@ -279,7 +281,9 @@ class Work(NamedTuple):
             self.head.vocab is None,
         )
 
-    def depth(self, d: int, fields: Sequence[Tensor | None], pick: Pick, probs: TeacherProbs) -> tuple[Tensor, Tensor]:
+    def depth(
+        self, d: int, fields: Sequence[Tensor | None], pick: DepthRows, probs: TeacherProbs
+    ) -> tuple[Tensor, Tensor]:
         """Return the weighted loss of the picked rows, and the sums of each loss and of right guesses."""
         x, total, sums = self.rows(d, fields, pick, probs), self.weight.new_zeros(()), []
         whole, base = self.weight[d][pick.source], fields[-1]
@@ -303,10 +307,10 @@ class Work(NamedTuple):
 
     def run(self, drafts: Sequence[Sequence[Tensor | None]]) -> tuple[Tensor, Tensor]:
         """Return the loss and the sums of all rows at once, by plain autograd."""
-        [(teacher, picks)] = self.chunks
+        [(teacher, by_depth)] = self.chunks
         probs = self.teacher_probs(teacher)
         depths = []
-        for d, (fields, pick) in enumerate(zip(drafts, picks, strict=True)):
+        for d, (fields, pick) in enumerate(zip(drafts, by_depth, strict=True)):
             depths.append(self.depth(d, [x if x is None else x[pick.source] for x in fields], pick, probs))
         return torch.stack([loss for loss, _ in depths]).sum(), torch.stack([sums for _, sums in depths], 1)
 
@@ -318,7 +322,7 @@ class _Chunked(torch.autograd.Function):
     """Compute the loss chunk by chunk and depth by depth, with the gradient in the forward pass."""
 
     @staticmethod
-    def forward(ctx: Any, work: Work, depths: int, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, work: LossContext, depths: int, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the loss and the sums, and keep the gradient of the drafts' tensors and of the head's parameters."""
         count = depths * FIELDS
         needs_grad = ctx.needs_input_grad[2:]
@@ -334,9 +338,9 @@ class _Chunked(torch.autograd.Function):
         lm_heads = [m for m in module.modules() if isinstance(m, SummedGradient) and id(m.weight) in input_index]
         with ExitStack() as stack:
             added = [stack.enter_context(lm_head.adding()) for lm_head in lm_heads]
-            for teacher, picks in work.chunks:
-                probs = work.teacher_probs(teacher, lean=True)
-                for d, pick in enumerate(picks):
+            for teacher, by_depth in work.chunks:
+                probs = work.teacher_probs(teacher, reuse_memory=True)
+                for d, pick in enumerate(by_depth):
                     first = d * FIELDS
                     with torch.enable_grad():
                         fields = [
@@ -397,13 +401,13 @@ def loss_weights(
     mask: Int[Tensor, "B T"],
     anchors: Bool[Tensor, "B T"] | None,
     config: ObjectiveConfig,
-    useful: Bool[Tensor, "d B T"] | None = None,
+    has_loss: Bool[Tensor, "d B T"] | None = None,
 ) -> LossWeights:
     """Return the weights of a batch's rows, without those of depths; `anchors` are drafted from, None for all rows.
 
-    `useful` are the rows that can be trained at each depth, None for those of `trainable`.
+    `has_loss` are the rows that can be trained at each depth, None for those of `trainable`.
     """
-    trained = trainable(document, mask, config.depths) if useful is None else useful
+    trained = trainable(document, mask, config.depths) if has_loss is None else has_loss
     if anchors is not None:
         trained = trained & anchors
     if config.normalize == "token":

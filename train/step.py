@@ -117,12 +117,12 @@ class Loss(nn.Module):
         trained = (
             trainable(batch.document, batch.loss_mask, self.config.depths) if batch.trained is None else batch.trained
         )
-        useful = trained.any(0)
-        anchors = sample_anchors(useful, self.config.anchors, keys)
-        chosen = None if anchors is None else torch.zeros_like(useful).scatter_(1, anchors, True)
+        has_loss = trained.any(0)
+        anchors = sample_anchors(has_loss, self.config.anchors, keys)
+        chosen = None if anchors is None else torch.zeros_like(has_loss).scatter_(1, anchors, True)
         weight = loss_weights(batch.document, batch.loss_mask, chosen, self.config, trained)
         if anchors is None and batch.path is None:
-            anchors = trained_rows(useful)
+            anchors = trained_rows(has_loss)
         return anchors, weight if batch.path is None else weight.times(self.config.on_policy.weight)
 
 

@@ -157,7 +157,7 @@ def _prepare(
     filters.counts.held_out, filters.counts.chats = len(withheld), dropped
     records = training_records(parts, config)
     if config.contamination is not None:
-        records = (worded(record, tokenizer) for record in records)
+        records = (with_text(record, tokenizer) for record in records)
     records = filters(records)
     return held_out, filters.counts, islice(_samples(records, config, tokenizer, filters.counts), config.limit)
 
@@ -209,7 +209,7 @@ def first_samples(source: Source, config: DataConfig, tokenizer: PreTrainedToken
     return samples_of(record, tokenizer, source.name, config, Counter())
 
 
-def worded(record: Record, tokenizer: PreTrainedTokenizerBase) -> Record:
+def with_text(record: Record, tokenizer: PreTrainedTokenizerBase) -> Record:
     """Return a record with the text of its tokens where it has no messages, for contamination to be seen."""
     if not record.pretokenized or record.messages:
         return record

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from inference.drafters.policy import CONFIDENT, TreeConfig
+from inference.drafters.policy import BY_CONFIDENCE, TreeConfig
 
 T = TypeVar("T")
 Load = TypeVar("Load", int, float)  # a batch size, or a rate of requests
@@ -97,7 +97,7 @@ def step_seconds(
     texts: Sequence[Sequence[ReplayedStep]], tree: TreeConfig, costs: Mapping[int, Costs], batch: int
 ) -> dict[str, float]:
     """Return the total seconds of all steps by part."""
-    branches, key = tree.kind in CONFIDENT or any(map(any, tree.shape())), draft_key(tree)
+    branches, key = tree.kind in BY_CONFIDENCE or any(map(any, tree.shape())), draft_key(tree)
     cells: dict[str, Counter[Cell]] = {name: Counter() for name in ("draft", "verify", "settle", "commit")}
     for active in passes([list(zip(text, [*text[1:], None], strict=True)) for text in texts], batch):
         size = len(active)
@@ -157,7 +157,7 @@ def draft_key(tree: TreeConfig) -> str:
 
 def drafted(tree: TreeConfig) -> int:
     """Return the most nodes that a tree drafts."""
-    return tree.nodes if tree.kind in CONFIDENT else len(tree.shape())
+    return tree.nodes if tree.kind in BY_CONFIDENCE else len(tree.shape())
 
 
 def cycled(items: Sequence[T], least: int) -> list[T]:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from eval.measures.results import LIVE
-from eval.report.sections import facts_of, firsts, notes_of, results_table, sections, sentence
+from eval.report.sections import facts_of, headlines_of, notes_of, results_table, sections, sentence
 from eval.report.view import PLAIN, Record
 from heads.common.untrusted import visible
 
@@ -95,7 +95,7 @@ def page(report: Record, failures: Sequence[str]) -> str:
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # and its keys in their order
-    headlines, filled = firsts(report), sections(report)
+    headlines, filled = headlines_of(report), sections(report)
     drafters = dict.fromkeys(result.row["drafter"] for result in headlines if result.row["drafter"] != PLAIN)
     return environment.get_template("page.html.j2").render(
         title=f"{', '.join(drafters)} for {title(report)}" if drafters else title(report),

@@ -153,7 +153,7 @@ def sections(report: Record) -> list[Section]:
     return [one for one in candidates if one.plot or one.bullets or (one.table and one.table.lines)]
 
 
-def firsts(report: Record) -> list[Result]:
+def headlines_of(report: Record) -> list[Result]:
     """Return each drafter's first result: of the first session asked for, not of the most flattering one.
 
     It has failed if any of the drafter's has.
@@ -170,7 +170,7 @@ def sentence(report: Record) -> str:
     """Return the result in a sentence: that of the fastest lossless drafter; empty without one."""
     timed = [
         result
-        for result in firsts(report)
+        for result in headlines_of(report)
         if result.row["speedup"] and not result.failed and result.row["drafter"] != PLAIN
         if result.row.get("request_rate") is None
     ]
@@ -218,7 +218,7 @@ def compared(report: Record) -> list[str]:
 
 def why(report: Record) -> list[str]:
     """Return the speedup breakdown of each drafter's first result in words."""
-    explained = [result for result in firsts(report) if result.row.get("ladder")]
+    explained = [result for result in headlines_of(report) if result.row.get("ladder")]
     return [*(breakdown.sentence(result.name, result.row["ladder"]) for result in explained), BREAKDOWN_NOTE]
 
 

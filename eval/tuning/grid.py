@@ -188,7 +188,7 @@ def distinct(trees: Sequence[Tried]) -> list[TreeConfig]:
     return list({draft_key(one.tree): one.tree for one in trees}.values())
 
 
-def hopeful(trees: Sequence[Tried], costs: Mapping[int, Costs]) -> list[Tried]:
+def worth_timing(trees: Sequence[Tried], costs: Mapping[int, Costs]) -> list[Tried]:
     """Return the trees worth trying at a larger batch size than those measured; at least one chain and one tree."""
     if not costs:
         return list(trees)

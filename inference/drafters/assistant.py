@@ -45,7 +45,7 @@ class Length:
             self.now = self.now + 2 if len(verified.path) - 1 == drafted else max(1, self.now - 1)
 
 
-def doubts(logits: Float[Tensor, "1 V"], token: int, confidence: float) -> bool:
+def below_confidence(logits: Float[Tensor, "1 V"], token: int, confidence: float) -> bool:
     """Whether a model gives its drafted token less than `confidence`, at temperature 1; 0 is never asked."""
     return confidence > 0 and bool(logits[0].softmax(-1)[token] < confidence)
 
@@ -173,7 +173,9 @@ class AssistantState(DrafterState):
         The chain ends after such a token and never without it: it stays a sample of its q.
         """
         chain = Chain(logits, runner.ROOT, depth, context.rng, context)
-        while chain.sample(self.eos) and not doubts(chain.answers[-1], chain.token[-1], self.config.confidence):
+        while chain.sample(self.eos) and not below_confidence(
+            chain.answers[-1], chain.token[-1], self.config.confidence
+        ):
             [(node, answer)] = self.run(chain.token[-1:], [chain.above])
             chain.reached(node, answer.to(self.device))
         return sampled_chain(torch.tensor([context.token[-1], *chain.token], device=self.device), chain.q)

@@ -7,7 +7,7 @@
     sampled  a fixed number of children a depth, sampled without replacement; their probs q go on to verification.
     independent  the same with replacement, so that siblings may repeat (SpecInfer, arXiv 2305.09781).
 
-Nodes of different parents are compared by probabilities that greedy decoding sharpens (`sharpness_of`).
+Nodes of different parents are compared by probabilities that greedy decoding sharpens (`inverse_temperature_of`).
 At temperature 0 a sampled shape is filled by rank. Above it a chain is sampled: one sampled child with p/q verification
 is accepted more often than one greedy child. No shape depends on a sampled token: that would change q. With coupled
 noise (arXiv 2408.07978) every shape is filled by rank, of the logits with the noise of their position added.
@@ -28,16 +28,16 @@ from heads.base import DraftVocabulary, Level, Nodes
 from heads.modules.vocab import scatter_logits
 from heads.rows import gather_parents
 from inference.limits import check_size
-from inference.protocol import Context, Proposal, Roots, SampledShape, sharpness_of
+from inference.protocol import Context, Proposal, Roots, SampledShape, inverse_temperature_of
 from inference.target.target import Target
-from inference.tree_config import CONFIDENT, TreeConfig, expanded, most_nodes
+from inference.tree_config import BY_CONFIDENCE, TreeConfig, expanded, most_nodes
 from inference.verification import tree as trees
 from inference.verification.rng import Coupled, Rng, Samples
 from inference.verification.sample import distribution, penalize
 from inference.verification.tree import DraftTree
 
 __all__ = [
-    "CONFIDENT", "Expander", "Growth", "TreeConfig", "candidates", "check_tree", "expanded", "grow",
+    "BY_CONFIDENCE", "Expander", "TreeBuilder", "TreeConfig", "candidates", "check_tree", "expanded", "grow",
     "most_nodes", "ranked", "sampled_shape", "verifiable",
 ]  # fmt: skip
 
@@ -68,8 +68,9 @@ class ContextRoots(Roots):
         self.contexts = contexts
         self.token = torch.tensor([context.token[-1:] for context in contexts], device=device)
         self.noisy = any(c.sampling.temperature > 0 and isinstance(c.rng, Coupled) for c in contexts)
-        sharp = [sharpness_of(context.sampling) for context in contexts]
-        self.sharpness = sharp[0] if len(set(sharp)) == 1 else torch.tensor(sharp, device=device)[:, None, None]
+        scales = [inverse_temperature_of(context.sampling) for context in contexts]
+        alike = len(set(scales)) == 1
+        self.inverse_temperature = scales[0] if alike else torch.tensor(scales, device=device)[:, None, None]
         self.seen = None
         if any(context.sampling.repetition_penalty != 1 for context in contexts):
             self.seen = torch.zeros(len(contexts), 1, vocab_size, dtype=torch.bool, device=device)
@@ -91,7 +92,7 @@ class ContextRoots(Roots):
         return context.rng.race(distribution(logits, context.sampling), depth).log()
 
 
-class Growth:
+class TreeBuilder:
     """The trees that are being grown, one a sequence: their nodes so far, and which of them the head has expanded.
 
     All have as many nodes a level. Drafts are ranked and sampled under the processors that the target is sampled with,
@@ -123,7 +124,7 @@ class Growth:
 
     def log_probs(self) -> Float[Tensor, "B N W"]:
         """Return the log-probs by which nodes of different parents are compared."""
-        return (self.scores().float() * self.roots.sharpness).log_softmax(-1)
+        return (self.scores().float() * self.roots.inverse_temperature).log_softmax(-1)
 
     def tokens(self, index: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
         """Return the tokens at indices of `logits`."""
@@ -185,8 +186,8 @@ def grow(head: Expander, state: Any, level: Level, config: TreeConfig, contexts:
     depth = min(max(context.room for context in contexts), head.max_depth)
     if depth < 1:
         return [Proposal(trees.root(context.token[-1], level.logits.device)) for context in contexts]
-    if config.kind in CONFIDENT:
-        growth, scores = _confident(head, state, level, config, _roots(head, level, contexts), depth)
+    if config.kind in BY_CONFIDENCE:
+        growth, scores = _by_confidence(head, state, level, config, _roots(head, level, contexts), depth)
         if all(context.room >= growth.deepest for context in contexts):
             best = trees.best_n(growth.whole(), scores, config.nodes)
             return [Proposal(DraftTree(*tree)) for tree in zip(*best[0], strict=True)]
@@ -214,15 +215,17 @@ def ranked(
     nodes may be, `allow_host_sync` whether the host may read, to leave out what need not be computed; else a best_first
     tree expands all nodes.
     """
-    if config.kind in CONFIDENT:
-        growth, scores = _confident(head, state, level, config, roots, head.max_depth, allow_host_sync=allow_host_sync)
+    if config.kind in BY_CONFIDENCE:
+        growth, scores = _by_confidence(
+            head, state, level, config, roots, head.max_depth, allow_host_sync=allow_host_sync
+        )
         if not allow_host_sync or bool((room < growth.deepest).any()):
             scores = scores.masked_fill(growth.depths() > room[:, None], float("-inf"))
         tree = trees.best_n(growth.whole(), scores, config.nodes)[0]
         return tree, trees.ancestors(tree), None
     samples = None if config.kind == "static" else roots.samples
     q: list[Tensor] = []
-    growth = Growth(head, state, level, roots, full=samples is not None)
+    growth = TreeBuilder(head, state, level, roots, full=samples is not None)
     fill = partial(_ranks, growth) if samples is None else partial(_sampled, growth, samples, config, q)
     paths = _paths(config, head.max_depth)
     _fixed(growth, _levels(paths, level.logits.device), fill)
@@ -231,7 +234,7 @@ def ranked(
 
 def sampled_shape(config: TreeConfig, max_depth: int) -> SampledShape | None:
     """Return a policy's shape down to a depth if it is filled by sampling wherever there is a choice."""
-    if config.kind == "static" or config.kind in CONFIDENT:
+    if config.kind == "static" or config.kind in BY_CONFIDENCE:
         return None
     return SampledShape(_parents(_paths(config, max_depth)), config.kind == "independent")
 
@@ -301,7 +304,7 @@ def _ancestors(paths: tuple[tuple[int, ...], ...], device: torch.device) -> Bool
     return trees.ancestors(DraftTree(torch.zeros_like(parent), parent))[None]
 
 
-def _fixed(growth: Growth, shape: list[ShapeLevel], fill: Callable[[int], Int[Tensor, "B K C"]]) -> None:
+def _fixed(growth: TreeBuilder, shape: list[ShapeLevel], fill: Callable[[int], Int[Tensor, "B K C"]]) -> None:
     """Fill a fixed shape level by level: `fill` returns the children of the level's nodes, -1 where there is none."""
     for level in shape:
         token = fill(level.width)[:, level.parent, level.rank]
@@ -311,13 +314,15 @@ def _fixed(growth: Growth, shape: list[ShapeLevel], fill: Callable[[int], Int[Te
             growth.descend(token[:, level.inner].clamp_min(0), parent[:, level.inner], nodes[:, level.inner])
 
 
-def _ranks(growth: Growth, width: int) -> Int[Tensor, "B K C"]:
+def _ranks(growth: TreeBuilder, width: int) -> Int[Tensor, "B K C"]:
     """Return the children of the level's nodes by rank."""
     scores = growth.scores()
     return _padded(growth.tokens(scores.topk(min(width, scores.shape[-1])).indices), width)
 
 
-def _sampled(growth: Growth, samples: Samples, config: TreeConfig, q: list[Tensor], width: int) -> Int[Tensor, "B K C"]:
+def _sampled(
+    growth: TreeBuilder, samples: Samples, config: TreeConfig, q: list[Tensor], width: int
+) -> Int[Tensor, "B K C"]:
     """Sample the children of the level's nodes, in order; append the probs they are sampled from to `q`."""
     assert growth.roots.sampling is not None
     q.append(distribution(growth.logits(), growth.roots.sampling))
@@ -336,7 +341,7 @@ def _filled(
 ) -> list[Proposal]:
     """Grow a fixed shape for each sequence, with its children by rank, or sampled where its context says so."""
     samples, replacement = [_samples(config, context) for context in contexts], config.kind == "independent"
-    growth = Growth(head, state, level, _roots(head, level, contexts), full=any(samples))
+    growth = TreeBuilder(head, state, level, _roots(head, level, contexts), full=any(samples))
     shape = _levels(_paths(config, depth), level.logits.device)
     probs: list[list[Tensor]] = [[] for _ in samples]
 
@@ -370,14 +375,15 @@ def candidates(
 ) -> tuple[DraftTree, Float[Tensor, "N"]]:
     """Return all that a dynamic or best_first tree drafts before it is cut to its budget, with the scores it is cut by.
 
-    The scores are the nodes' cumulative log-probabilities as nodes are compared (`sharpness_of`), 0 at the root.
+    The scores are the nodes' cumulative log-probabilities as nodes are compared (`inverse_temperature_of`), 0 at the
+    root.
     """
     depth = min(context.room, head.max_depth)
-    growth, scores = _confident(head, state, level, config, _roots(head, level, [context]), depth)
+    growth, scores = _by_confidence(head, state, level, config, _roots(head, level, [context]), depth)
     return growth.trees([context])[0], scores[0]
 
 
-def _confident(
+def _by_confidence(
     head: Expander,
     state: Any,
     level: Level,
@@ -386,14 +392,14 @@ def _confident(
     depth: int,
     *,
     allow_host_sync: bool = True,
-) -> tuple[Growth, Float[Tensor, "B N"]]:
-    growth, depth = Growth(head, state, level, roots), min(depth, config.deepest)
+) -> tuple[TreeBuilder, Float[Tensor, "B N"]]:
+    growth, depth = TreeBuilder(head, state, level, roots), min(depth, config.deepest)
     if config.kind == "dynamic":
         return growth, torch.cat(_dynamic(growth, config, depth), 1)
     return growth, torch.cat(_best_first(growth, config, depth, allow_host_sync), 1)
 
 
-def _dynamic(growth: Growth, config: TreeConfig, depth: int) -> list[Float[Tensor, "B K"]]:
+def _dynamic(growth: TreeBuilder, config: TreeConfig, depth: int) -> list[Float[Tensor, "B K"]]:
     """Expand the top_k most probable nodes of each level; return the levels' scores."""
     # The cumulative log-probability of the level's nodes.
     score = torch.zeros(growth.nodes.shape, device=growth.nodes.device)
@@ -413,7 +419,9 @@ def _dynamic(growth: Growth, config: TreeConfig, depth: int) -> list[Float[Tenso
     return scores
 
 
-def _best_first(growth: Growth, config: TreeConfig, depth: int, allow_host_sync: bool) -> list[Float[Tensor, "B K"]]:
+def _best_first(
+    growth: TreeBuilder, config: TreeConfig, depth: int, allow_host_sync: bool
+) -> list[Float[Tensor, "B K"]]:
     """Draft the nodes that best-first search would, a whole level at a time; return the levels' scores.
 
     Best-first search expands the most probable node not yet expanded until the budget is spent, which yields the

@@ -100,17 +100,17 @@ class Documents:
     def __init__(self, windows: tuple[int | None, ...], spans: list[Span], position: Int[Tensor, "B T"]) -> None:
         self.windows, self.spans, self.position = windows, spans, position
         self.longest = max(span.end - span.begin for span in spans)
-        self._borders: dict[torch.device, Tensor] = {}
+        self._cu_seqlens: dict[torch.device, Tensor] = {}
         self._masks: dict[tuple[int | None, torch.device], Any] = {}
 
-    def borders(self, device: torch.device) -> Int[Tensor, "N"]:
+    def cu_seqlens(self, device: torch.device) -> Int[Tensor, "N"]:
         """Return where each document begins among all tokens, row after row, and where the last one ends."""
-        if device not in self._borders:
+        if device not in self._cu_seqlens:
             length = self.position.shape[1]
             starts = [span.row * length + span.begin for span in self.spans]
-            borders = torch.tensor([*starts, self.position.numel()], dtype=torch.int32)
-            self._borders[device] = to_device(borders, device)
-        return self._borders[device]
+            cu_seqlens = torch.tensor([*starts, self.position.numel()], dtype=torch.int32)
+            self._cu_seqlens[device] = to_device(cu_seqlens, device)
+        return self._cu_seqlens[device]
 
     def mask(self, window: int | None, device: torch.device) -> Any:
         """Return flex_attention's mask of the documents under a window."""
@@ -184,8 +184,8 @@ def attend_varlen(
     else:
         key, value = repeated(key, value, query.shape[1])
     q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
-    borders, longest = documents.borders(query.device), documents.longest
-    out: Any = varlen.varlen_attn(q, k, v, borders, borders, longest, longest, **options)
+    cu_seqlens, longest = documents.cu_seqlens(query.device), documents.longest
+    out: Any = varlen.varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
     return out.unflatten(0, documents.position.shape)
 
 

@@ -46,32 +46,32 @@ class TargetOutput(NamedTuple):
     logits: Float[Tensor, "B R V"] | None
 
 
-class Switch(NamedTuple):
+class LongropeSwitch(NamedTuple):
     """Where longrope (arXiv 2402.13753) takes its long factors: in every pass that reaches beyond `length` tokens.
 
-    A pass therefore never crosses `length`. With `renewed` the model's `generate` then computes the whole KV cache
+    A pass therefore never crosses `length`. With `recomputed` the model's `generate` then computes the whole KV cache
     again under the long factors; else it appends to the entries of the short ones.
     """
 
     length: int
-    renewed: bool
+    recomputed: bool
 
-    def renews(self, prefix: int) -> bool:
+    def recomputes(self, prefix: int) -> bool:
         """Whether the pass behind so many cached rows computes them again."""
-        return self.renewed and prefix == self.length
+        return self.recomputed and prefix == self.length
 
     def room(self, prefix: int, room: int) -> int:
         """Return how much deeper than its root a pass behind `prefix` rows may reach, of `room` that there is."""
-        if self.renews(prefix):
+        if self.recomputes(prefix):
             return 0
         return min(room, self.length - 1 - prefix) if prefix < self.length else room
 
     def shared(self, prefixes: Sequence[int]) -> bool:
         """Whether sequences with so many cached rows may share a pass: all before the switch, or all behind it."""
-        return max(prefixes) < self.length or min(prefixes) >= self.length + self.renewed
+        return max(prefixes) < self.length or min(prefixes) >= self.length + self.recomputed
 
 
-def switch_of(model: "transformers.PreTrainedModel") -> Switch | None:
+def switch_of(model: "transformers.PreTrainedModel") -> LongropeSwitch | None:
     """Return where a model's rope switches; None where it does not."""
     config: Any = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
@@ -80,8 +80,10 @@ def switch_of(model: "transformers.PreTrainedModel") -> Switch | None:
     if not lengths:
         return None
     model_type: Any = type(model)
-    renews = model_type.prepare_inputs_for_generation is not transformers.GenerationMixin.prepare_inputs_for_generation
-    return Switch(min(lengths), renews and hasattr(config, "original_max_position_embeddings"))
+    recomputes = (
+        model_type.prepare_inputs_for_generation is not transformers.GenerationMixin.prepare_inputs_for_generation
+    )
+    return LongropeSwitch(min(lengths), recomputes and hasattr(config, "original_max_position_embeddings"))
 
 
 def fix_rope(model: nn.Module) -> None:

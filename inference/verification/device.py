@@ -136,12 +136,12 @@ class AcceptDraws:
     """Coins "B N" by number: each sequence tosses its next one where it is asked to."""
 
     point: Float[Tensor, "B N"]
-    tossed: Int[Tensor, "B"]
+    coins_used: Int[Tensor, "B"]
 
     def sample(self, probability: Float[Tensor, "B"], tossing: Bool[Tensor, "B"]) -> Bool[Tensor, "B"]:
         """Return true with the given probability where it tosses, else false."""
-        point = self.point.gather(1, self.tossed[:, None])[:, 0]
-        self.tossed = self.tossed + tossing
+        point = self.point.gather(1, self.coins_used[:, None])[:, 0]
+        self.coins_used = self.coins_used + tossing
         return tossing & (point < probability)
 
 
@@ -156,7 +156,7 @@ def recursive(
         allow_host_sync: whether the host may read, to leave out what no sequence comes to.
     """
     draws, rows = AcceptDraws(point, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
-    last, target, left = torch.zeros_like(draws.tossed), p[:, 0], draft.q[:, 0]
+    last, target, left = torch.zeros_like(draws.coins_used), p[:, 0], draft.q[:, 0]
     tokens, more = draft.token.clamp_min(0), _followed(draft.parents)
     for node, parent in enumerate(draft.parents[1:], 1):
         token = tokens[:, node, None]
@@ -201,7 +201,7 @@ def traversal(
 ) -> Chosen:
     """Traversal verification, as `rules.traversal`: from the leaves up; arguments as of `recursive`."""
     draws, rows = AcceptDraws(point, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
-    last, probs = torch.zeros_like(draws.tossed), p[:, 0]
+    last, probs = torch.zeros_like(draws.coins_used), p[:, 0]
     tokens, more = draft.token.clamp_min(0), _followed(draft.parents)
     undecided = draft.present[:, 0]
     frames: list[Frame] = []

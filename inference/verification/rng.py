@@ -55,7 +55,7 @@ class Generator:
 
     def distinct(self, probs: Float[Tensor, "N V"], count: int, depth: int = 1) -> Tensor:
         """Sample without replacement (exponential races, equal to Gumbel top-k; Kool et al., 2019)."""
-        return self.pick(probs)[:, None] if count == 1 else finishers(self.race(probs), count)
+        return self.pick(probs)[:, None] if count == 1 else top_of_race(self.race(probs), count)
 
     def accept(self, probability: float) -> bool:
         """Return true with the given probability."""
@@ -87,7 +87,7 @@ class Coupled:
         """Take the seed, the device of the probs, and the text before a draft, the root its last token."""
         self.seed, self.device, self.text = seed, device, text
         self.cached: dict[int, Tensor] = {}
-        self.key, self.start, self.tossed = keyed(key_of(seed), COINS), -1, 0
+        self.key, self.start, self.coins_used = keyed(key_of(seed), COINS), -1, 0
 
     def sample(self, probs: Float[Tensor, "N V"], depth: int = 1) -> list[int]:
         """Return each row's winner under the noise of the position; equal rows have equal winners."""
@@ -96,14 +96,14 @@ class Coupled:
 
     def distinct(self, probs: Float[Tensor, "N V"], count: int, depth: int = 1) -> Tensor:
         """Return the first finishers under the noise of the position, -1 once none is left."""
-        return finishers(self.race(probs, depth), count)
+        return top_of_race(self.race(probs, depth), count)
 
     def accept(self, probability: float) -> bool:
         """Return true with the given probability: the coins of a root are numbered."""
         if self.start != len(self.text):
-            self.start, self.tossed = len(self.text), 0
-        self.tossed += 1
-        return bool(uniform(keyed(self.key, self.start), self.tossed - 1) < probability)
+            self.start, self.coins_used = len(self.text), 0
+        self.coins_used += 1
+        return bool(uniform(keyed(self.key, self.start), self.coins_used - 1) < probability)
 
     def at(self, position: int, device: torch.device) -> Rng:
         """Return the same noise from a position on."""
@@ -184,7 +184,7 @@ class Samples:
         if count == 1:
             return self.picked(probs)[..., None]
         root, number = torch.broadcast_tensors(self.root[:, None], self._numbers(probs.shape[1]))
-        return finishers(probs / noise_at(root, number, probs.shape[-1]).to(probs.dtype), count)
+        return top_of_race(probs / noise_at(root, number, probs.shape[-1]).to(probs.dtype), count)
 
     def _numbers(self, count: int) -> Int[Tensor, "K"]:
         first = self.take(count)
@@ -245,7 +245,7 @@ def hashed(key: str) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
 
 
-def finishers(keys: Float[Tensor, "*n V"], count: int) -> Int[Tensor, "*n C"]:
+def top_of_race(keys: Float[Tensor, "*n V"], count: int) -> Int[Tensor, "*n C"]:
     """Return the tokens of the `count` largest keys of each row in order; -1 where a key is zero."""
     best = keys.topk(min(count, keys.shape[-1]))
     return torch.where(best.values > 0, best.indices, -1)

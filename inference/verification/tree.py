@@ -108,8 +108,8 @@ def layout(
     position = prefix + on_path.sum(-1) - 1
     if look_ahead is not None:
         position = torch.cat([position, prefix + look_ahead.offset])
-        blind = on_path.new_zeros(len(on_path), len(look_ahead.token))  # nodes never see look-ahead tokens
-        on_path = torch.cat([torch.cat([on_path, blind], 1), look_ahead.seen])
+        unseen = on_path.new_zeros(len(on_path), len(look_ahead.token))  # nodes never see look-ahead tokens
+        on_path = torch.cat([torch.cat([on_path, unseen], 1), look_ahead.seen])
     return position, torch.cat([on_path.new_ones(len(on_path), prefix), on_path], 1)
 
 

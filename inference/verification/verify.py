@@ -24,7 +24,7 @@ AUTO, GREEDY_WALK, NOTHING = "auto", "greedy", "none"
 Walk = Callable[[DraftTree, Distributions, Any, Rng], Chosen]  # tree, p, q, rng
 
 
-def blind(rule: Callable[[DraftTree, Distributions, Rng], Chosen]) -> Walk:
+def ignores_q(rule: Callable[[DraftTree, Distributions, Rng], Chosen]) -> Walk:
     """Return a rule that reads no q in the form of those that do."""
     return lambda tree, p, _, rng: rule(tree, p, rng)
 
@@ -43,8 +43,8 @@ class Rule:
 
 
 RULES = {
-    "match": Rule(blind(rules.match), False, False, None, False),
-    "point_mass": Rule(blind(rules.match), False, False, None, False),
+    "match": Rule(ignores_q(rules.match), False, False, None, False),
+    "point_mass": Rule(ignores_q(rules.match), False, False, None, False),
     "token": Rule(partial(rules.recursive, replacement=False), True, True, None, False, device.recursive),
     "block": Rule(partial(rules.traversal, replacement=False), True, True, None, False, device.traversal),
     "recursive": Rule(partial(rules.recursive, replacement=False), True, False, False, False, device.recursive),
@@ -55,9 +55,9 @@ RULES = {
     "traversal_replacement": Rule(
         partial(rules.traversal, replacement=True), True, False, True, False, device.traversal
     ),
-    "coupled": Rule(blind(rules.match), False, False, None, False),
-    "typical": Rule(blind(rules.typical), False, False, None, True),
-    "threshold": Rule(blind(rules.threshold), False, False, None, True),
+    "coupled": Rule(ignores_q(rules.match), False, False, None, False),
+    "typical": Rule(ignores_q(rules.typical), False, False, None, True),
+    "threshold": Rule(ignores_q(rules.threshold), False, False, None, True),
 }
 COUPLED = "coupled"
 

@@ -78,7 +78,7 @@ class Comparer:
             self.texts.setdefault(question.prompt, reply.text)
         self.answers.setdefault(question.content, []).append(reply)
 
-    def wavers(self, question: Question) -> bool:
+    def is_nondeterministic(self, question: Question) -> bool:
         """Whether the baseline gave different answers to a question."""
         return len({reply.content for reply in self.answers[question.content]}) > 1
 
@@ -87,7 +87,7 @@ class Comparer:
         gaps = [
             gap_at(listed, reply.text, question.body)[1] or 0.0
             for question in questions
-            if self.wavers(question)
+            if self.is_nondeterministic(question)
             for listed in self._explained(question)
             for reply in self.answers[question.content]
             if reply.text != listed.text and not reply.error
@@ -185,7 +185,7 @@ def judged(
             )
         differences += [] if difference is None else [difference]
     counts = Counter(difference.kind for difference in differences)
-    wavering = len({question.content for question, _ in answered if comparer.wavers(question)})
+    wavering = len({question.content for question, _ in answered if comparer.is_nondeterministic(question)})
     summary = f"{len(answered) - len(differences)} of {len(answered)} answers are the baseline's"
     for kind, words in {
         FAULT: "differ", NEAR_TIE: "differ at a near tie", UNEXPLAINED: "differ, and nothing says how nearly",

@@ -88,8 +88,8 @@ def sampled_test(
 
 def easier_coins(coins: device.AcceptDraws, probability: torch.Tensor, tossing: torch.Tensor) -> torch.Tensor:
     """Toss coins that fall on the draft's side twice as often."""
-    point = coins.point.gather(1, coins.tossed[:, None])[:, 0]
-    coins.tossed = coins.tossed + tossing
+    point = coins.point.gather(1, coins.coins_used[:, None])[:, 0]
+    coins.coins_used = coins.coins_used + tossing
     return tossing & (point * 0.5 < probability)
 
 

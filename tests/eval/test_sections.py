@@ -16,7 +16,7 @@ from eval.measures.results import Request, ResultRow
 from eval.report import plots, render, sections
 from eval.report.breakdown import STAGES, advice, closer, sentence, speedup_breakdown, with_breakdowns
 from eval.report.render import grid
-from eval.report.sections import firsts, paying
+from eval.report.sections import headlines_of, paying
 from eval.report.view import results_of
 from eval.report.write import Report
 from eval.tune import Candidate, Measured, candidate_table
@@ -85,11 +85,11 @@ def test_a_user_sees_the_tokens_after_the_first_by_the_clock() -> None:
 
 def test_a_tile_says_that_its_ratio_is_one_of_latencies() -> None:
     gates = {"plain": GREEN, "eagle": GREEN}
-    (slow,) = firsts(Report({}, {}, {}, gates, loaded(GREEN)).as_dict())
+    (slow,) = headlines_of(Report({}, {}, {}, gates, loaded(GREEN)).as_dict())
     assert slow.over == "the baseline's mean latency over its own"
-    (closed,) = firsts(Report({}, {}, {}, gates, loaded(GREEN)).as_dict() | {"rows": rated(None)})
+    (closed,) = headlines_of(Report({}, {}, {}, gates, loaded(GREEN)).as_dict() | {"rows": rated(None)})
     assert closed.over == "times the same engine without drafts"
-    (red,) = firsts(Report({}, {}, {}, {"plain": GREEN, "eagle": RED}, loaded(RED)).as_dict())
+    (red,) = headlines_of(Report({}, {}, {}, {"plain": GREEN, "eagle": RED}, loaded(RED)).as_dict())
     assert red.speedup == "withheld"
 
 

@@ -34,7 +34,7 @@ from eval.tune import (
     step_seconds,
 )
 from eval.tuning import costs, grid
-from eval.tuning.grid import OWN, Tried, hopeful, proposed, sizes_for
+from eval.tuning.grid import OWN, Tried, proposed, sizes_for, worth_timing
 from heads.common.typed import typed
 from heads.formats.store import save_head
 from inference.decode import Generation
@@ -267,11 +267,14 @@ def test_trees_whose_passes_alone_lose_are_not_tried_in_larger_batches() -> None
     known = costs_of(chain, {0: 1.0, 2: 1.5})
     known = replace(known, draft={draft_key(one.tree): 1.0 for one in (good, poor, lost)})
     every = [good, poor, lost]
-    assert hopeful(every, {}) == every
-    assert hopeful(every, {1: known}) == [good, lost]  # no tree promises anything: the best one is tried all the same
+    assert worth_timing(every, {}) == every
+    assert worth_timing(every, {1: known}) == [
+        good,
+        lost,
+    ]  # no tree promises anything: the best one is tried all the same
     free = replace(known, verify={0: 0.1, 2: 0.1})
-    assert hopeful(every, {1: free}) == every
-    assert hopeful(every, {1: free, 4: known}) == [good, lost], "the larger batch decides, however few the texts"
+    assert worth_timing(every, {1: free}) == every
+    assert worth_timing(every, {1: free, 4: known}) == [good, lost], "the larger batch decides, however few the texts"
     assert sizes_for([good], [0, 1, 2, 8, 16]) == [0, 1, 2, 4]
 
 

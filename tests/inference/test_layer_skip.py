@@ -21,9 +21,9 @@ from inference.drafters.contrib.layer_skip import (
     SearchSettings,
     SkipFile,
     Text,
-    climb,
     drafting_cost,
-    foresee,
+    forecast,
+    hill_climb,
     load_skips,
     play,
     rate,
@@ -203,7 +203,7 @@ def test_the_forecast_is_the_first_drafted_token_everywhere(
     target, skips = toys.target(name, torch.float64), Skips(attention, (1,))
     text = texts(target)[0]
     source = drafter(tmp_path, target, skips, 1)
-    right, sure = foresee(target.parts, skips, text)
+    right, sure = forecast(target.parts, skips, text)
     assert len(right) == len(text.token) - text.prompt
     assert {layer.get_seq_length() for layer in text.cache.hf.layers} == {len(text.token)}
     assert any(right)
@@ -266,11 +266,11 @@ def test_the_climb_with_enough_candidates_finds_the_best_set(seed: int) -> None:
         asked.append(bits)
         return Rating(speed[bits], 1, 1.0, 1.0)
 
-    best, rating = climb(score, 6, SearchSettings(1, 0.0, 64, seed))
+    best, rating = hill_climb(score, 6, SearchSettings(1, 0.0, 64, seed))
     assert rating.speed == speed[best] == max(speed.values())
     assert len(asked) == len(set(asked)) == 64
     asked.clear()
-    best, rating = climb(score, 6, SearchSettings(1, 0.0, 20, seed))
+    best, rating = hill_climb(score, 6, SearchSettings(1, 0.0, 20, seed))
     assert len(asked) == len(set(asked)) <= 20
     assert rating.speed == max(speed[bits] for bits in asked)
 

@@ -21,7 +21,7 @@ from inference.target.embeddings import TargetEmbeddings
 from tests.inference.accelerator import NAME, Watch, on_dummy
 from tests.train.test_objective import CONFIG
 from train.losses import ObjectiveConfig
-from train.objective import Chunk, Work, chunk_rows, chunked, labels, loss_weights, objective
+from train.objective import Chunk, LossContext, chunk_rows, chunked, labels, loss_weights, objective
 from train.planning.shapes import embeddings_of
 
 HOST, WIDTH = torch.device("cpu"), 8
@@ -127,7 +127,7 @@ def peak(rows: int, depths: int, *, whole: bool, autocast: bool) -> int:
     quick = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
     with FakeTensorMode(allow_non_fake_inputs=True), Allocations() as allocated, quick:
         if whole:
-            work = Work(head, features, weight.flatten(1), of, chunks, labels(head, features))
+            work = LossContext(head, features, weight.flatten(1), of, chunks, labels(head, features))
             loss, _ = work.run([[draft.state.flatten(0, 1), None, None, None] for draft in drafts])
         else:
             loss, _ = objective(head, drafts, features, weight, of, chunks)

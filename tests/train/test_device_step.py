@@ -88,11 +88,11 @@ def test_rows_are_picked_on_the_host_and_sent_in_one_copy() -> None:
     shapes = [[x.shape for x in tree_leaves(chunks)] for chunks in (here, there)]
     assert shapes[0] == shapes[1]
     for depth in range(1, 4):
-        source = torch.cat([picks[depth - 1].source for _, picks in here])
+        source = torch.cat([by_depth[depth - 1].source for _, by_depth in here])
         assert source.equal(trained[depth - 1].flatten().nonzero()[:, 0])
-        for teacher, picks in here:
+        for teacher, by_depth in here:
             assert len(teacher) <= 16
-            assert teacher[picks[depth - 1].position].equal(picks[depth - 1].source + depth)
+            assert teacher[by_depth[depth - 1].position].equal(by_depth[depth - 1].source + depth)
 
 
 class Wide(TorchDispatchMode):

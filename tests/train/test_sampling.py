@@ -33,30 +33,30 @@ def test_no_two_rows_of_a_run_sample_the_same() -> None:
 def test_anchors_follow_from_the_row_and_come_first_where_they_are_useful() -> None:
     document = torch.tensor([[0] * 9 + [1] * 7, [0] * 12 + [-1] * 4])
     mask = torch.ones_like(document)
-    useful, keys = trainable(document, mask, 2).any(0), row_keys(0, 7, torch.tensor([3, 8]))
-    chosen, more = sample_anchors(useful, 5, keys), sample_anchors(useful, 14, keys)
+    has_loss, keys = trainable(document, mask, 2).any(0), row_keys(0, 7, torch.tensor([3, 8]))
+    chosen, more = sample_anchors(has_loss, 5, keys), sample_anchors(has_loss, 14, keys)
     assert chosen is not None
     assert more is not None
     assert chosen.diff().gt(0).all(), "in order, none twice"
-    assert useful.gather(1, chosen).all()
+    assert has_loss.gather(1, chosen).all()
     for b in range(2):
         assert {*chosen[b].tolist()} < {*more[b].tolist()}
-        assert {*useful[b].nonzero()[:, 0].tolist()} < {*more[b].tolist()}
-    again = sample_anchors(useful[1:], 5, keys[1:])
+        assert {*has_loss[b].nonzero()[:, 0].tolist()} < {*more[b].tolist()}
+    again = sample_anchors(has_loss[1:], 5, keys[1:])
     assert again is not None
     assert again.equal(chosen[1:])
-    assert sample_anchors(useful, LENGTH, keys) is None
+    assert sample_anchors(has_loss, LENGTH, keys) is None
 
 
 def test_the_rows_that_are_trained_are_drafted_from_and_few_others() -> None:
-    useful = torch.zeros(2, 64, dtype=torch.bool)
-    useful[0, 10:19], useful[1, 50:54] = True, True
-    kept = trained_rows(useful)
+    has_loss = torch.zeros(2, 64, dtype=torch.bool)
+    has_loss[0, 10:19], has_loss[1, 50:54] = True, True
+    kept = trained_rows(has_loss)
     assert kept is not None
     assert kept.shape == (2, 12), "as many as the sequence with most, to a sixteenth of the length"
     assert kept.diff().gt(0).all()
     for b in range(2):
-        assert {*useful[b].nonzero()[:, 0].tolist()} < {*kept[b].tolist()}
+        assert {*has_loss[b].nonzero()[:, 0].tolist()} < {*kept[b].tolist()}
     assert trained_rows(torch.ones(2, 64, dtype=torch.bool)) is None
     assert trained_rows(torch.zeros(2, 64, dtype=torch.bool)) is None
 

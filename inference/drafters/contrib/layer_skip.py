@@ -84,7 +84,7 @@ def record(target: Target, prompt: list[int], answer: list[int]) -> Text:
     return Text(token, len(prompt), cache)
 
 
-def foresee(parts: Parts, skips: Skips, text: Text) -> tuple[list[bool], list[float]]:
+def forecast(parts: Parts, skips: Skips, text: Text) -> tuple[list[bool], list[float]]:
     """Return for each token of an answer whether it is what the draft makes of the text before, and how sure it is.
 
     One pass: a copy of each row runs through the thinned layers and sees the full rows before it and itself, as the
@@ -105,7 +105,7 @@ def foresee(parts: Parts, skips: Skips, text: Text) -> tuple[list[bool], list[fl
 def rate(parts: Parts, skips: Skips, texts: list[Text], settings: SearchSettings) -> Rating:
     """Rate a set of skips at the best depth, by playing the recorded answers through."""
     cost = drafting_cost(parts, skips)
-    seen = [foresee(parts, skips, text) for text in texts]
+    seen = [forecast(parts, skips, text) for text in texts]
     ratings = []
     for depth in range(1, settings.depth + 1):
         played = [play(right, sure, depth, settings.stop) for right, sure in seen]
@@ -147,11 +147,11 @@ def search(parts: Parts, texts: list[Text], settings: SearchSettings) -> tuple[S
             tuple(i for i in range(layers) if i in bits), tuple(i for i in range(layers) if i + layers in bits)
         )
 
-    best = climb(lambda bits: rate(parts, skips(bits), texts, settings), 2 * layers, settings)
+    best = hill_climb(lambda bits: rate(parts, skips(bits), texts, settings), 2 * layers, settings)
     return skips(best[0]), best[1]
 
 
-def climb(
+def hill_climb(
     score: Callable[[frozenset[int]], Rating], size: int, settings: SearchSettings
 ) -> tuple[frozenset[int], Rating]:
     """Search sets of numbers below `size` for the best score; every set is scored once, `evaluations` sets at most."""
