@@ -95,7 +95,7 @@ class Coupled:
         return tokens
 
     def distinct(self, probs: Float[Tensor, "N V"], count: int, depth: int = 1) -> Tensor:
-        """Return the first finishers under the noise of the position, -1 once none is left."""
+        """Return the first of the race under the noise of the position, -1 once none is left."""
         return top_of_race(self.race(probs, depth), count)
 
     def accept(self, probability: float) -> bool:
