@@ -103,7 +103,7 @@ class Filters:
         """Yield those records that stay."""
         for record in records:
             self.counts.records[record.source] += 1
-            if self._dedup:
+            if self._dedup and record.error is None:
                 key = _key(record)
                 if key in self._seen:
                     self.counts.duplicates += 1

@@ -179,7 +179,9 @@ def _answered(reply: Any, notes: list[str]) -> list[Message]:
         elif isinstance(reply, str):
             reply = [{"role": "assistant", "content": reply}]
         elif isinstance(reply, list):
-            if any("delta" in inner for event in reply for inner in (event, *event.get("choices", ()))):
+            if all(isinstance(event, dict) for event in reply) and any(
+                "delta" in inner for event in reply for inner in (event, *event.get("choices", ()))
+            ):
                 reply = _joined(reply)
                 continue
             notes += ["with further choices, which are left out"] * (len(reply) > 1)

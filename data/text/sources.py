@@ -59,7 +59,7 @@ class Files:
     files: tuple[Path, ...]
     streaming: bool
     where: Mapping[str, Any] = field(default_factory=dict)
-    left_out: Counter[str] = field(default_factory=Counter)  # by the last pass over it
+    left_out: Counter[str] = field(default_factory=Counter)  # of it, by cause
 
     def __iter__(self) -> Iterator[Raw]:
         """Yield the records of all files that `where` picks; at least one."""
@@ -100,7 +100,7 @@ class Hub:
     table: Any
     revision: str
     where: Mapping[str, Any] = field(default_factory=dict)
-    left_out: Counter[str] = field(default_factory=Counter)  # by the last pass over it
+    left_out: Counter[str] = field(default_factory=Counter)  # of it, by cause
 
     def __iter__(self) -> Iterator[Raw]:
         """Yield the records that `where` picks; at least one."""
@@ -133,12 +133,13 @@ def last_of(source: Source, count: int) -> tuple[int, list[Raw]]:
 
 def _wanted(records: Iterator[Raw], source: Source) -> Iterator[Raw]:
     """Yield the records that `where` picks, and count the others."""
-    source.left_out.clear()
+    count = 0
     for raw in records:
         if is_wanted(raw, source.where):
             yield raw
         else:
-            source.left_out["left out by data.where"] += 1
+            count += 1
+            source.left_out["left out by data.where"] = max(count, source.left_out["left out by data.where"])
 
 
 def _filled(records: Iterator[Raw], name: str) -> Iterator[Raw]:
