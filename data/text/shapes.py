@@ -125,6 +125,8 @@ def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Ch
     instruction = text_of(system.get("parts", system) if isinstance(system, dict) else system)
     if instruction and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": instruction})
+    if "gen_ai.input.messages" in request and isinstance(reply, list):  # each message is a choice of its own
+        reply = [{"message": choice} for choice in reply]
     if reply is not None:
         replied = _answered(reply, notes)
         messages = replied if any(message["role"] == "user" for message in replied) else messages + replied

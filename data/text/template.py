@@ -112,11 +112,11 @@ def _as_it_takes_them(
 
 def _writes_developer(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template writes messages of the role developer; some leave them out without a word."""
-    asked = [{"role": "developer", "content": "WRITTEN"}, {"role": "user", "content": "why"}]
+    chat = [{"role": "developer", "content": "WRITTEN"}, {"role": "user", "content": "why"}]
     try:
         with rendering(tokenizer):
             values = {**DATE, "chat_template": _template(tokenizer, ())}
-            return "WRITTEN" in str(tokenizer.apply_chat_template(asked, tokenize=False, **values))
+            return "WRITTEN" in str(tokenizer.apply_chat_template(chat, tokenize=False, **values))
     except RenderError:
         return False
 

@@ -81,14 +81,14 @@ def _merged(lines: list[Raw], nodes: Mapping[str, Raw], trained: set[str]) -> li
             messages[-1]["content"] += parts
         else:
             messages.append({**message, "content": parts} | ({"weight": 0} if line["uuid"] in trained else {}))
-    given = {part.get("tool_use_id") for message in messages for part in message["content"]}
+    given = {piece.get("tool_use_id") for message in messages for piece in message["content"]}
     others = [
-        part for line in nodes.values() if isinstance(line.get("message"), dict) for part in _parts(line["message"])
+        piece for line in nodes.values() if isinstance(line.get("message"), dict) for piece in _parts(line["message"])
     ]
-    results = {part["tool_use_id"]: part for part in others if part.get("type") == "tool_result"}
+    results = {piece["tool_use_id"]: piece for piece in others if piece.get("type") == "tool_result"}
     whole: list[Raw] = []
     for message in messages:
-        calls = [part.get("id") for part in message["content"] if part.get("type") == "tool_use"]
+        calls = [piece.get("id") for piece in message["content"] if piece.get("type") == "tool_use"]
         aside = [results[call] for call in calls if call in results and call not in given]
         whole += [message, *([{"role": "user", "content": aside}] if aside else [])]
     return whole

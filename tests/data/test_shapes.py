@@ -114,8 +114,8 @@ def test_a_log_is_the_chat_that_its_server_saw_and_wrote(
         assert str(tokenizer.decode(samples[0].token)).startswith(prompt)
         text = "".join(text for sample in samples for text in trained(sample, tokenizer))
         for message in answered:
-            words = [message["content"], *(call["function"]["name"] for call in message.get("tool_calls", ()))]
-            assert all(word in text for word in words)
+            calls = [call["function"]["name"] for call in message.get("tool_calls", ())]  # Llama's writes no text then
+            assert all(words in text for words in calls or [message["content"]])
         context = [m["content"] for m in messages if m["role"] in ("user", "system") or m is BAD]
         assert not any(words in text for words in [*context, "README.md"])
 
