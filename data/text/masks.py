@@ -293,7 +293,9 @@ def turns_of(
     drop_counts["whose reasoning the chat template leaves out"] += bool(lost)
     dropped = [turn for i, turn in zip(answers, turns, strict=True) if _drops_calls(messages[i], turn)]
     drop_counts["whose tool calls the chat template leaves out"] += bool(dropped)
-    silent = [i for i, turn in zip(answers, turns, strict=True) if content_text(messages[i]).strip() not in turn.text]
+    silent = [
+        i for i, turn in zip(answers, turns, strict=True) if content_text(without(messages[i])).strip() not in turn.text
+    ]
     drop_counts["whose text the chat template leaves out"] += bool(silent)
     return turns
 

@@ -452,6 +452,11 @@ def test_a_tool_in_any_form_is_openais(tool: dict[str, Any]) -> None:
 def test_a_refusal_and_a_hidden_thought_are_told_apart_from_text() -> None:
     with pytest.raises(LeftOutError, match="a refusal"):
         messages_of([{"role": "assistant", "content": "", "refusal": "I cannot."}])
+    choices = [{"role": "assistant", "parts": [{"type": "text", "content": text}]} for text in "ab"]
+    span = {"gen_ai.input.messages": [QUESTION], "gen_ai.output.messages": choices}
+    record = parse({"attributes": span}, 0, "f")
+    assert record.messages == [QUESTION, {"role": "assistant", "content": "a"}]
+    assert record.notes == ("with further choices, which are left out",)
     hidden = {
         "role": "assistant",
         "content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "a"}],
