@@ -183,7 +183,8 @@ class Document:
     ) -> None:
         self.id, self.tokenizer, self.settings = record.id, tokenizer, settings
         self.room = context - settings.max_new_tokens
-        self.answer, self.text, self.prompted, self.ended = "", "", False, {}
+        self.answer, self.text, self.prompted = "", "", False
+        self.ended: dict[str, str] = {}
         self.logged: list[LoggedAnswer] = []
         self.cause = "" if record.text.strip() or turns_of(record.messages) else "no_question"
         try:

@@ -153,8 +153,9 @@ def _continues(last: Message, message: Message) -> bool:
 
 def _messages(raw: Message) -> Iterator[Message]:
     """Yield a message, the tool results in it before it: Anthropic and others hold them in a user's message."""
-    if isinstance(raw.get("kwargs", raw.get("data")), dict):  # LangChain's, serialised or as a dict
-        raw = {**raw.get("kwargs", raw.get("data")), "role": raw["id"][-1] if "lc" in raw else raw["type"]}
+    inner = raw.get("kwargs", raw.get("data"))
+    if isinstance(inner, dict):  # LangChain's, serialised or as a dict
+        raw = {**inner, "role": raw["id"][-1] if "lc" in raw else raw["type"]}
     name = raw.get("role") or raw.get("from") or raw["type"]
     role = ROLES.get(name, name)
     if not isinstance(role, str):

@@ -17,8 +17,8 @@ from data.config import DataConfig
 from data.text.cache import PROMPTS, SAMPLES, CachedSamples, cache_key, cached, write_samples
 from data.text.files import Raw
 from data.text.filters import Counts, Filters
-from data.text.masks import BAD, BadSampleError, Sample, bad_sample, check_vocabulary, counts_line, is_plain, samples_of
-from data.text.parts import LeftOutError, content_text
+from data.text.masks import BAD, Sample, bad_sample, check_vocabulary, counts_line, is_plain, samples_of
+from data.text.parts import BadSampleError, LeftOutError, content_text
 from data.text.records import Record, label, read, readable
 from data.text.sources import Source, divide, held_out_records, open_source, open_sources, read_all, training_records
 from data.text.template import encode, encode_plain, last_token, render, with_opening

@@ -134,12 +134,11 @@ def _spans(raw: Raw) -> Iterator[Raw]:
 
 def _value(value: Raw) -> Any:
     """Return an attribute's value, which OTLP holds under its type."""
-    (kind, inner) = next(iter(value.items()), ("", None))
-    if kind == "arrayValue":
-        return [_value(item) for item in inner.get("values", ())]
-    if kind == "kvlistValue":
-        return {item["key"]: _value(item["value"]) for item in inner.get("values", ())}
-    return inner
+    if "arrayValue" in value:
+        return [_value(item) for item in value["arrayValue"].get("values", ())]
+    if "kvlistValue" in value:
+        return {item["key"]: _value(item["value"]) for item in value["kvlistValue"].get("values", ())}
+    return next(iter(value.values()), None)
 
 
 def batches_joined(records: Iterable[Raw]) -> Iterator[Raw]:
