@@ -297,6 +297,8 @@ def turns_of(
         i for i, turn in zip(answers, turns, strict=True) if content_text(without(messages[i])).strip() not in turn.text
     ]
     drop_counts["whose text the chat template leaves out"] += bool(silent)
+    systems = [content_text(message).strip() for message in messages if message["role"] in ("system", "developer")]
+    drop_counts["whose system prompt the chat template leaves out"] += any(s not in turns[-1].text for s in systems)
     return turns
 
 

@@ -18,7 +18,7 @@ ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant", "function_call"), "assistant"),
     **dict.fromkeys(("ai", "AIMessage", "AIMessageChunk"), "assistant"),
     **dict.fromkeys(("observation", "function", "tool", "ToolMessage", "FunctionMessage"), "tool"),
-    "SystemMessage": "system",
+    **dict.fromkeys(("system", "SystemMessage"), "system"),
 }
 PARTS = {  # a part's type, or the key under which Bedrock and Gemini hold it, and its kind
     **dict.fromkeys(("text", "input_text", "output_text"), "text"),
@@ -173,8 +173,8 @@ def _messages(raw: Message) -> Iterator[Message]:
             content = [{"type": "function_call", **call} for call in value]
     by_kind: dict[str, list[Any]] = {}
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    legacy = raw["function_call"] if isinstance(raw.get("function_call"), dict) else None
-    for piece in [*parts, *([{"type": "function_call", **legacy}] if legacy else [])]:
+    legacy = [{"type": "function_call", **raw["function_call"]}] if raw.get("function_call") else []
+    for piece in [*parts, *legacy]:
         _take(piece, _kind(piece), by_kind)
     calls = [_call(call) for call in [*by_kind.get("call", ()), *(parsed(raw.get("tool_calls")) or ())]]
     for result in by_kind.get("result", ()):
@@ -186,11 +186,11 @@ def _messages(raw: Message) -> Iterator[Message]:
     thought = "".join(by_kind.get("reasoning", ()))
     result = {**fields, "role": role, "content": "".join(by_kind.get("text", ()))}
     result |= {key: raw[key] for key in REASONING if isinstance(raw.get(key), str)}
-    result |= {"reasoning_content": thought} if thought else {}
-    result |= {"tool_calls": calls} if calls else {}
-    result |= {"weight": 0} if raw.get("weight") in (0, False) else {}
-    result |= {HIDDEN: True} if "hidden" in by_kind and not thought else {}
-    result |= {"finish_reason": "length"} if str(raw.get("finish_reason")).lower() in CUT else {}
+    cut = "length" if str(raw.get("finish_reason")).lower() in CUT else ""
+    hidden = "hidden" in by_kind and not thought
+    others = {"reasoning_content": thought, "tool_calls": calls, "finish_reason": cut, HIDDEN: hidden}
+    result |= {key: value for key, value in others.items() if value}
+    result |= {"weight": 0} if raw.get("weight") == 0 else {}
     if "result" not in by_kind or {*by_kind} - {"result", "nothing"} or calls:
         yield result
 

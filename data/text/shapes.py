@@ -58,6 +58,10 @@ FINISH = ("finish_reason", "finishReason", "stop_reason", "stopReason", "incompl
 ERRORS = ("error", "errorCode", "error.type")
 STATUS = ("status_code", "response_status", "status", "level", "type")
 FAILED = ("failed", "failure", "error", "cancelled")
+LOGGED = (  # the keys by which a JSON text is a request or a reply
+    *({name} for name in ("messages", "contents", "choices", "candidates", "generations")),
+    *({"role", "content"}, {"model", "input"}, {"object", "output"}),
+)
 MODELS = ("model", "modelId", "modelVersion", "gen_ai.response.model", "gen_ai.request.model")
 DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}  # Anthropic's
 
@@ -73,11 +77,20 @@ class Chat(NamedTuple):
 
 
 def at(value: Any, path: str) -> Any:
-    """Return what is at a path of a record, JSON text on the way parsed; None where nothing is."""
+    """Return what is at a path of a record; None where nothing is."""
     for name in path.split("/") if path else ():
-        value = value.get(name) if isinstance(value, dict) else None
-        value = value if isinstance(plain := parsed(value), str | int | float) else plain
+        value = opened(value.get(name)) if isinstance(value, dict) else None
     return value
+
+
+def opened(value: Any) -> Any:
+    """Return the value of a JSON text that holds a request, a reply or messages; an answer in JSON is a text."""
+    plain = parsed(value)
+    if isinstance(plain, dict):
+        holds = any(keys <= plain.keys() for keys in LOGGED)
+    else:
+        holds = isinstance(plain, list) and all(isinstance(item, dict) and "role" in item for item in plain)
+    return plain if holds and plain else value
 
 
 def chat_of(raw: Raw) -> Chat | None:
@@ -121,7 +134,7 @@ def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Ch
         _check_error(raw)
     messages = messages_of(items)
     system = next((request[key] for key in SYSTEM if isinstance(request.get(key), str | list | dict)), "")
-    system = parsed(system) if isinstance(parsed(system), list) else system
+    system = parsed(system) if "gen_ai.system_instructions" in request else system
     instruction = text_of(system.get("parts", system) if isinstance(system, dict) else system)
     if instruction and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": instruction})
@@ -148,7 +161,7 @@ def _asked(request: Any, is_record: bool) -> tuple[Raw, list[Raw]] | None:
     if isinstance(request, list):
         return ({}, request) if request and isinstance(request[0], dict) else None
     for key in CHATS if isinstance(request, dict) else ():
-        given, value = request.get(key), parsed(request.get(key))
+        value = opened(request.get(key))
         if isinstance(value, dict) and (inner := _asked(value, False)):
             return inner
         if isinstance(value, list) and value and isinstance(value[0], list):  # LangChain's, a batch of one
@@ -157,8 +170,8 @@ def _asked(request: Any, is_record: bool) -> tuple[Raw, list[Raw]] | None:
             return request, value
         if isinstance(value, list) and value and isinstance(value[0], str) and is_record:  # turns: the first is asked
             return request, [{"role": "user", "content": value[0]}]
-        if isinstance(given, str) and given and not is_record:
-            return request, [{"role": "user", "content": given}]
+        if isinstance(value, str) and value and not is_record:
+            return request, [{"role": "user", "content": value}]
     return None
 
 

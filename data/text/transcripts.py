@@ -7,7 +7,6 @@ import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from itertools import chain
 from typing import Any
 
 from data.text.shapes import Raw, at
@@ -28,13 +27,18 @@ def records_in(lines: Iterable[Raw]) -> Iterator[Raw]:
     rest = iter(lines)
     for raw in rest:
         if "resourceSpans" in raw:
-            yield from _spans(raw)
-        elif raw.get("type") in CODEX and isinstance(raw.get("payload"), dict):
-            yield from _codex(chain([raw], rest))
+            group, reader = [raw], _spans
+        elif raw.get("type") in CODEX and "payload" in raw:
+            group, reader = [raw, *rest], _codex
         elif "type" in raw and "messages" not in raw and any(key in raw for key in CLAUDE_CODE):
-            yield from _claude_code([raw, *rest])
+            group, reader = [raw, *rest], _claude_code
         else:
             yield raw
+            continue
+        try:
+            yield from list(reader(group))
+        except (TypeError, KeyError, AttributeError):  # it is none, or broken: its lines are of no known shape
+            yield from group
 
 
 def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
@@ -99,11 +103,11 @@ def _parts(message: Raw) -> list[Raw]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
 
-def _codex(lines: Iterable[Raw]) -> Iterator[Raw]:
+def _codex(lines: list[Raw]) -> Iterator[Raw]:
     """Yield a session as a chat, and one more behind each compaction, which writes the chat anew."""
     meta: Raw = {}
     items: list[Raw] = []
-    for line in chain(lines, [{"type": "session_meta", "payload": {}}]):
+    for line in [*lines, {"type": "session_meta", "payload": {}}]:
         kind, payload = line.get("type"), line.get("payload") or {}
         if kind in ("session_meta", "compacted"):
             if items:
@@ -118,9 +122,9 @@ def _codex(lines: Iterable[Raw]) -> Iterator[Raw]:
             items.append(payload)
 
 
-def _spans(raw: Raw) -> Iterator[Raw]:
+def _spans(exports: list[Raw]) -> Iterator[Raw]:
     """Yield the spans of an OTLP export that hold a chat, with their attributes as a dict; without any the export."""
-    scopes = [scope for resource in raw["resourceSpans"] for scope in resource.get("scopeSpans", ())]
+    scopes = [scope for export in exports for resource in export["resourceSpans"] for scope in resource["scopeSpans"]]
     has_chat = False
     for span in [span for scope in scopes for span in scope.get("spans", ())]:
         events = [attribute for event in span.get("events", ()) for attribute in event.get("attributes", ())]
@@ -129,7 +133,7 @@ def _spans(raw: Raw) -> Iterator[Raw]:
             has_chat = True
             yield {**span, "id": span.get("spanId"), "attributes": attributes}
     if not has_chat:
-        yield raw
+        yield from exports
 
 
 def _value(value: Raw) -> Any:

@@ -177,6 +177,17 @@ def test_batches_of_one_folder_do_not_share_a_name(tmp_path: Path) -> None:
         list(batches_joined([body, body]))
 
 
+@pytest.mark.parametrize("answer", ['{"error": "x"}', '[1, {"a": 2}]', '{"message": {"role": "x"}}', "data: none"])
+def test_an_answer_in_json_is_a_text(answer: str) -> None:
+    reply, request = {"role": "assistant", "content": answer}, {"messages": [QUESTION]}
+    for raw in (
+        {**request, "response": answer},
+        {"input": "why", "output": answer},
+        {"request": request, "response": reply},
+    ):
+        assert parse(raw, 0, "f").messages[-1] == reply
+
+
 @pytest.mark.parametrize(
     ("where", "picked"),
     [
@@ -433,6 +444,27 @@ def test_a_chat_in_any_shape_is_the_same_record(system: str, turns: Turns) -> No
         (raw,) = batches_joined(records_in(write(messages)))
         expected = messages[1:] if name == "claude code" else messages
         assert parse(json.loads(json.dumps(raw)), 0, name).messages == expected, name
+
+
+LINES = [json.loads(line) for file in sorted(LOGS.iterdir()) for line in file.read_text(encoding="utf-8").splitlines()]
+VALUES = [None, 5, -1.5, True, "x", "", [], {}, [5], ["x"], {"a": 1}, [[]], [{}], "[1]"]
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_a_broken_record_is_of_no_known_shape_or_read(data: st.DataObject) -> None:
+    raw = json.loads(json.dumps(data.draw(st.sampled_from(LINES))))
+    holder: Any = raw
+    while True:
+        key = data.draw(st.sampled_from(sorted(holder) if isinstance(holder, dict) else range(len(holder))))
+        if not (isinstance(holder[key], dict | list) and holder[key]) or data.draw(st.integers(0, 3)) == 0:
+            break
+        holder = holder[key]
+    holder[key] = data.draw(st.sampled_from(VALUES))
+    for found in records_in([raw]):
+        record = read(found, 0, "f")
+        assert record.error is not None or all(isinstance(message["content"], str) for message in record.messages)
+        assert all(message["role"] for message in record.messages)
 
 
 @pytest.mark.parametrize(
