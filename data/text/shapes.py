@@ -145,7 +145,8 @@ def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Ch
         messages = replied if any(message["role"] == "user" for message in replied) else messages + replied
     holders = [holder for holder in (reply, request, raw) if isinstance(holder, dict)]
     model = next((str(holder[key]) for holder in holders for key in MODELS if holder.get(key)), "")
-    notes += ["whose reasoning the record does not hold"] * any(message.pop(HIDDEN, False) for message in messages)
+    hidden = [message.pop(HIDDEN, False) for message in messages]
+    notes += ["whose reasoning the record does not hold"] * any(hidden)
     media = next((key for key in (*request, *raw) if MEDIA.fullmatch(key) and (request.get(key) or raw.get(key))), "")
     if media:
         raise unread(media)

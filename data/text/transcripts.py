@@ -122,9 +122,9 @@ def _codex(lines: list[Raw]) -> Iterator[Raw]:
             items.append(payload)
 
 
-def _spans(exports: list[Raw]) -> Iterator[Raw]:
+def _spans(lines: list[Raw]) -> Iterator[Raw]:
     """Yield the spans of an OTLP export that hold a chat, with their attributes as a dict; without any the export."""
-    scopes = [scope for export in exports for resource in export["resourceSpans"] for scope in resource["scopeSpans"]]
+    scopes = [scope for line in lines for resource in line["resourceSpans"] for scope in resource["scopeSpans"]]
     has_chat = False
     for span in [span for scope in scopes for span in scope.get("spans", ())]:
         events = [attribute for event in span.get("events", ()) for attribute in event.get("attributes", ())]
@@ -133,7 +133,7 @@ def _spans(exports: list[Raw]) -> Iterator[Raw]:
             has_chat = True
             yield {**span, "id": span.get("spanId"), "attributes": attributes}
     if not has_chat:
-        yield from exports
+        yield from lines
 
 
 def _value(value: Raw) -> Any:
