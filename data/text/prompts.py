@@ -263,7 +263,7 @@ def _samples(
     if not counts.samples:
         raise ValueError(
             f"{config.named}: nothing is left to train on ({counts.line(config)}); raise data.max_tokens, "
-            "lower data.min_tokens, or give other data"
+            "lower data.min_tokens, or give other data; data.on_bad=fail shows the first that is dropped"
         )
 
 

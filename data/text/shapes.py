@@ -123,7 +123,7 @@ def chat_of(raw: Raw) -> Chat | None:
         message = {"role": "user", "content": f"{raw[question]}\n\n{further}" if further else raw[question]}
         return _chat("question and answer", raw, raw, [message], reply)
     if nearly:
-        raise BadSampleError("of no known shape", f"is nearly of the shape {nearly}")
+        raise BadSampleError(f"nearly {nearly}", f"is nearly of the shape {nearly}")
     return None
 
 

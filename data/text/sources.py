@@ -296,7 +296,7 @@ class Part(NamedTuple):
 
 def open_sources(config: DataConfig) -> list[Source]:
     """Return the sources of `data.path`, in its order; no file is read yet."""
-    return [open_source(name, config.split, config.streaming, config.where) for name in config.paths]
+    return [open_source(name, config.split, config.streaming, config.where or {}) for name in config.paths]
 
 
 def divide(sources: Sequence[Source], config: DataConfig) -> list[Part]:

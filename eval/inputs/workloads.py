@@ -136,7 +136,7 @@ def _masking() -> DataConfig:
     return DataConfig(
         path="workload", weights=None, seed=0, streaming=False, split="", length=2, limit=None, prompts="", held_out=0,
         max_tokens=2**31, min_tokens=1, dedup=False, contamination=None, cache=None, turns="all", reasoning="keep",
-        on_bad="drop", where={},
+        on_bad="drop", where=None,
     )  # fmt: skip
 
 
