@@ -13,45 +13,43 @@ from heads.common.untrusted import parse_json
 
 Message = dict[str, Any]
 
-ROLES = {
-    **dict.fromkeys(("human", "user", "HumanMessage", "HumanMessageChunk"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant", "function_call"), "assistant"),
-    **dict.fromkeys(("ai", "AIMessage", "AIMessageChunk"), "assistant"),
-    **dict.fromkeys(("observation", "function", "tool", "ToolMessage", "FunctionMessage"), "tool"),
-    **dict.fromkeys(("system", "SystemMessage"), "system"),
-}
-PARTS = {  # a part's type, or the key under which Bedrock and Gemini hold it, and its kind
-    **dict.fromkeys(("text", "input_text", "output_text"), "text"),
-    **dict.fromkeys(("thinking", "reasoning", "reasoningContent", "reasoning_text"), "reasoning"),
-    **dict.fromkeys(("tool_use", "tool-call", "tool_call", "toolUse", "functionCall", "custom_tool_call"), "call"),
-    "function_call": "call",
-    **dict.fromkeys(("tool_result", "tool-result", "tool_call_response", "toolResult", "functionResponse"), "result"),
-    **dict.fromkeys(("function_call_output", "custom_tool_call_output"), "result"),
-    **dict.fromkeys(("redacted_thinking", "redactedContent"), "hidden"),
-    "refusal": "refusal",
-    **dict.fromkeys(("cachePoint", "cache_point"), "nothing"),
-}
+
+def _by_name(**names: str) -> dict[str, str]:
+    """Return a table from each of the names, which blanks part, to its key."""
+    return {name: key for key, value in names.items() for name in value.split()}
+
+
+ROLES = _by_name(
+    user="user human HumanMessage HumanMessageChunk",
+    assistant="assistant gpt chatgpt bing bard model function_call ai AIMessage AIMessageChunk",
+    tool="tool observation function ToolMessage FunctionMessage",
+    system="system SystemMessage",
+)
+PARTS = _by_name(  # a part's type, or the key under which Bedrock and Gemini hold it, to its kind
+    text="text input_text output_text",
+    reasoning="thinking reasoning reasoningContent reasoning_text",
+    call="tool_use tool-call tool_call toolUse functionCall function_call custom_tool_call",
+    result="tool_result tool-result tool_call_response toolResult functionResponse function_call_output "
+    "custom_tool_call_output",
+    hidden="redacted_thinking redactedContent",
+    refusal="refusal",
+    nothing="cachePoint cache_point",
+)
 RESULTS = ("json", "error-json", "error-text")  # what a tool's result may be that is no text part
 REASONING = ("reasoning_content", "thinking", "reasoning")  # DeepSeek, Qwen and most servers; gpt-oss; newer servers
 GIVEN = ("arguments", "parameters")  # of a call and of a function's definition: null is a value in them
 IDS = ("tool_call_id", "tool_use_id", "toolUseId", "toolCallId", "call_id", "id")
 # Fields of a message that a reply's bookkeeping fills, or that become others here; templates read none of them.
-BOOKKEEPING = (
-    *("from", "value", "parts", "type", "id", "model", "usage", "status", "stop_reason", "stop_sequence", "phase"),
-    *(
-        "refusal",
-        "annotations",
-        "audio",
-        "function_call",
-        "provider_specific_fields",
-        "thinking_blocks",
-        "finish_reason",
-    ),
-    *("stop_details", "container", "logprobs", "weight", "reasoning_details", "additional_kwargs", "response_metadata"),
-    *("usage_metadata", "invalid_tool_calls", "example", "tool_calls"),
+BOOKKEEPING = _by_name(
+    dropped="from value parts type id model usage status stop_reason stop_sequence stop_details phase container "
+    "logprobs refusal annotations function_call tool_calls provider_specific_fields thinking_blocks finish_reason "
+    "weight reasoning_details additional_kwargs response_metadata usage_metadata invalid_tool_calls example"
 )
 CUT = ("length", "max_tokens", "max_output_tokens", "model_context_window_exceeded")  # an answer that is cut off
-REFUSED = ("content_filter", "refusal", "safety", "guardrail_intervened", "content_filtered", "prohibited_content")
+REFUSED = _by_name(
+    refused="content_filter refusal safety guardrail_intervened content_filtered prohibited_content recitation "
+    "blocklist"
+)
 MEDIA = re.compile(r"(input_)?(image|video|audio)s?(_url)?")  # keys and types of what is no text
 HIDDEN = "hidden"  # the field of a message whose reasoning its server kept back
 
@@ -88,6 +86,11 @@ def unread(name: str) -> BadSampleError:
         why = f"it holds more than text ({name}), and text alone is read, of vision checkpoints too; remove the record"
         return BadSampleError("more than text", why)
     return BadSampleError(f"a part of type {name}", f"it holds a part of type {name}, which is not read; remove it")
+
+
+def media_in(fields: Message) -> str:
+    """Return the name of the first field that holds what is no text; empty for none."""
+    return next((key for key in fields if MEDIA.fullmatch(key) and fields[key]), "")
 
 
 def text_of(value: Any) -> str:
@@ -165,6 +168,8 @@ def _messages(raw: Message) -> Iterator[Message]:
     fields = filled(
         {key: value for key, value in raw.items() if key not in BOOKKEEPING and key not in REASONING}, GIVEN
     )
+    if media := media_in(raw):
+        raise unread(media)
     content = next((raw[key] for key in ("content", "parts", "value") if raw.get(key) is not None), "")
     if name == "function_call" and isinstance(content, str):  # ShareGPT
         value = parsed(content)

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 from data.text.parts import (
     CUT,
     HIDDEN,
-    MEDIA,
     REFUSED,
     ROLES,
     BadSampleError,
     LeftOutError,
     Message,
+    media_in,
     messages_of,
     parsed,
     text_of,
@@ -147,8 +147,7 @@ def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Ch
     model = next((str(holder[key]) for holder in holders for key in MODELS if holder.get(key)), "")
     hidden = [message.pop(HIDDEN, False) for message in messages]
     notes += ["whose reasoning the record does not hold"] * any(hidden)
-    media = next((key for key in (*request, *raw) if MEDIA.fullmatch(key) and (request.get(key) or raw.get(key))), "")
-    if media:
+    if media := media_in(request) or media_in(raw):
         raise unread(media)
     tools = next((value for path in TOOLS if (value := at(request, path))), None)
     return Chat(name, messages, tools_of(tools), model, tuple(notes))
@@ -215,7 +214,7 @@ def _answered(reply: Any, notes: list[str]) -> list[Message]:
                 raise LeftOutError("no answer", "holds no answer")
             reply = holder
     reasons += [reason for item in reply if item.get("finish_reason") for reason in _reasons(item["finish_reason"])]
-    if {*REFUSED} & {*reasons}:
+    if any(reason in REFUSED for reason in reasons):
         raise LeftOutError("a refusal", "its answer is a refusal")
     messages = messages_of(reply)
     if {*CUT} & {*reasons} and messages:

@@ -158,6 +158,7 @@ def test_a_transcript_has_a_chat_for_each_branch_and_trains_each_answer_once() -
         ({"input": [{"type": "web_search_call", "id": "w"}], "output": "so"}, "a part of type web_search_call"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content":
           [{"type": "image", "source": {}}]}]}]}, "more than text .image"),
+        ({"messages": [QUESTION, {"role": "assistant", "audio": {"data": "x"}}]}, "more than text .audio"),
         ({"request": {"messages": [QUESTION]}}, "nearly of the shape request and response, but has no response"),
         ({"custom_id": "a", "response": {"body": {}}}, "nearly of the shape OpenAI Batch, but has no body"),
         ({"request": {"messages": [QUESTION, BRIEF]}, "response": "so"}, "continues one that the request begins"),
