@@ -27,6 +27,7 @@ class DataConfig:
     turns: Annotated[str, OneOf(("all", "last", "text"))]
     reasoning: Annotated[str, OneOf(("keep", "cut"))]
     on_bad: Annotated[str, OneOf(("fail", "drop"))]
+    where: dict[str, Any] | None
 
     def __post_init__(self) -> None:
         """Refuse sizes that leave nothing to train on, and invalid mixtures."""

@@ -8,7 +8,7 @@ torchrun the processes share the work.
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
@@ -33,8 +33,8 @@ from data.batches import fingerprint, pack
 from data.config import DataConfig
 from data.features.extraction import Layers, extract_features
 from data.features.source import FeaturesConfig
-from data.text.masks import Sample
-from data.text.prompts import load_samples, records_to_answer
+from data.text.masks import Sample, counts_line
+from data.text.prompts import load_training, records_to_answer
 from data.text.sources import check_sources
 from heads import head_config, with_head
 from heads.base import HeadConfig
@@ -178,8 +178,11 @@ def run(job: JobConfig) -> None:
     """Show samples, write answers, extract features, or several of these."""
     if job.inspect > 0:
         tokenizer = load_tokenizer(job.model.path, job.model.trust_remote_code)
-        samples = list(load_samples(job.data, tokenizer, max(job.inspect, job.limit or 0)))
-        show(samples, job.inspect, job.data.length, tokenizer, Console())
+        most = max(job.inspect, job.limit or 0, 1)
+        limited = replace(job.data, limit=min(most, job.data.limit or most), cache=None)
+        data, out = load_training(limited, tokenizer, 0), Console()
+        show(data.samples, job.inspect, job.data.length, tokenizer, out)
+        out.print(f"records by shape: {counts_line(data.counts.shapes)}")
     if job.answers is not None:
         answer(job, Path(job.answers))
     if job.head is not None:

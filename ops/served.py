@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from data.answers.client import API, FINISH_REASONS, Client, EndpointConfig, EndpointError, base_url
+from data.text.parts import content_text
 from data.text.prompts import OPENING, Prompt, before_answers
-from data.text.records import content_text
 from eval.config import Selection
 from eval.inputs.workloads import Readable, Workload, gathered
 from eval.measures.counters import SGLANG, Counters, between, of_reply, read_counters, restarted, verified

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.text.files import read_file
-from data.text.records import content_text, parse
+from data.text.parts import content_text
+from data.text.records import parse
 from examples.tiny.corpus import corpus, held_out
 from examples.tiny.make_target import MAX_BODY, pieces
 from examples.tiny.recipe import END, chat

@@ -15,9 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from data.text.exact import LoggedAnswer
 from data.text.masks import OPENED, THOUGHT, is_plain, split_reasoning
+from data.text.parts import Message
 from data.text.prompts import prompt_of
-from data.text.records import Message, Record
-from data.text.template import encode, render, turn_end_tokens
+from data.text.records import Record
+from data.text.template import encode, render, turn_end_tokens, with_opening
 from heads.common.ranges import Amount, Count, Number, Within
 from inference.chat_template import RenderError
 from inference.text_stream import UNFINISHED
@@ -105,7 +106,7 @@ class Conversation:
         self.tokenizer, self.settings = tokenizer, settings
         self.room = context - settings.max_new_tokens
         self.options: Mapping[str, Any] = settings.options(tokenizer)
-        self.turns = deque(turns_of(record.messages))
+        self.turns = deque(turns_of(with_opening(record.messages, tokenizer, record.tools)))
         self.cause = "" if self.turns else "no_question"
         self.messages: list[Message] = []  # up to the last answer
         self.prompt: list[Message] = []  # and with the current turn
@@ -141,7 +142,7 @@ class Conversation:
             self.cause = "unfinished"
             if not self.settings.keep_unfinished:
                 return
-        if not text.strip() and not reply.tool_calls:
+        if not (text.strip() or reply.tool_calls or (reasoning.strip() and not reply.finished)):
             self.cause = self.cause or "empty"
             return
         calls = [json.dumps(call, ensure_ascii=False) for call in reply.tool_calls]
@@ -152,6 +153,8 @@ class Conversation:
         message: Message = {"role": "assistant", "content": text}
         if reasoning.strip():
             message["reasoning_content"] = reasoning
+        if not reply.finished:
+            message["finish_reason"] = "length"
         if reply.tool_calls:
             message["tool_calls"] = list(reply.tool_calls)
             self.cause = self.cause or ("called" if self.turns else "")
@@ -181,6 +184,7 @@ class Document:
         self.id, self.tokenizer, self.settings = record.id, tokenizer, settings
         self.room = context - settings.max_new_tokens
         self.answer, self.text, self.prompted = "", "", False
+        self.ended: dict[str, str] = {}
         self.logged: list[LoggedAnswer] = []
         self.cause = "" if record.text.strip() or turns_of(record.messages) else "no_question"
         try:
@@ -213,13 +217,15 @@ class Document:
         else:
             self.answer, self.text = reply.text, text if reply.finished else text.rstrip(UNFINISHED)
             self.logged = [reply.logged] if reply.logged else []
+            self.ended = {} if reply.finished else {"finish_reason": "length"}
 
     def outcome(self) -> Outcome:
         """Return prompt, answer and text; with a chat template only the text, lest readers take it for a chat."""
         if not self.answer:
             return Outcome(self.id, None, 0, self.cause)
         parts = {} if self.tokenizer.chat_template else {"prompt": self.prompt.text, "answer": self.answer}
-        return Outcome(self.id, {"id": self.id, **parts, "text": self.text, **logged(self.logged)}, 1, self.cause)
+        chat = {"id": self.id, **parts, "text": self.text, **self.ended, **logged(self.logged)}
+        return Outcome(self.id, chat, 1, self.cause)
 
     def seed(self) -> int:
         """Return the seed of the answer."""
@@ -257,13 +263,14 @@ def logged(answers: list[LoggedAnswer]) -> dict[str, Any]:
 
 
 def turns_of(messages: list[Message]) -> list[list[Message]]:
-    """Return the messages before each answer, a user's among them; answers and tool results are left out."""
+    """Return the messages before each answer, a user's among them; answers to them and tool results are left out."""
     turns: list[list[Message]] = []
     turn: list[Message] = []
     for message in [*messages, {"role": "assistant"}]:
-        if message["role"] not in ("assistant", "tool"):
+        has_question = any(earlier["role"] == "user" for earlier in turn)
+        if message["role"] not in ("assistant", "tool") or not (has_question or turns):
             turn.append(message)
-        elif any(earlier["role"] == "user" for earlier in turn):
+        elif has_question:
             turns.append(turn)
             turn = []
     return turns

@@ -3,7 +3,10 @@
 files.py       files, packed or not, to raw records
 sources.py     files, folders, globs and Hub data sets by name; held-out records; mixtures; provenance
 exact.py       records that give their tokens, and servers' logs of them
-records.py     raw records of many shapes, published prompt sets among them, to chats or plain texts
+transcripts.py transcripts of agents, exports of traces and batches to records; the choice of records by fields
+parts.py       messages of every SDK, their content in typed parts, to chat messages
+shapes.py      shapes of logs and data sets to chats: where request, reply, tools and model's name are
+records.py     raw records to chats or plain texts; published prompt sets
 filters.py     removal of duplicates and of the evaluation's text, with counts
 template.py    chat templates: rendering, tags, the tokens that end a turn
 masks.py       a document's tokens and loss mask; the spans of a chat's answers; reasoning, kept or cut

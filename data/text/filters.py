@@ -11,7 +11,8 @@ from typing import Any
 
 from data.config import DataConfig
 from data.text.masks import counts_line
-from data.text.records import Record, content_text
+from data.text.parts import content_text
+from data.text.records import Record
 
 # A word is a run of letters, digits and _ with the marks on them (\w has no vowel signs), but of scripts written
 # without spaces (Thai, Lao, Burmese, Khmer, kana and Chinese) every character.
@@ -22,7 +23,7 @@ SPACELESS = (
 MARKS = re.sub(f"[{SPACELESS}]", "", "".join(chr(i) for i in range(1 << 16) if unicodedata.category(chr(i))[0] == "M"))
 WORD = re.compile(rf"[{SPACELESS}]|[^\W{SPACELESS}]+(?:[{MARKS}]+[^\W{SPACELESS}]*)*")
 
-COUNTERS = "records", "kept", "chats"
+COUNTERS = "records", "kept", "chats", "shapes"
 MUCH = 1 / 4  # of all records: what is held out beyond it is missed in training
 
 Gram = tuple[str, ...]  # words in a row
@@ -33,7 +34,7 @@ class Counts:
     """What became of the records of a run; `records` and `kept` by the source's name.
 
     `checked` counts the evaluation prompts that contamination was looked for of, and `unchecked` those with too few
-    words for that; `chats` what masking dropped or cut, by cause.
+    words for that; `chats` what masking dropped or cut, by cause; `shapes` the records by the shape they were read as.
     """
 
     records: Counter[str] = field(default_factory=Counter)
@@ -44,6 +45,7 @@ class Counts:
     checked: int = 0
     unchecked: int = 0
     chats: Counter[str] = field(default_factory=Counter)
+    shapes: Counter[str] = field(default_factory=Counter)
     short: int = 0
     samples: int = 0
     tokens: int = 0
@@ -101,7 +103,7 @@ class Filters:
         """Yield those records that stay."""
         for record in records:
             self.counts.records[record.source] += 1
-            if self._dedup:
+            if self._dedup and record.error is None:
                 key = _key(record)
                 if key in self._seen:
                     self.counts.duplicates += 1

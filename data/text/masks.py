@@ -18,9 +18,11 @@ from transformers import PreTrainedTokenizerBase
 
 from data.config import DataConfig
 from data.text.exact import Pretokenized
-from data.text.records import REASONING, Message, Record, content_text
+from data.text.parts import REASONING, BadSampleError, LeftOutError, Message, content_text
+from data.text.records import Record
 from data.text.template import (
     Span,
+    any_ends,
     encode,
     encode_spans,
     is_tagged,
@@ -31,6 +33,7 @@ from data.text.template import (
     text_end,
     turn_end,
     turn_end_tokens,
+    with_opening,
 )
 from inference.chat_template import RenderError
 from inference.target.tokenizer import text_ids
@@ -43,6 +46,8 @@ BLOCK = re.compile(rf"\s*{OPEN}.*?{CLOSE}\s*", re.DOTALL)
 REST = re.compile(rf".*?{CLOSE}\s*", re.DOTALL)
 ANALYSIS = re.compile(r"<\|channel\|>analysis<\|message\|>.*?<\|end\|>(?:<\|start\|>assistant)?", re.DOTALL)
 THINK, THOUGHT = "<think>", "</think>"  # the one block that servers leave in an answer
+CUT_OFF = "with an answer that was cut off, trained without an end"
+OPENING_DROPPED = "with a turn of the assistant before the first question, which the chat template refuses"
 OPENED = re.compile(rf"{OPEN}\s*\Z")
 
 
@@ -106,14 +111,6 @@ class Sample:
     loss_mask: list[int]
 
 
-class BadSampleError(ValueError):
-    """A record that no exact mask exists for."""
-
-    def __init__(self, cause: str, message: str) -> None:
-        super().__init__(f"{message}, or set data.on_bad=drop")
-        self.cause, self.message = cause, message
-
-
 BAD = (BadSampleError, RenderError, UnicodeEncodeError)  # what a record's own fault raises
 
 
@@ -122,6 +119,7 @@ class Turn(NamedTuple):
 
     text: str
     spans: list[Span]
+    cut: list[int]  # where answers end that were cut off: none of the template's ends behind them is trained
 
 
 def is_plain(record: Record, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -145,19 +143,21 @@ def samples_of(
             away. `path` and the sample are named.
     """
     plain = is_plain(record, tokenizer)
-    if not (plain or record.pretokenized) and not tokenizer.chat_template:
+    if not (plain or record.pretokenized or record.error) and not tokenizer.chat_template:
         raise ValueError(
             f"{path}: holds chats, but the tokenizer {tokenizer.name_or_path!r} has no chat template; "
             'put a chat_template.jinja beside the model, or give plain text ({"text"} records or .txt)'
         )
     try:
+        if record.error is not None:
+            raise record.error
         if record.pretokenized:
             samples = _samples(record.id, checked_tokens(record, tokenizer), config.max_tokens, drop_counts)
         elif plain:
-            return _plain(record, tokenizer, config.max_tokens, drop_counts)
+            samples = _plain(record, tokenizer, config.max_tokens, drop_counts)
         else:
             turns = joined(turns_of(record, tokenizer, config, drop_counts))
-            masked = [_end_turns(*_mask(text, spans, tokenizer), tokenizer) for text, spans in turns]
+            masked = [_masked(turn, tokenizer) for turn in turns]
             for _, mask in masked:
                 if len(set(mask)) < 2:
                     value = "ones" if any(mask) else "zeros"
@@ -169,10 +169,19 @@ def samples_of(
             samples = _samples(record.id, masked, config.max_tokens, drop_counts)
     except BAD as error:
         bad = bad_sample(error)
-        if config.on_bad == "fail":
+        if isinstance(bad, LeftOutError):
+            drop_counts[f"left out, {bad.cause}"] += 1
+        elif config.on_bad == "fail":
             raise ValueError(f"{path}: sample {record.id}: {bad}") from error
-        drop_counts[f"dropped, {bad.cause}"] += 1
+        else:
+            drop_counts[f"dropped, {bad.cause}"] += 1
         return []
+    drop_counts.update(record.notes)
+    target = str(tokenizer.name_or_path).rstrip("/").rpartition("/")[2]
+    if record.model and record.model.rpartition("/")[2].casefold() != target.casefold():
+        drop_counts[
+            f"answered by {record.model}, which is not {target} by name: answers=FILE writes the target's own"
+        ] += 1
     if config.turns == "text":
         return [dataclasses.replace(sample, loss_mask=[1] * len(sample.loss_mask)) for sample in samples]
     return samples
@@ -226,7 +235,8 @@ def _plain(
         drop_counts["dropped, no question and no text"] += 1
         return []
     token = text_ids(record.text, tokenizer)
-    if tokenizer.eos_token_id is not None and token[-1:] != [tokenizer.eos_token_id]:
+    drop_counts[CUT_OFF] += not record.ended
+    if record.ended and tokenizer.eos_token_id is not None and token[-1:] != [tokenizer.eos_token_id]:
         token = [*token, tokenizer.eos_token_id]
     pieces = [token[start : start + max_tokens] for start in range(0, len(token), max_tokens)]
     names = [record.id if start == 0 else f"{record.id}#{start}" for start in range(len(pieces))]
@@ -257,26 +267,35 @@ def turns_of(
 ) -> list[Turn]:
     """Return the chat up to each answer that is trained on."""
     cut = config.reasoning == "cut"
-    messages = [(without if cut else under_all_names)(message) for message in record.messages]
+    chat = with_opening(record.messages, tokenizer, record.tools)
+    drop_counts[OPENING_DROPPED] += len(chat) < len(record.messages)
+    messages = [(without if cut else under_all_names)(message) for message in chat]
     roles = [message["role"] for message in messages]
+    first = roles.index("user") if "user" in roles else -1
     # An empty answer would train the end of a turn only.
-    answers = [i for i, role in enumerate(roles) if role == "assistant" and not is_empty(messages[i])]
+    spoken = [i for i, role in enumerate(roles) if role == "assistant" and i > first]
+    answers = [i for i in spoken if messages[i].get("weight") != 0 and not is_empty(messages[i])]
     if not answers:
         message = "the loss mask is all zeros, for the chat has no answer, or empty ones only; remove the sample"
         raise BadSampleError("no answer", message)
-    drop_counts["with an empty answer, which trains nothing"] += len(answers) < roles.count("assistant")
+    drop_counts["with an empty answer, which trains nothing"] += any(is_empty(messages[i]) for i in spoken)
     if config.turns == "last":
         question = max((i for i, role in enumerate(roles[: answers[-1]]) if role == "user"), default=-1)
         answers = [i for i in answers if i > question]
     turns = [_turn(record._replace(messages=messages[: i + 1]), tokenizer, cut, drop_counts) for i in answers]
+    drop_counts[CUT_OFF] += any(turn.cut for turn in turns)
     lost = [i for i, turn in zip(answers, turns, strict=True) if reasoning_of(messages[i]).strip() not in turn.text]
     drop_counts["whose reasoning the chat template leaves out"] += bool(lost)
-    dropped = False
+    dropped = silent = False
     for i, turn in zip(answers, turns, strict=True):
         answer = "".join(turn.text[a:b] for a, b in turn.spans)
         calls = [call.get("function") or call for call in messages[i].get("tool_calls") or ()]
         dropped |= any(str(call.get("name")) not in answer for call in calls)
+        silent |= content_text(without(messages[i])).strip() not in turn.text
     drop_counts["whose tool calls the chat template leaves out"] += dropped
+    drop_counts["whose text the chat template leaves out"] += silent
+    systems = [content_text(message).strip() for message in messages if message["role"] in ("system", "developer")]
+    drop_counts["whose system prompt the chat template leaves out"] += any(s not in turns[-1].text for s in systems)
     return turns
 
 
@@ -311,7 +330,14 @@ def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool, drop_co
         spans = [(start, len(text))]
     closed = OPENED.sub("", prompt)
     drop_counts["with an answer behind another text than its generation prompt"] += not text.startswith(closed)
-    return Turn(text, [(skip(text, a, b, cut), b) for a, b in spans])
+    spans = [(skip(text, a, b, cut), b) for a, b in spans]
+    if record.messages[-1].get("finish_reason") != "length" or not spans:
+        return Turn(text, spans, [])
+    start, end = spans[-1]
+    written = any_ends(tokenizer).sub("", text[start:end])
+    if not content_text(record.messages[-1]):  # cut off in its reasoning, whose end is then the template's
+        written = re.sub(rf"\s*{CLOSE}\s*\Z", "", written)
+    return Turn(text, spans, [start + len(written)])
 
 
 def _start(generation_prompt: str, text: str, chat: str, question: str) -> int | None:
@@ -363,10 +389,11 @@ def joined(turns: list[Turn]) -> list[Turn]:
     for turn in reversed(turns):
         longer = next((other for other in texts if other.text.startswith(turn.text)), None)
         if longer is None:
-            texts.append(Turn(turn.text, list(turn.spans)))
+            texts.append(Turn(turn.text, list(turn.spans), list(turn.cut)))
         else:
             longer.spans[:0] = turn.spans
-    return [Turn(text, _apart(spans)) for text, spans in reversed(texts)]
+            longer.cut[:0] = turn.cut
+    return [turn._replace(spans=_apart(turn.spans)) for turn in reversed(texts)]
 
 
 def _apart(spans: list[Span]) -> list[Span]:
@@ -378,6 +405,17 @@ def _apart(spans: list[Span]) -> list[Span]:
         else:
             apart.append((start, end))
     return apart
+
+
+def _masked(turn: Turn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return a text's tokens and its loss mask, which has the end of each answer that was not cut off."""
+    text, spans, cut = turn
+    token, mask = _end_turns(*_mask(text, spans, tokenizer), tokenizer)
+    if not cut:
+        return token, mask
+    ends = [(end, min((start for start, _ in spans if start >= end), default=len(text))) for end in cut]
+    _, template = _mask(text, ends, tokenizer)
+    return token[: len(template)], [int(on and not off) for on, off in zip(mask, template, strict=False)]
 
 
 def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

@@ -17,10 +17,11 @@ from data.config import DataConfig
 from data.text.cache import PROMPTS, SAMPLES, CachedSamples, cache_key, cached, write_samples
 from data.text.files import Raw
 from data.text.filters import Counts, Filters
-from data.text.masks import BAD, BadSampleError, Sample, bad_sample, check_vocabulary, counts_line, is_plain, samples_of
-from data.text.records import Record, content_text, label, parse, readable
+from data.text.masks import BAD, Sample, bad_sample, check_vocabulary, counts_line, is_plain, samples_of
+from data.text.parts import BadSampleError, LeftOutError, content_text
+from data.text.records import Record, label, read, readable
 from data.text.sources import Source, divide, held_out_records, open_source, open_sources, read_all, training_records
-from data.text.template import check_media, encode, last_token, render
+from data.text.template import encode, last_token, render, with_opening
 from heads.common.progress import progress
 from heads.common.resolvers import ROOT
 from inference.target.tokenizer import text_ids
@@ -28,6 +29,7 @@ from inference.target.tokenizer import text_ids
 log = logging.getLogger(__name__)
 
 WORKLOADS = {"tiny": ROOT / "examples" / "tiny" / "prompts.jsonl"}
+LOST = 1 / 5  # of all records: a run whose data loses more of them ends
 OPENING = 128  # tokens of a plain text, at most, that serve as a prompt: enough words for contamination, even of bytes
 
 
@@ -140,8 +142,21 @@ def save_prompts(prompts: Sequence[Prompt], path: Path) -> None:
 def records_to_answer(config: DataConfig, limit: int | None) -> list[Record]:
     """Return the records that are trained on, whole, for the target to answer; at most the smaller limit."""
     limits = [value for value in (limit, config.limit) if value is not None]
-    records = training_records(divide(open_sources(config), config), config)
-    return list(islice(records, min(limits, default=None)))
+    records, counts = training_records(divide(open_sources(config), config), config), Counter[str]()
+    usable = list(islice(_usable(records, config, counts), min(limits, default=None)))
+    if counts:
+        log.warning("%s: of its records, %s", config.named, counts_line(counts))
+    return usable
+
+
+def _usable(records: Iterator[Record], config: DataConfig, counts: Counter[str]) -> Iterator[Record]:
+    for record in records:
+        if record.error is None:
+            yield record
+        elif config.on_bad == "fail" and not isinstance(record.error, LeftOutError):
+            raise _refused(record, record.error, f"{record.source}: ") from record.error
+        else:
+            counts[f"left out, {record.error.cause}"] += 1
 
 
 def _prepare(
@@ -159,7 +174,7 @@ def _prepare(
     if config.contamination is not None:
         records = (with_text(record, tokenizer) for record in records)
     records = filters(records)
-    return held_out, filters.counts, islice(_samples(records, config, tokenizer, filters.counts), config.limit)
+    return held_out, filters.counts, _samples(records, config, tokenizer, filters.counts, sources)
 
 
 def _held_out(
@@ -170,9 +185,10 @@ def _held_out(
         try:
             yield record, _prompt(record, tokenizer)
         except BAD as error:
-            if config.on_bad == "fail":
-                raise ValueError(f"{record.source}: prompt {record.id}: {bad_sample(error).message}") from error
-            drop_counts[f"dropped, {bad_sample(error).cause}"] += 1
+            left_out = isinstance(error, LeftOutError)
+            if config.on_bad == "fail" and not left_out:
+                raise _refused(record, error, f"{record.source}: ") from error
+            drop_counts[f"{'left out' if left_out else 'dropped'}, {bad_sample(error).cause}"] += 1
 
 
 def _with_room(
@@ -205,7 +221,7 @@ def _with_room(
 
 def first_samples(source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """Return the samples of a source's first record, which refuses what training would, of all that is like it."""
-    record = parse(readable(next(iter(source)), 0, source.name), 0, source.name)
+    record = read(readable(next(iter(source)), 0, source.name), 0, source.name)
     return samples_of(record, tokenizer, source.name, config, Counter())
 
 
@@ -226,10 +242,12 @@ def _fill_cache(prepare: Callable[[], Prepared], folder: Path) -> dict[str, Any]
 
 
 def _samples(
-    records: Iterator[Record], config: DataConfig, tokenizer: PreTrainedTokenizerBase, counts: Counts
-) -> Iterator[Sample]:
-    """Tokenise and mask records one after another, and count samples and tokens."""
+    records: Iterator[Record], config: DataConfig, tokenizer: PreTrainedTokenizerBase, counts: Counts,
+    sources: Sequence[Source],
+) -> Iterator[Sample]:  # fmt: skip
+    """Tokenise and mask records one after another, and count shapes, samples and tokens."""
     for record in progress(records, "tokenising"):
+        counts.shapes[record.shape if record.error is None else "none"] += 1
         for sample in samples_of(record, tokenizer, record.source, config, counts.chats):
             if len(sample.token) < config.min_tokens:
                 counts.short += 1
@@ -238,10 +256,26 @@ def _samples(
                 counts.tokens += len(sample.token)
                 counts.trained += sum(sample.loss_mask)
                 yield sample
+                if counts.samples == config.limit:
+                    return
+    for source in sources:
+        counts.chats.update(source.left_out)
+    _check_lost(config, counts)
     if not counts.samples:
         raise ValueError(
             f"{config.named}: nothing is left to train on ({counts.line(config)}); raise data.max_tokens, "
-            "lower data.min_tokens, or give other data"
+            "lower data.min_tokens, or give other data; data.on_bad=fail shows the first that is dropped"
+        )
+
+
+def _check_lost(config: DataConfig, counts: Counts) -> None:
+    """Refuse data of which too much cannot be used; a log's errors and refusals are no loss."""
+    dropped = {cause: count for cause, count in counts.chats.items() if cause.startswith("dropped, ")}
+    lost, size = sum(dropped.values()), counts.held_out + sum(counts.records.values())
+    if config.on_bad == "drop" and counts.samples and lost > LOST * size:
+        raise ValueError(
+            f"{config.named}: {lost} of {size} records cannot be used ({counts_line(Counter(dropped))}): more than a "
+            "fifth; data.on_bad=fail shows the first of them, data.where picks others"
         )
 
 
@@ -258,7 +292,11 @@ def prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase, where: str = "
     try:
         return _prompt(record, tokenizer)
     except BAD as error:
-        raise ValueError(f"{where}prompt {record.id}: {bad_sample(error).message}") from error
+        raise _refused(record, error, where) from error
+
+
+def _refused(record: Record, error: ValueError, where: str) -> ValueError:
+    return ValueError(f"{where}prompt {record.id}: {bad_sample(error).message}")
 
 
 def _prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
@@ -270,6 +308,8 @@ def _prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
 
 
 def _encoded(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    if record.error is not None:
+        raise record.error
     if record.pretokenized:
         (prompt,), whole = before_answers(record, "first"), record.pretokenized[0].token
         check_vocabulary(whole, tokenizer)
@@ -284,9 +324,10 @@ def _encoded(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     if first is None:
         raise BadSampleError("no question", "the chat has no user message; remove it")
     messages = record.messages[: first + 1]
-    check_media(messages)
-    text, system = content_text(messages[first]), "\n\n".join(content_text(message) for message in messages[:first])
+    text = content_text(messages[first])
+    system = "\n\n".join(content_text(message) for message in messages[:first] if message["role"] != "assistant")
     if tokenizer.chat_template:
+        messages = with_opening(messages, tokenizer, record.tools)
         (token,) = encode([render(messages, tokenizer, True, record.tools)], tokenizer)
         return Prompt(record.id, token, record.category, text, system)
     return Prompt(record.id, text_ids(text, tokenizer), record.category, text, system)

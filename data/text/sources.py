@@ -6,11 +6,12 @@ What is held out of each, their mixture, and their provenance: hashes, and who w
 import glob
 import hashlib
 import re
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -30,7 +31,9 @@ from data.text.files import (
     read_table,
     without_nulls,
 )
-from data.text.records import Record, parse, readable
+from data.text.parts import LeftOutError
+from data.text.records import Record, read, readable
+from data.text.transcripts import batches_joined, is_wanted, records_in
 from heads.common.connection import check_reachable
 from heads.common.errors import one_line
 from heads.common.redact import redacted_values
@@ -55,10 +58,13 @@ class Files:
     name: str
     files: tuple[Path, ...]
     streaming: bool
+    where: Mapping[str, Any] = field(default_factory=dict)
+    left_out: Counter[str] = field(default_factory=Counter)  # of it, by cause
 
     def __iter__(self) -> Iterator[Raw]:
-        """Yield the records of all files; at least one."""
-        return _filled(chain.from_iterable(map(read_file, self.files)), self.name)
+        """Yield the records of all files that `where` picks; at least one."""
+        records = chain.from_iterable(records_in(read_file(file)) for file in self.files)
+        return _filled(_wanted(batches_joined(records) if len(self.files) > 1 else records, self), self.name)
 
     def identity(self) -> str:
         """Return the files' formats and hashes; when streaming, not to read them, their names, sizes and times."""
@@ -83,8 +89,7 @@ class Files:
 
     def ends(self, count: int) -> tuple[int, list[Raw]]:
         """Return the number of records, and the last `count` of them: read all to the end."""
-        last = deque(enumerate(self), maxlen=max(1, count))
-        return last[-1][0] + 1, [record for _, record in last][:count]
+        return last_of(self, count)
 
 
 @dataclass(frozen=True)
@@ -94,10 +99,12 @@ class Hub:
     name: str
     table: Any
     revision: str
+    where: Mapping[str, Any] = field(default_factory=dict)
+    left_out: Counter[str] = field(default_factory=Counter)  # of it, by cause
 
     def __iter__(self) -> Iterator[Raw]:
-        """Yield the records; at least one."""
-        return _filled(read_table(lambda: self.table, self.name, "fetch the data set again"), self.name)
+        """Yield the records that `where` picks; at least one."""
+        return _filled(_wanted(read_table(lambda: self.table, self.name, "fetch the data set again"), self), self.name)
 
     def identity(self) -> str:
         """Return the name and the revision or fingerprint."""
@@ -108,7 +115,9 @@ class Hub:
         return {"name": self.name, "revision": self.revision}
 
     def ends(self, count: int) -> tuple[int, list[Raw]]:
-        """Return the number of records, and the last `count` of them, without a look at the others."""
+        """Return the number of records, and the last `count` of them, without `where` without a look at the others."""
+        if self.where:
+            return last_of(self, count)
         size = len(self.table)
         return size, [without_nulls(self.table[i]) for i in range(max(0, size - count), size)]
 
@@ -116,14 +125,33 @@ class Hub:
 Source = Files | Hub
 
 
+def last_of(source: Source, count: int) -> tuple[int, list[Raw]]:
+    """Return the number of a source's records, and the last `count` of them."""
+    last = deque(enumerate(source), maxlen=max(1, count))
+    return last[-1][0] + 1, [record for _, record in last][:count]
+
+
+def _wanted(records: Iterator[Raw], source: Source) -> Iterator[Raw]:
+    """Yield the records that `where` picks, and count the others."""
+    count = 0
+    for raw in records:
+        if is_wanted(raw, source.where):
+            yield raw
+        else:
+            count += 1
+            source.left_out["left out by data.where"] = max(count, source.left_out["left out by data.where"])
+
+
 def _filled(records: Iterator[Raw], name: str) -> Iterator[Raw]:
     first = next(records, None)
     if first is None:
-        raise ValueError(f"{name}: holds no records; give a file or dataset with at least one")
+        raise ValueError(f"{name}: holds no records that data.where leaves; give a file or dataset with at least one")
     return chain([first], records)
 
 
-def open_source(name: str, split: str, streaming: bool = False) -> Source:
+def open_source(
+    name: str, split: str, streaming: bool = False, where: Mapping[str, Any] = MappingProxyType({})
+) -> Source:
     """Return the source of a name: a file, a folder, a glob, or a Hub data set as `name` or `name:config`.
 
     Args:
@@ -132,13 +160,14 @@ def open_source(name: str, split: str, streaming: bool = False) -> Source:
         split: the Hub data set's split, and of a folder the files whose names hold it, beside those that name none;
             empty takes the first of test, validation, train.
         streaming: read a Hub data set as it comes, without a download of the whole.
+        where: which records are read, as `data.where` says.
 
     Raises:
         ValueError: nothing is there, or it cannot be read.
     """
     path = Path(name).expanduser()
     if path.is_file():
-        return Files(name, (path,), streaming)
+        return Files(name, (path,), streaming, where)
     if path.is_dir():
         inside = (file for file in path.rglob("*") if file.is_file() and kind_of(file) and not _is_beside(file))
         visible = sorted(file for file in inside if not any(p.startswith(".") for p in file.relative_to(path).parts))
@@ -153,14 +182,14 @@ def open_source(name: str, split: str, streaming: bool = False) -> Source:
         chosen = [file for file in visible if names(file, shown) or not any(names(file, s) for s in SPLIT_WORDS)]
         if not chosen:
             raise ValueError(f"{path}: no file's name holds the split {split}; set data.split")
-        return Files(name, tuple(chosen), streaming)
+        return Files(name, tuple(chosen), streaming, where)
     if glob.has_magic(name):
         matches = [file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file()]
         unique = {file.resolve(): file for file in sorted(matches) if not _is_beside(file)}  # `**/` finds a file twice
         matched = tuple(sorted(unique.values()))
         if not matched:
             raise ValueError(f"{name}: no file matches; give a pattern that does")
-        return Files(name, matched, streaming)
+        return Files(name, matched, streaming, where)
     regular(path)  # a pipe is no name on the Hub
     import datasets
 
@@ -175,7 +204,7 @@ def open_source(name: str, split: str, streaming: bool = False) -> Source:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         missing = "neither a file here nor a Hub dataset, name or name:config, that loads"
         raise ValueError(f"{name}: {missing}: {one_line(error)}") from error
-    return Hub(name, table, f"{revision}/{split}")
+    return Hub(name, table, f"{revision}/{split}", where)
 
 
 def check_sources(config: DataConfig) -> None:
@@ -247,7 +276,8 @@ def _answer_settings(file: Path) -> dict[str, Any]:
 def read_all(source: Source) -> Iterator[Record]:
     """Yield every record of a source of prompts."""
     name = source.name
-    return _unique(parse(readable(raw, index, name), index, name) for index, raw in enumerate(source))
+    records = (read(readable(raw, index, name), index, name) for index, raw in enumerate(source))
+    return _unique(record for record in records if not isinstance(record.error, LeftOutError))
 
 
 class Part(NamedTuple):
@@ -261,12 +291,12 @@ class Part(NamedTuple):
     def trained(self) -> Iterator[Record]:
         """Yield the records to train on."""
         for index, raw in enumerate(islice(self.source, self.start, self.stop), self.start):
-            yield parse(raw, index, self.source.name)
+            yield read(raw, index, self.source.name)
 
 
 def open_sources(config: DataConfig) -> list[Source]:
     """Return the sources of `data.path`, in its order; no file is read yet."""
-    return [open_source(name, config.split, config.streaming) for name in config.paths]
+    return [open_source(name, config.split, config.streaming, config.where or {}) for name in config.paths]
 
 
 def divide(sources: Sequence[Source], config: DataConfig) -> list[Part]:
@@ -309,7 +339,7 @@ def training_records(parts: Sequence[Part], config: DataConfig) -> Iterator[Reco
 
 def held_out_records(parts: Sequence[Part]) -> Iterator[Record]:
     """Yield the records that are held out, one of each source in turn."""
-    held_out = [[parse(raw, index, p.source.name) for index, raw in p.held_out] for p in parts]
+    held_out = [[read(raw, index, p.source.name) for index, raw in p.held_out] for p in parts]
     return _unique(record for records in zip_longest(*held_out) for record in records if record is not None)
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from data.text.records import Message, content_text, media_in, parsed
+from data.text.parts import Message, content_text, parsed
 from inference.chat_template import RenderError, rendering
 from inference.target.tokenizer import tokenize
 
@@ -94,7 +94,10 @@ def _as_it_takes_them(
     Some templates (DeepSeek-V3) join them to strings. Content in parts goes in as their text: a template for text alone
     would print the list.
     """
-    check_media(messages)
+    if any(message["role"] == "developer" for message in messages) and not _writes_developer(tokenizer):
+        messages = [
+            {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
+        ]
     with rendering(tokenizer):
         try:
             return call([_converted(message, parsed) for message in messages])
@@ -102,10 +105,32 @@ def _as_it_takes_them(
             return call([_converted(message, lambda text: text) for message in messages])
 
 
-def check_media(messages: list[Message]) -> None:
-    """Refuse a chat that holds more than text."""
-    if name := media_in(messages):
-        raise RenderError(f"it holds more than text ({name}), and text alone is read, of vision checkpoints too")
+def _writes_developer(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template writes messages of the role developer; some leave them out without a word."""
+    chat = [{"role": "developer", "content": "WRITTEN"}, {"role": "user", "content": "why"}]
+    try:
+        with rendering(tokenizer):
+            values = {**DATE, "chat_template": _template(tokenizer, ())}
+            return "WRITTEN" in str(tokenizer.apply_chat_template(chat, tokenize=False, **values))
+    except RenderError:
+        return False
+
+
+def with_opening(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] = ()
+) -> list[Message]:
+    """Return a chat with the assistant's turns before the first question, where the chat template writes them."""
+    first = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
+    opening = [message for message in messages[:first] if message["role"] == "assistant"]
+    if not opening:
+        return messages
+    try:
+        text = render(messages[: first + 1], tokenizer, True, tools)
+    except RenderError:
+        text = ""
+    if all(content_text(message).strip() in text for message in opening) and text:
+        return messages
+    return [message for message in messages[:first] if message["role"] != "assistant"] + messages[first:]
 
 
 def _converted(message: Message, read: Callable[[str], Any]) -> Message:
@@ -180,6 +205,12 @@ def text_end(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """Return the pattern of a text's end where its last turn has ended before: the end token, once more."""
     end = re.escape(str(tokenizer.eos_token)) if tokenizer.eos_token else "(?!)"
     return re.compile(rf"{_any_special(tokenizer)}\s+{end}\Z")
+
+
+@lru_cache(maxsize=8)
+def any_ends(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Return the pattern of all that a template writes behind an answer's text: special tokens, and blanks."""
+    return re.compile(rf"(?:\s*{_any_special(tokenizer)})*\s*\Z")
 
 
 def _any_special(tokenizer: PreTrainedTokenizerBase) -> str:

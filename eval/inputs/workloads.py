@@ -14,10 +14,11 @@ from data.config import DataConfig
 from data.text.exact import Pretokenized
 from data.text.filters import WORD
 from data.text.masks import samples_of
+from data.text.parts import Message, content_text
 from data.text.prompts import WORKLOADS, Prompt, before_answers, locate, prompt_of, split_text
-from data.text.records import Message, Record, content_text, parse, readable
+from data.text.records import Record, parse, readable
 from data.text.sources import check_source, open_source
-from data.text.template import check_media, encode, render
+from data.text.template import encode, render, with_opening
 from eval.config import Selection, listed
 from eval.measures import metrics
 from eval.measures.results import Measurement
@@ -121,7 +122,6 @@ def _answers(record: Record, target: Target) -> Iterator[tuple[list[int], int]]:
 def _joined(messages: Sequence[Message], target: Target) -> Iterator[tuple[list[int], int]]:
     """Yield the answers of a chat for a tokenizer without a template, its texts one after another."""
     tokenizer: Any = target.tokenizer
-    check_media(list(messages))
     before: list[str] = []
     for message in messages:
         if message["role"] == "assistant":
@@ -136,7 +136,7 @@ def _masking() -> DataConfig:
     return DataConfig(
         path="workload", weights=None, seed=0, streaming=False, split="", length=2, limit=None, prompts="", held_out=0,
         max_tokens=2**31, min_tokens=1, dedup=False, contamination=None, cache=None, turns="all", reasoning="keep",
-        on_bad="drop",
+        on_bad="drop", where=None,
     )  # fmt: skip
 
 
@@ -404,7 +404,8 @@ def _turns(record: Record, target: Target, answer: Answer) -> Iterator[Prompt]:
     """Yield a prompt for each question of a dialogue; the target writes the answers that are not recorded."""
     chat: list[Message] = []
     turn, last = 0, Prompt(record.id, [], record.category)
-    for message in record.messages:
+    messages, tokenizer = record.messages, target.tokenizer
+    for message in with_opening(messages, tokenizer, record.tools) if tokenizer.chat_template else messages:
         question = message["role"] == "user"
         if question and chat and chat[-1]["role"] == "user":
             chat.append({"role": "assistant", "content": answer(last.token)})

@@ -34,6 +34,8 @@ def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         UnicodeEncodeError, ValueError: as `tokenize`.
     """
     token = list(tokenize(tokenizer, text)["input_ids"])
+    if token[:2] == [tokenizer.bos_token_id] * 2:  # the text has the token that the tokenizer adds
+        token = token[1:]
     if token[-1:] != [tokenizer.eos_token_id]:
         return token
     without_special = list(tokenize(tokenizer, text, add_special_tokens=False)["input_ids"])

@@ -32,6 +32,6 @@ def data_config(path: str | list[str], **changed: Any) -> DataConfig:
     values = {
         "path": path, "split": "train", "length": 64, "limit": None, "prompts": "", "held_out": 0, "max_tokens": 4096,
         "weights": None, "seed": 0, "streaming": False, "min_tokens": 1, "dedup": True, "contamination": None,
-        "cache": None, "turns": "all", "reasoning": "keep", "on_bad": "fail",
+        "cache": None, "turns": "all", "reasoning": "keep", "on_bad": "fail", "where": None,
     }  # fmt: skip
     return typed(DataConfig, OmegaConf.create({"data": values | changed}).data)

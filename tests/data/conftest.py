@@ -56,6 +56,12 @@ def write(tmp_path: Path) -> Callable[..., str]:
 
 
 @pytest.fixture
+def tolerant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let data lose more than a fifth of its records."""
+    monkeypatch.setattr("data.text.prompts.LOST", 1)
+
+
+@pytest.fixture
 def config() -> Callable[..., DataConfig]:
     """Return a function that makes a DataConfig for a path, with some values changed."""
     return data_config

@@ -5,8 +5,9 @@ from transformers import PreTrainedTokenizerFast
 
 from data.answers.chats import CAUSES, Outcome, Reply, round_trips, talk_of, turns_of
 from data.text.masks import split_reasoning
+from data.text.parts import Message
 from data.text.prompts import prompt_of
-from data.text.records import Message, Record, parse
+from data.text.records import Record, parse
 from tests.data.answering import LENGTH, chat, settings, words
 from tests.data.chatml import Tokens
 
@@ -119,16 +120,17 @@ def test_a_bad_answer_ends_the_chat_before_it(reply: Reply, cause: str) -> None:
     assert (len(kept.chat["messages"]), kept.cause) == (2, "unfinished")
 
 
-def test_what_is_cut_off_within_its_reasoning_is_no_answer(tokenizer_with: Tokens) -> None:
+def test_what_is_cut_off_within_its_reasoning_is_kept_as_reasoning(tokenizer_with: Tokens) -> None:
     opening = tokenizer_with("{{ messages[0].content }}{% if add_generation_prompt %}<think>\n{% endif %}")
     made = talk(chat("a", "w1"), opening)
     made.ask()
     made.take(Reply("w2 w3", False))
-    assert made.outcome() == Outcome("a", None, 0, "unfinished")
+    cut = {"role": "assistant", "content": "", "reasoning_content": "w2 w3", "finish_reason": "length"}
+    assert (made.outcome().chat["messages"][1], made.outcome().cause) == (cut, "unfinished")
     made = talk(chat("a", "w1"), opening)
     made.ask()
     made.take(Reply("w2\n</think>\n\nw3", False))
-    assert made.outcome().chat["messages"][1] == {"role": "assistant", "content": "w3", "reasoning_content": "w2"}
+    assert made.outcome().chat["messages"][1] == cut | {"content": "w3", "reasoning_content": "w2"}
 
 
 def test_what_has_no_opening_is_counted(tokenizer_with: Tokens) -> None:

@@ -24,6 +24,7 @@ Write = Callable[..., str]
 Config = Callable[..., DataConfig]
 
 
+@pytest.mark.usefixtures("tolerant")
 @pytest.mark.parametrize("raw", [{"text": "a \ud83d"}, {"prompt": "a \ud83d", "answer": "b"}])
 def test_half_a_surrogate_pair_is_named_or_dropped(
     raw: dict[str, Any], chat: PreTrainedTokenizerFast, write: Write, config: Config
@@ -35,6 +36,7 @@ def test_half_a_surrogate_pair_is_named_or_dropped(
     assert +data.counts.chats == {"dropped, no text": 1, "dropped, no question and no text": 1}
 
 
+@pytest.mark.usefixtures("tolerant")
 @pytest.mark.parametrize(
     ("raw", "cause"),
     [({"text": " "}, "no question and no text"), ({"text": "\ud83d"}, "no text"), ({"prompt": "\ud83d"}, "no text")],
@@ -77,6 +79,7 @@ def test_a_prompt_without_room_in_the_context_is_named_or_dropped(
 ASKED = {"role": "user", "content": "a"}
 
 
+@pytest.mark.usefixtures("tolerant")
 @pytest.mark.parametrize(
     "answer",
     [{"content": " \n"}, {"content": "<think>\n\n</think>\n\n"}, {"tool_calls": "[]", "reasoning": ""}],
@@ -101,6 +104,7 @@ def test_an_empty_answer_trains_nothing(
 IMAGE = [{"type": "text", "text": "what is this"}, {"type": "image_url", "image_url": {"url": "x.png"}}]
 
 
+@pytest.mark.usefixtures("tolerant")
 @pytest.mark.parametrize(
     ("raw", "name"),
     [

@@ -91,6 +91,7 @@ def test_tokens_that_do_not_fit_are_one_line_with_file_and_record(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.usefixtures("tolerant")
 def test_tokens_are_trained_as_they_are_and_held_out_whole(
     write: Write, config: Config, bare: PreTrainedTokenizerFast
 ) -> None:
@@ -122,6 +123,7 @@ def test_tokens_are_trained_as_they_are_and_held_out_whole(
     assert data.counts.chats["dropped, token of another vocabulary"] == 1
 
 
+@pytest.mark.usefixtures("tolerant")
 def test_a_copy_of_held_out_tokens_and_a_held_out_record_without_tokens_are_dropped(
     write: Write, config: Config, bare: PreTrainedTokenizerFast
 ) -> None:

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from data.text import masks
 from data.text.masks import Sample, without
-from data.text.records import Message, Record
+from data.text.parts import Message
+from data.text.records import Record
 from data.text.template import turn_end_tokens
 from heads import rows
 from tests.data.families import CASES, FAMILIES, GOLDEN, chat_record, family_tokenizer, golden, marked, masked

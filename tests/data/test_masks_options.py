@@ -261,9 +261,9 @@ def test_an_answer_starts_behind_the_longest_suffix_of_its_prompt(
 
 
 def test_blocks_that_overlap_are_one_span() -> None:
-    turns = [Turn("abcd", [(1, 2), (3, 4)]), Turn("abcdefghijk", [(0, 6), (2, 8), (4, 5), (9, 11)])]
-    assert masks.joined(turns) == [Turn("abcdefghijk", [(0, 8), (9, 11)])]
-    assert masks.joined([Turn("b", [(0, 1)]), *turns[:1]]) == [Turn("b", [(0, 1)]), turns[0]]
+    turns = [Turn("abcd", [(1, 2), (3, 4)], [4]), Turn("abcdefghijk", [(0, 6), (2, 8), (4, 5), (9, 11)], [])]
+    assert masks.joined(turns) == [Turn("abcdefghijk", [(0, 8), (9, 11)], [4])]
+    assert masks.joined([Turn("b", [(0, 1)], []), *turns[:1]]) == [Turn("b", [(0, 1)], []), turns[0]]
 
 
 def test_a_tokenizer_that_begins_every_text_its_own_way_shows_edges_by_prefixes(

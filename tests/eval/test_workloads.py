@@ -271,7 +271,7 @@ BAD = {
     "log.jsonl.gz": "log.jsonl.gz: cannot be read (Not a gzipped file",
     "cut.jsonl.gz": "cut.jsonl.gz: cannot be read (Compressed file ended",
     "silent.jsonl": "workload silent.jsonl, prompt 0: is empty: remove it",
-    "unasked.jsonl": "workload unasked.jsonl, prompt 0: has no user message",
+    "unasked.jsonl": "workload unasked.jsonl, prompt 0: the chat has no user message",
     "half.jsonl": "workload half.jsonl, prompt 0: it holds half a surrogate pair",
     "other.jsonl": "workload other.jsonl, prompt a: its tokens are none of the target's 40",
     "spoilt.jsonl": "spoilt.jsonl: record 0 is no prompt as they are saved: fix or remove the record",

@@ -265,6 +265,7 @@ def test_a_prompt_has_no_end_token_that_the_tokenizer_appends() -> None:
     for text in ("the cat", "a dog</s> ran", "the mat</s>", ""):
         assert text_ids(text, made) == trained("sentencepiece")(text)["input_ids"]
         assert made(text)["input_ids"] == [*text_ids(text, made), 1]
+    assert text_ids("<s>the cat", made) == text_ids("the cat", made), "it begins with one beginning"
     made.bos_token = "</s>"
     made.backend_tokenizer.post_processor = processors.ByteLevel()
     assert text_ids("</s>", made) == [1], "a text that is nothing else stays"

@@ -214,8 +214,8 @@ def test_the_memory_of_a_machine_ends_at_that_of_a_container(
         (["data.held_out=120"], "text.txt: 120 records, data.held_out=120 leaves none; lower it"),
         (["data.path=[*.txt]", "data.held_out=2"], "*.txt: 2 records, data.held_out=2 leaves none; lower it"),
         (["workload=gone"], "workload gone is neither a file or folder here"),
-        (["workload=chats.jsonl"], "chats.jsonl: prompt 0: has no user message and no text; remove it"),
-        (["data.prompts=chats.jsonl"], "chats.jsonl: prompt 0: has no user message and no text; remove it"),
+        (["workload=chats.jsonl"], "chats.jsonl: prompt 0: the chat has no user message; remove it"),
+        (["data.prompts=chats.jsonl"], "chats.jsonl: prompt 0: the chat has no user message; remove it"),
         (["compare=[a/report.json]"], "compare names the report a/report.json, which is read and not measured"),
     ],
 )

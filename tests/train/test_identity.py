@@ -32,7 +32,8 @@ from train.start import LoraAdapterConfig
 ALLOWED: dict[str, Any] = {
     "optimizer": "adamw", "precision": "bf16", "on_bad_step": "stop", "spike": 9.0, "trackers": ["tensorboard"],
     "rule": "coupled", "sampling": Sampling(0.5, 0, 1.0), "stop": ("x",), "dtype": "fp8",
-    "turns": "last", "reasoning": "cut", "on_bad": "drop", "layers": (0, 1), "betas": (0.5, 0.6), "kind": "static",
+    "turns": "last", "reasoning": "cut", "on_bad": "fail", "where": {"a": 1}, "layers": (0, 1),
+    "betas": (0.5, 0.6), "kind": "static",
     "paths": [[0], [1]], "widths": [2], "weights": [2.0], "path": "other", "prompts": "other", "quantize": "int8",
 }  # fmt: skip
 

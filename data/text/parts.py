@@ -1,0 +1,260 @@
+"""Messages as SDKs, servers and agents write them, in one form: OpenAI's chat messages, whose content is text.
+
+Content parts become text, reasoning, tool calls and tool results by their type; any other type is refused by name.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from data.text.files import filled
+from heads.common.untrusted import parse_json
+
+Message = dict[str, Any]
+
+
+def _by_name(**names: str) -> dict[str, str]:
+    """Return a table from each of the names, which blanks part, to its key."""
+    return {name: key for key, value in names.items() for name in value.split()}
+
+
+ROLES = _by_name(
+    user="user human HumanMessage HumanMessageChunk",
+    assistant="assistant gpt chatgpt bing bard model function_call ai AIMessage AIMessageChunk",
+    tool="tool observation function ToolMessage FunctionMessage",
+    system="system SystemMessage",
+)
+PARTS = _by_name(  # a part's type, or the key under which Bedrock and Gemini hold it, to its kind
+    text="text input_text output_text",
+    reasoning="thinking reasoning reasoningContent reasoning_text",
+    call="tool_use tool-call tool_call toolUse functionCall function_call custom_tool_call",
+    result="tool_result tool-result tool_call_response toolResult functionResponse function_call_output "
+    "custom_tool_call_output",
+    hidden="redacted_thinking redactedContent",
+    refusal="refusal",
+    nothing="cachePoint cache_point",
+)
+RESULTS = ("json", "error-json", "error-text")  # what a tool's result may be that is no text part
+REASONING = ("reasoning_content", "thinking", "reasoning")  # DeepSeek, Qwen and most servers; gpt-oss; newer servers
+GIVEN = ("arguments", "parameters")  # of a call and of a function's definition: null is a value in them
+IDS = ("tool_call_id", "tool_use_id", "toolUseId", "toolCallId", "call_id", "id")
+# Fields of a message that a reply's bookkeeping fills, or that become others here; templates read none of them.
+BOOKKEEPING = _by_name(
+    dropped="from value parts type id model usage status stop_reason stop_sequence stop_details phase container "
+    "logprobs refusal annotations function_call tool_calls provider_specific_fields thinking_blocks finish_reason "
+    "weight reasoning_details additional_kwargs response_metadata usage_metadata invalid_tool_calls example"
+)
+CUT = ("length", "max_tokens", "max_output_tokens", "model_context_window_exceeded")  # an answer that is cut off
+REFUSED = _by_name(
+    refused="content_filter refusal safety guardrail_intervened content_filtered prohibited_content recitation "
+    "blocklist"
+)
+MEDIA = re.compile(r"(input_)?(image|video|audio)s?(_url)?")  # keys and types of what is no text
+HIDDEN = "hidden"  # the field of a message whose reasoning its server kept back
+
+
+class BadSampleError(ValueError):
+    """A record that cannot be used: one of no known shape, or that no exact mask exists for."""
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(f"{message}, or set data.on_bad=drop")
+        self.cause, self.message = cause, message
+
+
+class LeftOutError(BadSampleError):
+    """A record of a log that holds no answer of the model, but an error or a refusal."""
+
+
+def parsed(value: Any) -> Any:
+    """Return the value of a JSON string; anything else, or one nested too deeply, as it is."""
+    try:
+        return parse_json(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def content_text(message: Message) -> str:
+    """Return a message's text; of content in parts, as requests to a server have it, the text parts joined."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else text_of(content)
+
+
+def unread(name: str) -> BadSampleError:
+    """Return the error of a part, an item or a field whose type is not read."""
+    if MEDIA.fullmatch(name):
+        why = f"it holds more than text ({name}), and text alone is read, of vision checkpoints too; remove the record"
+        return BadSampleError("more than text", why)
+    return BadSampleError(f"a part of type {name}", f"it holds a part of type {name}, which is not read; remove it")
+
+
+def media_in(fields: Message) -> str:
+    """Return the name of the first field that holds what is no text; empty for none."""
+    return next((key for key in fields if MEDIA.fullmatch(key) and fields[key]), "")
+
+
+def text_of(value: Any) -> str:
+    """Return the text of a system prompt, a message's content or a tool's result; JSON for a result that is a value.
+
+    Raises:
+        BadSampleError: a part of it is no text.
+    """
+    if isinstance(value, str | None):
+        return value or ""
+    if isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        return "".join(_part_text(item) for item in value)
+    if not isinstance(value, dict):
+        raise TypeError(f"{str(value)[:40]!r} is no text")
+    return _part_text(value)
+
+
+def _part_text(piece: dict[str, Any]) -> str:
+    default = next((key for key in piece if MEDIA.fullmatch(key)), "text" if "text" in piece else "json")
+    kind = piece.get("type") or default
+    if PARTS.get(kind) == "text":
+        return text_of(next((piece[key] for key in ("text", "content", "value") if piece.get(key) is not None), ""))
+    if kind not in RESULTS:
+        raise unread(str(kind))
+    value = piece.get("json", piece.get("value", piece))
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _kind(piece: dict[str, Any]) -> str:
+    """Return a part's kind, one of PARTS; another type's own name."""
+    name = piece.get("type") or next((key for key in piece if key in PARTS), next(iter(piece), "none"))
+    return PARTS.get(name, str(name))
+
+
+def messages_of(items: Any) -> list[Message]:
+    """Return a chat's messages, with OpenAI's keys and roles; items of the Responses API joined to one a turn.
+
+    Raises:
+        BadSampleError: a part is of a type that is not read.
+        TypeError, KeyError, AttributeError: this is no list of messages.
+    """
+    messages: list[Message] = []
+    for item in items:
+        is_item = item.get("type") in PARTS and "role" not in item
+        for message in _messages({"role": "assistant", "content": [item]} if is_item else item):
+            last = messages[-1] if messages else {}
+            answers = (is_item or item.get("type") == "message") and message["role"] == last.get("role") == "assistant"
+            if answers and _continues(last, message):
+                merged = {**last, **message, "content": last["content"] or message["content"]}
+                calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
+                messages[-1] = merged | ({"tool_calls": calls} if calls else {})
+            else:
+                messages.append(message)
+    return messages
+
+
+def _continues(last: Message, message: Message) -> bool:
+    """Whether an item belongs to the turn before it: reasoning, then text, then calls."""
+    if any(name in message for name in (*REASONING, HIDDEN)):
+        return not (last["content"] or "tool_calls" in last)
+    return not (message["content"] and (last["content"] or "tool_calls" in last))
+
+
+def _messages(raw: Message) -> Iterator[Message]:
+    """Yield a message, the tool results in it before it: Anthropic and others hold them in a user's message."""
+    inner = raw.get("kwargs", raw.get("data"))
+    if isinstance(inner, dict):  # LangChain's, serialised or as a dict
+        raw = {**inner, "role": raw["id"][-1] if "lc" in raw else raw["type"]}
+    name = raw.get("role") or raw.get("from") or raw["type"]
+    role = ROLES.get(name, name)
+    if not isinstance(role, str):
+        raise TypeError("a role is no text")
+    if name == raw.get("type") and name not in ROLES:
+        raise unread(name)
+    fields = filled(
+        {key: value for key, value in raw.items() if key not in BOOKKEEPING and key not in REASONING}, GIVEN
+    )
+    if media := media_in(raw):
+        raise unread(media)
+    content = next((raw[key] for key in ("content", "parts", "value") if raw.get(key) is not None), "")
+    if name == "function_call" and isinstance(content, str):  # ShareGPT
+        value = parsed(content)
+        value = value if isinstance(value, list) else [value]
+        if value and all(isinstance(call, dict) and "name" in call for call in value):
+            content = [{"type": "function_call", **call} for call in value]
+    by_kind: dict[str, list[Any]] = {}
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    legacy = [{"type": "function_call", **raw["function_call"]}] if raw.get("function_call") else []
+    for piece in [*parts, *legacy]:
+        _take(piece, _kind(piece), by_kind)
+    calls = [_call(call) for call in [*by_kind.get("call", ()), *(parsed(raw.get("tool_calls")) or ())]]
+    for result in by_kind.get("result", ()):
+        ids = next(({"tool_call_id": result[key]} for key in IDS if result.get(key)), {})
+        given = next((result[key] for key in ("content", "output", "response", "result") if key in result), "")
+        yield {"role": "tool", "content": text_of(given), **ids}
+    if raw.get("refusal") or "refusal" in by_kind:
+        raise LeftOutError("a refusal", "its answer is a refusal")
+    thought = "".join(by_kind.get("reasoning", ()))
+    result = {**fields, "role": role, "content": "".join(by_kind.get("text", ()))}
+    result |= {key: raw[key] for key in REASONING if isinstance(raw.get(key), str)}
+    cut = "length" if str(raw.get("finish_reason")).lower() in CUT else ""
+    hidden = "hidden" in by_kind and not thought
+    others = {"reasoning_content": thought, "tool_calls": calls, "finish_reason": cut, HIDDEN: hidden}
+    result |= {key: value for key, value in others.items() if value}
+    result |= {"weight": 0} if raw.get("weight") == 0 else {}
+    if "result" not in by_kind or {*by_kind} - {"result", "nothing"} or calls:
+        yield result
+
+
+def _take(piece: dict[str, Any], kind: str, by_kind: dict[str, list[Any]]) -> None:
+    """Add what a part holds to the lists of its kind."""
+    inner = piece.get(piece["type"] if "type" in piece else next((key for key in piece if key in PARTS), ""))
+    body = inner if isinstance(inner, dict) else piece
+    if kind == "text":
+        value = next((piece[key] for key in ("text", "content") if piece.get(key) is not None), "")
+        if not isinstance(value, str):
+            raise TypeError("a text part holds no text")
+        if value:
+            by_kind.setdefault("reasoning" if piece.get("thought") is True else "text", []).append(value)  # Gemini
+    elif kind == "reasoning":
+        text = body.get("reasoningText", body)
+        value = next((text[key] for key in ("thinking", "text", "content", "reasoning") if text.get(key)), "")
+        by_kind.setdefault("reasoning" if value else "hidden", []).append(text_of(_texts(value)))
+    elif kind in ("call", "result", "hidden", "nothing", "refusal"):
+        by_kind.setdefault(kind, []).append(body)
+    else:
+        raise unread(kind)
+
+
+def _texts(value: Any) -> Any:
+    """Return the parts of a Responses item's reasoning as text parts; its summary is another model's."""
+    return [{"text": item["text"]} for item in value] if isinstance(value, list) else value
+
+
+def _call(call: dict[str, Any]) -> Message:
+    """Return a call as OpenAI has it, its arguments as their value, as chat templates read them."""
+    call = filled(call, (*GIVEN, "input", "args"))
+    function = call.get("function") or {}
+    function = dict(function) if "function" in call else {"name": call.get("name", call.get("toolName"))}
+    given = next(
+        (holder[key] for holder in (function, call) for key in ("arguments", "input", "args") if key in holder), None
+    )
+    if given is not None:  # OpenAI has them as a string of JSON
+        function["arguments"] = parsed(given)
+    ids = next(({"id": call[key]} for key in ("call_id", "id", "toolUseId", "toolCallId") if call.get(key)), {})
+    return {"type": "function", **ids, "function": filled(function, GIVEN)}
+
+
+def tools_of(value: Any) -> tuple[Message, ...]:
+    """Return the definitions of functions in OpenAI's form, which endpoints and many templates expect."""
+    tools = parsed(value or [])
+    if not isinstance(tools, list):
+        raise TypeError("tools are no list")
+    flat = [
+        inner for tool in tools for inner in tool.get("functionDeclarations", tool.get("function_declarations", [tool]))
+    ]
+    return tuple(_tool(filled(tool, (*GIVEN, "input_schema"))) for tool in flat)
+
+
+def _tool(tool: dict[str, Any]) -> Message:
+    tool = tool.get("toolSpec", tool)
+    if "function" in tool or "name" not in tool:
+        return tool
+    schema = tool.get("input_schema", tool.get("inputSchema", {}).get("json"))
+    left = ("type", "cache_control", "input_schema", "inputSchema")
+    function = {key: value for key, value in tool.items() if key not in left}
+    return {"type": "function", "function": function | ({} if schema is None else {"parameters": schema})}

@@ -1,0 +1,270 @@
+"""Shapes of records: how each is recognised, and where its request, its reply, its tools and its model's name are.
+
+docs/data_sources.md says where each shape's schema is documented.
+"""
+
+from typing import Any, NamedTuple
+
+from data.text.parts import (
+    CUT,
+    HIDDEN,
+    REFUSED,
+    ROLES,
+    BadSampleError,
+    LeftOutError,
+    Message,
+    media_in,
+    messages_of,
+    parsed,
+    text_of,
+    tools_of,
+    unread,
+)
+
+Raw = dict[str, Any]
+
+
+class Shape(NamedTuple):
+    """A shape of records: the paths of its request and its reply in a record, names joined by `/`; "" the record."""
+
+    name: str
+    request: str
+    reply: str  # "": it has none, the chat is whole
+
+
+REPLIES = ("response", "choices", "completion", "chosen", "output", "gen_ai.output.messages")
+SHAPES = (  # the first that fits counts
+    Shape("Claude Code transcript", "claude_code", ""),
+    Shape("Codex transcript", "codex", ""),
+    Shape("OpenAI Batch", "body", "response/body"),
+    Shape("Bedrock invocation log", "input/inputBodyJson", "output/outputBodyJson"),
+    Shape("Helicone", "request_body", "response_body"),
+    Shape("LangSmith run", "inputs", "outputs"),
+    Shape("OpenTelemetry gen_ai span", "attributes", "attributes/gen_ai.output.messages"),
+    Shape("LiteLLM spend log", "proxy_server_request", "response"),
+    Shape("request and response", "request", "response"),
+    *(Shape(f"chat and {reply}", "", reply) for reply in REPLIES),
+    Shape("preference pair", "chosen", ""),
+    Shape("OpenAI Batch input", "body", ""),
+    Shape("chat", "", ""),
+)
+CHATS = ("messages", "conversations", "contents", "gen_ai.input.messages", "input", "prompt", "turns")
+SYSTEM = ("system", "instructions", "systemInstruction", "system_instruction", "gen_ai.system_instructions")
+TOOLS = ("tools", "toolConfig/tools", "gen_ai.tool.definitions")
+QUESTIONS = ("prompt", "question", "instruction")
+ANSWERS = ("answer", "output", "response", "completion", "chosen")
+HOLDERS = ("choices", "candidates", "generations", "output", "message", "content", "gen_ai.output.messages")
+FINISH = ("finish_reason", "finishReason", "stop_reason", "stopReason", "incomplete_details", "generation_info")
+ERRORS = ("error", "errorCode", "error.type")
+STATUS = ("status_code", "response_status", "status", "level", "type")
+FAILED = ("failed", "failure", "error", "cancelled")
+LOGGED = (  # the keys by which a JSON text is a request or a reply
+    *({name} for name in ("messages", "contents", "choices", "candidates", "generations")),
+    *({"role", "content"}, {"model", "input"}, {"object", "output"}),
+)
+MODELS = ("model", "modelId", "modelVersion", "gen_ai.response.model", "gen_ai.request.model")
+DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}  # Anthropic's
+
+
+class Chat(NamedTuple):
+    """A record as a chat."""
+
+    shape: str
+    messages: list[Message]
+    tools: tuple[Message, ...] = ()
+    model: str = ""  # which wrote the reply, as the record names it
+    notes: tuple[str, ...] = ()  # what is counted of it
+
+
+def at(value: Any, path: str) -> Any:
+    """Return what is at a path of a record; None where nothing is."""
+    for name in path.split("/") if path else ():
+        value = opened(value.get(name)) if isinstance(value, dict) else None
+    return value
+
+
+def opened(value: Any) -> Any:
+    """Return the value of a JSON text that holds a request, a reply or messages; an answer in JSON is a text."""
+    plain = parsed(value)
+    if isinstance(plain, dict):
+        holds = any(keys <= plain.keys() for keys in LOGGED)
+    else:
+        holds = isinstance(plain, list) and all(isinstance(item, dict) and "role" in item for item in plain)
+    return plain if holds and plain else value
+
+
+def chat_of(raw: Raw) -> Chat | None:
+    """Return a record as a chat, by the first shape that fits; None where none does.
+
+    Raises:
+        BadSampleError: it fits but for one key, holds a part that is not read, or an error in place of an answer.
+        TypeError, KeyError, AttributeError, IndexError, ValueError: its values are of other types.
+    """
+    nearly = ""
+    for shape in SHAPES:
+        holder, reply = _asked(at(raw, shape.request), not shape.request), at(raw, shape.reply)
+        if holder is not None and shape.request and shape.reply:
+            _check_error(raw)
+        if holder is None or reply is None:
+            if shape.request and shape.reply and not holder is reply is None:
+                nearly = nearly or f"{shape.name}, but has no {shape.request if holder is None else shape.reply}"
+            continue
+        request, items = holder
+        whole = ROLES.get(str(items[-1].get("role") or items[-1].get("from")).lower()) == "assistant"
+        if shape.reply and whole and not shape.request:
+            continue
+        if whole and shape.reply:
+            raise BadSampleError("an answer behind a prefilled one", "its answer continues one that the request begins")
+        return _chat(shape.name, raw, request, items, reply if shape.reply else None)
+    question = next((key for key in (*QUESTIONS, *["input"] * ("output" in raw)) if isinstance(raw.get(key), str)), "")
+    if question:
+        reply = next((raw[key] for key in ANSWERS if raw.get(key) is not None), None)
+        further = raw.get("input") or raw.get("context") if question == "instruction" else ""
+        message = {"role": "user", "content": f"{raw[question]}\n\n{further}" if further else raw[question]}
+        return _chat("question and answer", raw, raw, [message], reply)
+    if nearly:
+        raise BadSampleError(f"nearly {nearly}", f"is nearly of the shape {nearly}")
+    return None
+
+
+def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Chat:
+    """Return the chat of a request's messages and a reply, None where the messages hold it."""
+    notes = ["with lines that its client wrote itself, which are left out"] * bool(request.get("left_out"))
+    if reply is None and raw.keys() & {"error", "level"} and items[-1].get("role") != "assistant":
+        _check_error(raw)
+    messages = messages_of(items)
+    system = next((request[key] for key in SYSTEM if isinstance(request.get(key), str | list | dict)), "")
+    system = parsed(system) if "gen_ai.system_instructions" in request else system
+    instruction = text_of(system.get("parts", system) if isinstance(system, dict) else system)
+    if instruction and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": instruction})
+    if "gen_ai.input.messages" in request and isinstance(reply, list):  # each message is a choice of its own
+        reply = [{"message": choice} for choice in reply]
+    if reply is not None:
+        replied = _answered(reply, notes)
+        messages = replied if any(message["role"] == "user" for message in replied) else messages + replied
+    holders = [holder for holder in (reply, request, raw) if isinstance(holder, dict)]
+    model = next((str(holder[key]) for holder in holders for key in MODELS if holder.get(key)), "")
+    hidden = [message.pop(HIDDEN, False) for message in messages]
+    notes += ["whose reasoning the record does not hold"] * any(hidden)
+    if media := media_in(request) or media_in(raw):
+        raise unread(media)
+    tools = next((value for path in TOOLS if (value := at(request, path))), None)
+    return Chat(name, messages, tools_of(tools), model, tuple(notes))
+
+
+def _asked(request: Any, is_record: bool) -> tuple[Raw, list[Raw]] | None:
+    """Return the dict that holds a request's messages, and these; None where there are none.
+
+    A text is a question in a request, and in a record itself one of many things.
+    """
+    if isinstance(request, list):
+        return ({}, request) if request and isinstance(request[0], dict) else None
+    for key in CHATS if isinstance(request, dict) else ():
+        value = opened(request.get(key))
+        if isinstance(value, dict) and (inner := _asked(value, False)):
+            return inner
+        if isinstance(value, list) and value and isinstance(value[0], list):  # LangChain's, a batch of one
+            value = value[0]
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return request, value
+        if isinstance(value, list) and value and isinstance(value[0], str) and is_record:  # turns: the first is asked
+            return request, [{"role": "user", "content": value[0]}]
+        if isinstance(value, str) and value and not is_record:
+            return request, [{"role": "user", "content": value}]
+    return None
+
+
+def _check_error(holder: Raw) -> None:
+    """Leave out what holds an error in place of an answer."""
+    status = [str(holder[key]).lower() for key in STATUS if holder.get(key) is not None]
+    if any(holder.get(key) for key in ERRORS) or any(
+        value in FAILED or (value.isdigit() and int(value) >= 400) for value in status
+    ):
+        raise LeftOutError("an error in place of an answer", "holds an error in place of an answer")
+
+
+def _answered(reply: Any, notes: list[str]) -> list[Message]:
+    """Return a reply's messages, the last one marked where it was cut off."""
+    reasons: list[str] = []
+    while not isinstance(reply, list) or isinstance(reply[0], list) or not _is_item(reply[0]):
+        if isinstance(reply, str) and reply.startswith(("data: {", "event: ")):
+            lines = [line[5:].strip() for line in reply.splitlines() if line.startswith("data:")]
+            reply = [parsed(line) for line in lines if line != "[DONE]"]
+        elif isinstance(reply, str):
+            reply = [{"role": "assistant", "content": reply}]
+        elif isinstance(reply, list):
+            if all(isinstance(event, dict) for event in reply) and any(
+                "delta" in inner for event in reply for inner in (event, *event.get("choices", ()))
+            ):
+                reply = _joined(reply)
+                continue
+            notes += ["with further choices, which are left out"] * (len(reply) > 1)
+            reply = reply[0]
+        else:
+            _check_error(reply)
+            reasons += [inner for key in FINISH if reply.get(key) for inner in _reasons(reply[key])]
+            if isinstance(reply.get("content"), str | list) or reply.keys() & {"role", "parts", "kwargs"}:
+                reply = [{"role": "assistant", **reply}]
+                continue
+            holder = next((reply[key] for key in HOLDERS if reply.get(key)), None)
+            if holder is None and "text" in reply:
+                raise TypeError("a completion of a text is no chat")
+            if holder is None:
+                raise LeftOutError("no answer", "holds no answer")
+            reply = holder
+    reasons += [reason for item in reply if item.get("finish_reason") for reason in _reasons(item["finish_reason"])]
+    if any(reason in REFUSED for reason in reasons):
+        raise LeftOutError("a refusal", "its answer is a refusal")
+    messages = messages_of(reply)
+    if {*CUT} & {*reasons} and messages:
+        messages[-1]["finish_reason"] = "length"
+    return messages
+
+
+def _is_item(value: Raw) -> bool:
+    """Whether this is a message, or an item of the Responses API, and not a choice or an event that holds one."""
+    return not value.keys() & {"message", "delta", "response"} and bool(
+        value.keys() & {"role", "type", "from", "kwargs"}
+    )
+
+
+def _reasons(value: Any) -> list[str]:
+    return [str(inner).lower() for inner in (value.values() if isinstance(value, dict) else [value])]
+
+
+def _joined(events: list[Raw]) -> Raw:
+    """Return the reply of a stream that was logged as events of OpenAI, Anthropic or the Responses API."""
+    message: Raw = {"role": "assistant"}
+    calls: dict[int, Raw] = {}
+    blocks: dict[int, Raw] = {}
+    for event in events:
+        if isinstance(event.get("response"), dict) and event["response"].get("status") in ("completed", "incomplete"):
+            return dict(event["response"])
+        _check_error(event)
+        for choice in [choice for choice in event.get("choices", ()) if not choice.get("index")]:
+            delta = choice.get("delta") or {}
+            for key, value in delta.items():
+                if isinstance(value, str) and key != "role":
+                    message[key] = message.get(key, "") + value
+            for call in delta.get("tool_calls") or ():
+                function = calls.setdefault(call.get("index", 0), {"function": {"name": "", "arguments": ""}})[
+                    "function"
+                ]
+                calls[call.get("index", 0)] |= {"id": call["id"]} if call.get("id") else {}
+                for key in function:
+                    function[key] += (call.get("function") or {}).get(key) or ""
+            message |= {"finish_reason": choice["finish_reason"]} if choice.get("finish_reason") else {}
+        if "content_block" in event:
+            blocks[event["index"]] = dict(event["content_block"])
+        delta = event.get("delta")
+        if isinstance(delta, dict) and delta.get("type") in DELTAS:
+            key = DELTAS[delta["type"]]
+            blocks[event["index"]][key] = blocks[event["index"]].get(key, "") + delta[key]
+        elif isinstance(delta, dict) and delta.get("stop_reason"):
+            message["stop_reason"] = delta["stop_reason"]
+    for block in blocks.values():
+        if "partial_json" in block:
+            block["input"] = parsed(block.pop("partial_json") or "{}")
+    content = {"content": [blocks[index] for index in sorted(blocks)]} if blocks else {}
+    return message | content | ({"tool_calls": [calls[index] for index in sorted(calls)]} if calls else {})

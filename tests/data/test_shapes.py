@@ -1,0 +1,499 @@
+"""Logs of proxies, tracers, batches and agents: what each becomes, and that every shape tells the same chat."""
+
+import json
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from data.config import DataConfig
+from data.text.parts import BadSampleError, LeftOutError, messages_of, tools_of
+from data.text.prompts import load_training
+from data.text.records import Record, parse, read
+from data.text.sources import open_source
+from data.text.template import render
+from data.text.transcripts import batches_joined, is_wanted, records_in
+from tests.data.families import family_tokenizer, masked, trained
+
+LOGS = Path(__file__).parent / "logs"
+SYSTEM = {"role": "system", "content": "You answer in one short sentence."}
+QUESTION = {"role": "user", "content": "What is a lighthouse for?"}
+REPLY = "A lighthouse warns ships of rocks and shows them the way into harbour."
+ANSWER = {"role": "assistant", "content": REPLY}
+CHAT = [SYSTEM, QUESTION, ANSWER]
+BRIEF = {"role": "assistant", "content": "It warns ships of rocks."}
+METALS = [{"role": "user", "content": "Name two metals that rust slowly."},
+          {"role": "assistant", "content": "Copper and zinc both corrode slowly."}]  # fmt: skip
+SPIDERS = [{"role": "user", "content": "How many legs do three spiders have?"},
+           {"role": "assistant", "content": "Three spiders have twenty-four legs in total."}]  # fmt: skip
+THOUGHT = {**ANSWER, "reasoning_content": "Ships need it."}
+
+
+def called(name: str, arguments: dict[str, Any], *ids: str, **fields: Any) -> dict[str, Any]:
+    calls = [{"type": "function", "id": id_, "function": {"name": name, "arguments": arguments}} for id_ in ids]
+    return {"role": "assistant", "content": "", **fields, "tool_calls": calls}
+
+
+def returned(content: str, id_: str) -> dict[str, Any]:
+    return {"role": "tool", "content": content, "tool_call_id": id_}
+
+
+def shell(number: int) -> list[dict[str, Any]]:
+    return [called("shell", {"command": ["ls"]}, f"call_{number}"), returned("README.md", f"call_{number}")]
+
+
+LEGS = {"name": "count_legs", "description": "Count legs",
+        "parameters": {"type": "object", "properties": {"animal": {"type": "string"}}}}  # fmt: skip
+LOOK = {"name": "look", "description": "Look", "parameters": {"type": "object", "properties": {}}}
+LOOKED = called("count_legs", {"animal": "spider"}, "toolu_0", content="I look it up.",
+                reasoning_content="I need the tool.")  # fmt: skip
+BAD = {"role": "assistant", "content": "Bad answer.", "weight": 0}
+# File, or folder's files; its shape; the first record's messages, tools, and the texts in it that are trained.
+FILES: list[tuple[str, str, list[dict[str, Any]], list[dict[str, Any]]]] = [
+    ("anthropic_pair", "request and response", CHAT, []),
+    ("anthropic_sysblocks", "chat", CHAT, []),
+    ("anthropic_toolonly", "chat", [{"role": "system", "content": "Be brief."}, QUESTION,
+     called("lookup", {"word": "x"}, "toolu_0"), returned("8", "toolu_0"), BRIEF], []),
+    ("anthropic_tools", "chat", [SYSTEM, QUESTION, LOOKED, returned("8", "toolu_0"), ANSWER], [LEGS]),
+    ("batch_input", "OpenAI Batch input", CHAT[:2], []),
+    ("batch_*", "OpenAI Batch", CHAT, []),
+    ("bedrock_converse", "Bedrock invocation log", CHAT, []),
+    ("bedrock_invoke", "Bedrock invocation log", CHAT, []),
+    ("claude_code", "Claude Code transcript", [QUESTION, ANSWER, *METALS, *SPIDERS], []),
+    ("codex_rollout", "Codex transcript",
+     [QUESTION, *shell(0), ANSWER, METALS[0], *shell(1), METALS[1], SPIDERS[0], *shell(2), SPIDERS[1]], []),
+    ("dpo", "chat and chosen", CHAT[1:], []),
+    ("flat_choices", "chat and choices", CHAT[1:], []),
+    ("gemini", "request and response", [SYSTEM, QUESTION, THOUGHT], [LOOK]),
+    ("helicone", "Helicone", CHAT, []),
+    ("langfuse", "chat and output", CHAT, []),
+    ("langfuse_forms", "chat and output", CHAT, []),
+    ("langsmith_openai", "LangSmith run", CHAT, []),
+    ("langsmith_langchain", "LangSmith run", CHAT, []),
+    ("litellm_spend", "LiteLLM spend log", CHAT, []),
+    ("messages_response", "chat and response", [QUESTION, BRIEF], []),
+    ("openai_pair", "request and response", CHAT, []),
+    ("openai_weight", "chat", [QUESTION, BAD, {"role": "user", "content": "Try again."}, BRIEF], []),
+    ("otel_attributes", "OpenTelemetry gen_ai span", [SYSTEM, QUESTION, THOUGHT], []),
+    ("otel_otlp", "OpenTelemetry gen_ai span", CHAT, []),
+    ("responses_pair", "request and response", CHAT, []),
+    ("streams", "request and response", CHAT, []),
+    ("trl_prompt_completion", "chat and completion", CHAT[1:], []),
+]  # fmt: skip
+
+
+def records(name: str) -> list[Record]:
+    source = open_source(str(LOGS / f"{name}.jsonl"), "")
+    return [read(raw, index, "f") for index, raw in enumerate(source)]
+
+
+@pytest.mark.parametrize(("name", "shape", "messages", "tools"), FILES, ids=[name for name, *_ in FILES])
+def test_a_log_is_the_chat_that_its_server_saw_and_wrote(
+    name: str, shape: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
+) -> None:
+    first, *others = records(name)
+    assert (first.error, first.shape, first.messages) == (None, shape, messages)
+    assert [tool["function"] for tool in first.tools] == tools
+    answered = [message for message in messages if message["role"] == "assistant" and message is not BAD]
+    for other in others:
+        assert other.error is None
+        assert [m["role"] for m in other.messages][-len(messages) :] == [m["role"] for m in messages][1:] or (
+            [m["role"] for m in other.messages] == [m["role"] for m in messages]
+        )
+    # gpt-oss's own template refuses a call that has both a text and a thought.
+    families = ("qwen3", "llama3") if name == "anthropic_tools" else ("qwen3", "llama3", "gpt_oss")
+    for family in families if answered else ():
+        tokenizer = family_tokenizer(family, False)
+        samples = masked(first, tokenizer)
+        prompt = render(messages[: messages.index(answered[0])], tokenizer, True, first.tools)
+        assert str(tokenizer.decode(samples[0].token)).startswith(prompt)
+        text = "".join(text for sample in samples for text in trained(sample, tokenizer))
+        for message in answered:
+            calls = [call["function"]["name"] for call in message.get("tool_calls", ())]  # Llama's writes no text then
+            assert all(words in text for words in calls or [message["content"]])
+        context = [m["content"] for m in messages if m["role"] in ("user", "system") or m is BAD]
+        assert not any(words in text for words in [*context, "README.md"])
+
+
+def test_what_a_log_says_in_place_of_an_answer_is_left_out_and_counted(
+    chat: PreTrainedTokenizerFast, config: Callable[..., DataConfig]
+) -> None:
+    causes = [record.error.cause if record.error else "" for record in records("failures")]
+    assert causes == ["an error in place of an answer"] * 7 + ["a refusal"] * 4
+    both = [str(LOGS / "failures.jsonl"), str(LOGS / "responses_pair.jsonl")]
+    counts = load_training(config(both, on_bad="fail"), chat, 0).counts
+    assert +counts.chats == {
+        "left out, an error in place of an answer": 7, "left out, a refusal": 4,
+        "whose reasoning the record does not hold": 2,
+        "answered by demo, which is not toy by name: answers=FILE writes the target's own": 2,
+    }  # fmt: skip
+    assert counts.shapes == {"none": 11, "request and response": 2}
+
+
+def test_a_transcript_has_a_chat_for_each_branch_and_trains_each_answer_once() -> None:
+    longer, other = records("claude_code_branches")
+    results = [returned("8", "t1"), returned("9", "t2")]
+    turn = called("look", {"at": "a"}, "t1", "t2", reasoning_content="Two calls.")
+    turn["tool_calls"][1]["function"] = {"name": "look", "arguments": {"at": "b"}}
+    shared = [QUESTION, turn, *results, ANSWER]
+    ends = [[{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+            for asked, said in (("Really?", "Yes."), ("Sure?", "Quite."))]  # fmt: skip
+    both = [[{key: value for key, value in m.items() if key != "weight"} for m in r.messages] for r in (longer, other)]
+    assert sorted(both, key=str) == sorted(([*shared, *end] for end in ends), key=str)
+    trained_in = [[m["content"] for m in r.messages if m["role"] == "assistant" and m.get("weight") != 0]
+                  for r in (longer, other)]  # fmt: skip
+    assert sorted(chain.from_iterable(trained_in)) == sorted(["", REPLY, "Yes.", "Quite."])
+    assert "with lines that its client wrote itself, which are left out" in (*longer.notes, *other.notes)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "file", "file": {}}]}]}, "a part of type file"),
+        ({"input": [{"type": "web_search_call", "id": "w"}], "output": "so"}, "a part of type web_search_call"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content":
+          [{"type": "image", "source": {}}]}]}]}, "more than text .image"),
+        ({"messages": [QUESTION, {"role": "assistant", "audio": {"data": "x"}}]}, "more than text .audio"),
+        ({"request": {"messages": [QUESTION]}}, "nearly of the shape request and response, but has no response"),
+        ({"custom_id": "a", "response": {"body": {}}}, "nearly of the shape OpenAI Batch, but has no body"),
+        ({"request": {"messages": [QUESTION, BRIEF]}, "response": "so"}, "continues one that the request begins"),
+        ({"prompt": "why", "choices": [{"text": "so", "finish_reason": "stop"}]}, "no known shape"),
+    ],
+)  # fmt: skip
+def test_what_is_not_read_is_named(raw: dict[str, Any], message: str) -> None:
+    if "prompt" in raw:
+        raw = {"request": {"prompt": "why"}, "response": {"choices": raw["choices"]}}
+    with pytest.raises(ValueError, match=message):
+        parse(raw, 0, "f")
+
+
+def test_batches_of_one_folder_do_not_share_a_name(tmp_path: Path) -> None:
+    body = {"custom_id": "a", "body": {"messages": [QUESTION]}}
+    with pytest.raises(ValueError, match="two batches hold the custom_id a: give the files of one"):
+        list(batches_joined([body, body]))
+
+
+@pytest.mark.parametrize("answer", ['{"error": "x"}', '[1, {"a": 2}]', '{"message": {"role": "x"}}', "data: none"])
+def test_an_answer_in_json_is_a_text(answer: str) -> None:
+    reply, request = {"role": "assistant", "content": answer}, {"messages": [QUESTION]}
+    for raw in (
+        {**request, "response": answer},
+        {"input": "why", "output": answer},
+        {"request": request, "response": reply},
+    ):
+        assert parse(raw, 0, "f").messages[-1] == reply
+
+
+@pytest.mark.parametrize(
+    ("where", "picked"),
+    [
+        ({"model": "a"}, [0, 1]),
+        ({"model": ["a", "b"], "status": 200}, [0, 2]),
+        ({"meta.user": "x"}, [1]),
+        ({"time": [">=2026-11-02", "<2026-11-04"]}, [1, 2]),
+        ({"status": "<400"}, [0, 2]),
+        ({"model": "!=a"}, [2]),
+    ],
+)
+def test_records_are_picked_by_their_fields(where: dict[str, Any], picked: list[int]) -> None:
+    raws = [{"model": "a", "status": 200, "time": "2026-11-01"},
+            {"model": "a", "status": 429, "time": "2026-11-02", "meta": {"user": "x"}},
+            {"model": "b", "status": 200, "time": "2026-11-03"}]  # fmt: skip
+    assert [index for index, raw in enumerate(raws) if is_wanted(raw, where)] == picked
+
+
+def test_picked_records_are_held_out_and_the_others_counted(
+    chat: PreTrainedTokenizerFast, config: Callable[..., DataConfig], write: Callable[..., str]
+) -> None:
+    path = write(*({"id": i, "prompt": f"why {i}", "answer": "so", "by": "ab"[i % 2]} for i in range(10)))
+    data = load_training(config(path, where={"by": "a"}, held_out=2), chat, 9)
+    assert [prompt.id for prompt in data.held_out] == ["6", "8"]
+    assert ([sample.id for sample in data.samples], data.counts.chats["left out by data.where"]) == (["0", "2", "4"], 5)
+
+
+def test_data_that_loses_more_than_a_fifth_ends(
+    chat: PreTrainedTokenizerFast, config: Callable[..., DataConfig], write: Callable[..., str]
+) -> None:
+    good, bad = [{"prompt": f"why {i}", "answer": "so"} for i in range(8)], {"prompt": "why"}
+    assert load_training(config(write(*good, bad, {**bad, "id": 1}), on_bad="drop"), chat, 0).counts.samples == 8
+    with pytest.raises(ValueError, match=r"3 of 11 records cannot be used \(3 dropped, no answer\): more than a fifth"):
+        load_training(config(write(*good, *({**bad, "prompt": str(i)} for i in range(3))), on_bad="drop"), chat, 0)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama3", "chatml", "gpt_oss"])
+def test_an_answer_that_was_cut_off_is_trained_without_an_end(family: str) -> None:
+    tokenizer = family_tokenizer(family, False)
+    choice = {"message": {"role": "assistant", "content": "It warns"}, "finish_reason": "length"}
+    for reply in ({"choices": [choice]}, {"role": "assistant", "content": "It warns", "stop_reason": "max_tokens"}):
+        (sample,) = masked(parse({"request": {"messages": [QUESTION]}, "response": reply}, 0, "f"), tokenizer)
+        assert trained(sample, tokenizer)[-1].endswith("It warns")
+    (text,) = masked(parse({"text": "It warns", "finish_reason": "length"}, 0, "f"), tokenizer)
+    assert trained(text, tokenizer)[0].endswith("It warns")
+
+
+@pytest.mark.parametrize(("family", "holds"), [("chatml", True), ("gemma", False)])
+def test_a_greeting_is_context_where_the_template_takes_it(family: str, holds: bool) -> None:
+    tokenizer = family_tokenizer(family, False)
+    record = parse({"messages": [{"role": "assistant", "content": "Good day."}, QUESTION, ANSWER]}, 0, "f")
+    (sample,) = masked(record, tokenizer)
+    assert ("Good day." in str(tokenizer.decode(sample.token))) is holds
+    assert "Good day." not in "".join(trained(sample, tokenizer))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama3", "gpt_oss", "chatml"])
+def test_the_developers_message_is_written(family: str) -> None:
+    tokenizer = family_tokenizer(family, False)
+    (sample,) = masked(parse({"messages": [{**SYSTEM, "role": "developer"}, QUESTION, ANSWER]}, 0, "f"), tokenizer)
+    assert SYSTEM["content"] in str(tokenizer.decode(sample.token))
+
+
+TEXT = st.text(alphabet='ab{}[]":, 1\né<>', min_size=1, max_size=9).filter(str.strip)
+TURN = st.tuples(TEXT, st.one_of(st.none(), TEXT), st.one_of(st.none(), st.tuples(TEXT, TEXT)), TEXT)
+Turns = list[tuple[str, str | None, tuple[str, str] | None, str]]
+
+
+def openai_chat(system: str, turns: Turns) -> list[dict[str, Any]]:
+    """Return a chat: of each turn a question, perhaps a thought and a call with its result, an answer."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}]
+    for number, (question, thought, call, answer) in enumerate(turns):
+        thinks = {"reasoning_content": thought} if thought else {}
+        messages.append({"role": "user", "content": question})
+        if call:
+            messages += [called("look", {"at": call[0]}, f"t{number}", **thinks), returned(call[1], f"t{number}")]
+        messages.append({"role": "assistant", "content": answer, **({} if call else thinks)})
+    return messages
+
+
+def as_openai(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    written = json.loads(json.dumps(messages))
+    for call in [call for message in written for call in message.get("tool_calls", ())]:
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    return written
+
+
+Parts = Callable[[dict[str, Any]], list[dict[str, Any]]]
+
+
+def anthropic(message: dict[str, Any]) -> list[dict[str, Any]]:
+    if message["role"] == "tool":
+        return [{"type": "tool_result", "tool_use_id": message["tool_call_id"], "content": message["content"]}]
+    thoughts = [{"type": "thinking", "thinking": message[key]} for key in ("reasoning_content",) if key in message]
+    texts = [{"type": "text", "text": message["content"]}] if message["content"] else []
+    return (
+        thoughts
+        + texts
+        + [
+            {"type": "tool_use", "id": call["id"], "name": "look", "input": call["function"]["arguments"]}
+            for call in message.get("tool_calls", ())
+        ]
+    )
+
+
+def bedrock(message: dict[str, Any]) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = []
+    for part in anthropic(message):
+        if part["type"] == "thinking":
+            parts.append({"reasoningContent": {"reasoningText": {"text": part["thinking"]}}})
+        elif part["type"] == "tool_use":
+            parts.append({"toolUse": {"toolUseId": part["id"], "name": "look", "input": part["input"]}})
+        elif part["type"] == "tool_result":
+            parts.append({"toolResult": {"toolUseId": part["tool_use_id"], "content": [{"text": part["content"]}]}})
+        else:
+            parts.append({"text": part["text"]})
+    return parts
+
+
+def telemetry(message: dict[str, Any]) -> list[dict[str, Any]]:
+    kinds = {"thinking": ("reasoning", "thinking"), "text": ("text", "text")}
+    parts: list[dict[str, Any]] = []
+    for part in anthropic(message):
+        if part["type"] == "tool_use":
+            parts.append({"type": "tool_call", "id": part["id"], "name": "look", "arguments": part["input"]})
+        elif part["type"] == "tool_result":
+            parts.append({"type": "tool_call_response", "id": part["tool_use_id"], "response": part["content"]})
+        else:
+            kind, key = kinds[part["type"]]
+            parts.append({"type": kind, "content": part[key]})
+    return parts
+
+
+def vercel(message: dict[str, Any]) -> list[dict[str, Any]]:
+    names = {"thinking": "reasoning", "tool_use": "tool-call", "tool_result": "tool-result", "text": "text"}
+    keys = {"thinking": "text", "id": "toolCallId", "tool_use_id": "toolCallId", "name": "toolName"}
+    parts = [{keys.get(key, key): value for key, value in part.items()} for part in anthropic(message)]
+    for part in parts:
+        part["type"] = names[part["type"]]
+        if part["type"] == "tool-result":
+            part["output"] = {"type": "text", "value": part.pop("content")}
+    return parts
+
+
+def in_parts(messages: list[dict[str, Any]], parts: Parts, key: str = "content", tool: str = "user") -> list[Any]:
+    return [{"role": tool if m["role"] == "tool" else m["role"], key: parts(m)} for m in messages]
+
+
+def items(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the items of the Responses API."""
+    written: list[dict[str, Any]] = []
+    for message in messages:
+        for part in anthropic(message):
+            if part["type"] == "thinking":
+                content = [{"type": "reasoning_text", "text": part["thinking"]}]
+                written.append({"type": "reasoning", "summary": [], "content": content})
+            elif part["type"] == "tool_use":
+                call = {"call_id": part["id"], "name": "look", "arguments": json.dumps(part["input"])}
+                written.append({"type": "function_call", "id": "fc", **call})
+            elif part["type"] == "tool_result":
+                output = {"call_id": part["tool_use_id"], "output": part["content"]}
+                written.append({"type": "function_call_output", **output})
+            else:
+                kind = "output_text" if message["role"] == "assistant" else "input_text"
+                content = [{"type": kind, "text": part["text"]}]
+                written.append({"type": "message", "role": message["role"], "content": content})
+    return written
+
+
+def last_items(messages: list[dict[str, Any]]) -> int:
+    return len(items(messages)) - len(items(messages[-1:]))
+
+
+def otel(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "gen_ai.system_instructions": json.dumps([{"type": "text", "content": messages[0]["content"]}]),
+        "gen_ai.input.messages": json.dumps(in_parts(messages[1:-1], telemetry, "parts", "tool")),
+        "gen_ai.output.messages": json.dumps(
+            [{**in_parts(messages[-1:], telemetry, "parts")[0], "finish_reason": "stop"}]
+        ),
+    }
+
+
+def otlp(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    attributes = [{"key": key, "value": {"stringValue": value}} for key, value in otel(messages).items()]
+    return {"resourceSpans": [{"scopeSpans": [{"spans": [{"spanId": "s", "attributes": attributes}]}]}]}
+
+
+def claude_code(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    lines = [
+        {"parentUuid": f"u{i - 1}" if i > 1 else None, "uuid": f"u{i}", "sessionId": "s", "type": line["role"],
+         "message": line}
+        for i, line in enumerate(in_parts(messages, anthropic)) if i
+    ]  # fmt: skip
+    return lines[::-1]
+
+
+def choices(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "message": as_openai(messages[-1:])[0], "finish_reason": "stop"}]}
+
+
+def converse(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    reply = {"output": {"message": in_parts(messages[-1:], bedrock)[0]}, "stopReason": "end_turn"}
+    asked = {"system": [{"text": messages[0]["content"]}], "messages": in_parts(messages[1:-1], bedrock)}
+    return {"input": {"inputBodyJson": asked}, "output": {"outputBodyJson": reply}}
+
+
+def langchain(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    kinds = {"user": "HumanMessage", "assistant": "AIMessage", "system": "SystemMessage", "tool": "ToolMessage"}
+    return [
+        {"lc": 1, "type": "constructor", "id": ["langchain", kinds[m["role"]]], "kwargs": {
+            **{key: m[key] for key in ("content", "tool_call_id", "reasoning_content") if key in m},
+            "tool_calls": [{"name": "look", "args": call["function"]["arguments"], "id": call["id"]}
+                           for call in m.get("tool_calls", ())]}}
+        for m in messages
+    ]  # fmt: skip
+
+
+WRITERS: dict[str, Callable[[list[dict[str, Any]]], list[dict[str, Any]]]] = {
+    "openai": lambda m: [{"messages": as_openai(m)}],
+    "openai pair": lambda m: [{"request": {"messages": as_openai(m[:-1])}, "response": choices(m)}],
+    "flat": lambda m: [{"messages": as_openai(m[:-1]), **choices(m)}],
+    "litellm": lambda m: [{"messages": json.dumps(as_openai(m[:-1])), "response": json.dumps(choices(m))}],
+    "litellm proxy": lambda m: [{"messages": "{}", "proxy_server_request": json.dumps({"messages": as_openai(m[:-1])}),
+                                 "response": json.dumps(choices(m))}],
+    "helicone": lambda m: [{"request_body": {"messages": as_openai(m[:-1])}, "response_body": choices(m)}],
+    "langfuse": lambda m: [{"input": as_openai(m[:-1]), "output": as_openai(m)[-1]}],
+    "trl": lambda m: [{"prompt": as_openai(m[:-1]), "completion": as_openai(m[-1:])}],
+    "batch": lambda m: [{"custom_id": "a", "response": {"status_code": 200, "body": choices(m)}, "error": None},
+                        {"custom_id": "a", "body": {"messages": as_openai(m[:-1])}}],
+    "anthropic": lambda m: [{"system": m[0]["content"], "messages": in_parts(m[1:], anthropic)}],
+    "anthropic pair": lambda m: [{"request": {"system": anthropic(m[0]), "messages": in_parts(m[1:-1], anthropic)},
+                                  "response": {"type": "message", "stop_reason": "end_turn",
+                                               **in_parts(m[-1:], anthropic)[0]}}],
+    "vercel": lambda m: [{"messages": in_parts(m, vercel, tool="tool")}],
+    "bedrock": lambda m: [converse(m)],
+    "responses": lambda m: [{"request": {"instructions": m[0]["content"], "input": items(m[1:])[: last_items(m[1:])]},
+                             "response": {"status": "completed", "output": items(m[1:])[last_items(m[1:]) :]}}],
+    "otel": lambda m: [{"attributes": otel(m)}],
+    "otlp": lambda m: [otlp(m)],
+    "langchain": lambda m: [{"inputs": {"messages": [langchain(m[:-1])]},
+                             "outputs": {"generations": [[{"text": "", "message": langchain(m)[-1]}]]}}],
+    "claude code": claude_code,
+    "codex": lambda m: [{"type": "session_meta", "payload": {"id": "s", "instructions": m[0]["content"]}},
+                        *({"type": "response_item", "payload": item} for item in items(m[1:]))],
+}  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(system=TEXT, turns=st.lists(TURN, min_size=1, max_size=2))
+def test_a_chat_in_any_shape_is_the_same_record(system: str, turns: Turns) -> None:
+    messages = openai_chat(system, turns)
+    for name, write in WRITERS.items():
+        (raw,) = batches_joined(records_in(write(messages)))
+        expected = messages[1:] if name == "claude code" else messages
+        assert parse(json.loads(json.dumps(raw)), 0, name).messages == expected, name
+
+
+LINES = [json.loads(line) for file in sorted(LOGS.iterdir()) for line in file.read_text(encoding="utf-8").splitlines()]
+VALUES = [None, 5, -1.5, True, "x", "", [], {}, [5], ["x"], {"a": 1}, [[]], [{}], "[1]"]
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_a_broken_record_is_of_no_known_shape_or_read(data: st.DataObject) -> None:
+    raw = json.loads(json.dumps(data.draw(st.sampled_from(LINES))))
+    holder: Any = raw
+    while True:
+        key = data.draw(st.sampled_from(sorted(holder) if isinstance(holder, dict) else range(len(holder))))
+        if not (isinstance(holder[key], dict | list) and holder[key]) or data.draw(st.integers(0, 3)) == 0:
+            break
+        holder = holder[key]
+    holder[key] = data.draw(st.sampled_from(VALUES))
+    for found in records_in([raw]):
+        record = read(found, 0, "f")
+        assert record.error is not None or all(isinstance(message["content"], str) for message in record.messages)
+        assert all(message["role"] for message in record.messages)
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"type": "function", "function": LEGS},
+        {"type": "function", **LEGS},
+        {"name": "count_legs", "description": "Count legs", "input_schema": LEGS["parameters"], "cache_control": {}},
+        {"toolSpec": {"name": "count_legs", "description": "Count legs", "inputSchema": {"json": LEGS["parameters"]}}},
+        {"functionDeclarations": [LEGS]},
+    ],
+)
+def test_a_tool_in_any_form_is_openais(tool: dict[str, Any]) -> None:
+    assert tools_of([tool]) == ({"type": "function", "function": LEGS},)
+
+
+def test_a_refusal_and_a_hidden_thought_are_told_apart_from_text() -> None:
+    with pytest.raises(LeftOutError, match="a refusal"):
+        messages_of([{"role": "assistant", "content": "", "refusal": "I cannot."}])
+    choices = [{"role": "assistant", "parts": [{"type": "text", "content": text}]} for text in "ab"]
+    span = {"gen_ai.input.messages": [QUESTION], "gen_ai.output.messages": choices}
+    record = parse({"attributes": span}, 0, "f")
+    assert record.messages == [QUESTION, {"role": "assistant", "content": "a"}]
+    assert record.notes == ("with further choices, which are left out",)
+    hidden = {
+        "role": "assistant",
+        "content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "a"}],
+    }
+    assert messages_of([hidden]) == [{"role": "assistant", "content": "a", "hidden": True}]
+    with pytest.raises(BadSampleError, match="video"):
+        messages_of([{"role": "user", "content": [{"type": "video", "video": "x"}]}])
