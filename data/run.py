@@ -40,6 +40,7 @@ from heads import head_config, with_head
 from heads.base import HeadConfig
 from heads.common.command import command
 from heads.common.files import check_writable
+from heads.common.progress import say
 from heads.common.ranges import Count, Number
 from heads.common.typed import typed
 from heads.common.untrusted import visible
@@ -165,12 +166,14 @@ def coverage(samples: Sequence[Sample]) -> str:
 def main(cfg: DictConfig) -> None:
     """Run the command on its configuration."""
     extracts = cfg.features.mode != "live" or cfg.vllm_prompts is not None
-    head = None
+    head, best = None, None
     if extracts:
-        cfg = with_head(cfg)
+        cfg, best = with_head(cfg)
         head = head_config(cfg.head)
     job = typed(JobConfig, cfg, ready={"head": head})
     check(job)
+    if best:
+        say(best)
     run(job)
 
 

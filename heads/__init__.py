@@ -25,7 +25,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from heads.base import HeadConfig
 from heads.block import Block
-from heads.common.progress import say
 from heads.common.resolvers import ROOT
 from heads.common.target_config import best_head
 from heads.common.typed import typed
@@ -46,22 +45,22 @@ HEADS = {
 BEST, AUTO = "best", "auto"
 
 
-def with_head(cfg: DictConfig) -> DictConfig:
+def with_head(cfg: DictConfig) -> tuple[DictConfig, str | None]:
     """Return a composed configuration with its head named and the head's own training values filled in.
 
-    `head=best` becomes the head that suits `model`, by the target's config.json, and that is said. `head.training`
-    holds the values of `objective` and `trainer` where these are `auto`, and the losses that those of `objective` are
-    added to.
+    `head=best` becomes the head that suits `model`, by the target's config.json; the second value is a line that says
+    which head that is and why, None where the head was named. `head.training` holds the values of `objective` and
+    `trainer` where these are `auto`, and the losses that those of `objective` are added to.
 
     Raises:
         ValueError: the target's config.json cannot be read.
     """
     cfg = cfg.copy()
     OmegaConf.set_struct(cfg, False)
-    name = cfg.head.name
+    name, best = cfg.head.name, None
     if name == BEST:
         name, why = best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code)
-        say(f"head=best: {name}, {why}")
+        best = f"head=best: {name}, {why}"
         cfg.head = OmegaConf.load(ROOT / "conf" / "head" / f"{name}.yaml")
     training: Any = OmegaConf.to_container(cfg.head.pop("training", OmegaConf.create()), resolve=False)
     for section, values in training.items():
@@ -70,7 +69,7 @@ def with_head(cfg: DictConfig) -> DictConfig:
                 cfg[section][key] = value | OmegaConf.to_container(cfg[section][key], resolve=False)
             elif cfg[section][key] == AUTO:
                 cfg[section][key] = value
-    return cfg
+    return cfg, best
 
 
 def head_config(values: Any) -> HeadConfig:

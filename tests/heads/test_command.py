@@ -23,6 +23,7 @@ from heads import HEADS, head_config, with_head
 from heads.base import parameter_count
 from heads.common.command import mistake, quoted
 from heads.common.help import CONF, entries, help_text, keys, nearest
+from heads.common.progress import say
 from heads.common.resolvers import register_resolvers
 from heads.common.target_config import EXPERTS, experts_of, head_sizes, logit_factor
 from train import convert
@@ -163,7 +164,10 @@ def test_a_missing_option_is_named(call: Call, capfd: pytest.CaptureFixture[str]
 def composed(*words: str, config: str = "train") -> Any:
     register_resolvers()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return with_head(compose(config, list(words)))
+        cfg, best = with_head(compose(config, list(words)))
+    if best:
+        say(best)
+    return cfg
 
 
 def test_numbers_are_read_under_each_familys_key() -> None:

@@ -12,6 +12,8 @@ from itertools import product
 import torch
 from omegaconf import DictConfig
 
+from heads import with_head
+from heads.common.progress import say
 from inference.target.config import DTYPES, default_device, fast_dtype
 from inference.target.placement import AUTO, DEVICE_MAP, OFFLOAD, PLACEMENTS, REPLICATE, TOGETHER
 from train.config import RunConfig, checked, run_config
@@ -31,6 +33,7 @@ def resolve(cfg: DictConfig) -> RunConfig:
     Raises:
         ValueError: settings are wrong, contradict each other, or fit no placement; the key and the remedy.
     """
+    cfg, best = with_head(cfg)
     run = with_processes(run_config(cfg))
     if run.plan is True:
         check_plan(run)
@@ -41,6 +44,8 @@ def resolve(cfg: DictConfig) -> RunConfig:
     run = resolve_micro_batch(resolve_placement(run))
     if trained is not None:
         check_memory(run, trained)
+    if best:
+        say(best)
     return run
 
 
