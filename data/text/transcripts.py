@@ -104,7 +104,7 @@ def _parts(message: Raw) -> list[Raw]:
 
 
 def _codex(lines: list[Raw]) -> Iterator[Raw]:
-    """Yield a session as a chat, and one more behind each compaction, which writes the chat anew."""
+    """Yield a session as a chat, and one more after each compaction, which replaces the chat."""
     meta: Raw = {}
     items: list[Raw] = []
     for line in [*lines, {"type": "session_meta", "payload": {}}]:
