@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data.answers.chats import AnswerSettings, Outcome, Reply, Talk
-from data.answers.files import LossContext, write_answers
+from data.answers.files import Work, write_answers
 from data.text.records import Record, parse
 from inference.target.target import Target
 
@@ -78,9 +78,9 @@ def records(count: int = 8) -> list[Record]:
     return [chat(f"chat{n}", *(f"w{n} w{turn + 3}" for turn in range(1 + n % 3))) for n in range(count)]
 
 
-def work(of: list[Record], how: AnswerSettings | None = None) -> LossContext:
+def work(of: list[Record], how: AnswerSettings | None = None) -> Work:
     """Return records as work."""
-    return LossContext(of, {"path": "chats"}, how or settings(), 2, {})
+    return Work(of, {"path": "chats"}, how or settings(), 2, {})
 
 
 class Quick:
