@@ -26,7 +26,7 @@ from inference.target.attention import ATTENTION
 from inference.target.model import LayerOutputs
 from train import optim
 from train.config import RunConfig
-from train.objective import Chunk, Pick, chunk_rows, objective
+from train.objective import Chunk, DepthRows, chunk_rows, objective
 from train.planning.shapes import embeddings_of
 
 TARGET, LOSS, PRODUCTS, ATTEND, SMALL, OPTIMISER = (
@@ -158,7 +158,7 @@ def inputs_of(job: Job, head: Any) -> tuple[Features, Tensor, list[Chunk]]:
     features = Features(token, states[:, :, 1:], states[:, :, 0], token)
     index = torch.empty(token.numel(), dtype=torch.long)
     chunks = [
-        Chunk(each, [Pick(each, each, each)] * depths)
+        Chunk(each, [DepthRows(each, each, each)] * depths)
         for each in index.split(chunk_rows(head, "cuda", depths * len(index)))
     ]
     return features, torch.ones(depths, *size), chunks

@@ -215,6 +215,18 @@ def test_every_part_of_a_step_is_measured() -> None:
     assert min([*every, *found.settle[0].values(), *found.settle[1].values()]) > 0
 
 
+def test_paths_that_leave_gaps_are_settled_at_a_price_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = toys.target()
+    texts = write(target, [toys.prompt(0)], SETTINGS)
+
+    def decoded(*_: Any) -> Iterator[list[Step]]:
+        for accepted in itertools.cycle(range(4)):  # of a tree's path one is in place, and more leave gaps
+            yield [Step(3, accepted, 1 + accepted, 0.0, 1.0, 5.0 if accepted > 1 else 2.0)]
+
+    monkeypatch.setattr(costing, "decode", decoded)
+    assert measure(target, None, texts, [], [3], 2, SETTINGS).settle == ({3: 2.0}, {3: 5.0})
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_the_played_back_text_is_what_plain_decoding_writes(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
     made: list[tuple[str, list[Step]]] = []

@@ -1,8 +1,11 @@
 """What vLLM reads of a measurement: the tokens to draft by batch size."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
-from eval.measures.serving import config_of, ranges, schedule_of
+from eval.measures.serving import CONFIG, config_of, ranges, schedule_of
+from eval.report.write import Report
 from tests.eval.stubs import ROW
 
 CHAIN = replace(ROW, drafter="eagle3", tree="chain-5", rule="greedy", speedup=1.5)
@@ -37,3 +40,11 @@ def test_a_report_has_a_schedule_where_it_has_one_chain_in_batches() -> None:
     assert {drafter: changed(drafter=drafter) is not None for drafter in served} == served
     for tree, depth in (("served, depth 7", 7), ("served", 2)):
         assert schedule_of([replace(row, tree=tree) for row in rows[2:]])["num_speculative_tokens"] == depth
+
+
+def test_the_schedule_stands_beside_its_report_and_goes_with_it(tmp_path: Path) -> None:
+    rows = [replace(CHAIN, batch_size=size) for size in (1, 4)]
+    Report({}, {}, {}, {}, rows).write(tmp_path)
+    assert json.loads((tmp_path / CONFIG).read_text(encoding="utf-8")) == schedule_of(rows)
+    Report({}, {}, {}, {}, [ROW]).write(tmp_path)
+    assert not (tmp_path / CONFIG).exists()
