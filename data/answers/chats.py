@@ -51,12 +51,12 @@ class AnswerSettings:
     save_tokens: bool
     seed: Number
     thinking: bool | None
-    template_args: dict[str, Any]
+    template_args: dict[str, Any] | None
 
     def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Return the chat template's values besides the chat; refuse one that it does not read: it would do nothing."""
         thinking = {} if self.thinking is None else {"enable_thinking": self.thinking}
-        options = {**thinking, **self.template_args}
+        options = {**thinking, **(self.template_args or {})}
         template = tokenizer.get_chat_template() if options and tokenizer.chat_template else ""
         for key in options:
             if key in FIXED or not re.search(rf"\b{re.escape(key)}\b", template):

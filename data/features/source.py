@@ -45,6 +45,8 @@ class FeaturesConfig:
             raise ValueError("features.path is missing: features=stored needs the store's folder")
         if self.mode != "engine":
             return
+        if self.path or self.on_missing == "compute":
+            raise ValueError("features=engine reads no store: leave features.path and features.on_missing out")
         if not (self.url and self.vllm):
             raise ValueError("features=engine needs features.url, and features.vllm, the folder where they write")
         for url in self.url:

@@ -40,16 +40,17 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # DeepSeek, Qwen and
 GIVEN = ("arguments", "parameters")  # of a call and of a function's definition: null is a value in them
 IDS = ("tool_call_id", "tool_use_id", "toolUseId", "toolCallId", "call_id", "id")
 # Fields of a message that a reply's bookkeeping fills, or that become others here; templates read none of them.
-BOOKKEEPING = _by_name(
-    dropped="from value parts type id model usage status stop_reason stop_sequence stop_details phase container "
-    "logprobs refusal annotations function_call tool_calls provider_specific_fields thinking_blocks finish_reason "
-    "weight reasoning_details additional_kwargs response_metadata usage_metadata invalid_tool_calls example"
-)
+BOOKKEEPING = {
+    "from", "value", "parts", "type", "id", "model", "usage", "status", "stop_reason", "stop_sequence",
+    "stop_details", "phase", "container", "logprobs", "refusal", "annotations", "function_call", "tool_calls",
+    "provider_specific_fields", "thinking_blocks", "finish_reason", "weight", "reasoning_details",
+    "additional_kwargs", "response_metadata", "usage_metadata", "invalid_tool_calls", "example",
+}  # fmt: skip
 CUT = ("length", "max_tokens", "max_output_tokens", "model_context_window_exceeded")  # an answer that is cut off
-REFUSED = _by_name(
-    refused="content_filter refusal safety guardrail_intervened content_filtered prohibited_content recitation "
-    "blocklist"
-)
+REFUSED = {
+    "content_filter", "refusal", "safety", "guardrail_intervened", "content_filtered", "prohibited_content",
+    "recitation", "blocklist",
+}  # fmt: skip
 MEDIA = re.compile(r"(input_)?(image|video|audio)s?(_url)?")  # keys and types of what is no text
 HIDDEN = "hidden"  # the field of a message whose reasoning its server kept back
 

@@ -194,7 +194,7 @@ def test_a_group_shares_inner_states_and_holds_one_other_turn() -> None:
     for placement, processes, further in cases:
         run = laid_out(processes)
         run = replace(run, model=replace(run.model, placement=placement))
-        stages = memory._stages(run, SHAPE, COST, 1, 2, 2, on_cpu=False, further=further)
+        stages = memory._target_stages(run, SHAPE, COST, 1, 2, further=further)
         taken.append(stages["target's pass"] - SHAPE.working(64, 64, 2, 3, processes))
     features = 64 * 2 * 128 * (3 + 1)  # of the layers that the head reads, and the last
     assert taken == [features, 2 * features, 2 * features]

@@ -186,11 +186,10 @@ def plan(run: RunConfig) -> Plan:
     evaluated, again, host_again = dict[str, int](), 0, 0
     if run.eval.prompts:
         evaluated, again, host_again = target_state(run, shape, last, gate, device.count)
-    stages = _stages(run, shape, cost, rows, dtype.itemsize, 2 if bf16 else 4, on_cpu=kind == "cpu", further=further)
-    if not layers:
-        stages = {name: taken for name, taken in stages.items() if name not in ("target's pass", "measuring τ")}
-    else:
-        stages |= {name: stages[name] + gathered for name in ("target's pass", "measuring τ") if name in stages}
+    stages = _head_stages(run, shape, cost, rows, dtype.itemsize, 2 if bf16 else 4, on_cpu=kind == "cpu")
+    if layers:
+        passes = _target_stages(run, shape, cost, rows, dtype.itemsize, further=further)
+        stages |= {name: gathered + taken for name, taken in passes.items()}
     capacity = round(float(device.memory_gb or 0) * GIB)
     memory = Memory(
         round(device.context_gb * GIB), target | head_state(run, cost), stages, sum(evaluated.values()) + again,
@@ -282,27 +281,37 @@ def moments(cost: HeadCost, muon: bool) -> int:
     return cost.trained + (cost.vectors if muon else cost.trained)
 
 
-def _stages(
-    run: RunConfig, shape: TargetShape, cost: HeadCost, rows: int, item: int, value: int, *, on_cpu: bool, further: bool
+def _head_stages(
+    run: RunConfig, shape: TargetShape, cost: HeadCost, rows: int, item: int, value: int, *, on_cpu: bool
 ) -> dict[str, int]:
-    """Return the bytes that each stage of a step takes for its time.
+    """Return the bytes that each stage of a step takes for its time, but for the target's.
 
-    A value has `item` bytes in the target, `value` in the head. Where a step has `further` micro-batches, the features
-    of the one before are there until the target's pass has ended. A tensor-parallel group runs its processes' rows in
-    turn.
+    A value has `item` bytes in the target, `value` in the head.
     """
-    length, read, tensor_parallel = run.data.length, len(cost.feature_layers), run.model.placement == TENSOR_PARALLEL
-    tokens, group = rows * length, (run.model.tensor_parallel or run.launcher.local) if tensor_parallel else 1
-    features = tokens * shape.width * (read + 1)
     copied = value if run.objective.noise > 0 or value != item else 0
+    features = rows * run.data.length * shape.width * (len(cost.feature_layers) + 1)
     stages = {"head's step": features * (item + copied) + cost.activations + cost.loss}
     if on_cpu or run.trainer.optimizer == "muon":  # else it is fused
         stages["optimiser"] = 12 * cost.largest
     if on_cpu:
         stages["writing the head"] = 8 * cost.trained
+    return stages
+
+
+def _target_stages(
+    run: RunConfig, shape: TargetShape, cost: HeadCost, rows: int, item: int, *, further: bool
+) -> dict[str, int]:
+    """Return the bytes that each stage of the target takes for its time.
+
+    Where a step has `further` micro-batches, the features of the one before are there until the target's pass has
+    ended. A tensor-parallel group runs its processes' rows in turn.
+    """
+    length, read, tensor_parallel = run.data.length, len(cost.feature_layers), run.model.placement == TENSOR_PARALLEL
+    tokens, group = rows * length, (run.model.tensor_parallel or run.launcher.local) if tensor_parallel else 1
+    stages = {}
     if run.features.runs_target:
-        turns = 1 + (group > 1) + further
-        stages["target's pass"] = shape.working(tokens, length, item, read, group) + turns * features * item
+        features = (1 + (group > 1) + further) * tokens * shape.width * (read + 1) * item
+        stages["target's pass"] = shape.working(tokens, length, item, read, group) + features
     if run.trainer.eval_prompts:  # one prompt and answer is decoded, by buffers that double when they are full
         reach = length + run.trainer.eval_tokens
         cached = 2 * reach * shape.layers * 2 * shape.layer.num_kv_heads * shape.layer.head_dim * item // group
@@ -389,15 +398,15 @@ def resolve_micro_batch(run: RunConfig) -> RunConfig:
     if run.trainer.micro_tokens is not None:
         return run
 
-    def of(rows: int) -> Plan:
-        return plan(replace(run, trainer=replace(run.trainer, micro_tokens=rows * run.data.length)))
+    def of(rows: int) -> RunConfig:
+        return replace(run, trainer=replace(run.trainer, micro_tokens=rows * run.data.length))
 
-    least = of(1).memory
+    least = plan(of(1)).memory
     limit = max(least.peak, SAFE * (least.capacity or 0))
     rows = 1 << max(0, (run.rows // run.launcher.world).bit_length() - 1)
-    while rows > 1 and of(rows).memory.peak > limit:
+    while rows > 1 and plan(of(rows)).memory.peak > limit:
         rows //= 2
-    return of(rows).run
+    return of(rows)
 
 
 def table(planned: Plan) -> Group:
