@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from transformers import PreTrainedConfig
 
 from heads.common.files import claim, replacing
-from heads.common.progress import say
+from heads.common.progress import CONSOLE, say, waiting
 
 SUFFIX = ".gguf"
 
@@ -74,13 +74,15 @@ def dequantised(path: str) -> str:
     with claim(new.with_suffix(".lock"), wait=True):
         if not new.is_dir():
             say(f"{path}: dequantised to bfloat16 once, in {new}")
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **given)
-            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.bfloat16, **given, **options
-            )
-            with replacing(new) as written:
-                model.save_pretrained(written)
+            if not CONSOLE.is_terminal:
+                transformers.logging.disable_progress_bar()
+            with waiting("dequantising"), replacing(new) as written:
+                tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **given)
                 tokenizer.save_pretrained(written)
+                model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                    folder, dtype=torch.bfloat16, **given, **options
+                )
+                model.save_pretrained(written)
     return str(new)
 
 

@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from heads import HEADS, head_config, with_head
+from heads import HEADS, best_line, head_config, with_head
 from heads.base import parameter_count
 from heads.common.command import mistake, quoted
 from heads.common.help import CONF, entries, help_text, keys, nearest
@@ -164,10 +164,10 @@ def test_a_missing_option_is_named(call: Call, capfd: pytest.CaptureFixture[str]
 def composed(*words: str, config: str = "train") -> Any:
     register_resolvers()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg, best = with_head(compose(config, list(words)))
-    if best:
+        cfg = compose(config, list(words))
+    if best := best_line(cfg):
         say(best)
-    return cfg
+    return with_head(cfg)
 
 
 def test_numbers_are_read_under_each_familys_key() -> None:
