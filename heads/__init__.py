@@ -51,7 +51,8 @@ def best_line(cfg: DictConfig) -> str | None:
     Raises:
         ValueError: the target's config.json cannot be read.
     """
-    if cfg.head.name != BEST:
+    name = cfg.head.name
+    if name != BEST:
         return None
     return "head=best: {}, {}".format(*best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code))
 
@@ -67,7 +68,8 @@ def with_head(cfg: DictConfig) -> DictConfig:
     """
     cfg = cfg.copy()
     OmegaConf.set_struct(cfg, False)
-    if cfg.head.name == BEST:
+    name = cfg.head.name
+    if name == BEST:
         name, _ = best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code)
         cfg.head = OmegaConf.load(ROOT / "conf" / "head" / f"{name}.yaml")
     training: Any = OmegaConf.to_container(cfg.head.pop("training", OmegaConf.create()), resolve=False)

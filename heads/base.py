@@ -192,6 +192,7 @@ class DraftHead(Protocol):
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
         """Training: draft depths 1 … `depths` from all rows at once, as `extend` and `expand` would one by one.
 
+        A row's depths follow its `features.path` where there is one, else the text (`rows.drafted_token`).
         `anchors` are the rows to be drafted from, in order; a head's output for the others is undefined. None for all.
         """
         ...

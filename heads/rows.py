@@ -1,4 +1,4 @@
-"""The only index arithmetic on rows and depths; the legend is in heads/base.py."""
+"""Index arithmetic on rows and depths; the legend is in heads/base.py, the loss's chunks in train/objective.py."""
 
 import torch
 from jaxtyping import Bool, Int, Shaped

@@ -26,9 +26,9 @@ def gguf_file(path: str) -> Path | None:
     Raises:
         ValueError: the folder holds several, or the file is a part of one.
     """
-    place = Path(path)
-    files = [place] if place.is_file() else sorted(place.glob(f"*{SUFFIX}")) if place.is_dir() else []
-    if not files or files[0].suffix != SUFFIX or any(place.glob("*.safetensors")):
+    given = Path(path)
+    files = [given] if given.is_file() else sorted(given.glob(f"*{SUFFIX}")) if given.is_dir() else []
+    if not files or files[0].suffix != SUFFIX or any(given.glob("*.safetensors")):
         return None
     if len(files) > 1:
         raise ValueError(f"holds {len(files)} GGUF files: give one as model.path, such as {files[0]}")

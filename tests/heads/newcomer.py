@@ -49,7 +49,7 @@ class Newcomer(nn.Module):
         del anchors
         state, drafts = features.last_hidden, []
         for depth in range(1, depths + 1):
-            state = self.step(state, drafted_token(features.token, depth))
+            state = self.step(state, drafted_token(features.token, depth, features.path))
             drafts.append(Draft(state))
         return drafts
 

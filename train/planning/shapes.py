@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from heads import HEADS
-from heads.base import LayerShape, shape_of
+from heads.base import HeadModule, LayerShape, shape_of
 from heads.block import Block
 from heads.common.target_config import UNFIT, experts_of, read_target_config, reason
 from heads.medusa import Medusa
@@ -270,7 +270,7 @@ def head_cost(run: RunConfig, config: Any, rows: int, device: str, *, bf16: bool
     """
     head, whole = head_of(run, config)
     depths, anchors, tokens = run.objective.depths, run.objective.anchors, rows * run.data.length
-    if head.max_depth < depths or not isinstance(head, Recurrent):
+    if isinstance(head, HeadModule) and (head.max_depth < depths or not isinstance(head, Recurrent)):
         head.check_depths(depths)
     drafted = tokens if anchors is None else min(tokens, rows * anchors)
     batch = Batch(head, tokens, drafted, depths, device, 2 if bf16 else 4, run.trainer.recompute)
