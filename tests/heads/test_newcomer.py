@@ -2,14 +2,17 @@
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from heads import HEADS
+from heads.base import Embeddings
+from heads.common.ranges import Parts
 from heads.formats.store import read_config
-from tests.heads.newcomer import Newcomer
+from heads.medusa import Medusa
 from tests.train import jobs
 from train.run import main
 
@@ -20,6 +23,21 @@ training:
   objective: {losses: {soft_ce: 1.0}, depth_decay: 0.8, depths: 3, anchors: null, noise: 0.0}
   trainer: {optimizer: adamw, lr: 3.0e-3}
 """
+
+
+class Newcomer(Medusa):
+    """A head that nobody else knows."""
+
+    @dataclass(frozen=True)
+    class Config:
+        """Numbers of the head."""
+
+        name: str
+        depths: Parts
+
+    def __init__(self, config: Config, embeddings: Embeddings) -> None:
+        super().__init__(Medusa.Config("newcomer", config.depths, 1, "shared", None, None), embeddings)
+        self.config = config
 
 
 def test_a_head_is_added_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
