@@ -124,21 +124,18 @@ class VllmFiles:
         hidden = torch.zeros(1, length, len(self.ids.layers), width)
         last = torch.zeros(1, length, width, device=weight.device)
         for piece in pieces(packed, row):
-            states = self._states(piece, width)
+            file = self.files.get(_key(piece.token))
+            if file is None:
+                raise ValueError(
+                    f"{self.folder}: no file is of the {len(piece.token)} tokens of row {piece.row} from position "
+                    f"{piece.start} on; give vLLM the prompts that vllm_prompts=FILE writes for this data and "
+                    "data.length"
+                )
+            (states,) = read_tensors(file, LOCKED, STATES)
+            self.ids.check(states, len(piece.token), width, file)
             hidden[0, piece.span] = states[:, self.ids.layers].float()
             last[0, piece.span] = normed(states[:, self.ids.last], norm).float()
         return States(hidden, last)
-
-    def _states(self, piece: Piece, width: int) -> Float[Tensor, "T L D"]:
-        file = self.files.get(_key(piece.token))
-        if file is None:
-            raise ValueError(
-                f"{self.folder}: no file is of the {len(piece.token)} tokens of row {piece.row} from position "
-                f"{piece.start} on; give vLLM the prompts that vllm_prompts=FILE writes for this data and data.length"
-            )
-        (states,) = read_tensors(file, LOCKED, STATES)
-        self.ids.check(states, len(piece.token), width, file)
-        return states
 
 
 def normed(last: Float[Tensor, "*n D"], norm: nn.Module) -> Float[Tensor, "*n D"]:

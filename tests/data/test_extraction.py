@@ -13,12 +13,11 @@ from hydra.core.global_hydra import GlobalHydra
 from data.batches import pack
 from data.config import DataConfig
 from data.features import extraction
-from data.features.coding import Copying
 from data.features.store import FeatureStore
 from data.run import main
-from data.text.prompts import load_samples
 from inference.target.target import Target
 from tests.data import stores
+from tests.data.chatml import load_samples
 from tests.data.test_store import contents
 from tests.data.test_vllm_features import as_vllm
 from tests.train import jobs
@@ -70,7 +69,6 @@ def test_it_estimates_extracts_and_goes_on(call: Call, tmp_path: Path, capsys: p
     assert store.spec.layers == (0, 1, 2)
     assert store.missing() == []
     assert f"{store.spec.rows} rows to extract: 0.00" in said
-    assert "about 0:00:0" in said
     assert f"{folder}: {store.spec.shards} shards written by process 0" in said
     before = contents(folder)
     call(*words)
@@ -88,43 +86,19 @@ def test_what_does_not_fit_is_refused_before_the_first_byte(
 ) -> None:
     folder = tmp_path / "store"
     words = ["features=stored", f"features.path={folder}"]
-    said = error_of(call, capsys, *words, "features.budget_gb=0.0001")
-    assert "over features.budget_gb=0.0001; give features.dtype=fp8" in said
     usage: Any = extraction.shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(extraction.shutil, "disk_usage", lambda _: usage)
     assert "and the disk has 0.000 GB free" in error_of(call, capsys, *words)
     assert not folder.exists()
 
 
-def test_the_time_that_is_left_is_that_of_all_rows_on_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-
-    def make(rows: list[int]) -> Copying:
-        now[0] += 2.0 * len(rows)
-        return stores.ready(rows)
-
-    monkeypatch.setattr(extraction.time, "perf_counter", lambda: now[0])
-    seconds = extraction.timed(make, stores.spec(), 4)
-    line = extraction.Estimate(stores.spec(), 7310, 0, 0).line(seconds, 4)
-    assert line.endswith("about 1:00:55 h on 4 processes")
-
-
-def test_what_a_store_holds_already_counts_against_the_budget(tmp_path: Path) -> None:
+def test_only_the_rows_that_a_store_lacks_are_left(tmp_path: Path) -> None:
     store = FeatureStore.create(tmp_path, stores.spec())
     extraction.extract(store, stores.ready, 2, 0, 2)
-    removed = sorted((tmp_path / "index").glob("*.json"))[3:]
-    for entry in removed:
+    for entry in sorted((tmp_path / "index").glob("*.json"))[3:]:
         entry.unlink()
-    store = FeatureStore(tmp_path)
-    left, held = 11 - 6, store.bytes()
-    whole = (held + left * store.spec.row_bytes) / extraction.GB
     fewer = replace(store.spec, layers=store.spec.layers[:1])  # the store goes on with its own
-    work = extraction.estimate(tmp_path, fewer, whole * 1.001)
-    assert (work.spec, work.rows, work.bytes) == (store.spec, left, left * store.spec.row_bytes)
-    assert held >= 6 * store.spec.row_bytes
-    for budget in (whole * 0.999, 1.01 * work.bytes / extraction.GB):
-        with pytest.raises(ValueError, match=r"the store takes 0.000 GB, over features\.budget_gb"):
-            extraction.estimate(tmp_path, stores.spec(), budget)
+    assert extraction.rows_left(tmp_path, fewer) == (store.spec, 11 - 6)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """What the options leave of a chat, what becomes of bad ones, and tokens that span the edge of an answer."""
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
 from data.text import masks
-from data.text.masks import Turn, reasoning_of, samples_of, skip, without
-from data.text.prompts import load_prompts, load_samples
+from data.text.masks import Turn, samples_of, skip, without
 from data.text.records import Record, parse
-from tests.data.chatml import TAGGED, Tokens
+from tests.data.chatml import Tokens, load_samples
 from tests.data.families import CHATS, chat_record, family_tokenizer, marked, masked
 from tests.tokenizers import trained
 
@@ -72,23 +70,6 @@ def test_reasoning_that_is_quoted_is_no_reasoning() -> None:
     assert marked(sample, tokenizer).endswith("⟦Use <think>b</think>.<|im_end|>⟧\n")
     user = {"role": "user", "content": "<think>a</think>b"}
     assert without(user) == user
-
-
-@pytest.mark.parametrize(
-    ("message", "reasoning"),
-    [
-        ({"content": "b", "reasoning_content": "a"}, "a"),
-        ({"content": "b", "thinking": "a"}, "a"),
-        ({"content": "b", "reasoning": "a"}, "a"),
-        ({"content": " <think>\na\n</think>\n\nb"}, " \na\n\n\n"),
-        ({"content": "[THINK]a[/THINK]b"}, "a"),
-        ({"content": "b"}, ""),
-    ],
-)
-def test_reasoning_under_all_its_names(message: dict[str, Any], reasoning: str) -> None:
-    answer = {"role": "assistant", **message}
-    assert reasoning_of(answer) == reasoning
-    assert without(answer) == {"role": "assistant", "content": "b"}
 
 
 @pytest.mark.parametrize(
@@ -210,25 +191,6 @@ def test_a_tokenizer_that_tells_no_characters_is_named(config: Config, monkeypat
     monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
     with pytest.raises(ValueError, match=r"sample a: its tokens span the edge of an answer, .*use the model's fast"):
         samples_of(Record("a", "", told("a mat", "the other cat"), ""), tokenizer, "f", config("f"), Counter())
-
-
-def test_content_in_parts_is_its_text(tokenizer_with: Tokens, write: Write, config: Config) -> None:
-    parts = [{"type": "text", "text": "So "}, {"type": "text", "text": "it is."}]
-    path = write({"id": "a", "messages": [*told("Why?"), {"role": "assistant", "content": parts}]})
-    tokenizer = tokenizer_with(TAGGED)
-    (sample,) = load_samples(config(path), tokenizer)
-    assert marked(sample, tokenizer).endswith("⟦So it is.<|im_end|>⟧\n")
-
-
-def test_tools_are_read_as_json_too_and_prompts_have_them(write: Write, config: Config) -> None:
-    tools = CHATS["tools"]["tools"]
-    path = write({"id": "a", **CHATS["tools"]}, {"id": "a", **CHATS["tools"], "tools": json.dumps(tools)})
-    tokenizer = family_tokenizer("qwen25", False)
-    first, second = load_samples(config(path, dedup=False), tokenizer)
-    assert first.token == second.token
-    (prompt, _) = load_prompts(path, tokenizer, None)
-    assert first.token[: len(prompt.token)] == prompt.token
-    assert '"name": "get_weather"' in tokenizer.decode(prompt.token)
 
 
 @pytest.mark.parametrize("tagged", [False, True])

@@ -11,13 +11,12 @@ from data.config import DataConfig
 from data.text.prompts import (
     OPENING,
     load_prompts,
-    load_samples,
     load_training,
     records_to_answer,
     save_prompts,
     split_text,
 )
-from tests.data.chatml import PLAIN, TAGGED, Tokens
+from tests.data.chatml import PLAIN, TAGGED, Tokens, load_samples
 from tests.data.families import trained
 
 Write = Callable[..., str]
@@ -136,14 +135,12 @@ def test_a_long_chat_is_cut_and_one_without_answer_dropped_and_counted(
 def test_limits_and_the_held_out_end(bare: PreTrainedTokenizerFast, write: Write, config: Config) -> None:
     path = write(*({"id": str(i), "text": f"number {i}"} for i in range(6)))
 
-    def ids(at_most: int | None = None, **changed: Any) -> list[str]:
-        return [sample.id for sample in load_samples(config(path, **changed), bare, at_most)]
+    def ids(**changed: Any) -> list[str]:
+        return [sample.id for sample in load_samples(config(path, **changed), bare)]
 
     assert ids() == list("012345")
     assert ids(held_out=2) == list("0123")
     assert ids(held_out=2, limit=3) == list("012")
-    assert ids(2, held_out=2, limit=3) == list("01")
-    assert ids(3, limit=2) == list("01")
     assert [p.id for p in load_training(config(path, held_out=2), bare, 9).held_out] == list("45")
     assert [p.id for p in load_training(config(path, held_out=2), bare, 1).held_out] == ["4"]
     assert [p.id for p in records_to_answer(config(path, held_out=2), None)] == list("0123")

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -135,20 +134,13 @@ def test_what_a_log_says_in_place_of_an_answer_is_left_out_and_counted(
     assert counts.shapes == {"none": 11, "request and response": 2}
 
 
-def test_a_transcript_has_a_chat_for_each_branch_and_trains_each_answer_once() -> None:
-    longer, other = records("claude_code_branches")
-    results = [returned("8", "t1"), returned("9", "t2")]
+def test_a_transcript_is_its_longest_branch_with_every_result_behind_its_call() -> None:
+    (record,) = records("claude_code_branches")
     turn = called("look", {"at": "a"}, "t1", "t2", reasoning_content="Two calls.")
     turn["tool_calls"][1]["function"] = {"name": "look", "arguments": {"at": "b"}}
-    shared = [QUESTION, turn, *results, ANSWER]
-    ends = [[{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
-            for asked, said in (("Really?", "Yes."), ("Sure?", "Quite."))]  # fmt: skip
-    both = [[{key: value for key, value in m.items() if key != "weight"} for m in r.messages] for r in (longer, other)]
-    assert sorted(both, key=str) == sorted(([*shared, *end] for end in ends), key=str)
-    trained_in = [[m["content"] for m in r.messages if m["role"] == "assistant" and m.get("weight") != 0]
-                  for r in (longer, other)]  # fmt: skip
-    assert sorted(chain.from_iterable(trained_in)) == sorted(["", REPLY, "Yes.", "Quite."])
-    assert "with lines that its client wrote itself, which are left out" in (*longer.notes, *other.notes)
+    end = [{"role": "user", "content": "Really?"}, {"role": "assistant", "content": "Yes."}]
+    assert record.messages == [QUESTION, turn, returned("8", "t1"), returned("9", "t2"), ANSWER, *end]
+    assert record.notes == ("with lines of its client or of other branches, which are left out",)
 
 
 @pytest.mark.parametrize(
@@ -276,86 +268,61 @@ def as_openai(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return written
 
 
-Parts = Callable[[dict[str, Any]], list[dict[str, Any]]]
+# Of each SDK or server: a text, a thought, a call and a result as parts of a message.
+Style = tuple[Callable[[str, str], Any], Callable[[str], Any], Callable[[str, Any], Any], Callable[[str, str], Any]]
+STYLES: dict[str, Style] = {
+    "anthropic": (
+        lambda text, _: {"type": "text", "text": text},
+        lambda text: {"type": "thinking", "thinking": text},
+        lambda id_, given: {"type": "tool_use", "id": id_, "name": "look", "input": given},
+        lambda id_, text: {"type": "tool_result", "tool_use_id": id_, "content": text},
+    ),
+    "bedrock": (
+        lambda text, _: {"text": text},
+        lambda text: {"reasoningContent": {"reasoningText": {"text": text}}},
+        lambda id_, given: {"toolUse": {"toolUseId": id_, "name": "look", "input": given}},
+        lambda id_, text: {"toolResult": {"toolUseId": id_, "content": [{"text": text}]}},
+    ),
+    "telemetry": (
+        lambda text, _: {"type": "text", "content": text},
+        lambda text: {"type": "reasoning", "content": text},
+        lambda id_, given: {"type": "tool_call", "id": id_, "name": "look", "arguments": given},
+        lambda id_, text: {"type": "tool_call_response", "id": id_, "response": text},
+    ),
+    "vercel": (
+        lambda text, _: {"type": "text", "text": text},
+        lambda text: {"type": "reasoning", "text": text},
+        lambda id_, given: {"type": "tool-call", "toolCallId": id_, "toolName": "look", "input": given},
+        lambda id_, text: {"type": "tool-result", "toolCallId": id_, "output": {"type": "text", "value": text}},
+    ),
+    "responses": (  # items, a list of their own
+        lambda text, role: {"type": "message", "role": role, "content": [{"type": TEXTS[role], "text": text}]},
+        lambda text: {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]},
+        lambda id_, given: {"type": "function_call", "id": "fc", "call_id": id_, "name": "look",
+                            "arguments": json.dumps(given)},
+        lambda id_, text: {"type": "function_call_output", "call_id": id_, "output": text},
+    ),
+}  # fmt: skip
+TEXTS = {"assistant": "output_text", "user": "input_text", "system": "input_text"}
 
 
-def anthropic(message: dict[str, Any]) -> list[dict[str, Any]]:
+def parts(message: dict[str, Any], style: str) -> list[Any]:
+    """Return a message's parts."""
+    text, thought, call, result = STYLES[style]
     if message["role"] == "tool":
-        return [{"type": "tool_result", "tool_use_id": message["tool_call_id"], "content": message["content"]}]
-    thoughts = [{"type": "thinking", "thinking": message[key]} for key in ("reasoning_content",) if key in message]
-    texts = [{"type": "text", "text": message["content"]}] if message["content"] else []
-    return (
-        thoughts
-        + texts
-        + [
-            {"type": "tool_use", "id": call["id"], "name": "look", "input": call["function"]["arguments"]}
-            for call in message.get("tool_calls", ())
-        ]
-    )
+        return [result(message["tool_call_id"], message["content"])]
+    thoughts = [thought(message["reasoning_content"])] if "reasoning_content" in message else []
+    texts = [text(message["content"], message["role"])] if message["content"] else []
+    calls = [call(called["id"], called["function"]["arguments"]) for called in message.get("tool_calls", ())]
+    return thoughts + texts + calls
 
 
-def bedrock(message: dict[str, Any]) -> list[dict[str, Any]]:
-    parts: list[dict[str, Any]] = []
-    for part in anthropic(message):
-        if part["type"] == "thinking":
-            parts.append({"reasoningContent": {"reasoningText": {"text": part["thinking"]}}})
-        elif part["type"] == "tool_use":
-            parts.append({"toolUse": {"toolUseId": part["id"], "name": "look", "input": part["input"]}})
-        elif part["type"] == "tool_result":
-            parts.append({"toolResult": {"toolUseId": part["tool_use_id"], "content": [{"text": part["content"]}]}})
-        else:
-            parts.append({"text": part["text"]})
-    return parts
+def in_parts(messages: list[dict[str, Any]], style: str, key: str = "content", tool: str = "user") -> list[Any]:
+    return [{"role": tool if m["role"] == "tool" else m["role"], key: parts(m, style)} for m in messages]
 
 
-def telemetry(message: dict[str, Any]) -> list[dict[str, Any]]:
-    kinds = {"thinking": ("reasoning", "thinking"), "text": ("text", "text")}
-    parts: list[dict[str, Any]] = []
-    for part in anthropic(message):
-        if part["type"] == "tool_use":
-            parts.append({"type": "tool_call", "id": part["id"], "name": "look", "arguments": part["input"]})
-        elif part["type"] == "tool_result":
-            parts.append({"type": "tool_call_response", "id": part["tool_use_id"], "response": part["content"]})
-        else:
-            kind, key = kinds[part["type"]]
-            parts.append({"type": kind, "content": part[key]})
-    return parts
-
-
-def vercel(message: dict[str, Any]) -> list[dict[str, Any]]:
-    names = {"thinking": "reasoning", "tool_use": "tool-call", "tool_result": "tool-result", "text": "text"}
-    keys = {"thinking": "text", "id": "toolCallId", "tool_use_id": "toolCallId", "name": "toolName"}
-    parts = [{keys.get(key, key): value for key, value in part.items()} for part in anthropic(message)]
-    for part in parts:
-        part["type"] = names[part["type"]]
-        if part["type"] == "tool-result":
-            part["output"] = {"type": "text", "value": part.pop("content")}
-    return parts
-
-
-def in_parts(messages: list[dict[str, Any]], parts: Parts, key: str = "content", tool: str = "user") -> list[Any]:
-    return [{"role": tool if m["role"] == "tool" else m["role"], key: parts(m)} for m in messages]
-
-
-def items(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the items of the Responses API."""
-    written: list[dict[str, Any]] = []
-    for message in messages:
-        for part in anthropic(message):
-            if part["type"] == "thinking":
-                content = [{"type": "reasoning_text", "text": part["thinking"]}]
-                written.append({"type": "reasoning", "summary": [], "content": content})
-            elif part["type"] == "tool_use":
-                call = {"call_id": part["id"], "name": "look", "arguments": json.dumps(part["input"])}
-                written.append({"type": "function_call", "id": "fc", **call})
-            elif part["type"] == "tool_result":
-                output = {"call_id": part["tool_use_id"], "output": part["content"]}
-                written.append({"type": "function_call_output", **output})
-            else:
-                kind = "output_text" if message["role"] == "assistant" else "input_text"
-                content = [{"type": kind, "text": part["text"]}]
-                written.append({"type": "message", "role": message["role"], "content": content})
-    return written
+def items(messages: list[dict[str, Any]]) -> list[Any]:
+    return [item for message in messages for item in parts(message, "responses")]
 
 
 def last_items(messages: list[dict[str, Any]]) -> int:
@@ -365,9 +332,9 @@ def last_items(messages: list[dict[str, Any]]) -> int:
 def otel(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "gen_ai.system_instructions": json.dumps([{"type": "text", "content": messages[0]["content"]}]),
-        "gen_ai.input.messages": json.dumps(in_parts(messages[1:-1], telemetry, "parts", "tool")),
+        "gen_ai.input.messages": json.dumps(in_parts(messages[1:-1], "telemetry", "parts", "tool")),
         "gen_ai.output.messages": json.dumps(
-            [{**in_parts(messages[-1:], telemetry, "parts")[0], "finish_reason": "stop"}]
+            [{**in_parts(messages[-1:], "telemetry", "parts")[0], "finish_reason": "stop"}]
         ),
     }
 
@@ -381,7 +348,7 @@ def claude_code(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     lines = [
         {"parentUuid": f"u{i - 1}" if i > 1 else None, "uuid": f"u{i}", "sessionId": "s", "type": line["role"],
          "message": line}
-        for i, line in enumerate(in_parts(messages, anthropic)) if i
+        for i, line in enumerate(in_parts(messages, "anthropic")) if i
     ]  # fmt: skip
     return lines[::-1]
 
@@ -391,8 +358,8 @@ def choices(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def converse(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    reply = {"output": {"message": in_parts(messages[-1:], bedrock)[0]}, "stopReason": "end_turn"}
-    asked = {"system": [{"text": messages[0]["content"]}], "messages": in_parts(messages[1:-1], bedrock)}
+    reply = {"output": {"message": in_parts(messages[-1:], "bedrock")[0]}, "stopReason": "end_turn"}
+    asked = {"system": [{"text": messages[0]["content"]}], "messages": in_parts(messages[1:-1], "bedrock")}
     return {"input": {"inputBodyJson": asked}, "output": {"outputBodyJson": reply}}
 
 
@@ -419,11 +386,12 @@ WRITERS: dict[str, Callable[[list[dict[str, Any]]], list[dict[str, Any]]]] = {
     "trl": lambda m: [{"prompt": as_openai(m[:-1]), "completion": as_openai(m[-1:])}],
     "batch": lambda m: [{"custom_id": "a", "response": {"status_code": 200, "body": choices(m)}, "error": None},
                         {"custom_id": "a", "body": {"messages": as_openai(m[:-1])}}],
-    "anthropic": lambda m: [{"system": m[0]["content"], "messages": in_parts(m[1:], anthropic)}],
-    "anthropic pair": lambda m: [{"request": {"system": anthropic(m[0]), "messages": in_parts(m[1:-1], anthropic)},
+    "anthropic": lambda m: [{"system": m[0]["content"], "messages": in_parts(m[1:], "anthropic")}],
+    "anthropic pair": lambda m: [{"request": {"system": parts(m[0], "anthropic"),
+                                              "messages": in_parts(m[1:-1], "anthropic")},
                                   "response": {"type": "message", "stop_reason": "end_turn",
-                                               **in_parts(m[-1:], anthropic)[0]}}],
-    "vercel": lambda m: [{"messages": in_parts(m, vercel, tool="tool")}],
+                                               **in_parts(m[-1:], "anthropic")[0]}}],
+    "vercel": lambda m: [{"messages": in_parts(m, "vercel", tool="tool")}],
     "bedrock": lambda m: [converse(m)],
     "responses": lambda m: [{"request": {"instructions": m[0]["content"], "input": items(m[1:])[: last_items(m[1:])]},
                              "response": {"status": "completed", "output": items(m[1:])[last_items(m[1:]) :]}}],
@@ -479,7 +447,8 @@ def test_a_broken_record_is_of_no_known_shape_or_read(data: st.DataObject) -> No
     ],
 )
 def test_a_tool_in_any_form_is_openais(tool: dict[str, Any]) -> None:
-    assert tools_of([tool]) == ({"type": "function", "function": LEGS},)
+    served = {"type": "web_search"}  # which has no name
+    assert tools_of([tool, served]) == ({"type": "function", "function": LEGS}, served)
 
 
 def test_a_refusal_and_a_hidden_thought_are_told_apart_from_text() -> None:

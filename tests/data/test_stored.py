@@ -28,7 +28,7 @@ LAYERS = (0, 2)
 
 def config(**changed: Any) -> FeaturesConfig:
     values: dict[str, Any] = {
-        "mode": "stored", "path": "x", "dtype": "fp32", "budget_gb": None,
+        "mode": "stored", "path": "x", "dtype": "fp32",
         "on_missing": "fail", "shard_mb": 1, "prefetch": 3, "micro_rows": 2, "vllm": None, "vllm_layers": [],
         "url": [], "endpoint": asking.config(),
     }  # fmt: skip
