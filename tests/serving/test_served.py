@@ -21,7 +21,6 @@ from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from tests import families, toys
-from tests.serving import identity
 from tests.serving import test_checkpoint as toy
 from tests.serving.conftest import command
 from tests.serving.engines import TARGET, asked
@@ -128,26 +127,3 @@ def test_vllm_serves_a_qwen3_with_a_head_as_mimos_module(tmp_path: Path, qk_norm
     served = asked("serve_vllm.py", job)
     assert served["tokens"] == plain
     check_counts(f"Qwen3, qk_norm={qk_norm}", served, by_us(target, folder, toy.PROMPTS, plain, depth))
-
-
-@pytest.fixture(scope="module")
-def repeating(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Target]:
-    folder = tmp_path_factory.mktemp("repeating")
-    return folder, identity.target(folder / "target")
-
-
-def test_identity_heads_in_every_format_are_accepted_where_the_text_repeats_itself(
-    repeating: tuple[Path, Target],
-) -> None:
-    root, of = repeating
-    prompts = [[5, 7, 9 + i] for i in range(4)]
-    job = {"target": str(root / "target"), "prompts": prompts, "tokens": 100 + identity.DEPTH}
-    texts = asked("serve_vllm.py", job)["tokens"]
-    wanted = identity.expected(texts, 100, identity.DEPTH)
-    assert 0.1 < wanted["accepted_tokens"] / wanted["draft_tokens"] < 0.9
-    for kind in identity.KINDS:
-        said = {"method": kind, "num_speculative_tokens": identity.DEPTH}
-        said["model"] = str(identity.identity(kind, of, root / f"identity-{kind}"))
-        answer = asked("serve_vllm.py", {**job, "tokens": 100, "speculative": said})
-        assert answer.pop("tokens") == [text[:100] for text in texts], kind
-        assert answer == wanted, kind
