@@ -73,8 +73,7 @@ class StoreSpec:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row on disk, apart from some hundred bytes of overhead of its shard and entry."""
-        scale = SCALE_BYTES if self.dtype == "fp8" else 0
-        return self.length * (len(self.layers) + 1) * (self.width * DTYPES[self.dtype].itemsize + scale)
+        return self.length * (len(self.layers) + 1) * size(self.width, self.dtype)
 
     def shard(self, number: int) -> list[int]:
         """Return the rows of an extraction's shard."""
@@ -272,3 +271,8 @@ def decode(coded: Coded, dtype: torch.dtype) -> Float[Tensor, "*n D"]:
     if coded.scale is None:
         return coded.value.to(dtype)
     return (coded.value.float() * coded.scale[..., None]).to(dtype)
+
+
+def size(width: int, dtype: str) -> int:
+    """Return the bytes that one row of `width` values takes."""
+    return width * DTYPES[dtype].itemsize + (SCALE_BYTES if dtype == "fp8" else 0)

@@ -120,19 +120,6 @@ def test_chats_whose_later_samples_are_too_long_keep_the_others(config: Config) 
     assert seen["cut at data.max_tokens"] == 1
 
 
-def test_one_of_several_calls_that_a_template_leaves_out_is_counted(tokenizer_with: Tokens, config: Config) -> None:
-    template = (
-        "{% for m in messages %}{{ m.role + ': ' + m.content }}{% if m.tool_calls %}"
-        "{{ m.tool_calls[0].function.name }}{% endif %}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    for names, lost in ((["look"], 0), (["look", "find"], 1)):
-        calls = [{"function": {"name": name, "arguments": {}}} for name in names]
-        messages, seen = [*told("Why?"), {"role": "assistant", "content": "", "tool_calls": calls}], Counter[str]()
-        assert samples_of(Record("a", "", messages, ""), tokenizer_with(template), "f", config("f"), seen)
-        assert seen["whose tool calls the chat template leaves out"] == lost
-
-
 IN_TWO = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ 'ask: ' + m.content + '\n' }}{% else %}{% generation %}"
     "{{ m.content }}{% endgeneration %}{{ ' by me ' }}{% generation %}{{ 'end<|im_end|>' }}{% endgeneration %}"

@@ -35,16 +35,9 @@ WHOLE = (
     "<|im_start|>assistant\nIt is.\nReally.<|im_end|>\n<|im_start|>user\nAnd now?<|im_end|>\n"
     "<|im_start|>assistant\nNow too, élan.<|im_end|>\n"
 )
-BARE_TAGS = TAGGED.replace(
-    "m['content'] + '<|im_end|>' }}{%- endgeneration -%}{{ '\n'",
-    "m['content'] }}{%- endgeneration -%}{{ '<|im_end|>\n'",
-)
-WIDE_TAGS = TAGGED.replace("'<|im_end|>' }}{%- endgeneration -%}{{ '\n'", "'<|im_end|>\n' }}{%- endgeneration -%}{{ ''")
-# A past answer loses its reasoning, as Qwen3's template has it.
-# Ends no turn by a token of its own: the next user turn starts with it (craftgpt).
 
 
-@pytest.mark.parametrize("template", [PLAIN, TAGGED, BARE_TAGS, WIDE_TAGS])
+@pytest.mark.parametrize("template", [PLAIN, TAGGED])
 def test_the_mask_covers_the_answers_and_their_ends_and_nothing_else(
     tokenizer_with: Tokens, write: Write, config: Config, template: str
 ) -> None:

@@ -85,19 +85,6 @@ def test_answers_in_another_order_are_put_where_they_belong(
     source.close()
 
 
-def test_no_more_results_lie_unread_than_requests_may_be_under_way(
-    packed: Packed, target: Target, server: StatesServer
-) -> None:
-    source = served(packed, target, server, concurrency=3)
-    server.always_writes = late(0.1)
-    source(0)
-    time.sleep(0.3)  # training takes its time
-    steps(source, 1)
-    source.close()
-    assert server.most == 3
-    assert server.leftovers() == []
-
-
 @pytest.mark.parametrize("fault", [status(503), raw(b"nonsense"), unanswered])
 def test_a_request_that_fails_is_sent_again(packed: Packed, target: Target, server: StatesServer, fault: Any) -> None:
     source = served(packed, target, server, timeout=0.5)
