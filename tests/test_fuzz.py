@@ -25,6 +25,8 @@ from safetensors.torch import save_file
 
 from data.features.store import FeatureStore
 from data.features.vllm_features import STATES, TOKENS, LayerIds, read_tensors
+from data.text.records import read as record
+from data.text.sources import open_source
 from eval.config import Selection
 from eval.inputs.drafters import model_of
 from eval.inputs.workloads import read_workload
@@ -49,6 +51,7 @@ from train.checkpoints import format
 ALL = 100_000  # inputs of `make fuzz`
 FEW = 100  # of each reader otherwise
 ROUND = 1_000
+LOGS = Path(__file__).parent / "data" / "logs"
 PATIENCE = 60  # seconds for one input
 ROOM = 400 << 20  # bytes that the process may grow by
 LONGEST = 20_000  # characters of an error
@@ -142,6 +145,21 @@ def logged(file: Path) -> object:
     return list(requests), list(Log(file, config, None))
 
 
+def shapes(file: Path) -> object:
+    """Read the log of a proxy, a tracer or an agent as training does."""
+    return [record(raw, index, str(file)) for index, raw in enumerate(open_source(str(file), ""))]
+
+
+def logs_of(root: Path) -> dict[str, Reader]:
+    """Return the reader of every shape of logs."""
+    made = {}
+    for file in sorted(LOGS.glob("*.jsonl")):
+        copied = root / file.name
+        whole = [json.loads(line) for line in file.read_text().splitlines()]
+        made[file.stem] = Reader(copied, whole, lines, partial(shapes, copied))
+    return made
+
+
 def heads_of(root: Path) -> dict[str, Reader]:
     """Return the readers of heads, our own and others'."""
     target = toys.target()
@@ -221,7 +239,7 @@ def read_of(root: Path) -> dict[str, Reader]:
 NAMES = [
     "head config", "header", "published config", "safetensors index", "store meta", "store entry",
     "checkpoint index", "config.yaml", "report", "workload", "tree",
-    "vllm states", "adapter config", "adapter", "log",
+    "vllm states", "adapter config", "adapter", "log", *sorted(file.stem for file in LOGS.glob("*.jsonl")),
 ]  # fmt: skip
 
 
@@ -234,7 +252,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def readers(root: Path) -> dict[str, Reader]:
     inner = root / "inner"
     inner.mkdir()
-    return heads_of(inner) | stored_of(inner) | read_of(inner)
+    return heads_of(inner) | stored_of(inner) | read_of(inner) | logs_of(inner)
 
 
 def listing(root: Path) -> set[tuple[str, int]]:

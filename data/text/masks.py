@@ -277,7 +277,7 @@ def turns_of(
     if config.turns == "last":
         question = max((i for i, role in enumerate(roles[: answers[-1]]) if role == "user"), default=-1)
         answers = [i for i in answers if i > question]
-    turns = [_turn(record._replace(messages=messages[: i + 1]), tokenizer, cut, drop_counts) for i in answers]
+    turns = [_turn(record._replace(messages=messages[: i + 1]), tokenizer, cut) for i in answers]
     drop_counts[CUT_OFF] += any(turn.cut for turn in turns)
     lost = [i for i, turn in zip(answers, turns, strict=True) if reasoning_of(messages[i]).strip() not in turn.text]
     drop_counts["whose reasoning the chat template leaves out"] += bool(lost)
@@ -294,11 +294,12 @@ def turns_of(
     return turns
 
 
-def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool, drop_counts: Counter[str]) -> Turn:
+def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool) -> Turn:
     """Find the answer that a chat ends with: behind the target's prompt, up to the chat's end.
 
-    A template's own blocks stand as they are, but the target also writes the blanks before them, and the token that
-    ends the turn.
+    Some templates shorten earlier messages once there is an answer (Mistral's system prompt, gpt-oss's reasoning before
+    a tool call): the answer then stands behind the prompt that the target had. A template's own blocks stand as they
+    are, but the target also writes the blanks before them, and the token that ends the turn.
     """
     tools, before = record.tools, record.messages[:-1]
     prompt = render(before, tokenizer, True, tools)
@@ -331,7 +332,11 @@ def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool, drop_co
     else:
         spans = [(start, len(text))]
     closed = OPENED.sub("", prompt)
-    drop_counts["with an answer behind another text than its generation prompt"] += not text.startswith(closed)
+    if spans and not text.startswith(closed):
+        start = spans[0][0] if start is None else start
+        given = prompt if text[:start].endswith(prompt[len(closed) :]) else closed
+        text, shift = given + text[start:], len(given) - start
+        spans = [(a + shift, b + shift) for a, b in spans]
     spans = [(skip(text, a, b, cut), b) for a, b in spans]
     if record.messages[-1].get("finish_reason") != "length" or not spans:
         return Turn(text, spans, [])
@@ -345,8 +350,7 @@ def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool, drop_co
 def _start(generation_prompt: str, text: str, chat: str, question: str) -> int | None:
     """Return the start of the answer to `question`, the end of `chat`: behind the prompt, or behind a suffix of it.
 
-    Some templates shorten earlier messages once there is an answer: Mistral's system prompt, gpt-oss's reasoning before
-    a tool call. The suffix is then the longest that the text holds, and has all of `question` in it.
+    The suffix is the longest that the text holds, and has all of `question` in it.
     """
     for prompt in (generation_prompt, OPENED.sub("", generation_prompt)):  # without the reasoning block that it opens
         if text.startswith(prompt):

@@ -17,6 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig
 
+from heads.common import gguf
 from heads.common.connection import check_reachable
 from heads.common.errors import one_line
 from heads.common.ranges import LARGEST
@@ -56,8 +57,13 @@ def read_target_config(path: str, trust_remote_code: bool, cached_alone: bool = 
     """
     values = read_target_values(path, trust_remote_code, cached_alone)
     try:
-        config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(
-            path, trust_remote_code=trust_remote_code, local_files_only=cached_alone
+        folder, given = gguf.located(path)
+        config: PreTrainedConfig = (
+            transformers.AutoConfig.for_model(**values)
+            if given
+            else transformers.AutoConfig.from_pretrained(
+                folder, trust_remote_code=trust_remote_code, local_files_only=cached_alone
+            )
         )
         config = text_tower(config) if has_text_tower(values) else config
         text = config.get_text_config()
@@ -99,7 +105,10 @@ def read_target_values(path: str, trust_remote_code: bool, cached_alone: bool) -
     """
     try:
         regular(Path(path))
-        if (file := Path(path) / "config.json").is_file():
+        folder, given = gguf.located(path)
+        if given:
+            values = gguf.metadata(folder, **given)
+        elif (file := Path(folder) / "config.json").is_file():
             values = parse_json(file.read_bytes())
         else:
             if not cached_alone:

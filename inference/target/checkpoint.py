@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.utils.hub import cached_file
 
+from heads.common.gguf import dequantised
 from heads.common.untrusted import parse_json
 from heads.formats.store import INDEX, QUANTISED, WEIGHTS
 from heads.formats.weights import FEW, digest, shards
@@ -47,6 +48,7 @@ def tensor_files(checkpoint: str) -> dict[str, Path]:
         OSError, ValueError, SafetensorError: it holds no readable model.safetensors, or its index leads out of its
             folder.
     """
+    checkpoint = dequantised(checkpoint)
     paths = (cached_file(checkpoint, name, _raise_exceptions_for_missing_entries=False) for name in (WEIGHTS, INDEX))
     whole, index = (None if path is None else Path(path) for path in paths)
     named = {} if index is None else shards(index)

@@ -23,6 +23,7 @@ from transformers.utils.hub import cached_file
 
 from heads.common.connection import check_reachable
 from heads.common.errors import panicked
+from heads.common.gguf import dequantised, gguf_file, located
 from heads.common.target_config import UNFIT, has_text_tower, read_target_config, read_target_values, reason
 from heads.common.untrusted import parse_json, regular, shown
 from inference.target import placement
@@ -117,7 +118,8 @@ def check_quantized(path: str, configured: PreTrainedConfig, quantize: str | Non
 
 def _modelopt(path: str) -> str | None:
     """Return the quantisation that ModelOpt's own file names, in a folder or the Hub's cache; None without one."""
-    file = cached_file(path, MODELOPT, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    folder, _ = located(path)
+    file = cached_file(folder, MODELOPT, local_files_only=True, _raise_exceptions_for_missing_entries=False)
     try:
         values: Any = {} if file is None else parse_json(Path(file).read_bytes())
         algorithm = values.get("quantization", {}).get("quant_algo")
@@ -158,6 +160,7 @@ def load(
     method = check_method(quantize)
     configured = configuration(path, trust_remote_code)
     with _errors(path):
+        path = dequantised(path)
         tokenizer = _tokenizer(path, trust_remote_code)
         cached_file(path, MODELOPT, _raise_exceptions_for_missing_entries=False)  # else only the cache is asked
     quantized = check_quantized(path, configured, quantize)
@@ -240,9 +243,10 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
 
 
 def _tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    check_tokenizer(path)
+    folder, given = located(path)
+    check_tokenizer(folder)
     tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
-        path, trust_remote_code=trust_remote_code
+        folder, trust_remote_code=trust_remote_code, **given
     )
     tokenizer("a b")  # a damaged one loads, and fails at a text
     return tokenizer
@@ -253,7 +257,7 @@ def _errors(path: str, what: str = "causal LM with tokenizer") -> Iterator[None]
     """Say in one line why transformers cannot load from a path: no such model, or a library that it needs."""
     try:
         regular(Path(path))
-        if not Path(path).is_dir():
+        if not Path(path).is_dir() and gguf_file(path) is None:
             check_reachable(path)
         yield
     except BaseException as error:

@@ -21,7 +21,9 @@ PARTS = ["It is.", " so ", "\n", "élan", "日本 😀", "  ", "def f(x):\n    r
 CLOSED = ("phi3",)  # ends every chat with its end token, which its answers do not end with
 
 
-def rendered(messages: list[Message], family: str, record: Record, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def rendered(
+    messages: list[Message], family: str, record: Record, tokenizer: PreTrainedTokenizerBase, prompt: bool = False
+) -> list[int]:
     """Return the tokens that transformers itself makes of a chat, on the day that templates are told."""
     as_text = family == "deepseek_v3"
     asked = json.loads(json.dumps(messages))
@@ -36,6 +38,7 @@ def rendered(messages: list[Message], family: str, record: Record, tokenizer: Pr
         asked,
         tools=list(record.tools) or None,
         chat_template=template,
+        add_generation_prompt=prompt,
         tokenize=True,
         return_dict=False,
         date_string="26 Jul 2024",
@@ -44,7 +47,10 @@ def rendered(messages: list[Message], family: str, record: Record, tokenizer: Pr
 
 
 def assert_seen(samples: list[Sample], record: Record, family: str, cut: bool, tagged: bool) -> None:
-    """Each sample is the chat up to one of its answers, token for token; the last is the whole chat."""
+    """Each sample is the chat up to one of its answers, token for token, the last the whole chat.
+
+    Where that does not begin with the prompt that the target had, the answer stands behind this prompt.
+    """
     tokenizer = family_tokenizer(family, tagged)
     messages = [without(message) for message in record.messages] if cut else record.messages
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -52,8 +58,15 @@ def assert_seen(samples: list[Sample], record: Record, family: str, cut: bool, t
     if family in CLOSED:
         assert all(chat[-1] == tokenizer.eos_token_id for chat in chats)
         chats = [chat[:-1] for chat in chats]
-    assert all(sample.token in chats for sample in samples)
-    assert samples[-1].token == chats[-1]
+    prompts = [rendered(messages[:i], family, record, tokenizer, prompt=True) for i in answers]
+    prompts = [tokenizer.encode(masks.OPENED.sub("", tokenizer.decode(p)), add_special_tokens=False) for p in prompts]
+
+    def stands(sample: Sample, prompt: list[int], chat: list[int]) -> bool:
+        answer = sample.token[len(prompt) :]
+        return sample.token == chat or (sample.token == prompt + answer and answer == chat[-len(answer) :])
+
+    assert all(any(stands(sample, *pair) for pair in zip(prompts, chats, strict=True)) for sample in samples)
+    assert stands(samples[-1], prompts[-1], chats[-1])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,5 +1,6 @@
 """What the options leave of a chat, what becomes of bad ones, and tokens that span the edge of an answer."""
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from data.config import DataConfig
 from data.text import masks
 from data.text.masks import Turn, samples_of, skip, without
-from data.text.records import Record, parse
+from data.text.records import Record
 from tests.data.chatml import Tokens, load_samples
 from tests.data.families import CHATS, chat_record, family_tokenizer, marked, masked
 from tests.tokenizers import trained
@@ -105,10 +106,6 @@ def test_what_a_template_does_to_a_chat_is_counted(
     for family, lost in (("qwen25", False), ("chatml", True)):  # of which the second writes contents alone
         load_samples(config(asked), family_tokenizer(family, False))
         assert ("of its chats, 1 whose tool calls the chat template leaves out" in caplog.text) == lost
-    (sample,) = masked(parse({"id": "b", **CHATS["plain"]}, 0, "f"), family_tokenizer("mistral", False))
-    assert "Be brief." not in marked(sample, family_tokenizer("mistral", False))
-    load_samples(config(write({"id": "b", **CHATS["plain"]})), family_tokenizer("mistral", False))
-    assert "behind another text than its generation prompt" in caplog.text
 
 
 def test_chats_whose_later_samples_are_too_long_keep_the_others(config: Config) -> None:
@@ -141,16 +138,24 @@ REWRITTEN = (
 )
 
 
-def test_where_a_template_rewrites_the_question_its_marks_behind_it_are_the_answer(
+def test_where_a_template_rewrites_the_question_the_answer_stands_behind_its_prompt(
     tokenizer_with: Tokens, config: Config
 ) -> None:
-    tokenizer, seen = tokenizer_with(REWRITTEN), Counter[str]()
-    record = Record("a", "", told("Why?", "So.", "How?", "It is."), "")
-    (sample,) = samples_of(record, tokenizer, "f", config("f"), seen)
-    assert marked(sample, tokenizer) == "ask: x\n⟦So.⟧ask: x\n⟦It is.<|im_end|>⟧"
-    assert seen["with an answer behind another text than its generation prompt"] == 2
-    (last,) = samples_of(record, tokenizer, "f", config("f", turns="last"), seen)
-    assert marked(last, tokenizer) == "ask: x\nSo.ask: x\n⟦It is.<|im_end|>⟧"
+    tokenizer, record = tokenizer_with(REWRITTEN), Record("a", "", told("Why?", "So.", "How?", "It is."), "")
+    first, last = samples_of(record, tokenizer, "f", config("f"), Counter())
+    assert marked(first, tokenizer) == "ask: Why?\nsay: ⟦So.<|im_end|>⟧"
+    assert marked(last, tokenizer) == "ask: x\nSo.ask: How?\nsay: ⟦It is.<|im_end|>⟧"
+    (alone,) = samples_of(record, tokenizer, "f", config("f", turns="last"), Counter())
+    assert (alone.token, alone.loss_mask) == (last.token, last.loss_mask)
+
+
+def test_an_answer_stands_behind_what_the_target_had_before_it() -> None:
+    """gpt-oss's template leaves the analysis of a call out once there is an answer, and its server had it."""
+    tokenizer = family_tokenizer("gpt_oss", False)
+    (sample,) = masked(chat_record("gpt_oss", "tools_and_reasoning"), tokenizer)
+    call, answer = re.findall("⟦(.*?)⟧", marked(sample, tokenizer))
+    assert call.startswith("<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant to=")
+    assert answer.endswith("<|channel|>final<|message|>Mild: 18 °C.<|return|>")
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from train.build import max_prompt_tokens, prepare_out, values_of
 from train.config import RunConfig
 from train.distributed.processes import RunLock
 from train.planning import plan
-from train.planning.check import check_out, check_plan, check_settings, check_target, ordinary_mask
-from train.planning.plan import check_memory
-from train.planning.resolve import resolve, with_processes
+from train.planning.check import check_out, check_plan, check_settings, ordinary_mask
+from train.planning.plan import check_memory, resolve_micro_batch
+from train.planning.resolve import resolve, resolve_placement, with_processes
 
 
 def configured(overrides: list[str]) -> RunConfig:
@@ -30,7 +30,7 @@ def configured(overrides: list[str]) -> RunConfig:
 def check_run(run: RunConfig) -> None:
     """Check a run as `resolve` does."""
     check_settings(run)
-    check_target(run)
+    check_memory(resolve_micro_batch(resolve_placement(run)))
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_a_run_that_can_start_is_not_refused(toy: list[str]) -> None:
         (["model.adapter=/nowhere/adapter"], "model.adapter=/nowhere/adapter: no such folder"),
         (
             ["model.path=/nowhere/target", "head=eagle"],
-            "model.path=/nowhere/target: no causal LM with tokenizer loads from there (no such folder",
+            "model.path=/nowhere/target: its configuration cannot be read (no such folder",
         ),
         (["features=stored", "features.path=/nowhere/store"], "/nowhere/store: holds no feature store"),
         (["out=/dev/null/run"], "out=/dev/null/run: cannot be written (/dev/null: Not a directory)"),
@@ -180,13 +180,15 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_loaded(toy: list[
     with pytest.raises(ValueError, match=told) as error:
         resolve(composed(little))
     assert "\n" not in str(error.value)
-    check_memory(configured([*little, "plan=ignore"]), 10**9)
+    check_memory(configured([*little, "plan=ignore"]))
 
 
-def test_a_run_that_takes_little_memory_waits_for_no_plan(toy: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    run = configured([*toy, "model.device=cpu"])
-    monkeypatch.setattr("train.planning.plan.plan", lambda _: pytest.fail("a plan takes seconds"))
-    check_memory(run, check_target(run))
+def test_a_run_that_starts_from_a_head_is_placed_on_accelerators(toy: list[str]) -> None:
+    """By the head that is configured, which is of the same kind."""
+    words = [*toy, "init=/a/head", "model.device=null", "device=h100", "trainer.micro_tokens=null"]
+    placed = resolve_micro_batch(resolve_placement(configured(words)))
+    assert placed.model.placement == "replicate"
+    assert placed.trainer.micro_tokens == placed.trainer.batch_tokens
 
 
 def test_an_unknown_plan_is_refused_by_name(toy: list[str]) -> None:

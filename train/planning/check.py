@@ -7,7 +7,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.features.store import FeatureStore
@@ -24,23 +23,18 @@ from data.text.sources import (
 from eval.config import eval_config
 from eval.inputs.drafters import find_heads
 from eval.measures.results import LIVE
-from heads import HEADS
-from heads.base import parameter_count
 from heads.common.files import check_writable
-from heads.common.target_config import check_rows, context_of
 from heads.common.untrusted import regular
 from heads.formats.hub import kind_of, resolve_head
 from heads.mtp import Mtp
 from inference.target import adapter
-from inference.target.loading import AS_IT_IS, check_method, check_quantized, configuration, load_tokenizer
-from inference.target.placement import check_weights
+from inference.target.loading import AS_IT_IS, check_method, load_tokenizer
 from train.config import RunConfig
 from train.distributed import processes
-from train.planning.shapes import embeddings_of
 from train.start import AUTO, CHECKPOINT, LAST_LAYER, STARTS, check_init
 
 log = logging.getLogger(__name__)
-TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")  # files, one of which every tokenizer has
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "*.gguf")  # one of which all have
 WRITTEN = (  # by a run, beside its weights
     "checkpoints", "bad", "tensorboard", "wandb", "metrics.jsonl", "report.json", "report.md", "report.html",
     "training.json", "prompts.jsonl", "wandb-id.txt", "config.yaml", "provenance.json",
@@ -61,7 +55,8 @@ def check_settings(run: RunConfig) -> None:
 
     Reading that takes transformers a second.
     """
-    processes.check_machine(run.launcher, run.model)
+    model = run.model
+    processes.check_machine(run.launcher, model)
     check_out(Path(run.out), replaces=run.resume or run.overwrite)
     check_writable(Path(run.out), "out")
     check_sources(run.data)
@@ -72,7 +67,12 @@ def check_settings(run: RunConfig) -> None:
     if run.eval.prompts:
         find_heads(run.compare)
         eval_config(**evaluation(run))
-    check_init(run.peft, run.head, run.init, run.model.where.placement)
+    check_init(run.peft, run.head, run.init, model.where.placement)
+    if run.init not in STARTS:
+        kind_of(resolve_head(str(run.init)))
+    check_method(model.quantize)
+    if model.adapter not in (None, AS_IT_IS):
+        adapter.check(model.adapter, model.quantize)
 
 
 def check_plan(run: RunConfig) -> None:
@@ -94,8 +94,8 @@ def check_plan(run: RunConfig) -> None:
     for source, held_out in sources:
         check_some_left(source.name, sum(1 for _ in islice(source, held_out + 1)), held_out, data)
     folder = Path(run.model.path)
-    if folder.is_dir():
-        if not any(file for pattern in TOKENIZERS for file in folder.glob(pattern)):  # a plan needs none
+    if folder.exists():  # a plan needs no tokenizer
+        if folder.is_dir() and not any(file for pattern in TOKENIZERS for file in folder.glob(pattern)):
             log.warning("%s: has no tokenizer, so that the first records are not looked at", folder)
             return
         tokenizer = load_tokenizer(run.model.path, run.model.trust_remote_code)
@@ -165,24 +165,3 @@ def evaluation(run: RunConfig) -> dict[str, Any]:
     if run.eval.gate_dtype == AUTO:
         del settings["gate_dtype"]
     return {"run": run.out, "compare": run.compare, "workload": run.workload, "model": model, **settings}
-
-
-def check_target(run: RunConfig) -> int:
-    """Refuse a target that is not there or reads shorter rows, and a head that does not fit, by its configuration.
-
-    Return how many parameters the configured head trains, 0 of one that `init` names.
-    """
-    model = run.model
-    check_method(model.quantize)
-    if model.adapter not in (None, AS_IT_IS):
-        adapter.check(model.adapter, model.quantize)
-    config = configuration(model.path, model.trust_remote_code)
-    check_weights(model.where, check_quantized(model.path, config, model.quantize), None)
-    check_rows(run.data.length, context_of(config), model.path)
-    if run.init not in STARTS:
-        kind_of(resolve_head(str(run.init)))
-        return 0
-    text: Any = config.get_text_config()
-    with torch.device("meta"):
-        kind: Any = HEADS[run.head.name]
-        return parameter_count(kind(run.head, embeddings_of(text, torch.float32)))

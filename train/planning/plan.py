@@ -23,7 +23,7 @@ from rich.table import Table
 from data.features.store import size
 from data.features.vllm_features import LayerIds
 from heads.common.resolvers import ROOT
-from heads.common.target_config import about_size, check_rows, context_of, experts_of
+from heads.common.target_config import check_rows, context_of
 from heads.common.typed import typed
 from heads.common.untrusted import visible
 from inference.target.config import DTYPES, device_named, fast_dtype
@@ -44,7 +44,7 @@ from train.config import IGNORE, DeviceConfig, RunConfig, checked
 from train.distributed.strategy import BUCKET
 from train.planning.check import reads_target, unserved
 from train.planning.shapes import HeadCost, TargetShape, configuration, head_cost, target_shape, weight_bytes
-from train.start import AUTO, STARTS, check_copied
+from train.start import AUTO, check_copied
 
 GIB = 2**30
 SAFE = 0.9  # of a device's memory that a run may take
@@ -153,15 +153,13 @@ class Plan(NamedTuple):
 def plan(run: RunConfig) -> Plan:
     """Return the plan of a run whose `trainer.micro_tokens` is known; nothing is loaded or written.
 
-    The head is the one configured.
+    The head is the one configured, also where `init` names one of its kind.
 
     Raises:
-        ValueError: the target's configuration cannot be read, the head does not fit it, or would have to be loaded, or
-            the engine's layers are not those that it reads, or loading would refuse the placement.
+        ValueError: the target's configuration cannot be read, the head does not fit it, the engine's layers are not
+            those that it reads, or loading would refuse the placement.
     """
     assert run.trainer.micro_tokens is not None
-    if run.init not in STARTS:
-        raise ValueError(f"init={run.init} brings the head's numbers, and plan=true loads nothing: leave init out")
     check_copied(run.head, run.init, run.model.where.placement)
     device = resolved(run.device, run.model.device)
     kind, length, launcher = str(device.type), run.data.length, run.launcher
@@ -491,26 +489,17 @@ def in_words(run: RunConfig) -> str:
     )
 
 
-def check_memory(run: RunConfig, trained: int) -> None:
+def check_memory(run: RunConfig) -> None:
     """Refuse a run of which the plan says that it does not fit, before anything is loaded, unless plan=ignore.
 
-    A process by itself on a CPU has the memory that is free. A plan takes seconds, so none is made where the weights,
-    gradients and moments of the head's `trained` parameters, the target's weights in fp32 and 100 values for each
-    hidden one of a micro-batch take less than a quarter of that. A run that starts from another head is not planned.
+    A process by itself on a CPU has the memory that is free.
     """
-    if run.plan == IGNORE or run.init not in STARTS:
-        return
     where = "a device"
     if alone_on_cpu(run):
-        text, tokens = configuration(run.model).get_text_config(), run.trainer.micro_tokens or run.trainer.batch_tokens
-        experts, _ = experts_of(text) or (1, 1)
-        target = experts * about_size(text.num_hidden_layers, text.hidden_size, text.vocab_size)
         free = run.device.memory_gb or min(psutil.virtual_memory().available, host_bytes()) / GIB
-        if 16 * trained + 4 * target + 400 * tokens * text.hidden_size < free * GIB / 4:
-            return
         run, where = replace(run, device=replace(run.device, memory_gb=free)), "this machine"
-    planned = _changed(run, "")
-    if planned is None or planned.fits:
+    planned = plan(run)
+    if planned.fits or run.plan == IGNORE:
         return
     lacking = planned.memory
     if planned.host is not None and planned.memory.utilization <= 1:

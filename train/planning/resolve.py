@@ -18,7 +18,7 @@ from inference.target.config import DTYPES, default_device, fast_dtype
 from inference.target.placement import AUTO, DEVICE_MAP, OFFLOAD, PLACEMENTS, REPLICATE, TOGETHER
 from train.config import RunConfig, checked, run_config
 from train.distributed.launch import launched, on_node, world
-from train.planning.check import check_plan, check_settings, check_target
+from train.planning.check import check_plan, check_settings
 from train.planning.plan import SAFE, alone_on_cpu, check_memory, plan, resolve_micro_batch, resolved
 
 GATE = "float32"  # the losslessness check's dtype where the target fits in it: coarse numbers blur the comparison
@@ -37,13 +37,11 @@ def resolve(cfg: DictConfig) -> RunConfig:
     run = with_processes(run_config(cfg))
     if run.plan is True:
         check_plan(run)
-        trained = None
+        run = resolve_micro_batch(resolve_placement(run))
     else:
         check_settings(run)
-        trained = check_target(run)
-    run = resolve_micro_batch(resolve_placement(run))
-    if trained is not None:
-        check_memory(run, trained)
+        run = resolve_micro_batch(resolve_placement(run))
+        check_memory(run)
     if best:
         say(best)
     return run

@@ -1,0 +1,90 @@
+"""A target that exists as GGUF, llama.cpp's format: read by transformers, its weights dequantised once.
+
+Its configuration, chat template and end tokens are those of the file's metadata. Weights are written in bfloat16 to an
+ordinary folder of the Hub's cache at the first load, from which every later one reads.
+"""
+
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import constants
+from transformers import PreTrainedConfig
+
+from heads.common.files import claim, replacing
+from heads.common.progress import say
+
+SUFFIX = ".gguf"
+
+
+def gguf_file(path: str) -> Path | None:
+    """Return the GGUF file that a model's path names, itself or as its folder's only weights; None without one.
+
+    Raises:
+        ValueError: the folder holds several, or the file is a part of one.
+    """
+    place = Path(path)
+    files = [place] if place.is_file() else sorted(place.glob(f"*{SUFFIX}")) if place.is_dir() else []
+    if not files or files[0].suffix != SUFFIX or any(place.glob("*.safetensors")):
+        return None
+    if len(files) > 1:
+        raise ValueError(f"holds {len(files)} GGUF files: give one as model.path, such as {files[0]}")
+    if "-of-0" in files[0].stem:
+        raise ValueError(f"{files[0].name} is a part of a split GGUF: join them by llama-gguf-split --merge")
+    return files[0]
+
+
+def located(path: str) -> tuple[str, dict[str, str]]:
+    """Return a model's folder or Hub name, and what transformers' from_pretrained takes beside it for a GGUF file.
+
+    The file that is dequantised already is an ordinary folder.
+    """
+    file = gguf_file(path)
+    if file is None:
+        return path, {}
+    folder = _folder(file)
+    return (str(folder), {}) if folder.is_dir() else (str(file.parent), {"gguf_file": file.name})
+
+
+@cache
+def metadata(folder: str, gguf_file: str) -> dict[str, Any]:
+    """Return the values that a GGUF file's config.json would have; reading a vocabulary takes seconds."""
+    values: dict[str, Any] = PreTrainedConfig.get_config_dict(folder, gguf_file=gguf_file)[0]
+    return values
+
+
+def dequantised(path: str) -> str:
+    """Return a model's folder or Hub name; of a GGUF file the folder with its weights, which is made where it is not.
+
+    Raises:
+        ValueError: transformers does not know the architecture, or a quantisation in the file.
+        OSError: the disk is full or the folder cannot be written.
+    """
+    folder, given = located(path)
+    if not given:
+        return folder
+    new = _folder(Path(folder, given["gguf_file"]))
+    # transformers keeps the blocks since 5.24, and cannot save a model that has them.
+    options = (
+        {"quantization_config": kind(dequantize=True)} if (kind := getattr(transformers, "GgufConfig", None)) else {}
+    )
+    with claim(new.with_suffix(".lock"), wait=True):
+        if not new.is_dir():
+            say(f"{path}: dequantised to bfloat16 once, in {new}")
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **given)
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.bfloat16, **given, **options
+            )
+            with replacing(new) as written:
+                model.save_pretrained(written)
+                tokenizer.save_pretrained(written)
+    return str(new)
+
+
+def _folder(file: Path) -> Path:
+    """Return the folder in the Hub's cache for this file as it is now."""
+    state = file.resolve(), file.stat().st_size, file.stat().st_mtime_ns
+    return Path(constants.HF_HOME, "gguf", f"{file.stem}-{sha256(repr(state).encode()).hexdigest()[:12]}")
