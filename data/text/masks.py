@@ -24,7 +24,6 @@ from data.text.template import (
     encode,
     encode_spans,
     ends_of,
-    is_tagged,
     last_token,
     media_tokens,
     render,
@@ -279,18 +278,16 @@ def turns_of(
         answers = [i for i in answers if i > question]
     turns = [_turn(record._replace(messages=messages[: i + 1]), tokenizer, cut) for i in answers]
     drop_counts[CUT_OFF] += any(turn.cut for turn in turns)
-    lost = [i for i, turn in zip(answers, turns, strict=True) if reasoning_of(messages[i]).strip() not in turn.text]
-    drop_counts["whose reasoning the chat template leaves out"] += bool(lost)
-    dropped = silent = False
+    left_out = dict.fromkeys(("reasoning", "tool calls", "text"), False)
     for i, turn in zip(answers, turns, strict=True):
         answer = "".join(turn.text[a:b] for a, b in turn.spans)
         calls = [call.get("function") or call for call in messages[i].get("tool_calls") or ()]
-        dropped |= any(str(call.get("name")) not in answer for call in calls)
-        silent |= content_text(without(messages[i])).strip() not in turn.text
-    drop_counts["whose tool calls the chat template leaves out"] += dropped
-    drop_counts["whose text the chat template leaves out"] += silent
+        left_out["reasoning"] |= reasoning_of(messages[i]).strip() not in turn.text
+        left_out["tool calls"] |= any(str(call.get("name")) not in answer for call in calls)
+        left_out["text"] |= content_text(without(messages[i])).strip() not in turn.text
     systems = [content_text(message).strip() for message in messages if message["role"] in ("system", "developer")]
-    drop_counts["whose system prompt the chat template leaves out"] += any(s not in turns[-1].text for s in systems)
+    left_out["system prompt"] = any(s not in turns[-1].text for s in systems)
+    drop_counts.update({f"whose {part} the chat template leaves out": is_lost for part, is_lost in left_out.items()})
     return turns
 
 
@@ -303,10 +300,7 @@ def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool) -> Turn
     """
     tools, before = record.tools, record.messages[:-1]
     prompt = render(before, tokenizer, True, tools)
-    if is_tagged(tokenizer, tools):
-        text, blocks = render_tagged(record.messages, tokenizer, tools)
-    else:
-        text, blocks = render(record.messages, tokenizer, False, tools), None
+    text, blocks = render_tagged(record.messages, tokenizer, tools)
     ends = ends_of(tokenizer)  # Phi-3 and others append the end token to any last turn that has ended
     if ends.text.search(text) and ends.text.search(render(before, tokenizer, False, tools)):
         text = text.removesuffix(str(tokenizer.eos_token))

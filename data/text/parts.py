@@ -77,8 +77,7 @@ def parsed(value: Any) -> Any:
 
 def content_text(message: Message) -> str:
     """Return a message's text; of content in parts, as requests to a server have it, the text parts joined."""
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else text_of(content)
+    return text_of(message.get("content") or "")
 
 
 def unread(name: str) -> BadSampleError:
@@ -102,11 +101,10 @@ def text_of(value: Any) -> str:
     """
     if isinstance(value, str | None):
         return value or ""
-    if isinstance(value, list) and all(isinstance(item, dict) for item in value):
-        return "".join(_part_text(item) for item in value)
-    if not isinstance(value, dict):
+    pieces = value if isinstance(value, list) else [value]
+    if not all(isinstance(piece, dict) for piece in pieces):
         raise TypeError(f"{str(value)[:40]!r} is no text")
-    return _part_text(value)
+    return "".join(map(_part_text, pieces))
 
 
 def _part_text(piece: dict[str, Any]) -> str:

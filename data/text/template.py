@@ -37,11 +37,6 @@ def template_sha256(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
-def is_tagged(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] = ()) -> bool:
-    """Return whether the chat template encloses its answers in {% generation %}."""
-    return GENERATION.search(COMMENT.sub("", _template(tokenizer, tools))) is not None
-
-
 def render(
     messages: list[Message],
     tokenizer: PreTrainedTokenizerBase,
@@ -69,8 +64,13 @@ def render(
 
 def render_tagged(
     messages: list[Message], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] = ()
-) -> tuple[str, list[Span]]:
-    """Return the chat as `render` does, and the start and end of each {% generation %} block in it."""
+) -> tuple[str, list[Span] | None]:
+    """Return the chat as `render` does, and the start and end of each {% generation %} block in it.
+
+    None of a template that encloses no answer in such blocks.
+    """
+    if GENERATION.search(COMMENT.sub("", _template(tokenizer, tools))) is None:
+        return render(messages, tokenizer, False, tools), None
 
     def call(chat: list[Message]) -> tuple[str, list[Span]]:
         output: Any = render_jinja_template(
