@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -244,175 +244,63 @@ def test_the_developers_message_is_written(family: str) -> None:
     assert SYSTEM["content"] in str(tokenizer.decode(sample.token))
 
 
-TEXT = st.text(alphabet='ab{}[]":, 1\né<>', min_size=1, max_size=9).filter(str.strip)
-TURN = st.tuples(TEXT, st.one_of(st.none(), TEXT), st.one_of(st.none(), st.tuples(TEXT, TEXT)), TEXT)
-Turns = list[tuple[str, str | None, tuple[str, str] | None, str]]
+THINKS = called("look", {"at": "a"}, "t0", content="I look.", reasoning_content="Why?")
 
 
-def openai_chat(system: str, turns: Turns) -> list[dict[str, Any]]:
-    """Return a chat: of each turn a question, perhaps a thought and a call with its result, an answer."""
-    messages: list[dict[str, Any]] = [{"role": "system", "content": system}]
-    for number, (question, thought, call, answer) in enumerate(turns):
-        thinks = {"reasoning_content": thought} if thought else {}
-        messages.append({"role": "user", "content": question})
-        if call:
-            messages += [called("look", {"at": call[0]}, f"t{number}", **thinks), returned(call[1], f"t{number}")]
-        messages.append({"role": "assistant", "content": answer, **({} if call else thinks)})
-    return messages
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "assistant", "content": [  # Bedrock's Converse
+            {"reasoningContent": {"reasoningText": {"text": "Why?"}}}, {"text": "I look."},
+            {"toolUse": {"toolUseId": "t0", "name": "look", "input": {"at": "a"}}}]},
+         {"role": "user", "content": [{"toolResult": {"toolUseId": "t0", "content": [{"text": "8"}]}}]}],
+        [{"role": "assistant", "parts": [  # OpenTelemetry
+            {"type": "reasoning", "content": "Why?"}, {"type": "text", "content": "I look."},
+            {"type": "tool_call", "id": "t0", "name": "look", "arguments": {"at": "a"}}]},
+         {"role": "tool", "parts": [{"type": "tool_call_response", "id": "t0", "response": "8"}]}],
+        [{"role": "assistant", "content": [  # Vercel's AI SDK
+            {"type": "reasoning", "text": "Why?"}, {"type": "text", "text": "I look."},
+            {"type": "tool-call", "toolCallId": "t0", "toolName": "look", "input": {"at": "a"}}]},
+         {"role": "tool", "content": [
+             {"type": "tool-result", "toolCallId": "t0", "output": {"type": "text", "value": "8"}}]}],
+        [{"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Why?"}]},  # Responses
+         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+         {"type": "function_call", "id": "fc", "call_id": "t0", "name": "look", "arguments": '{"at": "a"}'},
+         {"type": "function_call_output", "call_id": "t0", "output": "8"}],
+        [{"lc": 1, "id": ["langchain", "AIMessage"], "kwargs": {  # LangChain
+            "content": "I look.", "reasoning_content": "Why?",
+            "tool_calls": [{"name": "look", "args": {"at": "a"}, "id": "t0"}]}},
+         {"lc": 1, "id": ["langchain", "ToolMessage"], "kwargs": {"content": "8", "tool_call_id": "t0"}}],
+        [{"role": "assistant", "content": "I look.", "reasoning_content": "Why?", "tool_calls": [  # OpenAI
+            {"type": "function", "id": "t0", "function": {"name": "look", "arguments": '{"at": "a"}'}}]},
+         {"role": "tool", "content": "8", "tool_call_id": "t0"}],
+    ],
+)  # fmt: skip
+def test_thoughts_calls_and_results_of_every_sdk_are_openais(messages: list[dict[str, Any]]) -> None:
+    assert messages_of(messages) == [THINKS, returned("8", "t0")]
 
 
-def as_openai(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    written = json.loads(json.dumps(messages))
-    for call in [call for message in written for call in message.get("tool_calls", ())]:
-        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-    return written
-
-
-# Of each SDK or server: a text, a thought, a call and a result as parts of a message.
-Style = tuple[Callable[[str, str], Any], Callable[[str], Any], Callable[[str, Any], Any], Callable[[str, str], Any]]
-STYLES: dict[str, Style] = {
-    "anthropic": (
-        lambda text, _: {"type": "text", "text": text},
-        lambda text: {"type": "thinking", "thinking": text},
-        lambda id_, given: {"type": "tool_use", "id": id_, "name": "look", "input": given},
-        lambda id_, text: {"type": "tool_result", "tool_use_id": id_, "content": text},
-    ),
-    "bedrock": (
-        lambda text, _: {"text": text},
-        lambda text: {"reasoningContent": {"reasoningText": {"text": text}}},
-        lambda id_, given: {"toolUse": {"toolUseId": id_, "name": "look", "input": given}},
-        lambda id_, text: {"toolResult": {"toolUseId": id_, "content": [{"text": text}]}},
-    ),
-    "telemetry": (
-        lambda text, _: {"type": "text", "content": text},
-        lambda text: {"type": "reasoning", "content": text},
-        lambda id_, given: {"type": "tool_call", "id": id_, "name": "look", "arguments": given},
-        lambda id_, text: {"type": "tool_call_response", "id": id_, "response": text},
-    ),
-    "vercel": (
-        lambda text, _: {"type": "text", "text": text},
-        lambda text: {"type": "reasoning", "text": text},
-        lambda id_, given: {"type": "tool-call", "toolCallId": id_, "toolName": "look", "input": given},
-        lambda id_, text: {"type": "tool-result", "toolCallId": id_, "output": {"type": "text", "value": text}},
-    ),
-    "responses": (  # items, a list of their own
-        lambda text, role: {"type": "message", "role": role, "content": [{"type": TEXTS[role], "text": text}]},
-        lambda text: {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]},
-        lambda id_, given: {"type": "function_call", "id": "fc", "call_id": id_, "name": "look",
-                            "arguments": json.dumps(given)},
-        lambda id_, text: {"type": "function_call_output", "call_id": id_, "output": text},
-    ),
-}  # fmt: skip
-TEXTS = {"assistant": "output_text", "user": "input_text", "system": "input_text"}
-
-
-def parts(message: dict[str, Any], style: str) -> list[Any]:
-    """Return a message's parts."""
-    text, thought, call, result = STYLES[style]
-    if message["role"] == "tool":
-        return [result(message["tool_call_id"], message["content"])]
-    thoughts = [thought(message["reasoning_content"])] if "reasoning_content" in message else []
-    texts = [text(message["content"], message["role"])] if message["content"] else []
-    calls = [call(called["id"], called["function"]["arguments"]) for called in message.get("tool_calls", ())]
-    return thoughts + texts + calls
-
-
-def in_parts(messages: list[dict[str, Any]], style: str, key: str = "content", tool: str = "user") -> list[Any]:
-    return [{"role": tool if m["role"] == "tool" else m["role"], key: parts(m, style)} for m in messages]
-
-
-def items(messages: list[dict[str, Any]]) -> list[Any]:
-    return [item for message in messages for item in parts(message, "responses")]
-
-
-def last_items(messages: list[dict[str, Any]]) -> int:
-    return len(items(messages)) - len(items(messages[-1:]))
-
-
-def otel(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "gen_ai.system_instructions": json.dumps([{"type": "text", "content": messages[0]["content"]}]),
-        "gen_ai.input.messages": json.dumps(in_parts(messages[1:-1], "telemetry", "parts", "tool")),
-        "gen_ai.output.messages": json.dumps(
-            [{**in_parts(messages[-1:], "telemetry", "parts")[0], "finish_reason": "stop"}]
-        ),
-    }
-
-
-def otlp(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    attributes = [{"key": key, "value": {"stringValue": value}} for key, value in otel(messages).items()]
-    return {"resourceSpans": [{"scopeSpans": [{"spans": [{"spanId": "s", "attributes": attributes}]}]}]}
-
-
-def claude_code(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    lines = [
-        {"parentUuid": f"u{i - 1}" if i > 1 else None, "uuid": f"u{i}", "sessionId": "s", "type": line["role"],
-         "message": line}
-        for i, line in enumerate(in_parts(messages, "anthropic")) if i
+def test_a_streams_thoughts_texts_and_calls_are_joined() -> None:
+    call = {"index": 0, "id": "t0", "type": "function", "function": {"name": "look", "arguments": '{"at": '}}
+    deltas: list[dict[str, Any]] = [
+        {"role": "assistant", "content": None, "reasoning_content": "Why?"}, {"content": "I "}, {"content": "look."},
+        {"tool_calls": [call]}, {"tool_calls": [{"index": 0, "function": {"arguments": '"a"}'}}]}, {},
     ]  # fmt: skip
-    return lines[::-1]
-
-
-def choices(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"choices": [{"index": 0, "message": as_openai(messages[-1:])[0], "finish_reason": "stop"}]}
-
-
-def converse(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    reply = {"output": {"message": in_parts(messages[-1:], "bedrock")[0]}, "stopReason": "end_turn"}
-    asked = {"system": [{"text": messages[0]["content"]}], "messages": in_parts(messages[1:-1], "bedrock")}
-    return {"input": {"inputBodyJson": asked}, "output": {"outputBodyJson": reply}}
-
-
-def langchain(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    kinds = {"user": "HumanMessage", "assistant": "AIMessage", "system": "SystemMessage", "tool": "ToolMessage"}
-    return [
-        {"lc": 1, "type": "constructor", "id": ["langchain", kinds[m["role"]]], "kwargs": {
-            **{key: m[key] for key in ("content", "tool_call_id", "reasoning_content") if key in m},
-            "tool_calls": [{"name": "look", "args": call["function"]["arguments"], "id": call["id"]}
-                           for call in m.get("tool_calls", ())]}}
-        for m in messages
+    openai = [
+        {"choices": [{"index": 1, "delta": {"content": "Other."}}, {"index": 0, "delta": delta}]} for delta in deltas
+    ]
+    blocks = [
+        ({"type": "thinking", "thinking": ""}, [{"type": "thinking_delta", "thinking": "Why?"}]),
+        ({"type": "text", "text": ""}, [{"type": "text_delta", "text": text} for text in ("I ", "look.")]),
+        ({"type": "tool_use", "id": "t0", "name": "look", "input": {}},
+         [{"type": "input_json_delta", "partial_json": text} for text in ('{"at": ', '"a"}')]),
     ]  # fmt: skip
-
-
-WRITERS: dict[str, Callable[[list[dict[str, Any]]], list[dict[str, Any]]]] = {
-    "openai": lambda m: [{"messages": as_openai(m)}],
-    "openai pair": lambda m: [{"request": {"messages": as_openai(m[:-1])}, "response": choices(m)}],
-    "flat": lambda m: [{"messages": as_openai(m[:-1]), **choices(m)}],
-    "litellm": lambda m: [{"messages": json.dumps(as_openai(m[:-1])), "response": json.dumps(choices(m))}],
-    "litellm proxy": lambda m: [{"messages": "{}", "proxy_server_request": json.dumps({"messages": as_openai(m[:-1])}),
-                                 "response": json.dumps(choices(m))}],
-    "helicone": lambda m: [{"request_body": {"messages": as_openai(m[:-1])}, "response_body": choices(m)}],
-    "langfuse": lambda m: [{"input": as_openai(m[:-1]), "output": as_openai(m)[-1]}],
-    "trl": lambda m: [{"prompt": as_openai(m[:-1]), "completion": as_openai(m[-1:])}],
-    "batch": lambda m: [{"custom_id": "a", "response": {"status_code": 200, "body": choices(m)}, "error": None},
-                        {"custom_id": "a", "body": {"messages": as_openai(m[:-1])}}],
-    "anthropic": lambda m: [{"system": m[0]["content"], "messages": in_parts(m[1:], "anthropic")}],
-    "anthropic pair": lambda m: [{"request": {"system": parts(m[0], "anthropic"),
-                                              "messages": in_parts(m[1:-1], "anthropic")},
-                                  "response": {"type": "message", "stop_reason": "end_turn",
-                                               **in_parts(m[-1:], "anthropic")[0]}}],
-    "vercel": lambda m: [{"messages": in_parts(m, "vercel", tool="tool")}],
-    "bedrock": lambda m: [converse(m)],
-    "responses": lambda m: [{"request": {"instructions": m[0]["content"], "input": items(m[1:])[: last_items(m[1:])]},
-                             "response": {"status": "completed", "output": items(m[1:])[last_items(m[1:]) :]}}],
-    "otel": lambda m: [{"attributes": otel(m)}],
-    "otlp": lambda m: [otlp(m)],
-    "langchain": lambda m: [{"inputs": {"messages": [langchain(m[:-1])]},
-                             "outputs": {"generations": [[{"text": "", "message": langchain(m)[-1]}]]}}],
-    "claude code": claude_code,
-    "codex": lambda m: [{"type": "session_meta", "payload": {"id": "s", "instructions": m[0]["content"]}},
-                        *({"type": "response_item", "payload": item} for item in items(m[1:]))],
-}  # fmt: skip
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(system=TEXT, turns=st.lists(TURN, min_size=1, max_size=2))
-def test_a_chat_in_any_shape_is_the_same_record(system: str, turns: Turns) -> None:
-    messages = openai_chat(system, turns)
-    for name, write in WRITERS.items():
-        (raw,) = batches_joined(records_in(write(messages)))
-        expected = messages[1:] if name == "claude code" else messages
-        assert parse(json.loads(json.dumps(raw)), 0, name).messages == expected, name
+    anthropic: list[dict[str, Any]] = [{"type": "message_delta", "delta": {"stop_reason": "tool_use"}}]
+    for index, (block, deltas) in enumerate(blocks):
+        anthropic += [{"type": "content_block_start", "index": index, "content_block": block}]
+        anthropic += [{"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas]
+    for events in (openai, anthropic):
+        assert parse({"request": {"messages": [QUESTION]}, "response": events}, 0, "f").messages == [QUESTION, THINKS]
 
 
 LINES = [json.loads(line) for file in sorted(LOGS.iterdir()) for line in file.read_text(encoding="utf-8").splitlines()]

@@ -361,42 +361,26 @@ class Deep(TinyEnds):
 
 
 @pytest.mark.parametrize(
-    ("config", "layers", "warned"),
+    ("states", "outputs", "layers", "warned"),
     [
-        ({}, None, False),
-        ({"eagle_aux_hidden_state_layer_ids": [2, 30, 58]}, [1, 29, 57], False),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 29, 57]}, [1, 29, 57], True),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 29, 57]}}, [1, 29, 57], False),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 30, 58]}}, [1, 29, 57], True),
-        ({"eagle_aux_hidden_state_layer_ids": [5, 9, 60]}, [4, 8, 59], False),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [5, 9, 60]}}, [5, 9, 60], False),
-        ({"eagle_config": {"layer_ids": [5, 9, 60]}}, [4, 8, 59], False),
-        (
-            {"eagle_aux_hidden_state_layer_ids": [5, 9, 60],
-             "eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 8, 59]}},
-            [4, 8, 59], False,
-        ),
-        (
-            {"eagle_aux_hidden_state_layer_ids": [2, 30, 58],
-             "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 30, 58]}},
-            [1, 29, 57], False,
-        ),
-        (
-            {"eagle_aux_hidden_state_layer_ids": [5, 9, 60],
-             "eagle_config": {"eagle_aux_hidden_state_layer_ids": [5, 9, 60]}},
-            "count differently", False,
-        ),
-        (
-            {"eagle_aux_hidden_state_layer_ids": [5, 9, 60],
-             "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}},
-            "not the same layers", False,
-        ),
+        (None, None, None, False),
+        ([2, 30, 58], None, [1, 29, 57], False),
+        ([1, 29, 57], None, [1, 29, 57], True),
+        (None, [1, 29, 57], [1, 29, 57], False),
+        (None, [2, 30, 58], [1, 29, 57], True),
+        ([5, 9, 60], None, [4, 8, 59], False),
+        (None, [5, 9, 60], [5, 9, 60], False),
+        ([5, 9, 60], [4, 8, 59], [4, 8, 59], False),
+        ([2, 30, 58], [2, 30, 58], [1, 29, 57], False),
+        ([5, 9, 60], [5, 9, 60], "count differently", False),
+        ([5, 9, 60], [1, 2, 3], "not the same layers", False),
     ],
-)  # fmt: skip
+)
 def test_layers_are_counted_as_we_do(
-    config: dict[str, Any], layers: list[int] | str | None, warned: bool, caplog: pytest.LogCaptureFixture
+    states: list[int] | None, outputs: list[int] | None, layers: Any, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = Source(Path("head"), config, {})
+    key = "eagle_aux_hidden_state_layer_ids"
+    source = Source(Path("head"), {key: states, "eagle_config": {key: outputs}}, {})
     if isinstance(layers, str):
         with pytest.raises(ValueError, match=layers):
             eagle3.feature_layers(source, 3, Deep())
@@ -404,6 +388,8 @@ def test_layers_are_counted_as_we_do(
     with caplog.at_level(logging.WARNING):
         assert eagle3.feature_layers(source, 3, Deep()) == layers
     assert ("other convention" in caplog.text) == warned
+    other = Source(Path("head"), {"eagle_config": {"layer_ids": [5, 9, 60]}}, {})
+    assert eagle3.feature_layers(other, 3, Deep()) == [4, 8, 59]
 
 
 def test_a_pickle_is_refused_and_its_conversion_is_read_in_its_dtype(tmp_path: Path) -> None:
