@@ -211,7 +211,7 @@ def kept(words: list[str], folder: Path) -> list[str]:
     """Extract a training's features, and return the overrides by which it reads them."""
     stored = ["features=stored", f"features.path={folder}/store"]
     run = with_processes(composed(*words, *stored))
-    extract_features(run.model, run.data, run.features, Layers(run.head, None), None, run.workload, lambda _: None)
+    extract_features(run.model, run.data, run.features, Layers(run.head, None), run.workload, lambda _: None)
     return stored
 
 

@@ -1,4 +1,4 @@
-"""Extraction of a data set's features into a store, by the target's forward passes or from vLLM's files.
+"""Extraction of a data set's features into a store, by the target's forward passes.
 
 Shard k holds rows k·R to (k+1)·R - 1, always computed in the same groups: shards that a killed extraction lacks are
 written by the next one, and the store has the bytes of an undisturbed one. Each process claims the shards that it
@@ -20,10 +20,9 @@ from accelerate import PartialState
 
 from data.batches import Packed, check_known, pack
 from data.config import DataConfig
-from data.features.coding import Copying, States, copying, start
+from data.features.coding import Copying, start
 from data.features.source import FeaturesConfig
 from data.features.store import META, FeatureStore, StoreSpec, packed_fingerprint
-from data.features.vllm_features import LayerIds, VllmFiles, write_prompts
 from data.text.prompts import load_training
 from heads import HEADS
 from heads.base import HeadConfig
@@ -32,7 +31,7 @@ from heads.common.files import claim
 from heads.common.progress import Bar
 from heads.common.target_config import check_rows, context_of
 from inference.target.config import ModelConfig, use_device
-from inference.target.embeddings_only import EmbeddingsOnly, load_target, norm_of
+from inference.target.embeddings_only import EmbeddingsOnly, load_target
 from inference.target.loading import configuration
 from inference.target.placement import check_alone
 from inference.target.target import Target
@@ -147,14 +146,12 @@ def extract_features(
     data: DataConfig,
     config: FeaturesConfig,
     layers: Layers,
-    prompts: str | None,
     workload: str | None,
     say: Callable[[str], None],
 ) -> None:
     """Extract the features of all packed sequences that the store lacks; called on every process alike.
 
     Args:
-        prompts: the file that the documents' tokens are written to for vLLM; nothing is then extracted.
         workload: evaluation prompts that no sample may hold, beside those of `data`; None: none.
         say: prints a line.
 
@@ -164,16 +161,16 @@ def extract_features(
     check_rows(data.length, context_of(configuration(model.path, model.trust_remote_code)), model.path)
     state = PartialState(cpu=use_device(model.device).type == "cpu")
     check_alone(model.where, "an extraction")
-    target = load_target(model, str(state.device), whole=config.vllm is None and prompts is None)
+    target = load_target(model, str(state.device), whole=True)
+    assert isinstance(target, Target)
     packed = pack(load_training(data, target.tokenizer, 0, workload).samples, data.length)
     check_known(packed, (), target.tokenizer, target.embeddings.vocab_size)
-    if prompts is not None:
-        if state.is_main_process:
-            say(f"{prompts}: the tokens of {write_prompts(packed, Path(prompts))} documents, for vLLM")
-        return
     folder = Path(str(config.path))
     spec, left = rows_left(folder, spec_of(target, packed, layers.of(target), config))
-    make = _maker(target, packed, spec, config)
+
+    def make(rows: list[int]) -> Copying:
+        return start(target, packed.token[rows].long(), packed.document[rows].long(), spec)
+
     if left and state.is_main_process:
         say(f"{left} rows to extract: {left * spec.row_bytes / GB:.3f} GB")
     state.wait_for_everyone()
@@ -191,18 +188,3 @@ def extract_features(
     missing = len(store.missing())
     beside = f"; {missing} rows are still being written by another command" if missing else ""
     say(f"{folder}: {written} shards written by process {state.process_index}, {store.bytes() / GB:.3f} GB{beside}")
-
-
-def _maker(target: Target | EmbeddingsOnly, packed: Packed, spec: StoreSpec, config: FeaturesConfig) -> Make:
-    """Return the function that computes or reads the tensors of some rows."""
-    if isinstance(target, Target) and config.vllm is None:
-        whole = target
-        return lambda rows: start(whole, packed.token[rows].long(), packed.document[rows].long(), spec)
-    count, norm = target.spec.num_layers, norm_of(target)
-    files = VllmFiles(Path(str(config.vllm)), LayerIds.of(config.vllm_layers, spec.layers, count))
-
-    def read(rows: list[int]) -> Copying:
-        states = (files.row(packed, row, norm, spec.width) for row in rows)
-        return copying(States(*map(torch.cat, zip(*states, strict=True))), spec)
-
-    return read

@@ -7,19 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from hydra.core.global_hydra import GlobalHydra
 
-from data.batches import pack
-from data.config import DataConfig
 from data.features import extraction
 from data.features.store import FeatureStore
 from data.run import main
-from inference.target.target import Target
 from tests.data import stores
-from tests.data.chatml import load_samples
 from tests.data.test_store import contents
-from tests.data.test_vllm_features import as_vllm
 from tests.train import jobs
 
 Call = Callable[..., None]
@@ -101,42 +95,10 @@ def test_only_the_rows_that_a_store_lacks_are_left(tmp_path: Path) -> None:
     assert extraction.rows_left(tmp_path, fewer) == (store.spec, 11 - 6)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "named"),
-    [
-        (["features=stored", "features.path=x", "layers=[3]"], "layers is [3]: give different layers from 0 to 2"),
-        (["features=stored", "features.path=x", "features.vllm=y", "features.vllm_layers=[1]"], "without [2, 3]"),
-    ],
-)
-def test_a_mistake_is_one_line(
-    call: Call, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    overrides: list[str], named: str,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    assert named in error_of(call, capsys, *overrides)
-    assert not list(tmp_path.iterdir())
-
-
-def test_from_vllms_files(
-    call: Call, job: Job, config: Callable[..., DataConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_layer_that_the_target_has_not_is_refused(
+    call: Call, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    call(f"vllm_prompts={prompts}")
-    target = Target.load(str(job.folder / "target"), "float32", "cpu")
-    of = config(
-        str(job.folder / "text.txt"), split="", length=32, held_out=4, max_tokens=64, contamination=13, limit=12
-    )
-    packed = pack(load_samples(of, target.tokenizer), 32)
-    assert f"the tokens of {len(prompts.read_text().splitlines())} documents, for vLLM" in capsys.readouterr().out
-    as_vllm(target, tmp_path / "vllm", packed, [1, 2, 3])
-    assert (tmp_path / "prompts.jsonl").read_text().count("\n") >= 12
-    live, theirs = tmp_path / "live", tmp_path / "theirs"
-    call("features=stored", f"features.path={live}", "layers=[0,1]")
-    words = [f"features.path={theirs}", f"features.vllm={tmp_path / 'vllm'}", "features.vllm_layers=[1,2,3]"]
-    call("features=stored", *words, "layers=[0,1]")
-    ours, others = FeatureStore(live), FeatureStore(theirs)
-    assert ours.spec == others.spec
-    for row in range(ours.spec.rows):
-        real = packed.document[row] >= 0
-        for name, part in ours.read(row).items():
-            assert torch.allclose(part[0, real], others.read(row)[name][0, real], atol=1e-2)
+    monkeypatch.chdir(tmp_path)
+    said = error_of(call, capsys, "features=stored", "features.path=x", "layers=[3]")
+    assert "layers is [3]: give different layers from 0 to 2" in said
+    assert not list(tmp_path.iterdir())

@@ -94,7 +94,7 @@ def test_an_endpoint_answers_instead_of_the_target(
         (["answers=/dev/null/a.jsonl"], "answers=/dev/null: cannot be written"),
         (["answers=a.jsonl", "drafter=head", "run=/nowhere/run"], "/nowhere/run: no such folder"),
         (["answers=a.jsonl", "model.device=cuda:99"], "model.device is cuda:99, and torch sees"),
-        (["features=engine"], "features=engine feeds a training: give features=stored, and features.vllm for"),
+        (["features=engine"], "features=engine feeds a training: give features=stored"),
     ],
 )
 def test_a_mistake_is_one_line_and_a_status(
