@@ -116,6 +116,7 @@ def _spans(lines: list[Raw]) -> Iterator[Raw]:
 
 def _value(value: Raw) -> Any:
     """Return an attribute's value, which OTLP holds under its type."""
+    inner: Any
     kind, inner = next(iter(value.items()), ("", None))
     if kind == "arrayValue":
         return [_value(item) for item in inner.get("values", ())]
