@@ -36,7 +36,7 @@ from data.features.source import FeaturesConfig
 from data.text.masks import Sample, counts_line
 from data.text.prompts import load_training, records_to_answer
 from data.text.sources import check_sources
-from heads import head_config, with_head
+from heads import best_line, head_config, with_head
 from heads.base import HeadConfig
 from heads.common.command import command
 from heads.common.files import check_writable
@@ -162,13 +162,13 @@ def coverage(samples: Sequence[Sample]) -> str:
 def main(cfg: DictConfig) -> None:
     """Run the command on its configuration."""
     extracts = cfg.features.mode != "live"
-    head, best = None, None
+    named, head = cfg, None
     if extracts:
-        cfg, best = with_head(cfg)
-        head = head_config(cfg.head)
-    job = typed(JobConfig, cfg, ready={"head": head})
+        named = with_head(cfg)
+        head = head_config(named.head)
+    job = typed(JobConfig, named, ready={"head": head})
     check(job)
-    if best:
+    if extracts and (best := best_line(cfg)):
         say(best)
     run(job)
 

@@ -43,22 +43,30 @@ HEADS = {
 BEST, AUTO = "best", "auto"
 
 
-def with_head(cfg: DictConfig) -> tuple[DictConfig, str | None]:
+def best_line(cfg: DictConfig) -> str | None:
+    """Return a line that says which head `head=best` is for a composed configuration's target, None where one is named.
+
+    Raises:
+        ValueError: the target's config.json cannot be read.
+    """
+    if cfg.head.name != BEST:
+        return None
+    return "head=best: {}, {}".format(*best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code))
+
+
+def with_head(cfg: DictConfig) -> DictConfig:
     """Return a composed configuration with its head named and the head's own training values filled in.
 
-    `head=best` becomes the head that suits `model`, by the target's config.json; the second value is a line that says
-    which head that is and why, None where the head was named. `head.training` holds the values of `objective` and
-    `trainer` where these are `auto`, and the losses that those of `objective` are added to.
+    `head=best` becomes the head that suits `model`, by the target's config.json. `head.training` holds the values of
+    `objective` and `trainer` where these are `auto`, and the losses that those of `objective` are added to.
 
     Raises:
         ValueError: the target's config.json cannot be read.
     """
     cfg = cfg.copy()
     OmegaConf.set_struct(cfg, False)
-    name, best = cfg.head.name, None
-    if name == BEST:
-        name, why = best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code)
-        best = f"head=best: {name}, {why}"
+    if cfg.head.name == BEST:
+        name, _ = best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code)
         cfg.head = OmegaConf.load(ROOT / "conf" / "head" / f"{name}.yaml")
     training: Any = OmegaConf.to_container(cfg.head.pop("training", OmegaConf.create()), resolve=False)
     for section, values in training.items():
@@ -67,7 +75,7 @@ def with_head(cfg: DictConfig) -> tuple[DictConfig, str | None]:
                 cfg[section][key] = value | OmegaConf.to_container(cfg[section][key], resolve=False)
             elif cfg[section][key] == AUTO:
                 cfg[section][key] = value
-    return cfg, best
+    return cfg
 
 
 def head_config(values: Any) -> HeadConfig:

@@ -201,7 +201,7 @@ class RunConfig:
 
 def run_config(cfg: DictConfig) -> RunConfig:
     """Return the composed configuration as typed objects; refuse unknown keys, wrong types and broken invariants."""
-    cfg, _ = with_head(cfg)
+    cfg = with_head(cfg)
     data = typed(DataConfig, cfg.data)  # first, since the trainer's batch follows from its length
     chosen = {"head": head_config(cfg.head), "peft": peft_config(cfg.peft)}  # a name in them chooses their types
     return checked(typed(RunConfig, cfg, ready={"data": data, **chosen}))

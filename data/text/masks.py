@@ -287,7 +287,7 @@ def turns_of(
         left_out["text"] |= content_text(without(messages[i])).strip() not in turn.text
     systems = [content_text(message).strip() for message in messages if message["role"] in ("system", "developer")]
     left_out["system prompt"] = any(s not in turns[-1].text for s in systems)
-    drop_counts.update({f"whose {part} the chat template leaves out": is_lost for part, is_lost in left_out.items()})
+    drop_counts.update({f"whose {name} the chat template leaves out": is_lost for name, is_lost in left_out.items()})
     return turns
 
 

@@ -7,6 +7,7 @@ resolvers.py      computed values in conf/, as ${root:…} and ${by_device:…}
 command.py        the entry point of every command: Hydra, without the secrets of the command line
 help.py           the help of a command and the names nearest to a misspelt one, from conf/
 target_config.py  a target's configuration, checked before transformers reads it; how long rows may be for it
+gguf.py           a target that is a GGUF file
 connection.py     without a connection to the Hub, its cache alone
 errors.py         an error as one line for its user
 progress.py       bars on a terminal, lines in a log

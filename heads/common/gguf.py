@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from transformers import PreTrainedConfig
 
 from heads.common.files import claim, replacing
-from heads.common.progress import say
+from heads.common.progress import CONSOLE, say, waiting
 
 SUFFIX = ".gguf"
 
@@ -26,9 +26,9 @@ def gguf_file(path: str) -> Path | None:
     Raises:
         ValueError: the folder holds several, or the file is a part of one.
     """
-    place = Path(path)
-    files = [place] if place.is_file() else sorted(place.glob(f"*{SUFFIX}")) if place.is_dir() else []
-    if not files or files[0].suffix != SUFFIX or any(place.glob("*.safetensors")):
+    named = Path(path)
+    files = [named] if named.is_file() else sorted(named.glob(f"*{SUFFIX}")) if named.is_dir() else []
+    if not files or files[0].suffix != SUFFIX or any(named.glob("*.safetensors")):
         return None
     if len(files) > 1:
         raise ValueError(f"holds {len(files)} GGUF files: give one as model.path, such as {files[0]}")
@@ -74,13 +74,15 @@ def dequantised(path: str) -> str:
     with claim(new.with_suffix(".lock"), wait=True):
         if not new.is_dir():
             say(f"{path}: dequantised to bfloat16 once, in {new}")
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **given)
-            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.bfloat16, **given, **options
-            )
-            with replacing(new) as written:
-                model.save_pretrained(written)
+            if not CONSOLE.is_terminal:
+                transformers.logging.disable_progress_bar()
+            with waiting("dequantising"), replacing(new) as written:
+                tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **given)
                 tokenizer.save_pretrained(written)
+                model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                    folder, dtype=torch.bfloat16, **given, **options
+                )
+                model.save_pretrained(written)
     return str(new)
 
 

@@ -43,7 +43,7 @@ def _created(folder: str) -> str:
 
 RESOLVERS: dict[str, Callable[..., object]] = {
     "root": lambda path: str(ROOT / path),  # of the checkout, so that every command works from any directory
-    "stem": lambda path: os.path.basename(os.path.abspath(path)),  # names a run after its model
+    "stem": lambda path: os.path.basename(os.path.abspath(path)).removesuffix(".gguf"),  # names a run after its model
     # A preset's prompts belong to the preset's data, not to data of the user's own.
     "if_same": lambda a, b, value: value if a == b else "",
     "by_device": _by_device,

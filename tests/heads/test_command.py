@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from heads import HEADS, head_config, with_head
+from heads import HEADS, best_line, head_config, with_head
 from heads.base import parameter_count
 from heads.common.command import mistake, quoted
 from heads.common.help import CONF, entries, help_text, keys, nearest
@@ -160,7 +160,7 @@ def test_a_missing_option_is_named(call: Call, capfd: pytest.CaptureFixture[str]
 def composed(*words: str, config: str = "train") -> Any:
     register_resolvers()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return with_head(compose(config, list(words)))[0]
+        return with_head(compose(config, list(words)))
 
 
 def test_numbers_are_read_under_each_familys_key() -> None:
@@ -218,9 +218,11 @@ def test_the_best_head_is_small_for_its_target(
 def test_the_best_head_is_taken_where_none_is_named(config: str, tmp_path: Path) -> None:
     values = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 50}
     (tmp_path / "config.json").write_text(json.dumps(values))
+    register_resolvers()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg, told = with_head(compose(config, [f"model.path={tmp_path}"]))
-    assert cfg.head.name == "mlp"
+        cfg = compose(config, [f"model.path={tmp_path}"])
+    assert with_head(cfg).head.name == "mlp"
+    told = best_line(cfg)
     assert told
     assert told.startswith("head=best: mlp, since a pass")
 

@@ -12,7 +12,7 @@ from itertools import product
 import torch
 from omegaconf import DictConfig
 
-from heads import with_head
+from heads import best_line
 from heads.common.progress import say
 from inference.target.config import DTYPES, default_device, fast_dtype
 from inference.target.placement import AUTO, DEVICE_MAP, OFFLOAD, PLACEMENTS, REPLICATE, TOGETHER
@@ -33,7 +33,6 @@ def resolve(cfg: DictConfig) -> RunConfig:
     Raises:
         ValueError: settings are wrong, contradict each other, or fit no placement; the key and the remedy.
     """
-    cfg, best = with_head(cfg)
     run = with_processes(run_config(cfg))
     if run.plan is True:
         check_plan(run)
@@ -42,7 +41,7 @@ def resolve(cfg: DictConfig) -> RunConfig:
         check_settings(run)
         run = resolve_micro_batch(resolve_placement(run))
         check_memory(run)
-    if best:
+    if best := best_line(cfg):
         say(best)
     return run
 
