@@ -43,7 +43,7 @@ from data.features.coding import Copying, decode_rows, join, start
 from data.features.extraction import Layers, Make, extract, extract_features, spec_of
 from data.features.source import FeatureRequest
 from data.features.store import DTYPES, FeatureStore, RowTensors, StoreSpec
-from data.text.prompts import load_samples
+from data.text.prompts import load_training
 from eval.measures.machine import device_facts
 from heads.common.resolvers import register_resolvers
 from inference.target.target import Target
@@ -211,7 +211,7 @@ def kept(words: list[str], folder: Path) -> list[str]:
     """Extract a training's features, and return the overrides by which it reads them."""
     stored = ["features=stored", f"features.path={folder}/store"]
     run = with_processes(composed(*words, *stored))
-    extract_features(run.model, run.data, run.features, Layers(run.head, None), None, run.workload, lambda _: None)
+    extract_features(run.model, run.data, run.features, Layers(run.head, None), run.workload, lambda _: None)
     return stored
 
 
@@ -253,7 +253,7 @@ def main() -> None:
     run = composed(f"head={asked.head}", *named)
     target = Target.load(run.model.path, run.model.dtype, run.model.device)
     print(device_facts(target.device, target.dtype))
-    samples = load_samples(run.data, target.tokenizer, limit)
+    samples = load_training(replace(run.data, limit=limit, cache=None), target.tokenizer, 0).samples
     packed = Packed(*(part[: asked.rows] for part in pack(samples, run.data.length)))
     case = Case(target, packed, Layers(run.head, None).of(target))
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:

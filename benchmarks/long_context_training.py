@@ -12,6 +12,7 @@ import resource
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from data.batches import pack
-from data.text.prompts import load_samples
+from data.text.prompts import load_training
 from heads import HEADS
 from heads.base import Features
 from heads.common.resolvers import register_resolvers
@@ -78,7 +79,7 @@ def features(dtype: str) -> None:
     target = Target.load(run.model.path, dtype, "cpu")
     packing = target.packing
     for length in (512, 2048):
-        packed = pack(load_samples(run.data, target.tokenizer, 300), length)
+        packed = pack(load_training(replace(run.data, limit=300, cache=None), target.tokenizer, 0).samples, length)
         rows = TOKENS // length
         token, document = packed.token[:rows].long(), packed.document[:rows].long()
         found: dict[str, list[float]] = {"bare": [], "by documents": [], "under a mask": []}

@@ -46,7 +46,7 @@ from torch import Tensor
 from benchmarks.references import REFERENCES, SpecForge, documents_of, fingerprint, rows_of
 from data.batches import Batch, Batches, pack, token_counts
 from data.features.source import FeatureSource, LiveFeatures, MicroBatch
-from data.text.prompts import load_samples, load_training
+from data.text.prompts import load_training
 from eval.measures import metrics
 from eval.measures.machine import device_facts, provenance
 from heads.base import Features, parameter_count
@@ -98,7 +98,7 @@ class Job:
         self.precision, self.dtype = precision, PRECISIONS[precision]
         self.run = composed("head=eagle3")
         self.target = Target.load(self.run.model.path, self.dtype, "cpu")
-        self.samples = load_samples(self.run.data, self.target.tokenizer)
+        self.samples = load_training(self.run.data, self.target.tokenizer, 0).samples
         self.packed = pack(self.samples, self.run.data.length)
         fused = self.head(self.run, self.target)[0].feature_layers
         self.layers = (*fused, self.target.embeddings.num_layers - 1)  # what engines hand to the references

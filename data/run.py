@@ -62,7 +62,6 @@ class JobConfig(AnswerSettings):
     features: FeaturesConfig
     head: HeadConfig | None
     layers: list[int] | None
-    vllm_prompts: str | None
     workload: str | None
     answers: str | None
     by: str
@@ -122,15 +121,12 @@ def check(job: JobConfig) -> None:
             "features=stored features.path=FOLDER to extract features"
         )
     if job.features.mode == "engine":
-        raise ValueError(
-            "features=engine feeds a training: give features=stored, and features.vllm for vLLM's own files"
-        )
+        raise ValueError("features=engine feeds a training: give features=stored")
     check_sources(job.data)
     if job.answers is not None and Path(job.answers).suffix not in JSON_LINES:
         raise ValueError(f"answers={job.answers}: is written as JSON Lines; give a name that ends in .jsonl or .json")
-    for key, file in {"answers": job.answers, "vllm_prompts": job.vllm_prompts}.items():
-        if file is not None:
-            check_writable(Path(file).parent, key)
+    if job.answers is not None:
+        check_writable(Path(job.answers).parent, "answers")
     if job.features.path is not None:
         check_writable(Path(job.features.path), "features.path")
     if job.answers is not None and job.by == "engine":
@@ -165,7 +161,7 @@ def coverage(samples: Sequence[Sample]) -> str:
 @command("data")
 def main(cfg: DictConfig) -> None:
     """Run the command on its configuration."""
-    extracts = cfg.features.mode != "live" or cfg.vllm_prompts is not None
+    extracts = cfg.features.mode != "live"
     named, head = cfg, None
     if extracts:
         named = with_head(cfg)
@@ -190,7 +186,7 @@ def run(job: JobConfig) -> None:
         answer(job, Path(job.answers))
     if job.head is not None:
         layers = Layers(job.head, job.layers)
-        extract_features(job.model, job.data, job.features, layers, job.vllm_prompts, job.workload, print)
+        extract_features(job.model, job.data, job.features, layers, job.workload, print)
 
 
 if __name__ == "__main__":

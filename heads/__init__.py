@@ -7,8 +7,7 @@ formats/   heads on disk and on the Hub: our own format, those that other projec
 modules/   shared modules: attention, decoder layers, positions, the draft vocabulary, the KV cache
 base.py    the protocol of a draft head, its records, the legend of rows and depths
 rows.py    the only index arithmetic on rows and depths
-eagle.py   EAGLE-1/2: one decoder layer that extrapolates the target's features
-hass.py    HASS: EAGLE's head, trained on the features that it will meet when it drafts
+eagle.py   EAGLE-1/2: one decoder layer that extrapolates the target's features; HASS, trained on those that it drafts
 eagle3.py  EAGLE-3 and 3.1: features of several layers, tokens alone
 medusa.py  Medusa: one residual head a depth
 hydra.py   Hydra: Medusa's heads, each reading the tokens before it
@@ -29,9 +28,8 @@ from heads.common.resolvers import ROOT
 from heads.common.target_config import best_head
 from heads.common.typed import typed
 from heads.common.untrusted import shown
-from heads.eagle import Eagle
+from heads.eagle import Eagle, Hass
 from heads.eagle3 import Eagle3
-from heads.hass import Hass
 from heads.hydra import Hydra
 from heads.medusa import Medusa
 from heads.mlp import Mlp

@@ -9,9 +9,9 @@ slot sees the slots before it alone (JetSpec, arXiv 2606.18394), so that the dep
 path; else all slots see each other, as in DFlash. `from_anchor`: the root token's slot drafts too, and each slot
 the token behind its own (DSpark, arXiv 2607.05147), so that a block has one slot less. `markov_rank` adds to a depth's
 logits a term of low rank that depends on the token drafted before it, and `confidence` a prediction of each draft's
-acceptance (DSpark again). `domino` in its place adds one that depends on all tokens drafted before it
-(heads/modules/domino.py), `selector_rank` one that depends on the slot as well, and `conv` puts convolutions into the
-layers (both heads/modules/dflash2.py).
+acceptance (DSpark again). `domino` in its place adds one that depends on all tokens drafted before it,
+`selector_rank` one that depends on the slot as well, and `conv` puts convolutions into the layers (both in
+heads/modules/dflash2.py).
 """
 
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn import functional
 
 from heads import rows
 from heads.base import Draft, Embeddings, Features, HeadModule, LayerConfig, Level, NewRows, Nodes, embedding_of
 from heads.common.ranges import Count, Parts, Width
 from heads.modules.attention import KeyValue, attend_rows
 from heads.modules.dflash2 import ConvDecoderLayer, Selector
-from heads.modules.domino import Domino
 from heads.modules.fusion import DFLASH_LAYERS, Fusion, chosen_layers
 from heads.modules.kv_cache import KVCache
 from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm
@@ -46,6 +46,50 @@ def _mask(token: int | None, embeddings: Embeddings) -> nn.Parameter:
     if not slot.is_meta:  # a meta tensor has no values
         slot.data.copy_(embedding_of(embeddings, torch.tensor(token % embeddings.vocab_size)))
     return slot
+
+
+class Domino(nn.Module):
+    """Domino (arXiv 2605.29707): a GRU over a block's tokens, whose state corrects a slot's logits.
+
+    Joined to the slot's state it gives a term of low rank. Depth 1 keeps the block's logits, as in the authors'
+    published heads: its slot has seen the only token before it.
+    """
+
+    def __init__(self, width: int, inner: int, rank: int, size: int) -> None:
+        super().__init__()
+        self.width, self.inner = width, inner
+        self.gru = nn.GRUCell(width, inner, bias=False)
+        self.down = nn.Linear(width + inner, rank, bias=False)
+        self.up = VocabularyLinear(rank, size, bias=False)
+
+    def advance(self, embedding: Float[Tensor, "*n D"], memory: Float[Tensor, "*n G"] | None) -> Float[Tensor, "*n G"]:
+        """Return the GRU's state after one more token; without a `memory` it is the first one."""
+        flat = embedding.to(self.gru.weight_ih.dtype).flatten(0, -2)
+        new: Tensor = self.gru(flat, None if memory is None else memory.flatten(0, -2))
+        return new.unflatten(0, embedding.shape[:-1])
+
+    def forward(
+        self, logits: Float[Tensor, "*#n W"], slot: Float[Tensor, "*#n D"], memory: Float[Tensor, "*n G"], depth: int
+    ) -> Float[Tensor, "*#n W"]:
+        """Return the corrected logits of slots behind these states of the GRU."""
+        if depth == 1:
+            return logits
+        state = torch.cat([slot.expand(*memory.shape[:-1], -1), memory], -1)
+        return logits + self.up(functional.silu(self.down(state)))
+
+    def begin(self, slots: Float[Tensor, "B S D"], embedding: Float[Tensor, "B 1 D"]) -> Float[Tensor, "B 1 Y"]:
+        """Return the root's node: the states of all slots, and the GRU's after the root token."""
+        return torch.cat([slots.flatten(1)[:, None], self.advance(embedding, None).to(slots.dtype)], -1)
+
+    def grow(self, node: Float[Tensor, "B N Y"], embedding: Float[Tensor, "B N D"]) -> Float[Tensor, "B N Y"]:
+        """Return nodes made of their parents' and of their tokens."""
+        memory = self.advance(embedding, node[..., -self.inner :])
+        return torch.cat([node[..., : -self.inner], memory.to(node.dtype)], -1)
+
+    def split(self, node: Float[Tensor, "B N Y"], depth: int) -> tuple[Float[Tensor, "B 1 D"], Float[Tensor, "B N G"]]:
+        """Return the state of one slot, which all nodes share, and the GRU's of each node."""
+        end = depth * self.width
+        return node[:, :1, end - self.width : end], node[..., -self.inner :]
 
 
 class Block(HeadModule):

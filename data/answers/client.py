@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 import httpx
 
 from data.answers.chats import Reply
-from data.text.exact import LoggedAnswer, logged_answers
 from data.text.files import CHUNK
 from heads.common.ranges import Amount, Count, Number, Positive
 from heads.common.redact import HIDDEN, redacted
@@ -241,16 +240,6 @@ def read_reply(data: Mapping[str, Any], model: str) -> Reply:
         raise EndpointError("content", json.dumps(data))
     complete = calls if finish != "length" else []  # the last call may be cut off anywhere
     return Reply(text, finish != "length", reasoning, tuple(read_call(call) for call in complete))
-
-
-def logged_answer(data: Mapping[str, Any]) -> LoggedAnswer:
-    """Return the tokens of prompt and answer in a chat completion; refuse a reply without."""
-    try:
-        (answer,) = logged_answers(data, "the reply")
-    except ValueError as error:
-        text = f"it has no tokens of prompt and answer ({error}): take a newer server, or save_tokens=false"
-        raise EndpointError("tokens", text) from error
-    return answer
 
 
 def read_call(call: Any) -> dict[str, Any]:

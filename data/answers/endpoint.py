@@ -13,7 +13,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from data.answers.chats import AnswerSettings, Conversation, Outcome, Talk
-from data.answers.client import Client, EndpointError, logged_answer, read_reply
+from data.answers.client import Client, EndpointError, read_reply
+from data.text.exact import logged_answers
 from heads.common.progress import tick
 
 log = logging.getLogger(__name__)
@@ -117,7 +118,14 @@ class Endpoint:
                 }
                 data = self.client.request("POST", "/chat/completions", body)
                 reply = read_reply(data, self.model)
-                reply = reply._replace(logged=logged_answer(data)) if self.settings.save_tokens else reply
+                if self.settings.save_tokens:
+                    try:
+                        (logged,) = logged_answers(data, "the reply")
+                    except ValueError as error:
+                        raise EndpointError(
+                            "tokens", f"no tokens of prompt and answer ({error}): save_tokens=false, or a newer server"
+                        ) from error
+                    reply = reply._replace(logged=logged)
                 with self.lock:
                     talk.take(reply)
         except EndpointError as failure:

@@ -58,7 +58,12 @@ class Engine:
                 talk = waiting.popleft() if waiting else next(source, None)
                 if talk is None:
                     break
-                token = self._ask(talk)
+                token = talk.ask()
+                if token is not None:
+                    try:
+                        check_prompt(self.target, token)
+                    except ValueError:  # the tokenizer may have tokens that the target's embedding lacks
+                        talk.cause, token = "refused", None
                 if token is None:
                     yield talk.outcome()
                     continue
@@ -76,17 +81,6 @@ class Engine:
         """Return the target's specification and dtype, without its name."""
         spec = {key: value for key, value in asdict(self.target.spec).items() if key != "name"}
         return {"by": "engine", "target": {**spec, "dtype": str(self.target.dtype)}}
-
-    def _ask(self, talk: Talk) -> list[int] | None:
-        """Return the tokens of a chat with its next turn; None after the last one, or at one that cannot be read."""
-        token = talk.ask()
-        if token is not None:
-            try:
-                check_prompt(self.target, token)
-            except ValueError:  # the tokenizer may have tokens that the target's embedding lacks
-                talk.cause = "refused"
-                return None
-        return token
 
     @torch.inference_mode()
     def _release(self, answering: list["Answering"], waiting: deque[Talk]) -> None:

@@ -62,19 +62,15 @@ def copying(states: States, spec: StoreSpec) -> Copying:
     def copy(tensor: Tensor) -> Tensor:
         return tensor.to("cpu", non_blocking=on_gpu)  # a GPU's to pinned memory
 
-    rows = {name: copy(tensor) for name, tensor in _encoded(states, spec).items()}
+    rows: RowTensors = {}
+    for name, tensor in {**({HIDDEN: states.hidden} if spec.layers else {}), LAST: states.last_hidden}.items():
+        coded = encode(tensor, spec.dtype)
+        rows[name] = copy(coded.value)
+        if coded.scale is not None:
+            rows[name + SCALE] = copy(coded.scale)
     finite = copy(finite)
     copied = torch.cuda.current_stream(states.last_hidden.device).record_event() if on_gpu else None
     return Copying(rows, finite, copied, spec.name)
-
-
-def _encoded(states: States, spec: StoreSpec) -> RowTensors:
-    row: RowTensors = {}
-    for name, tensor in {**({HIDDEN: states.hidden} if spec.layers else {}), LAST: states.last_hidden}.items():
-        row[name], scale = encode(tensor, spec.dtype)
-        if scale is not None:
-            row[name + SCALE] = scale
-    return row
 
 
 def join(rows: Iterable[RowTensors]) -> RowTensors:

@@ -1,4 +1,4 @@
-"""Extraction of a data set's features into a store, by the target's forward passes or from vLLM's files.
+"""Extraction of a data set's features into a store, by the target's forward passes.
 
 Shard k holds rows k·R to (k+1)·R - 1, always computed in the same groups: shards that a killed extraction lacks are
 written by the next one, and the store has the bytes of an undisturbed one. Each process claims the shards that it
@@ -7,13 +7,11 @@ A shard is hashed and written in a thread, while the next ones are computed; its
 """
 
 import shutil
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +20,9 @@ from accelerate import PartialState
 
 from data.batches import Packed, check_known, pack
 from data.config import DataConfig
-from data.features.coding import Copying, States, copying, start
+from data.features.coding import Copying, start
 from data.features.source import FeaturesConfig
 from data.features.store import META, FeatureStore, StoreSpec, packed_fingerprint
-from data.features.vllm_features import LayerIds, VllmFiles, write_prompts
 from data.text.prompts import load_training
 from heads import HEADS
 from heads.base import HeadConfig
@@ -34,7 +31,7 @@ from heads.common.files import claim
 from heads.common.progress import Bar
 from heads.common.target_config import check_rows, context_of
 from inference.target.config import ModelConfig, use_device
-from inference.target.embeddings_only import EmbeddingsOnly, load_target, norm_of
+from inference.target.embeddings_only import EmbeddingsOnly, load_target
 from inference.target.loading import configuration
 from inference.target.placement import check_alone
 from inference.target.target import Target
@@ -76,59 +73,27 @@ def spec_of(
     return replace(store, shard_rows=max(1, config.shard_mb * MB // store.row_bytes))
 
 
-class Estimate(NamedTuple):
-    """The work of an extraction: rows of a spec, their bytes, and the bytes that the disk has free."""
+def rows_left(folder: Path, spec: StoreSpec) -> tuple[StoreSpec, int]:
+    """Return the spec of the store in a folder, or this one for a new store, and how many rows are still to extract.
 
-    spec: StoreSpec
-    rows: int
-    bytes: int
-    free: int
-
-    def line(self, seconds: float, world: int) -> str:
-        """Describe the work in a line, given the seconds that one row took."""
-        clock = timedelta(seconds=int(seconds * self.rows / world))
-        return (
-            f"{self.rows} rows to extract: {self.bytes / GB:.3f} GB of {self.free / GB:.3f} GB free, "
-            f"about {clock} h on {world} process{'es' if world > 1 else ''}"
-        )
-
-
-def estimate(folder: Path, spec: StoreSpec, budget_gb: float | None) -> Estimate:
-    """Return the rows still to extract into a folder, with their size; nothing is written.
-
-    The spec is that of a store which is there already, and may have more layers.
+    A store that is there already may have more layers.
 
     Raises:
-        ValueError: the folder holds other features, or they do not fit the disk or the budget.
+        ValueError: the folder holds other features, or they do not fit the disk.
     """
-    left, held = spec.rows, 0
+    left = spec.rows
     if (folder / META).exists():
         store = FeatureStore(folder)
         store.check(spec)
-        spec, left, held = store.spec, len(store.missing()), store.bytes()
+        spec, left = store.spec, len(store.missing())
     parent = next(path for path in [folder, *folder.absolute().parents] if path.exists())
-    work = Estimate(spec, left, left * spec.row_bytes, shutil.disk_usage(parent).free)
-    smaller = "give features.dtype=fp8, fewer layers or less data (data.limit), or more room"
-    if work.bytes > work.free:
+    size, free = left * spec.row_bytes, shutil.disk_usage(parent).free
+    if size > free:
         raise ValueError(
-            f"{folder}: {work.rows} rows take {work.bytes / GB:.3f} GB, and the disk has {work.free / GB:.3f} GB "
-            f"free; {smaller}"
+            f"{folder}: {left} rows take {size / GB:.3f} GB, and the disk has {free / GB:.3f} GB free; give "
+            "features.dtype=fp8, fewer layers or less data (data.limit), or more room"
         )
-    if budget_gb is not None and held + work.bytes > budget_gb * GB:
-        raise ValueError(
-            f"{folder}: the store takes {(held + work.bytes) / GB:.3f} GB, over features.budget_gb={budget_gb:g}; "
-            f"{smaller}"
-        )
-    return work
-
-
-def timed(make: Make, spec: StoreSpec, micro: int) -> float:
-    """Measure the seconds that a row takes, by a second forward pass: the first one warms up."""
-    rows = list(range(min(micro, spec.rows)))
-    make(rows).result()
-    begin = time.perf_counter()
-    make(rows).result()
-    return (time.perf_counter() - begin) / len(rows)
+    return spec, left
 
 
 def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) -> int:
@@ -181,14 +146,12 @@ def extract_features(
     data: DataConfig,
     config: FeaturesConfig,
     layers: Layers,
-    prompts: str | None,
     workload: str | None,
     say: Callable[[str], None],
 ) -> None:
     """Extract the features of all packed sequences that the store lacks; called on every process alike.
 
     Args:
-        prompts: the file that the documents' tokens are written to for vLLM; nothing is then extracted.
         workload: evaluation prompts that no sample may hold, beside those of `data`; None: none.
         say: prints a line.
 
@@ -198,25 +161,25 @@ def extract_features(
     check_rows(data.length, context_of(configuration(model.path, model.trust_remote_code)), model.path)
     state = PartialState(cpu=use_device(model.device).type == "cpu")
     check_alone(model.where, "an extraction")
-    target = load_target(model, str(state.device), whole=config.vllm is None and prompts is None)
+    target = load_target(model, str(state.device), whole=True)
+    assert isinstance(target, Target)
     packed = pack(load_training(data, target.tokenizer, 0, workload).samples, data.length)
     check_known(packed, (), target.tokenizer, target.embeddings.vocab_size)
-    if prompts is not None:
-        if state.is_main_process:
-            say(f"{prompts}: the tokens of {write_prompts(packed, Path(prompts))} documents, for vLLM")
-        return
     folder = Path(str(config.path))
-    work = estimate(folder, spec_of(target, packed, layers.of(target), config), config.budget_gb)
-    make = _maker(target, packed, work.spec, config)
-    if work.rows and state.is_main_process:
-        say(work.line(timed(make, work.spec, config.micro_rows), state.num_processes))
+    spec, left = rows_left(folder, spec_of(target, packed, layers.of(target), config))
+
+    def make(rows: list[int]) -> Copying:
+        return start(target, packed.token[rows].long(), packed.document[rows].long(), spec)
+
+    if left and state.is_main_process:
+        say(f"{left} rows to extract: {left * spec.row_bytes / GB:.3f} GB")
     state.wait_for_everyone()
-    store = FeatureStore.create(folder, work.spec)
+    store = FeatureStore.create(folder, spec)
 
     def kept() -> str:
         store.refresh()
-        held = work.spec.rows - len(store.missing())
-        return f"{held} of {work.spec.rows} rows are kept in {folder}; the same command goes on"
+        held = spec.rows - len(store.missing())
+        return f"{held} of {spec.rows} rows are kept in {folder}; the same command goes on"
 
     with keeping(kept):
         written = extract(store, make, config.micro_rows, state.process_index, state.num_processes)
@@ -225,18 +188,3 @@ def extract_features(
     missing = len(store.missing())
     beside = f"; {missing} rows are still being written by another command" if missing else ""
     say(f"{folder}: {written} shards written by process {state.process_index}, {store.bytes() / GB:.3f} GB{beside}")
-
-
-def _maker(target: Target | EmbeddingsOnly, packed: Packed, spec: StoreSpec, config: FeaturesConfig) -> Make:
-    """Return the function that computes or reads the tensors of some rows."""
-    if isinstance(target, Target) and config.vllm is None:
-        whole = target
-        return lambda rows: start(whole, packed.token[rows].long(), packed.document[rows].long(), spec)
-    count, norm = target.spec.num_layers, norm_of(target)
-    files = VllmFiles(Path(str(config.vllm)), LayerIds.of(config.vllm_layers, spec.layers, count))
-
-    def read(rows: list[int]) -> Copying:
-        states = (files.row(packed, row, norm, spec.width) for row in rows)
-        return copying(States(*map(torch.cat, zip(*states, strict=True))), spec)
-
-    return read

@@ -10,6 +10,7 @@ import os
 import time
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,7 +95,14 @@ class VllmServers:
                     f"{client.url}: takes {context} tokens, and a document of {len(longest.token)} with its next token "
                     "is longer: start vLLM with a larger max_model_len, or give a smaller data.length"
                 )
-            states, token = self._sample(number, longest)
+
+            def ask(_: int, at: int = number) -> tuple[Tensor, Any]:
+                return self._ask(longest, at, shows_token=True)
+
+            try:
+                states, token = client.retried(ask, self.endpoint.retries)
+            except EndpointError as failure:
+                raise ValueError(f"{client.url}: {failure.cause} ({failure.detail}); {SETUP}") from failure
             logits = embeddings.logits(normed(states[-1, self.ids.last], norm)).float()
             if token not in (logits > logits.max() - NEAR * logits.std()).nonzero().flatten().tolist():
                 raise ValueError(
@@ -117,14 +125,6 @@ class VllmServers:
         for file in self.reader.folder.glob(f"*{self.name}*"):
             _remove(file)
 
-    def _sample(self, number: int, piece: Piece) -> tuple[Float[Tensor, "T L D"], Any]:
-        """Return a document's states and the token that a server puts behind it."""
-        client = self.clients[number]
-        try:
-            return client.retried(lambda _: self._ask(piece, number, shows_token=True), self.endpoint.retries)
-        except EndpointError as failure:
-            raise ValueError(f"{client.url}: {failure.cause} ({failure.detail}); {SETUP}") from failure
-
     def _ask(self, piece: Piece, number: int, *, shows_token: bool = False) -> tuple[Float[Tensor, "T L D"], Any]:
         """Return the states of a document, and if asked for the token that one of the servers puts behind it."""
         turn = number % len(self.clients)
@@ -139,14 +139,9 @@ class VllmServers:
         if token.tolist() != list(piece.token):
             raise ValueError(f"{where}: the states that it sent are those of other tokens; {SETUP}")
         self.ids.check(states, len(piece.token), self.width, where)
-        return states, _next_token(reply)
-
-
-def _next_token(reply: dict[str, Any]) -> Any:
-    try:
-        return reply["choices"][0]["token_ids"][0]
-    except (LookupError, TypeError):
-        return None
+        with suppress(LookupError, TypeError):
+            return states, reply["choices"][0]["token_ids"][0]
+        return states, None
 
 
 class ArrivingRow(NamedTuple):

@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Annotated, Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from data.answers.client import EndpointConfig, check_url
 from data.batches import Batch, Batches
 from data.features.store import DTYPES
 from heads.base import Features
-from heads.common.ranges import Amount, Count, OneOf
+from heads.common.ranges import Count, OneOf
 
 T = TypeVar("T")
 
@@ -29,7 +27,6 @@ class FeaturesConfig:
     mode: Annotated[str, OneOf(("live", "stored", "engine"))]
     path: str | None
     dtype: Annotated[str, OneOf(tuple(DTYPES))]
-    budget_gb: Amount | None
     on_missing: Annotated[str, OneOf(("compute", "fail"))]
     shard_mb: Count
     prefetch: Count
@@ -76,15 +73,6 @@ class MicroBatch(NamedTuple):
 
     batch: Batch
     read: Callable[[], Features]
-
-
-@runtime_checkable
-class Forward(Protocol):
-    """A model that computes features in a forward pass: a `Target`."""
-
-    def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], layers: tuple[int, ...]) -> Features:
-        """Return the features of packed sequences, of these layers, on its device; the tokens may be on the host."""
-        ...
 
 
 @runtime_checkable
@@ -144,9 +132,9 @@ class ReadAhead(Generic[T]):
 
 
 class LiveFeatures:
-    """Features by a pass of the target, a micro-batch at a time."""
+    """Features by a pass of the target, or of what computes `features` as it does, a micro-batch at a time."""
 
-    def __init__(self, target: Forward, batches: Batches, layers: tuple[int, ...]) -> None:
+    def __init__(self, target: Any, batches: Batches, layers: tuple[int, ...]) -> None:
         self.target, self.batches, self.layers, self.stall = target, batches, layers, 0.0
         self.forwards: Callable[[], AbstractContextManager[None]] = nullcontext  # how the target's layers run
 

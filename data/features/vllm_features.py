@@ -1,4 +1,4 @@
-"""Hidden states that vLLM wrote, for targets too large for a plain forward pass.
+"""Files of hidden states that vLLM writes for a request.
 
 vLLM's `extract_hidden_states` method with the `ExampleHiddenStatesConnector` writes one safetensors file a request,
 `token_ids` [tokens] and `hidden_states` [tokens, layer ids, width], and while it writes holds a lock on FILE.lock (as
@@ -11,22 +11,18 @@ layer's output before the final norm ("not normalized using the output norm"); o
 """
 
 import fcntl
-import hashlib
-import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from data.batches import Packed
-from data.features.coding import States
 from heads.common.untrusted import regular
 from heads.formats.published.plan import as_states
 
@@ -34,7 +30,6 @@ TOKENS, STATES = "token_ids", "hidden_states"
 FLOATS = torch.bfloat16, torch.float16, torch.float32
 LOCK = ".lock"  # behind the name of the file that it is for
 PAUSE = 0.002  # seconds between looks at a lock
-LOCKED = 600.0  # seconds for which a file may be locked while vLLM writes it
 
 
 class Piece(NamedTuple):
@@ -58,18 +53,6 @@ def pieces(packed: Packed, row: int) -> Iterator[Piece]:
         if document >= 0:
             yield Piece(row, start, tuple(token[start : start + count]))
         start += count
-
-
-def write_prompts(packed: Packed, out: Path) -> int:
-    """Write the documents' tokens as JSON Lines, as vLLM's `generate` takes them, and return how many there are."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    count = 0
-    with out.open("w", encoding="utf-8") as file:
-        for row in range(len(packed.token)):
-            for piece in pieces(packed, row):
-                file.write(json.dumps({"prompt_token_ids": piece.token}) + "\n")
-                count += 1
-    return count
 
 
 class LayerIds(NamedTuple):
@@ -101,56 +84,12 @@ class LayerIds(NamedTuple):
             )
 
 
-class VllmFiles:
-    """A folder of vLLM's files, looked up by their tokens."""
-
-    def __init__(self, folder: Path, ids: LayerIds) -> None:
-        """Read the tokens of every file; refuse one that is none of vLLM's."""
-        self.folder, self.ids = folder, ids
-        self.files: dict[bytes, Path] = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            self.files[_key(read_tensors(file, LOCKED, TOKENS)[0].tolist())] = file
-        if not self.files:
-            raise ValueError(f"{folder}: holds no .safetensors files of vLLM; give their folder as features.vllm")
-
-    def row(self, packed: Packed, row: int, norm: nn.Module, width: int) -> States:
-        """Return the states of a packed sequence, zeros on padding; the last one is on the norm's device.
-
-        Raises:
-            ValueError: a document was not given to vLLM, or its file has another shape.
-        """
-        length = packed.token.shape[1]
-        weight: Any = norm.weight
-        hidden = torch.zeros(1, length, len(self.ids.layers), width)
-        last = torch.zeros(1, length, width, device=weight.device)
-        for piece in pieces(packed, row):
-            states = self._states(piece, width)
-            hidden[0, piece.span] = states[:, self.ids.layers].float()
-            last[0, piece.span] = normed(states[:, self.ids.last], norm).float()
-        return States(hidden, last)
-
-    def _states(self, piece: Piece, width: int) -> Float[Tensor, "T L D"]:
-        file = self.files.get(_key(piece.token))
-        if file is None:
-            raise ValueError(
-                f"{self.folder}: no file is of the {len(piece.token)} tokens of row {piece.row} from position "
-                f"{piece.start} on; give vLLM the prompts that vllm_prompts=FILE writes for this data and data.length"
-            )
-        (states,) = read_tensors(file, LOCKED, STATES)
-        self.ids.check(states, len(piece.token), width, file)
-        return states
-
-
 def normed(last: Float[Tensor, "*n D"], norm: nn.Module) -> Float[Tensor, "*n D"]:
     """Return last states after the final norm, on its device and in its dtype."""
     weight: Any = norm.weight
     with torch.no_grad():
         states: Tensor = norm(last.to(weight.device, weight.dtype))
     return states
-
-
-def _key(token: Sequence[int]) -> bytes:
-    return hashlib.sha256(np.asarray(token, dtype="<i4").tobytes()).digest()
 
 
 def read_tensors(file: Path, seconds: float, *names: str) -> list[Tensor]:

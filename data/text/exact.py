@@ -62,20 +62,17 @@ def logged_answers(raw: Mapping[str, Any], where: str) -> Iterator[LoggedAnswer]
         holders = (holder for holder in (answer, reply, raw, raw.get("request")) if isinstance(holder, dict))
         asking = next(((holder, name) for holder in holders for name in PROMPT if holder.get(name) is not None), None)
         if key is not None and asking is not None:
-            yield LoggedAnswer(_ids(*asking, where), _ids(answer, key, where)[-_count(answer) :])
+            metadata, answered = answer.get("meta_info"), _ids(answer, key, where)
+            count = metadata.get("completion_tokens") if isinstance(metadata, dict) else None
+            if type(count) is int and count > 0:
+                answered = answered[-count:]  # some of SGLang's begin with the prompt's end
+            yield LoggedAnswer(_ids(*asking, where), answered)
 
 
 def reply_in(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the reply in a log's record, which may stand beside its request, as batches have it."""
     reply: Mapping[str, Any] = raw["response"] if isinstance(raw.get("response"), dict) else raw
     return reply["body"] if isinstance(reply.get("body"), dict) else reply
-
-
-def _count(answer: Mapping[str, Any]) -> int:
-    """Return how many of the answer's last tokens are its own: some of SGLang's begin with the prompt's end; 0: all."""
-    metadata = answer.get("meta_info")
-    count = metadata.get("completion_tokens") if isinstance(metadata, dict) else None
-    return count if type(count) is int and count > 0 else 0
 
 
 def _ids(holder: Mapping[str, Any], key: str, where: str) -> list[int]:

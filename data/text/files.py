@@ -135,19 +135,16 @@ def _json(file: TextIOBase, path: Path) -> Iterator[Raw]:
             continue
         # An array may reach over lines, so it is read to the file's end.
         text = line + file.read() if line.lstrip().startswith("[") else line
-        for record in _parsed(text, number, path):
+        try:
+            value = json.loads(text.rstrip())  # an object that breaks off is missing its end there, not a line below
+            records = [shallow(record) for record in (value if isinstance(value, list) else [value])]
+        except json.JSONDecodeError as error:
+            where = number + error.lineno - 1
+            raise ValueError(f"{path}: line {where} is no JSON ({error.msg}); fix or remove it") from error
+        except (RecursionError, ValueError) as error:  # the latter also of a number of thousands of digits
+            why = TOO_DEEP if isinstance(error, RecursionError) else error
+            raise ValueError(f"{path}: line {number} cannot be read ({why}); fix or remove it") from error
+        for record in records:
             if not isinstance(record, dict):
                 raise ValueError(f"{path}: line {number}: every record must be a JSON object, not {str(record)[:40]!r}")
             yield record
-
-
-def _parsed(text: str, number: int, path: Path) -> list[Any]:
-    try:
-        value = json.loads(text.rstrip())  # an object that breaks off is missing its end there, not on the next line
-        return [shallow(record) for record in (value if isinstance(value, list) else [value])]
-    except json.JSONDecodeError as error:
-        where = number + error.lineno - 1
-        raise ValueError(f"{path}: line {where} is no JSON ({error.msg}); fix or remove it") from error
-    except (RecursionError, ValueError) as error:  # the latter also of a number of thousands of digits
-        why = TOO_DEEP if isinstance(error, RecursionError) else error
-        raise ValueError(f"{path}: line {number} cannot be read ({why}); fix or remove it") from error

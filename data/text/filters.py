@@ -24,7 +24,6 @@ MARKS = re.sub(f"[{SPACELESS}]", "", "".join(chr(i) for i in range(1 << 16) if u
 WORD = re.compile(rf"[{SPACELESS}]|[^\W{SPACELESS}]+(?:[{MARKS}]+[^\W{SPACELESS}]*)*")
 
 COUNTERS = "records", "kept", "chats", "shapes"
-MUCH = 1 / 4  # of all records: what is held out beyond it is missed in training
 
 Gram = tuple[str, ...]  # words in a row
 
@@ -68,10 +67,7 @@ class Counts:
             dropped += [f"{self.contaminated:,} with {words} words of one of {prompts:,} evaluation prompts{beside}"]
         dropped += [f"{self.short:,} under {config.min_tokens} tokens"] if config.min_tokens > 1 else []
         chats = f"; of the chats, {counts_line(self.chats)}" if +self.chats else ""
-        share = self.held_out / max(1, self.held_out + sum(self.records.values()))
-        limited = config.limit is not None and self.samples >= config.limit  # then the records read are not all
-        much = "" if limited or share <= MUCH else f" ({share:.0%} of all: a smaller data.held_out trains on more)"
-        begin = f"{self.held_out:,} held out{much}; of the others " if self.held_out else ""
+        begin = f"{self.held_out:,} held out; of the others " if self.held_out else ""
         begin = f"measured on {config.prompts}; " if config.prompts else begin
         return (
             f"data: {begin}{read}; dropped: {', '.join(dropped) or 'nothing'}; "

@@ -17,21 +17,17 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from data.config import DataConfig
-from data.text.exact import Pretokenized
 from data.text.parts import REASONING, BadSampleError, LeftOutError, Message, content_text
 from data.text.records import Record
 from data.text.template import (
     Span,
-    any_ends,
     encode,
     encode_spans,
-    is_tagged,
+    ends_of,
     last_token,
     media_tokens,
     render,
     render_tagged,
-    text_end,
-    turn_end,
     turn_end_tokens,
     with_opening,
 )
@@ -152,7 +148,16 @@ def samples_of(
         if record.error is not None:
             raise record.error
         if record.pretokenized:
-            samples = _samples(record.id, checked_tokens(record, tokenizer), config.max_tokens, drop_counts)
+            for token, mask in record.pretokenized:
+                check_vocabulary(token, tokenizer)
+                if len(mask) != len(token) or set(mask) - {0, 1}:
+                    message = f"it has {len(token)} tokens and a loss_mask of {len(mask)}; give a 0 or 1 for each token"
+                    raise BadSampleError("mask that does not fit", message)
+                if 1 not in mask:
+                    raise BadSampleError(
+                        "mask all zeros", "the loss mask of its tokens is all zeros; remove the sample"
+                    )
+            samples = _samples(record.id, record.pretokenized, config.max_tokens, drop_counts)
         elif plain:
             samples = _plain(record, tokenizer, config.max_tokens, drop_counts)
         else:
@@ -198,18 +203,6 @@ def bad_sample(error: ValueError) -> BadSampleError:
     return error
 
 
-def checked_tokens(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[Pretokenized, ...]:
-    """Return the documents of a record that gives tokens; refuse what the tokenizer does not know, and odd masks."""
-    for token, mask in record.pretokenized:
-        check_vocabulary(token, tokenizer)
-        if len(mask) != len(token) or set(mask) - {0, 1}:
-            message = f"it has {len(token)} tokens and a loss_mask of {len(mask)}; give a 0 or 1 for each token"
-            raise BadSampleError("mask that does not fit", message)
-        if 1 not in mask:
-            raise BadSampleError("mask all zeros", "the loss mask of its tokens is all zeros; remove the sample")
-    return record.pretokenized
-
-
 def check_vocabulary(token: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse tokens that the tokenizer does not know."""
     last = last_token(tokenizer)
@@ -248,11 +241,12 @@ def _samples(
 ) -> list[Sample]:
     """Return masked documents as samples, cut where they are too long."""
     names = [id_ if len(masked) == 1 else f"{id_}#{number}" for number in range(len(masked))]
-    samples = [
-        Sample(name, *_cut(token, mask, max_tokens))
-        for name, (token, mask) in zip(names, masked, strict=True)
-        if any(mask[:max_tokens])
-    ]
+    samples: list[Sample] = []
+    for name, (token, mask) in zip(names, masked, strict=True):
+        trained = [i for i, on in enumerate(mask[:max_tokens]) if on]
+        if trained:  # behind the last one within the limit the rest would cost a forward pass and train nothing
+            end = len(token) if len(token) <= max_tokens else trained[-1] + 1
+            samples.append(Sample(name, token[:end], mask[:end]))
     if not samples:
         raise BadSampleError(
             "answers beyond data.max_tokens",
@@ -284,18 +278,16 @@ def turns_of(
         answers = [i for i in answers if i > question]
     turns = [_turn(record._replace(messages=messages[: i + 1]), tokenizer, cut) for i in answers]
     drop_counts[CUT_OFF] += any(turn.cut for turn in turns)
-    lost = [i for i, turn in zip(answers, turns, strict=True) if reasoning_of(messages[i]).strip() not in turn.text]
-    drop_counts["whose reasoning the chat template leaves out"] += bool(lost)
-    dropped = silent = False
+    left_out = dict.fromkeys(("reasoning", "tool calls", "text"), False)
     for i, turn in zip(answers, turns, strict=True):
         answer = "".join(turn.text[a:b] for a, b in turn.spans)
         calls = [call.get("function") or call for call in messages[i].get("tool_calls") or ()]
-        dropped |= any(str(call.get("name")) not in answer for call in calls)
-        silent |= content_text(without(messages[i])).strip() not in turn.text
-    drop_counts["whose tool calls the chat template leaves out"] += dropped
-    drop_counts["whose text the chat template leaves out"] += silent
+        left_out["reasoning"] |= reasoning_of(messages[i]).strip() not in turn.text
+        left_out["tool calls"] |= any(str(call.get("name")) not in answer for call in calls)
+        left_out["text"] |= content_text(without(messages[i])).strip() not in turn.text
     systems = [content_text(message).strip() for message in messages if message["role"] in ("system", "developer")]
-    drop_counts["whose system prompt the chat template leaves out"] += any(s not in turns[-1].text for s in systems)
+    left_out["system prompt"] = any(s not in turns[-1].text for s in systems)
+    drop_counts.update({f"whose {name} the chat template leaves out": is_lost for name, is_lost in left_out.items()})
     return turns
 
 
@@ -308,11 +300,10 @@ def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool) -> Turn
     """
     tools, before = record.tools, record.messages[:-1]
     prompt = render(before, tokenizer, True, tools)
-    if is_tagged(tokenizer, tools):
-        text, blocks = render_tagged(record.messages, tokenizer, tools)
-    else:
-        text, blocks = render(record.messages, tokenizer, False, tools), None
-    text = _ended(text, before, tokenizer, tools)
+    text, blocks = render_tagged(record.messages, tokenizer, tools)
+    ends = ends_of(tokenizer)  # Phi-3 and others append the end token to any last turn that has ended
+    if ends.text.search(text) and ends.text.search(render(before, tokenizer, False, tools)):
+        text = text.removesuffix(str(tokenizer.eos_token))
     start = len(prompt) if text.startswith(prompt) else None
     if start is None:
         start = _start(prompt, text, render(before, tokenizer, False, tools), content_text(before[-1]).strip())
@@ -320,7 +311,12 @@ def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool) -> Turn
         least = start
         if least is None:  # where prompt and text begin to differ
             least = next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(text))
-        spans = _widened([block for block in blocks if block[1] >= least], least, text, tokenizer)
+        spans = [block for block in blocks if block[1] >= least]
+        if spans:  # with the blanks before them, and the token that ends the turn
+            if least < spans[0][0] and not text[least : spans[0][0]].strip():
+                spans[0] = least, spans[0][1]
+            ended = ends.turn.match(text, spans[-1][1])
+            spans[-1] = spans[-1][0], ended.end() if ended else spans[-1][1]
     elif start is None:
         raise BadSampleError(
             "answer not behind its generation prompt",
@@ -339,7 +335,7 @@ def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool) -> Turn
     if record.messages[-1].get("finish_reason") != "length" or not spans:
         return Turn(text, spans, [])
     start, end = spans[-1]
-    written = any_ends(tokenizer).sub("", text[start:end])
+    written = ends.rest.sub("", text[start:end])
     if not content_text(record.messages[-1]):  # cut off in its reasoning, whose end is then the template's
         written = re.sub(rf"\s*{CLOSE}\s*\Z", "", written)
     return Turn(text, spans, [start + len(written)])
@@ -361,28 +357,6 @@ def _start(generation_prompt: str, text: str, chat: str, question: str) -> int |
     return None
 
 
-def _widened(blocks: list[Span], least: int, text: str, tokenizer: PreTrainedTokenizerBase) -> list[Span]:
-    """Let an answer's blocks begin with the blanks before them and end with the token that ends the turn."""
-    if not blocks:
-        return []
-    spans = list(blocks)
-    start, end = spans[0]
-    if least < start and not text[least:start].strip():
-        spans[0] = least, end
-    start, end = spans[-1]
-    ended = turn_end(tokenizer).match(text, end)
-    spans[-1] = start, ended.end() if ended else end
-    return spans
-
-
-def _ended(text: str, before: list[Message], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message]) -> str:
-    """Return the text without the end token that some templates (Phi-3) append to any last turn that has ended."""
-    doubled = text_end(tokenizer)
-    if doubled.search(text) and doubled.search(render(before, tokenizer, False, tools)):
-        return text.removesuffix(str(tokenizer.eos_token))
-    return text
-
-
 def joined(turns: list[Turn]) -> list[Turn]:
     """Join the answers of chats that are prefixes of each other into one text with all their spans.
 
@@ -397,18 +371,14 @@ def joined(turns: list[Turn]) -> list[Turn]:
         else:
             longer.spans[:0] = turn.spans
             longer.cut[:0] = turn.cut
-    return [turn._replace(spans=_apart(turn.spans)) for turn in reversed(texts)]
-
-
-def _apart(spans: list[Span]) -> list[Span]:
-    """Join spans that overlap, as those of blocks around more than an answer do."""
-    apart: list[Span] = []
-    for start, end in sorted(spans):
-        if apart and start < apart[-1][1]:
-            apart[-1] = apart[-1][0], max(end, apart[-1][1])
-        else:
-            apart.append((start, end))
-    return apart
+    for turn in texts:
+        spans, turn.spans[:] = sorted(turn.spans), []
+        for start, end in spans:  # those of blocks around more than an answer overlap
+            if turn.spans and start < turn.spans[-1][1]:
+                turn.spans[-1] = turn.spans[-1][0], max(end, turn.spans[-1][1])
+            else:
+                turn.spans.append((start, end))
+    return texts[::-1]
 
 
 def _masked(turn: Turn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
@@ -474,11 +444,3 @@ def _end_turns(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizer
         elif eos is not None and token[end] == eos:
             mask[end] = 1
     return token, mask
-
-
-def _cut(token: list[int], mask: list[int], max_tokens: int) -> tuple[list[int], list[int]]:
-    """Cut after the last trained token within the limit: the rest would cost a forward pass and train nothing."""
-    if len(token) <= max_tokens:
-        return token, mask
-    end = max(i for i, on in enumerate(mask[:max_tokens]) if on) + 1
-    return token[:end], mask[:end]

@@ -77,8 +77,7 @@ def parsed(value: Any) -> Any:
 
 def content_text(message: Message) -> str:
     """Return a message's text; of content in parts, as requests to a server have it, the text parts joined."""
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else text_of(content)
+    return text_of(message.get("content") or "")
 
 
 def unread(name: str) -> BadSampleError:
@@ -102,11 +101,10 @@ def text_of(value: Any) -> str:
     """
     if isinstance(value, str | None):
         return value or ""
-    if isinstance(value, list) and all(isinstance(item, dict) for item in value):
-        return "".join(_part_text(item) for item in value)
-    if not isinstance(value, dict):
+    pieces = value if isinstance(value, list) else [value]
+    if not all(isinstance(piece, dict) for piece in pieces):
         raise TypeError(f"{str(value)[:40]!r} is no text")
-    return _part_text(value)
+    return "".join(map(_part_text, pieces))
 
 
 def _part_text(piece: dict[str, Any]) -> str:
@@ -118,12 +116,6 @@ def _part_text(piece: dict[str, Any]) -> str:
         raise unread(str(kind))
     value = piece.get("json", piece.get("value", piece))
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _kind(piece: dict[str, Any]) -> str:
-    """Return a part's kind, one of PARTS; another type's own name."""
-    name = piece.get("type") or next((key for key in piece if key in PARTS), next(iter(piece), "none"))
-    return PARTS.get(name, str(name))
 
 
 def messages_of(items: Any) -> list[Message]:
@@ -139,20 +131,15 @@ def messages_of(items: Any) -> list[Message]:
         for message in _messages({"role": "assistant", "content": [item]} if is_item else item):
             last = messages[-1] if messages else {}
             answers = (is_item or item.get("type") == "message") and message["role"] == last.get("role") == "assistant"
-            if answers and _continues(last, message):
+            spoken = last.get("content") or "tool_calls" in last
+            thinks = any(name in message for name in (*REASONING, HIDDEN))
+            if answers and not (spoken and (thinks or message["content"])):  # of one turn: reasoning, text, calls
                 merged = {**last, **message, "content": last["content"] or message["content"]}
                 calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
                 messages[-1] = merged | ({"tool_calls": calls} if calls else {})
             else:
                 messages.append(message)
     return messages
-
-
-def _continues(last: Message, message: Message) -> bool:
-    """Whether an item belongs to the turn before it: reasoning, then text, then calls."""
-    if any(name in message for name in (*REASONING, HIDDEN)):
-        return not (last["content"] or "tool_calls" in last)
-    return not (message["content"] and (last["content"] or "tool_calls" in last))
 
 
 def _messages(raw: Message) -> Iterator[Message]:
@@ -181,7 +168,7 @@ def _messages(raw: Message) -> Iterator[Message]:
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     legacy = [{"type": "function_call", **raw["function_call"]}] if raw.get("function_call") else []
     for piece in [*parts, *legacy]:
-        _take(piece, _kind(piece), by_kind)
+        _take(piece, by_kind)
     calls = [_call(call) for call in [*by_kind.get("call", ()), *(parsed(raw.get("tool_calls")) or ())]]
     for result in by_kind.get("result", ()):
         ids = next(({"tool_call_id": result[key]} for key in IDS if result.get(key)), {})
@@ -201,9 +188,10 @@ def _messages(raw: Message) -> Iterator[Message]:
         yield result
 
 
-def _take(piece: dict[str, Any], kind: str, by_kind: dict[str, list[Any]]) -> None:
+def _take(piece: dict[str, Any], by_kind: dict[str, list[Any]]) -> None:
     """Add what a part holds to the lists of its kind."""
-    inner = piece.get(piece["type"] if "type" in piece else next((key for key in piece if key in PARTS), ""))
+    name = piece.get("type") or next((key for key in piece if key in PARTS), next(iter(piece), "none"))
+    kind, inner = PARTS.get(name, str(name)), piece.get(name)
     body = inner if isinstance(inner, dict) else piece
     if kind == "text":
         value = next((piece[key] for key in ("text", "content") if piece.get(key) is not None), "")
@@ -214,16 +202,13 @@ def _take(piece: dict[str, Any], kind: str, by_kind: dict[str, list[Any]]) -> No
     elif kind == "reasoning":
         text = body.get("reasoningText", body)
         value = next((text[key] for key in ("thinking", "text", "content", "reasoning") if text.get(key)), "")
-        by_kind.setdefault("reasoning" if value else "hidden", []).append(text_of(_texts(value)))
+        if isinstance(value, list):  # a Responses item's own, whose summary is another model's
+            value = [{"text": item["text"]} for item in value]
+        by_kind.setdefault("reasoning" if value else "hidden", []).append(text_of(value))
     elif kind in ("call", "result", "hidden", "nothing", "refusal"):
         by_kind.setdefault(kind, []).append(body)
     else:
         raise unread(kind)
-
-
-def _texts(value: Any) -> Any:
-    """Return the parts of a Responses item's reasoning as text parts; its summary is another model's."""
-    return [{"text": item["text"]} for item in value] if isinstance(value, list) else value
 
 
 def _call(call: dict[str, Any]) -> Message:
@@ -242,20 +227,17 @@ def _call(call: dict[str, Any]) -> Message:
 
 def tools_of(value: Any) -> tuple[Message, ...]:
     """Return the definitions of functions in OpenAI's form, which endpoints and many templates expect."""
-    tools = parsed(value or [])
-    if not isinstance(tools, list):
+    listed = parsed(value or [])
+    if not isinstance(listed, list):
         raise TypeError("tools are no list")
-    flat = [
-        inner for tool in tools for inner in tool.get("functionDeclarations", tool.get("function_declarations", [tool]))
-    ]
-    return tuple(_tool(filled(tool, (*GIVEN, "input_schema"))) for tool in flat)
-
-
-def _tool(tool: dict[str, Any]) -> Message:
-    tool = tool.get("toolSpec", tool)
-    if "function" in tool or "name" not in tool:
-        return tool
-    schema = tool.get("input_schema", tool.get("inputSchema", {}).get("json"))
-    left = ("type", "cache_control", "input_schema", "inputSchema")
-    function = {key: value for key, value in tool.items() if key not in left}
-    return {"type": "function", "function": function | ({} if schema is None else {"parameters": schema})}
+    tools: list[Message] = []
+    several = (tool.get("functionDeclarations", tool.get("function_declarations", [tool])) for tool in listed)
+    for given in (filled(tool, (*GIVEN, "input_schema")) for declared in several for tool in declared):
+        tool = given.get("toolSpec", given)
+        if "function" not in tool and "name" in tool:
+            schema = tool.get("input_schema", tool.get("inputSchema", {}).get("json"))
+            left = ("type", "cache_control", "input_schema", "inputSchema")
+            function = {key: value for key, value in tool.items() if key not in left}
+            tool = {"type": "function", "function": function | ({} if schema is None else {"parameters": schema})}
+        tools.append(tool)
+    return tuple(tools)

@@ -4,12 +4,11 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from glob import has_magic
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,9 +23,11 @@ from data.text.sources import Source, divide, held_out_records, open_source, ope
 from data.text.template import encode, last_token, render, with_opening
 from heads.common.progress import progress
 from heads.common.resolvers import ROOT
+from heads.common.typed import fits
 from inference.target.tokenizer import text_ids
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 WORKLOADS = {"tiny": ROOT / "examples" / "tiny" / "prompts.jsonl"}
 LOST = 1 / 5  # of all records: a run whose data loses more of them ends
@@ -45,9 +46,8 @@ class Prompt(NamedTuple):
     @classmethod
     def read(cls, raw: Raw, index: int, path: str) -> "Prompt":
         """Return the prompt that `save_prompts` wrote as a record of a file; refuse other keys and types."""
-        kinds = {key: list if key == "token" else str for key in cls._fields}
-        right = raw.keys() == kinds.keys() and all(isinstance(raw[key], kind) for key, kind in kinds.items())
-        if not right or any(type(token) is not int for token in raw["token"]):
+        kinds = cls.__annotations__
+        if raw.keys() != kinds.keys() or not all(fits(kind, raw[key]) for key, kind in kinds.items()):
             raise ValueError(f"{path}: record {index} is no prompt as they are saved: fix or remove the record")
         return cls(**raw | {key: label(raw[key]) for key in ("id", "category")})
 
@@ -93,7 +93,14 @@ def load_training(
         opened = [*sources, *(open_source(name, "") for name in evaluation)]
         key = cache_key(config, tokenizer, [source.identity() for source in opened])
         folder = Path(config.cache).expanduser() / key
-        counts = Counts.read(cached(folder, partial(_fill_cache, prepare)))
+
+        def fill(rough: Path) -> dict[str, Any]:
+            held_out, counts, masked = prepare()
+            save_prompts(held_out, rough / PROMPTS)
+            write_samples(masked, rough / SAMPLES)
+            return counts.report()
+
+        counts = Counts.read(cached(folder, fill))
         most = prompts if max_prompt_tokens is None else None  # those that are too long may be left out
         held_out = load_prompts(str(folder / PROMPTS), tokenizer, most) if counts.held_out else []
         samples = CachedSamples(folder / SAMPLES)
@@ -104,13 +111,6 @@ def load_training(
     if +counts.chats:
         log.warning("%s: of its chats, %s", config.named, counts_line(counts.chats))
     return TrainingData(samples, held_out[:prompts], counts)
-
-
-def load_samples(config: DataConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> Sequence[Sample]:
-    """Return the training samples alone, at most the smaller limit; uncached where `limit` is given."""
-    if limit is not None:
-        config = replace(config, limit=min(limit, config.limit or limit), cache=None)
-    return load_training(config, tokenizer, 0).samples
 
 
 def load_prompts(path: str, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[Prompt]:
@@ -143,20 +143,16 @@ def records_to_answer(config: DataConfig, limit: int | None) -> list[Record]:
     """Return the records that are trained on, whole, for the target to answer; at most the smaller limit."""
     limits = [value for value in (limit, config.limit) if value is not None]
     records, counts = training_records(divide(open_sources(config), config), config), Counter[str]()
-    usable = list(islice(_usable(records, config, counts), min(limits, default=None)))
+    pairs = islice(_usable(records, config, counts, _check), min(limits, default=None))
+    usable = [record for record, _ in pairs]
     if counts:
         log.warning("%s: of its records, %s", config.named, counts_line(counts))
     return usable
 
 
-def _usable(records: Iterator[Record], config: DataConfig, counts: Counter[str]) -> Iterator[Record]:
-    for record in records:
-        if record.error is None:
-            yield record
-        elif config.on_bad == "fail" and not isinstance(record.error, LeftOutError):
-            raise _refused(record, record.error, f"{record.source}: ") from record.error
-        else:
-            counts[f"left out, {record.error.cause}"] += 1
+def _check(record: Record) -> None:
+    if record.error is not None:
+        raise record.error
 
 
 def _prepare(
@@ -165,25 +161,56 @@ def _prepare(
     """Return the held-out prompts, the counts, which grow with the samples, and an iterator of the samples."""
     parts = divide(sources, config)
     dropped = Counter[str]()
-    pairs = list(_held_out(held_out_records(parts), config, tokenizer, dropped))
+    pairs = list(_usable(held_out_records(parts), config, dropped, partial(_prompt, tokenizer=tokenizer)))
     withheld, held_out = [record for record, _ in pairs], [prompt for _, prompt in pairs]
     others = [prompt for name in evaluation for prompt in load_prompts(name, tokenizer, None)]
     filters = Filters(config, withheld, [prompt.text for prompt in held_out + others])
-    filters.counts.held_out, filters.counts.chats = len(withheld), dropped
+    counts = filters.counts
+    counts.held_out, counts.chats = len(withheld), dropped
     records = training_records(parts, config)
     if config.contamination is not None:
         records = (with_text(record, tokenizer) for record in records)
     records = filters(records)
-    return held_out, filters.counts, _samples(records, config, tokenizer, filters.counts, sources)
+
+    def samples() -> Iterator[Sample]:
+        """Tokenise and mask records one after another, and count shapes, samples and tokens."""
+        for record in progress(records, "tokenising"):
+            counts.shapes[record.shape if record.error is None else "none"] += 1
+            for sample in samples_of(record, tokenizer, record.source, config, counts.chats):
+                if len(sample.token) < config.min_tokens:
+                    counts.short += 1
+                else:
+                    counts.samples += 1
+                    counts.tokens += len(sample.token)
+                    counts.trained += sum(sample.loss_mask)
+                    yield sample
+                    if counts.samples == config.limit:
+                        return
+        for source in sources:
+            counts.chats.update(source.left_out)
+        lost = Counter({cause: count for cause, count in counts.chats.items() if cause.startswith("dropped, ")})
+        size = counts.held_out + sum(counts.records.values())
+        if config.on_bad == "drop" and counts.samples and lost.total() > LOST * size:  # errors in a log are no loss
+            raise ValueError(
+                f"{config.named}: {lost.total()} of {size} records cannot be used ({counts_line(lost)}): more than a "
+                "fifth; data.on_bad=fail shows the first of them, data.where picks others"
+            )
+        if not counts.samples:
+            raise ValueError(
+                f"{config.named}: nothing is left to train on ({counts.line(config)}); raise data.max_tokens, "
+                "lower data.min_tokens, or give other data; data.on_bad=fail shows the first that is dropped"
+            )
+
+    return held_out, counts, samples()
 
 
-def _held_out(
-    records: Iterator[Record], config: DataConfig, tokenizer: PreTrainedTokenizerBase, drop_counts: Counter[str]
-) -> Iterator[tuple[Record, Prompt]]:
-    """Yield held-out records with their prompts; with data.on_bad=drop count those that give none, and go on."""
+def _usable(
+    records: Iterator[Record], config: DataConfig, drop_counts: Counter[str], use: Callable[[Record], T]
+) -> Iterator[tuple[Record, T]]:
+    """Yield records with their uses; with data.on_bad=drop count those that have none, and go on."""
     for record in records:
         try:
-            yield record, _prompt(record, tokenizer)
+            yield record, use(record)
         except BAD as error:
             left_out = isinstance(error, LeftOutError)
             if config.on_bad == "fail" and not left_out:
@@ -234,51 +261,6 @@ def with_text(record: Record, tokenizer: PreTrainedTokenizerBase) -> Record:
     return record._replace(text=str(tokenizer.decode(token, skip_special_tokens=True)))
 
 
-def _fill_cache(prepare: Callable[[], Prepared], folder: Path) -> dict[str, Any]:
-    held_out, counts, samples = prepare()
-    save_prompts(held_out, folder / PROMPTS)
-    write_samples(samples, folder / SAMPLES)
-    return counts.report()
-
-
-def _samples(
-    records: Iterator[Record], config: DataConfig, tokenizer: PreTrainedTokenizerBase, counts: Counts,
-    sources: Sequence[Source],
-) -> Iterator[Sample]:  # fmt: skip
-    """Tokenise and mask records one after another, and count shapes, samples and tokens."""
-    for record in progress(records, "tokenising"):
-        counts.shapes[record.shape if record.error is None else "none"] += 1
-        for sample in samples_of(record, tokenizer, record.source, config, counts.chats):
-            if len(sample.token) < config.min_tokens:
-                counts.short += 1
-            else:
-                counts.samples += 1
-                counts.tokens += len(sample.token)
-                counts.trained += sum(sample.loss_mask)
-                yield sample
-                if counts.samples == config.limit:
-                    return
-    for source in sources:
-        counts.chats.update(source.left_out)
-    _check_lost(config, counts)
-    if not counts.samples:
-        raise ValueError(
-            f"{config.named}: nothing is left to train on ({counts.line(config)}); raise data.max_tokens, "
-            "lower data.min_tokens, or give other data; data.on_bad=fail shows the first that is dropped"
-        )
-
-
-def _check_lost(config: DataConfig, counts: Counts) -> None:
-    """Refuse data of which too much cannot be used; a log's errors and refusals are no loss."""
-    dropped = {cause: count for cause, count in counts.chats.items() if cause.startswith("dropped, ")}
-    lost, size = sum(dropped.values()), counts.held_out + sum(counts.records.values())
-    if config.on_bad == "drop" and counts.samples and lost > LOST * size:
-        raise ValueError(
-            f"{config.named}: {lost} of {size} records cannot be used ({counts_line(Counter(dropped))}): more than a "
-            "fifth; data.on_bad=fail shows the first of them, data.where picks others"
-        )
-
-
 def prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase, where: str = "") -> Prompt:
     """Return the prompt of a record: a chat's first question, by the chat template if any, or a piece of a plain text.
 
@@ -301,36 +283,33 @@ def _refused(record: Record, error: ValueError, where: str) -> ValueError:
 
 def _prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     """Return the prompt of a record, as `prompt_of` does; one of BAD where there is none."""
-    prompt = _encoded(record, tokenizer)
-    if not prompt.token:
-        raise BadSampleError("no tokens", "is empty: remove it")
-    return prompt
-
-
-def _encoded(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    text = system = ""
     if record.error is not None:
         raise record.error
     if record.pretokenized:
-        (prompt,), whole = before_answers(record, "first"), record.pretokenized[0].token
+        ((_, token, *_),), whole = before_answers(record, "first"), record.pretokenized[0].token
         check_vocabulary(whole, tokenizer)
-        return prompt if prompt.token else prompt._replace(token=whole[: max(1, len(whole) // 2)])
-    if is_plain(record, tokenizer):
+        token = token or whole[: max(1, len(whole) // 2)]
+    elif is_plain(record, tokenizer):
         if not record.text.strip():
             raise BadSampleError("no question and no text", "has no user message and no text; remove it")
         token, _ = split_text(record.text, tokenizer)
         text = str(tokenizer.decode(token, skip_special_tokens=True))
-        return Prompt(record.id, token, record.category, text)
-    first = next((i for i, message in enumerate(record.messages) if message["role"] == "user"), None)
-    if first is None:
-        raise BadSampleError("no question", "the chat has no user message; remove it")
-    messages = record.messages[: first + 1]
-    text = content_text(messages[first])
-    system = "\n\n".join(content_text(message) for message in messages[:first] if message["role"] != "assistant")
-    if tokenizer.chat_template:
-        messages = with_opening(messages, tokenizer, record.tools)
-        (token,) = encode([render(messages, tokenizer, True, record.tools)], tokenizer)
-        return Prompt(record.id, token, record.category, text, system)
-    return Prompt(record.id, text_ids(text, tokenizer), record.category, text, system)
+    else:
+        first = next((i for i, message in enumerate(record.messages) if message["role"] == "user"), None)
+        if first is None:
+            raise BadSampleError("no question", "the chat has no user message; remove it")
+        text = content_text(record.messages[first])
+        before = (message for message in record.messages[:first] if message["role"] != "assistant")
+        system = "\n\n".join(map(content_text, before))
+        if tokenizer.chat_template:
+            messages = with_opening(record.messages[: first + 1], tokenizer, record.tools)
+            (token,) = encode([render(messages, tokenizer, True, record.tools)], tokenizer)
+        else:
+            token = text_ids(text, tokenizer)
+    if not token:
+        raise BadSampleError("no tokens", "is empty: remove it")
+    return Prompt(record.id, token, record.category, text, system)
 
 
 def before_answers(record: Record, turns: str) -> Iterator[Prompt]:

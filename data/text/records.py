@@ -15,31 +15,23 @@ KNOWN = (
     '{"messages": [{role, content}]}, {"conversations": [{role, content} or {from, value}]}, {"prompt", "answer"}, '
     '{"question", "answer"}, {"instruction", "input", "output"}, {"turns" or "prompt": [...]}, {"text"}, tokens: '
     '{"input_ids", "loss_mask"} or {"prompt_token_ids", "token_ids"}, and logs of requests with their replies: '
-    + ", ".join(shape.name for shape in SHAPES if shape.reply and shape.request)
+    + ", ".join(name for name, request, reply in SHAPES if request and reply)
 )
 SHOWN = 300  # characters of a record in an error
 SUMMARIZE = "Summarize: {}"  # Spec-Bench's prompt for CNN/DM's articles
 UNFETCHED = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # SPEED-Bench's placeholder for text under others' licences
 
 
-class Fields(NamedTuple):
-    """The keys that identify a set, those whose texts make up the prompt, in order, and the answer's key."""
-
-    keys: tuple[str, ...]
-    prompt: tuple[str, ...]
-    answer: str = ""
-
-
 CHOICES = tuple(f"choice_{letter}" for letter in "ABCD")
-SETS = (
-    Fields(("problem", "solution"), ("problem",), "solution"),  # MATH-500, AIME
-    Fields(("Problem", "Solution"), ("Problem",), "Solution"),  # AIME
-    Fields(("text", "code", "test_list"), ("text",), "code"),  # MBPP
-    Fields(("question_content", "starter_code"), ("question_content", "starter_code")),  # LiveCodeBench
-    Fields(("instance_id", "problem_statement", "text"), ("text",), "patch"),  # SWE-bench with the files to change
-    Fields(("instance_id", "problem_statement"), ("problem_statement",), "patch"),  # SWE-bench
-    Fields(("context", "input", "answers"), ("context", "input")),  # LongBench
-    Fields(("context", "question", *CHOICES), ("context", "question", *CHOICES)),  # LongBench v2
+SETS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (  # keys of a set, those of its prompt, its answer's
+    (("problem", "solution"), ("problem",), "solution"),  # MATH-500, AIME
+    (("Problem", "Solution"), ("Problem",), "Solution"),  # AIME
+    (("text", "code", "test_list"), ("text",), "code"),  # MBPP
+    (("question_content", "starter_code"), ("question_content", "starter_code"), ""),  # LiveCodeBench
+    (("instance_id", "problem_statement", "text"), ("text",), "patch"),  # SWE-bench with the files to change
+    (("instance_id", "problem_statement"), ("problem_statement",), "patch"),  # SWE-bench
+    (("context", "input", "answers"), ("context", "input"), ""),  # LongBench
+    (("context", "question", *CHOICES), ("context", "question", *CHOICES), ""),  # LongBench v2
 )
 
 
@@ -137,11 +129,11 @@ def readable(raw: dict[str, Any], index: int, path: str) -> dict[str, Any]:
                 )
             messages = [{"role": "user", "content": turn} for turn in turns]
             return {key: value for key, value in raw.items() if key not in ("turns", "prompt")} | {"messages": messages}
-    for shape in SETS:
-        if raw.keys() >= {*shape.keys} and all(isinstance(raw[key], str) for key in shape.prompt):
+    for keys, prompt_keys, answer in SETS:
+        if raw.keys() >= {*keys} and all(isinstance(raw[key], str) for key in prompt_keys):
             names = {key: raw[key] for key in (*IDS, "category") if key in raw}
-            prompt = "\n\n".join(raw[key] for key in shape.prompt if raw[key])
-            return {**names, "prompt": prompt, "answer": raw.get(shape.answer)}
+            prompt = "\n\n".join(raw[key] for key in prompt_keys if raw[key])
+            return {**names, "prompt": prompt, "answer": raw.get(answer)}
     if any(isinstance(raw.get(key), str) for key in QUESTIONS):
         return {key: value for key, value in raw.items() if key not in ANSWERS or isinstance(value, str)}
     return raw

@@ -24,29 +24,23 @@ from data.text.parts import (
 Raw = dict[str, Any]
 
 
-class Shape(NamedTuple):
-    """A shape of records: the paths of its request and its reply in a record, names joined by `/`; "" the record."""
-
-    name: str
-    request: str
-    reply: str  # "": it has none, the chat is whole
-
-
 REPLIES = ("response", "choices", "completion", "chosen", "output", "gen_ai.output.messages")
-SHAPES = (  # the first that fits counts
-    Shape("Claude Code transcript", "claude_code", ""),
-    Shape("Codex transcript", "codex", ""),
-    Shape("OpenAI Batch", "body", "response/body"),
-    Shape("Bedrock invocation log", "input/inputBodyJson", "output/outputBodyJson"),
-    Shape("Helicone", "request_body", "response_body"),
-    Shape("LangSmith run", "inputs", "outputs"),
-    Shape("OpenTelemetry gen_ai span", "attributes", "attributes/gen_ai.output.messages"),
-    Shape("LiteLLM spend log", "proxy_server_request", "response"),
-    Shape("request and response", "request", "response"),
-    *(Shape(f"chat and {reply}", "", reply) for reply in REPLIES),
-    Shape("preference pair", "chosen", ""),
-    Shape("OpenAI Batch input", "body", ""),
-    Shape("chat", "", ""),
+# Shapes of records, of which the first that fits counts: the name, and the paths of request and reply, names joined by
+# `/`. An empty request is the record itself; without a reply the request holds the whole chat.
+SHAPES = (
+    ("Claude Code transcript", "claude_code", ""),
+    ("Codex transcript", "codex", ""),
+    ("OpenAI Batch", "body", "response/body"),
+    ("Bedrock invocation log", "input/inputBodyJson", "output/outputBodyJson"),
+    ("Helicone", "request_body", "response_body"),
+    ("LangSmith run", "inputs", "outputs"),
+    ("OpenTelemetry gen_ai span", "attributes", "attributes/gen_ai.output.messages"),
+    ("LiteLLM spend log", "proxy_server_request", "response"),
+    ("request and response", "request", "response"),
+    *((f"chat and {reply}", "", reply) for reply in REPLIES),
+    ("preference pair", "chosen", ""),
+    ("OpenAI Batch input", "body", ""),
+    ("chat", "", ""),
 )
 CHATS = ("messages", "conversations", "contents", "gen_ai.input.messages", "input", "prompt", "turns")
 SYSTEM = ("system", "instructions", "systemInstruction", "system_instruction", "gen_ai.system_instructions")
@@ -63,7 +57,14 @@ LOGGED = (  # the keys by which a JSON text is a request or a reply
     *({"role", "content"}, {"model", "input"}, {"object", "output"}),
 )
 MODELS = ("model", "modelId", "modelVersion", "gen_ai.response.model", "gen_ai.request.model")
-DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}  # Anthropic's
+WHOLE = (
+    "role",
+    "id",
+    "type",
+    "finish_reason",
+    "stop_reason",
+    "stop_sequence",
+)  # of a stream, the fields that come whole
 
 
 class Chat(NamedTuple):
@@ -101,21 +102,21 @@ def chat_of(raw: Raw) -> Chat | None:
         TypeError, KeyError, AttributeError, IndexError, ValueError: its values are of other types.
     """
     nearly = ""
-    for shape in SHAPES:
-        holder, reply = _asked(at(raw, shape.request), not shape.request), at(raw, shape.reply)
-        if holder is not None and shape.request and shape.reply:
+    for name, path, reply_path in SHAPES:
+        holder, reply = _asked(at(raw, path), not path), at(raw, reply_path)
+        if holder is not None and path and reply_path:
             _check_error(raw)
         if holder is None or reply is None:
-            if shape.request and shape.reply and not holder is reply is None:
-                nearly = nearly or f"{shape.name}, but has no {shape.request if holder is None else shape.reply}"
+            if path and reply_path and not holder is reply is None:
+                nearly = nearly or f"{name}, but has no {path if holder is None else reply_path}"
             continue
         request, items = holder
         whole = ROLES.get(str(items[-1].get("role") or items[-1].get("from")).lower()) == "assistant"
-        if shape.reply and whole and not shape.request:
+        if reply_path and whole and not path:
             continue
-        if whole and shape.reply:
+        if whole and reply_path:
             raise BadSampleError("an answer behind a prefilled one", "its answer continues one that the request begins")
-        return _chat(shape.name, raw, request, items, reply if shape.reply else None)
+        return _chat(name, raw, request, items, reply if reply_path else None)
     question = next((key for key in (*QUESTIONS, *["input"] * ("output" in raw)) if isinstance(raw.get(key), str)), "")
     if question:
         reply = next((raw[key] for key in ANSWERS if raw.get(key) is not None), None)
@@ -129,7 +130,7 @@ def chat_of(raw: Raw) -> Chat | None:
 
 def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Chat:
     """Return the chat of a request's messages and a reply, None where the messages hold it."""
-    notes = ["with lines that its client wrote itself, which are left out"] * bool(request.get("left_out"))
+    notes = ["with lines of its client or of other branches, which are left out"] * bool(request.get("left_out"))
     if reply is None and raw.keys() & {"error", "level"} and items[-1].get("role") != "assistant":
         _check_error(raw)
     messages = messages_of(items)
@@ -236,35 +237,36 @@ def _reasons(value: Any) -> list[str]:
 def _joined(events: list[Raw]) -> Raw:
     """Return the reply of a stream that was logged as events of OpenAI, Anthropic or the Responses API."""
     message: Raw = {"role": "assistant"}
-    calls: dict[int, Raw] = {}
     blocks: dict[int, Raw] = {}
     for event in events:
-        if isinstance(event.get("response"), dict) and event["response"].get("status") in ("completed", "incomplete"):
-            return dict(event["response"])
+        response, delta = event.get("response"), event.get("delta")
+        if isinstance(response, dict) and response.get("status") in ("completed", "incomplete"):
+            return dict(response)
         _check_error(event)
-        for choice in [choice for choice in event.get("choices", ()) if not choice.get("index")]:
-            delta = choice.get("delta") or {}
-            for key, value in delta.items():
-                if isinstance(value, str) and key != "role":
-                    message[key] = message.get(key, "") + value
-            for call in delta.get("tool_calls") or ():
-                function = calls.setdefault(call.get("index", 0), {"function": {"name": "", "arguments": ""}})[
-                    "function"
-                ]
-                calls[call.get("index", 0)] |= {"id": call["id"]} if call.get("id") else {}
-                for key in function:
-                    function[key] += (call.get("function") or {}).get(key) or ""
-            message |= {"finish_reason": choice["finish_reason"]} if choice.get("finish_reason") else {}
+        for choice in event.get("choices", ()):
+            if not choice.get("index"):
+                _merge(message, {**(choice.get("delta") or {}), "finish_reason": choice.get("finish_reason")})
         if "content_block" in event:
             blocks[event["index"]] = dict(event["content_block"])
-        delta = event.get("delta")
-        if isinstance(delta, dict) and delta.get("type") in DELTAS:
-            key = DELTAS[delta["type"]]
-            blocks[event["index"]][key] = blocks[event["index"]].get(key, "") + delta[key]
-        elif isinstance(delta, dict) and delta.get("stop_reason"):
-            message["stop_reason"] = delta["stop_reason"]
+        if isinstance(delta, dict):
+            _merge(blocks[event["index"]] if "index" in event else message, {**delta, "type": None})
     for block in blocks.values():
         if "partial_json" in block:
             block["input"] = parsed(block.pop("partial_json") or "{}")
-    content = {"content": [blocks[index] for index in sorted(blocks)]} if blocks else {}
-    return message | content | ({"tool_calls": [calls[index] for index in sorted(calls)]} if calls else {})
+    lists = {"content": blocks, "tool_calls": message.pop("tool_calls", {})}
+    return message | {key: [parts[i] for i in sorted(parts)] for key, parts in lists.items() if parts}
+
+
+def _merge(into: Raw, delta: Raw) -> None:
+    """Add a delta of a stream to what came before it: texts go on, calls are found by their index."""
+    for key, value in delta.items():
+        if isinstance(value, list):
+            calls = into.setdefault(key, {})
+            for call in value:
+                _merge(calls.setdefault(call.get("index", 0), {}), call)
+        elif isinstance(value, dict):
+            _merge(into.setdefault(key, {}), value)
+        elif isinstance(value, str) and key not in WHOLE:
+            into[key] = into.get(key, "") + value
+        elif value is not None:
+            into[key] = value

@@ -87,10 +87,6 @@ class Files:
             record["answers"] = written[0] if all(other == written[0] for other in written) else {"by": "several"}
         return record
 
-    def ends(self, count: int) -> tuple[int, list[Raw]]:
-        """Return the number of records, and the last `count` of them: read all to the end."""
-        return last_of(self, count)
-
 
 @dataclass(frozen=True)
 class Hub:
@@ -115,9 +111,7 @@ class Hub:
         return {"name": self.name, "revision": self.revision}
 
     def ends(self, count: int) -> tuple[int, list[Raw]]:
-        """Return the number of records, and the last `count` of them, without `where` without a look at the others."""
-        if self.where:
-            return last_of(self, count)
+        """Return the number of records of all the table, and the last `count` of them without a look at the others."""
         size = len(self.table)
         return size, [without_nulls(self.table[i]) for i in range(max(0, size - count), size)]
 
@@ -126,7 +120,9 @@ Source = Files | Hub
 
 
 def last_of(source: Source, count: int) -> tuple[int, list[Raw]]:
-    """Return the number of a source's records, and the last `count` of them."""
+    """Return the number of a source's records, and the last `count` of them: a file is read to its end."""
+    if isinstance(source, Hub) and not source.where:
+        return source.ends(count)
     last = deque(enumerate(source), maxlen=max(1, count))
     return last[-1][0] + 1, [record for _, record in last][:count]
 
@@ -312,7 +308,7 @@ def divide(sources: Sequence[Source], config: DataConfig) -> list[Part]:
         elif config.streaming:
             parts.append(Part(source, count, None, list(enumerate(islice(source, count)))))
         else:
-            size, last = source.ends(count)
+            size, last = last_of(source, count)
             check_some_left(source.name, size, count, config)
             parts.append(Part(source, 0, size - count, list(enumerate(last, size - count))))
     return parts

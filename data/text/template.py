@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -37,11 +37,6 @@ def template_sha256(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
-def is_tagged(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] = ()) -> bool:
-    """Return whether the chat template encloses its answers in {% generation %}."""
-    return GENERATION.search(COMMENT.sub("", _template(tokenizer, tools))) is not None
-
-
 def render(
     messages: list[Message],
     tokenizer: PreTrainedTokenizerBase,
@@ -69,8 +64,13 @@ def render(
 
 def render_tagged(
     messages: list[Message], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] = ()
-) -> tuple[str, list[Span]]:
-    """Return the chat as `render` does, and the start and end of each {% generation %} block in it."""
+) -> tuple[str, list[Span] | None]:
+    """Return the chat as `render` does, and the start and end of each {% generation %} block in it.
+
+    None of a template that encloses no answer in such blocks.
+    """
+    if GENERATION.search(COMMENT.sub("", _template(tokenizer, tools))) is None:
+        return render(messages, tokenizer, False, tools), None
 
     def call(chat: list[Message]) -> tuple[str, list[Span]]:
         output: Any = render_jinja_template(
@@ -194,26 +194,20 @@ def media_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     return {index: text for index, text in added.items() if MEDIA_TOKEN.search(text)}
 
 
-@lru_cache(maxsize=8)
-def turn_end(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Return the pattern of a turn's end: a special token, perhaps behind blanks."""
-    return re.compile(rf"\s*{_any_special(tokenizer)}")
+class Ends(NamedTuple):
+    """Patterns of the special tokens that end a turn."""
+
+    turn: re.Pattern[str]  # one of them, perhaps behind blanks
+    text: re.Pattern[str]  # the end token once more, at the end of a text whose last turn has ended before
+    rest: re.Pattern[str]  # all that a template writes behind an answer's text: special tokens, and blanks
 
 
 @lru_cache(maxsize=8)
-def text_end(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Return the pattern of a text's end where its last turn has ended before: the end token, once more."""
-    end = re.escape(str(tokenizer.eos_token)) if tokenizer.eos_token else "(?!)"
-    return re.compile(rf"{_any_special(tokenizer)}\s+{end}\Z")
-
-
-@lru_cache(maxsize=8)
-def any_ends(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Return the pattern of all that a template writes behind an answer's text: special tokens, and blanks."""
-    return re.compile(rf"(?:\s*{_any_special(tokenizer)})*\s*\Z")
-
-
-def _any_special(tokenizer: PreTrainedTokenizerBase) -> str:
+def ends_of(tokenizer: PreTrainedTokenizerBase) -> Ends:
+    """Return the patterns of a tokenizer."""
     special = [str(text) for text in tokenizer.convert_ids_to_tokens(sorted(turn_end_tokens(tokenizer)))]
     longest_first = sorted(special, key=len, reverse=True)
-    return rf"(?:{'|'.join(map(re.escape, longest_first)) or '(?!)'})"
+    one = rf"(?:{'|'.join(map(re.escape, longest_first)) or '(?!)'})"
+    end = re.escape(str(tokenizer.eos_token)) if tokenizer.eos_token else "(?!)"
+    patterns = rf"\s*{one}", rf"{one}\s+{end}\Z", rf"(?:\s*{one})*\s*\Z"
+    return Ends(*map(re.compile, patterns))

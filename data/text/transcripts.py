@@ -42,65 +42,47 @@ def records_in(lines: Iterable[Raw]) -> Iterator[Raw]:
 
 
 def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
-    """Yield a chat for each branch of a transcript, whose lines name their parents, the longest branch first.
+    """Yield the longest branch of a transcript, whose lines name their parents, as a chat.
 
-    An answer that several branches share is trained in the first.
+    Lines with one message's id are one message. Of calls in parallel all results but the last are leaves of their own:
+    each is put behind its call.
     """
     nodes = {line["uuid"]: line for line in lines if line.get("uuid")}
+    spoken = {uuid: line["message"] for uuid, line in nodes.items() if isinstance(line.get("message"), dict)}
+    parts: dict[str, list[Raw]] = {}
+    for uuid, message in spoken.items():
+        content = message.get("content") or []
+        parts[uuid] = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+    results = {piece["tool_use_id"]: piece for given in parts.values() for piece in given if "tool_use_id" in piece}
     parents = {line.get("parentUuid") for line in nodes.values()}
-    branches = [_branch(line, nodes) for uuid, line in nodes.items() if uuid not in parents]
-    trained: set[str] = set()
-    for branch in sorted(branches, key=len, reverse=True):
-        spoken = [line for line in branch if isinstance(line.get("message"), dict)]
-        by_model = [line for line in spoken if line["message"].get("model") != SYNTHETIC]
-        answers = {line["uuid"] for line in by_model if line["message"].get("role") == "assistant"}
-        if by_model and (answers - trained or not trained):
-            fields = {key: value for key, value in branch[-1].items() if key != "message"}
-            chat = {"messages": _merged(by_model, nodes, trained), "left_out": len(spoken) - len(by_model)}
-            model = next((line["message"]["model"] for line in by_model[::-1] if line["message"].get("model")), "")
-            yield {**fields, "id": branch[-1].get("sessionId"), "model": model, "claude_code": chat}
-        trained |= answers
-
-
-def _branch(leaf: Raw, nodes: Mapping[str, Raw]) -> list[Raw]:
-    """Return the lines from the first to a leaf."""
-    branch: dict[str, Raw] = {}
-    node: Raw | None = leaf
-    while node is not None and node["uuid"] not in branch:
-        branch[node["uuid"]] = node
-        node = nodes.get(node.get("parentUuid") or "")
-    return list(branch.values())[::-1]
-
-
-def _merged(lines: list[Raw], nodes: Mapping[str, Raw], trained: set[str]) -> list[Raw]:
-    """Return the messages of a branch: lines with one message's id are one, and each call has its result behind it.
-
-    Of calls in parallel all results but the last are leaves of their own.
-    """
+    branch: dict[str, Raw] = {}  # from its leaf on
+    for leaf in [uuid for uuid in nodes if uuid not in parents]:
+        path, uuid = dict[str, Raw](), leaf
+        while uuid in nodes and uuid not in path:
+            path[uuid] = nodes[uuid]
+            uuid = path[uuid].get("parentUuid") or ""
+        branch = max(path, branch, key=len)  # of equals the later one
+    uuids = [uuid for uuid in reversed(branch) if uuid in spoken and spoken[uuid].get("model") != SYNTHETIC]
     messages: list[Raw] = []
-    for line in lines:
-        message = line["message"]
-        parts = _parts(message)
+    for uuid in uuids:
+        message = spoken[uuid]
+        for piece in parts[uuid]:
+            results.pop(piece.get("tool_use_id"), None)
         if message.get("id") and messages and messages[-1].get("id") == message["id"]:
-            messages[-1]["content"] += parts
+            messages[-1]["content"] += parts[uuid]
         else:
-            messages.append({**message, "content": parts} | ({"weight": 0} if line["uuid"] in trained else {}))
-    given = {piece.get("tool_use_id") for message in messages for piece in message["content"]}
-    others = [
-        piece for line in nodes.values() if isinstance(line.get("message"), dict) for piece in _parts(line["message"])
-    ]
-    results = {piece["tool_use_id"]: piece for piece in others if piece.get("type") == "tool_result"}
-    whole: list[Raw] = []
+            messages.append({**message, "content": parts[uuid]})
+    chat: list[Raw] = []
     for message in messages:
-        calls = [piece.get("id") for piece in message["content"] if piece.get("type") == "tool_use"]
-        aside = [results[call] for call in calls if call in results and call not in given]
-        whole += [message, *([{"role": "user", "content": aside}] if aside else [])]
-    return whole
-
-
-def _parts(message: Raw) -> list[Raw]:
-    content = message.get("content") or []
-    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+        aside = [results[piece["id"]] for piece in message["content"] if piece.get("id") in results]
+        chat += [message, *([{"role": "user", "content": aside}] if aside else [])]
+    if chat:
+        others = spoken.keys() - {*uuids}
+        left_out = any(spoken[uuid].get("role") == "assistant" for uuid in others)
+        model = next((message["model"] for message in messages[::-1] if message.get("model")), "")
+        last = next(iter(branch.values()))
+        named = {"id": last.get("sessionId"), "model": model}
+        yield {**last, **named, "claude_code": {"messages": chat, "left_out": left_out}}
 
 
 def _codex(lines: list[Raw]) -> Iterator[Raw]:
@@ -123,26 +105,24 @@ def _codex(lines: list[Raw]) -> Iterator[Raw]:
 
 
 def _spans(lines: list[Raw]) -> Iterator[Raw]:
-    """Yield the spans of an OTLP export that hold a chat, with their attributes as a dict; without any the export."""
+    """Yield the spans of an OTLP export that hold a chat, with their attributes as a dict."""
     scopes = [scope for line in lines for resource in line["resourceSpans"] for scope in resource["scopeSpans"]]
-    has_chat = False
     for span in [span for scope in scopes for span in scope.get("spans", ())]:
         events = [attribute for event in span.get("events", ()) for attribute in event.get("attributes", ())]
         attributes = {item["key"]: _value(item["value"]) for item in [*span.get("attributes", ()), *events]}
-        if any(key in attributes for key in ("gen_ai.input.messages", "gen_ai.output.messages")):
-            has_chat = True
+        if attributes.keys() & {"gen_ai.input.messages", "gen_ai.output.messages"}:
             yield {**span, "id": span.get("spanId"), "attributes": attributes}
-    if not has_chat:
-        yield from lines
 
 
 def _value(value: Raw) -> Any:
     """Return an attribute's value, which OTLP holds under its type."""
-    if "arrayValue" in value:
-        return [_value(item) for item in value["arrayValue"].get("values", ())]
-    if "kvlistValue" in value:
-        return {item["key"]: _value(item["value"]) for item in value["kvlistValue"].get("values", ())}
-    return next(iter(value.values()), None)
+    inner: Any
+    kind, inner = next(iter(value.items()), ("", None))
+    if kind == "arrayValue":
+        return [_value(item) for item in inner.get("values", ())]
+    if kind == "kvlistValue":
+        return {item["key"]: _value(item["value"]) for item in inner.get("values", ())}
+    return inner
 
 
 def batches_joined(records: Iterable[Raw]) -> Iterator[Raw]:
@@ -151,42 +131,41 @@ def batches_joined(records: Iterable[Raw]) -> Iterator[Raw]:
     Raises:
         ValueError: two requests or two replies have the same custom_id.
     """
-    waiting: dict[tuple[str, str], Raw] = {}
+    waiting: dict[str, Raw] = {}  # by custom_id the requests or replies whose other sides are still to come
     for raw in records:
-        name = raw.get("custom_id")
-        sides = [side for side in ("body", "response") if side in raw]
-        if not isinstance(name, str) or len(sides) != 1:
+        name, side = raw.get("custom_id"), "body" if "body" in raw else "response"
+        if not isinstance(name, str) or ("body" in raw) == ("response" in raw):
             yield raw
             continue
-        other = waiting.pop(("response" if sides == ["body"] else "body", name), None)
-        if other is not None:
-            request, reply = (raw, other) if sides == ["body"] else (other, raw)
-            yield {**request, "response": reply["response"], "error": reply.get("error")}
-        elif (sides[0], name) in waiting:
+        other = waiting.pop(name, None)
+        if other is None:
+            waiting[name] = raw
+        elif side in other:
             raise ValueError(f"two batches hold the custom_id {name}: give the files of one batch at a time")
         else:
-            waiting[sides[0], name] = raw
+            request, reply = (raw, other) if side == "body" else (other, raw)
+            yield {**request, "response": reply["response"], "error": reply.get("error")}
     yield from waiting.values()
 
 
 def is_wanted(raw: Raw, where: Mapping[str, Any]) -> bool:
-    """Whether a record's fields have the values that `data.where` names, by their paths with dots."""
-    return all(
-        _meets(raw[path] if path in raw else at(raw, path.replace(".", "/")), bounds) for path, bounds in where.items()
-    )
+    """Whether a record's fields have the values that `data.where` names, by their paths with dots.
 
-
-def _meets(value: Any, bounds: Any) -> bool:
-    """Whether a value is one of those wanted, and within the bounds, such as `>=2026-11-01`; numbers as numbers."""
-    equal: list[bool] = []
-    for bound in bounds if isinstance(bounds, list) else [bounds]:
-        signed = SIGNED.fullmatch(bound) if isinstance(bound, str) else None
-        if signed is None:
-            equal.append(value == bound or str(value) == str(bound))
-            continue
-        pair: tuple[Any, Any] = str(value), signed[2]
-        with suppress(TypeError, ValueError):
-            pair = float(value), float(signed[2])
-        if value is None or not SIGNS[signed[1]](*pair):
+    A field has one of the values that are listed, and is within the bounds, such as `>=2026-11-01`; numbers as numbers.
+    """
+    for path, bounds in where.items():
+        value = raw[path] if path in raw else at(raw, path.replace(".", "/"))
+        equal: list[bool] = []
+        for bound in bounds if isinstance(bounds, list) else [bounds]:
+            signed = SIGNED.fullmatch(bound) if isinstance(bound, str) else None
+            if signed is None:
+                equal.append(value == bound or str(value) == str(bound))
+                continue
+            pair: tuple[Any, Any] = str(value), signed[2]
+            with suppress(TypeError, ValueError):
+                pair = float(value), float(signed[2])
+            if value is None or not SIGNS[signed[1]](*pair):
+                return False
+        if equal and not any(equal):
             return False
-    return not equal or any(equal)
+    return True

@@ -18,7 +18,6 @@ NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # of a repository; some old ones h
 # The base of the transport's errors: huggingface_hub has changed its HTTP library before, this relation holds in both.
 TRANSPORT: Any = HfHubHTTPError.__bases__[0]
 PATIENCE = 2.5  # seconds that the Hub has to answer: a refusal takes five with the start
-BLOCKED = (403, 407, 502, 503, 504, 511)  # HTTP statuses by which a proxy answers in place of the Hub
 
 
 def check_reachable(repo: str, kind: str = "model") -> None:
@@ -53,20 +52,12 @@ def _unreachable() -> str | None:
     if constants.is_offline_mode():
         chosen = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE")
         return "HF_HUB_OFFLINE is set: unset it" if chosen else f"{constants.ENDPOINT} cannot be reached: connect"
-    failure = _failure()
-    if failure is None:
-        return None
-    constants.HF_HUB_OFFLINE = True
-    return f"{constants.ENDPOINT} cannot be reached ({failure}): connect"
-
-
-def _failure() -> str | None:
-    """Return why the Hub does not answer, None if it does."""
     try:
-        status = get_session().head(constants.ENDPOINT, timeout=PATIENCE).status_code
+        get_session().head(constants.ENDPOINT, timeout=PATIENCE)
     except (TRANSPORT, OSError, ValueError) as error:
-        return one_line(error)
-    return f"a proxy answers HTTP {status}" if status in BLOCKED else None
+        constants.HF_HUB_OFFLINE = True
+        return f"{constants.ENDPOINT} cannot be reached ({one_line(error)}): connect"
+    return None
 
 
 def _downloaded(repo: str, kind: str) -> bool:

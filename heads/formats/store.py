@@ -6,7 +6,6 @@ whole head can be loaded.
 
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -90,14 +89,12 @@ def write_folder(folder: Path, content: dict[str, Any], tensors: dict[str, Tenso
         ValueError: a value is not finite.
         OSError: the disk is full or the folder cannot be written.
     """
-    _assert_finite(tensors, folder, "what was saved last is kept; lower trainer.lr and train again")
+    assert_finite(tensors, folder, "what was saved last is kept; lower trainer.lr and train again")
     write_files(folder, {"format": FORMAT, **content}, tensors)
 
 
-def write_files(
-    folder: Path, content: dict[str, Any], tensors: dict[str, Tensor], check: Callable[[Path], None] | None = None
-) -> None:
-    """Write config.json and the tensors: whole and accepted by `check`, or leave the last as they were.
+def write_files(folder: Path, content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Write config.json and the tensors whole, or leave the last as they were.
 
     Raises:
         OSError: the disk is full or the folder cannot be written.
@@ -108,8 +105,6 @@ def write_files(
         with replacing(folder) as new:
             save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
             (new / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-            if check is not None:
-                check(new)
     except (OSError, SafetensorError) as error:
         raise OSError(
             f"{folder}: could not be saved ({one_line(error)}); free space, what was saved last is whole"
@@ -203,7 +198,7 @@ def read_folder(folder: Path, kind: str, keys: tuple[str, ...], optional: tuple[
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return a folder's tensors; refuse files that are missing or damaged, and numbers that are not finite."""
     tensors = read_weights(last_good(folder) / WEIGHTS)
-    _assert_finite(tensors, folder, "train again from an earlier checkpoint")
+    assert_finite(tensors, folder, "train again from an earlier checkpoint")
     return tensors
 
 
@@ -244,7 +239,8 @@ def assert_same_target(folder: Path, saved: TargetSpec, target: TargetSpec) -> N
             )
 
 
-def _assert_finite(tensors: dict[str, Tensor], folder: Path, remedy: str) -> None:
+def assert_finite(tensors: dict[str, Tensor], folder: Path, remedy: str) -> None:
+    """Refuse weights that are not finite, naming the first, with the remedy."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{folder}: {name} holds values that are not finite; {remedy}")

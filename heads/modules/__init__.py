@@ -12,6 +12,5 @@ autoregressive.py  unroll, extend and expand of heads that draft one token after
 kv_cache.py        the head's KV cache of verified rows, and how far back it looks
 fusion.py          which target layers a head reads by default, and how their states are fused into one
 vocab.py           the pruned draft vocabulary, and the lm_head over it
-domino.py          a recurrent correction of a block's logits by the tokens drafted before
 dflash2.py         convolutions inside a block, and a selector among candidates
 """

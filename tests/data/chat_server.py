@@ -133,16 +133,6 @@ def reset(handler: Handler, reply: dict[str, Any]) -> None:
     handler.connection.close()
 
 
-def half(handler: Handler, reply: dict[str, Any]) -> None:
-    """Promise more bytes than come, and hang up."""
-    data = json.dumps(reply).encode()
-    handler.send_response(200)
-    handler.send_header("Content-Length", str(len(data)))
-    handler.end_headers()
-    handler.wfile.write(data[: len(data) // 2])
-    handler.close_connection = True
-
-
 def hanging(handler: Handler, reply: dict[str, Any]) -> None:
     """Say nothing."""
     handler.server.over.wait(20)

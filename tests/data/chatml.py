@@ -1,12 +1,14 @@
 """ChatML: special tokens, chat templates without and with {% generation %}, chats for them, and configurations."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
+from data.text.masks import Sample
+from data.text.prompts import load_training
 from heads.common.typed import typed
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -35,3 +37,8 @@ def data_config(path: str | list[str], **changed: Any) -> DataConfig:
         "cache": None, "turns": "all", "reasoning": "keep", "on_bad": "fail", "where": None,
     }  # fmt: skip
     return typed(DataConfig, OmegaConf.create({"data": values | changed}).data)
+
+
+def load_samples(config: DataConfig, tokenizer: Any) -> Sequence[Sample]:
+    """Return the training samples."""
+    return load_training(config, tokenizer, 0).samples

@@ -71,7 +71,6 @@ class StatesServer(Server):
         self.target, self.folder, self.ids = deepcopy(target), folder, ids  # a target runs in one thread at a time
         self.writes: list[Write] = []
         self.always_writes: Write = whole
-        self.most = 0  # results that were under way or unread at a time
         self.named: Callable[[Path], dict[str, Any]] = lambda file: {"hidden_states_path": str(file)}
         folder.mkdir(exist_ok=True)
 
@@ -85,7 +84,6 @@ class StatesServer(Server):
             token = int(self.target.embeddings.logits(last[0, -1]).argmax())
             write = self.writes.pop(0) if self.writes else self.always_writes
             lock = file.with_name(f"{file.name}.lock").open("w")
-            self.most = max(self.most, len(list(self.folder.glob("*.lock"))))
         fcntl.flock(lock, fcntl.LOCK_EX)
         threading.Thread(target=self.write, args=(write, file, content, lock), daemon=True).start()
         choice = {"text": "", "token_ids": [token] if body["return_token_ids"] else None}

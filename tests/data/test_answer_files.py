@@ -16,13 +16,12 @@ import pytest
 
 from data.answers import files as writing
 from data.answers.chats import Outcome
-from data.answers.files import Answers, Worker, write_answers
+from data.answers.files import Answers, write_answers
 from heads.common.command import command
-from heads.common.progress import Bar
 from tests.data.answering import Quick, quick_bytes, records, settings, work
 
 COUNT = 24
-KILLS = 12
+KILLS = 8
 Events = Callable[[], None]
 
 
@@ -62,29 +61,19 @@ def around(happen: Events, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, noisy(getattr(module, name)))
 
 
-def attempt(out: Path, world: int, event: int) -> bool:
-    """Write with processes of which the first dies at an event, then the others; return whether all came through."""
-    context = multiprocessing.get_context("fork")  # no import, no wait
-    barrier = context.Barrier(world)
+def attempt(out: Path, event: int) -> bool:
+    """Write in a process that dies at an event; return whether it came through."""
 
-    def run(rank: int) -> None:
+    def run() -> None:
         logging.disable()
         with pytest.MonkeyPatch.context() as patch:
-            if rank == 0:
-                around(dies_at(event), patch)
-            how = work(records(COUNT), settings(keep_unfinished=False))
-            write_answers(how, Quick(), out, Worker(rank, world, barrier.wait))
+            around(dies_at(event), patch)
+            quick_bytes(records(COUNT), out)
 
-    processes = [context.Process(target=run, args=(rank,)) for rank in range(world)]
-    for process in processes:
-        process.start()
-    processes[0].join()
-    if processes[0].exitcode != 0:
-        for process in processes[1:]:
-            process.kill()
-    for process in processes:
-        process.join()
-    return processes[0].exitcode == 0
+    process = multiprocessing.get_context("fork").Process(target=run)  # no import, no wait
+    process.start()
+    process.join()
+    return process.exitcode == 0
 
 
 @pytest.fixture
@@ -121,7 +110,7 @@ def test_a_job_killed_at_any_point_gives_the_same_bytes(whole: bytes, tmp_path: 
     for point in points:
         out = tmp_path / str(point) / "a"
         out.parent.mkdir()
-        assert not attempt(out, 1, point)
+        assert not attempt(out, point)
         assert quick_bytes(records(COUNT), out) == whole
         assert counted(out) == counted(tmp_path / "whole")
         assert sorted(path.name for path in out.parent.iterdir()) == ["a", "a.meta.json"]
@@ -157,24 +146,6 @@ def test_sigterm_says_what_is_kept_and_the_same_command_goes_on(
     assert out.read_bytes() == whole
     write_answers(work(records(COUNT), settings(keep_unfinished=False)), Quick(before=asked.append), out)
     assert len(asked) == COUNT - 5
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_log_gets_a_line_each_half_minute_of_the_first_process(
-    rank: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    monkeypatch.setattr(Bar, "last", -99.0)
-    monkeypatch.setenv("RANK", rank)
-
-    def slow(_: str) -> None:
-        now[0] += 10.0
-
-    write_answers(work(records(7)), Quick(before=slow), tmp_path / "a")
-    lines = ["answering chats: 2 of 7, 4.0/min, 0:01:15 left", "answering chats: 5 of 7, 5.0/min, 0:00:24 left"]
-    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("answering")]
-    assert said == (lines if rank == "0" else [])
 
 
 def test_a_disk_that_is_full_at_any_moment_is_named_and_loses_nothing(whole: bytes, tmp_path: Path) -> None:

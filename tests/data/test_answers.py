@@ -12,7 +12,6 @@ import torch
 from data.answers.engine import Engine, drafter_of
 from data.answers.files import Worker, source_of, write_answers
 from data.config import DataConfig
-from data.text.prompts import load_samples
 from data.text.records import Record, parse
 from data.text.template import encode, render
 from heads.common.resolvers import ROOT
@@ -25,6 +24,7 @@ from tests import toys
 from tests.data import answering
 from tests.data.answering import LENGTH, chat, records, settings, work
 from tests.data.asking import lines
+from tests.data.chatml import load_samples
 from tests.data.families import trained
 
 SUFFIX = {

@@ -20,12 +20,12 @@ from data.text import cache, prompts
 from data.text.cache import META, PROMPTS, SAMPLES, CachedSamples, cache_key, tokenizer_identity
 from data.text.files import content_hash
 from data.text.masks import Sample
-from data.text.prompts import load_samples, load_training
+from data.text.prompts import load_training
 from heads.common.resolvers import register_resolvers
 from heads.common.untrusted import parse_json
 from inference.chat_template import RenderError
 from inference.target.tokenizer import text_ids
-from tests.data.chatml import PLAIN, RECORDS, TAGGED, Tokens
+from tests.data.chatml import PLAIN, RECORDS, TAGGED, Tokens, load_samples
 
 Config = Callable[..., DataConfig]
 Write = Callable[..., str]
@@ -68,8 +68,6 @@ def test_cached_data_are_the_data_and_tokenised_once(
     assert [[p.id for p in load_training(asked, chat, 5).held_out] for _ in range(2)] == [["p"], ["p"]]
     refuse(monkeypatch)
     assert list(load_samples(cached, chat)) == plain.samples
-    with pytest.raises(AssertionError, match="tokenised again"):
-        load_samples(cached, chat, limit=2)
 
 
 def test_all_that_shapes_samples_is_in_the_key(
@@ -85,7 +83,7 @@ def test_all_that_shapes_samples_is_in_the_key(
         with monkeypatch.context() as patch:
             patch.setattr(getattr(cache, library), "__version__", "0")
             keys.append(cache_key(config("f"), chat, ["a"]))
-    for code in (DataConfig, load_samples, parse_json, RenderError, text_ids):
+    for code in (DataConfig, load_training, parse_json, RenderError, text_ids):
         shaping = Path(str(inspect.getsourcefile(code)))
         with monkeypatch.context() as patch:
             patch.setattr(cache, "content_hash", lambda file, own=shaping: "" if file == own else content_hash(file))
@@ -242,23 +240,3 @@ def test_a_builder_that_dies_frees_the_lock_and_the_next_one_builds(
     assert not left[0].exists()
     monkeypatch.delattr(prompts, "samples_of")  # nothing is tokenised again
     assert len(load_samples(cached, chat)) == 57
-
-
-def test_of_many_processes_one_tokenises(
-    cached: DataConfig, chat: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    make = prompts.samples_of
-
-    def noted(*given: Any) -> list[Sample]:
-        with (tmp_path / "noted").open("a") as file:
-            file.write(f"{os.getpid()}\n")
-        return make(*given)
-
-    monkeypatch.setattr(prompts, "samples_of", noted)
-    children = [child(lambda: load_samples(cached, chat)) for _ in range(4)]
-    for process in children:
-        process.join(60)
-    assert [process.exitcode for process in children] == [0] * 4
-    lines = (tmp_path / "noted").read_text().split()
-    assert len(lines) == 57
-    assert len(set(lines)) == 1

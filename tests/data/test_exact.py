@@ -11,7 +11,7 @@ from data.answers.engine import Engine
 from data.answers.files import write_answers
 from data.config import DataConfig
 from data.text.exact import Pretokenized, exact_tokens
-from data.text.prompts import before_answers, load_samples, load_training
+from data.text.prompts import before_answers, load_training
 from data.text.records import parse
 from inference.batch import Batch
 from inference.drafters.plain import Plain
@@ -19,6 +19,7 @@ from inference.session import Generation, Settings
 from tests.data import answering, asking
 from tests.data import chat_server as serve
 from tests.data.answering import chat, settings, work
+from tests.data.chatml import load_samples
 
 Write, Config = Callable[..., str], Callable[..., DataConfig]
 

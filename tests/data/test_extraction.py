@@ -7,20 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from hydra.core.global_hydra import GlobalHydra
 
-from data.batches import pack
-from data.config import DataConfig
 from data.features import extraction
-from data.features.coding import Copying
 from data.features.store import FeatureStore
 from data.run import main
-from data.text.prompts import load_samples
-from inference.target.target import Target
 from tests.data import stores
 from tests.data.test_store import contents
-from tests.data.test_vllm_features import as_vllm
 from tests.train import jobs
 
 Call = Callable[..., None]
@@ -70,7 +63,6 @@ def test_it_estimates_extracts_and_goes_on(call: Call, tmp_path: Path, capsys: p
     assert store.spec.layers == (0, 1, 2)
     assert store.missing() == []
     assert f"{store.spec.rows} rows to extract: 0.00" in said
-    assert "about 0:00:0" in said
     assert f"{folder}: {store.spec.shards} shards written by process 0" in said
     before = contents(folder)
     call(*words)
@@ -88,81 +80,25 @@ def test_what_does_not_fit_is_refused_before_the_first_byte(
 ) -> None:
     folder = tmp_path / "store"
     words = ["features=stored", f"features.path={folder}"]
-    said = error_of(call, capsys, *words, "features.budget_gb=0.0001")
-    assert "over features.budget_gb=0.0001; give features.dtype=fp8" in said
     usage: Any = extraction.shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(extraction.shutil, "disk_usage", lambda _: usage)
     assert "and the disk has 0.000 GB free" in error_of(call, capsys, *words)
     assert not folder.exists()
 
 
-def test_the_time_that_is_left_is_that_of_all_rows_on_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-
-    def make(rows: list[int]) -> Copying:
-        now[0] += 2.0 * len(rows)
-        return stores.ready(rows)
-
-    monkeypatch.setattr(extraction.time, "perf_counter", lambda: now[0])
-    seconds = extraction.timed(make, stores.spec(), 4)
-    line = extraction.Estimate(stores.spec(), 7310, 0, 0).line(seconds, 4)
-    assert line.endswith("about 1:00:55 h on 4 processes")
-
-
-def test_what_a_store_holds_already_counts_against_the_budget(tmp_path: Path) -> None:
+def test_only_the_rows_that_a_store_lacks_are_left(tmp_path: Path) -> None:
     store = FeatureStore.create(tmp_path, stores.spec())
     extraction.extract(store, stores.ready, 2, 0, 2)
-    removed = sorted((tmp_path / "index").glob("*.json"))[3:]
-    for entry in removed:
+    for entry in sorted((tmp_path / "index").glob("*.json"))[3:]:
         entry.unlink()
-    store = FeatureStore(tmp_path)
-    left, held = 11 - 6, store.bytes()
-    whole = (held + left * store.spec.row_bytes) / extraction.GB
     fewer = replace(store.spec, layers=store.spec.layers[:1])  # the store goes on with its own
-    work = extraction.estimate(tmp_path, fewer, whole * 1.001)
-    assert (work.spec, work.rows, work.bytes) == (store.spec, left, left * store.spec.row_bytes)
-    assert held >= 6 * store.spec.row_bytes
-    for budget in (whole * 0.999, 1.01 * work.bytes / extraction.GB):
-        with pytest.raises(ValueError, match=r"the store takes 0.000 GB, over features\.budget_gb"):
-            extraction.estimate(tmp_path, stores.spec(), budget)
+    assert extraction.rows_left(tmp_path, fewer) == (store.spec, 11 - 6)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "named"),
-    [
-        (["features=stored", "features.path=x", "layers=[3]"], "layers is [3]: give different layers from 0 to 2"),
-        (["features=stored", "features.path=x", "features.vllm=y", "features.vllm_layers=[1]"], "without [2, 3]"),
-    ],
-)
-def test_a_mistake_is_one_line(
-    call: Call, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    overrides: list[str], named: str,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    assert named in error_of(call, capsys, *overrides)
-    assert not list(tmp_path.iterdir())
-
-
-def test_from_vllms_files(
-    call: Call, job: Job, config: Callable[..., DataConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_layer_that_the_target_has_not_is_refused(
+    call: Call, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    call(f"vllm_prompts={prompts}")
-    target = Target.load(str(job.folder / "target"), "float32", "cpu")
-    of = config(
-        str(job.folder / "text.txt"), split="", length=32, held_out=4, max_tokens=64, contamination=13, limit=12
-    )
-    packed = pack(load_samples(of, target.tokenizer), 32)
-    assert f"the tokens of {len(prompts.read_text().splitlines())} documents, for vLLM" in capsys.readouterr().out
-    as_vllm(target, tmp_path / "vllm", packed, [1, 2, 3])
-    assert (tmp_path / "prompts.jsonl").read_text().count("\n") >= 12
-    live, theirs = tmp_path / "live", tmp_path / "theirs"
-    call("features=stored", f"features.path={live}", "layers=[0,1]")
-    words = [f"features.path={theirs}", f"features.vllm={tmp_path / 'vllm'}", "features.vllm_layers=[1,2,3]"]
-    call("features=stored", *words, "layers=[0,1]")
-    ours, others = FeatureStore(live), FeatureStore(theirs)
-    assert ours.spec == others.spec
-    for row in range(ours.spec.rows):
-        real = packed.document[row] >= 0
-        for name, part in ours.read(row).items():
-            assert torch.allclose(part[0, real], others.read(row)[name][0, real], atol=1e-2)
+    monkeypatch.chdir(tmp_path)
+    said = error_of(call, capsys, "features=stored", "features.path=x", "layers=[3]")
+    assert "layers is [3]: give different layers from 0 to 2" in said
+    assert not list(tmp_path.iterdir())

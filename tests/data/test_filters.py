@@ -141,9 +141,6 @@ def test_everything_dropped_is_counted_and_told(write: Write, config: Config, ch
     ("counts", "changed", "said"),
     [
         (Counts(Counter({"f": 75}), Counter({"f": 75}), 25), {}, "data: 25 held out; of the others f 75 of 75"),
-        (Counts(Counter({"f": 75}), Counter({"f": 75}), 64), {}, "64 held out (46% of all: a smaller"),
-        (Counts(Counter({"f": 20}), Counter({"f": 20}), 64, samples=20), {"limit": 20}, "data: 64 held out; of the"),
-        (Counts(Counter({"f": 20}), Counter({"f": 20}), 64, samples=20), {"limit": 21}, "held out (76% of all: a s"),
         (Counts(Counter({"f": 75}), Counter({"f": 75}), 0), {"prompts": "my"}, "data: measured on my; f 75 of 75 rec"),
     ],
 )

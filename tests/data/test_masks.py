@@ -112,6 +112,8 @@ def test_the_end_of_a_text_and_of_every_answer_is_trained_at_each_depth(family: 
     tokenizer = family_tokenizer(family, False)
     (text,) = masked(Record("a", "", [], "It is so, and it stays so."), tokenizer)
     assert (text.token[-1], text.loss_mask) == (tokenizer.eos_token_id, [1] * len(text.token))
+    (ended,) = masked(Record("b", "", [], f"It is so.{tokenizer.eos_token}"), tokenizer)
+    assert ended.token.count(tokenizer.eos_token_id) == 1, "the text's own end is its end"
     for sample in (text, *masked(chat_record(family, "plain"), tokenizer)):
         token, mask = torch.tensor([sample.token]), torch.tensor([sample.loss_mask])
         ends = [i for i, on in enumerate(sample.loss_mask) if on and not any(sample.loss_mask[i + 1 : i + 2])]
@@ -182,20 +184,6 @@ def test_marks_around_the_words_alone_train_the_blanks_and_the_end_too(
     assert before in str(tokenizer.chat_template)
     monkeypatch.setattr(tokenizer, "chat_template", str(tokenizer.chat_template).replace(before, after))
     assert golden(family, tagged=True) == (GOLDEN / f"{family}.txt").read_text(encoding="utf-8")
-
-
-def test_an_end_that_the_template_leaves_to_the_next_turn_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = family_tokenizer("chatml", False)
-    turn = "{{ m['role'] + '\\n' + m['content'] }}{% if not loop.last %}{{ eos_token }}{% endif %}"
-    begin = "{% if add_generation_prompt %}{{ eos_token + 'assistant\\n' }}{% endif %}"
-    monkeypatch.setattr(tokenizer, "chat_template", f"{{% for m in messages %}}{turn}{{% endfor %}}{begin}")
-    roles, texts = ["user", "assistant"] * 2, ["Why?", "So.", "And now?", "Now too."]
-    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
-    (sample,) = masked(Record("a", "", messages, ""), tokenizer)
-    end = str(tokenizer.eos_token)
-    assert re.findall("⟦(.*?)⟧", marked(sample, tokenizer)) == [f"So.{end}", f"Now too.{end}"]
-    (text,) = masked(Record("b", "", [], f"It is so.{end}"), tokenizer)
-    assert text.token.count(tokenizer.eos_token_id) == 1, "the text's own end is its end"
 
 
 def test_a_token_is_trained_with_all_its_characters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """What the options leave of a chat, what becomes of bad ones, and tokens that span the edge of an answer."""
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -12,10 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
 from data.text import masks
-from data.text.masks import Turn, reasoning_of, samples_of, skip, without
-from data.text.prompts import load_prompts, load_samples
+from data.text.masks import Turn, samples_of, skip, without
 from data.text.records import Record
-from tests.data.chatml import TAGGED, Tokens
+from tests.data.chatml import Tokens, load_samples
 from tests.data.families import CHATS, chat_record, family_tokenizer, marked, masked
 from tests.tokenizers import trained
 
@@ -76,23 +74,6 @@ def test_reasoning_that_is_quoted_is_no_reasoning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "reasoning"),
-    [
-        ({"content": "b", "reasoning_content": "a"}, "a"),
-        ({"content": "b", "thinking": "a"}, "a"),
-        ({"content": "b", "reasoning": "a"}, "a"),
-        ({"content": " <think>\na\n</think>\n\nb"}, " \na\n\n\n"),
-        ({"content": "[THINK]a[/THINK]b"}, "a"),
-        ({"content": "b"}, ""),
-    ],
-)
-def test_reasoning_under_all_its_names(message: dict[str, Any], reasoning: str) -> None:
-    answer = {"role": "assistant", **message}
-    assert reasoning_of(answer) == reasoning
-    assert without(answer) == {"role": "assistant", "content": "b"}
-
-
-@pytest.mark.parametrize(
     ("text", "cut", "left"),
     [
         ("A:|<think>\n\n</think>\n\nyes", False, "yes"),
@@ -134,19 +115,6 @@ def test_chats_whose_later_samples_are_too_long_keep_the_others(config: Config) 
     (kept,) = samples_of(record, tokenizer, "f", config("f", max_tokens=len(first.token)), seen)
     assert kept == first
     assert seen["cut at data.max_tokens"] == 1
-
-
-def test_one_of_several_calls_that_a_template_leaves_out_is_counted(tokenizer_with: Tokens, config: Config) -> None:
-    template = (
-        "{% for m in messages %}{{ m.role + ': ' + m.content }}{% if m.tool_calls %}"
-        "{{ m.tool_calls[0].function.name }}{% endif %}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    for names, lost in ((["look"], 0), (["look", "find"], 1)):
-        calls = [{"function": {"name": name, "arguments": {}}} for name in names]
-        messages, seen = [*told("Why?"), {"role": "assistant", "content": "", "tool_calls": calls}], Counter[str]()
-        assert samples_of(Record("a", "", messages, ""), tokenizer_with(template), "f", config("f"), seen)
-        assert seen["whose tool calls the chat template leaves out"] == lost
 
 
 IN_TWO = (
@@ -215,25 +183,6 @@ def test_a_tokenizer_that_tells_no_characters_is_named(config: Config, monkeypat
     monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
     with pytest.raises(ValueError, match=r"sample a: its tokens span the edge of an answer, .*use the model's fast"):
         samples_of(Record("a", "", told("a mat", "the other cat"), ""), tokenizer, "f", config("f"), Counter())
-
-
-def test_content_in_parts_is_its_text(tokenizer_with: Tokens, write: Write, config: Config) -> None:
-    parts = [{"type": "text", "text": "So "}, {"type": "text", "text": "it is."}]
-    path = write({"id": "a", "messages": [*told("Why?"), {"role": "assistant", "content": parts}]})
-    tokenizer = tokenizer_with(TAGGED)
-    (sample,) = load_samples(config(path), tokenizer)
-    assert marked(sample, tokenizer).endswith("⟦So it is.<|im_end|>⟧\n")
-
-
-def test_tools_are_read_as_json_too_and_prompts_have_them(write: Write, config: Config) -> None:
-    tools = CHATS["tools"]["tools"]
-    path = write({"id": "a", **CHATS["tools"]}, {"id": "a", **CHATS["tools"], "tools": json.dumps(tools)})
-    tokenizer = family_tokenizer("qwen25", False)
-    first, second = load_samples(config(path, dedup=False), tokenizer)
-    assert first.token == second.token
-    (prompt, _) = load_prompts(path, tokenizer, None)
-    assert first.token[: len(prompt.token)] == prompt.token
-    assert '"name": "get_weather"' in tokenizer.decode(prompt.token)
 
 
 @pytest.mark.parametrize("tagged", [False, True])

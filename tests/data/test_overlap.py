@@ -7,11 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from data.features import coding
-from data.features.coding import Copying, States, copying
+from data.features.coding import Copying
 from data.features.extraction import WAITING, extract
 from data.features.store import FeatureStore
 from heads.common.files import claim
@@ -19,20 +16,6 @@ from tests.data import stores
 from tests.data.test_store import contents, filled
 
 SPEC = stores.spec(rows=24)
-
-
-class Copies(TorchDispatchMode):
-    """Notes of each copy to the host whether it lets the host go on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.go_on: list[bool] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        options = kwargs or {}
-        if func is torch.ops.aten._to_copy.default and options.get("device") == torch.device("cpu"):
-            self.go_on.append(options.get("non_blocking", False))
-        return func(*args, **options)
 
 
 class Disk:
@@ -106,34 +89,3 @@ def test_a_shard_that_fails_ends_the_extraction_and_leaves_whole_ones(
     assert not left.has(2)
     assert left.damaged == {}
     assert torch.equal(left.read(0)["last"], stores.made([0])["last"])
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_a_gpus_rows_are_encoded_and_on_their_way_before_the_host_waits(
-    dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tensors without values: whoever asks for one fails."""
-    order: list[str] = []
-
-    class Event:
-        def synchronize(self) -> None:
-            order.append("waited")
-
-    class Stream:
-        def record_event(self) -> Event:
-            order.append("recorded")
-            return Event()
-
-    monkeypatch.setattr(coding.torch.cuda, "current_stream", lambda _: Stream())
-    spec = stores.spec(dtype=dtype)
-    with FakeTensorMode():
-        states = States(torch.empty(2, 6, 2, 8, device="cuda"), torch.empty(2, 6, 8, device="cuda"))
-        with Copies() as copies:
-            under_way = copying(states, spec)
-        assert order == ["recorded"]
-        assert {tensor.device.type for tensor in (*under_way.rows.values(), under_way.finite)} == {"cpu"}
-        assert sum(tensor.nbytes for tensor in under_way.rows.values()) == 2 * spec.row_bytes
-        assert copies.go_on == [True] * (len(under_way.rows) + 1)
-        with pytest.raises(DataDependentOutputException):
-            under_way.result()
-    assert order == ["recorded", "waited"]

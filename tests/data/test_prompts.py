@@ -11,13 +11,12 @@ from data.config import DataConfig
 from data.text.prompts import (
     OPENING,
     load_prompts,
-    load_samples,
     load_training,
     records_to_answer,
     save_prompts,
     split_text,
 )
-from tests.data.chatml import PLAIN, TAGGED, Tokens
+from tests.data.chatml import PLAIN, TAGGED, Tokens, load_samples
 from tests.data.families import trained
 
 Write = Callable[..., str]
@@ -36,16 +35,9 @@ WHOLE = (
     "<|im_start|>assistant\nIt is.\nReally.<|im_end|>\n<|im_start|>user\nAnd now?<|im_end|>\n"
     "<|im_start|>assistant\nNow too, élan.<|im_end|>\n"
 )
-BARE_TAGS = TAGGED.replace(
-    "m['content'] + '<|im_end|>' }}{%- endgeneration -%}{{ '\n'",
-    "m['content'] }}{%- endgeneration -%}{{ '<|im_end|>\n'",
-)
-WIDE_TAGS = TAGGED.replace("'<|im_end|>' }}{%- endgeneration -%}{{ '\n'", "'<|im_end|>\n' }}{%- endgeneration -%}{{ ''")
-# A past answer loses its reasoning, as Qwen3's template has it.
-# Ends no turn by a token of its own: the next user turn starts with it (craftgpt).
 
 
-@pytest.mark.parametrize("template", [PLAIN, TAGGED, BARE_TAGS, WIDE_TAGS])
+@pytest.mark.parametrize("template", [PLAIN, TAGGED])
 def test_the_mask_covers_the_answers_and_their_ends_and_nothing_else(
     tokenizer_with: Tokens, write: Write, config: Config, template: str
 ) -> None:
@@ -136,14 +128,12 @@ def test_a_long_chat_is_cut_and_one_without_answer_dropped_and_counted(
 def test_limits_and_the_held_out_end(bare: PreTrainedTokenizerFast, write: Write, config: Config) -> None:
     path = write(*({"id": str(i), "text": f"number {i}"} for i in range(6)))
 
-    def ids(at_most: int | None = None, **changed: Any) -> list[str]:
-        return [sample.id for sample in load_samples(config(path, **changed), bare, at_most)]
+    def ids(**changed: Any) -> list[str]:
+        return [sample.id for sample in load_samples(config(path, **changed), bare)]
 
     assert ids() == list("012345")
     assert ids(held_out=2) == list("0123")
     assert ids(held_out=2, limit=3) == list("012")
-    assert ids(2, held_out=2, limit=3) == list("01")
-    assert ids(3, limit=2) == list("01")
     assert [p.id for p in load_training(config(path, held_out=2), bare, 9).held_out] == list("45")
     assert [p.id for p in load_training(config(path, held_out=2), bare, 1).held_out] == ["4"]
     assert [p.id for p in records_to_answer(config(path, held_out=2), None)] == list("0123")

@@ -118,12 +118,6 @@ def test_what_is_no_json_to_be_read_stays_text(text: str) -> None:
     assert parse({"conversations": turns}, 0, "f").messages[1]["content"] == text
 
 
-@pytest.mark.parametrize("tool", [TOOL, TOOL["function"], {"type": "function", **TOOL["function"]}])
-def test_definitions_of_tools_become_openais(tool: dict[str, Any]) -> None:
-    served = {"type": "web_search"}  # which has no name
-    assert parse({"messages": [QUESTION], "tools": [tool, served]}, 0, "f").tools == (TOOL, served)
-
-
 @pytest.mark.parametrize("form", [lambda value: value, json.dumps])
 def test_nulls_of_arguments_and_parameters_stay(form: Callable[[Any], Any]) -> None:
     call = {"name": "weather", "arguments": {"town": "Bern", "units": {"wind": None}, "days": [{"of": None}]}}

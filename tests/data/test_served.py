@@ -75,18 +75,6 @@ def test_served_features_are_the_live_ones_and_no_file_stays(
     assert server.leftovers() == []
 
 
-def test_every_rank_asks_for_its_own_rows(packed: Packed, target: Target, server: StatesServer) -> None:
-    for rank in (1, 2):
-        of = batches(packed, rank, 3)
-        source = served(packed, target, server, of=of)
-        server.bodies.clear()
-        same(steps(source, 2), steps(LiveFeatures(target, of, LAYERS), 2), 1e-5)
-        source.close()
-        ahead = {row for step in range(8) for batch in of(step) for row in batch.index.clamp_min(0).tolist()}
-        mine = {piece.token for row in ahead for piece in pieces(packed, row)}
-        assert {tuple(body["prompt"]) for body in server.bodies} <= mine
-
-
 def test_answers_in_another_order_are_put_where_they_belong(
     packed: Packed, target: Target, server: StatesServer
 ) -> None:
@@ -95,19 +83,6 @@ def test_answers_in_another_order_are_put_where_they_belong(
     same(steps(source, 2), steps(LiveFeatures(target, batches(packed), LAYERS), 2), 1e-5)
     assert source.stall > 0.1
     source.close()
-
-
-def test_no_more_results_lie_unread_than_requests_may_be_under_way(
-    packed: Packed, target: Target, server: StatesServer
-) -> None:
-    source = served(packed, target, server, concurrency=3)
-    server.always_writes = late(0.1)
-    source(0)
-    time.sleep(0.3)  # training takes its time
-    steps(source, 1)
-    source.close()
-    assert server.most == 3
-    assert server.leftovers() == []
 
 
 @pytest.mark.parametrize("fault", [status(503), raw(b"nonsense"), unanswered])

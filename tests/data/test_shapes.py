@@ -2,12 +2,11 @@
 
 import json
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -135,20 +134,13 @@ def test_what_a_log_says_in_place_of_an_answer_is_left_out_and_counted(
     assert counts.shapes == {"none": 11, "request and response": 2}
 
 
-def test_a_transcript_has_a_chat_for_each_branch_and_trains_each_answer_once() -> None:
-    longer, other = records("claude_code_branches")
-    results = [returned("8", "t1"), returned("9", "t2")]
+def test_a_transcript_is_its_longest_branch_with_every_result_behind_its_call() -> None:
+    (record,) = records("claude_code_branches")
     turn = called("look", {"at": "a"}, "t1", "t2", reasoning_content="Two calls.")
     turn["tool_calls"][1]["function"] = {"name": "look", "arguments": {"at": "b"}}
-    shared = [QUESTION, turn, *results, ANSWER]
-    ends = [[{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
-            for asked, said in (("Really?", "Yes."), ("Sure?", "Quite."))]  # fmt: skip
-    both = [[{key: value for key, value in m.items() if key != "weight"} for m in r.messages] for r in (longer, other)]
-    assert sorted(both, key=str) == sorted(([*shared, *end] for end in ends), key=str)
-    trained_in = [[m["content"] for m in r.messages if m["role"] == "assistant" and m.get("weight") != 0]
-                  for r in (longer, other)]  # fmt: skip
-    assert sorted(chain.from_iterable(trained_in)) == sorted(["", REPLY, "Yes.", "Quite."])
-    assert "with lines that its client wrote itself, which are left out" in (*longer.notes, *other.notes)
+    end = [{"role": "user", "content": "Really?"}, {"role": "assistant", "content": "Yes."}]
+    assert record.messages == [QUESTION, turn, returned("8", "t1"), returned("9", "t2"), ANSWER, *end]
+    assert record.notes == ("with lines of its client or of other branches, which are left out",)
 
 
 @pytest.mark.parametrize(
@@ -252,199 +244,63 @@ def test_the_developers_message_is_written(family: str) -> None:
     assert SYSTEM["content"] in str(tokenizer.decode(sample.token))
 
 
-TEXT = st.text(alphabet='ab{}[]":, 1\né<>', min_size=1, max_size=9).filter(str.strip)
-TURN = st.tuples(TEXT, st.one_of(st.none(), TEXT), st.one_of(st.none(), st.tuples(TEXT, TEXT)), TEXT)
-Turns = list[tuple[str, str | None, tuple[str, str] | None, str]]
+THINKS = called("look", {"at": "a"}, "t0", content="I look.", reasoning_content="Why?")
 
 
-def openai_chat(system: str, turns: Turns) -> list[dict[str, Any]]:
-    """Return a chat: of each turn a question, perhaps a thought and a call with its result, an answer."""
-    messages: list[dict[str, Any]] = [{"role": "system", "content": system}]
-    for number, (question, thought, call, answer) in enumerate(turns):
-        thinks = {"reasoning_content": thought} if thought else {}
-        messages.append({"role": "user", "content": question})
-        if call:
-            messages += [called("look", {"at": call[0]}, f"t{number}", **thinks), returned(call[1], f"t{number}")]
-        messages.append({"role": "assistant", "content": answer, **({} if call else thinks)})
-    return messages
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "assistant", "content": [  # Bedrock's Converse
+            {"reasoningContent": {"reasoningText": {"text": "Why?"}}}, {"text": "I look."},
+            {"toolUse": {"toolUseId": "t0", "name": "look", "input": {"at": "a"}}}]},
+         {"role": "user", "content": [{"toolResult": {"toolUseId": "t0", "content": [{"text": "8"}]}}]}],
+        [{"role": "assistant", "parts": [  # OpenTelemetry
+            {"type": "reasoning", "content": "Why?"}, {"type": "text", "content": "I look."},
+            {"type": "tool_call", "id": "t0", "name": "look", "arguments": {"at": "a"}}]},
+         {"role": "tool", "parts": [{"type": "tool_call_response", "id": "t0", "response": "8"}]}],
+        [{"role": "assistant", "content": [  # Vercel's AI SDK
+            {"type": "reasoning", "text": "Why?"}, {"type": "text", "text": "I look."},
+            {"type": "tool-call", "toolCallId": "t0", "toolName": "look", "input": {"at": "a"}}]},
+         {"role": "tool", "content": [
+             {"type": "tool-result", "toolCallId": "t0", "output": {"type": "text", "value": "8"}}]}],
+        [{"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Why?"}]},  # Responses
+         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+         {"type": "function_call", "id": "fc", "call_id": "t0", "name": "look", "arguments": '{"at": "a"}'},
+         {"type": "function_call_output", "call_id": "t0", "output": "8"}],
+        [{"lc": 1, "id": ["langchain", "AIMessage"], "kwargs": {  # LangChain
+            "content": "I look.", "reasoning_content": "Why?",
+            "tool_calls": [{"name": "look", "args": {"at": "a"}, "id": "t0"}]}},
+         {"lc": 1, "id": ["langchain", "ToolMessage"], "kwargs": {"content": "8", "tool_call_id": "t0"}}],
+        [{"role": "assistant", "content": "I look.", "reasoning_content": "Why?", "tool_calls": [  # OpenAI
+            {"type": "function", "id": "t0", "function": {"name": "look", "arguments": '{"at": "a"}'}}]},
+         {"role": "tool", "content": "8", "tool_call_id": "t0"}],
+    ],
+)  # fmt: skip
+def test_thoughts_calls_and_results_of_every_sdk_are_openais(messages: list[dict[str, Any]]) -> None:
+    assert messages_of(messages) == [THINKS, returned("8", "t0")]
 
 
-def as_openai(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    written = json.loads(json.dumps(messages))
-    for call in [call for message in written for call in message.get("tool_calls", ())]:
-        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-    return written
-
-
-Parts = Callable[[dict[str, Any]], list[dict[str, Any]]]
-
-
-def anthropic(message: dict[str, Any]) -> list[dict[str, Any]]:
-    if message["role"] == "tool":
-        return [{"type": "tool_result", "tool_use_id": message["tool_call_id"], "content": message["content"]}]
-    thoughts = [{"type": "thinking", "thinking": message[key]} for key in ("reasoning_content",) if key in message]
-    texts = [{"type": "text", "text": message["content"]}] if message["content"] else []
-    return (
-        thoughts
-        + texts
-        + [
-            {"type": "tool_use", "id": call["id"], "name": "look", "input": call["function"]["arguments"]}
-            for call in message.get("tool_calls", ())
-        ]
-    )
-
-
-def bedrock(message: dict[str, Any]) -> list[dict[str, Any]]:
-    parts: list[dict[str, Any]] = []
-    for part in anthropic(message):
-        if part["type"] == "thinking":
-            parts.append({"reasoningContent": {"reasoningText": {"text": part["thinking"]}}})
-        elif part["type"] == "tool_use":
-            parts.append({"toolUse": {"toolUseId": part["id"], "name": "look", "input": part["input"]}})
-        elif part["type"] == "tool_result":
-            parts.append({"toolResult": {"toolUseId": part["tool_use_id"], "content": [{"text": part["content"]}]}})
-        else:
-            parts.append({"text": part["text"]})
-    return parts
-
-
-def telemetry(message: dict[str, Any]) -> list[dict[str, Any]]:
-    kinds = {"thinking": ("reasoning", "thinking"), "text": ("text", "text")}
-    parts: list[dict[str, Any]] = []
-    for part in anthropic(message):
-        if part["type"] == "tool_use":
-            parts.append({"type": "tool_call", "id": part["id"], "name": "look", "arguments": part["input"]})
-        elif part["type"] == "tool_result":
-            parts.append({"type": "tool_call_response", "id": part["tool_use_id"], "response": part["content"]})
-        else:
-            kind, key = kinds[part["type"]]
-            parts.append({"type": kind, "content": part[key]})
-    return parts
-
-
-def vercel(message: dict[str, Any]) -> list[dict[str, Any]]:
-    names = {"thinking": "reasoning", "tool_use": "tool-call", "tool_result": "tool-result", "text": "text"}
-    keys = {"thinking": "text", "id": "toolCallId", "tool_use_id": "toolCallId", "name": "toolName"}
-    parts = [{keys.get(key, key): value for key, value in part.items()} for part in anthropic(message)]
-    for part in parts:
-        part["type"] = names[part["type"]]
-        if part["type"] == "tool-result":
-            part["output"] = {"type": "text", "value": part.pop("content")}
-    return parts
-
-
-def in_parts(messages: list[dict[str, Any]], parts: Parts, key: str = "content", tool: str = "user") -> list[Any]:
-    return [{"role": tool if m["role"] == "tool" else m["role"], key: parts(m)} for m in messages]
-
-
-def items(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the items of the Responses API."""
-    written: list[dict[str, Any]] = []
-    for message in messages:
-        for part in anthropic(message):
-            if part["type"] == "thinking":
-                content = [{"type": "reasoning_text", "text": part["thinking"]}]
-                written.append({"type": "reasoning", "summary": [], "content": content})
-            elif part["type"] == "tool_use":
-                call = {"call_id": part["id"], "name": "look", "arguments": json.dumps(part["input"])}
-                written.append({"type": "function_call", "id": "fc", **call})
-            elif part["type"] == "tool_result":
-                output = {"call_id": part["tool_use_id"], "output": part["content"]}
-                written.append({"type": "function_call_output", **output})
-            else:
-                kind = "output_text" if message["role"] == "assistant" else "input_text"
-                content = [{"type": kind, "text": part["text"]}]
-                written.append({"type": "message", "role": message["role"], "content": content})
-    return written
-
-
-def last_items(messages: list[dict[str, Any]]) -> int:
-    return len(items(messages)) - len(items(messages[-1:]))
-
-
-def otel(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "gen_ai.system_instructions": json.dumps([{"type": "text", "content": messages[0]["content"]}]),
-        "gen_ai.input.messages": json.dumps(in_parts(messages[1:-1], telemetry, "parts", "tool")),
-        "gen_ai.output.messages": json.dumps(
-            [{**in_parts(messages[-1:], telemetry, "parts")[0], "finish_reason": "stop"}]
-        ),
-    }
-
-
-def otlp(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    attributes = [{"key": key, "value": {"stringValue": value}} for key, value in otel(messages).items()]
-    return {"resourceSpans": [{"scopeSpans": [{"spans": [{"spanId": "s", "attributes": attributes}]}]}]}
-
-
-def claude_code(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    lines = [
-        {"parentUuid": f"u{i - 1}" if i > 1 else None, "uuid": f"u{i}", "sessionId": "s", "type": line["role"],
-         "message": line}
-        for i, line in enumerate(in_parts(messages, anthropic)) if i
+def test_a_streams_thoughts_texts_and_calls_are_joined() -> None:
+    call = {"index": 0, "id": "t0", "type": "function", "function": {"name": "look", "arguments": '{"at": '}}
+    deltas: list[dict[str, Any]] = [
+        {"role": "assistant", "content": None, "reasoning_content": "Why?"}, {"content": "I "}, {"content": "look."},
+        {"tool_calls": [call]}, {"tool_calls": [{"index": 0, "function": {"arguments": '"a"}'}}]}, {},
     ]  # fmt: skip
-    return lines[::-1]
-
-
-def choices(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"choices": [{"index": 0, "message": as_openai(messages[-1:])[0], "finish_reason": "stop"}]}
-
-
-def converse(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    reply = {"output": {"message": in_parts(messages[-1:], bedrock)[0]}, "stopReason": "end_turn"}
-    asked = {"system": [{"text": messages[0]["content"]}], "messages": in_parts(messages[1:-1], bedrock)}
-    return {"input": {"inputBodyJson": asked}, "output": {"outputBodyJson": reply}}
-
-
-def langchain(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    kinds = {"user": "HumanMessage", "assistant": "AIMessage", "system": "SystemMessage", "tool": "ToolMessage"}
-    return [
-        {"lc": 1, "type": "constructor", "id": ["langchain", kinds[m["role"]]], "kwargs": {
-            **{key: m[key] for key in ("content", "tool_call_id", "reasoning_content") if key in m},
-            "tool_calls": [{"name": "look", "args": call["function"]["arguments"], "id": call["id"]}
-                           for call in m.get("tool_calls", ())]}}
-        for m in messages
+    openai = [
+        {"choices": [{"index": 1, "delta": {"content": "Other."}}, {"index": 0, "delta": delta}]} for delta in deltas
+    ]
+    blocks = [
+        ({"type": "thinking", "thinking": ""}, [{"type": "thinking_delta", "thinking": "Why?"}]),
+        ({"type": "text", "text": ""}, [{"type": "text_delta", "text": text} for text in ("I ", "look.")]),
+        ({"type": "tool_use", "id": "t0", "name": "look", "input": {}},
+         [{"type": "input_json_delta", "partial_json": text} for text in ('{"at": ', '"a"}')]),
     ]  # fmt: skip
-
-
-WRITERS: dict[str, Callable[[list[dict[str, Any]]], list[dict[str, Any]]]] = {
-    "openai": lambda m: [{"messages": as_openai(m)}],
-    "openai pair": lambda m: [{"request": {"messages": as_openai(m[:-1])}, "response": choices(m)}],
-    "flat": lambda m: [{"messages": as_openai(m[:-1]), **choices(m)}],
-    "litellm": lambda m: [{"messages": json.dumps(as_openai(m[:-1])), "response": json.dumps(choices(m))}],
-    "litellm proxy": lambda m: [{"messages": "{}", "proxy_server_request": json.dumps({"messages": as_openai(m[:-1])}),
-                                 "response": json.dumps(choices(m))}],
-    "helicone": lambda m: [{"request_body": {"messages": as_openai(m[:-1])}, "response_body": choices(m)}],
-    "langfuse": lambda m: [{"input": as_openai(m[:-1]), "output": as_openai(m)[-1]}],
-    "trl": lambda m: [{"prompt": as_openai(m[:-1]), "completion": as_openai(m[-1:])}],
-    "batch": lambda m: [{"custom_id": "a", "response": {"status_code": 200, "body": choices(m)}, "error": None},
-                        {"custom_id": "a", "body": {"messages": as_openai(m[:-1])}}],
-    "anthropic": lambda m: [{"system": m[0]["content"], "messages": in_parts(m[1:], anthropic)}],
-    "anthropic pair": lambda m: [{"request": {"system": anthropic(m[0]), "messages": in_parts(m[1:-1], anthropic)},
-                                  "response": {"type": "message", "stop_reason": "end_turn",
-                                               **in_parts(m[-1:], anthropic)[0]}}],
-    "vercel": lambda m: [{"messages": in_parts(m, vercel, tool="tool")}],
-    "bedrock": lambda m: [converse(m)],
-    "responses": lambda m: [{"request": {"instructions": m[0]["content"], "input": items(m[1:])[: last_items(m[1:])]},
-                             "response": {"status": "completed", "output": items(m[1:])[last_items(m[1:]) :]}}],
-    "otel": lambda m: [{"attributes": otel(m)}],
-    "otlp": lambda m: [otlp(m)],
-    "langchain": lambda m: [{"inputs": {"messages": [langchain(m[:-1])]},
-                             "outputs": {"generations": [[{"text": "", "message": langchain(m)[-1]}]]}}],
-    "claude code": claude_code,
-    "codex": lambda m: [{"type": "session_meta", "payload": {"id": "s", "instructions": m[0]["content"]}},
-                        *({"type": "response_item", "payload": item} for item in items(m[1:]))],
-}  # fmt: skip
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(system=TEXT, turns=st.lists(TURN, min_size=1, max_size=2))
-def test_a_chat_in_any_shape_is_the_same_record(system: str, turns: Turns) -> None:
-    messages = openai_chat(system, turns)
-    for name, write in WRITERS.items():
-        (raw,) = batches_joined(records_in(write(messages)))
-        expected = messages[1:] if name == "claude code" else messages
-        assert parse(json.loads(json.dumps(raw)), 0, name).messages == expected, name
+    anthropic: list[dict[str, Any]] = [{"type": "message_delta", "delta": {"stop_reason": "tool_use"}}]
+    for index, (block, deltas) in enumerate(blocks):
+        anthropic += [{"type": "content_block_start", "index": index, "content_block": block}]
+        anthropic += [{"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas]
+    for events in (openai, anthropic):
+        assert parse({"request": {"messages": [QUESTION]}, "response": events}, 0, "f").messages == [QUESTION, THINKS]
 
 
 LINES = [json.loads(line) for file in sorted(LOGS.iterdir()) for line in file.read_text(encoding="utf-8").splitlines()]
@@ -479,7 +335,8 @@ def test_a_broken_record_is_of_no_known_shape_or_read(data: st.DataObject) -> No
     ],
 )
 def test_a_tool_in_any_form_is_openais(tool: dict[str, Any]) -> None:
-    assert tools_of([tool]) == ({"type": "function", "function": LEGS},)
+    served = {"type": "web_search"}  # which has no name
+    assert tools_of([tool, served]) == ({"type": "function", "function": LEGS}, served)
 
 
 def test_a_refusal_and_a_hidden_thought_are_told_apart_from_text() -> None:

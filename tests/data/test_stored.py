@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from data.batches import Batches, Packed
-from data.features.coding import Copying, States, compute, copying, join, start
+from data.features.coding import Copying, States, compute, copying, start
 from data.features.extraction import extract, spec_of
 from data.features.source import FeatureRequest, FeaturesConfig, LiveFeatures
 from data.features.store import INDEX, SHARDS, DamagedError, FeatureStore, RowTensors
@@ -28,7 +28,7 @@ LAYERS = (0, 2)
 
 def config(**changed: Any) -> FeaturesConfig:
     values: dict[str, Any] = {
-        "mode": "stored", "path": "x", "dtype": "fp32", "budget_gb": None,
+        "mode": "stored", "path": "x", "dtype": "fp32",
         "on_missing": "fail", "shard_mb": 1, "prefetch": 3, "micro_rows": 2, "vllm": None, "vllm_layers": [],
         "url": [], "endpoint": asking.config(),
     }  # fmt: skip
@@ -102,18 +102,6 @@ def test_stored_features_are_the_live_ones_up_to_rounding(
     assert "36 rows read, 0 computed" in source.close()
     one, turned = (steps(stored(store, batches(packed), layers=layers), 1)[0] for layers in (LAYERS, LAYERS[::-1]))
     assert torch.equal(turned.hidden, one.hidden.flip(2)), "layers come in the head's own order"
-
-
-def test_bf16_of_a_bf16_target_is_bit_for_bit(tmp_path: Path, packed: Packed) -> None:
-    target = toys.target("llama", torch.bfloat16)
-    store = extracted(tmp_path, target, packed, dtype="bf16")
-    rows = [0, 1]
-    given = LiveFeatures(target, Batches(packed, 2, 2, 0, 0, 1), LAYERS)
-    token, document = packed.token[rows].long(), packed.document[rows].long()
-    live = given.target.features(token, document, LAYERS)
-    held = join(store.read(row) for row in rows)
-    assert torch.equal(held["hidden"], live.hidden)
-    assert torch.equal(held["last"], live.last_hidden)
 
 
 def test_fewer_layers_are_chosen_from_more(tmp_path: Path, target: Target, packed: Packed) -> None:

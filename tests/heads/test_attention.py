@@ -53,13 +53,6 @@ def test_rows_of_a_chain(steps: int, length: int | None, block: int, monkeypatch
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
-def test_a_block_is_scored_with_no_row_before_its_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "BLOCK", 4)
-    document = torch.tensor([[0] * 6 + [1] * 6, [0] * 5 + [1] * 7])
-    blocks = pattern(rows.positions(document), None).blocks(12)
-    assert [(block.begin, block.least, block.most) for block in blocks] == [(0, 0, 4), (4, 0, 8), (8, 5, 12)]
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("block", [4, 256])
 def test_queries_that_are_not_rows(block: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,15 +78,6 @@ def test_queries_that_are_not_rows(block: int, causal: bool, monkeypatch: pytest
     inputs = [query, *true, *new]
     for a, b in zip(*(torch.autograd.grad(x.square().sum(), inputs) for x in (found, expected)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
-
-
-def test_the_host_reads_the_documents_once_for_all_depths() -> None:
-    position = rows.positions(torch.tensor([[0] * 200 + [1] * 200]))
-    for length in (None, 50):
-        first = pattern(position, length)
-        later = pattern(position, length, 2, first)
-        assert later.lows is first.lows
-        assert later.blocks(400) == pattern(position, length, 2).blocks(400)
 
 
 def test_sums_in_bf16_are_made_in_fp32() -> None:
@@ -134,16 +118,3 @@ def test_no_square_of_the_length_is_kept() -> None:
 
     assert saved(600, 2) == 2 * saved(300, 2)
     assert saved(300, 6) - saved(300, 4) == saved(300, 4) - saved(300, 2)
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_block_of_anchors_is_scored_with_no_row_that_only_later_ones_see(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "BLOCK", 4)
-    anchors = torch.tensor([[1, 2, 5, 6, 8, 9]])
-    seen = Pattern(torch.zeros(1, 6 * size, dtype=torch.long), anchors.repeat_interleave(size, 1), True, size=size)
-    for block in seen.blocks(10):
-        assert block.most > int(anchors[0, (block.end - 1) // size])
-        assert block.most <= 10 - (6 * size - block.end) // size
-    assert seen.blocks(10)[0].most < 10

@@ -1,7 +1,7 @@
 """Sequences side by side draft what each drafts alone, however many rows each commits and wherever it lies."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 
 from heads import HEADS
 from heads.base import DraftHead, Features, Level, NewRows, Nodes
-from heads.common.typed import typed
 from heads.formats.store import CONFIG, load_head, save_head
 from heads.modules.kv_cache import SPARE, KVCache
 from heads.rows import next_token
@@ -21,7 +20,7 @@ from tests import drafting, toys
 from tests.inference.model_free import Recorder
 
 DOUBLE = torch.float64
-STEPS = 40
+STEPS = 20
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 
 
@@ -79,7 +78,7 @@ def test_ragged_commits_and_trees_are_those_of_each_sequence_alone(name: str) ->
         cache.longest = max(prompts)
     chance = torch.Generator().manual_seed(1)
     for step in range(1, STEPS + 1):
-        counts = torch.randint(1, 5, (3,), generator=chance)
+        counts = torch.randint(1, 9, (3,), generator=chance)
         widest = int(counts.max())
         alone = [
             head.extend(state, NewRows(*rows.take(int(count), int(count))))
@@ -87,7 +86,7 @@ def test_ragged_commits_and_trees_are_those_of_each_sequence_alone(name: str) ->
         ]
         both = joined([rows.take(int(count), widest) for rows, count in zip(shared, counts, strict=True)])
         cache, level = head.extend(cache, NewRows(*both, counts))
-        if step % 8:
+        if step % 5:
             continue
         expected = torch.cat([each.logits for _, each in alone])
         torch.testing.assert_close(level.logits, expected, **EXACT)
@@ -143,14 +142,14 @@ def part(of: Features, start: int, end: int) -> Features:
     return Features(*(each[:, start:end] for each in of[:4]))
 
 
-@pytest.mark.parametrize("length", [1, 3, 6, 14])
+@pytest.mark.parametrize("length", [1, 6])
 @pytest.mark.parametrize("name", ATTENTIVE)
 def test_unroll_looks_back_as_far_as_drafting(name: str, length: int) -> None:
     made, depths = head(name, length), 4
     packed = features(made)
     drafts, following = made.unroll(packed, depths), next_token(packed.token)[0]
     everything = head(name, None).unroll(packed, depths)
-    for t in range(9):
+    for t in range(0, 9, 2):
         state, level = drafting.extend(made, None, part(packed, 0, t + 1), following[: t + 1])
         for depth in range(1, depths + 1):
             found = made.compute_logits(drafts[depth - 1].state[0, t], depth)
@@ -194,12 +193,6 @@ def test_a_text_longer_than_the_head_was_built_for_is_decoded_as_ever() -> None:
     assert int(cache.length) > 150
     assert cache.ring == 12 + SPARE
     assert all(buffer.shape[2] <= 12 + 2 * SPARE for pair in cache.layers for buffer in pair)
-
-
-def test_a_length_below_one_is_refused() -> None:
-    config = toys.head("eagle", toys.target()).config
-    with pytest.raises(ValueError, match="length is 0: give 1 or more"):
-        typed(type(config), {**asdict(config), "length": 0})
 
 
 def test_a_head_that_was_saved_without_a_length_looks_at_everything(tmp_path: Path) -> None:

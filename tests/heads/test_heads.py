@@ -41,7 +41,7 @@ def test_a_norm_with_a_shift_is_taken_in_its_weights_dtype() -> None:
 
 
 @pytest.mark.parametrize("protocol", [DraftHead, Expander])
-@pytest.mark.parametrize("name", [*HEADS, "eagle pruned"])
+@pytest.mark.parametrize("name", HEADS)
 def test_a_head_has_what_its_protocol_asks_for_as_python_3_12_looks_for_it(name: str, protocol: type) -> None:
     """Without `__getattr__`, by which a module has its submodules."""
     members = {*protocol.__annotations__, *vars(protocol)}
@@ -56,12 +56,12 @@ def test_unroll_equals_literal_drafting(name: str) -> None:
     Every third state has its rows at once, the others one more than the last, behind what that one drafted.
     """
     head: DraftHead = toys.head(name, toys.target("llama", torch.float64))
-    packed, compared = features(11, head.feature_layers), 0
-    random = torch.randint(11, (11, DEPTHS), generator=torch.Generator().manual_seed(4))
-    text = 1 + torch.arange(11)[:, None] + torch.arange(DEPTHS)
-    paths = torch.stack([text.clamp_max(10), torch.cat([text[:, :1].clamp_max(10), random[:, 1:]], 1)])
+    packed, compared = features(9, head.feature_layers), 0
+    random = torch.randint(9, (9, DEPTHS), generator=torch.Generator().manual_seed(4))
+    text = (1 + torch.arange(9)[:, None] + torch.arange(DEPTHS)).clamp_max(8)
+    paths = torch.stack([text, torch.cat([text[:, :1], random[:, 1:]], 1)])
     drafts, state = [head.unroll(given, DEPTHS) for given in (packed, packed._replace(path=paths))], None
-    for b, t in [(b, t) for b in range(2) for t in range(10) if packed.document[b, t] == packed.document[b, t + 1]]:
+    for b, t in [(b, t) for b in range(2) for t in range(8) if packed.document[b, t] == packed.document[b, t + 1]]:
         first = int((packed.document[b] == packed.document[b, t]).nonzero()[0])
         new = first if (t - first) % 3 == 0 else t
         given = Features(*(part[b : b + 1, new : t + 1] for part in packed[:4]))
@@ -73,7 +73,7 @@ def test_unroll_equals_literal_drafting(name: str) -> None:
             found = head.compute_logits(drafts[b][depth - 1].state[b, t], depth)
             torch.testing.assert_close(found, level.logits[0, 0], rtol=1e-9, atol=1e-9)
             compared += 1
-    assert compared == 18 * DEPTHS
+    assert compared == 14 * DEPTHS
 
 
 @pytest.mark.parametrize("name", [*HEADS, *toys.OPTIONS])
@@ -134,6 +134,8 @@ def test_every_option_changes_what_is_drafted(kind: str) -> None:
     assert {"name", *rest} == {field.name for field in dataclasses.fields(HEADS[kind].Config)}
     rest = {name: values for name, values in rest.items() if len(values) == 2}
     for base in [options for one, options in toys.PAIRS.values() if one == kind]:
+        if not rest:
+            break
         before = drafted(toys.head_of(kind, base, target))
         for name, (first, second) in list(rest.items()):
             turned = base | {name: second if base[name] == first else first}

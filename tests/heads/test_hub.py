@@ -93,19 +93,6 @@ def test_no_folder_and_no_repository(hub: Hub, tmp_path: Path, name: str) -> Non
     assert hub.requests == []
 
 
-def test_a_mistyped_run_is_not_looked_for_on_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    make(tmp_path / "outputs" / "mine" / "head")
-    with pytest.raises(ValueError, match="outputs/mien: no such folder"):
-        resolve_head("outputs/mien")
-    assert hub.requests == []
-
-
-def test_a_folder_without_head(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no head in it, neither head/config\.json nor config\.json"):
-        resolve_head(str(tmp_path))
-
-
 def test_which_names_are_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine" / "model").mkdir(parents=True)

@@ -107,15 +107,12 @@ def refusal(folder: Path) -> str:
         (lambda c: c["head"].update(_target_="os.system"), "names code to run by the key _target_"),
         (lambda c: c["tree"].update(auto_map={"a": "b.C"}), "names code to run by the key auto_map"),
         (lambda c: c["target"].update(trust_remote_code=True), "names code to run by the key trust_remote_code"),
-        (lambda c: c["head"].update(colour="red"), "head.colour is not a known key"),
         (lambda c: c.update(tree=[1]), "tree is [1], expected a mapping"),
-        (lambda c: c.update(target=[]), "target.the config is []"),
         (lambda c: c["head"].update(name=[1]), "head.name is [1]"),
         (lambda c: c["head"].update(layers=10**9), "head.layers is 1000000000: give 256 or less"),
         (lambda c: c["head"].update(intermediate_size=10**6), "its config.json and the target make it"),
         (lambda c: c["head"].update(num_heads=-1), "head.num_heads is -1: give 1 or more"),
         (lambda c: c["head"].update(num_heads=7), "head.num_heads is 7 and head.num_kv_heads"),
-        (lambda c: c["head"].update(name="medusa", heads=256, layers=256), "is not a known key"),
     ],
 )
 def test_a_configuration_is_data(folder: Path, change: Callable[[dict[str, Any]], Any], told: str) -> None:

@@ -89,7 +89,7 @@ def test_a_vocabulary_in_any_order_drafts_the_same_tokens(make: Callable[[], Any
         assert torch.equal(tensor, theirs.state_dict()[name])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", {form: case for case, (form, _, _) in CASES.items()}.values())
 def test_a_missing_a_foreign_and_a_wrong_tensor_are_named(case: str, tmp_path: Path) -> None:
     _, make, short = CASES[case]
     _, tensors, config = make()
@@ -128,78 +128,44 @@ def test_an_embedding_that_is_not_the_targets_is_not_dropped_in_silence(
 
 
 @pytest.mark.parametrize(
-    ("make", "key", "value", "said"),
+    ("make", "wrong"),
     [
-        (eagle_authors, "num_key_value_heads", 4, "num_key_value_heads=4"),
-        (eagle_authors, "num_hidden_layers", 32, "num_hidden_layers=32"),
-        (eagle_authors, "vocab_size", 41, "vocab_size=41"),
-        (eagle3_authors, "draft_vocab_size", 7, "draft_vocab_size=7"),
-        (eagle3_authors, "num_key_value_heads", 7, "num_key_value_heads=7, the tensors say 2"),
-        (eagle3_authors, "intermediate_size", 5, "intermediate_size=5, the tensors say 48"),
-        (medusa_first, "medusa_num_heads", 2, "medusa_num_heads=2"),
-        (medusa_first, "medusa_num_layers", 1, "medusa_num_layers=1"),
-        (hydra_prefix, "hydra_num_heads", 2, "hydra_num_heads=2"),
-        (mlp_speculator, "n_predict", 9, "n_predict=9"),
-        (mlp_tied, "tie_weights", False, "tie_weights=False"),
-        (dflash, "num_hidden_layers", 5, "num_hidden_layers=5"),
+        (eagle_authors, {"num_key_value_heads": 4, "num_hidden_layers": 32, "vocab_size": 41}),
+        (eagle3_authors, {"draft_vocab_size": 7, "num_key_value_heads": 7, "intermediate_size": 5}),
+        (medusa_first, {"medusa_num_heads": 9, "medusa_num_layers": 3}),
+        (hydra_prefix, {"hydra_num_heads": 2}),
+        (mlp_speculator, {"n_predict": 9, "inner_dim": 7}),
+        (mlp_tied, {"tie_weights": False}),
+        (dflash, {"num_hidden_layers": 5}),
     ],
 )
 def test_wrong_counts_in_a_config_change_nothing(
-    make: Callable[[], Any], key: str, value: Any, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: Callable[[], Any], wrong: dict[str, Any], tmp_path: Path
 ) -> None:
     head, tensors, config = make()
-    with caplog.at_level(logging.WARNING):
-        loaded = load_published(publish(tmp_path, tensors, {**config, key: value}), toys.target().embeddings)
-    assert said in caplog.text
+    loaded = load_published(publish(tmp_path, tensors, {**config, **wrong}), toys.target().embeddings)
     assert all(torch.equal(one, other) for one, other in zip(drafts(head), drafts(loaded), strict=True))
 
 
 @pytest.mark.parametrize(
-    ("make", "key", "lost"),
+    ("make", "key", "said", "lost"),
     [
-        (dspark, "markov_rank", "markov_head"),
-        (dspark, "enable_confidence_head", "confidence_head"),
-        (domino, "projector_type", "(prefix_gru|embed_proj)"),
-        (dflash2, "selector_rank", "candidate_selector"),
-        (dflash2, "conv_kernel_size", r"layers\.\d\.(attention|mlp)_conv"),
-        (dspark, "draft_vocab_size", "d2t|t2d"),
-        (eagle3_authors, "draft_vocab_size", "d2t|t2d"),
-        (eagle3_sglang, "fc_norm", "fc_norm"),
+        (dspark, "markov_rank", 6, "markov_head"),
+        (dspark, "enable_confidence_head", True, "confidence_head"),
+        (domino, "projector_type", "domino", "(prefix_gru|embed_proj)"),
+        (dflash2, "selector_rank", 6, "candidate_selector"),
+        (dflash2, "conv_kernel_size", 2, r"layers\.\d\.(attention|mlp)_conv"),
+        (dspark, "draft_vocab_size", 30, "d2t|t2d"),
+        (eagle3_sglang, "fc_norm", True, "fc_norm"),
     ],
 )
 def test_a_part_that_a_config_names_and_the_files_lack(
-    make: Callable[[], Any], key: str, lost: str, tmp_path: Path
+    make: Callable[[], Any], key: str, said: Any, lost: str, tmp_path: Path
 ) -> None:
     _, tensors, config = make()
-    nested = config.get("dflash_config") or {}
-    said = {
-        "draft_vocab_size": 30,
-        "markov_rank": 6,
-        "enable_confidence_head": True,
-        "selector_rank": 6,
-        "fc_norm": True,
-    }
-    config |= {key: (said | nested)[key]}
-    load_published(publish(tmp_path / "whole", tensors, config), toys.target().embeddings)
     left = {name: tensor for name, tensor in tensors.items() if not re.match(lost, name)}
-    told = refused(tmp_path / "lost", left, config)
-    assert "the tensor " in told
-    assert f" is missing, and config.json gives {key}; download it again" in told
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 8.0}},
-        {"rope_theta": None, "rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 8.0}},
-        {"rope_theta": 7.0, "rope_scaling": {"rope_theta": 5e5, "rope_type": "linear", "factor": 8.0}},
-    ],
-)
-def test_scaled_positions_are_read_from_older_and_newer_files(said: dict[str, Any], tmp_path: Path) -> None:
-    _, tensors, config = eagle_authors()
-    loaded: Any = load_published(publish(tmp_path, tensors, {**config, **said}), toys.target().embeddings)
-    assert loaded.config.rope_theta == 5e5
-    assert loaded.config.rope_scaling == {"rope_type": "linear", "factor": 8.0}
+    told = refused(tmp_path, left, config | {key: said})
+    assert re.search(rf"the tensor .* is missing, and config.json gives {key}; download it again", told)
 
 
 BY_KIND = {"full_attention": {"rope_type": "default", "rope_theta": 5e5},
@@ -207,26 +173,28 @@ BY_KIND = {"full_attention": {"rope_type": "default", "rope_theta": 5e5},
 WINDOW = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}
 
 
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+
+
 @pytest.mark.parametrize(
-    ("said", "theta"),
+    ("said", "rope"),
     [
-        ({"rope_theta": 5e5}, 5e5),
-        ({"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}}, 5e5),
-        ({"rope_theta": 7.0, "rope_scaling": {"rope_type": "default", "rope_theta": 5e5}}, 5e5),
-        ({"rope_theta": 7.0, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5),
-        ({"rope_parameters": {"rope_theta": 7.0}, "rope_scaling": {"type": "default", "rope_theta": 5e5}}, 5e5),
-        ({"rope_parameters": BY_KIND}, 5e5),
-        ({"rope_parameters": BY_KIND, "layer_types": ["full_attention"] * 2}, 5e5),
-        ({"rope_parameters": BY_KIND, **WINDOW}, 7.0),
+        ({}, None),
+        ({"rope_theta": 5e5}, Rope(5e5)),
+        ({"rope_theta": 7.0, "rope_scaling": {"rope_type": "default", "rope_theta": 5e5}}, Rope(5e5)),
+        ({"rope_theta": 7.0, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, Rope(5e5)),
+        ({"rope_parameters": {"rope_theta": 7.0}, "rope_scaling": {"type": "default", "rope_theta": 5e5}}, Rope(5e5)),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 8.0}}, Rope(5e5, LINEAR)),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": 5e5, **LINEAR}}, Rope(5e5, LINEAR)),
+        ({"rope_parameters": BY_KIND}, Rope(5e5)),
+        ({"rope_parameters": BY_KIND, "layer_types": ["full_attention"] * 2}, Rope(5e5)),
+        ({"rope_parameters": BY_KIND, **WINDOW}, Rope(7.0)),
     ],
 )
-def test_the_base_is_the_one_that_transformers_reads(said: dict[str, Any], theta: float, tmp_path: Path) -> None:
-    _, tensors, config = dflash()
-    silent = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}
-    loaded: Any = load_published(publish(tmp_path, tensors, {**silent, **said}), toys.target().embeddings)
-    assert (loaded.config.rope_theta, loaded.config.rope_scaling) == (theta, None)
-    if "layer_types" not in said and said.get("rope_parameters") is not BY_KIND:
-        assert LlamaConfig(**copy.deepcopy(said)).rope_parameters["rope_theta"] == theta
+def test_the_base_is_the_one_that_transformers_reads(said: dict[str, Any], rope: Rope | None) -> None:
+    assert positions_of(said) == rope
+    if rope and "layer_types" not in said and said.get("rope_parameters") is not BY_KIND:
+        assert LlamaConfig(**copy.deepcopy(said)).rope_parameters["rope_theta"] == rope.theta
 
 
 @pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
@@ -247,7 +215,7 @@ def test_yarn_of_modelopt_is_read(tmp_path: Path) -> None:
     said = {**config, "rope_scaling": yarn, "max_position_embeddings": 64}
     loaded: Any = load_published(publish(tmp_path, tensors, said), toys.target().embeddings)
     read = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64}
-    assert loaded.config.rope_scaling == read
+    assert (loaded.config.rope_theta, loaded.config.rope_scaling) == (10000.0, read)
     assert positions_of(said) == Rope(10000.0, read)
     assert yarn == {"type": "yarn", "factor": 32.0}
 
@@ -348,6 +316,17 @@ def test_the_prefix_layer_is_the_targets_where_its_config_is_silent(tmp_path: Pa
     assert (said.config.norm_eps, said.config.rope_theta, said.config.rope_scaling) == (1e-5, 7.0, None)
 
 
+def test_what_a_config_does_not_say_is_what_transformers_takes(tmp_path: Path) -> None:
+    _, tensors, config = eagle_authors()
+    silent = {key: value for key, value in config.items() if key not in ("rms_norm_eps", "rope_theta")}
+    loaded: Any = load_published(publish(tmp_path, tensors, silent), toys.target().embeddings)
+    llama = LlamaConfig()
+    assert (loaded.config.norm_eps, loaded.config.rope_theta) == (
+        llama.rms_norm_eps,
+        llama.rope_parameters["rope_theta"],
+    )
+
+
 def test_blocks_that_are_no_copies_stay_apart(tmp_path: Path) -> None:
     _, tensors, config = hydra_prefix()
     tensors["hydra_mlp.2.7.linear.bias"] = tensors["hydra_mlp.2.7.linear.bias"] + 1
@@ -355,30 +334,15 @@ def test_blocks_that_are_no_copies_stay_apart(tmp_path: Path) -> None:
     assert (loaded.config.tied, len(loaded.branches[2].blocks)) == (False, 3)
 
 
-def test_what_a_config_does_not_say_is_what_transformers_takes(tmp_path: Path) -> None:
-    _, tensors, config = eagle_authors()
-    silent = {key: value for key, value in config.items() if key not in ("rms_norm_eps", "rope_theta")}
-    loaded: Any = load_published(publish(tmp_path, tensors, silent), toys.target().embeddings)
-    llama = LlamaConfig()
-    assert loaded.config.norm_eps == llama.rms_norm_eps
-    assert loaded.config.rope_theta == llama.rope_parameters["rope_theta"]
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (
-            lambda t: {**t, "d2t": t["d2t"] + torch.arange(30)},
-            "d2t",
-        ),  # the ids themselves, as other projects store them
+        (lambda t: {**t, "d2t": t["d2t"] + torch.arange(30)}, "d2t"),  # the ids themselves, as others store them
         (lambda t: {**t, "d2t": torch.zeros_like(t["d2t"])}, "d2t and t2d do not name the same tokens"),
-        (lambda t: {**t, "d2t": -torch.arange(30)}, "d2t does not name 30 different tokens"),
         (lambda t: {**t, "d2t": torch.full_like(t["d2t"], -1)}, "does not name 30 different tokens"),
         (lambda t: {**t, "d2t": torch.full_like(t["d2t"], 11)}, "does not name 30 different tokens of the target's 40"),
-        (lambda t: {**t, "d2t": t["d2t"] + 2**62}, "d2t does not name 30 different tokens of the target's 40"),
         (lambda t: {**t, "d2t": t["d2t"][:0]}, "d2t does not name 0 different tokens"),
         (lambda t: {**t, "t2d": t["t2d"][:-1]}, "d2t and t2d"),
-        (lambda t: {**t, "d2t": t["d2t"][:-1], "t2d": torch.ones(40, dtype=torch.bool)}, "d2t and t2d"),
     ],
 )
 def test_d2t_is_an_offset(change: Callable[[Tensors], Tensors], named: str, tmp_path: Path) -> None:
@@ -397,42 +361,26 @@ class Deep(TinyEnds):
 
 
 @pytest.mark.parametrize(
-    ("config", "layers", "warned"),
+    ("states", "outputs", "layers", "warned"),
     [
-        ({}, None, False),
-        ({"eagle_aux_hidden_state_layer_ids": [2, 30, 58]}, [1, 29, 57], False),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 29, 57]}, [1, 29, 57], True),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 29, 57]}}, [1, 29, 57], False),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 30, 58]}}, [1, 29, 57], True),
-        ({"eagle_aux_hidden_state_layer_ids": [5, 9, 60]}, [4, 8, 59], False),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [5, 9, 60]}}, [5, 9, 60], False),
-        ({"eagle_config": {"layer_ids": [5, 9, 60]}}, [4, 8, 59], False),
-        (
-            {"eagle_aux_hidden_state_layer_ids": [5, 9, 60],
-             "eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 8, 59]}},
-            [4, 8, 59], False,
-        ),
-        (
-            {"eagle_aux_hidden_state_layer_ids": [2, 30, 58],
-             "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 30, 58]}},
-            [1, 29, 57], False,
-        ),
-        (
-            {"eagle_aux_hidden_state_layer_ids": [5, 9, 60],
-             "eagle_config": {"eagle_aux_hidden_state_layer_ids": [5, 9, 60]}},
-            "count differently", False,
-        ),
-        (
-            {"eagle_aux_hidden_state_layer_ids": [5, 9, 60],
-             "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}},
-            "not the same layers", False,
-        ),
+        (None, None, None, False),
+        ([2, 30, 58], None, [1, 29, 57], False),
+        ([1, 29, 57], None, [1, 29, 57], True),
+        (None, [1, 29, 57], [1, 29, 57], False),
+        (None, [2, 30, 58], [1, 29, 57], True),
+        ([5, 9, 60], None, [4, 8, 59], False),
+        (None, [5, 9, 60], [5, 9, 60], False),
+        ([5, 9, 60], [4, 8, 59], [4, 8, 59], False),
+        ([2, 30, 58], [2, 30, 58], [1, 29, 57], False),
+        ([5, 9, 60], [5, 9, 60], "count differently", False),
+        ([5, 9, 60], [1, 2, 3], "not the same layers", False),
     ],
-)  # fmt: skip
+)
 def test_layers_are_counted_as_we_do(
-    config: dict[str, Any], layers: list[int] | str | None, warned: bool, caplog: pytest.LogCaptureFixture
+    states: list[int] | None, outputs: list[int] | None, layers: Any, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = Source(Path("head"), config, {})
+    key = "eagle_aux_hidden_state_layer_ids"
+    source = Source(Path("head"), {key: states, "eagle_config": {key: outputs}}, {})
     if isinstance(layers, str):
         with pytest.raises(ValueError, match=layers):
             eagle3.feature_layers(source, 3, Deep())
@@ -440,6 +388,8 @@ def test_layers_are_counted_as_we_do(
     with caplog.at_level(logging.WARNING):
         assert eagle3.feature_layers(source, 3, Deep()) == layers
     assert ("other convention" in caplog.text) == warned
+    other = Source(Path("head"), {"eagle_config": {"layer_ids": [5, 9, 60]}}, {})
+    assert eagle3.feature_layers(other, 3, Deep()) == [4, 8, 59]
 
 
 def test_a_pickle_is_refused_and_its_conversion_is_read_in_its_dtype(tmp_path: Path) -> None:
@@ -456,6 +406,8 @@ def test_a_pickle_is_refused_and_its_conversion_is_read_in_its_dtype(tmp_path: P
     assert all(tensor.device.type == "cpu" for tensor in loaded.state_dict().values())
     with pytest.raises(ValueError, match="is there already; name another folder"):
         convert(folder / file, out)
+    with pytest.raises(ValueError, match=r"no such file, nor a folder or repository with one of pytorch_model\.bin"):
+        find_pickle(str(tmp_path))
 
 
 def test_safetensors_come_before_a_pickle(tmp_path: Path) -> None:
@@ -480,13 +432,11 @@ def test_shards_are_joined_by_their_index_and_lie_beside_it(tmp_path: Path) -> N
     assert "which is no .safetensors in its folder" in refusal(tmp_path)
     index.write_text("{}")
     assert "damaged" in refusal(tmp_path)
-
-
-DAMAGES: list[Callable[[bytes], bytes]] = [
-    lambda data: data[: len(data) // 2],
-    lambda _: b"",
-    lambda _: b"\x80\x02" * 99,
-]
+    (tmp_path / "link.safetensors").symlink_to(tmp_path.parent / "elsewhere.safetensors")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "link.safetensors")}))
+    assert "link.safetensors: a link out of its folder" in refusal(tmp_path)
+    index.write_text(json.dumps({"weight_map": {**files, "fc.bias": 3}}))
+    assert "which is no .safetensors in its folder" in refusal(tmp_path)
 
 
 class Innocent:
@@ -522,22 +472,6 @@ def test_a_pickle_with_code_in_it_is_not_converted_and_does_not_run(tmp_path: Pa
     assert trace.exists()  # it is real code
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_named(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
-    _, tensors, config = eagle_authors()
-    path = publish(tmp_path, tensors, config) / "model.safetensors"
-    path.write_bytes(damage(path.read_bytes()))
-    assert "model.safetensors" in refusal(tmp_path)
-
-
-def test_a_pickle_of_something_else_is_refused(tmp_path: Path) -> None:
-    publish(tmp_path / "theirs", {}, {}, "pytorch_model.bin")
-    torch.save({"model": {"fc.weight": torch.zeros(2)}}, tmp_path / "theirs" / "pytorch_model.bin")
-    assert "not a mapping of names to tensors" in unconverted(tmp_path / "theirs" / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"no such file, nor a folder or repository with one of pytorch_model\.bin"):
-        find_pickle(str(tmp_path))
-
-
 def test_the_conversion_does_not_see_the_users_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, tensors, config = eagle_authors()
     publish(tmp_path / "theirs", tensors, config, "pytorch_model.bin")
@@ -554,19 +488,6 @@ def test_the_conversion_does_not_see_the_users_tokens(tmp_path: Path, monkeypatc
     assert "HF_TOKEN" not in seen
 
 
-def test_an_index_leads_nowhere_else(tmp_path: Path) -> None:
-    _, tensors, config = eagle_authors()
-    publish(tmp_path, tensors, config, "elsewhere.safetensors")
-    folder = publish(tmp_path / "head", {}, config, "unused.safetensors")
-    (folder / "link.safetensors").symlink_to(tmp_path / "elsewhere.safetensors")
-    index = folder / "model.safetensors.index.json"
-    for name in ("../elsewhere.safetensors", str(tmp_path / "elsewhere.safetensors"), "a\0.safetensors", 3):
-        index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, name)}))
-        assert "which is no .safetensors in its folder" in refusal(folder), name
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "link.safetensors")}))
-    assert "link.safetensors: a link out of its folder" in refusal(folder)
-
-
 def test_the_hubs_cache_may_link_into_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     _, tensors, config = eagle_authors()
@@ -577,14 +498,6 @@ def test_the_hubs_cache_may_link_into_itself(tmp_path: Path, monkeypatch: pytest
         json.dumps({"weight_map": dict.fromkeys(tensors, "a.safetensors")})
     )
     assert load_published(folder, toys.target().embeddings).state_dict()
-
-
-def test_code_that_a_foreign_config_names_is_not_run(tmp_path: Path) -> None:
-    _, tensors, config = eagle_authors()
-    folder = publish(tmp_path / "head", tensors, {**config, "auto_map": {"AutoModel": "code.Model"}})
-    (folder / "code.py").write_text(f"open({str(tmp_path / 'it ran')!r}, 'w')")
-    assert load_published(folder, toys.target().embeddings).state_dict()
-    assert not (tmp_path / "it ran").exists()
 
 
 def test_a_config_that_claims_what_the_file_lacks_takes_no_memory(tmp_path: Path) -> None:

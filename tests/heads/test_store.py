@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -50,18 +49,18 @@ def refusal(folder: Path, spec: TargetSpec = SPEC) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_round_trip_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     original = head().to(dtype)
     save_head(tmp_path / "h", original, SPEC, TREE)
-    loaded = load_head(tmp_path / "h", TinyEnds(), SPEC)
+    loaded = load_head(tmp_path / "h", TinyEnds(), replace(SPEC, name="/elsewhere"))
     assert same(original, loaded)
     assert loaded.linear.weight.dtype == dtype
     assert loaded.config == original.config
     assert all(p.requires_grad for p in loaded.parameters())
 
 
-@pytest.mark.parametrize("name", [*HEADS, *toys.PAIRS])
+@pytest.mark.parametrize("name", [*HEADS, *toys.OPTIONS])
 def test_real_heads_round_trip_and_hold_nothing_of_the_target(tmp_path: Path, name: str) -> None:
     original: Any = toys.head(name, toys.target())
     save_head(tmp_path / "h", original, SPEC, TREE)
@@ -123,10 +122,6 @@ def test_another_targets_head_is_refused_by_name(saved: Path, change: dict[str, 
     assert all(word in message for word in [*words, "someone/target"]), message
 
 
-def test_the_targets_name_is_not_compared(saved: Path) -> None:
-    assert same(head(), load_head(saved, TinyEnds(), replace(SPEC, name="/elsewhere")))
-
-
 @pytest.mark.parametrize("made_for_quantised", [True, False])
 def test_a_fingerprint_without_the_quantised_weights_leaves_open_whose_head_it_is(
     saved: Path, caplog: pytest.LogCaptureFixture, made_for_quantised: bool
@@ -149,10 +144,8 @@ def edited(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> Path:
     [
         (lambda c: c["head"].update(name="nonesuch"), ["'nonesuch'", "eagle", "medusa"]),
         (lambda c: c["head"].update(wdth=3), ["head.wdth", "width, rate, layers"]),
-        (lambda c: c["head"].update(width="wide"), ["head.width", "'wide'"]),
         (lambda c: c["head"].pop("rate"), ["head.rate is missing"]),
         (lambda c: c["head"].update(width="${oc.env:HOME}"), ["head.width", "interpolation"]),
-        (lambda c: c["target"].pop("fingerprint"), ["target.fingerprint is missing"]),
         (lambda c: c.update(extra=1), ["format, head, target and tree"]),
         (lambda c: c.pop("tree"), ["format, head, target and tree"]),
         (lambda c: c.update(head=3), ["head.name is None"]),
@@ -182,7 +175,6 @@ def test_no_head_is_refused(saved: Path, tmp_path: Path) -> None:
         ({"linear.bias": torch.zeros(3)}, ["linear.bias", "(3,)", "(5,)"]),
         ({"linear.bias": torch.zeros(5, dtype=torch.int32)}, ["linear.bias", "int32"]),
         ({"linear.bias": torch.full((5,), float("nan"))}, ["linear.bias", "not finite"]),
-        ({"linear.bias": torch.full((5,), float("inf"))}, ["linear.bias", "not finite"]),
     ],
 )
 def test_wrong_tensors_are_refused(saved: Path, change: dict[str, Tensor | None], words: list[str]) -> None:
@@ -296,10 +288,4 @@ def test_a_swap_that_fails_puts_the_old_head_back(saved: Path, monkeypatch: pyte
     with pytest.raises(OSError, match="Read-only"):
         save_head(saved, head(1), SPEC, TREE)
     assert [path.name for path in saved.parent.iterdir()] == ["head"]
-    assert same(head(), load_head(saved, TinyEnds(), SPEC))
-
-
-def test_a_head_that_was_set_aside_is_found(saved: Path) -> None:
-    shutil.move(saved, saved.with_name(".head.old"))
-    assert read_config(saved)["head"]["name"] == "stub"
     assert same(head(), load_head(saved, TinyEnds(), SPEC))

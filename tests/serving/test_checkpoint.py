@@ -18,12 +18,13 @@ from heads.formats.store import save_head
 from heads.mtp import Mtp
 from inference.decode import Settings, Step, speculate
 from inference.drafters.mtp import MtpDrafter
-from inference.drafters.policy import TreeConfig
+from inference.protocol import Drafter
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from tests import families, toys
 from tests.serving.conftest import command
 from tests.serving.engines import asked
+from tests.serving.test_llama import chain
 from train.start import from_target
 
 pytestmark = pytest.mark.serving
@@ -99,19 +100,20 @@ def served(folder: Path, depth: int, **engine: Any) -> dict[str, Any]:
     return answer
 
 
-def by_us(target: Target, answers: list[list[int]], depth: int) -> list[Step]:
+def passes(
+    target: Target, drafter: Drafter, prompts: list[list[int]], answers: list[list[int]], depth: int
+) -> list[Step]:
     """Return our passes until each answer is whole, with all that they accept."""
-    tree = TreeConfig(kind="chain", depth=depth, top_k=0, nodes=0, paths=[], widths=[])
-    drafter, steps = MtpDrafter(MtpDrafter.Config(None, tree), target, "mtp"), []
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
-        generation = speculate(target, drafter, prompt, Settings(len(answer) + depth + 1, GREEDY))
-        assert generation.tokens[: len(answer)] == answer
+    found = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        made = speculate(target, drafter, prompt, Settings(len(answer) + depth + 1, GREEDY))
+        assert made.tokens[: len(answer)] == answer
         written = 1  # by the prefill
-        for step in generation.steps:
+        for step in made.steps:
             if written < len(answer):
-                steps.append(step)
+                found.append(step)
                 written += step.committed
-    return steps
+    return found
 
 
 @pytest.mark.parametrize(("architecture", "depth"), DEPTHS.items())
@@ -124,7 +126,9 @@ def test_vllm_drafts_with_the_head_as_the_targets_own_module(tmp_path: Path, arc
     out = stitched(tmp_path, head, target)
     answer = served(out, depth)
     assert answer["tokens"] == plain
-    steps = by_us(Target.load(str(out), "float32", "cpu"), plain, depth)
+    again = Target.load(str(out), "float32", "cpu")
+    drafter = MtpDrafter(MtpDrafter.Config(None, chain(depth)), again, "mtp")
+    steps = passes(again, drafter, PROMPTS, plain, depth)
     ours = [sum(step.accepted > position for step in steps) for position in range(depth)]
     theirs = answer["accepted_tokens_per_pos"]
     print(f"{architecture}: vLLM accepts {theirs} of {answer['drafts']} drafts, we {ours} of {len(steps)}")

@@ -2,8 +2,7 @@
 
 Its own converter reads the folder that `format=checkpoint` writes; one file is served with drafting and without. The
 module's first row is there the first token beside a state of zeros (of a server's first text; later the last text's
-state), which is followed here so that the counters can be compared, as is what becomes of a rejected pass over a
-recurrent target (`replayed`).
+state), which is followed here so that the counters can be compared.
 """
 
 from collections import Counter
@@ -26,9 +25,8 @@ from tests.serving.test_llama import TOKENS, accepted_by_us, chain, check_counts
 
 pytestmark = pytest.mark.serving
 SPECIAL = ["[gMASK]", "<|user|>", "<|endoftext|>", "<|observation|>"]  # which the converter wants of a GLM
-DEPTH = 2
+ARCHITECTURE, DEPTH = "Glm4MoeForCausalLM", 2
 DRAFTING = ["--spec-type", "draft-mtp", "--spec-draft-n-max", str(DEPTH), "-td", "1", "-ctkd", "f32", "-ctvd", "f32"]
-RECURRENT = {"Glm4MoeForCausalLM": False, "Qwen3NextForCausalLM": True}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -83,49 +81,15 @@ def passes(behind: list[int]) -> list[int]:
     return steps
 
 
-@torch.no_grad()
-def replayed(target: Target, head: Any, prompt: list[int], answer: list[int]) -> list[int]:
-    """Return the accepted tokens of each pass that drafts over a target whose state cannot be taken back.
-
-    llama.cpp (server-context.cpp) restores the state before the rejected pass and runs what stands of it again, the
-    target's own token included, behind which the next one comes without a draft. That run pairs its first token with
-    the state behind the rejected draft (`pending_h` of speculative.cpp), and the module's row of it stays so.
-    """
-    text, steps, written, wrong = prompt + answer, [], 1, {}
-    while (room := min(DEPTH, len(answer) - 1 - written)) > 0:
-        row = len(prompt) + written - 1  # of the newest token, beside the state before it
-        drafted: list[int] = []
-        for depth in range(1, room + 2):
-            token = torch.tensor([text[: row + 1] + drafted])
-            features = target.features(token, torch.zeros_like(token), head.feature_layers)
-            if depth > room:
-                break
-            rows = preceded(features)
-            for index, (hidden, last) in wrong.items():
-                rows.hidden[0, index], rows.last_hidden[0, index] = hidden, last
-            draft = head.unroll(rows, depth)[-1]
-            drafted.append(int(head.compute_logits(draft.state, depth)[0, row].argmax()))
-        right = [ours == theirs for ours, theirs in zip(drafted, text[row + 1 :], strict=False)]
-        steps.append([*right, False].index(False))
-        rejected = steps[-1] < room
-        if rejected:
-            wrong[row] = (features.hidden[0, -1], features.last_hidden[0, -1])
-        written += steps[-1] + 1 + rejected
-    return steps
-
-
 def by_position(steps: list[int]) -> list[int]:
     return [sum(step > position for step in steps) for position in range(DEPTH)]
 
 
-@pytest.mark.parametrize(("architecture", "recurrent"), RECURRENT.items())
-def test_llama_cpp_drafts_with_the_head_as_the_targets_own_module(
-    tmp_path: Path, architecture: str, recurrent: bool
-) -> None:
-    target = target_of(tmp_path / "target", architecture)
+def test_llama_cpp_drafts_with_the_head_as_the_targets_own_module(tmp_path: Path) -> None:
+    target = target_of(tmp_path / "target", ARCHITECTURE)
     answers = [families.generated(target, prompt, TOKENS) for prompt in toy.PROMPTS]
     texts = list(zip(toy.PROMPTS, answers, strict=True))
-    head = toy.head_of(target, architecture)
+    head = toy.head_of(target, ARCHITECTURE)
     toy.train(head, target, [prompt + answer for prompt, answer in texts[:4]], DEPTH)
     out = toy.stitched(tmp_path, head, target)
     file = converted(tmp_path / "stitched.gguf", out)
@@ -142,8 +106,6 @@ def test_llama_cpp_drafts_with_the_head_as_the_targets_own_module(
         [step for text in texts for step in passes(accepted(again, drafter.head, *text, first_row=row))]
         for row in (False, True)
     )
-    if recurrent:
-        theirs = [step for text in texts for step in replayed(again, drafter.head, *text)]
-    print(f"{architecture}: {by_position(ours)} in our verifier, of {len(ours)} drafts")
+    print(f"{ARCHITECTURE}: {by_position(ours)} in our verifier, of {len(ours)} drafts")
     assert by_position(ours) == by_position(accepted_by_us(again, drafter, *map(list, zip(*texts, strict=True)), DEPTH))
-    check_counts(architecture, counts, theirs, DEPTH)
+    check_counts(ARCHITECTURE, counts, theirs, DEPTH)

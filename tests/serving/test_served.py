@@ -15,16 +15,14 @@ from heads.formats.hub import load_found, resolve_head
 from heads.formats.published import mimo
 from heads.formats.store import save_head
 from heads.mtp import Mtp
-from inference.decode import Settings, Step, speculate
+from inference.decode import Step
 from inference.drafters.head import HeadDrafter
-from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
-from inference.verification.sample import GREEDY
 from tests import families, toys
-from tests.serving import identity
 from tests.serving import test_checkpoint as toy
 from tests.serving.conftest import command
 from tests.serving.engines import TARGET, asked
+from tests.serving.test_llama import chain
 from train.start import from_target, like_target
 
 pytestmark = pytest.mark.serving
@@ -67,17 +65,7 @@ def published(
 def by_us(target: Target, folder: Path, prompts: list[list[int]], answers: list[list[int]], depth: int) -> list[Step]:
     """Return our passes until each answer is whole, with all that they accept."""
     head: Any = load_found(resolve_head(str(folder)), target.embeddings, target.spec)
-    tree = TreeConfig(kind="chain", depth=depth, top_k=0, nodes=0, paths=[], widths=[])
-    drafter, found = HeadDrafter(head.float(), tree, "head"), []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        made = speculate(target, drafter, prompt, Settings(len(answer) + depth + 1, GREEDY))
-        assert made.tokens[: len(answer)] == answer
-        written = 1  # by the prefill
-        for step in made.steps:
-            if written < len(answer):
-                found.append(step)
-                written += step.committed
-    return found
+    return toy.passes(target, HeadDrafter(head.float(), chain(depth), "head"), prompts, answers, depth)
 
 
 def speculated(target: str, kind: str, folder: Path, depth: int, prompts: list[list[int]]) -> dict[str, Any]:
@@ -128,26 +116,3 @@ def test_vllm_serves_a_qwen3_with_a_head_as_mimos_module(tmp_path: Path, qk_norm
     served = asked("serve_vllm.py", job)
     assert served["tokens"] == plain
     check_counts(f"Qwen3, qk_norm={qk_norm}", served, by_us(target, folder, toy.PROMPTS, plain, depth))
-
-
-@pytest.fixture(scope="module")
-def repeating(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Target]:
-    folder = tmp_path_factory.mktemp("repeating")
-    return folder, identity.target(folder / "target")
-
-
-def test_identity_heads_in_every_format_are_accepted_where_the_text_repeats_itself(
-    repeating: tuple[Path, Target],
-) -> None:
-    root, of = repeating
-    prompts = [[5, 7, 9 + i] for i in range(4)]
-    job = {"target": str(root / "target"), "prompts": prompts, "tokens": 100 + identity.DEPTH}
-    texts = asked("serve_vllm.py", job)["tokens"]
-    wanted = identity.expected(texts, 100, identity.DEPTH)
-    assert 0.1 < wanted["accepted_tokens"] / wanted["draft_tokens"] < 0.9
-    for kind in identity.KINDS:
-        said = {"method": kind, "num_speculative_tokens": identity.DEPTH}
-        said["model"] = str(identity.identity(kind, of, root / f"identity-{kind}"))
-        answer = asked("serve_vllm.py", {**job, "tokens": 100, "speculative": said})
-        assert answer.pop("tokens") == [text[:100] for text in texts], kind
-        assert answer == wanted, kind

@@ -69,7 +69,7 @@ def extracted(base: list[str], folder: Path, head: str, *overrides: str) -> list
     words = ["features=stored", f"features.path={folder}"]
     run = configured([*base, *HEADS[head], *words, *overrides])
     config: FeaturesConfig = run.features
-    extract_features(run.model, run.data, config, Layers(run.head, None), None, run.workload, lambda _: None)
+    extract_features(run.model, run.data, config, Layers(run.head, None), run.workload, lambda _: None)
     return words
 
 

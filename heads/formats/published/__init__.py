@@ -8,7 +8,7 @@ Every tensor is mapped or refused by name; counts come from names and shapes, fo
 files.py      their files, and the tensors in them
 plan.py       assembles a head, every tensor mapped; the numbers of a decoder layer
 export.py     heads written in a format
-exporting.py  the head to export, code that formats share, and the exported folder, checked on disk
+exporting.py  the head to export, and code that formats share
 eagle.py      EAGLE-1/2 and HASS: vLLM, SGLang, the authors
 eagle3.py     EAGLE-3 and 3.1: vLLM, SGLang, TensorRT-LLM and speculators in one folder; the authors
 peagle.py     P-EAGLE: vLLM and speculators

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from heads.base import Embeddings, embedding_of
-from heads.formats.published.exporting import EngineClass, Export, Foreign, Shapes, layer_shapes
+from heads.formats.published.exporting import EngineClass, Export, Foreign
 from heads.formats.published.plan import (
     BLOCK_OUTPUTS,
     BLOCK_STATES,
@@ -92,7 +92,6 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
     } | _dflash2(source, options)
     anchor = options.get("shift_label" if terms["domino"] else "sample_from_anchor", markov is not None)
     layers = source.count(r"layers\.(\d+)\.self_attn\.q_proj\.weight$")
-    source.compare("num_hidden_layers", layers)
     filled = {"mask": _mask(source, options, embeddings)} | _confidence(source, markov)
     config = {
         "depths": options["block_size"] - (0 if anchor else 1),
@@ -198,10 +197,7 @@ def engines(source: Export) -> Foreign:
     tensors["fc.weight"] = source.in_order(tensors["fc.weight"], order)
     if source.head.vocab is not None:
         tensors |= {"lm_head.weight": source.read_out("lm_head"), **source.vocabulary()}
-    expected = shapes(config)
-    if options.confidence:
-        expected |= {NAMES["confidence.weight"]: (1, config["hidden_size"] + markov), NAMES["confidence.bias"]: (1,)}
-    return Foreign(config, tensors, expected)
+    return Foreign(config, tensors)
 
 
 def _check_successors(source: Export) -> None:
@@ -230,44 +226,3 @@ def _said(options: Any) -> dict[str, Any]:
         return {}
     selector = {"selector_rank": options.selector_rank, "selector_top_k": options.selector_top_k}
     return {"conv_kernel_size": options.conv, "conv_group_size": options.conv_group, **selector}
-
-
-def shapes(config: dict[str, Any]) -> Shapes:
-    """Return the shapes but for the confidence's, of which config.json does not speak."""
-    width, full = config["hidden_size"], config["vocab_size"]
-    drafted, rank = config.get("draft_vocab_size", full), config.get("markov_rank")
-    count = len(config["dflash_config"][BLOCK_OUTPUTS])
-    expected: Shapes = {"fc.weight": (width, count * width), "hidden_norm.weight": (width,), "norm.weight": (width,)}
-    for i in range(config["num_hidden_layers"]):
-        inner = f"layers.{i}.self_attn."
-        expected |= layer_shapes(config, f"layers.{i}.", width)
-        expected |= {f"{inner}{kind}_norm.weight": (config["head_dim"],) for kind in "qk"}
-    if rank is not None:
-        expected |= {NAMES["before.weight"]: (full, rank), NAMES["bias.weight"]: (drafted, rank)}
-    expected |= _domino_shapes(config["dflash_config"], width, drafted)
-    expected |= _dflash2_shapes(config["dflash_config"], config["num_hidden_layers"], width, full)
-    if drafted < full:
-        expected |= {"lm_head.weight": (drafted, width), OFFSETS: (drafted,), KNOWN: (full,)}
-    return expected
-
-
-def _domino_shapes(record: dict[str, Any], width: int, drafted: int) -> Shapes:
-    if record.get("projector_type") != "domino":
-        return {}
-    inner, rank = record["gru_hidden_dim"], record["emb_dim"]
-    sizes = (3 * inner, width), (3 * inner, inner), (rank, width + inner), (drafted, rank)
-    names = ("gru.weight_ih", "gru.weight_hh", "down.weight", "up.weight")
-    return {NAMES[f"domino.{name}"]: size for name, size in zip(names, sizes, strict=True)}
-
-
-def _dflash2_shapes(record: dict[str, Any], layers: int, width: int, full: int) -> Shapes:
-    if record.get("selector_rank") is None:
-        return {}
-    rank, taps, groups = record["selector_rank"], record["conv_kernel_size"], width // record["conv_group_size"]
-    sizes = {"predecessor": (full, rank), "successor": (full, rank), "projection": (rank, width)}
-    expected: Shapes = {NAMES[f"selector.{name}.weight"]: size for name, size in sizes.items()}
-    for i in range(layers):
-        for sublayer in ("attention", "mlp"):
-            expected[CONV.format(i, sublayer, "base_kernel")] = (2, taps, width)
-            expected[CONV.format(i, sublayer, KERNEL)] = (2 * taps * groups, width)
-    return expected

@@ -4,12 +4,10 @@ vLLM finds the head by the second of its architectures and SGLang by the first. 
 vLLM drops a bias of fc without a word, while SGLang makes one at random where the file has none.
 """
 
-from typing import Any
-
 import torch
 
 from heads.base import Embeddings, embedding_of
-from heads.formats.published.exporting import NORMS, EngineClass, Export, Foreign, Shapes, layer_shapes
+from heads.formats.published.exporting import EngineClass, Export, Foreign
 from heads.formats.published.plan import EMBEDDING, Plan, Source, check_width, decoder
 
 SIGNATURE = (r"fc\.weight", r"layers\.0\.self_attn\.q_proj\.weight")  # and no hidden_norm, as the formats before it
@@ -23,7 +21,6 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
     """Return where each tensor goes: under its own name."""
     check_width(source, "fc.weight", embeddings)
     layers = source.count(r"layers\.(\d+)\.self_attn\.q_proj\.weight$")
-    source.compare("num_hidden_layers", layers)
     config = {
         "layers": layers,
         "bias": "fc.bias" in source.tensors,
@@ -41,8 +38,7 @@ def engines(source: Export) -> Foreign:
     if source.form == "vllm" and bias is not None and bool(bias.any()):
         raise source.refusal("a bias of fc, bias=true", "which vLLM drops; train with head.bias=false")
     tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0]) if bias is None else bias
-    config = source.engine_config(CLASS, source.config.layers)
-    return Foreign(config, tensors, shapes(config) | {"fc.bias": (config["hidden_size"],)})
+    return Foreign(source.engine_config(CLASS, source.config.layers), tensors)
 
 
 def authors(source: Export) -> Foreign:
@@ -58,16 +54,4 @@ def authors(source: Export) -> Foreign:
         "bias": source.config.bias,
         **source.decoder(),
     }
-    tensors = {**source.tensors, EMBEDDING: embedding_of(source.embeddings)}
-    width = config["hidden_size"]
-    bias: Shapes = {"fc.bias": (width,)} if config["bias"] else {}
-    return Foreign(config, tensors, {**shapes(config), **bias, EMBEDDING: (config["vocab_size"], width)})
-
-
-def shapes(config: dict[str, Any]) -> Shapes:
-    """Return the shapes but for a bias: a norm before attention has every layer but the first, and there is no last."""
-    width = config["hidden_size"]
-    expected: Shapes = {"fc.weight": (width, 2 * width)}
-    for i in range(config["num_hidden_layers"]):
-        expected |= layer_shapes(config, f"layers.{i}.", width, NORMS[i == 0 :])
-    return expected
+    return Foreign(config, {**source.tensors, EMBEDDING: embedding_of(source.embeddings)})

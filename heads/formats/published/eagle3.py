@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from heads.base import Embeddings
-from heads.formats.published.exporting import NORMS, EngineClass, Export, Foreign, Shapes, layer_shapes
+from heads.formats.published.exporting import EngineClass, Export, Foreign
 from heads.formats.published.plan import (
     KNOWN,
     OFFSETS,
@@ -72,7 +72,6 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
     normed = source.count(r"fc_norm\.(\d+)\.weight$") > 0
     joint = f"{JOINT}.weight" in source.tensors or _norm_before_fc(source.config)
     ids = drafted_by_offsets(source, embeddings)
-    source.compare("num_hidden_layers", layers)
     if source.config.get("fc_norm"):
         source.tensor("fc_norm.0.weight", "fc_norm")
     value = source.config.get("norm_before_residual")
@@ -194,7 +193,7 @@ def engines(source: Export) -> Foreign:
         "transformer_layer_config": {"model_type": "llama", **decoder},
         "speculators_config": _proposal(source),
     }
-    return Foreign(config, _tensors(source, FIRST, order), shapes(config))
+    return Foreign(config, _tensors(source, FIRST, order))
 
 
 def authors(source: Export) -> Foreign:
@@ -215,26 +214,7 @@ def authors(source: Export) -> Foreign:
     if outputs != (fixed := default_layers(EAGLE3_LAYERS, source.embeddings.num_layers)):
         raise source.refusal(f"feature_layers={outputs}", f"and the authors' code reads {fixed}, whatever is said")
     config = source.engine_config(CLASS, 1) | {"bias": False, "draft_vocab_size": source.draft_vocab()}
-    return Foreign(config, _tensors(source, MIDDLE, order), shapes(config, MIDDLE))
-
-
-def shapes(config: dict[str, Any], first: str = FIRST) -> Shapes:
-    """Return the shapes; where config.json does not count the features there are three."""
-    width, full, drafted = (config[key] for key in ("hidden_size", "vocab_size", "draft_vocab_size"))
-    count = config.get("num_aux_hidden_states", EAGLE3_LAYERS)
-    expected: Shapes = {
-        "fc.weight": (width, count * width),
-        "norm.weight": (width,),
-        "lm_head.weight": (drafted, width),
-    }
-    for i in range(config["num_hidden_layers"]):
-        layer, inputs = (f"layers.{i}.", width) if i else (first, 2 * width)
-        expected |= layer_shapes(config, layer, inputs, (*NORMS, "hidden_norm"))
-    if config.get("fc_norm"):
-        expected |= {f"fc_norm.{i}.weight": (width,) for i in range(count)}
-    if _norm_before_fc(config):
-        expected[f"{JOINT}.weight"] = (count * width,)
-    return expected | ({OFFSETS: (drafted,), KNOWN: (full,)} if drafted < full else {})
+    return Foreign(config, _tensors(source, MIDDLE, order))
 
 
 def _tensors(source: Export, first: str, order: list[int]) -> dict[str, Tensor]:

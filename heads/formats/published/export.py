@@ -1,4 +1,4 @@
-"""Heads in the formats that engines and other projects read, each checked as it is written."""
+"""Heads in the formats that engines and other projects read."""
 
 import logging
 from collections.abc import Callable
@@ -8,7 +8,8 @@ from torch import nn
 
 from heads import HEADS
 from heads.formats.published import dflash, eagle, eagle3, gguf, hydra, medusa, mimo, peagle
-from heads.formats.published.exporting import Export, Foreign, Served, put
+from heads.formats.published.exporting import Export, Foreign, Served
+from heads.formats.store import assert_finite, write_files
 
 __all__ = ["FORMATS", "READERS", "Served", "export", "refusals"]
 
@@ -40,7 +41,7 @@ def export(head: nn.Module, form: str, served: Served, folder: Path) -> None:
 
     Raises:
         ValueError: the format is unknown or not one of this head, the head has an option that the format cannot say, or
-            what was written is not what the format demands: one line, and nothing is left behind.
+            a weight is not finite in the exported dtype: one line, and nothing is left behind.
         OSError: the disk is full or the folder cannot be written.
     """
     assert_known(form)
@@ -60,7 +61,9 @@ def export(head: nn.Module, form: str, served: Served, folder: Path) -> None:
             "format=%s: the head was trained to look back %d tokens, which we keep to and engines do not: in longer "
             "texts it may draft worse there than here", form, length,
         )  # fmt: skip
-    put(folder, foreign, served.dtype)
+    tensors = {name: t.to(served.dtype) if t.is_floating_point() else t for name, t in foreign.tensors.items()}
+    assert_finite(tensors, folder, f"no export in {served.dtype} holds it: give dtype=float32, or train again")
+    write_files(folder, foreign.config, tensors)
 
 
 def refusals(head: nn.Module, served: Served) -> dict[str, str]:

@@ -1,26 +1,16 @@
-"""The head to export, what formats share, and the exported folder: checked, and moved to its path whole or not at all.
+"""The head to export, and code that formats share.
 
-Ours count the outputs of layers from 0; `outputs` gives them in increasing order, as every reader joins them. A folder
-is checked tensor by tensor against the format, because engines do not: vLLM leaves a missing tensor as memory happened
-to be, SGLang passes over names that it does not know, and both then draft without an error and without success.
+Ours count the outputs of layers from 0; `outputs` gives them in increasing order, as every reader joins them.
 """
 
 import json
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from heads.base import Embeddings, layer_shape
-from heads.formats.published.plan import KNOWN, OFFSETS, are_increasing, are_masked
-from heads.formats.store import CONFIG, WEIGHTS, write_files
-
-Shapes = dict[str, tuple[int, ...]]
-DTYPES = {OFFSETS: torch.int64, KNOWN: torch.bool}  # of all other tensors the one that config.json names
-NORMS = ("input_layernorm", "post_attention_layernorm")  # of a Llama's decoder layer
+from heads.formats.published.plan import KNOWN, OFFSETS
 
 
 class EngineClass(NamedTuple):
@@ -155,78 +145,12 @@ class Export(NamedTuple):
 
 
 class Foreign(NamedTuple):
-    """A head as another project lays it out: its config.json, its tensors, and the shapes that the format demands.
-
-    The shapes are made of config.json alone, as its reader makes them, and not of the head.
-    """
+    """A head as another project lays it out: its config.json and its tensors."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
-    shapes: Shapes
 
 
 def written(value: Any) -> str:
     """Return a value as it is written on the command line."""
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def layer_shapes(config: dict[str, Any], layer: str, width: int, norms: tuple[str, ...] = NORMS) -> Shapes:
-    """Return the shapes of a Llama's decoder layer by config.json, whose attention reads states of this width.
-
-    `layer` is the prefix of the names, with its point.
-    """
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    rows, kv_rows = (config["head_dim"] * config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
-    inside = {
-        "self_attn.q_proj": (rows, width),
-        "self_attn.k_proj": (kv_rows, width),
-        "self_attn.v_proj": (kv_rows, width),
-        "self_attn.o_proj": (hidden, rows),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-        **dict.fromkeys(norms, (hidden,)),
-    }
-    return {f"{layer}{name}.weight": shape for name, shape in inside.items()}
-
-
-def put(folder: Path, foreign: Foreign, dtype: torch.dtype) -> None:
-    """Write a folder whole and checked as it lies on disk, its floats in this dtype, or leave what was there.
-
-    Raises:
-        ValueError: the check fails: one line that names the tensor.
-        OSError: the disk is full or the folder cannot be written.
-    """
-    tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in foreign.tensors.items()}
-
-    def checked(new: Path) -> None:
-        try:
-            check(new, foreign.shapes, dtype)
-        except ValueError as error:
-            raise ValueError(f"{folder}: not exported, {error}") from None
-
-    write_files(folder, foreign.config, tensors, checked)
-
-
-def check(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-    """Refuse an exported folder whose tensors are not those of the format and no others, naming the tensor."""
-    config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    tensors = load_file(folder / WEIGHTS)
-    missing, unknown = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
-    if missing:
-        raise ValueError(f"the tensor {missing[0]} is missing, which the format demands")
-    if unknown:
-        raise ValueError(f"the tensor {unknown[0]} is none of the format's; engines stop at it, or leave it out")
-    for name, tensor in tensors.items():
-        expected = DTYPES.get(name, dtype)
-        if tuple(tensor.shape) != shapes[name] or tensor.dtype != expected:
-            actual = f"{tuple(tensor.shape)} {tensor.dtype}"
-            raise ValueError(f"{name} is {actual}, expected {shapes[name]} {expected} by its {CONFIG}")
-        if not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"{name} holds values that are not finite in {dtype}; train again with a lower trainer.lr")
-    if OFFSETS in tensors:
-        ids, full = torch.arange(len(tensors[OFFSETS])) + tensors[OFFSETS], int(config["vocab_size"])
-        if not are_increasing(ids, full):
-            raise ValueError(f"{OFFSETS} does not lead to increasing ids below {full}; its entry i is the id less i")
-        if not are_masked(ids, tensors[KNOWN], full):
-            raise ValueError(f"{OFFSETS} and {KNOWN} do not name the same tokens")

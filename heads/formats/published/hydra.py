@@ -8,14 +8,13 @@ positions, for its config.json does not describe it.
 
 import re
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from heads.base import Embeddings, LayerShape, embedding_of, layer_shape
 from heads.common.rope import SAID, Rope, positions_of
-from heads.formats.published.exporting import Export, Foreign, Shapes, layer_shapes
+from heads.formats.published.exporting import Export, Foreign
 from heads.formats.published.plan import EMBEDDING, EPS, PLAIN, Plan, Source, check_width, decoder
 
 PREFIX = "prefix_embeding_layer."
@@ -50,8 +49,6 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
     block_numbers = sorted({int(match[2]) for match in matched if match})
     heads = len({match[1] for match in matched if match})
     check_width(source, f"hydra_mlp.0.{block_numbers[0]}.linear.weight", embeddings)
-    source.compare("hydra_num_heads", heads)
-    source.compare("hydra_num_layers", len(block_numbers))
     prefix = any(name.startswith(PREFIX) for name in source.tensors)
     lm_head = LM_HEAD[LM_HEAD[True].format(0) + "weight" in source.tensors]
     duplicates = _duplicates(heads, block_numbers)
@@ -116,7 +113,7 @@ def authors(source: Export) -> Foreign:
             if mine != theirs:
                 raise source.refusal(f"{name}={mine}", f"and the authors' code takes {theirs}, the target's own")
         config |= source.decoder()
-    return Foreign(config, _tensors(source), _shapes(source, config))
+    return Foreign(config, _tensors(source))
 
 
 def _tensors(source: Export) -> dict[str, Tensor]:
@@ -132,20 +129,3 @@ def _tensors(source: Export) -> dict[str, Tensor]:
         bias = source.tensors.get(f"lm_heads.{i}.bias")
         renamed[lm_head.format(i) + "bias"] = torch.zeros_like(weight[:, 0]) if bias is None else bias
     return renamed | ({PREFIX + EMBEDDING: embedding_of(source.embeddings)} if options.prefix else {})
-
-
-def _shapes(source: Export, config: dict[str, Any]) -> Shapes:
-    width, full = source.embeddings.hidden_size, source.embeddings.vocab_size
-    prefix = config["hydra_head_arch"] == "prefix-mlp"
-    expected = Shapes()
-    for i in range(config["hydra_num_heads"]):
-        for j, number in enumerate(_block_numbers(config["hydra_num_layers"], prefix)):
-            block, joined = f"hydra_mlp.{i}.{number}.", width if j else (i + 2) * width
-            for name in ("linear", "res_connection")[: 1 if j else 2]:
-                expected |= {f"{block}{name}.weight": (width, joined), f"{block}{name}.bias": (width,)}
-        lm_head = LM_HEAD[prefix].format(i)
-        expected |= {f"{lm_head}weight": (full, width), f"{lm_head}bias": (full,)}
-    if prefix:
-        expected |= layer_shapes(config, f"{PREFIX}layers.0.", width)
-        expected |= {f"{PREFIX}norm.weight": (width,), PREFIX + EMBEDDING: (full, width)}
-    return expected

@@ -7,14 +7,13 @@ module, so that they cannot differ.
 """
 
 import re
-from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from heads.base import Embeddings
-from heads.formats.published.exporting import EngineClass, Export, Foreign, Shapes
+from heads.formats.published.exporting import EngineClass, Export, Foreign
 from heads.formats.published.plan import Plan, Source, check_width, drafted
 
 AUTHORS, VLLM = "{0}.{1}.linear.{2}", "blocks.{0}.layers.{1}.{2}"
@@ -30,9 +29,6 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
     check_width(source, block.format(0, 0, "weight"), embeddings)
     heads = source.count(_pattern(block, r"(\d+)", r"\d+"))
     layers = source.count(_pattern(block, r"\d+", r"(\d+)"))
-    for key, count in (("num_heads", heads), ("num_hidden_layers", layers), ("num_layers", layers)):
-        source.compare(key, count)
-        source.compare(f"medusa_{key}", count)
     lm_head = LM_HEAD[block].format(layers=layers)
     original = bool(source.config.get("original_lm_head"))  # vLLM's: one lm_head, and that is the target's
     second = block is AUTHORS and not any(lm_head.format(i) in source.tensors for i in range(heads))
@@ -52,7 +48,7 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         return re.sub(r"lm_heads\.(\d+)\.weight", lambda match: lm_head.format(match[1]), name)
 
     filled = {}
-    if block is VLLM and not _any_bias(source):
+    if block is VLLM and source.count(_pattern(VLLM, r"(\d+)", r"\d+").replace("weight", "bias")) == 0:
         names = {(i, j): block.format(i, j, "weight") for i in range(heads) for j in range(layers)}
         filled = {
             f"blocks.{i}.{j}.linear.bias": torch.zeros_like(source.tensor(n)[:, 0]) for (i, j), n in names.items()
@@ -63,12 +59,6 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
 
 def _pattern(block: str, head: str, layer: str) -> str:
     return block.replace(".", r"\.").format(head, layer, "weight") + "$"
-
-
-def _any_bias(source: Source) -> bool:
-    biased = source.count(_pattern(VLLM, r"(\d+)", r"\d+").replace("weight", "bias")) > 0
-    source.compare("medusa_fc_bias", biased)
-    return biased
 
 
 def engines(source: Export) -> Foreign:
@@ -116,10 +106,8 @@ def _blocks(source: Export, block: str) -> dict[str, Tensor]:
 
 def _written(source: Export, config: dict[str, Any], block: str, lm_heads: int) -> Foreign:
     """Return the head with so many lm_heads, by the names of one of the two formats."""
-    options, full, width = source.config, source.embeddings.vocab_size, source.embeddings.hidden_size
-    lm_head = LM_HEAD[block].format(layers=options.layers)
-    tensors = _blocks(source, block) | {lm_head.format(i): source.read_out(f"lm_heads.{i}") for i in range(lm_heads)}
-    shapes: Shapes = {lm_head.format(i): (full, width) for i in range(lm_heads)}
-    for i, j in product(range(options.heads), range(options.layers)):
-        shapes |= {block.format(i, j, "weight"): (width, width), block.format(i, j, "bias"): (width,)}
-    return Foreign(config, tensors, shapes)
+    lm_head = LM_HEAD[block].format(layers=source.config.layers)
+    return Foreign(
+        config,
+        _blocks(source, block) | {lm_head.format(i): source.read_out(f"lm_heads.{i}") for i in range(lm_heads)},
+    )

@@ -15,7 +15,7 @@ import torch
 from heads.base import Embeddings, layer_shape
 from heads.common.rope import positions_of
 from heads.formats.mtp_layouts import COUNT, LAYOUTS, swapped
-from heads.formats.published.exporting import EngineClass, Export, Foreign, Shapes, layer_shapes
+from heads.formats.published.exporting import EngineClass, Export, Foreign
 from heads.formats.published.plan import Plan, Source, check_width, decoder
 
 LAYER = "mtp_layers.0."
@@ -62,21 +62,7 @@ def engines(source: Export) -> Foreign:
     for letter in "qkv":
         name = f"model.{LAYER}self_attn.{letter}_proj"
         tensors[f"{name}.bias"] = torch.zeros_like(tensors[f"{name}.weight"][:, 0])
-    return Foreign(config, tensors, {f"model.{name}": shape for name, shape in shapes(config).items()})
-
-
-def shapes(config: dict[str, Any]) -> Shapes:
-    """Return the shapes by config.json, of names without `model.`."""
-    width, head_dim = config["hidden_size"], config["head_dim"]
-    expected = layer_shapes(config, LAYER, width) | {f"{LAYER}input_proj.weight": (width, 2 * width)}
-    for norm in ("enorm.weight", "hnorm.weight", "norm.weight"):
-        expected[LAYER + RENAMED[norm]] = (width,)
-    for letter in "qkv":
-        name = f"{LAYER}self_attn.{letter}_proj"
-        expected[f"{name}.bias"] = expected[f"{name}.weight"][:1]
-    for letter in "qk" if config.get("qk_norm") else "":
-        expected[f"{LAYER}self_attn.{letter}_norm.weight"] = (head_dim,)
-    return expected
+    return Foreign(config, tensors)
 
 
 def overrides(config: dict[str, Any]) -> dict[str, Any]:

@@ -24,15 +24,12 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
     recorded = source.config.get("n_predict")
     if tied and not duplicates and isinstance(recorded, int):
         heads = max(heads, recorded)  # written once, the tensors do not say how many steps they are for
-    source.compare("n_predict", heads)
-    source.compare("tie_weights", tied)
     inner, width = source.tensor("proj.0.weight").shape[:2]
     if width != embeddings.hidden_size:
         raise source.error(
             f"proj.0.weight reads {width} numbers, expected {embeddings.hidden_size}, the width of the target; choose "
             "the head's own target with model.path"
         )
-    source.compare("inner_dim", inner)
     config = {
         "heads": heads,
         "inner": inner,

@@ -51,13 +51,11 @@ def _embedding(source: Source, embeddings: Embeddings) -> Tensor | None:
 
 def engines(source: Export) -> Foreign:
     """Return the head for vLLM and speculators."""
-    config, tensors, shapes = eagle3.engines(source)
+    config, tensors = eagle3.engines(source)
     _, order = source.outputs()
-    mask = source.in_order(tensors[MASK].reshape(1, 1, -1), order)
-    tensors, shapes = tensors | {MASK: mask}, shapes | {MASK: tuple(mask.shape)}
+    tensors[MASK] = source.in_order(tensors[MASK].reshape(1, 1, -1), order)
     if OWN in tensors:
         tensors[EMBEDDING] = tensors.pop(OWN)
-        shapes[EMBEDDING] = tuple(tensors[EMBEDDING].shape)
     proposal = config["speculators_config"]
     methods = [method | {"speculative_tokens": source.head.max_depth} for method in proposal["proposal_methods"]]
     kind = {
@@ -66,4 +64,4 @@ def engines(source: Export) -> Foreign:
         "speculators_model_type": "peagle",
         "speculators_config": proposal | {"algorithm": "peagle", "proposal_methods": methods},
     }
-    return Foreign(config | kind, tensors, shapes)
+    return Foreign(config | kind, tensors)

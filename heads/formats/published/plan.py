@@ -13,7 +13,6 @@ from heads import HEADS
 from heads.base import Embeddings, embedding_of
 from heads.common.rope import Rope, positions_of
 from heads.common.typed import typed
-from heads.common.untrusted import shown
 from heads.formats.weights import meta_state_dict
 
 STATES = "eagle_aux_hidden_state_layer_ids"  # hidden states at the top level, outputs within `eagle_config`
@@ -65,15 +64,6 @@ class Source(NamedTuple):
         return self.error(
             f"the head has {what}, which heads here do not; loaded without it, it would draft something else"
         )
-
-    def compare(self, key: str, actual: Any) -> None:
-        """Warn where config.json contradicts the tensors, which are taken."""
-        declared = self.config.get(key)
-        if declared is not None and declared != actual:
-            text = declared if isinstance(declared, int) else shown(declared)
-            log.warning(
-                "%s: config.json says %s=%s, the tensors say %s, which is taken", self.folder, key, text, actual
-            )
 
     def count(self, pattern: str) -> int:
         """Return the number of distinct values of the pattern's first group over the names."""
@@ -146,24 +136,13 @@ def drafted_by_offsets(source: Source, embeddings: Embeddings) -> Tensor | None:
         lm_head = source.tensors.get("lm_head.weight")
         if lm_head is not None and len(lm_head) == source.config.get("draft_vocab_size") != embeddings.vocab_size:
             source.tensor(OFFSETS, "draft_vocab_size")
-        source.compare("draft_vocab_size", embeddings.vocab_size)
         return None
     offset, mask = source.tensors[OFFSETS].flatten().long(), source.tensors.get(KNOWN)
     ids = drafted(source, torch.arange(len(offset)) + offset, OFFSETS, embeddings)
-    if mask is not None and not are_masked(ids.sort().values, mask.flatten(), embeddings.vocab_size):
+    drafted_mask = torch.zeros(embeddings.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    if mask is not None and not torch.equal(mask.flatten().bool(), drafted_mask):
         raise source.error(f"{OFFSETS} and {KNOWN} do not name the same tokens; download it again")
-    source.compare("draft_vocab_size", len(ids))
     return ids
-
-
-def are_increasing(ids: Tensor, full: int) -> bool:
-    """Say whether ids are different tokens of a vocabulary of `full`, in ascending order."""
-    return bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < full
-
-
-def are_masked(ids: Tensor, mask: Tensor, full: int) -> bool:
-    """Say whether a mask over a vocabulary of `full` names these tokens, which are in ascending order."""
-    return len(mask) == full and torch.equal(mask.bool().nonzero()[:, 0], ids)
 
 
 def check_width(source: Source, name: str, embeddings: Embeddings) -> None:
@@ -203,9 +182,6 @@ def decoder(source: Source, layer: str, embeddings: Embeddings, *, sliding: bool
         "head_dim": width,
         "intermediate_size": len(source.tensor(f"{layer}mlp.gate_proj.weight")),
     }
-    source.compare("num_attention_heads", sizes["num_heads"])
-    source.compare("num_key_value_heads", sizes["num_kv_heads"])
-    source.compare("intermediate_size", sizes["intermediate_size"])
     try:
         rope = positions_of(source.config) or PLAIN
     except ValueError as error:
@@ -257,7 +233,6 @@ def _checked_embeddings(source: Source, embeddings: Embeddings, *, trained: bool
                 "%s: %s is not the target's embedding, which is read in its place: the head may draft worse than where "
                 "its own is read; choose the head's own target with model.path if this is not it", source.folder, name,
             )  # fmt: skip
-    source.compare("vocab_size", embeddings.vocab_size)
     return names
 
 
