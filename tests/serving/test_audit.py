@@ -1,8 +1,8 @@
-"""What the audit says of real engines on this CPU, and that it names the faults that a proxy plants before one.
+"""What the audit says of real engines on this CPU.
 
 vLLM 0.32's build for CPUs divides the logits of sampled passes by memory that nobody wrote (docs/audit.md), and the
 audit says so. With that one function patched, by a plugin of vLLM's, nothing else is found in servers with drafts.
-An audit takes minutes here: all but one are slow, `pytest -m "serving and slow" tests/serving/test_audit.py`.
+An audit takes minutes here: all are slow, `pytest -m "serving and slow" tests/serving/test_audit.py`.
 """
 
 import json
@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 
 from ops.audit import JSON, main
-from ops.audits.compare import FAILED
 from tests.eval.small import run_command
-from tests.ops.audit_proxy import AuditProxy
 from tests.serving.conftest import command
 from tests.serving.engines import TARGET
 from tests.serving.test_endpoint import server
@@ -50,9 +48,6 @@ def install():
 
     rejection_sampler.expand_batch_to_tokens = expanded
 '''  # fmt: skip
-FEW = ["prompts=4", "max_new_tokens=32", "samples=8", "borders=[]"]
-# Faults that differ in what shows them: a count, a limit, a text, numbers, company, a field that was not passed on.
-PLANTED = ("usage", "limit", "stop_string", "lost_token", "logprobs", "leak", "penalty", "seed")
 
 
 def audit(out: Path, audited: str, baseline: str, *words: str) -> Any:
@@ -68,7 +63,7 @@ def audit(out: Path, audited: str, baseline: str, *words: str) -> Any:
 
 
 def failed(record: Any) -> set[str]:
-    return {finding["check"] for finding in record["findings"] if finding["status"] == FAILED}
+    return {finding["check"] for finding in record["findings"] if finding["status"] == "failed"}
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +121,7 @@ def test_nothing_else_is_wrong_with_vllm(
     with server(tmp_path / "drafting.log", *words) as url:
         record = audit(tmp_path, url, plain)
     assert failed(record) == set()
-    assert record["findings"][-1]["figures"]["tau"] > 1
+    assert record["findings"][-1]["figures"]["drafts"] > 0
 
 
 @pytest.fixture(scope="module")
@@ -145,13 +140,3 @@ def test_llama_cpp_gives_logprobs_of_0_and_ends_early_at_the_end_of_its_context(
     record = audit(tmp_path, *llama)
     assert failed(record) == {"logprobs", "prefix_cache"}
     assert record["verdict"]["fault"] == "limit"  # the answers behind a prefix reach the end, of 512 tokens
-
-
-@pytest.mark.parametrize("fault", [PLANTED[0], *(pytest.param(each, marks=pytest.mark.slow) for each in PLANTED[1:])])
-def test_a_fault_planted_before_a_real_engine_is_named(
-    fault: str, plain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with AuditProxy(plain, fault) as proxy:
-        record = audit(tmp_path, proxy.url, plain, *FEW)
-    assert record["verdict"]["fault"] == fault
