@@ -63,10 +63,6 @@ class DraftersConfig:
         """Return the folders of `run`."""
         return list(listed(self.run))
 
-    def reports(self) -> list[str]:
-        """Return the reports to put side by side: the paths in `compare` with the suffix .json."""
-        return [path for path in self.compare if path.endswith(".json")]
-
 
 @dataclass(frozen=True)
 class Selection:
@@ -164,16 +160,6 @@ class EvalConfig(TuneConfig, Selection):
             self.settings(temperature)
         self.batch_sizes()
         self.request_rates()
-        reports = self.reports()
-        if reports and (self.run is not None or reports != self.compare):
-            raise ValueError(
-                f"compare names the report {reports[0]}, which is read and not measured: give reports alone, without "
-                "run, or runs alone"
-            )
-        if len(reports) == 1:
-            raise ValueError(f"compare is {reports[0]}: give two reports or more to put side by side")
-        if repeated := sorted({file for file in reports if reports.count(file) > 1}):
-            raise ValueError(f"compare names {', '.join(repeated)} twice: leave one out")
         tiers = listed(self.tier)
         if not tiers or not set(tiers) <= set(TIERS) or len(set(tiers)) < len(tiers):
             raise ValueError(f"tier is {self.tier!r}: choose {', '.join(TIERS)}, or a list of them, each once")

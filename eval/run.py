@@ -23,13 +23,12 @@ from eval.measures.results import LIVE, TEACHER_FORCED
 from eval.measures.serving import CONFIG as SERVING
 from eval.report.render import terminal
 from eval.report.sections import compared, sentence
-from eval.report.write import READ, Report, folder_of, side_by_side
+from eval.report.write import READ, Report
 from eval.sessions import Timed, generate_answers, recorded, teacher_forced_rows, timed_rows
 from eval.setup import described, devices_of, dtype_for, load_target, prepared, read, remarks_of, settings_of
 from eval.tune import TUNED, tune
 from heads.common.command import command, ending_alone
 from heads.common.errors import keeping, user_errors
-from heads.common.files import check_writable
 from heads.common.typed import typed
 from heads.common.untrusted import visible
 from inference.target.config import ModelConfig
@@ -47,15 +46,8 @@ def evaluate(config: EvalConfig, *, writes: bool = True) -> Report:
         The report; the caller's exit status should follow `passed`.
 
     Raises:
-        ValueError: an unknown drafter, run, model, workload or tree, a head of another target; or a report of `compare`
-            is missing, damaged, none, or of another schema.
+        ValueError: an unknown drafter, run, model, workload or tree, or a head of another target.
     """
-    if reports := config.reports():  # to put side by side, measuring nothing
-        out = Path(config.out).expanduser() if config.out else folder_of(reports)
-        check_writable(out, "out")
-        report = side_by_side(reports)
-        publish(report, out)
-        return report
     model, names, out = prepared(config)
     report = measured(config, model, names)
     if writes:

@@ -3,8 +3,7 @@
 Each kind of tree is a family. All of its trees are replayed on the target's recorded text and priced with the costs
 measured in the engine; the most promising are priced again from more samples, and the best one of each family, and the
 one predicted best of all, are timed against autoregressive decoding beside the head's present tree. At further batch
-sizes the best chain and the best tree are, and the winners make a schedule. A family that is not as fast as predicted
-is not chosen.
+sizes the best chain and the best tree are, and the winners make a schedule.
 """
 
 import json
@@ -24,7 +23,7 @@ from eval.measures.cost_model import Costs, Prediction, cycled, rising
 from eval.measures.losslessness import WITHHELD, differs, gate, labelled
 from eval.measures.machine import device_facts, provenance
 from eval.measures.metrics import Interval
-from eval.measures.results import Measurement, ResultRow
+from eval.measures.results import Measurement
 from eval.measures.serving import CONFIG, config_of, is_served, ranges
 from eval.report.render import rich_table
 from eval.tuning import costs as costing
@@ -43,17 +42,11 @@ from inference.target.target import Target
 from inference.tree_config import Schedule, scheduled
 
 TUNED = "tune.json"
-OFF = 0.2  # fraction of the measured speedup; a family whose prediction is further off is not chosen
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of a tree in the timed session; no speedup where it failed the losslessness check.
-
-    `seconds` are those of a step, `plain` those of the baseline's, to see which part of a prediction is off: the
-    predicted "draft" and "commit" together are the measured "draft", and "settle" is "other". In a batch they are a
-    sequence's share.
-    """
+    """Measurements of a tree in the timed session; no speedup where it failed the losslessness check."""
 
     tau: float | None
     tokens_per_second: float | None
@@ -61,8 +54,6 @@ class Measured:
     speedup: float | None
     speedup_ci: Interval | None
     lossless: dict[str, int]
-    seconds: dict[str, float]
-    plain: float
 
 
 @dataclass(frozen=True)
@@ -140,33 +131,20 @@ def is_tuned(head: Path) -> bool:
     return (head.parent / TUNED).is_file() or schedule_of(head, {}) is not None
 
 
-def mispredicted(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the measured trees that are further off their prediction than `OFF`."""
-    return [one for one in candidates if one.error is not None and abs(one.error) > OFF]
-
-
 def fastest(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the candidate with the greatest measured speedup, None if that is none; no mispredicted family's."""
-    off = {one.family for one in mispredicted(candidates)}
-    closest = max((one for one in candidates if one.family not in off), key=lambda one: one.gain, default=None)
-    return closest if closest is not None and closest.gain > 1 else None
+    """Return the candidate with the greatest measured speedup, None where the baseline is faster."""
+    best = max(candidates, key=lambda one: one.gain)
+    return best if best.gain > 1 else None
 
 
 def conclude(batch: int, candidates: Sequence[Candidate], done: str) -> str:
     """Return the verdict at a batch size: the tree and what was done with it, or the baseline."""
-    best, off = fastest(candidates), mispredicted(candidates)
-    named = [f"{one.family} ({one.tree.label} {one.predicted.speedup:.2f} / {one.gain:.2f})" for one in off]
-    among = " of those predicted well" if off else ""
-    apart = f"predicted and measured more than {OFF:.0%} apart (tune again while nothing else runs)"
-    tail = f"; not chosen, {apart}: {', '.join(named)}" if off else ""
+    best = max(candidates, key=lambda one: one.gain)
     then = f"; {done}" if done else ""
-    if best is not None:
-        gain = f"{best.gain:.2f} times the baseline"
-        return f"batch size {batch}: {best.tree.label} is fastest{among}, {gain}{then}{tail}"
-    closest = max(candidates, key=lambda one: one.gain)
-    gain = f"{closest.tree.label} at {closest.gain:.2f}" if closest.gain else "none is lossless"
-    verdict = f"no tree{among} beats the baseline (best{' of all' if off else ''}: {gain})"
-    return f"batch size {batch}: {verdict}; decode plainly{then}{tail}"
+    if best.gain > 1:
+        return f"batch size {batch}: {best.tree.label} is fastest, {best.gain:.2f} times the baseline{then}"
+    gain = f"{best.tree.label} at {best.gain:.2f}" if best.gain else "none is lossless"
+    return f"batch size {batch}: no tree beats the baseline (best: {gain}); decode plainly{then}"
 
 
 def candidate_table(batch: int, candidates: Sequence[Candidate]) -> Table:
@@ -299,8 +277,6 @@ class Bench:
                     speedup=row.speedup,
                     speedup_ci=row.speedup_ci,
                     lossless=row.lossless,
-                    seconds=step_seconds(row),
-                    plain=sum(step_seconds(plain).values()),
                 ),
             )
             for one, row in zip(candidates, measured, strict=True)
@@ -322,11 +298,6 @@ def merged(first: Costs, again: Costs) -> Costs:
         draft=both(first.draft, again.draft),
         commit=both(first.commit, again.commit),
     )
-
-
-def step_seconds(row: ResultRow) -> dict[str, float]:
-    """Return the seconds of the average step by part."""
-    return {name: total / max(row.steps, 1) for name, total in row.seconds.items()}
 
 
 def concluded(results: Sequence[AtBatch], run: str, folder: Path) -> list[AtBatch]:

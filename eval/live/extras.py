@@ -29,7 +29,7 @@ def training(heads: Mapping[str, Path]) -> dict[str, dict[str, Records]]:
     """Return the training curves of the heads, given by their folders, whose run's folder has them.
 
     Returns:
-        By name, `steps`: the means of loss and accuracy by depth over stretches of steps, each at its last step;
+        By name, `steps`: the means of the loss over stretches of steps, each at its last step;
         `tau`: each measurement by the verifier, with its interval.
     """
     files = {name: folder.parent / METRICS for name, folder in heads.items() if folder.name == "head"}
@@ -55,13 +55,9 @@ def curves(records: Records) -> dict[str, Records]:
         if record.get("tau") is not None:
             low, high = record.get("tau_ci") or (record["tau"], record["tau"])
             taus.append({"step": record["step"], "tau": record["tau"], "low": low, "high": high})
-    return {"steps": [_mean(steps[at : at + stretch]) for at in range(0, len(steps), stretch)], "tau": taus}
-
-
-def _mean(steps: Records) -> dict[str, Any]:
-    measured = [step["accuracy"] for step in steps if step.get("accuracy") and None not in step["accuracy"]]
-    accuracy = [fmean(depth) for depth in zip(*measured, strict=True)]
-    return {"step": steps[-1]["step"], "loss": fmean(step["loss"] for step in steps), "accuracy": accuracy}
+    stretches = (steps[at : at + stretch] for at in range(0, len(steps), stretch))
+    losses = [{"step": some[-1]["step"], "loss": fmean(step["loss"] for step in some)} for some in stretches]
+    return {"steps": losses, "tau": taus}
 
 
 def trees(runs: Runs, drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:

@@ -18,8 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from heads.common.typed import fits, typed
-from heads.common.untrusted import shown
+from heads.common.typed import typed
 from inference.decode import Generation
 
 POWER = 0.9  # the probability of rejecting a distribution at the given total variation
@@ -134,11 +133,10 @@ VERDICTS = ("identical", "near_tie", "failed")
 COUNTS = ("checked", *VERDICTS)
 
 
-def labelled(drafter: str, batch_size: int, report: str = "", request_rate: float | None = None) -> str:
-    """Return a drafter's label: at a batch size, at a rate of requests (gates know none), in one of several reports."""
+def labelled(drafter: str, batch_size: int, request_rate: float | None = None) -> str:
+    """Return a drafter's label: at a batch size, and at a rate of requests, which gates do not know."""
     name = drafter if batch_size == 1 else f"{drafter} x{batch_size}"
-    name = name if request_rate is None else f"{name} at {request_rate:g} req/s"
-    return f"{name} of {report}" if report else name
+    return name if request_rate is None else f"{name} at {request_rate:g} req/s"
 
 
 @dataclass(frozen=True)
@@ -246,9 +244,6 @@ class SampledGate:
     def read(cls, record: Any) -> "SampledGate":
         """Return the check in a record; raises what `Gate.read` does."""
         equal, test = record["coupled"], record["law"]
-        sizes, failed_at = tuple(equal.get("batch_sizes", (1,))), equal.get("failed_at")
-        if not fits(tuple[int, ...], sizes) or not fits(int | None, failed_at):
-            raise ValueError(f"batch_sizes {shown(sizes)} and failed_at {shown(failed_at)} are no batch sizes")
         if test is not None:
             test = typed(ChiSquareTest, {key: value for key, value in test.items() if key != "control_caught"})
         return cls(
@@ -257,8 +252,8 @@ class SampledGate:
             coupled=Gate.read({**equal, "passed": equal["checked"] > 0 and not equal["failed"]}),
             distribution=test,
             why=str(record["why_no_law"]),
-            batch_sizes=sizes,
-            failed_at=failed_at,
+            batch_sizes=tuple(equal["batch_sizes"]),
+            failed_at=equal["failed_at"],
         )
 
     def __str__(self) -> str:
@@ -320,9 +315,8 @@ class FailedChecks:
 
     def result(self, row: Mapping[str, Any]) -> bool:
         """Whether a row of the report has failed."""
-        report = row.get("report", "")
-        greedy = labelled(row["drafter"], row["batch_size"], report) in self.greedy
-        sampled = (labelled(row["drafter"], 1, report), row["temperature"]) in self.sampled
+        greedy = labelled(row["drafter"], row["batch_size"]) in self.greedy
+        sampled = (row["drafter"], row["temperature"]) in self.sampled
         return differs(row.get("lossless")) or greedy or sampled
 
     def source(self, name: str, sizes: Sequence[int]) -> bool:

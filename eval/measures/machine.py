@@ -6,7 +6,6 @@ import resource
 import shlex
 import subprocess
 import sys
-from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ def device_facts(device: torch.device, dtype: torch.dtype | None) -> dict[str, A
         "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "clock_mhz": clock_mhz(device),
         "load": [round(load, 2) for load in os.getloadavg()],
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -34,18 +32,6 @@ def device_facts(device: torch.device, dtype: torch.dtype | None) -> dict[str, A
         "cuda": torch.version.cuda,
         "transformers": transformers.__version__,
     }
-
-
-def clock_mhz(device: torch.device) -> float | None:
-    """Return the device's current clock, a processor's as the mean of its cores; None where it is unknown."""
-    if device.type == "cuda":
-        with suppress(
-            Exception
-        ):  # torch asks the driver's library, whose Python package may be missing or raises its own
-            return float(torch.cuda.clock_rate(device))
-        return None
-    clocks = [float(clock) for clock in _from_linux("cpuinfo", "cpu MHz")]
-    return round(sum(clocks) / len(clocks), 1) if clocks else None
 
 
 def cpu_name() -> str:

@@ -52,7 +52,6 @@ class Acceptance:
     conditional_by_depth: list[float]  # P(a >= d | a >= d - 1)
     draft_tokens: int
     accepted_per_draft_token: float | None
-    definitions: dict[str, float | None]  # published definitions of acceptance by name
 
 
 def median_run(repeats: Sequence[Generation]) -> Generation:
@@ -101,16 +100,6 @@ def pooled(requests: Sequence[SpecDecodingStats], whole: SpecDecodingStats | Non
         conditional_by_depth=[count / above for above, count in pairwise([total.steps, *reached])],
         draft_tokens=round(drafted),
         accepted_per_draft_token=ratio(total.accepted, drafted),
-        definitions={
-            # Spec-Bench's mean accepted tokens, vLLM's and EAGLE's acceptance length, block efficiency
-            "mean_acceptance_length": tau,
-            "mean_acceptance_length_by_request": tau_mean,  # SPEED-Bench
-            "accepted_per_pass": ratio(total.accepted, total.steps),
-            "accepted_per_pass_by_request": _mean([ratio(request.accepted, request.steps) for request in requests]),
-            "draft_acceptance_rate": ratio(total.accepted, drafted),  # vLLM; it falls as drafts grow
-            # AIPerf: of the tokens that the target verified
-            "committed_per_verified": None if total.drafted is None else ratio(total.tokens, drafted + total.steps),
-        },
     )
 
 

@@ -55,7 +55,6 @@ class ResultRow:
     lossless: dict[str, int]
     category: str = ""  # empty: all prompts of the workload
     prompts: int = 0
-    definitions: dict[str, float | None] = field(default_factory=dict)  # published ones, see metrics.pooled
     by_request: dict[str, dict[str, float]] = field(default_factory=dict)  # quantiles over the requests
     prefill_s: float = 0.0  # of all requests
     whole_tokens_per_second: float | None = None  # end to end, with the prefill
@@ -64,7 +63,6 @@ class ResultRow:
     agreement: dict[str, Any] = field(default_factory=dict)  # the timed greedy tokens against the baseline's
     tier: str = LIVE
     request_rate: float | None = None
-    report: str = ""  # where reports stand side by side, the one that it is from
 
     @property
     def has_speedup(self) -> bool:

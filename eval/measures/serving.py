@@ -19,7 +19,7 @@ Range = tuple[int, int, int]  # first and last batch size, tokens to draft
 
 def is_chain(row: ResultRow) -> bool:
     """Say whether a row measured lossless greedy chains of one length, as engines draft, on a whole workload."""
-    other = row.temperature or row.category or row.request_rate is not None or row.report or row.tier != LIVE
+    other = row.temperature or row.category or row.request_rate is not None or row.tier != LIVE
     chained = row.tree.startswith(("chain", "served")) and bool(row.accepted_by_depth)
     return chained and not other and not row.lossless.get("failed")
 

@@ -5,7 +5,6 @@ be τ. The time of a step beyond the baseline's is attributed to verification, t
 the last the measured speedup is left. All from the row's own seconds and from the baseline's in the same session.
 """
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
@@ -38,11 +37,10 @@ def speedup_breakdown(row: Record, plain: Record | None) -> dict[str, Any] | Non
     """Return a row's breakdown from τ to its speedup, given the baseline's row of the same session.
 
     Returns:
-        `rungs`: τ, and the speedup that is left after each cost, the last being the measured one. `noise`: the costs
-        that came out below the baseline's by less than the speedup's interval, and are shown as none. `oracle`: the
-        speedup if the same tokens were accepted of drafts for nothing, in passes as cheap as baseline steps. `less`:
-        the speedup if each cost beyond the baseline's, or the share rejected at every depth, were a tenth smaller.
-        `most`: the key of the greatest of these.
+        `rungs`: τ, and the speedup that is left after each cost, the last being the measured one. `oracle`: the speedup
+        if the same tokens were accepted of drafts for nothing, in passes as cheap as baseline steps. `less`: the
+        speedup if each cost beyond the baseline's, or the share rejected at every depth, were a tenth smaller. `most`:
+        the key of the greatest of these.
     """
     if row.get("request_rate") is not None:  # there a speedup is one of latencies, which steps do not add up to
         return None
@@ -57,32 +55,14 @@ def speedup_breakdown(row: Record, plain: Record | None) -> dict[str, Any] | Non
     beyond = {"verification": _beyond(row, plain, "verify"), "draft": _beyond(row, plain, "draft")}
     beyond["overhead"] = step - base - sum(beyond.values())
     times = accumulate((beyond[cost] for cost in COSTS), initial=base)
-    stages, noise = _falling([tau * base / time for time in times], row)
     less = {cost: tau * base / (step - max(beyond[cost], 0.0) * TENTH) for cost in COSTS}
     less["acceptance"] = row["speedup"] * closer(row["conditional_by_depth"])
     return {
-        "rungs": dict(zip(STAGES, stages, strict=True)),
-        "noise": noise,
+        "rungs": dict(zip(STAGES, (tau * base / time for time in times), strict=True)),
         "oracle": tau * base / (base + beyond["overhead"]),
         "less": less,
         "most": max(less, key=lambda key: less[key]),
     }
-
-
-def _falling(stages: list[float], row: Record) -> tuple[list[float], list[str]]:
-    """Return the stages without the rises that the speedup's interval covers, and the costs that made these.
-
-    Such a cost is taken together with the one before it. Of a greater rise nothing is hidden.
-    """
-    low, high = row.get("speedup_ci") or (None, None)
-    width = math.inf if not low or not high or low == high else max(high / row["speedup"], row["speedup"] / low)
-    noise, falling = [], list(stages)
-    for index in range(len(COSTS), 0, -1):
-        if 1 < falling[index] / stages[index - 1] <= width:
-            noise.append(COSTS[index - 1])
-            falling[index - 1] = falling[index]
-    middle = [min(stage, stages[0]) if COSTS[0] in noise else stage for stage in falling[1:-1]]
-    return [stages[0], *middle, stages[-1]], noise[::-1]
 
 
 def _beyond(row: Record, plain: Record, name: str) -> float:
@@ -110,8 +90,6 @@ def sentence(name: str, breakdown: Record) -> str:
     before = dict(zip(COSTS, stages.values(), strict=False))
 
     def left(cost: str) -> str:
-        if cost in breakdown["noise"]:
-            return f"{stages[cost]:.2f} (no cost beyond noise)"
         return f"{stages[cost]:.2f}" + " (cheaper than the baseline's)" * (stages[cost] > before[cost])
 
     return (

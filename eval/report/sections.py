@@ -15,7 +15,6 @@ from eval.report.view import (
     Record,
     Result,
     flattened,
-    origin,
     results_of,
     shown,
     sweeps,
@@ -158,11 +157,10 @@ def headlines_of(report: Record) -> list[Result]:
 
     It has failed if any of the drafter's has.
     """
-    first: dict[tuple[str, str], Result] = {}
+    first: dict[str, Result] = {}
     for result in results_of(report):
-        key = result.row["drafter"], result.row.get("report", "")
-        one = first.setdefault(key, result)
-        first[key] = replace(one, failed=one.failed or result.failed)
+        one = first.setdefault(result.row["drafter"], result)
+        first[result.row["drafter"]] = replace(one, failed=one.failed or result.failed)
     return [result for result in first.values() if result.row["drafter"] != PLAIN] or list(first.values())
 
 
@@ -177,7 +175,7 @@ def sentence(report: Record) -> str:
     if not timed:
         return ""
     row = max(timed, key=lambda result: result.row["speedup"]).row
-    session, counts = origin(report, row), row.get("lossless") or {}
+    target, counts = report["target"], row.get("lossless") or {}
     low, high = row.get("speedup_ci") or (None, None)
     between = "" if low is None else f" ({low:.2f} to {high:.2f})"
     source = "speculation" if row["drafter"] == ENDPOINT else row["drafter"]  # whatever a server drafts with
@@ -185,7 +183,7 @@ def sentence(report: Record) -> str:
     is_same = row["temperature"] == 0 or all(emits_samples(rule) for rule in row["rule"].split(" + "))
     what = " the same text" if is_same else " text of the same distribution"
     what = what if counts.get("checked") else ""
-    text = f"With {source}, {session['target'].get('name') or 'the target'} writes{what} {row['speedup']:.2f} times"
+    text = f"With {source}, {target.get('name') or 'the target'} writes{what} {row['speedup']:.2f} times"
     text += f" as fast{between} as the same engine without drafts"
     if low is not None and low <= 1 < row["speedup"]:
         text += " (not shown to be faster; more prompts narrow the interval)"
@@ -193,9 +191,6 @@ def sentence(report: Record) -> str:
     if not counts.get("checked"):
         return f"{text}; whether the text is the same was not checked."
     ties = f", {counts['near_tie']} the same but for rounding" if counts.get("near_tie") else ""
-    there, dtype = row.get("agreement") or {}, session["settings"].get("gate_dtype")
-    if dtype and there.get("identical", counts["checked"]) < there.get("checked", 0):
-        ties += f" (in {dtype}; {there['identical']} in {there['dtype']}, as timed)"
     noise = "" if is_same else " under coupled noise"
     return f"{text}; {counts['identical']} of {counts['checked']} answers identical{noise}{ties}."
 
@@ -309,10 +304,9 @@ LOAD_NOTE = (
 )
 BREAKDOWN_NOTE = (
     "The breakdown leads from τ to the speedup: the speedup left after the dearer pass, after the draft too, and after "
-    "all costs. A cost below the baseline's by less than the speedup's interval is noise and shown as none. The oracle "
-    "accepts the same tokens, with drafts and wider passes for nothing. What would help most is the cost, or the share "
-    "rejected at each depth, that gives back most if it were a tenth smaller. A smaller tree accepts less too: "
-    "tune=true weighs one against the other."
+    "all costs. The oracle accepts the same tokens, with drafts and wider passes for nothing. What would help most is "
+    "the cost, or the share rejected at each depth, that gives back most if it were a tenth smaller. A smaller tree "
+    "accepts less too: tune=true weighs one against the other."
 )
 NODES_NOTE = f"The {NODES} most accepted nodes, with their share of the target passes; ranks are in drafted order."
 NOTES = (

@@ -13,7 +13,7 @@ from eval.measures.results import LIVE
 Record = Mapping[str, Any]  # a row, or all of report.json
 PLAIN = "plain"  # the baseline, autoregressive decoding
 # Rows that share these were measured in one session, interleaved.
-SESSION = ("report", "workload", "category", "temperature", "batch_size", "request_rate")
+SESSION = ("workload", "category", "temperature", "batch_size", "request_rate")
 DEPTHS = 8  # of P(a >= d) in a table
 
 
@@ -22,7 +22,7 @@ class Result:
     """A row of report.json as people read it; `row` has the numbers behind the texts."""
 
     row: Record
-    label: str  # drafter, batch size, request rate and report; workload and tier where the results differ in them
+    label: str  # drafter, batch size and request rate; workload and tier where the results differ in them
     name: str  # the label, with the temperature where the results differ in it
     overall: bool  # whether it is of a whole workload, and by decoding where anything was decoded
     clocked: bool  # whether it is by decoding, or nothing was decoded
@@ -85,7 +85,7 @@ def results_of(report: Record) -> list[Result]:
     several = len({row["temperature"] for row in rows}) > 1
     results = []
     for row in rows:
-        label = labelled(row["drafter"], row["batch_size"], row.get("report", ""), row.get("request_rate"))
+        label = labelled(row["drafter"], row["batch_size"], row.get("request_rate"))
         label += f", {row['workload']}" if workloads or row.get("category") else ""
         label += f", {words(row['tier'])}" if row.get("tier", LIVE) != LIVE else ""
         name = f"{label}, T={row['temperature']:g}" if several else label
@@ -113,11 +113,6 @@ def sweeps(results: Sequence[Result], key: str) -> dict[str, list[Result]]:
         conditions = [f"{words(other)} {shown(result.row[other], None)}" for other in others]
         curves.setdefault(", ".join([result.row["drafter"], *conditions]), []).append(result)
     return {name: sorted(curve, key=lambda result: result.row[key]) for name, curve in curves.items() if len(curve) > 1}
-
-
-def origin(report: Record, row: Record) -> Record:
-    """Return the record with a row's own target, device and settings: its report's, where several are side by side."""
-    return next((one for one in report.get("reports", []) if one["name"] == row.get("report")), report)
 
 
 def flattened(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

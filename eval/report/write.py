@@ -1,21 +1,20 @@
 """The report: results, settings and losslessness checks, written as JSON, Markdown and HTML.
 
-A report.json is read back, checked against the schema; several stand side by side.
+A report.json is read back, checked against the schema.
 """
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eval.measures.losslessness import WITHHELD, FailedChecks, Gate, SampledGate, labelled
+from eval.measures.losslessness import WITHHELD, FailedChecks, Gate, SampledGate
 from eval.measures.results import ResultRow, finite
 from eval.measures.serving import CONFIG, schedule_of
 from eval.report.breakdown import with_breakdowns
 from eval.report.render import RenderError, markdown, page
-from eval.report.view import flattened, shown
 from heads.common.files import atomic_write
 from heads.common.typed import typed
 from heads.common.untrusted import parse_json, regular
@@ -66,14 +65,11 @@ class Report:
 
     def warnings(self) -> list[str]:
         """Return what to compare with care: what the evaluation noted, and numbers of few prompts."""
-        whole = [row for row in self.rows if not row.category and not row.report]
+        whole = [row for row in self.rows if not row.category]
         measured = [row for row in whole if row.tau is not None or row.speedup is not None]
         few = [row for row in measured if 0 < row.prompts < ENOUGH]  # 0: an earlier version did not count them
         noted = [
-            f"1 prompt of {row.workload} is too few for a bootstrap interval: give prompts={ENOUGH} or more"
-            if row.prompts == 1  # with nothing to resample there is no interval
-            else f"{row.prompts} prompts of {row.workload} are few for a bootstrap interval, which is then too narrow: "
-            f"give prompts={ENOUGH} or more"
+            f"{row.prompts} prompts of {row.workload} are few for a bootstrap interval: give prompts={ENOUGH} or more"
             for row in few
         ]
         for row in whole:
@@ -133,18 +129,9 @@ def _write(file: Path, text: str) -> None:
         ) from error
 
 
-UNREAD = ("ladder", "overlap_headroom", "state", "tau_within_depth")  # of a row: computed again, or of earlier versions
+# Of a row: computed again, or of earlier versions.
+UNREAD = ("ladder", "definitions", "report", "overlap_headroom", "state", "tau_within_depth")
 REPORT_KEYS = ("schema", "target", "device", "settings", "rows")  # all other keys are extras
-# Settings that do not decide whether numbers compare.
-HARMLESS = {
-    *("path", "load", "clock_mhz", "python", "gate_dtype", "gate_tv"),
-    *("repeats", "warmup", "warmup_prompts"),
-}
-OWN_SESSIONS = (
-    "these reports were measured in sessions of their own: speedups are each over the baseline of their own session"
-)
-WORK = ("workload", "temperature", "batch_size", "tier", "request_rate")
-HASH_CHARS = 12  # characters of a hash that tell it from others
 
 
 def read_report(file: Path) -> dict[str, Any]:
@@ -181,121 +168,13 @@ def row_of(record: Any) -> ResultRow:
 
 
 def report_of(content: Mapping[str, Any], file: str) -> Report:
-    """Return the report of a content that was read; refuse damaged checks, and a speedup of a row that failed one."""
+    """Return the report of a content that was read; refuse damaged checks."""
     try:
         gates = {name: Gate.read(check) for name, check in content["settings"].get("gate", {}).items()}
         sampled = [SampledGate.read(check) for check in content["settings"].get("sampled_gate", [])]
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"report {file} has damaged gates ({error}): evaluate again") from None
-    rows, failed = [row_of(row) for row in content["rows"]], FailedChecks.of(gates, sampled)
-    for row in rows:
-        if failed.result(vars(row)) and row.has_speedup:
-            raise ValueError(f"report {file}: {row.drafter} has a speedup and failed its check: evaluate again")
+    rows = [row_of(row) for row in content["rows"]]
     settings = {key: value for key, value in content["settings"].items() if key not in ("gate", "sampled_gate")}
     extras = {key: value for key, value in content.items() if key not in REPORT_KEYS}
     return Report(content["target"], content["device"], settings, gates, rows, sampled, extras)
-
-
-def side_by_side(files: Sequence[str]) -> Report:
-    """Return one report of several, rows in the order of the files; nothing is measured.
-
-    Each row names its report. The target, device and settings are the values in common; where they differ, all values.
-
-    Raises:
-        ValueError: a file is missing, damaged, no report, of another schema, or itself one of several.
-    """
-    reports = {name: report_of(read_report(Path(file).expanduser()), file) for name, file in named(files).items()}
-    for file, report in zip(files, reports.values(), strict=True):
-        if any(row.report for row in report.rows):
-            raise ValueError(f"report {file} has several side by side already: name the reports it was made of")
-    warnings = [OWN_SESSIONS, *differences(reports)]
-    gates: dict[str, Gate] = {}
-    extras: dict[str, Any] = {"reports": [], "warnings": warnings}
-    for (name, report), file in zip(reports.items(), files, strict=True):
-        gates |= {labelled(drafter, 1, name): gate for drafter, gate in report.gates.items()}
-        facts = {"target": report.target, "device": report.device, "settings": report.settings}
-        extras["reports"].append({"name": name, "file": file, **facts})
-        for key, extra in report.extras.items():
-            if key == "warnings":
-                warnings += [f"{name}: {warning}" for warning in extra]
-            elif isinstance(extra, Mapping):  # by drafter
-                extras.setdefault(key, {}).update({labelled(drafter, 1, name): one for drafter, one in extra.items()})
-            else:
-                records = ({**record, "drafter": labelled(record["drafter"], 1, name)} for record in extra)
-                extras.setdefault(key, []).extend(records)
-    return Report(
-        target=shared([report.target for report in reports.values()]),
-        device=shared([report.device for report in reports.values()]),
-        settings=shared([report.settings for report in reports.values()]),
-        gates=gates,
-        rows=[replace(row, report=name) for name, report in reports.items() for row in report.rows],
-        sampled=[
-            replace(check, drafter=labelled(check.drafter, 1, name))
-            for name, report in reports.items()
-            for check in report.sampled
-        ],
-        extras=extras,
-    )
-
-
-def named(files: Sequence[str]) -> dict[str, str]:
-    """Return the files by name: a run's folder, else the file's own name; the path where those are equal."""
-    paths = [Path(file).expanduser().resolve() for file in files]
-    short = [path.parent.name if path.name == "report.json" else path.stem for path in paths]
-    return {name if short.count(name) == 1 else file: file for name, file in zip(short, files, strict=True)}
-
-
-def folder_of(files: Sequence[str]) -> Path:
-    """Return the default output folder of a combined report."""
-    return Path("outputs") / "-".join(["compare", *(name.replace("/", "-") for name in named(files))])
-
-
-def shared(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the values that all mappings have in common; where they differ, all of them in one text."""
-    common: dict[str, Any] = {}
-    for key in dict.fromkeys(key for mapping in mappings for key in mapping):
-        values = [mapping.get(key) for mapping in mappings]
-        if any(isinstance(value, Mapping) for value in values):
-            common[key] = shared([value for value in values if isinstance(value, Mapping)])
-        elif all(value == values[0] for value in values):
-            common[key] = values[0]
-        else:
-            common[key] = " / ".join(dict.fromkeys("-" if value is None else str(value) for value in values))
-    return common
-
-
-def differences(reports: Mapping[str, Report]) -> list[str]:
-    """Return a line for each group of conditions that differ between reports, with the values of all."""
-    conditions_of = {name: conditions(report) for name, report in reports.items()}
-    lines = []
-    for group in next(iter(conditions_of.values())):
-        flat = {name: dict(flattened(groups[group])) for name, groups in conditions_of.items()}
-        differing = []
-        for key in dict.fromkeys(key for values in flat.values() for key in values):
-            names_by_value: dict[str, list[str]] = {}
-            for name, values in flat.items():
-                value = "unknown" if values.get(key) is None else str(values[key])
-                value = value[:HASH_CHARS] if key in ("revision", "fingerprint") else value
-                names_by_value.setdefault(value, []).append(name)
-            if len(names_by_value) > 1 and not HARMLESS & {*key.split(".")}:
-                values_of = (f"{value} in {', '.join(names)}" for value, names in names_by_value.items())
-                differing.append(f"{key} ({'; '.join(values_of)})")
-        if differing:
-            lines.append(f"they differ in the {group}: {', '.join(differing)}")
-    return lines
-
-
-def conditions(report: Report) -> dict[str, dict[str, Any]]:
-    """Return the conditions that a report's numbers depend on, in groups; of its provenance only the code."""
-    provenance = report.settings.get("provenance", {})
-
-    def distinct(values: Iterable[Any]) -> str:
-        return ", ".join(dict.fromkeys(shown(value, None) for value in values))
-
-    return {
-        "target": report.target,
-        "device": report.device,
-        "settings": {key: value for key, value in report.settings.items() if key != "provenance"},
-        "code": {key: provenance.get(key) for key in ("revision", "dirty")},
-        "work": {key: distinct(getattr(row, key) for row in report.rows if not row.category) for key in WORK},
-    }

@@ -2,12 +2,12 @@
 
 import threading
 import time
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
-from typing import Annotated, Any, NamedTuple, TypeVar, cast
+from typing import Annotated, Any, cast
 
 from data.answers.client import EndpointError, base_url, check_url
 from heads.common.progress import Bar
@@ -15,29 +15,9 @@ from heads.common.ranges import Amount, Count, NewTokens, Number, Positive, With
 from heads.common.untrusted import visible
 from ops.served import STREAMED, ClientConfig, Question, Reply, Server, read_replies, within
 
-T = TypeVar("T")
-
 AUDITED, BASELINE = SIDES = ("audited", "baseline")
 LOGPROBS = 5  # most probable tokens per position
 CANCEL_AFTER = 2  # events of a cancelled stream
-QUESTIONS = (  # where no workload is given
-    "Explain in a few sentences why the sky is blue.",
-    "Write a Python function that returns the n-th Fibonacci number.",
-    "List the planets of the solar system, each with one fact.",
-    "Translate into French: The weather is nice today and we are going to the beach.",
-    "A train leaves at 9:40 and arrives at 13:05. How long does it travel? Think step by step.",
-    "Write a short story about a lighthouse keeper who finds a letter.",
-    "What is the difference between a list and a tuple in Python?",
-    "Give me a recipe for pancakes as a numbered list.",
-    "Write a JSON object that describes a book with title, author and year.",
-    "Repeat this sentence exactly five times: the quick brown fox jumps over the lazy dog.",
-    "Who was Ada Lovelace, and what is she known for?",
-    "Write an SQL query that counts the orders of each customer.",
-    "Write a polite e-mail that moves a meeting from Monday to Thursday.",
-    "Explain recursion to a child of ten.",
-    "Name three causes of the First World War and explain one of them.",
-    "Count from one to thirty in words.",
-)
 
 
 @dataclass(frozen=True)
@@ -49,6 +29,7 @@ class AuditConfig:
     client: ClientConfig
     out: str
     workload: Any  # a name, a list of them, or None
+    questions: list[str]
     prompts: Count
     max_new_tokens: NewTokens
     seed: Number
@@ -77,14 +58,6 @@ class EndedError(Exception):
     """The budget of requests or minutes is used up, or a server stopped answering."""
 
 
-class Crash(NamedTuple):
-    """The audited server went away under several requests while the baseline answers: on which question, and how."""
-
-    question: Question
-    in_flight: int
-    detail: str
-
-
 def ask_text(id_: str, text: str, chat: bool, *before: str, **fields: Any) -> Question:
     """Return a question of a user's text; `before` are the earlier messages of the conversation, the user's first."""
     if not chat:
@@ -99,7 +72,7 @@ class Asker:
 
     Attributes:
         ended: the reason why the audit ended early, empty until then.
-        crash: how the audited server ended, if it did so under several requests.
+        crash: the question under which the audited server ended and the requests in flight, if those were several.
 
     Raises:
         EndedError: before a request beyond the budget, and where a server stopped answering. An error that a server
@@ -109,7 +82,7 @@ class Asker:
     def __init__(self, sides: Mapping[str, Server], config: AuditConfig, settings: Mapping[str, Any], bar: Bar) -> None:
         self.sides, self.config, self.settings, self.bar = sides, config, settings, bar
         self.requests, self.in_flight, self.ended = 0, 1, ""
-        self.crash: Crash | None = None
+        self.crash: tuple[Question, int] | None = None
         self.begun = time.monotonic()
         self.lock = threading.Lock()
 
@@ -147,7 +120,7 @@ class Asker:
             if failure.cause in ("unreachable", "timeout") and not server.alive():
                 detail = f"a server went away: {server.url}: {failure.cause} ({failure.detail})"
                 if side == AUDITED and self.in_flight > 1 and self.sides[BASELINE].alive():
-                    self.crash = self.crash or Crash(question, self.in_flight, detail)
+                    self.crash = self.crash or (question, self.in_flight)
                 self._end(detail)
             return [Reply(error=visible(f"{failure.cause}: {failure.detail}"))]
         except ValueError as refusal:  # of the key, or of a path that a server without this feature lacks
@@ -159,32 +132,16 @@ class Asker:
 
     def all(
         self, side: str, questions: Sequence[Question], in_flight: int, cancelled: Collection[int] = ()
-    ) -> list[Reply | None]:
-        """Return a server's replies, `in_flight` at a time; streams of the `cancelled` indices are broken off.
-
-        None stands for a reply that did not come before the audit ended.
-        """
+    ) -> list[Reply]:
+        """Return a server's replies, `in_flight` at a time; streams of the `cancelled` indices are broken off."""
         self.in_flight = min(in_flight, len(questions))
         with ThreadPoolExecutor(in_flight) as pool:
             futures = [pool.submit(self.one, side, question, i in cancelled) for i, question in enumerate(questions)]
             try:
-                self.taken(future.result() for future in futures)
+                return [future.result() for future in futures]
             finally:
-                pool.shutdown(wait=False, cancel_futures=True)
-        self.in_flight = 1
-        return [None if future.cancelled() or future.exception() else future.result() for future in futures]
-
-    def taken(self, items: Iterable[T]) -> list[T]:
-        """Return the items of an iterable that asks, up to the end of the audit; `ended` then says why."""
-        taken = []
-        try:
-            for item in items:
-                taken.append(item)
-        except EndedError:
-            assert self.ended
-        except KeyboardInterrupt:
-            self.ended = self.ended or "interrupted"
-        return taken
+                pool.shutdown(cancel_futures=True)
+                self.in_flight = 1
 
     def _end(self, reason: str) -> None:
         self.ended = self.ended or reason

@@ -5,18 +5,17 @@ difference is a fault only where the baseline's own logprobs put the audited ser
 than `near_tie`; every answer that the baseline itself gave to the question, in any order or company, is right.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from eval.measures.losslessness import shared_length
 from ops.audits.ask import BASELINE, LOGPROBS, Asker, AuditConfig
 from ops.served import Question, Reply, Token
 
-FAULT, NEAR_TIE, UNEXPLAINED = "fault", "near_tie", "unexplained"
-PASSED, FAILED, UNDECIDED, NOT_OFFERED, NOT_RUN = ("passed", "failed", "undecided", "not_offered", "not_run")
-TELLING = ("early_stop", "limit", "lost_token", "error")  # faults that texts show by themselves
+Status = Literal["passed", "failed", "undecided", "not_offered", "not_run"]
+Kind = Literal["fault", "near_tie", "unexplained"]
 ALONE = ("crash", "leak")  # faults that one difference of many tells
 EXPLAINED = 2  # answers of the baseline with logprobs for a question in doubt
 COPIED = 24  # characters that a leaked answer shares with another request's
@@ -37,8 +36,8 @@ class Difference(NamedTuple):
     theirs: str
     at: int  # first differing byte of both texts
     gap: float | None  # nats by which the audited server's token is below the baseline's choice there; None: unknown
-    kind: str
-    fault: str = ""  # a key of FAULTS, empty where it looks like none
+    kind: Kind
+    fault: str = ""  # a key of `faults` in words.j2, empty where it looks like none
     before: tuple[Question, ...] = ()  # questions to ask first to see it
     in_flight: int = 1
     note: str = ""  # the breach, where it is not the text
@@ -49,7 +48,7 @@ class Finding:
     """The outcome of a check: its status, what was compared in a sentence, and the differences."""
 
     check: str
-    status: str
+    status: Status
     summary: str
     differences: list[Difference] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
@@ -57,37 +56,42 @@ class Finding:
     @property
     def fault(self) -> str:
         """The fault that most of its failures look like, but one of ALONE if any does; empty for none."""
-        looks = Counter(d.fault for d in self.differences if d.kind == FAULT and d.fault)
-        if not looks or self.status != FAILED:
+        looks = Counter(d.fault for d in self.differences if d.kind == "fault" and d.fault)
+        if not looks or self.status != "failed":
             return ""
         return next((fault for fault in ALONE if looks[fault]), looks.most_common(1)[0][0])
 
 
-class Comparer:
-    """Judges greedy answers of the audited server by the baseline's; `near_tie` is in nats."""
+class Audit:
+    """The state that all checks share, and the judge of greedy answers by the baseline's; `near_tie` is in nats.
 
-    def __init__(self, asker: Asker, near_tie: float) -> None:
-        self.asker, self.near_tie = asker, near_tie
-        self.answers: dict[tuple[str, str], list[Reply]] = {}  # of the baseline, by question
+    `tokens` and `seconds` of timed answers are by server and requests in flight.
+    """
+
+    def __init__(self, asker: Asker, questions: list[Question], config: AuditConfig) -> None:
+        self.asker, self.questions, self.config, self.near_tie = asker, questions, config, config.near_tie
+        self.tokens, self.seconds = Counter[tuple[str, int]](), defaultdict[tuple[str, int], float](float)
+        self.answers = defaultdict[tuple[str, str], list[Reply]](list)  # of the baseline, by question
         self.explained: dict[tuple[str, str], list[Reply]] = {}
         self.texts: dict[str, str] = {}  # the baseline's first answers by prompt
+
+    def time(self, side: str, in_flight: int, replies: Iterable[Reply], seconds: float) -> None:
+        """Take the seconds that a server took for answers, `in_flight` at a time."""
+        self.tokens[side, in_flight] += sum(reply.completion_tokens or 0 for reply in replies)
+        self.seconds[side, in_flight] += seconds
 
     def learn(self, question: Question, reply: Reply) -> None:
         """Take an answer of the baseline as a right one."""
         if not reply.error:
             self.texts.setdefault(question.prompt, reply.text)
-        self.answers.setdefault(question.content, []).append(reply)
-
-    def is_nondeterministic(self, question: Question) -> bool:
-        """Whether the baseline gave different answers to a question."""
-        return len({reply.content for reply in self.answers[question.content]}) > 1
+        self.answers[question.content].append(reply)
 
     def calibrate(self, questions: Iterable[Question]) -> None:
         """Raise `near_tie` to twice the largest gap across which the baseline itself left its own answers."""
         gaps = [
             gap_at(listed, reply.text, question.body)[1] or 0.0
             for question in questions
-            if self.is_nondeterministic(question)
+            if len({reply.content for reply in self.answers[question.content]}) > 1
             for listed in self._explained(question)
             for reply in self.answers[question.content]
             if reply.text != listed.text and not reply.error
@@ -110,17 +114,17 @@ class Comparer:
         at, gap = max(gaps, default=(left, None), key=lambda seen: (seen[0], seen[1] is not None))
         at = left if gap is None else at
         kind = kind_of(gap, self.near_tie)
-        if kind == FAULT and left > at:
-            kind = UNEXPLAINED  # the baseline itself left its own answer here
-        fault = self._looks(question, ours, nearest.text, at) if kind == FAULT else ""
+        if kind == "fault" and left > at:
+            kind = "unexplained"  # the baseline itself left its own answer here
+        fault = self._looks(question, ours, nearest.text, at) if kind == "fault" else ""
         return Difference(question, ours.content, nearest.content, at, gap, kind, fault)
 
     def _explained(self, question: Question) -> list[Reply]:
-        """Return answers of the baseline with logprobs; none from a server without them, or after the audit's end."""
+        """Return answers of the baseline with logprobs; none from a server without them."""
         key = question.content
         if key not in self.explained:
             listed = with_logprobs(question)
-            replies = self.asker.taken(self.asker.one(BASELINE, listed) for _ in range(EXPLAINED))
+            replies = [self.asker.one(BASELINE, listed) for _ in range(EXPLAINED)]
             self.explained[key] = [reply for reply in replies if reply.tokens]
         return self.explained[key]
 
@@ -137,26 +141,6 @@ class Comparer:
         return "lost_token" if lost else ""
 
 
-class Timed(NamedTuple):
-    """Answers of a server, `in_flight` at a time, and the seconds that all of them took."""
-
-    side: str
-    in_flight: int
-    replies: list[Reply]
-    wall_s: float
-
-
-@dataclass
-class Audit:
-    """The state that all checks share."""
-
-    asker: Asker
-    comparer: Comparer
-    questions: list[Question]
-    config: AuditConfig
-    timings: list[Timed] = field(default_factory=list)
-
-
 def judged(
     audit: Audit,
     check: str,
@@ -165,47 +149,44 @@ def judged(
     before: Mapping[str, tuple[Question, ...]] | None = None,
     in_flight: int = 1,
 ) -> Finding:
-    """Return the finding on the audited server's answers, as far as they come before the audit ends.
+    """Return the finding on the audited server's answers.
 
     `fault` is what a failure of this check looks like; `before` are the questions asked before, by a question's id.
     """
-    comparer, pairs = audit.comparer, audit.asker.taken(answers)
-    answered = [pair for pair in pairs if not any(reply.error for reply in comparer.answers[pair[0].content])]
+    pairs = [*answers]
+    errors = {question.id: [reply.error for reply in audit.answers[question.content] if reply.error]
+              for question, _ in pairs}  # fmt: skip
+    answered = [(question, reply) for question, reply in pairs if not errors[question.id]]
     if not answered:
-        errors = [reply.error for question, _ in pairs for reply in comparer.answers[question.content] if reply.error]
-        return Finding(check, NOT_OFFERED, f"the baseline does not answer: {(errors or ['no such questions'])[0]}")
-    telling = (*TELLING, "leak") if in_flight > 1 else TELLING
+        error = next((error for several in errors.values() for error in several), "no such questions")
+        return Finding(check, "not_offered", f"the baseline does not answer: {error}")
     differences = []
     for question, reply in answered:
-        difference = comparer.difference(question, reply)
-        if difference is not None and difference.kind == FAULT:
-            look = difference.fault if difference.fault in telling else fault or difference.fault
-            difference = difference._replace(
-                fault=look, before=(before or {}).get(question.id, ()), in_flight=in_flight
-            )
+        difference = audit.difference(question, reply)
+        if difference is not None and difference.kind == "fault":
+            telling = difference.fault != "leak" or in_flight > 1  # else it may be what a cache held
+            look = (telling and difference.fault) or fault or difference.fault
+            asked = (before or {}).get(question.id, ())
+            difference = difference._replace(fault=look, before=asked, in_flight=in_flight)
         differences += [] if difference is None else [difference]
     counts = Counter(difference.kind for difference in differences)
-    wavering = len({question.content for question, _ in answered if comparer.is_nondeterministic(question)})
-    summary = f"{len(answered) - len(differences)} of {len(answered)} answers are the baseline's"
-    for kind, words in {
-        FAULT: "differ", NEAR_TIE: "differ at a near tie", UNEXPLAINED: "differ, and nothing says how nearly",
-    }.items():  # fmt: skip
-        summary += f"; {counts[kind]} {words}" if counts[kind] else ""
-    summary += f"; the baseline itself answered {wavering} of them in several ways" if wavering else ""
-    status = FAILED if counts[FAULT] else UNDECIDED if counts[UNEXPLAINED] else PASSED
+    said = {"fault": "differ", "near_tie": "differ at a near tie", "unexplained": "differ, and nothing says how nearly"}
+    parts = [f"{counts[kind]} {words}" for kind, words in said.items() if counts[kind]]
+    summary = "; ".join([f"{len(answered) - len(differences)} of {len(answered)} answers are the baseline's", *parts])
+    status: Status = "failed" if counts["fault"] else "undecided" if counts["unexplained"] else "passed"
     return Finding(check, status, summary, differences, {"answers": len(answered)})
 
 
 def breach(question: Question, ours: str, theirs: str, fault: str, note: str) -> Difference:
     """Return a fault that a note says, in an answer of the audited server."""
-    return Difference(question, ours, theirs, first_difference(ours, theirs), None, FAULT, fault, note=note[:SHOWN])
+    return Difference(question, ours, theirs, first_difference(ours, theirs), None, "fault", fault, note=note[:SHOWN])
 
 
-def kind_of(gap: float | None, near_tie: float) -> str:
+def kind_of(gap: float | None, near_tie: float) -> Kind:
     """Return the kind of a difference, given by how many nats the baseline's choice was likelier."""
     if gap is not None and gap > near_tie:
-        return FAULT
-    return UNEXPLAINED if gap is None or isinstance(gap, Bound) else NEAR_TIE
+        return "fault"
+    return "unexplained" if gap is None or isinstance(gap, Bound) else "near_tie"
 
 
 def with_logprobs(question: Question) -> Question:
@@ -269,52 +250,18 @@ def penalized(tokens: Sequence[Token], body: Mapping[str, Any]) -> list[Token]:
     return adjusted
 
 
-FAULTS = {
-    "wrong_token": "a token that is not the target's choice",
-    "lost_token": "a token is missing in the text",
-    "early_stop": "answers end before the target ends them",
-    "leak": "text of another request in an answer",
-    "stale_cache": "the prefix cache holds what another request or the draft left there",
-    "history": "conversations are answered as if earlier messages were others",
-    "prompt_chunk": "prompts that are cut into chunks are read wrongly",
-    "batch": "answers differ when requests run together",
-    "cancelled": "a cancelled request changes its neighbours",
-    "streaming": "a streamed answer and a whole one differ",
-    "penalty": "penalties miss some of the tokens of a pass",
-    "limit": "answers that cross max_tokens within a pass do not end there, or give another finish_reason",
-    "stop_string": "text after a stop string is delivered",
-    "logprobs": "logprobs are not the target's",
-    "usage": "tokens are counted wrongly",
-    "choices": "several choices of one request are not what they are alone",
-    "tool_call": "tool calls are cut off or malformed",
-    "schema": "the schema or grammar is not applied to all tokens of a pass",
-    "seed": "a request's seed is ignored",
-    "top_p": "top_p is applied to draft and target in different ways",
-    "distribution": "sampled text is not the target's",
-    "crash": "the server goes away under requests in flight that the baseline answers",
-    "error": "the server fails where the baseline answers",
-}
-# What the first failure looks like, or its check; another check with its status, which tells it apart; the fault then.
-DISTINCTIONS = (
-    ("identity", "streaming", PASSED, "streaming"),  # the same answers, not streamed
-    ("tool_calls", "schemas", FAILED, "schema"),
-    ("seed", "sampling", FAILED, "distribution"),
-)
-
-
 def diagnosed(findings: Sequence[Finding]) -> str:
-    """Return the fault that the failed checks together look like, a key of FAULTS; empty if none failed.
+    """Return the fault that the failed checks together look like, a key of `faults`; empty if none failed.
 
-    Checks come in the order in which a fault that one shows makes later ones fail too, so the first failure says it,
-    but for those that another check tells from it. A server that fails is named so.
+    Checks come in the order in which a fault that one shows makes later ones fail too, so the first failure says it.
+    But where answers alone differ and whole replies do not, the stream is at fault.
     """
-    statuses = {finding.check: finding.status for finding in findings}
-    first = next((finding for finding in findings if finding.status == FAILED), None)
+    first = next((finding for finding in findings if finding.status == "failed"), None)
     if first is None:
         return ""
-    # A fault that is rarer than every second answer may be missing in whole replies by chance.
-    most = 2 * sum(d.kind == FAULT for d in first.differences) > first.figures.get("answers", 0)
-    for look, other, status, fault in DISTINCTIONS if first.fault not in ("error", "crash") else ():
-        if look in (first.fault, first.check) and statuses.get(other) == status and (fault != "streaming" or most):
-            return fault
-    return first.fault or ("wrong_token" if first.check == "identity" else first.check)
+    if first.check == "identity" and first.fault not in ("error", "crash"):
+        # A fault that is rarer than every second answer may be missing in whole replies by chance.
+        most = 2 * sum(d.kind == "fault" for d in first.differences) > first.figures["answers"]
+        if most and any(finding.check == "streaming" and finding.status == "passed" for finding in findings):
+            return "streaming"
+    return first.fault or "wrong_token"

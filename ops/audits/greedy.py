@@ -3,17 +3,16 @@
 Each asks both servers the same questions in the same order and company; the baseline's answers are the control.
 """
 
-import random
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from eval.measures.cost_model import cycled
 from ops.audits.ask import AUDITED, BASELINE, SIDES, ask_text
-from ops.audits.compare import NOT_OFFERED, Audit, Finding, Timed, judged, unstreamed
+from ops.audits.compare import Audit, Finding, judged, unstreamed
 from ops.served import Question, Reply
 
-Pairs = list[tuple[Question, Reply]]
+Pairs = Iterator[tuple[Question, Reply]]
 
 GROUPS = 4  # of prompts with a shared prefix, half of them in either order
 SHARED = 220  # words of that prefix
@@ -27,42 +26,29 @@ MANY = 12  # prompts of the checks that need no more
 
 def identity(audit: Audit) -> Finding:
     """Ask every question alone, twice: with cold and with warm caches, both servers in turn."""
-    replies: dict[str, list[Reply]] = {side: [] for side in SIDES}
-    for side, reply in audit.asker.taken(_twice(audit)):
-        replies[side].append(reply)
-    pairs: Pairs = []
-    for question, theirs, ours in zip(audit.questions * 2, replies[BASELINE], replies[AUDITED], strict=False):
-        audit.comparer.learn(question, theirs)
-        pairs.append((question, ours))
-    audit.comparer.calibrate(question for question, _ in pairs)
-    audit.timings += [Timed(side, 1, some, sum(reply.latency_s for reply in some)) for side, some in replies.items()]
-    finding = judged(audit, "identity", pairs)
-    if (bound := audit.comparer.near_tie) > audit.config.near_tie:
-        finding.summary += f"; it left its own answers across {bound / 2:.2f} nats, twice that is a near tie"
-    return finding
-
-
-def _twice(audit: Audit) -> Iterator[tuple[str, Reply]]:
     for side in SIDES:  # a server's first request is not timed
         audit.asker.one(side, ask_text("warm-up", "Hello", audit.config.client.chat, max_tokens=8))
-    # In random order, and then in the other: a server on the same machine that has just answered still takes its cores.
-    rng = random.Random(audit.config.seed)
-    orders = [rng.sample(SIDES, len(SIDES)) for _ in audit.questions]
-    for turn in (1, -1):
-        for question, order in zip(audit.questions, orders, strict=True):
-            for side in order[::turn]:
-                yield side, audit.asker.one(side, question)
+    replies: dict[str, list[Reply]] = {side: [] for side in SIDES}
+    for number, question in enumerate(audit.questions * 2):
+        # In either order: a server on the same machine that has just answered still takes its cores.
+        for side in SIDES if (number + (number >= len(audit.questions))) % 2 else SIDES[::-1]:
+            replies[side].append(audit.asker.one(side, question))
+        audit.learn(question, replies[BASELINE][-1])
+    for side, several in replies.items():
+        audit.time(side, 1, several, sum(reply.latency_s for reply in several))
+    audit.calibrate(audit.questions)
+    return judged(audit, "identity", zip(audit.questions * 2, replies[AUDITED], strict=True))
 
 
 def prefix_cache(audit: Audit) -> Finding:
     """Ask x, y and x again behind a prefix that both share, and y, x, y behind another."""
     before: dict[str, tuple[Question, ...]] = {}
 
-    def pairs() -> Iterator[tuple[Question, Reply]]:
+    def pairs() -> Pairs:
         for group in range(GROUPS):
             prefix = f"Notes, page {audit.config.seed}-{group}. {filler(SHARED, group)}\n\n"
             x, y = (
-                _limited(audit, f"prefix {group}{name}", prefix + tail)
+                ask_text(f"prefix {group}{name}", prefix + tail, audit.config.client.chat)
                 for name, tail in zip("xy", TAILS if group % 2 == 0 else TAILS[::-1], strict=True)
             )
             before[x.id], before[y.id] = (x, y), (x,)
@@ -74,29 +60,21 @@ def prefix_cache(audit: Audit) -> Finding:
 def conversations(audit: Audit) -> Finding:
     """Ask follow-up questions, with the baseline's answers as what was said before."""
 
-    def pairs() -> Iterator[tuple[Question, Reply]]:
+    def pairs() -> Pairs:
         for number, question in enumerate(audit.questions[:DIALOGUES]):
             history = [question.prompt, audit.asker.one(BASELINE, question).text]
             for turn, follow_up in enumerate(FOLLOW_UPS, 2):
                 turned = ask_text(f"dialogue {number}, turn {turn}", follow_up, audit.config.client.chat, *history)
                 yield from in_order(audit, [turned])
-                history += [follow_up, audit.comparer.texts.get(turned.prompt, "")]
+                history += [follow_up, audit.texts.get(turned.prompt, "")]
 
     return judged(audit, "conversations", pairs(), "history")
 
 
 def borders(audit: Audit) -> Finding:
     """Ask prompts whose lengths in tokens are around the borders at which engines cut prompts into chunks."""
-    pairs = audit.asker.taken(
-        pair for border in audit.config.borders for pair in in_order(audit, around(audit, border))
-    )
-    if not pairs:
-        why = "the server takes no prompts that long, or does not count their tokens"
-        return Finding("borders", NOT_OFFERED, why if audit.config.borders else "borders is empty")
-    lengths = sorted({reply.prompt_tokens for _, reply in pairs if reply.prompt_tokens})
-    finding = judged(audit, "borders", pairs, "prompt_chunk")
-    finding.summary += f"; prompts of {', '.join(map(str, lengths))} tokens" if lengths else ""
-    return finding
+    pairs = (pair for border in audit.config.borders for pair in in_order(audit, around(audit, border)))
+    return judged(audit, "borders", pairs, "prompt_chunk")
 
 
 def around(audit: Audit, border: int) -> list[Question]:
@@ -104,36 +82,27 @@ def around(audit: Audit, border: int) -> list[Question]:
 
     def prompt(words: int) -> Question:
         text = f"Page {audit.config.seed}-{border}: {filler(words, border)}. Continue."
-        return _limited(audit, f"border {border}, {words} words", text)
+        return ask_text(f"border {border}, {words} words", text, audit.config.client.chat)
 
-    def length(words: int) -> int:
-        return audit.asker.one(BASELINE, prompt(words).having("probe", max_tokens=1)).prompt_tokens or 0
-
-    words, fewer = border // 2, border // 4
-    shortest, count = length(fewer), length(words)
-    if not 0 < shortest < count:
-        return []
-    rate = (words - fewer) / (count - shortest)
-    for _ in range(2):
-        words += round((border - count) * rate)
-        count = length(words)
-    return [prompt(words + more) for more in AROUND] if count else []
+    words = border // 2
+    for _ in range(3):
+        count = audit.asker.one(BASELINE, prompt(words).having("probe", max_tokens=1)).prompt_tokens
+        if count is None:
+            return []
+        words += round((border - count) * min(1.0, words / count))
+    return [prompt(words + more) for more in AROUND]
 
 
 def side_by_side(audit: Audit) -> Finding:
     """Ask the questions several at a time."""
     sizes = [size for size in audit.config.concurrency if size > 1]
-    if not sizes:
-        return Finding("concurrency", NOT_OFFERED, "only one request at a time was to be sent")
-    pairs = [pair for size in sizes for pair in together(audit, cycled(audit.questions, size), size)]
-    return judged(audit, "concurrency", pairs, "batch", in_flight=max(sizes))
+    pairs = (pair for size in sizes for pair in together(audit, cycled(audit.questions, size), size))
+    return judged(audit, "concurrency", pairs, "batch", in_flight=max(sizes, default=1))
 
 
 def cancelled(audit: Audit) -> Finding:
     """Break off every second of the requests that are in flight together; the others are compared."""
     size = min(8, max(audit.config.concurrency))
-    if size < 2:
-        return Finding("cancelled", NOT_OFFERED, "only one request at a time was to be sent")
     several = cycled(audit.questions, 2 * size)
     pairs = together(audit, several, size, range(1, len(several), 2))
     return judged(audit, "cancelled", pairs, "cancelled", in_flight=size)
@@ -142,10 +111,10 @@ def cancelled(audit: Audit) -> Finding:
 def streaming(audit: Audit) -> Finding:
     """Ask without streaming: the texts are the same."""
 
-    def pairs() -> Iterator[tuple[Question, Reply]]:
+    def pairs() -> Pairs:
         for question in audit.questions[:MANY]:
             whole = unstreamed(question)
-            audit.comparer.learn(question, audit.asker.one(BASELINE, whole))
+            audit.learn(question, audit.asker.one(BASELINE, whole))
             yield question, audit.asker.one(AUDITED, whole)
 
     finding = judged(audit, "streaming", pairs(), "streaming")
@@ -159,36 +128,29 @@ def penalties(audit: Audit) -> Finding:
     return judged(audit, "penalties", in_order(audit, questions), "penalty")
 
 
-def in_order(audit: Audit, questions: Sequence[Question]) -> Iterator[tuple[Question, Reply]]:
+def in_order(audit: Audit, questions: Sequence[Question]) -> Pairs:
     """Ask both servers questions one after another; yield the audited one's answers, the baseline's are learnt."""
     for question in questions:
-        audit.comparer.learn(question, audit.asker.one(BASELINE, question))
+        audit.learn(question, audit.asker.one(BASELINE, question))
     for question in questions:
         yield question, audit.asker.one(AUDITED, question)
 
 
 def together(audit: Audit, questions: Sequence[Question], in_flight: int, cancel: Collection[int] = ()) -> Pairs:
-    """Ask both servers questions several at a time; return the audited one's answers that were not broken off."""
+    """Ask both servers questions several at a time; yield the audited one's answers that were not broken off."""
     replies = {}
     for side in (BASELINE, AUDITED):
         begin = time.perf_counter()
         replies[side] = audit.asker.all(side, questions, in_flight, cancel)
-        whole = [reply for reply in replies[side] if reply is not None]
-        if not cancel and len(whole) == len(questions):
-            audit.timings.append(Timed(side, in_flight, whole, time.perf_counter() - begin))
-    pairs: Pairs = []
+        if not cancel:
+            audit.time(side, in_flight, replies[side], time.perf_counter() - begin)
     for i, (question, theirs, ours) in enumerate(zip(questions, replies[BASELINE], replies[AUDITED], strict=True)):
-        if i not in cancel and theirs is not None:
-            audit.comparer.learn(question, theirs)
-            pairs += [] if ours is None else [(question, ours)]
-    return pairs
+        if i not in cancel:
+            audit.learn(question, theirs)
+            yield question, ours
 
 
 def filler(words: int, start: int) -> str:
     """Return a text of N words."""
     pieces = FILLER.split()
     return " ".join(pieces[(start + 7 * i) % len(pieces)] for i in range(words))
-
-
-def _limited(audit: Audit, id_: str, text: str) -> Question:
-    return ask_text(id_, text, audit.config.client.chat, max_tokens=audit.config.max_new_tokens)

@@ -157,15 +157,9 @@ def test_every_renderer_has_the_same_sections_and_tables(folder: Path, read: Rea
             assert f"| {' | '.join(section.table.titles)} |" in text
 
 
-def test_the_sentence_counts_the_text_as_timed_too() -> None:
+def test_the_sentence_counts_the_identical_answers() -> None:
     content = report(temperatures=(0.0,), sizes=(1,)).as_dict()
     assert sentence(content).endswith("; 2 of 2 answers identical.")
-    rounded = {"dtype": "bfloat16", "checked": 2, "identical": 1}
-    there = {**content, "settings": content["settings"] | {"gate_dtype": "float32"}}
-    timed = [{**row, "agreement": rounded} for row in content["rows"]]
-    assert sentence({**there, "rows": timed}).endswith(
-        "2 of 2 answers identical (in float32; 1 in bfloat16, as timed)."
-    )
     assert sentence({**content, "settings": {"gate": {name: RED.as_dict() for name in TREES}}}) == ""
 
 

@@ -29,7 +29,7 @@ def test_a_report_has_a_schedule_where_it_has_one_chain_in_batches() -> None:
     assert schedule_of([*rows, replace(CHAIN, tree="chain-3")]) is None
     changes = {
         "tree": "dynamic-d4k3n8", "tier": "teacher_forced", "request_rate": 2.0, "lossless": {"failed": 1},
-        "temperature": 0.5, "category": "maths", "report": "one", "speedup": None,
+        "temperature": 0.5, "category": "maths", "speedup": None,
     }  # fmt: skip
 
     def changed(**change: object) -> object:

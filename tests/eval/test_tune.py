@@ -17,7 +17,6 @@ from eval.measures.cost_model import Costs, Prediction, Replayed, ReplayedStep, 
 from eval.measures.serving import CONFIG
 from eval.run import tuned
 from eval.tune import (
-    OFF,
     TUNED,
     AtBatch,
     Bench,
@@ -31,7 +30,6 @@ from eval.tune import (
     keep,
     merged,
     ranked,
-    step_seconds,
 )
 from eval.tuning import costs, grid
 from eval.tuning.grid import OWN, Tried, proposed, sizes_for, worth_timing
@@ -44,7 +42,6 @@ from inference.target.target import Target
 from inference.tree_config import scheduled
 from tests import toys
 from tests.eval.small import run_main, words
-from tests.eval.stubs import ROW
 
 GRID = {"depths": [1, 2, 3], "top_k": [2, 3], "nodes": [2, 4, 8], "samples": 1}
 SMALL = {"depths": [2], "top_k": [2], "nodes": [3], "samples": 1}
@@ -133,7 +130,7 @@ def test_every_number_is_in_the_file_and_predicted_tau_is_the_measured_one(run: 
         assert one["predicted"]["tau"] == pytest.approx(one["measured"]["tau"])
         assert one["measured"]["lossless"] == {"checked": 1, "identical": 1, "near_tie": 0, "failed": 0}
         assert one["error"] == pytest.approx(one["predicted"]["speedup"] / one["measured"]["speedup"] - 1)
-    worth = [one for one in timed.values() if one["measured"]["speedup"] > 1 and abs(one["error"]) <= OFF]
+    worth = [one for one in timed.values() if one["measured"]["speedup"] > 1]
     best = max(worth, key=lambda one: one["measured"]["speedup"], default=None)
     assert alone["best"] == (best and {k: v for k, v in best.items() if k != "error"})
 
@@ -279,37 +276,19 @@ def test_trees_whose_passes_alone_lose_are_not_tried_in_larger_batches() -> None
 
 
 def candidate(family: str, tree: str, predicted: float, speedup: float | None = None) -> Candidate:
-    known = None if speedup is None else Measured(2.0, 1.0, 1.0, speedup, None, {"failed": 0}, {}, 1.0)
+    known = None if speedup is None else Measured(2.0, 1.0, 1.0, speedup, None, {"failed": 0})
     return Candidate(family, toys.TREES[tree], Prediction(1.0, 1.0, {}, 1.0, predicted), known)
 
 
-@pytest.mark.parametrize(
-    ("predicted", "measured", "chosen", "said"),
-    [
-        (1.44, 0.99, "chain", "not chosen, predicted and measured more than 20% apart"),
-        (1.44, 1.19, "chain", "chain-4 is fastest of those predicted well, 1.10 times the baseline; written; not"),
-        (1.44, 1.90, "chain", "best_first (best_first-d5n9 1.44 / 1.90)"),
-        (1.44, 1.21, "best_first", "best_first-d5n9 is fastest, 1.21 times the baseline; written"),
-    ],
-)
-def test_a_family_that_is_not_as_fast_as_predicted_is_named_and_not_chosen(
-    predicted: float, measured: float, chosen: str, said: str
-) -> None:
-    other = candidate("best_first", "best_first", predicted, measured)
-    every = [other, candidate("best_first", "best_first", 1.5), candidate("chain", "chain", 1.1, 1.1)]
-    best = fastest(every)
-    assert best is not None
-    assert best.family == chosen
-    verdict = conclude(1, every, "written")
-    assert said in verdict
-    assert ("best_first (best_first-d5n9" in verdict) == (chosen == "chain")
-
-
-def test_where_no_prediction_held_nothing_is_chosen_and_the_verdict_does_not_say_that_none_is_faster() -> None:
-    assert "batch size 4: no tree beats" in conclude(4, [candidate("chain", "chain", 1.0)], "")
-    every = [candidate("best_first", "best_first", 2.0, 1.5)]
-    assert fastest(every) is None
-    assert "no tree of those predicted well beats the baseline (best of all: best_first" in conclude(1, every, "")
+def test_the_fastest_by_measurement_is_chosen_whatever_was_predicted() -> None:
+    every = [candidate("best_first", "best_first", 1.5), candidate("chain", "chain", 1.1, 1.1)]
+    every.append(candidate("best_first", "best_first", 0.9, 1.21))
+    assert fastest(every) is every[2]
+    assert conclude(1, every, "written") == "batch size 1: best_first-d5n9 is fastest, 1.21 times the baseline; written"
+    slow = [candidate("chain", "chain", 1.5, 0.9)]
+    assert fastest(slow) is None
+    assert conclude(4, slow, "") == "batch size 4: no tree beats the baseline (best: chain-4 at 0.90); decode plainly"
+    assert "(best: none is lossless)" in conclude(4, [candidate("chain", "chain", 1.0)], "")
 
 
 def test_the_tree_that_is_predicted_best_of_all_is_decoded_with(
@@ -345,7 +324,6 @@ def test_what_was_measured_first_stands_at_the_speed_of_what_was_measured_later(
     assert (both.plain, both.verify) == (2.0, pytest.approx({0: 2.0, 4: 4.1, 8: 5.9, 16: 5.9}))  # wider is not cheaper
     assert (both.settle, both.commit) == (({0: 5.0, 1: 4.0}, {0: 6.0, 1: 8.0}), {1: 0.5, 2: 0.75})
     assert both.draft == {draft_key(chain): 2.1, draft_key(tree): 6.0}
-    assert step_seconds(ROW) == pytest.approx({"draft": 0.01, "verify": 0.02, "other": 0.001})  # of twelve steps
 
 
 @pytest.mark.parametrize(

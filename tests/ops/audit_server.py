@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tests.ops.audit_decoding import OFTEN, Decoded, Engine, Step
-from tests.ops.audit_model import VOCAB, Grammar, Sampling, json_program, regex, tokenize
+from tests.ops.audit_model import VOCAB, Grammar, Sampling, json_program, tokenize
 from tests.ops.endpoint_server import MODEL, Http, Pages, vllm_page
 
 CONTEXT = 16_384  # tokens of a prompt and its answer
@@ -59,18 +59,15 @@ class Ask:
 
     @cached_property
     def tool(self) -> dict[str, Any] | None:
-        """The function that is called: on tool_choice auto where the last message asks for a report."""
-        choice, tools = self.body.get("tool_choice"), self.body.get("tools") or [{"function": None}]
-        called = isinstance(choice, dict) or (choice and "report" in self.body["messages"][-1]["content"])
-        function: dict[str, Any] | None = tools[0]["function"] if called else None
-        return function
+        """The function that is called where the last message asks for a report."""
+        tools = self.body.get("tools")
+        called = tools and "report" in self.body["messages"][-1]["content"]
+        return dict(tools[0]["function"]) if called else None
 
     @cached_property
     def grammar(self) -> Grammar | None:
         """What the answer must be, None for any text."""
-        form, structured = self.body.get("response_format") or {}, self.body.get("structured_outputs") or {}
-        if "regex" in structured:
-            return regex(structured["regex"])
+        form = self.body.get("response_format")
         schema = form["json_schema"]["schema"] if form else None
         if self.tool is not None:
             schema = self.tool["parameters"]
@@ -93,7 +90,7 @@ class Answer:
         self.text, self.sent, self.count = "", 0, 0
         self.finish: str | None = None
         self.hold = max([0, *(len(stop) - 1 for stop in ask.stop)])  # characters that may begin a stop string
-        self.truncated = self.fault == "tool_call" and ask.tool is not None and ask.body["tool_choice"] == "auto"
+        self.truncated = self.fault == "tool_call" and ask.tool is not None
         self.last = ""
 
     def __iter__(self) -> Iterator[Piece]:
