@@ -32,12 +32,12 @@ def card_of(run: Path, **changes: Any) -> str:
 
 def of(
     kind: str, form: str | None, served: dict[str, Any], name: str = "Someone/Target-8B",
-    refused: dict[str, str] | None = None,
+    refused: dict[str, str] | None = None, repo: str = "me/head",
 ) -> str:  # fmt: skip
     """Return the card of a head without records."""
     target = {"name": name, "num_layers": 24, "adapter": None, "vocab_size": 2048}
     content = {"head": {"name": kind, "length": 64}, "target": target, "tree": {"kind": "chain", "depth": 2}}
-    published = config(Path("run"), repo="me/head", format=form, gguf="x" if form == "gguf" else None)
+    published = config(Path("run"), repo=repo, format=form, gguf="x" if form == "gguf" else None)
     return card(view(published, content, served, refused or {}, {}, {}, {}))
 
 
@@ -301,7 +301,4 @@ def test_a_tree_is_said_not_to_be_drafted_by_vllm(run: Path) -> None:
 def test_a_name_that_misleads_vllm_is_remarked(repo: str, head: str, said: str | None) -> None:
     found = misleading(repo, head)
     assert found is None if said is None else said in str(found)
-
-
-def test_a_misleading_name_is_told_on_the_card(run: Path) -> None:
-    assert section(card_of(run, repo="me/eagle-run"), "Serve it").strip().startswith("Note: vLLM takes a path that")
+    assert (f"\n\nNote: {found}.\n" in of(head, None, {}, repo=repo)) == (found is not None)

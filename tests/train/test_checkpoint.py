@@ -16,10 +16,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from heads.common.files import read_checked, write_checked
 from heads.common.resolvers import register_resolvers
 from train.checkpoints import format, resume
-from train.checkpoints import saver as saver_module
 from train.checkpoints.saver import Saver, TrainState, partition
 from train.distributed.control import ProcessControl
 from train.optim import Ema
@@ -206,21 +204,6 @@ def test_a_full_disk_leaves_the_last_one(
     assert names(tmp_path) == ["step-00000012"]
 
 
-def test_a_folder_of_another_name_is_no_checkpoint(tmp_path: Path) -> None:
-    here, folder = saver(tmp_path, keep=1), tmp_path / "checkpoints"
-    here.save(state(), 4, {}, best=0)
-    here.finish()
-    others = ["step-00000006.bak", "step-", "step-00000008 copy", "step-12"]
-    for name in others:
-        shutil.copytree(folder / "step-00000004", folder / name)
-    assert saver(tmp_path).newest() == folder / "step-00000004"
-    format.set_aside(folder, 2)
-    here.save(state(), 10**8 - 1, {}, best=0)
-    here.save(state(), 10**8, {}, best=0)
-    here.finish()
-    assert names(tmp_path) == sorted(["damaged-step-00000004", "step-100000000", *others])
-
-
 def test_tensors_are_partitioned_evenly_and_each_once() -> None:
     one = state()
     shares = [partition(one, rank, 3)[0] for rank in range(3)]
@@ -254,19 +237,6 @@ def test_another_heads_tensors_are_refused(tmp_path: Path) -> None:
     assert set(index["tensors"]) == set(state().names())
 
 
-@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "link.safetensors"])
-def test_an_index_that_leads_out_of_its_folder_is_damaged(tmp_path: Path, name: str) -> None:
-    path = written(tmp_path)
-    index = read_checked(path / "index.json")
-    (shard,) = index["shards"]
-    (path / shard).rename(path.parent / "other.safetensors")
-    (path / "link.safetensors").symlink_to("../other.safetensors")
-    write_checked(path / "index.json", {**index, "shards": {name: index["shards"][shard]}})
-    assert "which is no file of that folder" in (said := format.complaint(path, 0, 1)) or "a link out of" in said
-    with pytest.raises(ValueError, match=r"no file of that folder|a link out of"):
-        list(format.tensors(path))
-
-
 def test_a_setting_that_the_run_did_not_know_is_no_change() -> None:
     now = {"head.name": "mtp", "head.length": 512, "data.length": 512}
     then = {"head.name": "mtp", "data.length": 512}
@@ -287,16 +257,6 @@ def test_settings_are_compared_with_the_newest_checkpoint_that_can_be_read(tmp_p
     resume.check(tmp_path, {"trainer.seed": 2})
     with pytest.raises(ValueError, match=r"here differ trainer\.seed \(2, now 1\); give the old ones"):
         resume.check(tmp_path, {"trainer.seed": 1})
-
-
-class Clock:
-    """Time that passes while somebody sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 class Pair:
@@ -362,22 +322,6 @@ def test_what_one_process_could_not_write_all_say(tmp_path: Path, monkeypatch: p
     assert sorted(path.name for path in partial.iterdir()) == [
         "rank-00000-of-00002.safetensors", "rank-00000.json", "rank-00001.failed",
     ]  # fmt: skip
-
-
-def test_a_process_that_writes_nothing_is_waited_for_half_the_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, (here, _) = Clock(), Pair().run(tmp_path, lambda here: here)
-    monkeypatch.setattr("time.sleep", clock.sleep)
-    monkeypatch.setattr("time.monotonic", lambda: clock.now)
-    with pytest.raises(ValueError, match="rank 0, 1 did not write its part"):
-        here._await_others(tmp_path)
-    assert 30 <= clock.now <= 30 + 2 * saver_module.POLL
-    here.close()
-    before = clock.now
-    with pytest.raises(ValueError, match="did not write its part"):
-        here._await_others(tmp_path)
-    assert clock.now == before
 
 
 def test_another_head_is_named_and_not_a_start_that_nobody_gave(tmp_path: Path) -> None:

@@ -107,18 +107,6 @@ def test_the_layers_are_not_loaded_and_the_head_is_kept(
     assert f"features: {rows} rows read, 0 computed; waited" in capsys.readouterr().err
 
 
-def test_a_workload_that_drops_samples_is_the_extractions_too(base: list[str], trained: Train, tmp_path: Path) -> None:
-    data = Path(next(word for word in base if word.startswith("data.path=")).partition("=")[2])
-    asked = tmp_path / "asked.jsonl"
-    longest = max(data.read_text().splitlines()[:50], key=len)
-    asked.write_text(json.dumps({"text": longest}) + "\n")
-    words = ["data.contamination=6", f"workload={asked}"]
-    without = extracted(base, tmp_path / "without", "medusa", words[0])
-    with pytest.raises(ValueError, match="fingerprint of the packed sequences"):
-        trained("refused", *HEADS["medusa"], *without, *words)
-    trained("run", *HEADS["medusa"], *extracted(base, tmp_path / "with", "medusa", *words), *words)
-
-
 def test_what_a_module_starts_from_does_not_follow_from_what_is_measured(
     base: list[str], trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

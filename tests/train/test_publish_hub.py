@@ -2,12 +2,10 @@
 
 import re
 from pathlib import Path
-from threading import Event
 
 import pytest
 from huggingface_hub import HfApi
 
-from heads.common import progress
 from tests.train.hub_server import READER, START, TOKEN, Fault, Hub, Repo
 from tests.train.publishing import EVERYTHING, REPO, config
 from train.publish import publish
@@ -58,14 +56,6 @@ def test_an_update_is_one_commit_and_keeps_what_is_not_ours(run: Path, hub: Hub)
     publish(config(run), HfApi())
     assert len(repo.commits) == before + 1
     assert set(repo.files) == (WHOLE - {"report.md"}) | {"mine.txt", "plans/x.md"}
-
-
-def test_publishing_the_same_again_changes_nothing(run: Path, hub: Hub) -> None:
-    publish(config(run), HfApi())
-    head, sent = hub.repos[REPO].head, list(hub.received)
-    publish(config(run), HfApi())
-    assert hub.repos[REPO].head == head
-    assert hub.received == sent
 
 
 @pytest.mark.parametrize(
@@ -211,13 +201,3 @@ def test_a_download_that_differs_says_what_to_do(run: Path, hub: Hub) -> None:
     assert f"{repo.head}, before, it was {before}: publish again, or take it down on the Hub" in line
     assert repo.tags == {}, "nothing is tagged that was not verified"
     publish(config(run, reverify=False), HfApi())
-
-
-def test_an_upload_that_takes_long_says_so(
-    run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(progress, "PAUSE", 0.01)
-    late = Event()
-    hub.watch = lambda request: request.startswith("PUT") and late.wait(0.1)  # time.sleep is switched off
-    publish(config(run), HfApi())
-    assert re.search(rf"^uploading \d+ MB to {REPO}: 0:00:0\d so far$", capsys.readouterr().err, re.MULTILINE)

@@ -28,7 +28,6 @@ class PublishConfig:
     verify_tokens: NewTokens
     tag: str | None
     format: str | None
-    base: str | None
     target: str | None
     gguf: str | None
     dtype: Annotated[str, OneOf(tuple(DTYPES))]
@@ -45,11 +44,6 @@ class PublishConfig:
                 )
         elif self.format is not None:
             assert_known(self.format)
-        if self.base is not None and (self.format is not None or not REPO.fullmatch(self.base)):
-            raise ValueError(
-                f"base is {self.base!r}: give OWNER/NAME, the head on the Hub that this run adapted, and no format: "
-                "engines read whole heads"
-            )
         if (self.format == "gguf") != (self.gguf is not None):
             raise ValueError(
                 "format=gguf and gguf=FILE go together: the head's file has the tokenizer of its target's GGUF file"

@@ -26,9 +26,7 @@ from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from train.release.config import PublishConfig
 
-# Relative difference of τ allowed in a format that multiplies two of the head's matrices into one, whose rounding
-# changes a few drafts.
-SLACK = 0.05
+SLACK = 0.05  # relative difference of τ: a format may round a product of two of the head's matrices
 
 
 class Trial:
