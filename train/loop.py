@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from heads.common.errors import one_line
 from heads.common.files import atomic_write
 from heads.common.progress import say
-from heads.formats.store import load_head, save_head
+from heads.formats.store import save_head
 from inference.drafters.policy import TreeConfig
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
@@ -20,7 +20,7 @@ from train.checkpoints import format, resume
 from train.checkpoints.resume import Identity
 from train.checkpoints.saver import Saver
 from train.config import TrainerConfig
-from train.distributed.control import STOPPED, ProcessControl, on_main
+from train.distributed.control import STOPPED, ProcessControl
 from train.distributed.processes import RELEASE_EVERY, release_freed
 from train.optim import same_rates
 from train.start import merged_copy
@@ -59,18 +59,9 @@ class KeptHead:
         """Return a copy with these weights to decode with."""
         return decoding_copy(self.head, weights, self.target)
 
-    def tensors(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors that are written of these weights."""
-        tensors: dict[str, Tensor] = decoding_copy(self.head, weights, None).state_dict()
-        return tensors
-
     def write(self, weights: dict[str, Tensor]) -> None:
         """Write the head with these weights."""
         save_head(self.folder, decoding_copy(self.head, weights, None), self.target.spec, vars(self.tree))
-
-    def read(self) -> dict[str, Tensor]:
-        """Return the tensors that are there; refuse a missing or damaged head, and one of another target."""
-        return load_head(self.folder, self.target.embeddings, self.target.spec).state_dict()
 
 
 class Loop:
@@ -122,10 +113,6 @@ class Loop:
         if changed := resume.differences(then, now):
             self.control.warn(f"the same data in the same order, but no longer bit for bit: {changed}")
         self.compare(state.get("conditions", {}))
-        if self.progress["best_step"]:
-            best = format.folder_of(self.saver.folder, self.progress["best_step"])
-            complaints = self.saver.complaints(best)
-            on_main(self.accelerator, lambda: self.restore_head(best, complaints))
 
     def compare(self, then: dict[str, Any]) -> None:
         """Drop the best τ, measured under the conditions of `then`, where a measurement under others is to come."""
@@ -138,31 +125,6 @@ class Loop:
                 f"compare with those to come: {changed}; the next measurement is the best again"
             )
             self.progress["best_tau"] = 0.0
-
-    def restore_head(self, best: Path, complaints: list[str]) -> None:
-        """Write the head of the best step's checkpoint again where the run's folder has another, a damaged one or none.
-
-        Raises:
-            ValueError: that checkpoint is not good, nor is the folder's head.
-        """
-        current: dict[str, Tensor] = {}
-        try:
-            current = self.kept_head.read()
-        except ValueError as error:
-            if complaints:
-                raise ValueError(
-                    f"{self.out}: its head is lost ({one_line(error)}), and so is the checkpoint of its best step "
-                    f"({complaints[0]}): put one of them back, or start again with overwrite=true"
-                ) from error
-        if complaints:
-            return
-        weights = resume.kept_weights(best)
-        tensors = self.kept_head.tensors(weights)
-        if current.keys() != tensors.keys() or not all(current[name].equal(tensors[name]) for name in tensors):
-            self.control.warn(
-                f"{self.kept_head.folder} is not the head of its best step, and is written again from {best.name}"
-            )
-            self.keep(weights)
 
     def save(self, step: int) -> None:
         """Write a checkpoint beside the training, unless this step has one."""

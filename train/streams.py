@@ -39,7 +39,6 @@ from heads.common.errors import user_errors
 from heads.common.ranges import Count, Within
 from heads.common.target_config import check_rows, context_of
 from heads.common.typed import typed
-from heads.formats.store import read_tensors
 from heads.modules.argmax import argmax
 from inference.drafters.contrib.streams import KIND, Streams, StreamsDrafter, frozen, save_streams
 from inference.drafters.policy import TreeConfig
@@ -174,17 +173,9 @@ class KeptStreams:
         copy.load_state_dict(weights)
         return frozen(copy, self.target)
 
-    def tensors(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors that are written of these weights."""
-        return weights
-
     def write(self, weights: dict[str, Tensor]) -> None:
         """Write the streams with these weights."""
         save_streams(self.folder, self.config, weights, self.target.spec)
-
-    def read(self) -> dict[str, Tensor]:
-        """Return the tensors that are there; refuse missing and damaged ones."""
-        return read_tensors(self.folder)
 
 
 def identity(run: StreamsRunConfig, target: Target, batches: Batches, world: int) -> resume.Identity:

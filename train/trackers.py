@@ -72,34 +72,19 @@ class Jsonl:
         earlier = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= start]
         fresh.write_bytes(b"".join(line + b"\n" for line in earlier))
         os.replace(fresh, path)
-        self.file, self.refused = path.open("ab", buffering=0), False  # a buffer of Python's drops what it cannot hold
-        self.pending = b""  # lines, or the rest of one, that the file has not taken
+        self.file = path.open("ab", buffering=0)  # a buffer would lose what a killed run has logged
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write a line; one that a full disk refuses stays in memory until a later call writes it."""
-        self.pending += json.dumps(finite(record)).encode() + b"\n"
-        try:
-            self._write()
-        except OSError as error:
-            if not self.refused:
-                log.warning("%s: %s; its lines are kept until there is room", self.file.name, one_line(error))
-            self.refused = True
-
-    def _write(self) -> None:
-        while self.pending:
-            self.pending = self.pending[self.file.write(self.pending) :]
+        """Write a line."""
+        self.file.write(json.dumps(finite(record)).encode() + b"\n")
 
     def close(self) -> None:
-        """Write what is left and close the file; an OSError where there is still no room."""
-        with self.file:
-            self._write()
+        """Close the file."""
+        self.file.close()
 
 
 class Wandb:
-    """Weights & Biases; offline, a folder that `wandb sync` uploads. A resumed run keeps its id.
-
-    If no server answers in time the run is written offline.
-    """
+    """Weights & Biases; offline, a folder that `wandb sync` uploads. A resumed run keeps its id."""
 
     def __init__(self, out: Path, start: int, config: dict[str, Any], *, offline: bool) -> None:
         import wandb
@@ -109,16 +94,10 @@ class Wandb:
             id_file.write_text(uuid.uuid4().hex[:8])
         # Without metadata, which hold the command with the secrets in it: provenance.json has what is free of them.
         settings = wandb.Settings(init_timeout=WAIT, x_disable_meta=True)
-        begin = partial(
-            wandb.init, project="headstart", dir=str(out), config=config, name=out.name,
-            id=id_file.read_text().strip(), resume="allow", settings=settings,
+        self.run: Any = wandb.init(
+            project="headstart", dir=str(out), config=config, name=out.name, id=id_file.read_text().strip(),
+            resume="allow", settings=settings, mode="offline" if offline else "online",
         )  # fmt: skip
-        try:
-            self.run: Any = begin(mode="offline" if offline else "online")
-        except wandb.errors.CommError as error:
-            log.warning("wandb: %s; the run is written to %s, for `wandb sync`", one_line(error), out / "wandb")
-            wandb.teardown()  # else it holds the run's id
-            self.run = begin(mode="offline")
 
     def log(self, record: dict[str, Any]) -> None:
         """Log at the record's step."""

@@ -9,7 +9,6 @@ from heads.formats.store import TargetSpec
 from tests.train.hub_server import Hub, become
 from tests.train.publishing import write_run
 from tests.train.undisturbed import Toy
-from train.release import card
 
 
 @pytest.fixture(scope="session")
@@ -26,9 +25,7 @@ def spec(tmp_path: Path) -> TargetSpec:
 
 
 @pytest.fixture
-def run(tmp_path: Path, spec: TargetSpec, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A trained run; the pictures of its card take time, and are drawn in one test only."""
-    monkeypatch.setattr(card, "_picture", lambda plot: card.Picture("a plot", plot.caption.encode()))
+def run(tmp_path: Path, spec: TargetSpec) -> Path:
     return write_run(tmp_path / "outputs" / "tiny-medusa", spec)
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from heads.common.errors import user_errors
 from tests.train import jobs
-from train import acceptance
 from train import step as steps
 from train.checkpoints import format
 from train.objective import row_keys
@@ -171,18 +170,6 @@ def poisoned(folder: Path, rank: int) -> None:
     before_backward(spoil)
 
 
-def measured(folder: Path, rank: int) -> None:
-    """Every prompt of a measurement takes a while, and is noted."""
-    before = acceptance.speculate
-
-    def speculate(*words: Any) -> Any:
-        note(folder, "prompts")
-        time.sleep(0.3)
-        return before(*words)
-
-    acceptance.speculate = speculate
-
-
 def slow_disk(folder: Path, rank: int) -> None:
     """A checkpoint's shard is on the disk, and then for long nothing more."""
     before = format.save_file
@@ -196,4 +183,4 @@ def slow_disk(folder: Path, rank: int) -> None:
     format.save_file = save_file
 
 
-HOOKS = {hook.__name__: hook for hook in (slow, measured, slow_disk, told, poisoned)}
+HOOKS = {hook.__name__: hook for hook in (slow, slow_disk, told, poisoned)}

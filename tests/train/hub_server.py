@@ -18,8 +18,7 @@ from huggingface_hub import constants
 
 TOKEN = "hf_" + "a1" * 17
 READER = "hf_" + "b2" * 17  # may only read
-FINE = "hf_" + "c3" * 17  # of fine grain, without the right to write here
-ROLES = {TOKEN: "write", READER: "read", FINE: "fineGrained"}
+ROLES = {TOKEN: "write", READER: "read"}
 START = {".gitattributes": b""}
 
 
@@ -78,7 +77,6 @@ class Hub(ThreadingHTTPServer):
         self.faults: list[Fault] = []
         self.watch: Callable[[str], None] = lambda _: None  # is told of each request before it is answered
         self.damage: str | None = None  # a file that downloads with one byte changed
-        self.swapped: dict[str, bytes] = {}  # files that commits hold in place of those that were sent
 
     def __enter__(self) -> "Hub":
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
@@ -143,8 +141,6 @@ class Handler(BaseHTTPRequestHandler):
         """Answer what is asked of the API."""
         if parts == ["validate-yaml"]:
             self.answer({"warnings": [], "errors": []})
-        elif parts == ["whoami-v2"]:
-            self.whoami()
         elif parts == ["repos", "create"]:
             self.create(json.loads(body))
         elif parts == ["repos", "delete"]:
@@ -194,12 +190,6 @@ class Handler(BaseHTTPRequestHandler):
         """Whether the token may read, or write, in a namespace: all of them are of the user called me."""
         role = ROLES.get(self.token)
         return role == "write" and name.startswith("me/") if writing else role is not None
-
-    def whoami(self) -> None:
-        if self.token not in ROLES:
-            return self.refuse(401, "Invalid user token.")
-        role = {"displayName": "a token", "role": ROLES[self.token]}
-        return self.answer({"type": "user", "name": "me", "orgs": [], "auth": {"type": "token", "accessToken": role}})
 
     def create(self, wish: dict[str, Any]) -> None:
         name = f"{wish['organization']}/{wish['name']}"
@@ -290,7 +280,7 @@ class Handler(BaseHTTPRequestHandler):
                 repo.large.add(value["path"])
             elif item["key"] == "deletedFile":
                 del files[value["path"]]
-        commit = repo.commit(files | self.server.swapped)
+        commit = repo.commit(files)
         url = f"{self.server.url}/{name}/commit/{commit}"
         return self.answer({"success": True, "commitOid": commit, "commitUrl": url})
 

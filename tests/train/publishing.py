@@ -13,20 +13,17 @@ from heads.common.resolvers import ROOT
 from heads.formats.store import TargetSpec, save_head
 from tests.eval.stubs import ROW
 from tests.heads.stub import TinyEnds
-from train.release import card
 from train.release.config import PublishConfig
 
-DRAWN = card._picture
 REPO = "me/tiny-medusa"
-PLOTS = {"plots/speedup.png", "plots/acceptance.png", "plots/training.png"}
 EVERYTHING = {
     "README.md", "config.json", "config.yaml", "model.safetensors", "report.html", "report.json", "report.md",
-    "tokenizer_reference.json", *PLOTS, "custom_generate/generate.py",
+    "tokenizer_reference.json", "custom_generate/generate.py",
 }  # fmt: skip
 VALUES: dict[str, Any] = {
     "repo": REPO, "private": True, "license": "mit", "dry_run": False, "out": None, "reverify": True, "format": None,
     "target": None, "gguf": None, "dtype": "bfloat16", "draft_tokens": 3, "verify_prompts": 4, "verify_tokens": 16,
-    "tag": None, "base": None,
+    "tag": None,
 }  # fmt: skip
 SETTINGS = """\
 name: tiny-medusa

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from eval.measures import metrics
-from heads import HEADS
 from heads.base import Features
 from heads.common.resolvers import ROOT
 from heads.modules.layers import Recomputing
@@ -64,7 +63,7 @@ def test_the_estimate_is_that_of_drafting_at_every_row(name: str) -> None:
 def test_an_estimate_stops_before_any_prompt_or_text_and_starts_anew() -> None:
     target, head = toys.target(), toys.head("mlp", toys.target())
     whole = judging(target, run()).estimate(head)
-    for before in range(6):
+    for before in (0, 2, 5):
         evaluator, asked = judging(target, run()), iter([*[False] * before, True])
         assert evaluator.estimate(head, asked.__next__) is None
         assert not [*asked]
@@ -114,7 +113,7 @@ def step(head: Any, compiled: bool = False, recompute: bool = False) -> dict[str
     return {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", [*HEADS, "eagle3 injected", "block of DSpark"])
+@pytest.mark.parametrize("name", ["eagle3", "mtp", "eagle3 injected", "block of DSpark"])
 def test_a_recomputed_step_has_the_same_gradient(name: str) -> None:
     target = toys.target("llama", torch.float64)
     same(step(toys.head(name, target)), step(toys.head(name, target), recompute=True))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from inference.drafters.policy import TreeConfig, verifiable
 from train.loop import Loop
 
 
@@ -72,12 +71,3 @@ def test_a_trainings_cost_counts_the_tokens_of_its_rollouts_too(tmp_path: Path) 
         "parameters": 11, "frozen_parameters": 5, "steps": 7, "tokens": 7 * 64 + 30, "rollout_tokens": 30,
         "flops": 700, "skipped": 2, "best_tau": 2.5, "seconds": 9.0, "stall_seconds": 1.5, "save_seconds": 0.25,
     }  # fmt: skip
-
-
-def test_a_target_that_verifies_chains_gets_the_deepest_path_of_a_tree(caplog: pytest.LogCaptureFixture) -> None:
-    target: Any = SimpleNamespace(takes_trees=False, name="t", incompatibility="why not")
-    tree = TreeConfig("dynamic", 5, 3, 4, [], [])
-    assert verifiable(target, tree) == TreeConfig("chain", 4, 0, 0, [], [])
-    assert caplog.messages == ["t: why not, so no tree (dynamic-d5k3n4) is verified: chain-4 in its place"]
-    target.takes_trees = True
-    assert verifiable(target, tree) == tree

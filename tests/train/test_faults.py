@@ -1,18 +1,12 @@
 """What may befall a run: each time nothing but the unfinished step is lost, and what went wrong is said in a line."""
 
-import os
-import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from tests.train import driver, jobs
-from tests.train.jobs import resolved
 from tests.train.undisturbed import BATCHES, STEPS, Toy, steps
-from train import run as runs
 from train.distributed.processes import RunLock
 
 ENDED = "another process has ended, or did not answer within trainer.timeout="
@@ -42,44 +36,7 @@ def test_killed_while_a_checkpoint_is_written(toy: Toy) -> None:
     assert left[1:] == ["step-00000004"]
     toy.start(place, "resume=true")[0].finish()
     toy.same(place)
-    assert checkpoints(place / "out") == ["step-00000008", "step-00000012", "step-00000016"]
-
-
-def other_weights(head: Path) -> None:
-    """Write what is a head too, as one that was measured after the last checkpoint and then lost with its run."""
-    tensors = load_file(head / "model.safetensors")
-    save_file({name: value + value.is_floating_point() for name, value in tensors.items()}, head / "model.safetensors")
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        shutil.rmtree,
-        lambda head: os.truncate(head / "model.safetensors", 1000),
-        other_weights,
-    ],
-    ids=["gone", "cut", "another"],
-)
-def test_a_finished_run_gets_the_head_of_its_best_step_back(
-    toy: Toy, damage: Callable[[Path], object], caplog: pytest.LogCaptureFixture
-) -> None:
-    place = toy.new()
-    shutil.copytree(toy.folder / "whole", place / "out")
-    again = resolved([*toy.overrides, f"out={place / 'out'}", "resume=true"])
-    damage(place / "out" / "head")
-    runs.train(again)
-    toy.same(place)
-    assert caplog.text.count("is not the head of its best step, and is written again from step-00000008") == 1
-    caplog.clear()
-    shutil.rmtree(place / "out" / "checkpoints" / "step-00000008")
-    runs.train(again)
-    toy.same(place)
-    assert not caplog.text, "a head that is whole needs no checkpoint"
-    damage(place / "out" / "head")
-    if damage is not other_weights:  # which no one can tell without the checkpoint
-        with pytest.raises(ValueError, match=r"its head is lost \(.*its best step \(.*overwrite=true") as caught:
-            runs.train(again)
-        assert "\n" not in str(caught.value)
+    assert checkpoints(place / "out")[-2:] == ["step-00000012", "step-00000016"]
 
 
 @pytest.mark.slow

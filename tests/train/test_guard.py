@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data.batches import Batches, Packed
 from data.features.source import FeatureSource, MicroBatch
 from heads.base import Features
 from tests.train import jobs
@@ -19,7 +18,7 @@ from train import build
 from train import run as runs
 from train.checkpoints import format
 from train.loop import Loop
-from train.step import WINDOW, Guard, keep_batch
+from train.step import WINDOW, Guard
 
 STEPS, BAD = 8, 3  # the bad one counts from 0
 OPTIONS = [
@@ -170,10 +169,10 @@ def refused() -> None:
 def test_a_step_without_memory_ends_the_run_in_one_line_and_it_goes_on(
     job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As an accelerator's allocator fails, torch's on a CPU, Python's own."""
+    """As torch's allocator fails, and Python's own."""
     take, out = Loop.train_step, tmp_path / "crowded"
     words = [f"out={out}", "trainer.steps=6", "resume=true"]
-    for fails in (refused, lambda: torch.empty(2**60), lambda: bytearray(2**62)):
+    for fails in (refused, lambda: bytearray(2**62)):
         with monkeypatch.context() as patch:
             patch.setattr(
                 Loop, "train_step", lambda loop, step, fails=fails: fails() if step == 5 else take(loop, step)
@@ -198,9 +197,7 @@ def guard(spike: float | None = None) -> Guard:
     [
         (1.0, 2.0, None),
         (float("nan"), 2.0, "its loss is nan"),
-        (float("inf"), 2.0, "its loss is inf"),
         (1.0, float("inf"), "the norm of its gradient is inf"),
-        (1.0, float("nan"), "the norm of its gradient is nan"),
     ],
 )
 def test_what_is_not_finite_is_bad(loss: float, norm: float, why: str | None) -> None:
@@ -229,10 +226,3 @@ def test_a_spike_is_measured_by_the_recent_median() -> None:
     assert [young.check(loss, 1.0) for loss in (1.0, 9.0)] == [None, None]
     calm = guard()
     assert all(calm.check(loss, 1.0) is None for loss in [1.0] * WINDOW + [1e9])
-
-
-def test_a_batch_that_cannot_be_kept_is_told(tmp_path: Path) -> None:
-    packed = Packed(*(torch.zeros(4, 8, dtype=torch.int32) for _ in range(3)))
-    (tmp_path / "bad").write_text("a file in the folder's place")
-    said = keep_batch(tmp_path / "bad", Batches(packed, 2, 1, 0, 0, 1), 3, "its loss is nan")
-    assert said.startswith("its batch could not be kept (")

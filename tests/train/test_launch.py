@@ -3,7 +3,6 @@
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from heads.common.resolvers import ROOT, register_resolvers
 from tests.train import jobs
 from train import run as runs
 from train.config import RunConfig, run_config
-from train.distributed import launch, processes, strategy
+from train.distributed import launch, processes
 
 BATCH = """#!/bin/sh
 for last; do :; done
@@ -106,30 +105,6 @@ def test_a_run_that_was_queued_has_no_result_yet(tmp_path: Path, monkeypatch: py
     assert asked == [(runs.__file__, ["launcher=slurm", sys.argv[2], "head=mtp"])]
 
 
-@pytest.mark.slow
-def test_a_stop_before_the_first_step_is_one_line(tmp_path: Path) -> None:
-    words = ["trainer.steps=100000", "eval.prompts=0", f"out={tmp_path / 'out'}", "launcher.num_processes=2"]
-    job = jobs.start([*jobs.make(tmp_path), *words])
-    assert job.stdout is not None
-    while "head=eagle for" not in job.stdout.readline():
-        assert job.poll() is None
-    job.send_signal(signal.SIGTERM)
-    printed, _ = job.communicate(timeout=60)
-    assert (printed, job.returncode) == ("stopped by SIGTERM; nothing was trained\n", 143)
-
-
-def test_a_trial_says_at_its_end_what_its_numbers_are(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(runs, "train", lambda _: None)
-    monkeypatch.setattr(runs.sweep, "best_tau", lambda _: 1.0)
-    trial = "trainer=debug: 4 steps show that it runs; no number of them means anything"
-    for words, said in (["trainer=debug"], True), ([], False):
-        monkeypatch.setattr(sys, "argv", ["train/run.py", *words, "launcher=inline", f"out={tmp_path / 'new'}"])
-        runs.main()
-        assert (trial in capsys.readouterr().out.splitlines()) is said
-
-
 def test_the_main_process_says_first_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     monkeypatch.setattr(launch.time, "sleep", waited.append)
@@ -190,29 +165,6 @@ def test_a_process_ends_with_its_launcher(late: bool) -> None:
     os.close(alive)
 
 
-@pytest.mark.slow
-def test_a_launcher_that_is_killed_leaves_no_process_training(tmp_path: Path) -> None:
-    out, metrics = tmp_path / "out", tmp_path / "out" / "metrics.jsonl"
-    words = ["trainer.steps=100000", "trainer.eval_prompts=0", "eval.prompts=0", "launcher=ddp", f"out={out}"]
-    job = jobs.start([*jobs.make(tmp_path), *words, "launcher.num_processes=2"])
-    while not metrics.exists() or metrics.read_text().count("\n") < 3:
-        assert job.poll() is None, job.communicate()[0]
-        time.sleep(0.1)
-    job.kill()
-    printed, _ = job.communicate(timeout=60)  # at the end of all that hold its output
-    assert "stopped by SIGTERM, checkpoint at step" in printed
-    assert len(list((out / "checkpoints").glob("step-*"))) == 1
-
-
-def test_slurm_is_missed_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setenv("PYTHONPATH", "")
-    found = run("launcher=slurm", f"launcher.slurm.folder={tmp_path}")
-    with pytest.raises(ValueError, match=r"launcher\.slurm.*sbatch") as error:
-        launch.start(found.launcher, "train/run.py", [])
-    assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize(
     ("here", "started", "overrides", "said"),
     [
@@ -231,11 +183,10 @@ def test_other_processes_than_asked_for_are_refused(
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["DeepSpeed", "FSDP"])
-def test_a_strategy_of_accelerates_own_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(f"ACCELERATE_USE_{name.upper()}", "true")
+def test_a_strategy_of_accelerates_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     found = run("model.device=cpu", "launcher=inline")
-    with pytest.raises(ValueError, match=f"accelerate was told to use {name}"):
+    with pytest.raises(ValueError, match="accelerate was told to use FSDP"):
         processes.accelerator_for(found.launcher, found.trainer, found.model)
 
 
@@ -255,25 +206,22 @@ def test_what_the_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         processes.check_machine(found.launcher, found.model)
 
 
-def test_another_strategy_than_asked_for_is_an_error() -> None:
-    assert "zero3 does not run here: int does" in str(strategy.fell_back("zero3", 7))
-
-
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
-def test_muon_is_refused_where_matrices_are_flat(stage: str) -> None:
+def test_muon_is_refused_where_matrices_are_flat() -> None:
     assert run("launcher=fsdp2", "trainer.optimizer=muon")
-    with pytest.raises(ValueError, match="choose adamw"):
-        run(f"launcher={stage}", "trainer.optimizer=muon")
+    for stage in ("zero2", "zero3"):
+        with pytest.raises(ValueError, match="choose adamw"):
+            run(f"launcher={stage}", "trainer.optimizer=muon")
 
 
-def test_a_multirun_inside_started_processes_is_refused(tmp_path: Path) -> None:
-    words = [sys.executable, str(ROOT / "train" / "run.py"), "-m", "head=eagle,medusa", f"out={tmp_path / 'x'}"]
-    place = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        words, env={**os.environ, **place}, capture_output=True, text=True, check=False, cwd=tmp_path
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert [line for line in done.stderr.splitlines() if line.startswith("error: a multirun (-m) inside")]
+def test_a_multirun_inside_started_processes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train/run.py", "-m", "head=eagle,medusa", f"out={tmp_path / 'x'}"])
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(SystemExit) as ended:
+        runs.main()
+    assert ended.value.code == 2
+    assert "error: a multirun (-m) inside" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
 
@@ -284,13 +232,3 @@ def test_a_job_on_this_machine_trains_with_two_processes(tmp_path: Path) -> None
     local = ["launcher.slurm.cluster=local", "launcher.slurm.gpus_per_node=null"]
     jobs.finish(jobs.start([*overrides, *slurm, *local, f"launcher.slurm.folder={tmp_path / 'jobs'}"]))
     assert len(jobs.losses(tmp_path / "out")) == 4
-
-
-@pytest.mark.slow
-def test_each_run_of_a_multirun_starts_its_own_processes(tmp_path: Path) -> None:
-    overrides = [*jobs.make(tmp_path), "trainer.steps=4", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
-    words = ["-m", *overrides, "launcher=zero3", "launcher.num_processes=2", "trainer.seed=0,1"]
-    printed = jobs.finish(jobs.start([*words, f"out={tmp_path}/seed-${{trainer.seed}}"]))
-    for seed in (0, 1):
-        assert len(jobs.losses(tmp_path / f"seed-{seed}")) == 4, printed
-    assert (tmp_path / "sweep" / "table.json").exists(), printed

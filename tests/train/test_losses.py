@@ -83,11 +83,8 @@ def test_each_k_has_its_own_most_likely_tokens_and_none_more_than_there_are() ->
         ({"losses": {"mse": 1.0}}, "losses.mse: unknown, choose from ce, soft_ce"),
         ({"losses": {"ce": 0.0}}, "no loss has a weight"),
         ({"base_loss_share": [1.0]}, "objective.base_loss_share: give two shares"),
-        ({"base_loss_share": [1.0, 0.5, 0.0]}, "objective.base_loss_share: give two shares"),
         ({"depths": 0}, "objective.depths is 0"),
-        ({"anchors": 0}, "objective.anchors is 0"),
         ({"depth_weights": "linear"}, "choose decay, dpace"),
-        ({"normalize": "batch"}, "choose token, sequence"),
     ],
 )
 def test_bad_numbers_are_named(change: dict[str, object], said: str) -> None:

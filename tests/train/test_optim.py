@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from heads import HEADS
 from tests import toys
 from tests.train import jobs
 from train import optim
@@ -109,18 +108,6 @@ def test_muon_moves_the_matrices_whose_rows_are_no_tokens(name: str, adapted: bo
         adapt(head, LoraAdapterConfig("lora", 2, 2, 0.0, False, None))
     matrices = [name for name, p in head.named_parameters() if p.requires_grad and p.ndim == 2]
     assert hidden(head) == [name for name in matrices if len(head.get_parameter(name)) not in sizes]
-
-
-@pytest.mark.parametrize("name", ["eagle3", "mlp", "block", "block of DSpark", "block of Domino"])
-def test_muon_moves_the_same_matrices_where_a_vocabulary_is_as_large_as_a_state_is_wide(name: str) -> None:
-    target = toys.target()
-    kind, options = toys.OPTIONS.get(name, (name, {}))
-
-    def made(size: int) -> list[str]:
-        values = {**toys.HEAD_CONFIGS[kind], **options, "draft_vocab": size}
-        return hidden(HEADS[kind](HEADS[kind].Config(name=kind, **values), target.embeddings))
-
-    assert made(target.embeddings.hidden_size) == made(30)
 
 
 @pytest.mark.parametrize("way", ["foreach", "fused", "muon"])

@@ -13,7 +13,6 @@ from heads.base import Features
 from inference.target.attention import spans_of
 from tests import toys
 from tests.train import jobs
-from train.planning.plan import GIB, SAFE, plan
 
 STEPS = 4
 # Muon normalises the spectrum of a gradient, so that roundings of another route would show in the next loss.
@@ -62,36 +61,6 @@ def test_a_placed_run_has_the_losses_of_one_process(
 ) -> None:
     jobs.finish(jobs.start([*alone[1], *TOGETHER, *placed, f"out={tmp_path / 'placed'}"]))
     assert same(records(tmp_path / "placed"), alone[2])
-
-
-def peak(words: list[str], *overrides: str) -> int:
-    """Return the peak that the plan says of a process."""
-    run = jobs.configured([*words, "launcher.num_processes=2", *overrides])
-    return plan(run).memory.peak
-
-
-@pytest.mark.slow
-def test_two_processes_of_little_memory_place_themselves(
-    alone: tuple[Path, list[str], list[Any]], tmp_path: Path
-) -> None:
-    """And check themselves cut up, in the dtype that is given, which the report says."""
-    words = [*alone[1], "trainer.estimate_every=2", "launcher.strategy=ddp"]  # fsdp2 saves about as much of a toy
-    sharded = peak(words, "model.placement=tensor_parallel")
-    whole = peak(words, "model.placement=replicate")
-    limit = f"device.memory_gb={2 * (sharded + whole) / 2 / SAFE / GIB}"
-    words.append("launcher.num_processes=2")
-    printed = jobs.finish(jobs.start([*words, limit, "eval.gate_dtype=bfloat16", f"out={tmp_path / 'out'}"]))
-    assert "2 processes, placed by the plan: model.placement=tensor_parallel launcher.strategy=ddp" in printed
-    runs = records(tmp_path / "out"), alone[2]
-    ours, theirs = ([record["loss"] for record in run if "loss" in record] for run in runs)
-    assert ours == pytest.approx(theirs, rel=1e-3)
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report["settings"]["gate_dtype"] == "bfloat16"
-    assert [line.partition(" ")[0] for line in report["warnings"]] == ["losslessness", "the", "2"]
-    assert [row["lossless"]["failed"] for row in report["rows"]] == [0, 0]
-    assert report["rows"][-1]["lossless"]["checked"] == 2
-    wide = jobs.finish(jobs.start([*words, "eval.prompts=0", f"out={tmp_path / 'roomy'}"]))
-    assert "model.placement=replicate launcher.strategy=ddp" in wide
 
 
 @pytest.mark.slow

@@ -4,8 +4,7 @@ import hashlib
 import json
 import shlex
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -62,16 +61,9 @@ def run_of(folder: Path, target: Target, head: nn.Module) -> Path:
     return folder
 
 
-def stitched(run: Path, out: Path, **options: Any) -> Path:
-    publish(config(run, repo="me/x", format="checkpoint", dry_run=True, out=str(out), **options), HfApi(), lambda _: 0)
+def stitched(run: Path, out: Path, say: Callable[[str], object] = str, **options: Any) -> Path:
+    publish(config(run, repo="me/x", format="checkpoint", dry_run=True, out=str(out), **options), HfApi(), say)
     return out
-
-
-def printed(run: Path, out: Path) -> dict[str, str]:
-    """Return what publishing prints by the engine."""
-    lines: list[Any] = []
-    publish(config(run, repo="me/x", format="checkpoint", dry_run=True, out=str(out)), HfApi(), lines.append)
-    return dict(line.split(": ", 1) for line in lines)
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -97,12 +89,11 @@ def test_only_the_module_is_new_and_it_is_the_head(tmp_path: Path, name: str) ->
     target = target_of(tmp_path / "target", name)
     assert EmbeddingsOnly.load(str(tmp_path / "target"), "float32", "cpu", False).spec == target.spec
     head, before, out = head_of(target), hashes(tmp_path / "target"), tmp_path / "the copy"
-    said = printed(run_of(tmp_path / "run", target, head), out)
+    said: list[str] = []
+    stitched(run_of(tmp_path / "run", target, head), out, said.append)
     after = hashes(out)
     assert {tensor: after[tensor] for tensor in before} == before
     assert (out / "LICENSE").read_text() == "free"
-    shard = next((tmp_path / "target").glob("model-00001*"))
-    assert (out / shard.name).samefile(shard)
     total = json.loads((out / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
     assert total == sum(tensor.nbytes for file in out.glob("*.safetensors") for tensor in load_file(file).values())
     again = Target.load(str(out), "float32", "cpu")
@@ -111,17 +102,9 @@ def test_only_the_module_is_new_and_it_is_the_head(tmp_path: Path, name: str) ->
     rows = features(target, head)
     for theirs, ours in zip(loaded.unroll(rows, 2), head.unroll(rows, 2), strict=True):
         torch.testing.assert_close(theirs.state, ours.state)
-    assert list(said) == [str(out), "vLLM", "transformers", "llama.cpp"]
-    words = shlex.split(said["vLLM"])
-    assert words[:3] == ["vllm", "serve", str(out)]
+    words = shlex.split(said[-1])
+    assert words[:4] == ["vLLM:", "vllm", "serve", str(out)]
     assert json.loads(words[-1]) == {"method": "mtp", "num_speculative_tokens": 1}
-    layers = target.embeddings.num_layers
-    behind = f"looks for the module behind as many layers as published models have, and these are {layers}"
-    why = {"qwen2": "has no class for it", "qwen3_next": "finds no module by the config.json of published models"}
-    assert said["transformers"] == why.get(name, behind)
-    refused = {"qwen2": "does not know MiMoForCausalLM", "deepseek_v3": "leaves the module out"}
-    served = shlex.join(["llama-server", "-m", f"{out}.gguf", "--spec-type", "draft-mtp", "--spec-draft-n-max", "1"])
-    assert said["llama.cpp"].endswith(refused.get(name, f" && {served}"))
 
 
 def test_a_module_that_is_there_is_replaced_in_its_shards(tmp_path: Path) -> None:
@@ -158,7 +141,7 @@ def test_what_is_written_anew_is_never_a_link_to_the_targets(tmp_path: Path) -> 
     files = {file: file.read_bytes() for file in (tmp_path / "target").iterdir()}
     with mock.patch.object(checkpoint, "SMALL", 0):
         out = stitched(run_of(tmp_path / "run", target, head_of(target)), tmp_path / "out")
-    assert (out / "LICENSE").samefile(tmp_path / "target" / "LICENSE")
+    assert all((out / file.name).samefile(file) for file in files if file.name == "LICENSE" or "model-0" in file.name)
     assert {file: file.read_bytes() for file in (tmp_path / "target").iterdir()} == files
 
 
@@ -203,23 +186,6 @@ def test_transformers_drafts_with_it(tmp_path: Path, name: str) -> None:
     assert drafted[0] == [int(level.logits[0, 0].argmax())]
 
 
-@pytest.mark.slow
-def test_the_command_of_transformers_drafts(tmp_path: Path) -> None:
-    """A target as deep as a published one; the line is run as it is printed, for fewer tokens."""
-    deep = mock.patch.dict(families.FAMILIES["glm4_moe"].values, {"num_hidden_layers": 46})
-    with deep, mock.patch.object(families, "target", families.target.__wrapped__):
-        target = target_of(tmp_path / "target", "glm4_moe")
-    words = shlex.split(printed(run_of(tmp_path / "run", target, head_of(target)), tmp_path / "copy")["transformers"])
-    assert words[:2] == ["python", "-c"]
-    noted = "from transformers.modeling_layers import MtpModel as M; f = M.forward; M.forward = lambda *a, **k: "
-    noted += "print('drafted') or f(*a, **k); "
-    code = noted + words[2].replace("use_mtp=True", "use_mtp=True, max_new_tokens=8")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "drafted" in done.stdout
-    assert "generated_text" in done.stdout
-
-
 def refusal(run: Path, out: Path, **options: Any) -> str:
     with pytest.raises(ValueError, match=r".") as error:
         stitched(run, out, **options)
@@ -232,9 +198,10 @@ def refusal(run: Path, out: Path, **options: Any) -> str:
 def test_bad_input_gets_one_line_and_nothing_is_written(tmp_path: Path) -> None:
     target, out = target_of(tmp_path / "target", "qwen2"), tmp_path / "out"
     run = run_of(tmp_path / "run", target, head_of(target))
-    for key, value in (("raw_state", False), ("layer", "llama")):
-        other = run_of(tmp_path / key, target, head_of(target, **{key: value}))
-        assert f"train with head.{key}=" in refusal(other, out)
+    with pytest.raises(ValueError, match=r"give out=FOLDER and dry_run=true"):
+        config(run, repo="me/x", format="checkpoint", dry_run=False, out=str(out))
+    other = run_of(tmp_path / "other", target, head_of(target, raw_state=False))
+    assert "train with head.raw_state=" in refusal(other, out)
     assert f"target={tmp_path / 'lost'}: " in refusal(run, out, target=str(tmp_path / "lost"))
     medusa = run_of(tmp_path / "medusa", target, toys.head("medusa", target))
     assert "not one of a head of kind medusa" in refusal(medusa, out)
@@ -246,10 +213,7 @@ def test_bad_input_gets_one_line_and_nothing_is_written(tmp_path: Path) -> None:
         stitched(run, out)
     assert not out.exists()
     assert not list(tmp_path.glob(".out*"))
-    (tmp_path / "target" / "original").mkdir()
-    (tmp_path / "target" / "original" / "consolidated.pth").write_bytes(bytes(1 << 20))
-    for inside in (tmp_path / "target" / "out", tmp_path / "target" / "original" / "out"):
-        assert "lies in the other" in refusal(run, inside)
+    assert "lies in the other" in refusal(run, tmp_path / "target" / "out")
     copy = shutil.copytree(tmp_path / "target", tmp_path / "copy")
     tokenizer = copy / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace('"w7"', '"another"'))
@@ -271,7 +235,7 @@ def test_a_target_that_has_no_place_for_it_is_refused(tmp_path: Path, change: di
     target = target_of(tmp_path / "target", "qwen2")
     run, file = run_of(tmp_path / "run", target, head_of(target)), tmp_path / "target" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with mock.patch("train.release.folder._target_at", side_effect=AssertionError("its weights were asked for")):
+    with mock.patch("train.release.folder._load", side_effect=AssertionError("its weights were asked for")):
         assert said in refusal(run, tmp_path / "out")
 
 
@@ -302,8 +266,3 @@ def test_half_a_checkpoint_is_refused(tmp_path: Path) -> None:
     places["weight_map"][moved] = other
     index.write_text(json.dumps(places))
     assert f"its index names {moved}, which its file does not hold" in refusal(run, tmp_path / "out")
-
-
-def test_it_is_never_uploaded(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"give out=FOLDER and dry_run=true"):
-        config(tmp_path, repo="me/x", format="checkpoint", dry_run=False, out=str(tmp_path))

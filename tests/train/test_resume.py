@@ -5,8 +5,6 @@ import random
 import shutil
 import signal
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ from tests.train import jobs
 from tests.train.undisturbed import BATCHES, STEPS, Toy, records, steps, taus
 from train.checkpoints import format
 from train.config import STRATEGIES
-from train.loop import Loop
 
 POINTS = random.Random(7).sample(range(6, STEPS * BATCHES - 6), 8)  # micro-batches at which a run is ended
 SIGNALS = [signal.SIGKILL, signal.SIGINT, signal.SIGTERM]
@@ -44,37 +41,6 @@ def test_ended_at_any_micro_batch(toy: Toy, point: int, kind: signal.Signals) ->
     toy.same(place)
 
 
-@pytest.mark.slow
-def test_told_to_stop_amid_a_measurement(toy: Toy) -> None:
-    place = toy.new()
-    job = toy.start(place, hooks=("measured",))[0]
-    job.until(place / "prompts", 1)
-    job.signal(signal.SIGTERM)
-    assert job.end() == 143
-    assert (place / "prompts").read_text() == "\n", "it went on to the next prompt"
-    assert taus(place / "out") == {}
-    toy.start(place, "resume=true")[0].finish()
-    toy.same(place)
-
-
-@pytest.mark.slow
-def test_what_may_change_and_what_may_not(toy: Toy) -> None:
-    place = toy.new()
-    toy.start(place, "trainer.steps=4", "trainer.eval_prompts=0")[0].finish()
-    config = (place / "out" / "config.yaml").read_text()
-    job = toy.start(place, "resume=true", "trainer.seed=99")[0]
-    assert job.end() == 2
-    (error,) = (line for line in job.printed().splitlines() if line.startswith("error:"))
-    assert "now 99)" in error
-    assert (place / "out" / "config.yaml").read_text() == config, "a run that was refused has left its mark"
-    allowed = ("trainer.steps=6", "trainer.save_every=1", "trainer.eval_every=3", "trainer.eval_prompts=1")
-    said = toy.start(place, "resume=true", *allowed, "trainer.lr=1e-3", "objective.depth_decay=0.5")[0].finish()
-    assert "no longer bit for bit: trainer.steps (4, now 6), trainer.lr (0.003, now 0.001), objective.depth" in said
-    assert steps(place / "out") == [1, 2, 3, 4, 5, 6]
-    kept = sorted(path.name for path in (place / "out" / "checkpoints").iterdir())
-    assert kept == ["step-00000005", "step-00000006"]
-
-
 def test_a_best_tau_of_other_prompts_does_not_decide(toy: Toy) -> None:
     place, words = toy.new(), ("trainer.eval_every=2", "trainer.save_every=2", "trainer.lr=0")
     toy.start(place, *words, "trainer.steps=2")[0].finish()
@@ -87,19 +53,6 @@ def test_a_best_tau_of_other_prompts_does_not_decide(toy: Toy) -> None:
     )
     path = format.checkpoints(place / "out" / "checkpoints")[-1]
     assert format.state_of(path)["progress"]["best_step"] == 4
-
-
-@pytest.mark.parametrize(("then", "measured", "best"), [({}, 2, 2.0), ({"a": 1}, 4, 2.0), ({"a": 1}, 2, 0.0)])
-def test_a_best_tau_stays_where_nothing_else_is_to_be_compared(
-    then: dict[str, int], measured: int, best: float
-) -> None:
-    """Of a checkpoint that does not say what it was measured on, or of a run that is over."""
-    loop: Any = SimpleNamespace(
-        progress={"best_tau": 2.0, "best_step": 2, "measured": measured}, conditions={"a": 2}, evaluator=object(),
-        trainer=SimpleNamespace(steps=4), exhausted=lambda: False, control=SimpleNamespace(warn=str),
-    )  # fmt: skip
-    Loop.compare(loop, then)
-    assert loop.progress["best_tau"] == best
 
 
 @pytest.mark.slow

@@ -15,11 +15,10 @@ from data.features.source import MicroBatch
 from heads import HEADS
 from inference.drafters.policy import TreeConfig
 from tests import toys
-from tests.train import jobs, strategy_job
+from tests.train import strategy_job
 from train import rollouts
 from train.losses import OnPolicyConfig
 from train.objective import objective
-from train.planning.check import reads_target
 from train.rollouts import Rollouts, rollout_rows
 from train.step import Flops, Loss, Stepper
 
@@ -130,15 +129,6 @@ def test_every_process_step_and_run_draws_numbers_of_its_own(monkeypatch: pytest
     assert seen[4] == seen[0]
 
 
-def test_micro_batches_hold_no_more_sequences_than_static_ones() -> None:
-    _, _, [whole], _ = rollout("eagle", "text")
-    _, _, parts, _ = rollout("eagle", "text", micro_rows=1)
-    assert [len(micro.batch.token) for micro in parts] == [1, 1]
-    for row, part in enumerate(parts):
-        one = part.read()
-        torch.testing.assert_close(one.last_hidden[0], whole.read().last_hidden[row, : one.last_hidden.shape[1]])
-
-
 def stepper(**changed: Any) -> Stepper:
     """Return the step of a run with a rollout in every second step; `changed` of its objective."""
     run = strategy_job.run_of("eagle", "ddp")
@@ -212,10 +202,3 @@ def test_a_resumed_run_drafts_the_same() -> None:
     assert first["loss"] == second["loss"]
     assert first["grad_norm"] == second["grad_norm"]
     assert first["seconds"]["rollout"] > 0
-
-
-def test_a_run_has_a_target_to_decode_with_or_is_refused() -> None:
-    stored = ["objective.on_policy.prompts=1", "features=stored", "features.path=x", "features.on_missing=fail"]
-    assert reads_target(jobs.configured([*stored, "trainer.eval_prompts=0"]))
-    with pytest.raises(ValueError, match=r"each decodes its own prompts: give objective\.on_policy\.prompts=0, or"):
-        jobs.configured(["model.placement=fsdp", "eval.prompts=0", *stored])

@@ -11,7 +11,6 @@ from data.batches import Batches, Packed
 from heads.base import Features
 from tests import toys
 from tests.train import strategy_job
-from train import objective as sampling
 from train.objective import loss_weights, noisy, row_keys, sample_anchors, trainable, trained_rows
 from train.step import Loss
 
@@ -61,13 +60,6 @@ def test_the_rows_that_are_trained_are_drafted_from_and_few_others() -> None:
     assert trained_rows(torch.zeros(2, 64, dtype=torch.bool)) is None
 
 
-def test_every_row_is_an_anchor_as_often() -> None:
-    chosen = sample_anchors(torch.ones(4000, LENGTH, dtype=torch.bool), 4, row_keys(1, 2, torch.arange(4000)))
-    assert chosen is not None
-    share = chosen.flatten().bincount() / 4000
-    assert (share - 0.25).abs().max() < 5 * (0.25 * 0.75 / 4000) ** 0.5
-
-
 def test_nothing_but_anchors_is_trained() -> None:
     head: Any = toys.head("block", toys.target())
     config = replace(strategy_job.run_of("eagle", "ddp").objective, depths=4, anchors=5)
@@ -97,20 +89,6 @@ def test_noise_is_uniform_and_scaled_by_the_length() -> None:
         for dim in range(4):
             moved = together.roll(shift, dim).flatten()
             assert abs(torch.corrcoef(torch.stack([together.flatten(), moved]))[0, 1]) < 5 / together.numel() ** 0.5
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_noise_does_not_depend_on_how_much_is_hashed_at_a_time(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys, before = row_keys(0, 0, torch.arange(2)), states(dtype=dtype)
-    whole = noisy(before, 0.2, keys)
-    assert whole.last_hidden.dtype == dtype
-    monkeypatch.setitem(sampling.VALUES, "cpu", 5 * WIDTH)
-    pieces = noisy(before, 0.2, keys)
-    assert pieces.last_hidden.equal(whole.last_hidden)
-    assert pieces.hidden.equal(whole.hidden)
-    assert not before.last_hidden.any(), "the features that are given stay as they are"
 
 
 def by_row(world: int, micro: int, step: int) -> dict[int, tuple[Tensor, Tensor]]:

@@ -1,7 +1,6 @@
 """A step in this process: what is drawn for it, the gradient it moves by, and the average that follows it."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +9,9 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from heads.base import Features
-from inference.target.target import Target
-from tests import toys
 from tests.train import strategy_job
 from train import start
 from train import step as steps
-from train.build import loop_of, values_of
 from train.config import RunConfig
 from train.step import Stepper
 
@@ -137,17 +133,3 @@ def test_the_step_whose_operations_are_counted_runs_uncompiled(monkeypatch: pyte
     assert graphs == []
     step(1, halted=lambda: False)
     assert len(graphs) == 1, "later steps run what is compiled"
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_live_targets_layers_are_compiled_with_the_head(
-    compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layers, accelerator = object(), Accelerator(cpu=True)
-    monkeypatch.setattr(Target, "compiled_forwards", lambda _: layers)
-    run = replace(strategy_job.run_of("layers compiled" if compiled else "eagle3", "ddp"), out=str(tmp_path))
-    source = strategy_job.stepper(run, "eagle3", accelerator).source
-    before = source.forwards
-    head = toys.head("eagle3", toys.target()).requires_grad_()
-    loop_of(run, accelerator, toys.target(), head, source, [], run.tree, values_of(run))
-    assert source.forwards is (layers if compiled else before)

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from omegaconf import OmegaConf
-from torch import Tensor
 
 from data.batches import Batches
 from data.features.store import packed_fingerprint
 from heads.base import HeadConfig
 from heads.formats.store import RETIRED
 from train.checkpoints import format
-from train.checkpoints.saver import TrainState, split
+from train.checkpoints.saver import TrainState
 from train.config import TrainerConfig
 from train.start import AdaptConfig
 
@@ -126,13 +125,3 @@ def restore(state: TrainState, path: Path) -> None:
         state.write(name, value)
     if names:
         raise KeyError(f"{path} lacks {', '.join(sorted(names))}")
-
-
-def kept_weights(path: Path) -> dict[str, Tensor]:
-    """Return a checkpoint's weights to evaluate and to save, the average's if it has one; refuse unreadable ones."""
-    weights: dict[str, dict[str, Tensor]] = {"weight": {}, "average": {}}
-    for name, value in format.tensors(path):
-        kind, parameter, _ = split(name)
-        if kind in weights:
-            weights[kind][parameter] = value
-    return weights["weight"] | weights["average"]

@@ -4,8 +4,6 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from huggingface_hub.utils._validators import validate_repo_id
-
 from heads.common.ranges import Count, NewTokens, Number, OneOf
 from heads.formats.hub import REPO
 from heads.formats.published.export import assert_known
@@ -13,7 +11,6 @@ from inference.target.config import DTYPES
 
 CHECKPOINT = "checkpoint"  # the format of a whole target
 TEMPLATE = "chat_template_sha256"  # in provenance.json and tokenizer_reference.json
-TAG = re.compile(r"\w[\w.-]*(?<!\.lock)(?<!\.)")
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,6 @@ class PublishConfig:
     verify_tokens: NewTokens
     tag: str | None
     format: str | None
-    base: str | None
     target: str | None
     gguf: str | None
     dtype: Annotated[str, OneOf(tuple(DTYPES))]
@@ -40,7 +36,6 @@ class PublishConfig:
     def __post_init__(self) -> None:
         if not REPO.fullmatch(self.repo):
             raise ValueError(f"repo is {self.repo!r}: give OWNER/NAME")
-        validate_repo_id(self.repo)  # the Hub's own rules, such as on length and doubled signs
         if self.format == CHECKPOINT:
             if self.out is None or not self.dry_run:
                 raise ValueError(
@@ -49,14 +44,9 @@ class PublishConfig:
                 )
         elif self.format is not None:
             assert_known(self.format)
-        if self.base is not None and (self.format is not None or not REPO.fullmatch(self.base)):
-            raise ValueError(
-                f"base is {self.base!r}: give OWNER/NAME, the head on the Hub that this run adapted, and no format: "
-                "engines read whole heads"
-            )
         if (self.format == "gguf") != (self.gguf is not None):
             raise ValueError(
                 "format=gguf and gguf=FILE go together: the head's file has the tokenizer of its target's GGUF file"
             )
-        if self.tag is not None and (not TAG.fullmatch(self.tag) or ".." in self.tag or self.tag == "main"):
+        if self.tag is not None and not re.fullmatch(r"\w[\w.-]*", self.tag):
             raise ValueError(f"tag is {self.tag!r}: give letters, digits, '.', '_' and '-', such as v1, or null")

@@ -8,7 +8,7 @@ import logging
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,12 @@ from data.text.files import content_hash
 from eval.live.extras import METRICS
 from eval.measures.serving import CONFIG as SCHEDULE
 from eval.report.write import read_report
-from heads.common.errors import one_line
 from heads.common.files import last_good, replacing
 from heads.common.resolvers import ROOT
 from heads.common.target_config import read_target_values
 from heads.common.untrusted import parse_json, parse_yaml, parsed_file
-from heads.formats import custom_generate, lora
-from heads.formats.hub import REPO, base_head, on_hub, target_path
+from heads.formats import custom_generate
+from heads.formats.hub import on_hub, target_path
 from heads.formats.published import gguf
 from heads.formats.published.export import Served, export, refusals
 from heads.formats.store import CONFIG, WEIGHTS, load_head, read_config, read_tensors
@@ -35,23 +34,24 @@ from inference.target.config import DTYPES
 from inference.target.embeddings import TargetEmbeddings
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
-from train.release.card import Facts, card
+from train.release.card import card, view
 from train.release.checkpoint import layout_of, write_copy
 from train.release.config import TEMPLATE, PublishConfig
 from train.release.hub import files_of
 
+ORIGIN = "provenance.json"
 log = logging.getLogger(__name__)
 
 TOKENIZER = "tokenizer_reference.json"
 COPIED = ("config.yaml", "report.json", "report.md", "report.html", SCHEDULE)
-READ = (*COPIED, "provenance.json", METRICS, "prompts.jsonl")  # all of a run, besides its head
-TENSORS = (WEIGHTS, gguf.FILE, *lora.FILES)
-FILES = (CONFIG, *TENSORS, TOKENIZER, "README.md", *COPIED, "plots/*", f"{custom_generate.FOLDER}/*")  # patterns
+TENSORS = (WEIGHTS, gguf.FILE)
+# Patterns; those of plots are of earlier versions' cards.
+FILES = (CONFIG, *TENSORS, TOKENIZER, "README.md", *COPIED, "plots/*", f"{custom_generate.FOLDER}/*")
 TOKEN = re.compile(r"\bhf_(?:(?:jwt|oauth)_[\w.-]{20,}|[A-Za-z0-9]{20,})")
 
 
-def write_folder(run: Path, out: Path, config: PublishConfig) -> Facts:
-    """Write the folder, and return what its card is made of.
+def write_folder(run: Path, out: Path, config: PublishConfig) -> dict[str, Any]:
+    """Write the folder, and return what its card says, by `card.view`.
 
     The head's files lie at its top, so that the folder, and so the repository, loads as a head.
 
@@ -61,67 +61,37 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> Facts:
         OSError: the disk is full or the folder cannot be written.
     """
     head = last_good(run / "head")
-    _refuse_links([head, head / CONFIG, head / WEIGHTS, *(run / name for name in READ)])
+    for path in (head, head / CONFIG, head / WEIGHTS, *(run / name for name in (*COPIED, ORIGIN, METRICS))):
+        if path.is_symlink():  # by which a run from outside could publish any file of this machine
+            raise ValueError(f"{path}: a link, to {path.resolve()}, which is not published; put the file itself there")
     content = read_config(head)
     read_tensors(head)
-    _assert_free(out, head)
+    there = files_of(out)
+    others = list(filter_repo_objects(there, ignore_patterns=list(FILES)))
+    if others or (there and TOKENIZER not in there):
+        raise ValueError(f"{out}: holds {(others or there)[0]}, and is no earlier publication; give another out=FOLDER")
     name, report = content["target"]["name"], run / "report.json"
-    provenance = _read(run / "provenance.json", parse_json)
+    provenance = _read(run / ORIGIN, parse_json)
     reference = {"base_model": name if on_hub(name) else Path(name).name, "tokenizer_sha256": tokenizer_sha256(name)}
     reference |= {key: provenance[key] for key in (TEMPLATE,) if key in provenance}
     with exported(head, config) as (source, refused):
-        files: dict[str, str | bytes] = {TOKENIZER: json.dumps(reference, indent=2) + "\n"}
+        files = {TOKENIZER: json.dumps(reference, indent=2) + "\n"}
         files |= {name: (run / name).read_text(encoding="utf-8") for name in COPIED if (run / name).is_file()}
-        if config.base is None and config.format is None:
-            files |= custom_generate.files(content["head"])
         files[CONFIG] = (source / CONFIG).read_text(encoding="utf-8")
-        facts = Facts(
-            config, content, served=json.loads(files[CONFIG]), tokenizer_sha256=reference["tokenizer_sha256"],
-            report=read_report(report) if report.is_file() else {}, provenance=provenance,
-            settings=_read(run / "config.yaml", parse_yaml), refused=refused, base_id=base_id(name),
-            decodes=any(name.startswith(custom_generate.FOLDER) for name in files),
+        shown = view(
+            config, content, json.loads(files[CONFIG]), refused, read_report(report) if report.is_file() else {},
+            provenance, _read(run / "config.yaml", parse_yaml),
         )  # fmt: skip
-        try:
-            files |= card(facts)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{run}: provenance.json, config.yaml or metrics.jsonl is damaged, not as training writes it "
-                f"({type(error).__name__}: {one_line(error)}); restore it, or remove it"
-            ) from error
-        try:
-            with replacing(out.resolve()) as new:
-                for name, data in files.items():
-                    (new / name).parent.mkdir(exist_ok=True)
-                    if isinstance(data, str) and TOKEN.search(data):
-                        raise ValueError(f"{run}: {name} would hold an access token; remove it from the run's files")
-                    (new / name).write_bytes(data if isinstance(data, bytes) else portable(data).encode())
-                for weights in (source / name for name in TENSORS if (source / name).is_file()):
-                    shutil.copyfile(weights, new / weights.name)
-            return facts
-        except OSError as error:
-            raise OSError(
-                f"{out}: could not be written ({one_line(error)}); free space, or give another out"
-            ) from error
-
-
-def _refuse_links(paths: Iterable[Path]) -> None:
-    """Refuse links: a run from an untrusted source could publish any file of this machine by one."""
-    for path in paths:
-        if path.is_symlink():
-            raise ValueError(f"{path}: a link, to {path.resolve()}, which is not published; put the file itself there")
-
-
-def _assert_free(out: Path, head: Path) -> None:
-    """Refuse to replace a folder that holds more than an earlier publication."""
-    if out.resolve() == head.resolve():
-        raise ValueError(f"{out}: that is the run's own head; give another out=FOLDER")
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out}: that is a file; give another out=FOLDER")
-    files = files_of(out)
-    if files and not (out / TOKENIZER).is_file():  # a README.md or a head of the user's own
-        raise ValueError(f"{out}: holds {files[0]}, and is no earlier publication; give another out=FOLDER")
-    if others := list(filter_repo_objects(files, ignore_patterns=list(FILES))):
-        raise ValueError(f"{out}: holds {others[0]}, which is no part of a published head; give another out=FOLDER")
+        files |= {"README.md": card(shown)} | (custom_generate.files(content["head"]) if shown["decodes"] else {})
+        with replacing(out.resolve()) as new:
+            for name, text in files.items():
+                (new / name).parent.mkdir(exist_ok=True)
+                if TOKEN.search(text):
+                    raise ValueError(f"{run}: {name} would hold an access token; remove it from the run's files")
+                (new / name).write_text(portable(text), encoding="utf-8")
+            for weights in (source / name for name in TENSORS if (source / name).is_file()):
+                shutil.copyfile(weights, new / weights.name)
+    return shown
 
 
 def tokenizer_sha256(model: str) -> str | None:
@@ -133,13 +103,6 @@ def tokenizer_sha256(model: str) -> str | None:
     return content_hash(local) if local.is_file() else None
 
 
-def base_id(model: str) -> str | None:
-    """Return the Hub's id by which the config.json of a target's folder calls it; None where it has none."""
-    file = Path(target_path(model)) / CONFIG
-    name = _read(file, parse_json).get("_name_or_path") if file.is_file() else None
-    return name if isinstance(name, str) and REPO.fullmatch(name) and not Path(name).exists() else None
-
-
 def portable(text: str) -> str:
     """Return the text without this machine's paths: the checkout's are relative, the home is ~."""
     home = Path.home()
@@ -149,70 +112,39 @@ def portable(text: str) -> str:
 
 def _read(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
     """Return a file's mapping, empty where the run has none."""
-    if not path.is_file():
-        return {}
-    content = parsed_file(path, "write it again by evaluating the run, or remove it", parse)
+    content = parsed_file(path, "restore it, or remove it", parse) if path.is_file() else {}
     return content if isinstance(content, dict) else {}
 
 
 @contextmanager
 def exported(head: Path, config: PublishConfig) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Provide a head's folder in the configured format, or as the adapter of its base, within the block; else its own.
+    """Provide a head's folder in the configured format within the block; else its own.
 
-    With it come the reasons for which formats of engines do not take an exported head, as `refusals` gives them.
-
-    Raises:
-        ValueError: the target cannot be loaded or is another, or the format cannot hold this head.
+    With it come an exported head's `refusals`. Refuse another target, and a format that cannot hold this head.
     """
-    if config.format is None and config.base is None:
+    if config.format is None:
         yield head, {}
         return
     with tempfile.TemporaryDirectory() as temporary:
-        folder, refused = Path(temporary) / "head", dict[str, str]()
-        if config.format is None:
-            _write_adapter(head, config, folder)
-        else:
-            spec = read_config(head)["target"]
-            path = config.target or target_path(spec["name"])
-            target = _target_at(path, spec.get("adapter"))
-            name = spec["name"] if on_hub(spec["name"]) else path
-            served = Served(
-                name=name if on_hub(name) else Path(name).name,
-                config=target.config.to_dict(),
-                dtype=DTYPES[config.dtype],
-                draft_tokens=config.draft_tokens,
-            )
-            trained, tokenizer = load_head(head, target.embeddings, target.spec), None
-            if config.gguf is not None:
-                vocabulary = target.embeddings.vocab_size, target.tokenizer.get_vocab()
-                tokenizer = gguf.tokenizer_of(Path(config.gguf).expanduser(), *vocabulary)
-            export(trained, config.format, served, folder)
-            if tokenizer is not None:
-                gguf.write(folder, tokenizer)
-            refused = refusals(trained, served)
-        yield folder, refused
+        folder, spec, tokenizer = Path(temporary) / "head", read_config(head)["target"], None
+        path = config.target or target_path(spec["name"])
+        target = _load(path, spec.get("adapter"))
+        assert_plain(target.embeddings, path)
+        name = next(filter(on_hub, (spec["name"], path)), Path(path).name)
+        served = Served(name, target.config.to_dict(), DTYPES[config.dtype], config.draft_tokens)
+        trained = load_head(head, target.embeddings, target.spec)
+        if config.gguf is not None:
+            vocabulary = target.embeddings.vocab_size, target.tokenizer.get_vocab()
+            tokenizer = gguf.tokenizer_of(Path(config.gguf).expanduser(), *vocabulary)
+        export(trained, config.format, served, folder)
+        if tokenizer is not None:
+            gguf.write(folder, tokenizer)
+        yield folder, refusals(trained, served)
 
 
-def _write_adapter(head: Path, config: PublishConfig, folder: Path) -> None:
-    """Write a run's head as the adapter of its base on the Hub; refuse a run that adapted none by LoRA."""
-    base, spec = str(config.base), read_config(head)["target"]
-    peft = _read(head.parent / "provenance.json", parse_json).get("peft")
-    rank = peft.get("rank") if isinstance(peft, dict) else None
-    if not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"base={base}: {head.parent} has not adapted a head by peft=lora; publish it without base")
-    target = _load(config.target or target_path(spec["name"]), spec.get("adapter"))
-    trained: Any = load_head(head, target.embeddings, target.spec)
-    before = base_head(base, trained.config, target.embeddings, target.spec)
-    files = lora.adapter_files(base, before.state_dict(), trained.state_dict(), rank)
-    folder.mkdir()
-    for name, data in {**files, CONFIG: (head / CONFIG).read_bytes()}.items():
-        (folder / name).write_bytes(data)
-
-
-def copy_with_head(run: Path, out: Path, config: PublishConfig) -> Facts:
-    """Write format=checkpoint, and return what is known of the head; refuse a head or a target not of the kind."""
-    folder, report = last_good(run / "head"), run / "report.json"
-    _refuse_links([folder, folder / CONFIG, folder / WEIGHTS, report])
+def copy_with_head(run: Path, out: Path, config: PublishConfig) -> None:
+    """Write format=checkpoint; refuse a head or a target not of the kind."""
+    folder = last_good(run / "head")
     content = read_config(folder)
     spec, kind = content["target"], content["head"]["name"]
     if kind != "mtp":
@@ -228,24 +160,14 @@ def copy_with_head(run: Path, out: Path, config: PublishConfig) -> Facts:
     except ValueError as error:
         raise ValueError(f"target={path}: {error}") from error
     layout = layout_of(values, path)  # before its weights are downloaded
-    target = _target_at(path, None)
+    target = _load(path, None)
+    assert_plain(target.embeddings, path)
     trained, given = tokenizer_sha256(spec["name"]), tokenizer_sha256(path)
     if trained is not None and given not in (None, trained):
         raise ValueError(f"target={path}: its tokenizer.json is not that of {spec['name']}, which the head is for")
     head = load_head(folder, target.embeddings, target.spec)
     assert isinstance(head, Mtp)
-    measured = read_report(report) if report.is_file() else {}
     write_copy(head, path, layout, out)
-    return Facts(
-        config, content, {}, given, measured, provenance={}, settings={}, refused={}, base_id=None, decodes=False
-    )
-
-
-def _target_at(path: str, adapter: str | None) -> Target | EmbeddingsOnly:
-    """Return a target; refuse one whose tables are scaled."""
-    target = _load(path, adapter)
-    assert_plain(target.embeddings, path)
-    return target
 
 
 def _load(path: str, adapter: str | None) -> Target | EmbeddingsOnly:

@@ -1,8 +1,7 @@
 """Upload a folder to the Hub in one commit, download it again and compare; a failure leaves no partial repository.
 
-Large files go first. A file that the Hub has already is not sent again, so that another call continues an interrupted
-one; until the commit, which comes last, the branch is unchanged. `HfApi.upload_folder` is not used: with hf_xet it may
-commit several times.
+Files that the Hub has already are not sent again, so that another call continues an interrupted one; until the commit,
+which comes last, the branch is unchanged. `HfApi.upload_folder` is not used: with hf_xet it may commit several times.
 """
 
 import logging
@@ -15,9 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils._paths import filter_repo_objects
-from huggingface_hub.utils.sha import git_hash
 
 from data.text.files import content_hash
 from heads.common.connection import TRANSPORT
@@ -47,17 +44,9 @@ def repository(repo: str, private: bool, tag: str | None, api: HfApi) -> Iterato
     """Find or create the repository; one that was created here is deleted again if the block fails.
 
     Raises:
-        ValueError: the token is refused or may only read, the name is taken, the repository is public despite
-            `private`, or has the tag; and the errors of the block, with the state of the repository.
+        ValueError: the Hub refuses the token or the name, the repository is public despite `private`, or has the tag;
+            and the errors of the block, with the state of the repository.
     """
-    with hub_errors(repo, "checking the token"):
-        who: dict[str, Any] = retried(api.whoami)
-    role = who.get("auth", {}).get("accessToken", {}).get("role")
-    if role == "read":
-        raise ValueError(
-            f"{repo}: the token of {who.get('name')} may only read; make one that may write on the Hub's page of "
-            "settings, and log in with `hf auth login` or set HF_TOKEN"
-        )
     with hub_errors(repo, "looking for the repository"):
         existing: Any = retried(lambda: api.repo_info(repo) if api.repo_exists(repo) else None)
         tags = retried(lambda: api.list_repo_refs(repo).tags) if existing and tag else []
@@ -89,27 +78,15 @@ def push(folder: Path, repo: Repository, ours: Sequence[str], api: HfApi) -> str
         ValueError: the Hub refuses, cannot be reached for some time, or someone else commits meanwhile.
     """
     names = files_of(folder)
-    adds = [CommitOperationAdd(name, str(folder / name)) for name in names]
 
     def commit() -> str:
-        now = str(api.repo_info(repo.name).sha)
-        if now != repo.commit:
-            tree = api.list_repo_tree(repo.name, recursive=True, revision=now)
-            remote = {file.path: file for file in tree if isinstance(file, RepoFile)}
-            if all(
-                name in remote and _same(folder / name, remote[name]) for name in files_of(folder)
-            ):  # by an earlier attempt whose response was lost
-                return now
-            raise ValueError(f"{repo.name}: someone else has committed to it, {now[:SHORT]}; publish again")
-        there = api.list_repo_files(repo.name, revision=now)
-        stale = [name for name in filter_repo_objects(there, allow_patterns=list(ours)) if name not in names]
-        operations: list[Any] = [*(CommitOperationDelete(name) for name in stale), *adds]
-        created = api.create_commit(repo.name, operations, commit_message=MESSAGE, parent_commit=now)
-        return str(created.oid)
+        there = filter_repo_objects(api.list_repo_files(repo.name, revision=repo.commit), allow_patterns=list(ours))
+        operations: list[Any] = [CommitOperationDelete(name) for name in there if name not in names]
+        operations += [CommitOperationAdd(name, str(folder / name)) for name in names]
+        return str(api.create_commit(repo.name, operations, commit_message=MESSAGE, parent_commit=repo.commit).oid)
 
     size = sum((folder / name).stat().st_size for name in names)
     with waiting(f"uploading {size / 1e6:,.0f} MB to {repo.name}"), hub_errors(repo.name, "uploading"):
-        retried(lambda: api.preupload_lfs_files(repo.name, adds, free_memory=False))
         return retried(commit)
 
 
@@ -127,16 +104,10 @@ def downloaded(folder: Path, repo: str, commit: str, api: HfApi) -> Iterator[Pat
 
 
 def set_tag(repo: str, tag: str, commit: str, api: HfApi) -> None:
-    """Set a tag on a commit; refuse if the Hub does, or if another commit got the tag meanwhile."""
+    """Set a tag on a commit; refuse if the Hub does."""
     with hub_errors(repo, f"setting the tag {tag}"):
         # exist_ok: an earlier attempt whose response was lost has set it.
         retried(lambda: api.create_tag(repo, tag=tag, revision=commit, exist_ok=True))
-        at = str(retried(lambda: api.repo_info(repo, revision=tag)).sha)
-    if at != commit:
-        raise ValueError(
-            f"{repo}: stands at {commit[:SHORT]}, but someone else has set the tag {tag} at {at[:SHORT]}; publish "
-            "again with another tag=…"
-        )
 
 
 def retried(call: Callable[[], T]) -> T:
@@ -158,23 +129,14 @@ def files_of(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def _same(path: Path, remote: RepoFile) -> bool:
-    if remote.lfs is not None:
-        return bool(remote.lfs.sha256 == content_hash(path))
-    return bool(remote.blob_id == git_hash(path.read_bytes()))
-
-
 def _undone(repo: Repository, api: HfApi) -> str:
     """Delete the repository if this call created it and committed nothing; return a message of its state."""
     try:
         now = str(retried(lambda: api.repo_info(repo.name)).sha)
-        if now != repo.commit:
-            return f"the repository stands at {now[:SHORT]}, which may be whole: publish again to verify it"
-        if not repo.created:
-            return f"the repository stands at {now[:SHORT]} as before"
-        retried(lambda: api.delete_repo(repo.name, missing_ok=True))
+        if now == repo.commit and repo.created:
+            retried(lambda: api.delete_repo(repo.name, missing_ok=True))
+            return "the repository that this call made is deleted again"
+        whole = " as before" if now == repo.commit else ", which may be whole: publish again to verify it"
+        return f"the repository stands at {now[:SHORT]}{whole}"
     except (TRANSPORT, OSError, RuntimeError):
-        if repo.created:
-            return "the repository that this call made could not be deleted: delete it on the Hub, or publish again"
         return f"how the repository stands cannot be asked; before, it was {repo.commit[:SHORT]}"
-    return "the repository that this call made is deleted again"

@@ -26,34 +26,25 @@ from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from train.release.config import PublishConfig
 
-# Relative difference of τ allowed in a format that multiplies two of the head's matrices into one, whose rounding
-# changes a few drafts.
-SLACK = 0.05
+SLACK = 0.05  # relative difference of τ: a format may round a product of two of the head's matrices
 
 
 class Trial:
-    """The setting of a trial, and the generations with the run's own head as the reference.
+    """The setting of a trial, and the generations with the run's own head as the reference."""
 
-    `exact`: another head must accept the very same drafts, and not only have nearly the same τ.
-    """
-
-    def __init__(
-        self, target: Target, prompts: list[list[int]], tree: TreeConfig, tokens: int, trained: Any, *, exact: bool
-    ) -> None:
-        self.target, self.prompts, self.tree, self.exact = target, prompts, tree, exact
-        self.settings = Settings(tokens, GREEDY)
+    def __init__(self, target: Target, prompts: list[list[int]], tree: TreeConfig, tokens: int, trained: Any) -> None:
+        self.target, self.prompts, self.tree, self.settings = target, prompts, tree, Settings(tokens, GREEDY)
         self.reference = self._decode(trained)
 
     def check(self, folder: Path, complaint: str, remedy: str = "") -> str:
         """Decode with the head of another folder, and return a message of its τ.
 
-        Refuse other tokens or accepted drafts in one line of complaint, difference and remedy.
+        Refuse other tokens or another τ in one line of complaint, difference and remedy.
         """
         generations = self._decode(load_found(folder, self.target.embeddings, self.target.spec))
         tau, before = (metrics.acceptance(results).tau or 0.0 for results in (generations, self.reference))
         same = [result.tokens for result in generations] == [result.tokens for result in self.reference]
-        near = abs(tau - before) <= SLACK * before
-        if not (same and (_accepted(generations) == _accepted(self.reference) if self.exact else near)):
+        if not same or abs(tau - before) > SLACK * before:
             what = "τ is" if same else "other tokens came out, τ is"
             raise ValueError(f"{complaint}, {what} {tau:.2f} by it, and {before:.2f} by the run's own head{remedy}")
         return f"τ {tau:.2f} over {len(self.prompts)} prompts, greedy by {self.tree.label}, as the run's own head"
@@ -72,9 +63,13 @@ def begin(run: Path, config: PublishConfig) -> Trial | str:
     if file is None:
         return "the run holds no prompts.jsonl"
     content = read_config(head)
-    target = _target(config.target or target_path(content["target"]["name"]), content["target"].get("adapter"))
-    if isinstance(target, str):
-        return target
+    path = config.target or target_path(content["target"]["name"])
+    if on_hub(path) and not isinstance(try_to_load_from_cache(path, "config.json"), str):  # nothing is downloaded
+        return f"{path} is not on this machine; give target=FOLDER of it"
+    try:
+        target = Target.load(path, adapter=content["target"].get("adapter"))
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        return f"the target cannot be loaded here ({one_line(error)})"
     tree = typed(TreeConfig, content["tree"])
     if config.format is not None:
         tree = TreeConfig("chain", config.draft_tokens, 0, 0, [], [])
@@ -86,19 +81,4 @@ def begin(run: Path, config: PublishConfig) -> Trial | str:
     trained = load_found(head, target.embeddings, target.spec)
     if config.format is not None:
         trained = trained.to(dtype=DTYPES[config.dtype])
-    exact = config.format is None and config.base is None
-    return Trial(target, prompts, tree, config.verify_tokens, trained, exact=exact)
-
-
-def _target(path: str, adapter: str | None) -> Target | str:
-    """Return the target if this machine has it, else the reason why not; nothing is downloaded."""
-    if on_hub(path) and not isinstance(try_to_load_from_cache(path, "config.json"), str):
-        return f"{path} is not on this machine; give target=FOLDER of it"
-    try:
-        return Target.load(path, adapter=adapter)
-    except (ValueError, OSError, RuntimeError, MemoryError) as error:
-        return f"the target cannot be loaded here ({one_line(error)})"
-
-
-def _accepted(generations: list[Generation]) -> list[list[int]]:
-    return [[step.accepted for step in result.steps] for result in generations]
+    return Trial(target, prompts, tree, config.verify_tokens, trained)
