@@ -28,6 +28,7 @@ from transformers import (
 
 from heads import HEADS
 from heads.modules.vocab import prune
+from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
 
@@ -227,6 +228,12 @@ def head(name: str, of: Target) -> torch.nn.Module:
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=0.3)
     return made.to(of.dtype).eval().requires_grad_(False)
+
+
+def drafter(name: str, of: Target, tree: str) -> HeadDrafter:
+    """Return a toy head as a draft source."""
+    own: Any = head(name, of)
+    return HeadDrafter(own, TREES[tree], name)
 
 
 def head_of(kind: str, options: dict[str, Any], of: Target) -> torch.nn.Module:

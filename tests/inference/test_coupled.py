@@ -8,14 +8,10 @@ import torch
 
 from heads import HEADS
 from inference.decode import Generation, Settings, autoregress, speculate
-from inference.drafters.head import HeadDrafter
-from inference.drafters.policy import grow
-from inference.protocol import Context
 from inference.verification.rng import Coupled
 from inference.verification.sample import Sampling
-from inference.verification.tree import DraftTree, children
-from inference.verification.verify import decide
-from tests import enumeration, toys
+from inference.verification.tree import DraftTree
+from tests import toys
 from tests.enumeration import verify
 from tests.inference.test_decode import Oracle
 
@@ -29,11 +25,8 @@ SAMPLINGS = {
 }
 
 
-# The text depends on no head: each drafts in one tree under one sampling, and one of them in every tree.
-PRODUCT = [
-    *((head, [*toys.TREES][i % len(toys.TREES)], [*SAMPLINGS][i % len(SAMPLINGS)]) for i, head in enumerate(HEADS)),
-    *(("eagle", tree, "all") for tree in toys.TREES),
-]
+# The text depends on no head: each drafts in one tree under one sampling.
+PRODUCT = [(head, [*toys.TREES][i % len(toys.TREES)], [*SAMPLINGS][i % len(SAMPLINGS)]) for i, head in enumerate(HEADS)]
 
 
 def settings(sampling: str, seed: int) -> Settings:
@@ -47,8 +40,7 @@ def plain(sampling: str, seed: int) -> list[int]:
 
 def drafted(head: str, tree: str, sampling: str, seed: int) -> Generation:
     target = toys.target("llama", torch.float64)
-    source = HeadDrafter(toys.head(head, target), toys.TREES[tree], head)
-    return speculate(target, source, toys.prompt(seed), settings(sampling, seed))
+    return speculate(target, toys.drafter(head, target, tree), toys.prompt(seed), settings(sampling, seed))
 
 
 @pytest.mark.parametrize(("head", "tree", "sampling"), PRODUCT)
@@ -87,17 +79,3 @@ def test_the_output_is_the_targets_whatever_is_drafted() -> None:
             path, token = verify(tree, laws, None, rng, "coupled")
             text = [int(tree.token[node]) for node in path[1:]] + [token]
             assert text == [rng.sample(laws[[0, 1, 3]][[i]], i + 1)[0] for i in range(len(text))]
-
-
-@pytest.mark.parametrize("tree", ["chain", "static", "dynamic", "sampled", "independent", "ragged"])
-def test_policies_race_their_laws_against_the_noise_of_each_depth(tree: str) -> None:
-    """A head with the target's laws ranks the target's own choice first at every depth, so a path ends at a leaf."""
-    sampling = enumeration.SAMPLINGS["penalty"]
-    tables = enumeration.Tables(0, "equal")
-    for seed in range(8):
-        rng = Coupled(seed, CPU, enumeration.PROMPT)
-        context = Context(list(enumeration.PROMPT), sampling, rng, 2)
-        tree_, q, *_ = grow(tables, None, tables.level([()]), enumeration.TREES[tree], [context])[0]
-        assert q is None
-        path, *_ = decide(tree_, tables.scores(tree_, sampling), None, sampling, rng, "coupled")
-        assert not children(tree_)[path[-1]]

@@ -35,10 +35,9 @@ from tests.enumeration import (
 
 ANY = ("match", "point_mass")
 FITTING = {
-    "chain": (*ANY, "token", "block", "recursive", "recursive_replacement", "traversal", "traversal_replacement"),
+    "chain": (*ANY, "token", "block", "recursive", "traversal"),
     **dict.fromkeys(("static", "uneven", "dynamic"), ANY),
     **dict.fromkeys(("sampled", "single", "siblings", "ragged"), (*ANY, "recursive", "traversal")),
-    **dict.fromkeys(("independent", "independent ragged"), (*ANY, "recursive_replacement", "traversal_replacement")),
 }
 CASES = [(tree, rule) for tree, fitting in FITTING.items() for rule in fitting]
 # Each rule on the one shape that asks most of it; `slow` runs every shape under everything.
@@ -49,8 +48,6 @@ CORE = [
     ("static", "point_mass"),
     ("sampled", "recursive"),
     ("sampled", "traversal"),
-    ("independent", "recursive_replacement"),
-    ("independent", "traversal_replacement"),
 ]
 LAWS = [("close", sampling) for sampling in SAMPLINGS] + [(family, "T1") for family in FAMILIES if family != "close"]
 
@@ -106,12 +103,10 @@ def test_emitted_law_is_the_targets_everywhere(tree: str, rule: str, family: str
         assert error(tree, rule, family, sampling, seed) < EXACT
 
 
-@pytest.mark.parametrize("tree", ["chain", "sampled", "ragged", "independent"])
+@pytest.mark.parametrize("tree", ["chain", "sampled"])
 def test_draft_that_equals_the_target_is_always_accepted(tree: str) -> None:
     depth = 2
     for rule in FITTING[tree][2:]:
-        if tree == "ragged":  # the first child has no children
-            continue
         assert passed(tree, rule, "equal").tokens == pytest.approx(depth + 1)
 
 
@@ -122,11 +117,6 @@ ORDER = [
     (("sampled", "match"), ("sampled", "recursive")),
     (("sampled", "recursive"), ("sampled", "traversal")),
     (("ragged", "recursive"), ("ragged", "traversal")),
-    (("independent", "recursive_replacement"), ("independent", "traversal_replacement")),
-    (("independent", "recursive_replacement"), ("sampled", "recursive")),
-    (("independent", "traversal_replacement"), ("sampled", "traversal")),
-    (("chain", "block"), ("independent", "traversal_replacement")),
-    (("chain", "traversal_replacement"), ("chain", "block")),
 ]
 
 
@@ -230,7 +220,9 @@ def pruned_by_own_value(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) 
 
 def wrong_replacement(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found:
     """Test siblings drawn without replacement as if they had been drawn with it."""
-    return RULES["recursive_replacement"].walk(tree, p, q, rng)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rules, "without", lambda probs, _: probs)
+        return RULES["recursive"].walk(tree, p, q, rng)
 
 
 def stopping_block(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found:
@@ -242,7 +234,7 @@ def stopping_block(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Fo
 def stale_residual(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found:
     """Traversal that tries the next sibling against the law from before the rejection."""
 
-    def reject(frame: Frame, x: int, replacement: bool) -> None:
+    def reject(frame: Frame, x: int) -> None:
         assert frame.draft is not None
         left = frame.draft.clone()
         left[x] = 0
@@ -257,9 +249,9 @@ def stale_alpha(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found
     """Traversal that keeps a node's probability when what hangs below it was rejected."""
     reject = rules._reject
 
-    def stale(frame: Frame, x: int, replacement: bool) -> None:
+    def stale(frame: Frame, x: int) -> None:
         alpha = frame.alpha
-        reject(frame, x, replacement)
+        reject(frame, x)
         frame.alpha = alpha
 
     with pytest.MonkeyPatch.context() as patch:

@@ -10,16 +10,9 @@ from inference.drafters.lookahead import Lookahead, merge, window
 from inference.target.target import Target
 from inference.verification.tree import LookAhead
 from tests import toys
-from tests.inference.model_free import Recorder, accepted, decode, make, plain
+from tests.inference.model_free import Recorder, accepted, decode, logits, make, plain
 
 TOKENS = 24
-
-
-def logits(target: Target, text: list[int]) -> torch.Tensor:
-    """Return the logits after a text, by a pass over it alone."""
-    out = target.prefill(torch.tensor(text), target.cache()).logits
-    assert out is not None
-    return out[0, -1]
 
 
 def column(levels: list[list[int]], last: int, i: int) -> list[int]:
@@ -132,13 +125,3 @@ def test_the_pool_keeps_the_latest_of_a_token() -> None:
         state.collect(ngram)
     assert list(state.pool[1]) == [(2, 3), (6, 7)]
     assert list(state.pool[2]) == [(0, 0)]
-
-
-def test_the_pool_belongs_to_one_request() -> None:
-    source = make("lookahead", toys.target(), from_prompt=False)
-    recorder: Any = Recorder(source)
-    decode(toys.target(), recorder, toys.prompt(0), TOKENS)
-    assert recorder.state.pool
-    state = source.start([1, 2])
-    assert state.pool == {}
-    assert state.passes == 0

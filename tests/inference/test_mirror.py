@@ -31,7 +31,7 @@ def mirror(path: str, of: Target, outcomes: int, **changes: Any) -> Mirror:
     """Return the draft source; `changes` are the assistant's values."""
     values: dict[str, Any] = {
         "model": path, "match": "same", "dtype": "float64", "device": None, "trust_remote_code": False,
-        "tree": assistants.CHAIN, "schedule": "constant", "confidence": 0.0,
+        "tree": assistants.CHAIN, "confidence": 0.0,
     }  # fmt: skip
     assistant = Assistant.Config(**{**values, **changes})
     config = build(Mirror.Config, {"outcomes": outcomes, "assistant": {}}, "drafter.mirror", {"assistant": assistant})

@@ -5,10 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from heads.base import Level, Nodes
-from heads.common.resolvers import ROOT
 from heads.common.typed import typed
 from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Context
@@ -66,15 +64,6 @@ def test_best_n_is_a_tree_even_with_ties() -> None:
     assert kept.parent.tolist() == [-1, 0, 1, 1]
 
 
-@pytest.mark.parametrize(("name", "nodes", "depth"), [("medusa63", 63, 4), ("eagle25", 25, 5)])
-def test_published_lists(name: str, nodes: int, depth: int) -> None:
-    loaded = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "tree" / f"{name}.yaml"))
-    assert isinstance(loaded, dict)
-    shape = typed(TreeConfig, {str(k): v for k, v in loaded.items()}).shape()
-    assert len(shape) == nodes
-    assert max(map(len, shape)) == depth
-
-
 @pytest.mark.parametrize(
     ("kind", "change", "told"),
     [
@@ -83,16 +72,14 @@ def test_published_lists(name: str, nodes: int, depth: int) -> None:
         ("dynamic", {"depth": 2, "top_k": 2}, "tree.nodes is 0"),
         ("best_first", {"depth": 3}, "tree.nodes is 0"),
         ("sampled", {"widths": [10**6, 10**6]}, "tree.widths is"),
-        ("sampled", {"widths": [200, 200]}, "more than 16384 nodes"),
+        ("sampled", {"widths": [200, 200]}, "tree.widths makes more than 16384 nodes"),
         ("sampled", {"widths": [0]}, "from 1 to"),
         ("chain", {"depth": 10**9}, "tree.depth is"),
         ("dynamic", {"depth": 3, "nodes": 9, "top_k": 10**9}, "tree.top_k is"),
         ("dynamic", {"depth": -3, "nodes": 9, "top_k": 2}, "tree.depth is"),
-        ("static", {"paths": [[-1]]}, "tree.paths holds a path"),
-        ("static", {"paths": [[]]}, "tree.paths holds a path"),
-        ("static", {"paths": [[16_385]]}, "tree.paths holds a path"),
-        ("static", {"paths": [[rank] for rank in range(16_385)]}, "holds 16385 nodes"),
-        ("chain", {"depth": 2000}, "tree.depth is"),
+        ("static", {"paths": [[-1]]}, "tree.paths is"),
+        ("static", {"paths": [[]]}, "tree.paths is"),
+        ("static", {"paths": [[rank] for rank in range(16_385)]}, "tree.paths makes more than 16384 nodes"),
         ("static", {"paths": [[0] * 100_000]}, "tree.paths is 100000 deep"),
         ("static", {"paths": [[0] * 1000]}, "tree.paths holds .0, 0, .* without its parent"),
         ("sampled", {"widths": [1] * 100_000}, "tree.widths is 100000 deep"),
