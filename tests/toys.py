@@ -3,6 +3,7 @@
 A random model easily falls into one repeating token, which makes every parity test vacuous: `lively` says so.
 """
 
+import copy
 import functools
 import itertools
 import random
@@ -210,7 +211,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def target(name: str = "llama", dtype: torch.dtype = torch.float32) -> Target:
     """Return a toy target of an architecture, the same weights every time."""
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config((ARCHITECTURES | ROUTED)[name])
+    model = AutoModelForCausalLM.from_config(copy.deepcopy((ARCHITECTURES | ROUTED)[name]))  # saving one changes it
     if name in EXPERTS and dtype == torch.float64:
         model.set_experts_implementation("eager")  # their kernels take no fp64
     return Target(model.to(dtype), tokenizer(), name)

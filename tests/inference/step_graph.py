@@ -148,13 +148,15 @@ def side_by_side() -> dict[str, bool]:
     """Return whether compiled drafts of several heads and trees, in turns, are accepted as the reference's are."""
     passes.BACKEND = "eager"
     target = toys.target("llama", torch.float64)
-    heads: list[Any] = [toys.head("eagle", target) for _ in range(2)]
+    config = toys.HEAD_CONFIGS["eagle"] | {"layers": 1}
+    heads: list[Any] = [toys.head_of("eagle", config, target) for _ in range(2)]
     for weight in heads[1].parameters():
         weight.data.mul_(-1)
     sources = [HeadDrafter(head, TREES["dynamic"], "head") for head in heads]
     sources.append(HeadDrafter(heads[0], TREES["chain"], "head"))
-    ways = [Settings(12, sampling, seed=1) for sampling in (GREEDY, Sampling(0.8, 0, 0.9, repetition_penalty=1.3))]
-    texts = [[(source, toys.prompt(i, 4 + 9 * i), way) for i in range(2)] for way in ways for source in sources]
+    greedy, warm = (Settings(12, how, seed=1) for how in (GREEDY, Sampling(0.8, 0, 0.9, repetition_penalty=1.3)))
+    kinds = [(sources[0], warm), *((source, greedy) for source in sources)]
+    texts = [[(source, toys.prompt(i, 4 + 9 * i), way) for i in range(2)] for source, way in kinds]
     in_turns = [request for several in zip(*texts, strict=True) for request in several]
 
     def facts(generation: Generation) -> tuple[Any, ...]:

@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.base import Level, Nodes
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.assistant import Assistant, AssistantState
-from inference.drafters.policy import grow
 from inference.drafters.runner import DraftModelRunner
 from inference.drafters.vocabulary import SharedVocabulary
 from inference.protocol import Context, Proposal
@@ -19,20 +17,12 @@ from inference.target import probe
 from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification import tree as trees
-from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY, Sampling, distribution, penalize
 from tests import assistants, families, toys
 from tests.inference.model_free import Recorder
 
 TOKENS = 20
 T1 = Sampling(1.0, 0, 1.0)
-
-
-@pytest.fixture(scope="module")
-def near(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model that agrees with the toy target often, not always."""
-    model = assistants.noisy(toys.target().model, 0.02)
-    return assistants.save(model, toys.tokenizer(), tmp_path_factory.mktemp("near"))
 
 
 @pytest.fixture(scope="module")
@@ -45,47 +35,6 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> str:
 def text(seed: int) -> list[int]:
     """Return the target's greedy text."""
     return autoregress(toys.target(), toys.prompt(seed), Settings(TOKENS, GREEDY)).tokens
-
-
-class Afresh:
-    """The naive reference: a model that reads every path again from the first token, without a cache."""
-
-    max_depth = 100
-    vocab = None
-
-    def __init__(self, model: Any, context: list[int]) -> None:
-        self.model, self.paths = model, [context]
-
-    def logits(self) -> Level:
-        rows = [self.model(input_ids=torch.tensor([path]), use_cache=False).logits[0, -1] for path in self.paths]
-        return Level(torch.stack(rows)[None], torch.zeros(1, len(rows), 0))
-
-    def expand(self, state: Any, level: Level, nodes: Nodes) -> Level:
-        self.paths = [
-            [*self.paths[p], t] for p, t in zip(nodes.parent[0].tolist(), nodes.token[0].tolist(), strict=True)
-        ]
-        return self.logits()
-
-
-@pytest.mark.parametrize("tree", toys.TREES)
-def test_every_draft_is_that_of_a_model_without_a_cache(near: str, tree: str) -> None:
-    config = toys.TREES[tree]
-    source = assistants.assistant(near, toys.target(), tree=config, dtype="float64")
-    model = source.model.model
-    watched = Recorder(source)
-    made = speculate(toys.target(), watched, toys.prompt(1), Settings(TOKENS, GREEDY))
-    assert made.tokens == text(1)
-    accepted, whole = [], toys.prompt(1) + made.tokens
-    for (context, _), proposal in zip(watched.asked, watched.proposed, strict=True):
-        reference = Afresh(model, context)
-        room = len(whole) - len(context) - 1
-        rng = Generator(0, torch.device("cpu"))
-        expected = grow(reference, None, reference.logits(), config, [Context(context, GREEDY, rng, room)])[0].tree
-        assert proposal.tree.token.tolist() == expected.token.tolist()
-        assert proposal.tree.parent.tolist() == expected.parent.tolist()
-        accepted.append(trees.agreed(expected, whole[len(context) :]))
-    assert accepted == [step.accepted for step in made.steps]
-    assert len(set(accepted)) > 1
 
 
 @pytest.mark.parametrize("tree", ["chain", "sampled"])
@@ -165,11 +114,8 @@ def test_a_chain_ends_with_the_answer(clone: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("padded", ["target", "assistant"])
 def test_lm_heads_padded_to_different_sizes(padded: str, tmp_path: Path) -> None:
     """Rows that no token has are nearly as likely as any here, so that a leak of one would be seen."""
-    order = list(range(toys.VOCAB))
-    smaller, larger = (
-        assistants.noisy(toys.target().model, 0.02),
-        assistants.reordered(toys.target().model, [*order, 3, 5]),
-    )
+    smaller = assistants.noisy(toys.target().model, 0.02)
+    larger = assistants.reordered(toys.target().model, [*range(toys.VOCAB), 3, 5])
     with torch.no_grad():
         larger.get_output_embeddings().weight[toys.VOCAB :] *= 0.98  # a tie with 3 or 5 is anybody's
     pair = (larger, smaller) if padded == "target" else (smaller, larger)
@@ -211,12 +157,9 @@ def test_a_bad_value_is_named_in_one_line(clone: str, changes: dict[str, Any], n
 
 
 def test_another_tokenizer_is_named_with_the_ways_out(tmp_path: Path) -> None:
-    names = [f"w{i}" for i in range(toys.VOCAB)]
-    other = assistants.words([*names[:7], names[8], names[7], *names[9:]])
-    path = assistants.save(toys.target().model, other, tmp_path)
-    with pytest.raises(ValueError, match=r"token 'w7' is 7 .* and 8 .*use match=tli") as error:
+    path = assistants.save(toys.target().model, words([*range(7), 8, 7, *range(9, toys.VOCAB)]), tmp_path)
+    with pytest.raises(ValueError, match=r"token 'w7' is 7 .* and 8 .*use match=tli"):
         assistants.assistant(path, toys.target())
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.gpu

@@ -33,13 +33,6 @@ LENGTHS = (7, 1, 19)
 T1 = Sampling(1.0, 0, 1.0)
 
 
-@pytest.fixture(scope="module")
-def near(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model that agrees with the toy target often, not always."""
-    model = assistants.noisy(toys.target("llama", DOUBLE).model, 0.02)
-    return assistants.save(model, toys.tokenizer(), tmp_path_factory.mktemp("near"))
-
-
 def mtp(target: Target, near: str) -> Drafter:
     folder = test_mtp.save(Path(near) / "mtp", "behind")
     return MtpDrafter(MtpDrafter.Config(str(folder), toys.TREES["dynamic"]), target, "mtp")

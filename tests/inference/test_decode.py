@@ -239,8 +239,6 @@ def test_settings(values: dict[str, Any], words: str) -> None:
 
 
 def test_lengths_of_an_evaluation() -> None:
-    with pytest.raises(ValueError, match="min_new_tokens is 9: give 0 to max_new_tokens, which is 8"):
-        eval_config(run=None, drafter={"plain": {}}, max_new_tokens=8, min_new_tokens=9)
     with pytest.raises(ValueError, match="tune=true lets answers end by themselves"):
         eval_config(run="a", tune=True, min_new_tokens=9)
 

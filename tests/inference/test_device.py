@@ -117,7 +117,7 @@ def statistic(counts: Tensor) -> float:
 
 def test_what_is_drafted_says_nothing_of_other_drafts_coins_or_noise() -> None:
     """Tokens of every pair of numbers that one text reads, over many seeds, against the product of their probs."""
-    probs, count = torch.tensor([[0.4, 0.3, 0.2, 0.1]]), 1000
+    probs, count = torch.tensor([[0.4, 0.3, 0.2, 0.1]]), 600
     rows: list[list[int]] = []
     for seed in range(count):
         text = list(range(7))
@@ -176,16 +176,12 @@ def test_one_tree_is_followed_on_the_host_as_many_are_on_the_device() -> None:
     """Random trees of few tokens, so that paths are long, with absent nodes and every room."""
     generator = torch.Generator().manual_seed(3)
     lengths = set()
-    for case in range(300):
+    for case in range(200):
         size = 2 + case % 12
-        parent = torch.tensor([-1, *(int(torch.randint(node, (), generator=generator)) for node in range(1, size))])
-        token = torch.randint(-1 if case % 3 == 0 else 0, 4, (size,), generator=generator)
-        for node in range(1, size):  # siblings are different tokens
-            before = [int(token[other]) for other in range(1, node) if parent[other] == parent[node]]
-            token[node] = (
-                next((each for each in range(4) if each not in before), -1) if token[node] in before else token[node]
-            )
-        tree = DraftTree(token[None].clone(), parent[None])
+        parent = [-1, *(int(torch.randint(node, (), generator=generator)) for node in range(1, size))]
+        token = [parent[:node].count(above) for node, above in enumerate(parent)]  # siblings are different tokens
+        absent = torch.rand(size, generator=generator) < (0.2 if case % 3 == 0 else 0)
+        tree = DraftTree(torch.tensor([token]).masked_fill(absent, -1), torch.tensor([parent]))
         tree.token[:, 0] = 1
         above = ancestors(tree)
         depth, room = above.sum(-1) - 1, torch.tensor([case % 5])

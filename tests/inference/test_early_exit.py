@@ -13,15 +13,16 @@ from inference.decode import Settings, speculate
 from inference.drafters.contrib.early_exit import EarlyExit
 from inference.drafters.contrib.layer_skip import FORMAT, LayerSkip, SkipFile, save_skips
 from inference.drafters.policy import TreeConfig
-from inference.protocol import Context, Drafter, Proposal
+from inference.protocol import Commit, Context, Drafter, Proposal
 from inference.target import probe
 from inference.target.target import Target
 from inference.verification import tree as trees
 from inference.verification.rng import Generator, Rng
 from inference.verification.sample import GREEDY, Sampling, distribution
 from inference.verification.tree import DraftTree
-from tests import toys
+from tests import assistants, toys
 from tests.enumeration import EXACT, distance, law, verify
+from tests.inference.test_mirror import mirror
 
 TOKENS = 24
 NEAR = {"gemma2": 1e-5}  # its attention takes the softmax in fp32 whatever the model's dtype
@@ -165,9 +166,10 @@ def one_pass(target: Target, source: Drafter, depths: set[int]) -> dict[tuple[in
     prefix = len(PROMPT) - 1
 
     def program(rng: Rng) -> tuple[int, ...]:
-        cache = target.cache()
-        target.prefill(torch.tensor(PROMPT[:-1]), cache)
-        made = source.propose(Context(PROMPT, SAMPLING, rng, HORIZON - 1, cache))
+        cache, state = target.cache(), source.start(PROMPT[:-1])
+        out = target.prefill(torch.tensor(PROMPT[:-1]), cache)
+        state.update(Commit(torch.tensor(PROMPT[1:]), out, None))
+        made = state.propose(Context(PROMPT, SAMPLING, rng, HORIZON - 1, cache))
         score, entered = target.score, made.entered
         out = score(made.tree, cache) if entered is None else target.parts.score_from(entered, made.tree, cache)
         assert out.logits is not None
@@ -182,8 +184,23 @@ def one_pass(target: Target, source: Drafter, depths: set[int]) -> dict[tuple[in
     return law(program)
 
 
+def assistant(target: Target, folder: Path, shape: str) -> Drafter:
+    path = assistants.save(assistants.noisy(target.model, 0.05), toys.tokenizer(), folder)
+    if shape == "mirror":
+        return mirror(path, target, 0, tree=assistants.chain(2))
+    kind, confidence = ("sampled", 0.0) if shape == "tli" else ("chain", 0.6)
+    tree = TreeConfig(kind, 2, 0, 0, [], [2, 1])
+    match = "tli" if shape == "tli" else "same"
+    return assistants.assistant(path, target, match=match, tree=tree, confidence=confidence, dtype="float64")
+
+
 @pytest.mark.parametrize(
-    ("make", "shape"), [(early_exit, "chain"), (early_exit, "tree"), (layer_skip, "0"), (layer_skip, "0.3")]
+    ("make", "shape"),
+    [
+        *((early_exit, shape) for shape in ("chain", "tree")),
+        *((layer_skip, shape) for shape in ("0", "0.3")),
+        *((assistant, shape) for shape in ("doubting", "tli", "mirror")),
+    ],
 )
 def test_emitted_law_is_the_targets(tmp_path: Path, make: object, shape: str) -> None:
     target = toys.target("llama", torch.float64)

@@ -1,6 +1,7 @@
 """Test 5 of the design: the law of the emitted tokens is the target's, for every rule, by exact enumeration."""
 
 import functools
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -8,10 +9,10 @@ import torch
 from torch import Tensor
 
 from inference.verification import rules
-from inference.verification.rng import Rng
+from inference.verification.rng import Coupled, Rng
 from inference.verification.rules import Frame
 from inference.verification.sample import Sampling, distribution
-from inference.verification.tree import DraftTree
+from inference.verification.tree import DraftTree, paths
 from inference.verification.verify import RULES
 from tests.enumeration import (
     EXACT,
@@ -79,7 +80,7 @@ def error(tree: str, rule: str, family: str, sampling: str, seed: int = 0) -> fl
 
 def test_every_lossless_rule_is_enumerated() -> None:
     lossless = {name for name, rule in RULES.items() if not rule.lossy}
-    assert {rule for _, rule in CASES} == {rule for _, rule in CORE} == lossless - {"coupled"}  # test_coupled.py
+    assert {rule for _, rule in CASES} == {rule for _, rule in CORE} == lossless - {"coupled"}  # below
 
 
 @pytest.mark.parametrize(("family", "sampling"), LAWS)
@@ -183,6 +184,20 @@ def test_block_verification_is_its_papers(family: str) -> None:
     assert distance(ours.law, literal.law) < 1e-10  # of whole texts, their lengths included
 
 
+def test_coupled_outputs_are_the_targets_whatever_is_drafted() -> None:
+    """Exact: with each position's token fixed by the noise, every tree over the vocabulary leads to that text."""
+    p = torch.softmax(torch.randn(7, 3, generator=torch.Generator().manual_seed(0)), -1)
+    parent = torch.tensor([-1, 0, 0, 1, 1, 2, 2])
+    for tokens in itertools.product(range(3), repeat=4):
+        tree = DraftTree(torch.tensor([0, tokens[0], tokens[1], tokens[2], tokens[3], tokens[2], tokens[3]]), parent)
+        laws = p[[0, 1, 1, 2, 2, 2, 2]]  # a law a depth, so that the text does not depend on the path
+        for seed in range(4):
+            rng = Coupled(seed, torch.device("cpu"), range(3))
+            path, token = verify(tree, laws, None, rng, "coupled")
+            text = [int(tree.token[node]) for node in path[1:]] + [token]
+            assert text == [rng.sample(laws[[0, 1, 3]][[i]], i + 1)[0] for i in range(len(text))]
+
+
 def typical_acceptance(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found:
     return rules.typical(tree, p, rng)
 
@@ -190,12 +205,7 @@ def typical_acceptance(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -
 def one_sample_per_path(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found:
     """Resample the target for every root-leaf path and keep the longest match (Medusa's and REST's nucleus mode)."""
     best: Found = ([0], rng.sample(p[:1])[0])
-    for leaf in range(1, len(tree.parent)):
-        path, node = [], leaf
-        while node >= 0:
-            path.append(node)
-            node = int(tree.parent[node])
-        path = path[::-1]
+    for path in paths(tree):
         matched = [0]
         for node in path[1:]:
             if rng.sample(p[matched[-1]][None])[0] != int(tree.token[node]):

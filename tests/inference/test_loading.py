@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, Gemma3TextConfig, MistralConfig, PreTrainedConfig
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
-from eval.inputs.drafters import model_of
 from heads.common.target_config import read_target_config, text_tower
 from heads.formats.published.export import Served, export
 from heads.formats.store import QUANTISED, load_head, save_head
@@ -39,16 +38,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 
 # The first is the one that `make setup` installs; the others are tested where their libraries are.
-def test_transformers_draws_no_bar_over_weights(capfd: pytest.CaptureFixture[str]) -> None:
-    loggers = [logging.getLogger(f"transformers.{name}") for name in loading.LISTING]
-    before = [logger.level for logger in loggers]
-    with loading._quiet():
-        list(transformers.logging.tqdm(range(3), desc="Loading weights"))
-    assert [logger.level for logger in loggers] == before
-    assert capfd.readouterr().err == ""
-    assert transformers.logging.is_progress_bar_enabled()
-
-
 @pytest.fixture(scope="module", params=["int8", "torchao_int8", "bnb_int8", "bnb_nf4"])
 def quantised(request: pytest.FixtureRequest, plain: Target) -> Target:
     if request.param != "int8":
@@ -61,6 +50,7 @@ def test_linear_layers_are_quantised_and_what_heads_read_is_not(plain: Target, q
     assert plain.quantized is None
     assert quantised.quantized is not None
     assert quantised.takes_trees
+    assert quantised.spec == plain.spec, "a head of the target is one of its quantised form"
     assert torch.equal(quantised.embeddings.head_weight(), plain.embeddings.head_weight())
     assert torch.equal(quantised.embeddings.embed(token), plain.embeddings.embed(token))
     found, expected = (each.features(token, torch.zeros_like(token), ()).last_hidden for each in (quantised, plain))
@@ -79,12 +69,6 @@ def test_speculation_equals_plain_decoding_of_the_same_weights(quantised: Target
     made = speculate(quantised, Oracle(expected, 3), toys.prompt(0), Settings(20, GREEDY))
     assert made.tokens == expected
     assert made.tau == 19 / 5
-
-
-def test_a_head_of_the_target_is_one_of_its_quantised_form(plain: Target, quantised: Target, tmp_path: Path) -> None:
-    assert quantised.spec == plain.spec
-    save_head(tmp_path / "head", toys.head("eagle", plain), plain.spec, TREE)
-    load_head(tmp_path / "head", quantised.embeddings, quantised.spec)
 
 
 def test_a_checkpoint_that_is_quantised_loads_as_it_is(
@@ -157,16 +141,6 @@ def test_refusals_are_one_line(plain: Target, tmp_path: Path, monkeypatch: pytes
     refused(r"model\.path=.*no causal LM with tokenizer loads from there \(.*AWQ.*pip install", str(own), None)
     monkeypatch.setattr(loading, "find_spec", lambda _: None)
     refused(r"needs optimum-quanto, which is not installed: pip install optimum-quanto")
-
-
-def test_the_run_says_how_it_was_quantised_unless_the_user_does(tmp_path: Path, plain: Target) -> None:
-    save_head(tmp_path / "head", toys.head("eagle", plain), plain.spec, TREE)
-    (tmp_path / "config.yaml").write_text(f"model: {{path: {plain.name}, quantize: int8}}")
-    nothing: dict[str, Any] = {"quantize": None}
-    assert model_of(str(tmp_path), nothing).quantize == "int8"
-    assert model_of(str(tmp_path), {"quantize": "none"}).quantize == "none"
-    (tmp_path / "config.yaml").write_text(f"model: {{path: {plain.name}}}")
-    assert model_of(str(tmp_path), nothing).quantize is None
 
 
 def test_scores_that_a_target_caps_are_capped_whatever_attention_transformers_would_take(
@@ -274,13 +248,6 @@ def test_an_attention_from_the_hub_is_code(folder: Path, key: str, value: object
         read_target_config(str(folder), trust_remote_code=False)
 
 
-def test_weights_that_are_missing_are_not_made_up(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    del weights["model.layers.1.self_attn.q_proj.weight"], weights["model.norm.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    assert "its files hold no model.layers.1.self_attn.q_proj.weight, nor 1 others" in refusal(folder)
-
-
 def test_a_library_that_panics_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class PanicException(BaseException):  # as pyo3 makes them, which cannot be imported
         pass
@@ -294,32 +261,34 @@ def test_a_library_that_panics_is_one_line(folder: Path, monkeypatch: pytest.Mon
         loading.load_tokenizer(str(folder), trust_remote_code=False)
 
 
-def test_weights_that_are_no_numbers_are_named(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    weights["model.layers.1.self_attn.q_proj.weight"].fill_(float("nan"))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    assert "model.layers.1.self_attn.q_proj.weight holds what is no finite number" in refusal(folder)
-
-
 @pytest.mark.parametrize("damage", [b"", b"\x08\x00\x00", b"\xff" * 8 + b"{}"])
 def test_weights_that_are_damaged_are_one_line(folder: Path, damage: bytes) -> None:
     (folder / "model.safetensors").write_bytes(damage)
     assert "no causal LM with tokenizer loads from there" in refusal(folder)
 
 
-def test_weights_of_other_shapes_are_named_as_that(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    name = "model.layers.1.self_attn.q_proj.weight"
-    save_file(weights | {name: weights[name][:7].clone()}, folder / "model.safetensors", metadata={"format": "pt"})
-    assert "its weights have other shapes than its config.json says" in refusal(folder)
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
-@pytest.mark.parametrize("kind", [torch.int64, torch.bool])
-def test_weights_of_whole_numbers_are_no_weights(folder: Path, kind: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (None, f"its files hold no {Q_PROJ}, nor 1 others"),  # which are not made up
+        (lambda weight: torch.full_like(weight, torch.nan), f"{Q_PROJ} holds what is no finite number"),
+        (lambda weight: weight[:7].clone(), "its weights have other shapes than its config.json says"),
+        (lambda weight: weight.to(torch.int64), f"{Q_PROJ} is of type"),
+        (lambda weight: weight.to(torch.bool), f"{Q_PROJ} is of type"),
+    ],
+)
+def test_weights_that_are_none_of_the_target_are_named(folder: Path, change: Any, told: str) -> None:
     weights = load_file(folder / "model.safetensors")
-    name = "model.layers.1.self_attn.q_proj.weight"
-    save_file(weights | {name: weights[name].to(kind)}, folder / "model.safetensors", metadata={"format": "pt"})
-    assert f"{name} is of type" in refusal(folder)
+    weight = weights.pop(Q_PROJ)
+    if change is None:
+        del weights["model.norm.weight"]
+    else:
+        weights[Q_PROJ] = change(weight)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert told in refusal(folder)
 
 
 def test_an_adapter_in_the_folder_is_not_loaded_unasked(folder: Path) -> None:

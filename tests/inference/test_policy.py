@@ -59,6 +59,7 @@ class Table:
 
     def __init__(self, pruned: bool, sharpness: float = 2.0) -> None:
         self.sharpness, self.calls = sharpness, list[int]()
+        self.lineages: list[tuple[int, ...]] = []  # of the known paths, the numbers of the drafted rows on them
         self.generator, self.rows, self.known = torch.Generator().manual_seed(1), dict[Path, Tensor](), list[Path]()
         self.vocab = DraftVocabulary(5, VOCAB) if pruned else None
         if self.vocab is not None:
@@ -73,6 +74,7 @@ class Table:
     def level(self, paths: list[list[Path]]) -> Level:
         index = torch.arange(len(self.known), len(self.known) + len(paths) * len(paths[0])).view(len(paths), -1, 1)
         self.known += [path for row in paths for path in row]
+        self.lineages += [()] * (len(self.known) - len(self.lineages))
         return Level(torch.stack([torch.stack([self.logits(path) for path in row]) for row in paths]), index.double())
 
     def expand(self, state: Any, level: Level, nodes: Nodes) -> Level:
@@ -82,7 +84,14 @@ class Table:
         ]
         self.calls.append(nodes.token.shape[1])
         assert all(len(path) == nodes.depth + 1 for row in paths for path in row), "a path begins with its root"
-        return self.level(paths)
+        made, rows = self.level(paths), nodes.mask.shape[2]
+        for b, parents in enumerate(nodes.parent.tolist()):  # a drafted row sees those on its own path alone
+            for i, parent in enumerate(parents):
+                above = self.lineages[int(level.hidden[b, parent, 0])]
+                lineage = (*above, rows - len(parents) + i)
+                self.lineages[int(made.hidden[b, i, 0])] = lineage
+                assert nodes.mask[b, i].nonzero()[:, 0].tolist() == list(lineage)
+        return made
 
 
 class Ranking(NamedTuple):

@@ -83,15 +83,10 @@ def test_the_index_finds_what_a_scan_finds(least: int, most: int, match: str) ->
             expected = scanned(text, source.config)
             assert proposed(state, text) == expected
             found += bool(expected)
-    assert found > 20
+    assert found > 12
 
 
 def test_a_match_of_the_whole_text_is_no_match() -> None:
     state = make("prompt_lookup", toys.target(), ngram_max=5).start([7])
     assert proposed(state, [7]) == []
     assert proposed(state, [7, 7]) == [7]
-
-
-def test_the_index_grows_linearly() -> None:
-    state = make("prompt_lookup", toys.target()).start(random.Random(0).choices(range(1000), k=5000))
-    assert len(state.after) <= 3 * 5000

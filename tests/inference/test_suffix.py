@@ -75,17 +75,6 @@ def test_counts_equal_brute_force_while_texts_come_and_go(vocabulary: int) -> No
         assert tree.nodes == 0
 
 
-@pytest.mark.parametrize("name", ["random", "repeated", "one token"])
-def test_memory_grows_linearly(name: str) -> None:
-    chance = random.Random(0)
-    once = chance.choices(range(1000), k=300)
-    text = {"random": chance.choices(range(1000), k=1200), "repeated": once * 4, "one token": [7] * 1200}[name]
-    tree = SuffixTree(24)
-    tree.start()
-    tree.extend(text)
-    assert tree.nodes <= 2.1 * len(text)
-
-
 def literal(source: Suffix, texts: list[list[int]], text: list[int], room: int) -> tuple[list[int], float]:
     """Return the path that the method's description gives, from counts of all substrings, and its score."""
     config = source.config

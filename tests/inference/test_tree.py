@@ -6,15 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from heads.base import Level, Nodes
 from heads.common.typed import typed
-from inference.drafters.policy import TreeConfig, grow
-from inference.protocol import Context
+from inference.drafters.policy import TreeConfig
 from inference.verification import tree as trees
-from inference.verification.rng import Generator
-from inference.verification.sample import Sampling
 from inference.verification.tree import DraftTree
-from tests import toys
 
 #     0
 #    / \
@@ -92,44 +87,6 @@ def test_a_tree_that_nobody_can_build_is_refused(kind: str, change: dict[str, An
         typed(TreeConfig, whole | change)
     assert len(str(error.value)) < 500
     assert process_time() - before < 10  # OmegaConf alone would take half a minute
-
-
-class Watching:
-    """A head of random logits that checks the mask of every call: a drafted row sees those on its own path alone.
-
-    Which rows these are it tells from the paths' tokens, so nothing of it comes of the tree that is being grown.
-    """
-
-    max_depth = 4
-    vocab = None
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(0)
-        self.rows: list[tuple[int, ...]] = []
-        self.level: list[tuple[int, ...]] = [()]
-
-    def answer(self) -> Level:
-        logits = torch.randn(len(self.level), toys.VOCAB, generator=self.generator)
-        return Level(logits[None], logits[None, :, :0])
-
-    def expand(self, state: Any, level: Level, nodes: Nodes) -> Level:
-        drafted = zip(nodes.token[0].tolist(), nodes.parent[0].tolist(), strict=True)
-        self.level = [(*self.level[above], each) for each, above in drafted]
-        self.rows += self.level
-        assert {len(path) for path in self.level} == {nodes.depth}
-        assert nodes.mask[0].tolist() == [[row == path[: len(row)] for row in self.rows] for path in self.level]
-        return self.answer()
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", toys.TREES)
-def test_a_drafted_row_sees_its_own_path_and_no_sibling(name: str, temperature: float) -> None:
-    head = Watching()
-    context = Context([3, 5], Sampling(temperature, 0, 1.0), Generator(0, torch.device("cpu")), 4)
-    grown = grow(head, None, head.answer(), toys.TREES[name], [context])[0].tree
-    assert len(head.rows) > (0 if name == "chain" else 3)
-    below = {tuple(grown.token[path[1:]].tolist()) for path in trees.paths(grown)}
-    assert len(below) == len(trees.paths(grown))  # so paths are told apart by their tokens
 
 
 def test_a_chain_is_a_tree_of_one_path() -> None:
