@@ -39,7 +39,7 @@ from inference.verification.sample import GREEDY
 
 ASSISTANT = {
     "source": "assistant", "match": "same", "dtype": None, "device": None, "trust_remote_code": False,
-    "schedule": "constant", "confidence": 0.0,
+    "confidence": 0.0,
 }  # fmt: skip
 LOOKUP = {"ngram_min": 1, "ngram_max": 2, "tokens": 10, "match": "first"}  # transformers' defaults
 HEADER = f"{'drafter':24} {'τ':>6} {'τ HF':>6} {'τ / HF':>7} {'s':>7} {'s HF':>7} {'HF / s':>7} interval  same text"

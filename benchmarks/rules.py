@@ -35,15 +35,13 @@ SMALL = {
     "greedy chain": TreeConfig("static", 0, 0, 0, [[0], [0, 0]], []),
     "drawn chain": TreeConfig("chain", 2, 0, 0, [], []),
     "greedy tree": TreeConfig("static", 0, 0, 0, [[0], [1], [0, 0], [1, 0]], []),
-    "tree, with replacement": TreeConfig("independent", 0, 0, 0, [], [2, 1]),
-    "tree, without": TreeConfig("sampled", 0, 0, 0, [], [2, 1]),
+    "drawn tree": TreeConfig("sampled", 0, 0, 0, [], [2, 1]),
 }
 LARGE = {
     "greedy chain": TreeConfig("static", 0, 0, 0, [[0] * depth for depth in range(1, 5)], []),
     "drawn chain": TreeConfig("chain", 4, 0, 0, [], []),
     "greedy tree": TreeConfig("dynamic", 4, 4, 21, [], []),
-    "tree, with replacement": TreeConfig("independent", 0, 0, 0, [], [3, 2, 1, 1]),
-    "tree, without": TreeConfig("sampled", 0, 0, 0, [], [3, 2, 1, 1]),
+    "drawn tree": TreeConfig("sampled", 0, 0, 0, [], [3, 2, 1, 1]),
 }
 RULES = (
     ("greedy chain", "point_mass"),
@@ -51,22 +49,16 @@ RULES = (
     ("drawn chain", "token"),
     ("drawn chain", "block"),
     ("greedy tree", "point_mass"),
-    ("tree, with replacement", "match"),
-    ("tree, with replacement", "recursive_replacement"),
-    ("tree, with replacement", "traversal_replacement"),
-    ("tree, without", "match"),
-    ("tree, without", "recursive"),
-    ("tree, without", "traversal"),
+    ("drawn tree", "match"),
+    ("drawn tree", "recursive"),
+    ("drawn tree", "traversal"),
 )
 ORDER = (
     (("drawn chain", "match"), ("drawn chain", "token")),
     (("drawn chain", "token"), ("drawn chain", "block")),
-    (("tree, with replacement", "recursive_replacement"), ("tree, with replacement", "traversal_replacement")),
-    (("tree, without", "recursive"), ("tree, without", "traversal")),
-    (("tree, with replacement", "recursive_replacement"), ("tree, without", "recursive")),
-    (("tree, with replacement", "traversal_replacement"), ("tree, without", "traversal")),
+    (("drawn tree", "recursive"), ("drawn tree", "traversal")),
     (("greedy chain", "point_mass"), ("drawn chain", "block")),
-    (("greedy tree", "point_mass"), ("tree, without", "traversal")),
+    (("greedy tree", "point_mass"), ("drawn tree", "traversal")),
 )
 
 

@@ -342,8 +342,7 @@ def _decided(prefix: Prefix, settings: Settings, seeds: str, count: int) -> list
         if proposal.q is not None:
             proposal = session.state.propose(Context(session.context, sampling, rng, room, session.cache))
             logits = _looked_up(session, proposal, cached)
-        how = settings.rule, proposal.replacement
-        path, token, _ = decide(proposal.tree, logits, proposal.q, sampling, rng, *how)
+        path, token, _ = decide(proposal.tree, logits, proposal.q, sampling, rng, settings.rule)
         sampled.append(int(proposal.tree.token[path[1]]) if len(path) > 1 else token)
     return sampled
 

@@ -33,7 +33,7 @@ from inference.verification.sample import Sampling
 from inference.verification.verify import is_lossy
 
 RANKS = 10  # ranks of a depth's guesses that are counted apart
-SAMPLED = ("chain", "sampled", "independent")  # kinds of tree whose nodes are sampled above temperature 0
+SAMPLED = ("chain", "sampled")  # kinds of tree whose nodes are sampled above temperature 0
 
 
 @dataclass(frozen=True)

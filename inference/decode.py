@@ -70,7 +70,9 @@ def speculate(
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}: give 1 or more")
-    if not _are_lists(prompts):
+    kinds = (Integral, list)  # one prompt's token ids, or several such lists
+    listed = isinstance(prompts, Sequence) and any(all(isinstance(one, kind) for one in prompts) for kind in kinds)
+    if not listed:
         raise ValueError(
             f"prompts is a {type(prompts).__name__}: give a list of token ids, or a list of such lists; a tensor has "
             "tolist(), and inference.api.generate takes text"
@@ -89,12 +91,6 @@ def speculate(
         raise ValueError("settings is a list, but the prompt is one: give its settings, or a list of prompts")
     report = on_tokens and (lambda _, tokens, sources: on_tokens(tokens, sources))
     return _several(target, drafter, [(prompts, settings)], report, batch_size)[0]
-
-
-def _are_lists(prompts: Any) -> bool:
-    """Whether these are token ids, or lists."""
-    kinds = (Integral, list)
-    return isinstance(prompts, Sequence) and any(all(isinstance(prompt, kind) for prompt in prompts) for kind in kinds)
 
 
 def _several(

@@ -22,10 +22,9 @@ GREEDY_INVERSE_TEMPERATURE = 2.0  # chosen by benchmarks/ranking.py (docs/engine
 class Context(NamedTuple):
     """What a proposal may read: the tokens so far, how the target is sampled, the randomness, and the depth left.
 
-    No node or look-ahead token may lie deeper than `room`: there the target's context or the answer ends. Under a
-    budget of depth `room` is less, and `reach` is what it was: look-ahead tokens are no drafts, but make later ones.
-    `cache` holds the target's entries before the last token. Only a source that drafts with the target itself writes to
-    it: entries behind the committed ones, which it drops again, or hands on as `Proposal.entered`.
+    No node or look-ahead token may lie deeper than `room`: there the target's context or the answer ends. `cache` holds
+    the target's entries before the last token. Only a source that drafts with the target itself writes to it: entries
+    behind the committed ones, which it drops again, or hands on as `Proposal.entered`.
     """
 
     token: list[int]
@@ -33,26 +32,19 @@ class Context(NamedTuple):
     rng: Rng
     room: int
     cache: TargetCache | None = None
-    reach: int | None = None  # None: `room`
-
-    @property
-    def ahead(self) -> int:
-        """How deep a look-ahead token may lie."""
-        return self.room if self.reach is None else self.reach
 
 
 class Proposal(NamedTuple):
     """A tree rooted at the last token; the probs q its children were sampled from, if they were; look-ahead tokens.
 
-    Siblings are in the order of sampling, without `replacement` unless it says so. `entered` says that all nodes have
-    run through the target's first layers; then there are no look-ahead tokens. `expected` is how many drafted tokens
-    the source expects to be accepted, 0 of one that does not know (see `Drafter.scores`).
+    Siblings are in the order in which they were sampled, without replacement. `entered` says that all nodes have run
+    through the target's first layers; then there are no look-ahead tokens. `expected` is how many drafted tokens the
+    source expects to be accepted, 0 of one that does not know (see `Drafter.scores`).
     """
 
     tree: DraftTree
     q: Float[Tensor, "N V"] | None = None
     look_ahead: LookAhead | None = None
-    replacement: bool = False
     entered: Entered | None = None
     expected: float = 0.0
 
@@ -60,13 +52,6 @@ class Proposal(NamedTuple):
 def sampled_chain(token: Int[Tensor, "N"], q: Sequence[Float[Tensor, "1 V"]]) -> Proposal:
     """Return the proposal of a chain, the root its first token, whose others were sampled from these probs."""
     return Proposal(chain(token), torch.cat([*q, torch.zeros_like(q[-1])]).to(token.device) if q else None)
-
-
-class SampledShape(NamedTuple):
-    """The parents of a fixed shape's nodes, the root's -1, and whether siblings are sampled with replacement."""
-
-    parents: tuple[int, ...]
-    replacement: bool
 
 
 class Verified(NamedTuple):
@@ -148,8 +133,8 @@ class DraftBatch(Protocol):
         deepest: the depth of the deepest node of a tree in the step at hand; 0 where nothing is drafted.
         nodes: the most nodes of a tree in any step, the root included.
         chain: whether the step's trees are chains, so that an accepted path is their beginning.
-        sampled: the shape whose children are sampled in the step where roots say so; None where all trees are filled by
-            rank.
+        sampled: the parents of the nodes of the shape whose children are sampled in the step where roots say so, the
+            root's -1; None where all trees are filled by rank.
         form: what tells the step's trees from those of other steps.
     """
 
@@ -157,7 +142,7 @@ class DraftBatch(Protocol):
     deepest: int = 0
     nodes: int = 1
     chain: bool = True
-    sampled: SampledShape | None = None
+    sampled: tuple[int, ...] | None = None
     form: int = 0
 
     @property

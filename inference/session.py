@@ -257,7 +257,7 @@ class Session:
         logits, look_ahead = _logits(out).tensor_split([len(drafted.token)])
         sampling, rule_name = self.settings.sampling, self.settings.rule
         scores = self.processed(logits, drafted)
-        path, bonus, rule = decide(drafted, scores, proposal.q, sampling, self.rng, rule_name, proposal.replacement)
+        path, bonus, rule = decide(drafted, scores, proposal.q, sampling, self.rng, rule_name)
         self.cache.keep(self.prefix, path)
         index = torch.tensor(path, device=self.target.device)
         following = torch.cat([drafted.token[index[1:]], index.new_tensor([bonus])])

@@ -284,13 +284,11 @@ class DeviceStep:
     def rule(self, settings: Settings) -> str:
         """Return the key of the rule that drafts are verified by."""
         greedy, drafts = settings.sampling.temperature == 0, self.drafts
-        shape = None if greedy or settings.rule == verify.COUPLED else drafts.sampled
         if not drafts.deepest:
             return "match"
-        if shape is None:
-            return verify.fitting(settings.rule, drafts.chain, sampled=False, replacement=False, greedy=greedy)
-        chain = verify.is_chain(shape.parents)
-        return verify.fitting(settings.rule, chain, sampled=True, replacement=shape.replacement, greedy=False)
+        parents = None if greedy or settings.rule == verify.COUPLED else drafts.sampled
+        chain = drafts.chain if parents is None else verify.is_chain(parents)
+        return verify.fitting(settings.rule, chain, parents is not None, greedy)
 
     def verified(
         self,
@@ -306,7 +304,7 @@ class DeviceStep:
         assert self.drafts.sampled is not None
         assert drafted.q is not None
         assert on_device is not None
-        draft = device.Sampled(*self.drafts.sampled, tree.token, present, drafted.q)
+        draft = device.Sampled(self.drafts.sampled, tree.token, present, drafted.q)
         p, coins = distribution(scores, settings.sampling), keyed(keyed(slots.key, COINS), slots.length + 1)
         point = uniform(coins[:, None], torch.arange(p.shape[1], device=p.device))
         last, probs = on_device(draft, p, point, not self.static)

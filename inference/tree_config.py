@@ -5,10 +5,10 @@ A schedule says which tree is drafted by how many sequences share a pass.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from heads.common.ranges import Count
 from heads.common.untrusted import shown
-from inference.verification import tree as trees
 
 # The kinds, and what each reads.
 KINDS = {
@@ -17,8 +17,9 @@ KINDS = {
     "dynamic": ("depth", "top_k", "nodes"),
     "best_first": ("depth", "nodes"),
     "sampled": ("widths",),
-    "independent": ("widths",),
 }
+LARGEST = 1 << 14  # nodes of a tree, or the children of a node: far more than a target pass is worth
+DEEPEST = 1 << 10  # of its nodes
 BY_CONFIDENCE = ("dynamic", "best_first")  # the kinds whose shape follows the head's confidence
 
 
@@ -40,9 +41,18 @@ class TreeConfig:
             value = getattr(self, name)
             if not value or (isinstance(value, int) and value < 1):
                 raise ValueError(f"tree.{name} is {value}: a {self.kind} tree needs it, at least 1")
-        trees.check_shapes(self.paths, self.widths)
-        trees.check_numbers({"depth": [self.depth], "top_k": [self.top_k], "nodes": [self.nodes]}, 0)
-        trees.check_numbers({"widths": self.widths}, 1)
+        # Whose file it may be: a number beyond any use would take the memory.
+        if (deepest := max(map(len, (self.widths, *self.paths)))) > DEEPEST:
+            name = "widths" if deepest == len(self.widths) else "paths"
+            raise ValueError(f"tree.{name} is {deepest} deep: at most {DEEPEST}")
+        ranks = [rank for path in self.paths for rank in path or [-1]]
+        numbers = {"depth": [self.depth], "top_k": [self.top_k], "nodes": [self.nodes], "paths": ranks}
+        for name, given in {**numbers, "widths": self.widths}.items():
+            least, most = int(name == "widths"), DEEPEST if name == "depth" else LARGEST
+            if any(not least <= number <= most for number in given):
+                raise ValueError(f"tree.{name} is {shown(given)}: give numbers from {least} to {most}")
+        if max(len(self.paths), sum(accumulate(self.widths, lambda a, b: min(a * b, LARGEST + 1)))) > LARGEST:
+            raise ValueError(f"tree.{'widths' if self.widths else 'paths'} makes more than {LARGEST} nodes: give fewer")
         paths = {tuple(path) for path in self.paths}
         for path in paths:
             if path[:-1] and path[:-1] not in paths:

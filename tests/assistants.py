@@ -64,7 +64,7 @@ def assistant(path: str, of: Target, **changes: Any) -> Assistant:
     """Return the draft source; `changes` are configuration values."""
     values: dict[str, Any] = {
         "model": path, "match": "same", "dtype": None, "device": None, "trust_remote_code": False, "tree": CHAIN,
-        "schedule": "constant", "confidence": 0.0, **changes,
+        "confidence": 0.0, **changes,
     }  # fmt: skip
     config = build(Assistant.Config, values, "drafter.assistant", {"tree": values["tree"]})
     return Assistant(config, of, "assistant")

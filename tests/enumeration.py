@@ -37,12 +37,9 @@ Law = dict[tuple[int, ...], float]
 Rule = Callable[[DraftTree, Tensor, Tensor | None, Rng], tuple[list[int], int]]  # tree, p, q, rng
 
 
-def verify(
-    tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng, rule: str = "auto", replacement: bool = False
-) -> tuple[list[int], int]:
+def verify(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng, rule: str = "auto") -> tuple[list[int], int]:
     """Verify a draft by the target's probs p after each node, as `decide` does by its logits."""
-    chain = is_chain(tree.parent.tolist())
-    return RULES[fitting(rule, chain, q is not None, replacement, False)].walk(tree, p, q, rng)
+    return RULES[fitting(rule, is_chain(tree.parent.tolist()), q is not None, False)].walk(tree, p, q, rng)
 
 
 class Replay:
@@ -269,7 +266,7 @@ def judged(draft: Draft, sampling: Sampling, rule: str | Rule, rng: Rng) -> tupl
     """Verify one draft."""
     tree, q = draft.proposal.tree, draft.proposal.q
     if isinstance(rule, str):
-        path, token, _ = decide(tree, draft.logits, q, sampling, rng, rule, draft.proposal.replacement)
+        path, token, _ = decide(tree, draft.logits, q, sampling, rng, rule)
         return path, token
     return rule(tree, distribution(draft.logits, sampling), q, rng)
 
@@ -290,8 +287,6 @@ TREES = {
     "single": TreeConfig("sampled", 0, 0, 0, [], [1, 2]),
     "siblings": TreeConfig("sampled", 0, 0, 0, [], [3]),
     "ragged": Ragged("sampled", 0, 0, 0, [], [2, 2]),
-    "independent": TreeConfig("independent", 0, 0, 0, [], [2, 1]),
-    "independent ragged": Ragged("independent", 0, 0, 0, [], [2, 2]),
 }
 SAMPLINGS = {
     "greedy": Sampling(0.0, 0, 1.0),

@@ -17,16 +17,8 @@ Fault = Callable[[DraftTree, int, Tensor, Tensor], tuple[Tensor, Tensor]]
 LAYOUT, ATTENTION_MASK = tree.layout, TargetModel.attention_mask
 
 
-def _prefix_off_by_one(_: DraftTree, prefix: int, position: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    return position, seen.index_fill(1, torch.tensor([prefix - 1]), False)
-
-
-def _rows_off_by_one(_: DraftTree, _prefix: int, position: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    return position, torch.cat([seen[:1], seen[:-1]])
-
-
-def _missing_root(_: DraftTree, prefix: int, position: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    return position, torch.cat([seen[:1], seen[1:].index_fill(1, torch.tensor([prefix]), False)])
+def _without(seen: Tensor, column: int) -> Tensor:
+    return seen.index_fill(1, torch.tensor([column]), False)
 
 
 def _missing_parent(drafted: DraftTree, prefix: int, position: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,22 +32,14 @@ def _siblings_seen(drafted: DraftTree, prefix: int, position: Tensor, seen: Tens
     return position, torch.cat([seen[:, :prefix], seen[:, prefix:] | siblings], 1)
 
 
-def _positions_off_by_one(_: DraftTree, _prefix: int, position: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.cat([position[:1], position[1:] + 1]), seen
-
-
-def _positions_in_order(_: DraftTree, prefix: int, position: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    return prefix + torch.arange(len(position)), seen
-
-
 IN_LAYOUT: dict[str, Fault] = {
-    "prefix off by one": _prefix_off_by_one,
-    "rows off by one": _rows_off_by_one,
-    "missing root": _missing_root,
+    "prefix off by one": lambda _, prefix, position, seen: (position, _without(seen, prefix - 1)),
+    "rows off by one": lambda _, _prefix, position, seen: (position, torch.cat([seen[:1], seen[:-1]])),
+    "missing root": lambda _, prefix, position, seen: (position, torch.cat([seen[:1], _without(seen[1:], prefix)])),
     "missing parent": _missing_parent,
     "siblings seen": _siblings_seen,
-    "positions off by one": _positions_off_by_one,
-    "positions in order": _positions_in_order,
+    "positions off by one": lambda _, _prefix, position, seen: (torch.cat([position[:1], position[1:] + 1]), seen),
+    "positions in order": lambda _, prefix, position, seen: (prefix + torch.arange(len(position)), seen),
 }
 WINDOWS = {"window ignored": 2**20, "window off by one": 1}  # tokens by which it is too wide
 

@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -119,16 +119,6 @@ def test_every_head_has_one_yaml() -> None:
     assert {*HEADS, "best"} == set(GROUPS["head"])
 
 
-def test_an_unknown_choice_or_key_is_named() -> None:
-    with pytest.raises(MissingConfigException) as unknown:
-        compose("train", ["head=nonesuch"])
-    assert set(GROUPS["head"]) <= set(str(unknown.value).split())
-    for key in ("stepz", "trainer.stepz"):
-        with pytest.raises(ConfigCompositionException) as error:
-            compose("train", [f"{key}=1"])
-        assert "stepz" in str(error.value) + str(error.value.__cause__)
-
-
 def changed(config: Any, key: str, value: str | None) -> Any:
     """Return a composed configuration with a key set, or taken out."""
     config = copy.deepcopy(config)
@@ -226,14 +216,13 @@ def test_the_commands_of_the_docs_are_real() -> None:
             continue
         primary = re.search(r'@command\("([\w/]+)"\)', (ROOT / target).read_text(encoding="utf-8"))
         assert primary, f"{target} names no configuration"
-        many = "-m" in overrides  # a multirun: of each list of choices, every one
         words = [[word] for word in overrides if word != "-m"]
-        if many:
+        if "-m" in overrides:  # a multirun: of each list of choices, every one
             pairs = [word.split("=") for (word,) in words]
             words = [[f"{key}={each}" for each in values.split(",")] for key, values in pairs]
-        for chosen in product(*words):
+        for number in range(max(map(len, words), default=1)):
             try:
-                config = compose(primary[1], list(chosen))
+                config = compose(primary[1], [choices[number % len(choices)] for choices in words])
                 if primary[1] == "train" and config.head.name != "best":  # which reads the target
                     run_config(config)
             except ERRORS as error:

@@ -26,8 +26,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize(
     ("script", "words", "said"),
     [
-        ("train/run.py", ["trainer.lr=nan"], "trainer.lr is nan"),
-        ("train/run.py", ["data.path=/missing", "plan=true"], "/missing: neither a file here nor a Hub dataset"),
         ("train/publish.py", ["run=/missing", "repo=me/x"], "/missing"),
         ("train/run.py", ["model.path=org/model"], NOWHERE),
         pytest.param("train/run.py", ["data.path=org/set"], NOWHERE, marks=pytest.mark.slow),

@@ -3,6 +3,7 @@
 A random model easily falls into one repeating token, which makes every parity test vacuous: `lively` says so.
 """
 
+import copy
 import functools
 import itertools
 import random
@@ -28,6 +29,7 @@ from transformers import (
 
 from heads import HEADS
 from heads.modules.vocab import prune
+from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
 
@@ -209,7 +211,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def target(name: str = "llama", dtype: torch.dtype = torch.float32) -> Target:
     """Return a toy target of an architecture, the same weights every time."""
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config((ARCHITECTURES | ROUTED)[name])
+    model = AutoModelForCausalLM.from_config(copy.deepcopy((ARCHITECTURES | ROUTED)[name]))  # saving one changes it
     if name in EXPERTS and dtype == torch.float64:
         model.set_experts_implementation("eager")  # their kernels take no fp64
     return Target(model.to(dtype), tokenizer(), name)
@@ -227,6 +229,12 @@ def head(name: str, of: Target) -> torch.nn.Module:
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=0.3)
     return made.to(of.dtype).eval().requires_grad_(False)
+
+
+def drafter(name: str, of: Target, tree: str) -> HeadDrafter:
+    """Return a toy head as a draft source."""
+    own: Any = head(name, of)
+    return HeadDrafter(own, TREES[tree], name)
 
 
 def head_of(kind: str, options: dict[str, Any], of: Target) -> torch.nn.Module:

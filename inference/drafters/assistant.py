@@ -2,7 +2,7 @@
 
 Any model that transformers loads, with the target's tokenizer or, by the tokens that both know (TLI, arXiv 2502.05202),
 with another. It reads and drafts level by level as heads do, so that every tree policy takes it; a chain may besides
-adapt its length and stop early.
+stop early.
 """
 
 from dataclasses import dataclass
@@ -18,36 +18,14 @@ from inference.drafters import runner
 from inference.drafters.policy import TreeConfig, grow
 from inference.drafters.runner import DraftModelConfig, DraftModelRunner
 from inference.drafters.vocabulary import SameVocabulary, SharedVocabulary
-from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, Verified, sampled_chain
+from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, sampled_chain
 from inference.target.target import Target
 from inference.verification.rng import Rng
 from inference.verification.sample import distribution, penalize
 from inference.verification.tree import root
 
 MATCHES: dict[str, type[SameVocabulary] | type[SharedVocabulary]] = {"same": SameVocabulary, "tli": SharedVocabulary}
-Schedule = Annotated[str, OneOf(("constant", "heuristic"))]
 Outcome = tuple[int, ...]  # what a verification commits: the accepted tokens, then the target's own
-
-
-class Length:
-    """How many tokens a chain drafts: constantly the same, or transformers' heuristic, again for every sequence.
-
-    The heuristic drafts two more after a chain that was accepted whole, else one less.
-    """
-
-    def __init__(self, schedule: str, start: int) -> None:
-        self.adapts, self.now = schedule == "heuristic", start
-
-    def learn(self, verified: Verified | None) -> None:
-        """Take in what became of a chain."""
-        drafted = 0 if verified is None else len(verified.tree.token) - 1
-        if self.adapts and verified is not None and drafted:
-            self.now = self.now + 2 if len(verified.path) - 1 == drafted else max(1, self.now - 1)
-
-
-def below_confidence(logits: Float[Tensor, "1 V"], token: int, confidence: float) -> bool:
-    """Whether a model gives its drafted token less than `confidence`, at temperature 1; 0 is never asked."""
-    return confidence > 0 and bool(logits[0].softmax(-1)[token] < confidence)
 
 
 class Chain:
@@ -93,23 +71,20 @@ class Assistant(Drafter):
 
     @dataclass(frozen=True)
     class Config(DraftModelConfig):
-        """The model and how it drafts; `schedule` and `confidence` are for chains.
+        """The model and how it drafts.
 
         A chain stops after a token that the assistant itself, at temperature 1, gives less than `confidence`.
         """
 
-        match: str
+        match: Annotated[str, OneOf(tuple(MATCHES))]
         tree: TreeConfig
-        schedule: Schedule
         confidence: Fraction
 
         def __post_init__(self) -> None:
-            if self.match not in MATCHES:
-                raise ValueError(f"drafter.assistant.match is {self.match!r}: choose one of {', '.join(MATCHES)}")
-            if self.tree.kind != "chain" and (self.schedule != "constant" or self.confidence > 0):
+            if self.tree.kind != "chain" and self.confidence > 0:
                 raise ValueError(
-                    f"drafter.assistant.tree.kind is {self.tree.kind!r}: only a chain has a schedule or stops by "
-                    "confidence; set schedule=constant and confidence=0, or tree.kind=chain"
+                    f"drafter.assistant.tree.kind is {self.tree.kind!r}: only a chain stops by confidence; set "
+                    "confidence=0, or tree.kind=chain"
                 )
 
     def __init__(self, config: Config, target: Target, name: str) -> None:
@@ -142,7 +117,6 @@ class AssistantState(DrafterState):
         self.config, self.vocabulary, self.device = drafter.config, drafter.vocabulary, drafter.device
         self.eos = drafter.eos
         self.runner = DraftModelRunner(drafter.model)
-        self.length = Length(self.config.schedule, self.config.tree.depth)
         self.text = self.vocabulary.prompt(prompt)
         self.level: Level | None = None
 
@@ -152,7 +126,6 @@ class AssistantState(DrafterState):
         following = commit.token.tolist()
         # A prefill's rows are the prompt's, which start() took; only the last token is new.
         self.text += self.vocabulary.follow(following[-1:] if commit.verified is None else following)
-        self.length.learn(commit.verified)
         fits = 0 < len(self.text) <= self.runner.model.context
         self.level = self.answer(self.runner.read(self.text)) if fits else None
 
@@ -164,7 +137,7 @@ class AssistantState(DrafterState):
         if self.level is None or room < 1:
             return Proposal(root(token, self.device))
         if tree.kind == "chain":
-            return self.chain(self.level.logits[0], context, min(room, self.length.now))
+            return self.chain(self.level.logits[0], context, min(room, tree.depth))
         return grow(self, None, self.level, tree, [context._replace(room=room)])[0]
 
     def chain(self, logits: Float[Tensor, "1 V"], context: Context, depth: int) -> Proposal:
@@ -173,9 +146,10 @@ class AssistantState(DrafterState):
         The chain ends after such a token and never without it: it stays a sample of its q.
         """
         chain = Chain(logits, runner.ROOT, depth, context.rng, context)
-        while chain.sample(self.eos) and not below_confidence(
-            chain.answers[-1], chain.token[-1], self.config.confidence
-        ):
+        least = self.config.confidence
+        while chain.sample(self.eos):
+            if least > 0 and float(chain.answers[-1][0].softmax(-1)[chain.token[-1]]) < least:
+                break
             [(node, answer)] = self.run(chain.token[-1:], [chain.above])
             chain.reached(node, answer.to(self.device))
         return sampled_chain(torch.tensor([context.token[-1], *chain.token], device=self.device), chain.q)

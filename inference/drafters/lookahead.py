@@ -86,7 +86,7 @@ class Window(DrafterState):
         """Draft the root's n-grams as one tree, the latest first, and send the window along."""
         root, room, device = context.token[-1], context.room, self.drafter.device
         # Towards the end of the answer the columns that would reach beyond it fall away.
-        width = max(0, min(len(self.levels[0]), context.ahead - self.config.ngram + 3))
+        width = max(0, min(len(self.levels[0]), room - self.config.ngram + 3))
         self.levels = [level[:width] for level in self.levels]
         tree = merge(root, [rest[:room] for rest in reversed(self.pool.get(root, {}))], device)
         if width == 0:

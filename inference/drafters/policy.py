@@ -5,7 +5,6 @@
     dynamic  EAGLE-2 (arXiv 2406.16858): expand the most probable nodes of each level, keep the best of all.
     best_first  the most probable nodes of all, within a budget (OPT-Tree, arXiv 2406.17276; see `_best_first`).
     sampled  a fixed number of children a depth, sampled without replacement; their probs q go on to verification.
-    independent  the same with replacement, so that siblings may repeat (SpecInfer, arXiv 2305.09781).
 
 Nodes of different parents are compared by probabilities that greedy decoding sharpens (`inverse_temperature_of`).
 At temperature 0 a sampled shape is filled by rank. Above it a chain is sampled: one sampled child with p/q verification
@@ -28,11 +27,11 @@ from heads.base import DraftVocabulary, Level, Nodes
 from heads.modules.vocab import scatter_logits
 from heads.rows import gather_parents
 from inference.limits import check_size
-from inference.protocol import Context, Proposal, Roots, SampledShape, inverse_temperature_of
+from inference.protocol import Context, Proposal, Roots, inverse_temperature_of
 from inference.target.target import Target
 from inference.tree_config import BY_CONFIDENCE, TreeConfig, expanded, most_nodes
 from inference.verification import tree as trees
-from inference.verification.rng import Coupled, Rng, Samples
+from inference.verification.rng import Coupled
 from inference.verification.sample import distribution, penalize
 from inference.verification.tree import DraftTree
 
@@ -226,17 +225,23 @@ def ranked(
     samples = None if config.kind == "static" else roots.samples
     q: list[Tensor] = []
     growth = TreeBuilder(head, state, level, roots, full=samples is not None)
-    fill = partial(_ranks, growth) if samples is None else partial(_sampled, growth, samples, config, q)
+
+    def sample(width: int) -> Int[Tensor, "B K W"]:
+        assert samples is not None
+        assert roots.sampling is not None
+        q.append(distribution(growth.logits(), roots.sampling))
+        return _padded(samples.distinct(q[-1], width), width)
+
+    fill = partial(_ranks, growth) if samples is None else sample
     paths = _paths(config, head.max_depth)
     _fixed(growth, _levels(paths, level.logits.device), fill)
     return growth.whole(), _ancestors(paths, level.logits.device), torch.cat(q, 1) if q else None
 
 
-def sampled_shape(config: TreeConfig, max_depth: int) -> SampledShape | None:
-    """Return a policy's shape down to a depth if it is filled by sampling wherever there is a choice."""
-    if config.kind == "static" or config.kind in BY_CONFIDENCE:
-        return None
-    return SampledShape(_parents(_paths(config, max_depth)), config.kind == "independent")
+def sampled_shape(config: TreeConfig, max_depth: int) -> tuple[int, ...] | None:
+    """Return the parents of a policy's nodes down to a depth, if they are sampled wherever there is a choice."""
+    fixed = config.kind == "static" or config.kind in BY_CONFIDENCE
+    return None if fixed else _parents(_paths(config, max_depth))
 
 
 def _paths(config: TreeConfig, max_depth: int) -> tuple[tuple[int, ...], ...]:
@@ -254,12 +259,7 @@ def _roots(head: Expander, level: Level, contexts: Sequence[Context]) -> Context
     return ContextRoots(contexts, size, level.logits.device)
 
 
-def _samples(config: TreeConfig, context: Context) -> bool:
-    """Whether a sequence's fixed shape is filled by sampling."""
-    return config.kind != "static" and context.sampling.temperature > 0 and not isinstance(context.rng, Coupled)
-
-
-def _proposal(tree: DraftTree, levels: list[tuple[Tensor, Tensor]], lacking: bool, replacement: bool) -> Proposal:
+def _proposal(tree: DraftTree, levels: list[tuple[Tensor, Tensor]], lacking: bool) -> Proposal:
     """Return a fixed shape's proposal, with q from the sampled levels' nodes and probs; -1 stands for no token."""
     q = None
     if levels:
@@ -270,7 +270,7 @@ def _proposal(tree: DraftTree, levels: list[tuple[Tensor, Tensor]], lacking: boo
     if lacking and bool((tree.token < 0).any()):
         tree, index = trees.keep(tree, tree.token >= 0)
         q = None if q is None else q[index]
-    return Proposal(tree, q, replacement=replacement)
+    return Proposal(tree, q)
 
 
 class ShapeLevel(NamedTuple):
@@ -320,17 +320,6 @@ def _ranks(growth: TreeBuilder, width: int) -> Int[Tensor, "B K C"]:
     return _padded(growth.tokens(scores.topk(min(width, scores.shape[-1])).indices), width)
 
 
-def _sampled(
-    growth: TreeBuilder, samples: Samples, config: TreeConfig, q: list[Tensor], width: int
-) -> Int[Tensor, "B K C"]:
-    """Sample the children of the level's nodes, in order; append the probs they are sampled from to `q`."""
-    assert growth.roots.sampling is not None
-    q.append(distribution(growth.logits(), growth.roots.sampling))
-    if config.kind == "independent":
-        return samples.picked(q[-1].repeat_interleave(width, 1)).unflatten(1, (-1, width))
-    return _padded(samples.distinct(q[-1], width), width)
-
-
 def _padded(tokens: Int[Tensor, "B K C"], width: int) -> Int[Tensor, "B K W"]:
     """Return children with -1 up to a width, for those that there are not."""
     return functional.pad(tokens, (0, width - tokens.shape[-1]), value=-1)
@@ -340,7 +329,10 @@ def _filled(
     head: Expander, state: Any, level: Level, config: TreeConfig, contexts: Sequence[Context], depth: int
 ) -> list[Proposal]:
     """Grow a fixed shape for each sequence, with its children by rank, or sampled where its context says so."""
-    samples, replacement = [_samples(config, context) for context in contexts], config.kind == "independent"
+    samples = [
+        config.kind != "static" and context.sampling.temperature > 0 and not isinstance(context.rng, Coupled)
+        for context in contexts
+    ]
     growth = TreeBuilder(head, state, level, _roots(head, level, contexts), full=any(samples))
     shape = _levels(_paths(config, depth), level.logits.device)
     probs: list[list[Tensor]] = [[] for _ in samples]
@@ -350,24 +342,16 @@ def _filled(
         children = nodes.new_full((*nodes.shape, width), -1) if all(samples) else _ranks(growth, width)
         for b in (b for b, sampled in enumerate(samples) if sampled and contexts[b].room > growth.depth):
             probs[b].append(distribution(growth.logits()[b], contexts[b].sampling))
-            tokens = _sampled_by(contexts[b].rng, probs[b][-1], width, growth.depth + 1, replacement)
+            tokens = contexts[b].rng.distinct(probs[b][-1], width, growth.depth + 1)
             children[b, :, : tokens.shape[-1]] = tokens
         return children
 
     _fixed(growth, shape, fill)
     lacking = any(samples) or max(one.width for one in shape) > growth.logits().shape[-1]
     return [
-        _proposal(tree, [*zip(growth.expanded, levels, strict=False)], lacking, replacement)
+        _proposal(tree, [*zip(growth.expanded, levels, strict=False)], lacking)
         for tree, levels in zip(growth.trees(contexts), probs, strict=True)
     ]
-
-
-def _sampled_by(rng: Rng, probs: Float[Tensor, "K V"], width: int, depth: int, replacement: bool) -> Tensor:
-    """Sample each node's children "K C", in order."""
-    if not replacement:
-        return rng.distinct(probs, width, depth)
-    tokens = rng.sample(probs.repeat_interleave(width, 0), depth)
-    return torch.tensor(tokens, device=probs.device).view(-1, width)
 
 
 def candidates(

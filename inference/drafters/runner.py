@@ -53,7 +53,12 @@ class DraftModelRunner:
         if token[:common] != self.token:
             common = next(i for i in range(common) if self.token[i : i + 1] != token[i : i + 1])
         common = min(common, len(token) - 1)  # the last one is run for its logits in any case
-        nodes = self._drafted(token[common:-1]) if common == len(self.token) else []
+        nodes: list[int] = []  # the expanded ones that hold what comes next, from the root down
+        for t in token[common:-1] if common == len(self.token) else ():
+            node = self.below.get((nodes[-1] if nodes else ROOT, t))
+            if node is None:
+                break
+            nodes.append(node)
         self.cache.keep(common, nodes)
         missing = torch.tensor(token[common + len(nodes) :], device=self.model.device)
         logits = self.model.prefill(missing, self.cache).logits
@@ -61,18 +66,6 @@ class DraftModelRunner:
         self.token = list(token)
         self._drop_drafts()
         return logits[0]
-
-    def _drafted(self, token: list[int]) -> list[int]:
-        """Return the expanded nodes that hold the first of these tokens, from the root down."""
-        nodes: list[int] = []
-        above = ROOT
-        for t in token:
-            node = self.below.get((above, t))
-            if node is None:
-                break
-            nodes.append(node)
-            above = node
-        return nodes
 
     def expand(self, token: Int[Tensor, "N"], parent: Int[Tensor, "N"]) -> Float[Tensor, "N V"]:
         """Run one more tree level, the parents as indices into the last one, and return its logits."""

@@ -1,25 +1,22 @@
 """SuffixDecoding (Oliaro et al., arXiv 2411.04975): what most often followed the longest known suffixes of the text."""
 
 import copy
-import heapq
-import itertools
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 import torch
 
-from heads.common.ranges import LARGEST, Amount, Count, Fraction, OneOf, Within
+from heads.common.ranges import LARGEST, Amount, Count, Fraction, Within
 from inference.drafters.suffix_tree import Locus, SuffixTree
 from inference.protocol import Context, Drafter, DrafterState, Proposal
 from inference.target.target import Target
-from inference.verification.tree import DraftTree
+from inference.verification.tree import chain
 
 
 class Draft(NamedTuple):
-    """Drafted tokens, their parents (-1: the root), and how many of them the counts expect to be accepted."""
+    """Drafted tokens, one after another, and how many of them the counts expect to be accepted."""
 
     token: list[int]
-    parent: list[int]
     score: float
 
 
@@ -38,9 +35,8 @@ class Suffix(Drafter):
 
     @dataclass(frozen=True)
     class Config:
-        """Depth of the trees, budget of a draft, the past's use, and the shape of a draft."""
+        """Depth of the trees, budget of a draft, and the past's use."""
 
-        mode: Annotated[str, OneOf(("path", "tree"))]
         depth: Annotated[int, Within(2, LARGEST)]
         tokens: Count
         factor: Amount
@@ -50,14 +46,8 @@ class Suffix(Drafter):
         memory_nodes: Count
 
     def __init__(self, config: Config, target: Target, name: str) -> None:
-        if config.mode == "tree" and not target.takes_trees:
-            raise ValueError(
-                f"drafter.suffix.mode is 'tree', but the attention of {target.name} does not honour a tree mask: give "
-                "mode=path"
-            )
         self.config, self.name, self.device = config, name, target.device
-        self.tree = f"{config.mode}-{config.tokens}"
-        self.draft = _path if config.mode == "path" else _tree
+        self.tree = f"path-{config.tokens}"
         self.remembers = config.memory
         self.past = SuffixTree(config.depth)
         self.current: SuffixState | None = None  # the sequence whose output comes next into the past's tree
@@ -112,12 +102,11 @@ class SuffixState(DrafterState):
     def propose(self, context: Context) -> Proposal:
         """Return the draft of the highest score."""
         self.extend(context.token[len(self.text) :])
-        best = Draft([], [], 0.0)
+        best = Draft([], 0.0)
         for matches in (self.suffixes.matches(), self.past_matches):
             best = self.improve(best, matches, context.room)
         token = torch.tensor([context.token[-1], *best.token], device=self.drafter.device)
-        parent = torch.tensor([-1, *(above + 1 for above in best.parent)], device=self.drafter.device)
-        return Proposal(DraftTree(token, parent), expected=best.score)
+        return Proposal(chain(token), expected=best.score)
 
     def extend(self, tokens: list[int]) -> None:
         """Append tokens to the text, its tree, and the search in the past's tree."""
@@ -142,7 +131,7 @@ class SuffixState(DrafterState):
         for budget, length in sorted(budgets, reverse=True):
             if budget < max(best.score, 1):
                 break
-            draft = self.drafter.draft(matches[length - 1], budget, config.min_probability)
+            draft = _path(matches[length - 1], budget, config.min_probability)
             if (draft.score, length) > (best.score, longest):
                 best, longest = draft, length
         return best
@@ -164,32 +153,4 @@ def _path(locus: Locus, budget: int, floor: float) -> Draft:
         token.append(node.text[node.start + used])
         score += probability
         used += 1
-    return Draft(token, list(range(-1, len(token) - 1)), score)
-
-
-def _tree(locus: Locus, budget: int, floor: float) -> Draft:
-    """Take the most probable continuations first, wherever they branch off."""
-    token: list[int] = []
-    parent: list[int] = []
-    queue: list[tuple[float, int, Locus, int]] = []  # of equals the one that was found first
-    serial = itertools.count()
-    probability, score, at = 1.0, 0.0, -1
-    while True:
-        for weight, below in _continuations(locus):
-            if probability * weight >= floor:
-                heapq.heappush(queue, (-probability * weight, next(serial), below, at))
-        if not queue or len(token) >= budget:
-            return Draft(token, parent, score)
-        negative, _, locus, above = heapq.heappop(queue)
-        probability, at = -negative, len(token)
-        token.append(locus.node.text[locus.node.start + locus.used - 1])
-        parent.append(above)
-        score += probability
-
-
-def _continuations(locus: Locus) -> list[tuple[float, Locus]]:
-    """Return the loci one token further, each with its share of the occurrences."""
-    node, used = locus
-    if used < node.length:
-        return [(1.0, Locus(node, used + 1))]
-    return [(child.count / node.count, Locus(child, 1)) for child in node.children.values()]
+    return Draft(token, score)

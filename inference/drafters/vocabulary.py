@@ -18,7 +18,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from inference.target.target import Target
 from inference.text_stream import decode
 
-Span = tuple[int, int]  # first character of a token, and the one after its last
 BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # of GPT-2's alphabet of bytes
 
 
@@ -75,8 +74,10 @@ class SharedVocabulary:
         self.number[self.ours] = self.theirs
 
     def prompt(self, token: list[int]) -> list[int]:
-        """Encode the prompt's text, as the assistant was trained to read it."""
-        return opening(self.destination) + encode(self.destination, decode(self.source, token))[0]
+        """Encode the prompt's text, as the assistant was trained to read it: behind its first token, if it has one."""
+        first = self.destination("a")["input_ids"][:1]
+        text = self.destination(decode(self.source, token), add_special_tokens=False)
+        return (first if first == [self.destination.bos_token_id] else []) + text["input_ids"]
 
     def follow(self, token: list[int]) -> list[int]:
         """Return for each token its one counterpart, or its bytes spelled longest token first."""
@@ -101,18 +102,6 @@ class SharedVocabulary:
             spelled.append(self.numbers[rest[:length]])
             rest = rest[length:]
         return spelled
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[Span]]:
-    """Return the tokens of a text, without special tokens, and which characters each covers."""
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    return list(encoded["input_ids"]), list(encoded["offset_mapping"])
-
-
-def opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the special token that the tokenizer begins a text with, if it does."""
-    first = tokenizer("a")["input_ids"][:1]
-    return list(first) if first == [tokenizer.bos_token_id] else []
 
 
 def _difference(ours: dict[str, int], theirs: dict[str, int]) -> str:

@@ -429,17 +429,14 @@ class RecurrentCache(TargetCache):
         assert entries == list(range(len(entries)))
         total, count = self.length - prefix, len(entries)
         if count < total:
-            self._rewind(total, count)
+            assert self.before is not None
+            calls, self.hf.calls = self.hf.calls or {}, None
+            for index, layer in self.recurrent.items():
+                vars(layer).update(self.before[index])
+                if count:
+                    calls[index].replay(total, count)
         self.before = self.hf.calls = None
         self.set_length(prefix + count)
-
-    def _rewind(self, total: int, count: int) -> None:
-        assert self.before is not None
-        calls, self.hf.calls = self.hf.calls or {}, None
-        for index, layer in self.recurrent.items():
-            vars(layer).update(self.before[index])
-            if count:
-                calls[index].replay(total, count)
 
 
 def _states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> States | None:

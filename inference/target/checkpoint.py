@@ -1,13 +1,10 @@
 """A checkpoint's own tensors, for what transformers does not load or does not keep as it was; and its fingerprint."""
 
 import logging
-import subprocess
-import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -18,18 +15,13 @@ from transformers import PreTrainedConfig
 from transformers.utils.hub import cached_file
 
 from heads.common.gguf import dequantised
-from heads.common.untrusted import parse_json
 from heads.formats.store import INDEX, QUANTISED, WEIGHTS
 from heads.formats.weights import FEW, digest, shards
 
 log = logging.getLogger(__name__)
 
 ADAPTER = "adapter_config.json"
-STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")  # of a tokenizer.json
-MOST_OF_ONE = 1_000  # characters or tokens that they make of a single one
 MOST_OF_A_BYTE = 16  # parameters, beyond any quantisation; tied ones aside
-# In a process of its own, which a damaged map of characters (SentencePiece's) may abort.
-ENCODING = "import sys, tokenizers; tokenizers.Tokenizer.from_file(sys.argv[1]).encode('a \ufb01 \uff71 \u65e5')"
 # What the parameters of a text tower are called in checkpoints that read images too, and by itself.
 RENAMED = {
     r"^language_model\.model\.": "model.",
@@ -150,29 +142,6 @@ def check_files(checkpoint: str, config: PreTrainedConfig) -> None:
             kinds = {name: str(opened.get_slice(name).get_dtype()) for name in floating.intersection(opened.keys())}
         if odd := [name for name, kind in kinds.items() if not kind.startswith(("F", "BF"))]:
             raise ValueError(f"{min(odd)} is of type {kinds[min(odd)]} in its files, which holds no weights")
-
-
-def check_tokenizer(checkpoint: str) -> None:
-    """Refuse a tokenizer.json that makes a bomb of a short text, or whose map of characters would end this process."""
-    file = cached_file(checkpoint, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
-    content = parse_json(Path(file).read_bytes()) if file is not None else {}
-    parts = {key: list(_mappings(content.get(key))) for key in STEPS} if isinstance(content, dict) else {}
-    for key, steps in parts.items():
-        contents = [step["content"] for step in steps if isinstance(step.get("content"), str)]
-        ids = [step["ids"] for step in steps if isinstance(step.get("ids"), list)]
-        if prod(max(1, len(text)) for text in contents) > MOST_OF_ONE or sum(map(len, ids)) > MOST_OF_ONE:
-            raise ValueError(f"the {key} of its tokenizer.json makes more than {MOST_OF_ONE} of a single character")
-    if any(step.get("type") == "Precompiled" for steps in parts.values() for step in steps):
-        encoding = subprocess.run([sys.executable, "-c", ENCODING, str(file)], capture_output=True, check=False)
-        if encoding.returncode:
-            raise ValueError("the Precompiled step of its tokenizer.json is damaged; download it again")
-
-
-def _mappings(value: Any) -> Iterator[dict[str, Any]]:
-    if isinstance(value, dict):
-        yield value
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else []:
-        yield from _mappings(inner)
 
 
 def fingerprint(model: "transformers.PreTrainedModel", checkpoint: str) -> str:

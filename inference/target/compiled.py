@@ -6,7 +6,7 @@ each pass is a CUDA graph: of few sizes, to which nodes, rows and sequences are 
 passes itself, in shapes that stay: there only the decoder layers are compiled.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from inference.target.cache import BatchPass, Pool, round_up_kv_length
-from inference.target.model import TargetModel
+from inference.target.model import TargetModel, forwards_replaced
 
 BACKEND = "inductor"
 FORMS = 1024  # of one piece of code, one for every shape, layer and dtype; dynamo's own limit is lower
@@ -128,33 +128,21 @@ class Compiled:
         return self.target.forward(token, position, mask, BatchPass(keys, values, columns, end), layers)
 
 
-class CompiledForwards:
-    """The forward functions of decoder layers, each compiled by itself: for passes over many tokens, as in training.
+def compiled_forwards(layers: Iterable[nn.Module]) -> Callable[[], AbstractContextManager[None]]:
+    """Return what lets decoder layers run compiled, each by itself: for passes over many tokens, as in training.
 
     Attention, which knows the documents of packed sequences, and the hooks of layers stay outside of what is compiled.
     Layers that are alike share their graphs.
     """
-
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
-        self.layers = list(layers)
-        allow_forms()
-        self.forwards = [torch.compile(layer.forward, backend=BACKEND) for layer in self.layers]
+    allow_forms()
+    forwards = {layer: torch.compile(layer.forward, backend=BACKEND) for layer in layers}
 
     @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Let the layers run compiled for a while."""
-        before = [vars(layer).get("forward") for layer in self.layers]  # an instance may have one of its own
-        try:
-            for layer, compiled in zip(self.layers, self.forwards, strict=True):
-                vars(layer)["forward"] = compiled
-            with compiling("torch.compile fails on the target's layers", "trainer.compile"):
-                yield
-        finally:
-            for layer, forward in zip(self.layers, before, strict=True):
-                if forward is None:
-                    vars(layer).pop("forward", None)
-                else:
-                    vars(layer)["forward"] = forward
+    def run() -> Iterator[None]:
+        with forwards_replaced(forwards), compiling("torch.compile fails on the target's layers", "trainer.compile"):
+            yield
+
+    return run
 
 
 def _tensors(mask: Any) -> list[Tensor]:

@@ -27,7 +27,7 @@ from heads.common.gguf import dequantised, gguf_file, located
 from heads.common.target_config import UNFIT, has_text_tower, read_target_config, read_target_values, reason
 from heads.common.untrusted import parse_json, regular, shown
 from inference.target import placement
-from inference.target.checkpoint import RENAMED, check_files, check_tokenizer, tensor_files
+from inference.target.checkpoint import RENAMED, check_files, tensor_files
 from inference.target.placement import HERE, Placement
 
 log = logging.getLogger(__name__)
@@ -244,7 +244,6 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
 
 def _tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     folder, given = located(path)
-    check_tokenizer(folder)
     tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
         folder, trust_remote_code=trust_remote_code, **given
     )

@@ -5,7 +5,8 @@ how a tree mask reaches its attention. `Target` (target.py) proves these before 
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -98,6 +99,21 @@ def fix_rope(model: nn.Module) -> None:
             module.rope_type = {name: "default" if one == "dynamic" else one for name, one in kind.items()}
         elif kind == "dynamic":
             module.rope_type = "default"
+
+
+@contextmanager
+def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Let modules run other forward functions for a while, whether an instance has one of its own or not."""
+    before = {module: vars(module).get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        for module, own_forward in before.items():
+            del vars(module)["forward"]
+            if own_forward is not None:
+                vars(module)["forward"] = own_forward
 
 
 class LayerOutputs:

@@ -5,8 +5,8 @@ pass the modules that are left out hand on what comes in, or add nothing to it. 
 gets no rows in the cache, so the layers' lengths differ until the caller evens them out.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from inference.target.cache import TargetCache
-from inference.target.model import TargetModel, TargetOutput
+from inference.target.model import TargetModel, TargetOutput, forwards_replaced
 from inference.verification import tree
 from inference.verification.tree import DraftTree
 
@@ -119,20 +119,9 @@ class Parts:
         """Return the parameters of each layer's attention and of its MLP; refuse layers without one of each."""
         return [(_size(attention), _size(mlp)) for attention, mlp in map(_sublayers, self.layers)]
 
-    @contextmanager
-    def _answering(self, answers: dict[nn.Module, Answer]) -> Iterator[None]:
+    def _answering(self, answers: dict[nn.Module, Answer]) -> AbstractContextManager[None]:
         """Let modules answer for themselves during a pass, from their first input, instead of running."""
-        before = {module: vars(module).get("forward") for module in answers}  # other tools set it on an instance too
-        for module, answer in answers.items():
-            vars(module)["forward"] = _in_form(answer, self.forms[module])
-        try:
-            yield
-        finally:
-            for module, forward in before.items():
-                if forward is None:
-                    del vars(module)["forward"]
-                else:
-                    vars(module)["forward"] = forward
+        return forwards_replaced({module: _in_form(answer, self.forms[module]) for module, answer in answers.items()})
 
     def _forms(self, modules: Iterable[nn.Module]) -> dict[nn.Module, int | None]:
         """Return what each module gives in a plain pass: None for a tensor, else the length of its tuple."""

@@ -12,7 +12,7 @@ from inference.target import adapter as adapters
 from inference.target import loading, probe
 from inference.target.adapter import Adapter
 from inference.target.attention import packing
-from inference.target.compiled import Compiled, CompiledForwards
+from inference.target.compiled import Compiled, compiled_forwards
 from inference.target.config import ModelConfig, device_named, dtype_named
 from inference.target.model import TargetModel
 from inference.target.placed import Placed
@@ -105,7 +105,7 @@ class Target(TargetModel):
     def compiled_forwards(self) -> Callable[[], AbstractContextManager[None]]:
         """Return what lets its layers run compiled, for passes of one shape; warn where they stay as they are."""
         if self.whole and self.placed.group is None and self.recurrence is None:
-            return CompiledForwards(self.decoder_layers)
+            return compiled_forwards(self.decoder_layers)
         log.warning("%s: trainer.compile leaves its layers as they are (parts, experts or recurrent states)", self.name)
         return nullcontext
 

@@ -29,7 +29,6 @@ class Sampled(NamedTuple):
     """B drafts of one fixed shape whose children were sampled."""
 
     parents: Sequence[int]  # of the shape's nodes; the root's is -1, and parents come before children
-    replacement: bool  # whether siblings were sampled with replacement
     token: Int[Tensor, "B N"]  # the nodes' tokens
     present: Bool[Tensor, "B N"]  # which nodes there are
     q: Float[Tensor, "B M V"]  # the probs that the children of the M nodes with children were sampled from, in order
@@ -166,7 +165,7 @@ def recursive(
         stands = draws.sample(_ratio(target, left, token), tossing)
         rejected, stand = (tossing & ~stands)[:, None], stands[:, None]
         target = torch.where(stand, p[:, node], torch.where(rejected, residual(target, left), target))
-        if not draft.replacement and more[node]:
+        if more[node]:
             left = torch.where(rejected, without(left, token), left)
         if node in rows:
             left = torch.where(stand, draft.q[:, rows[node]], left)
@@ -225,7 +224,7 @@ def traversal(
                 break
             rejected = frames[-1].entered & draft.present[:, node] & undecided  # what was not even entered is too
             if not allow_host_sync or rejected.any():
-                frames[-1].reject(token, rejected, not draft.replacement and more[node])
+                frames[-1].reject(token, rejected, more[node])
     return Chosen(last, probs)
 
 

@@ -232,12 +232,11 @@ def _mixed(x: Any) -> Any:
 def picked(probs: Float[Tensor, "N V"], point: Float[Tensor, "N"]) -> Int[Tensor, "N"]:
     """Return the token of each row at a point of its cumulative sum: one random number a row, where a race takes V."""
     chunks = zip(probs.split(ROWS), point[:, None].split(ROWS), strict=True)
-    return torch.cat([_at(some.cumsum(-1, dtype=torch.float64), where) for some, where in chunks])
-
-
-def _at(total: Float[Tensor, "N V"], point: Float[Tensor, "N 1"]) -> Int[Tensor, "N"]:
-    """Return the tokens at points of cumulative sums, as shares of the whole sum."""
-    return torch.searchsorted(total, point * total[:, -1:], right=True)[:, 0].clamp_max(total.shape[-1] - 1)
+    tokens = []
+    for some, where in chunks:
+        total = some.cumsum(-1, dtype=torch.float64)
+        tokens.append(torch.searchsorted(total, where * total[:, -1:], right=True)[:, 0])
+    return torch.cat(tokens).clamp_max(probs.shape[-1] - 1)
 
 
 def hashed(key: str) -> int:

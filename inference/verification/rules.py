@@ -60,11 +60,11 @@ def match(tree: DraftTree, p: Distributions, rng: Rng) -> Chosen:
     return follow(tree, lambda node, depth: rng.sample(p[node][None], depth)[0])
 
 
-def recursive(tree: DraftTree, p: Distributions, q: Float[Tensor, "N V"], rng: Rng, replacement: bool) -> Chosen:
+def recursive(tree: DraftTree, p: Distributions, q: Float[Tensor, "N V"], rng: Rng) -> Chosen:
     """Recursive rejection: try siblings in sampled order, each against the residual of the target's probs.
 
-    Without replacement as in Sequoia (arXiv 2402.12374), with it as in SpecInfer (arXiv 2305.09781); on a chain it is
-    speculative sampling (arXiv 2211.17192, 2302.01318).
+    Siblings are sampled without replacement (Sequoia, arXiv 2402.12374); on a chain it is speculative sampling (arXiv
+    2211.17192, 2302.01318).
     """
     below, token = children(tree), tree.token.tolist()
     path = [0]
@@ -76,7 +76,7 @@ def recursive(tree: DraftTree, p: Distributions, q: Float[Tensor, "N V"], rng: R
                 path.append(child)
                 break
             target = residual(target, draft)
-            draft = draft if replacement else without(draft, tree.token[child, None])
+            draft = without(draft, tree.token[child, None])
         else:
             return path, rng.sample(target[None], len(path))[0]
 
@@ -92,7 +92,7 @@ class Frame:
     draft: Tensor | None = None
 
 
-def traversal(tree: DraftTree, p: Distributions, q: Float[Tensor, "N V"], rng: Rng, replacement: bool) -> Chosen:
+def traversal(tree: DraftTree, p: Distributions, q: Float[Tensor, "N V"], rng: Rng) -> Chosen:
     """Traversal verification (arXiv 2505.12398), from the leaves up: a path stands or falls as a whole.
 
     A rejected leaf is deleted, its parent keeps the residuals of p and q, and the next leaf is tried. On a chain it is
@@ -107,7 +107,7 @@ def traversal(tree: DraftTree, p: Distributions, q: Float[Tensor, "N V"], rng: R
             return [frame.node for frame in frames], rng.sample(probs[None], len(frames))[0]
         if not top.waiting:
             frames.pop()
-            _reject(frames[-1], tree.token[top.node, None], replacement)
+            _reject(frames[-1], tree.token[top.node, None])
             continue
         if top.target is None or top.draft is None:
             top.target, top.draft = p[top.node], q[top.node]
@@ -117,10 +117,10 @@ def traversal(tree: DraftTree, p: Distributions, q: Float[Tensor, "N V"], rng: R
         if alpha > 0:
             frames.append(Frame(child, alpha, below[child]))
         else:  # nothing below it can be accepted either
-            _reject(top, tree.token[child, None], replacement)
+            _reject(top, tree.token[child, None])
 
 
-def _reject(frame: Frame, token: Int[Tensor, "1"], replacement: bool) -> None:
+def _reject(frame: Frame, token: Int[Tensor, "1"]) -> None:
     """Take into account that the child with a token, and all below it, was rejected."""
     assert frame.target is not None
     assert frame.draft is not None
@@ -131,7 +131,7 @@ def _reject(frame: Frame, token: Int[Tensor, "1"], replacement: bool) -> None:
         frame.target, frame.alpha = left / mass, mass / (mass + (1 - frame.alpha))
     else:  # in exact arithmetic alpha is below 1 then: what is sure to be accepted rejects no child without a residual
         frame.alpha = 1.0 if frame.alpha >= 1 else 0.0
-    frame.draft = frame.draft if replacement else without(frame.draft, token)
+    frame.draft = without(frame.draft, token)
 
 
 def typical(tree: DraftTree, p: Distributions, rng: Rng) -> Chosen:

@@ -4,17 +4,12 @@ Node 0 is the root, the last committed token, after which the target has not run
 N counts the nodes, the root included; P the committed tokens before the root; R the look-ahead tokens.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-
-from heads.common.untrusted import shown
-
-LARGEST = 1 << 14  # nodes of a tree, or the children of a node: far more than a target pass is worth
-DEEPEST = 1 << 10  # of its nodes
 
 
 class DraftTree(NamedTuple):
@@ -36,30 +31,6 @@ class LookAhead(NamedTuple):
     offset: Int[Tensor, "R"]  # position, counted from the root's
     seen: Bool[Tensor, "R M"]  # M = N + R
     stack: Callable[..., Any] | None = None
-
-
-def check_numbers(numbers_of: Mapping[str, Sequence[int]], least: int) -> None:
-    """Refuse numbers of a tree, maybe of somebody else's file, that are below `least` or larger than any tree's."""
-    for name, numbers in numbers_of.items():
-        most = DEEPEST if name == "depth" else LARGEST
-        if any(not least <= number <= most for number in numbers):
-            raise ValueError(f"tree.{name} is {shown(list(numbers))}: give numbers from {least} to {most}")
-
-
-def check_shapes(paths: Sequence[Sequence[int]], widths: Sequence[int]) -> None:
-    """Refuse a fixed shape with a path without ranks, deeper than `DEEPEST`, or of more than `LARGEST` nodes."""
-    if (deepest := max(map(len, (widths, *paths)))) > DEEPEST:
-        raise ValueError(f"tree.{'widths' if deepest == len(widths) else 'paths'} is {deepest} deep: at most {DEEPEST}")
-    if any(not path or min(path) < 0 or max(path) > LARGEST for path in paths):
-        raise ValueError(f"tree.paths holds a path without ranks, or with one below 0 or above {LARGEST}: correct it")
-    size, level = len(paths), 1
-    for width in widths:
-        level *= width
-        size += level
-        if size > LARGEST:
-            raise ValueError(f"tree.widths is {shown(list(widths))}: more than {LARGEST} nodes; give smaller ones")
-    if size > LARGEST:
-        raise ValueError(f"tree.paths holds {size} nodes: give at most {LARGEST}")
 
 
 def root(token: int, device: torch.device) -> DraftTree:

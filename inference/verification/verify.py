@@ -5,7 +5,6 @@ At temperature 0 the target's distribution is one-hot and every lossless rule is
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from jaxtyping import Float
@@ -36,28 +35,21 @@ class Rule:
     walk: Walk
     sampled: bool  # whether it needs drafts that were sampled from known probs q; without, any choice will do
     chain: bool  # whether it takes at most one child a node
-    replacement: bool | None  # how siblings must have been sampled, with it or without; None where it does not matter
     lossy: bool  # whether it changes the target's distribution
     # The same for a whole batch, of a rule that reads q; the other lossless ones are `device.walk`.
     on_device: Callable[[device.Sampled, Tensor, Tensor, bool], device.Chosen] | None = None
 
 
 RULES = {
-    "match": Rule(ignores_q(rules.match), False, False, None, False),
-    "point_mass": Rule(ignores_q(rules.match), False, False, None, False),
-    "token": Rule(partial(rules.recursive, replacement=False), True, True, None, False, device.recursive),
-    "block": Rule(partial(rules.traversal, replacement=False), True, True, None, False, device.traversal),
-    "recursive": Rule(partial(rules.recursive, replacement=False), True, False, False, False, device.recursive),
-    "recursive_replacement": Rule(
-        partial(rules.recursive, replacement=True), True, False, True, False, device.recursive
-    ),
-    "traversal": Rule(partial(rules.traversal, replacement=False), True, False, False, False, device.traversal),
-    "traversal_replacement": Rule(
-        partial(rules.traversal, replacement=True), True, False, True, False, device.traversal
-    ),
-    "coupled": Rule(ignores_q(rules.match), False, False, None, False),
-    "typical": Rule(ignores_q(rules.typical), False, False, None, True),
-    "threshold": Rule(ignores_q(rules.threshold), False, False, None, True),
+    "match": Rule(ignores_q(rules.match), False, False, False),
+    "point_mass": Rule(ignores_q(rules.match), False, False, False),
+    "token": Rule(rules.recursive, True, True, False, device.recursive),
+    "block": Rule(rules.traversal, True, True, False, device.traversal),
+    "recursive": Rule(rules.recursive, True, False, False, device.recursive),
+    "traversal": Rule(rules.traversal, True, False, False, device.traversal),
+    "coupled": Rule(ignores_q(rules.match), False, False, False),
+    "typical": Rule(ignores_q(rules.typical), False, False, True),
+    "threshold": Rule(ignores_q(rules.threshold), False, False, True),
 }
 COUPLED = "coupled"
 
@@ -105,7 +97,6 @@ def decide(
     sampling: Sampling,
     rng: Rng,
     rule: str = AUTO,
-    replacement: bool = False,
 ) -> Verdict:
     """Verify a draft.
 
@@ -114,7 +105,6 @@ def decide(
         q: the probs from which each node's children were sampled; None if they were chosen in any other way.
         rng: the randomness; a `Coupled` one for the coupled rule.
         rule: a key of `RULES`, or auto.
-        replacement: whether siblings were sampled with replacement.
 
     Raises:
         ValueError: the rule is not right for such a draft.
@@ -122,7 +112,7 @@ def decide(
     if len(tree.token) == 1:
         rule, shown = "match", NOTHING
     else:
-        rule = fitting(rule, is_chain(tree.parent.tolist()), q is not None, replacement, sampling.temperature == 0)
+        rule = fitting(rule, is_chain(tree.parent.tolist()), q is not None, sampling.temperature == 0)
         shown = label(rule)
     entry = RULES[rule]
     if sampling.temperature > 0:
@@ -139,7 +129,7 @@ def is_chain(parents: Sequence[int]) -> bool:
     return list(parents) == list(range(-1, len(parents) - 1))
 
 
-def fitting(rule: str, chain: bool, sampled: bool, replacement: bool, greedy: bool) -> str:
+def fitting(rule: str, chain: bool, sampled: bool, greedy: bool) -> str:
     """Return the rule for a draft: the one that accepts most for auto (`benchmarks/rules.py` measures them).
 
     Raises:
@@ -148,7 +138,7 @@ def fitting(rule: str, chain: bool, sampled: bool, replacement: bool, greedy: bo
     if rule == AUTO and not sampled:
         return "point_mass"
     if rule == AUTO:
-        return "block" if chain else "traversal_replacement" if replacement else "traversal"
+        return "block" if chain else "traversal"
     entry = RULES[rule]
     if entry.chain and not chain:
         raise ValueError(f"rule={rule} verifies chains, and this draft is a tree: choose rule={AUTO}, or tree=chain")
@@ -159,7 +149,4 @@ def fitting(rule: str, chain: bool, sampled: bool, replacement: bool, greedy: bo
             f"rule={rule} needs drafts sampled from known probs, and these are chosen without sampling: choose "
             f"rule={AUTO}, or a chain or sampled tree"
         )
-    if entry.sampled and not chain and entry.replacement is not replacement:
-        how = "with" if replacement else "without"
-        raise ValueError(f"rule={rule} is not for siblings sampled {how} replacement: choose rule={AUTO}")
     return rule

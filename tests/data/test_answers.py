@@ -28,7 +28,7 @@ from tests.data.chatml import load_samples
 from tests.data.families import trained
 
 SUFFIX = {
-    "mode": "path", "depth": 16, "tokens": 8, "factor": 1.0, "offset": 0.0, "min_probability": 0.1, "memory": True,
+    "depth": 16, "tokens": 8, "factor": 1.0, "offset": 0.0, "min_probability": 0.1, "memory": True,
     "memory_nodes": 1000,
 }  # fmt: skip
 LOOKUP = {"ngram_min": 1, "ngram_max": 2, "tokens": 4, "match": "last"}

@@ -19,7 +19,7 @@ from tests import toys
 from tests.eval.small import small
 
 SUFFIX = {
-    "mode": "path", "depth": 8, "tokens": 6, "factor": 2.0, "offset": 1.0, "min_probability": 0.1, "memory": True,
+    "depth": 8, "tokens": 6, "factor": 2.0, "offset": 1.0, "min_probability": 0.1, "memory": True,
     "memory_nodes": 1000,
 }  # fmt: skip
 ALL: dict[str, Any] = {

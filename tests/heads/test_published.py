@@ -471,8 +471,6 @@ def test_a_pickle_with_code_in_it_is_not_converted_and_does_not_run(tmp_path: Pa
     assert trace.exists()  # it is real code
 
 
-
-
 def test_the_hubs_cache_may_link_into_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     _, tensors, config = eagle_authors()

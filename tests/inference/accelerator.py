@@ -25,6 +25,7 @@ from heads.base import Features, NewRows
 from heads.modules.kv_cache import KVCache
 from inference.drafters import policy
 from inference.drafters.head import BatchedState, HeadDrafter
+from inference.drafters.policy import TreeConfig
 from inference.phase_timer import PhaseTimer
 from inference.session import Settings
 from inference.step import DeviceStep, Slots
@@ -35,6 +36,13 @@ from tests import toys
 
 NAME = "dummy"
 CAPACITY, PROMPT = 96, 11
+TREES = {
+    "chain": TreeConfig("chain", 2, 0, 0, [], []),
+    "static": TreeConfig("static", 0, 0, 0, [[0], [1], [0, 0], [1, 0]], []),
+    "dynamic": TreeConfig("dynamic", 2, 3, 6, [], []),
+    "best_first": TreeConfig("best_first", 2, 0, 6, [], []),
+    "sampled": TreeConfig("sampled", 0, 0, 0, [], [2, 1]),
+}
 WARM = Sampling(0.8, 0, 0.9, repetition_penalty=1.2)
 SAMPLINGS = {
     "greedy": (GREEDY, "auto"), "coupled": (WARM, "coupled"), "sampled": (WARM, "auto"),
@@ -80,7 +88,7 @@ def real(head: str, tree: str, architecture: str) -> tuple[Target, HeadDrafter]:
     )  # in others the host asks for their tokens
     target: Any = toys.target.__wrapped__(architecture, dtype)  # its parameters are replaced
     own: Any = toys.head(head, target)
-    return target, HeadDrafter(own, toys.TREES[tree], head)
+    return target, HeadDrafter(own, TREES[tree], head)
 
 
 def step_of(target: Target, drafter: HeadDrafter, size: int) -> DeviceStep:

@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
+from torch import Tensor
 
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters import registry
@@ -57,6 +59,13 @@ class Recorder(Drafter, DrafterState):
 def plain(target: Target, prompt: list[int], tokens: int) -> list[int]:
     """Return the target's own greedy continuation."""
     return autoregress(target, prompt, Settings(tokens, GREEDY)).tokens
+
+
+def logits(target: Target, text: list[int]) -> Tensor:
+    """Return the logits after a text, by a pass over it alone."""
+    out = target.prefill(torch.tensor(text), target.cache()).logits
+    assert out is not None
+    return out[0, -1]
 
 
 def decode(target: Target, source: Drafter, prompt: list[int], tokens: int) -> Generation:

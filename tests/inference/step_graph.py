@@ -22,6 +22,7 @@ from inference.batch import Batch, batch_of
 from inference.decode import Generation, Settings, reference, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
+from inference.drafters.policy import TreeConfig
 from inference.graphs import Graphs
 from inference.step import DeviceStep
 from inference.target import compiled as passes
@@ -29,6 +30,13 @@ from inference.verification.sample import GREEDY, Sampling
 from tests import toys
 
 REQUESTS = 5
+# Small ones: to trace a stage takes time in proportion to its tree's depth.
+TREES = {
+    "chain": TreeConfig("chain", 2, 0, 0, [], []),
+    "dynamic": TreeConfig("dynamic", 2, 3, 6, [], []),
+    "best_first": TreeConfig("best_first", 2, 0, 6, [], []),
+    "sampled": TreeConfig("sampled", 0, 0, 0, [], [2, 1]),
+}
 SAMPLINGS = {
     "greedy": (GREEDY, "auto"),
     "coupled": (Sampling(0.8, 0, 0.9), "coupled"),
@@ -42,7 +50,7 @@ def batch(head: str, tree: str, requests: list[tuple[list[int], Settings]]) -> B
     """Return a static batch of three."""
     target = toys.target("llama", torch.float64)
     own: Any = None if head == "plain" else toys.head(head, target)
-    drafter = Plain(target.device) if own is None else HeadDrafter(own, toys.TREES[tree], head)
+    drafter = Plain(target.device) if own is None else HeadDrafter(own, TREES[tree], head)
     made = batch_of(target, drafter, 3, requests)
     assert made.device_step is not None
     made.device_step.static = True
@@ -140,13 +148,15 @@ def side_by_side() -> dict[str, bool]:
     """Return whether compiled drafts of several heads and trees, in turns, are accepted as the reference's are."""
     passes.BACKEND = "eager"
     target = toys.target("llama", torch.float64)
-    heads: list[Any] = [toys.head("eagle", target) for _ in range(2)]
+    config = toys.HEAD_CONFIGS["eagle"] | {"layers": 1}
+    heads: list[Any] = [toys.head_of("eagle", config, target) for _ in range(2)]
     for weight in heads[1].parameters():
         weight.data.mul_(-1)
-    sources = [HeadDrafter(head, toys.TREES["dynamic"], "head") for head in heads]
-    sources.append(HeadDrafter(heads[0], toys.TREES["chain"], "head"))
-    ways = [Settings(12, sampling, seed=1) for sampling in (GREEDY, Sampling(0.8, 0, 0.9, repetition_penalty=1.3))]
-    texts = [[(source, toys.prompt(i, 4 + 9 * i), way) for i in range(2)] for way in ways for source in sources]
+    sources = [HeadDrafter(head, TREES["dynamic"], "head") for head in heads]
+    sources.append(HeadDrafter(heads[0], TREES["chain"], "head"))
+    greedy, warm = (Settings(12, how, seed=1) for how in (GREEDY, Sampling(0.8, 0, 0.9, repetition_penalty=1.3)))
+    kinds = [(sources[0], warm), *((source, greedy) for source in sources)]
+    texts = [[(source, toys.prompt(i, 4 + 9 * i), way) for i in range(2)] for source, way in kinds]
     in_turns = [request for several in zip(*texts, strict=True) for request in several]
 
     def facts(generation: Generation) -> tuple[Any, ...]:
@@ -170,7 +180,7 @@ def by_turns() -> dict[str, bool]:
     target = toys.target("llama", torch.float64)
     heads: list[Any] = [toys.head("hass", target) for _ in range(2)]
     prune(heads[1], torch.randint(100, (toys.VOCAB,), generator=torch.Generator().manual_seed(9)))
-    sources = [HeadDrafter(head, toys.TREES["dynamic"], "hass") for head in heads]
+    sources = [HeadDrafter(head, TREES["dynamic"], "hass") for head in heads]
     request = toys.prompt(5, 9), Settings(16, GREEDY)
     expected = [reference(target, source, *request) for source in sources]
     target.compiles_drafts = True

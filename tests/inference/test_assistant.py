@@ -8,32 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.base import Level, Nodes
 from inference.decode import Settings, autoregress, speculate
-from inference.drafters.assistant import Assistant, AssistantState, Length
-from inference.drafters.policy import grow
+from inference.drafters.assistant import Assistant, AssistantState
 from inference.drafters.runner import DraftModelRunner
 from inference.drafters.vocabulary import SharedVocabulary
-from inference.protocol import Context, Proposal, Verified
+from inference.protocol import Context, Proposal
 from inference.target import probe
 from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification import tree as trees
-from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY, Sampling, distribution, penalize
-from inference.verification.tree import DraftTree
 from tests import assistants, families, toys
 from tests.inference.model_free import Recorder
 
-TOKENS = 24
+TOKENS = 20
 T1 = Sampling(1.0, 0, 1.0)
-
-
-@pytest.fixture(scope="module")
-def near(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model that agrees with the toy target often, not always."""
-    model = assistants.noisy(toys.target().model, 0.02)
-    return assistants.save(model, toys.tokenizer(), tmp_path_factory.mktemp("near"))
 
 
 @pytest.fixture(scope="module")
@@ -46,47 +35,6 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> str:
 def text(seed: int) -> list[int]:
     """Return the target's greedy text."""
     return autoregress(toys.target(), toys.prompt(seed), Settings(TOKENS, GREEDY)).tokens
-
-
-class Afresh:
-    """The naive reference: a model that reads every path again from the first token, without a cache."""
-
-    max_depth = 100
-    vocab = None
-
-    def __init__(self, model: Any, context: list[int]) -> None:
-        self.model, self.paths = model, [context]
-
-    def logits(self) -> Level:
-        rows = [self.model(input_ids=torch.tensor([path]), use_cache=False).logits[0, -1] for path in self.paths]
-        return Level(torch.stack(rows)[None], torch.zeros(1, len(rows), 0))
-
-    def expand(self, state: Any, level: Level, nodes: Nodes) -> Level:
-        self.paths = [
-            [*self.paths[p], t] for p, t in zip(nodes.parent[0].tolist(), nodes.token[0].tolist(), strict=True)
-        ]
-        return self.logits()
-
-
-@pytest.mark.parametrize("tree", toys.TREES)
-def test_every_draft_is_that_of_a_model_without_a_cache(near: str, tree: str) -> None:
-    config = toys.TREES[tree]
-    source = assistants.assistant(near, toys.target(), tree=config, dtype="float64")
-    model = source.model.model
-    watched = Recorder(source)
-    made = speculate(toys.target(), watched, toys.prompt(1), Settings(TOKENS, GREEDY))
-    assert made.tokens == text(1)
-    accepted, whole = [], toys.prompt(1) + made.tokens
-    for (context, _), proposal in zip(watched.asked, watched.proposed, strict=True):
-        reference = Afresh(model, context)
-        room = len(whole) - len(context) - 1
-        rng = Generator(0, torch.device("cpu"))
-        expected = grow(reference, None, reference.logits(), config, [Context(context, GREEDY, rng, room)])[0].tree
-        assert proposal.tree.token.tolist() == expected.token.tolist()
-        assert proposal.tree.parent.tolist() == expected.parent.tolist()
-        accepted.append(trees.agreed(expected, whole[len(context) :]))
-    assert accepted == [step.accepted for step in made.steps]
-    assert len(set(accepted)) > 1
 
 
 @pytest.mark.parametrize("tree", ["chain", "sampled"])
@@ -109,15 +57,11 @@ def test_laws_are_those_of_a_model_without_a_cache(near: str, tree: str) -> None
                 torch.testing.assert_close(q[node], expected[0])
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, T1], ids=["T0", "T1"])
-@pytest.mark.parametrize("tree", ["chain", "sampled"])
-def test_the_target_itself_is_always_accepted(clone: str, tree: str, sampling: Sampling) -> None:
-    config = toys.TREES[tree]
-    source = assistants.assistant(clone, toys.target(), tree=config)
-    depth = len(config.widths) or config.depth
-    for seed in range(2):
-        made = speculate(toys.target(), source, toys.prompt(seed), Settings(1 + 5 * (depth + 1), sampling, seed=seed))
-        assert [step.accepted for step in made.steps] == [depth] * 5
+@pytest.mark.parametrize(("tree", "depth", "sampling"), [("chain", 4, T1), ("sampled", 3, GREEDY), ("sampled", 3, T1)])
+def test_the_target_itself_is_always_accepted(clone: str, tree: str, depth: int, sampling: Sampling) -> None:
+    source = assistants.assistant(clone, toys.target(), tree=toys.TREES[tree])
+    made = speculate(toys.target(), source, toys.prompt(0), Settings(1 + 5 * (depth + 1), sampling))
+    assert [step.accepted for step in made.steps] == [depth] * 5
 
 
 def test_only_what_is_missing_is_run(near: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,33 +80,6 @@ def test_only_what_is_missing_is_run(near: str, monkeypatch: pytest.MonkeyPatch)
     expected = [2 if step.accepted == step.drafted else 1 for step in made.steps[:-1]]
     assert read == [len(toys.prompt(1)) + 1, *expected]
     assert {1, 2} <= set(read)
-
-
-def test_heuristic_length() -> None:
-    def outcome(drafted: int, accepted: int) -> Verified:
-        tree = DraftTree(torch.arange(drafted + 1), torch.arange(-1, drafted))
-        return Verified(tree, list(range(accepted + 1)), torch.zeros(drafted + 1, 2), None)
-
-    length, constant = Length("heuristic", 3), Length("constant", 3)
-    seen = []
-    for drafted, accepted in [(3, 3), (5, 5), (7, 6), (6, 0), (0, 0)]:
-        length.learn(outcome(drafted, accepted))
-        constant.learn(outcome(drafted, accepted))
-        seen.append(length.now)
-    assert seen == [5, 7, 6, 5, 5]
-    for _ in range(9):
-        length.learn(outcome(2, 0))
-    assert (length.now, constant.now) == (1, 3)
-    assert Length("heuristic", 3).now == 3
-
-
-def test_the_heuristic_begins_anew_with_every_prompt(near: str) -> None:
-    source = assistants.assistant(near, toys.target(), schedule="heuristic")
-    runs = [speculate(toys.target(), source, toys.prompt(1), Settings(TOKENS, GREEDY)) for _ in range(2)]
-    drafted = [[step.drafted for step in made.steps] for made in runs]
-    assert drafted[0] == drafted[1]
-    assert len(set(drafted[0])) > 2
-    assert runs[0].tokens == text(1)
 
 
 def test_a_doubted_token_is_the_last_and_is_kept(near: str) -> None:
@@ -197,24 +114,19 @@ def test_a_chain_ends_with_the_answer(clone: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("padded", ["target", "assistant"])
 def test_lm_heads_padded_to_different_sizes(padded: str, tmp_path: Path) -> None:
     """Rows that no token has are nearly as likely as any here, so that a leak of one would be seen."""
-    order = list(range(toys.VOCAB))
-    smaller, larger = (
-        assistants.noisy(toys.target().model, 0.02),
-        assistants.reordered(toys.target().model, [*order, 3, 5]),
-    )
+    smaller = assistants.noisy(toys.target().model, 0.02)
+    larger = assistants.reordered(toys.target().model, [*range(toys.VOCAB), 3, 5])
     with torch.no_grad():
         larger.get_output_embeddings().weight[toys.VOCAB :] *= 0.98  # a tie with 3 or 5 is anybody's
     pair = (larger, smaller) if padded == "target" else (smaller, larger)
     target = Target(pair[0].eval(), toys.tokenizer(), "padded")
     path = assistants.save(pair[1], toys.tokenizer(), tmp_path / "assistant")
     plain = autoregress(target, toys.prompt(1), Settings(12, GREEDY)).tokens
-    for tree in ("chain", "sampled"):
+    for tree, sampling in (("chain", GREEDY), ("sampled", GREEDY), ("sampled", T1)):
         source = assistants.assistant(path, target, tree=toys.TREES[tree])
-        made = speculate(target, source, toys.prompt(1), Settings(12, GREEDY))
-        assert made.tokens == plain
+        made = speculate(target, source, toys.prompt(1), Settings(12, sampling, seed=1))
+        assert made.tokens == plain or sampling is T1
         assert sum(step.accepted for step in made.steps) > 0
-        sampled = speculate(target, source, toys.prompt(1), Settings(12, T1, seed=1))
-        assert sum(step.accepted for step in sampled.steps) > 0
 
 
 def test_beyond_its_own_context_it_drafts_nothing(tmp_path: Path) -> None:
@@ -230,12 +142,9 @@ def test_beyond_its_own_context_it_drafts_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"match": "slem"}, "drafter.assistant.match is 'slem': choose one of same, tli"),
-        ({"schedule": "linear"}, "drafter.assistant.schedule is 'linear': choose constant, heuristic"),
+        ({"match": "slem"}, "drafter.assistant.match is 'slem': choose same, tli"),
         ({"confidence": 1.5}, "drafter.assistant.confidence is 1.5"),
         ({"tree": toys.TREES["dynamic"], "confidence": 0.3}, "drafter.assistant.tree.kind is 'dynamic'.*confidence=0"),
-        ({"tree": toys.TREES["static"], "schedule": "heuristic"}, "schedule=constant"),
-        ({"device": "cuda:77"}, "drafter.assistant.device is 'cuda:77'"),
         ({"device": "elsewhere"}, "drafter.assistant.device is 'elsewhere'"),
         ({"dtype": "int3"}, "drafter.assistant.*int3"),
         ({"model": "/nonesuch"}, "drafter.assistant.model=/nonesuch"),
@@ -248,12 +157,9 @@ def test_a_bad_value_is_named_in_one_line(clone: str, changes: dict[str, Any], n
 
 
 def test_another_tokenizer_is_named_with_the_ways_out(tmp_path: Path) -> None:
-    names = [f"w{i}" for i in range(toys.VOCAB)]
-    other = assistants.words([*names[:7], names[8], names[7], *names[9:]])
-    path = assistants.save(toys.target().model, other, tmp_path)
-    with pytest.raises(ValueError, match=r"token 'w7' is 7 .* and 8 .*use match=tli") as error:
+    path = assistants.save(toys.target().model, words([*range(7), 8, 7, *range(9, toys.VOCAB)]), tmp_path)
+    with pytest.raises(ValueError, match=r"token 'w7' is 7 .* and 8 .*use match=tli"):
         assistants.assistant(path, toys.target())
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.gpu
@@ -311,10 +217,8 @@ def tli(path: str) -> Assistant:
 
 @pytest.mark.parametrize("sampling", [GREEDY, T1])
 def test_the_target_in_another_order_is_always_accepted(reordered_clone: str, sampling: Sampling) -> None:
-    drafter = tli(reordered_clone)
-    for seed in range(2):
-        made = speculate(toys.target(), drafter, toys.prompt(seed), Settings(26, sampling, seed=seed))
-        assert [step.accepted for step in made.steps] == [4] * 5
+    made = speculate(toys.target(), tli(reordered_clone), toys.prompt(0), Settings(26, sampling))
+    assert [step.accepted for step in made.steps] == [4] * 5
 
 
 def test_every_draft_by_shared_tokens_is_that_of_a_model_without_a_cache(

@@ -17,7 +17,6 @@ import transformers
 from eval.run import evaluate
 from inference import step
 from inference.decode import Generation, Settings, speculate
-from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.protocol import Drafter
 from inference.target import attention, compiled
@@ -61,7 +60,7 @@ def as_it_is(stage: Any, _: str) -> Any:
     return stage
 
 
-@pytest.mark.parametrize("name", toys.ARCHITECTURES)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3"])
 def test_features_of_compiled_layers_are_those_of_the_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of packed documents and of rows that are one, whose attention differs; alike layers share their graphs."""
     target = toys.target(name, DOUBLE)
@@ -91,11 +90,6 @@ def test_layers_of_experts_run_as_they_are(caplog: pytest.LogCaptureFixture) -> 
     assert "trainer.compile leaves its layers as they are" in caplog.text
 
 
-def head(name: str, target: Target, tree: str) -> HeadDrafter:
-    own: Any = toys.head(name, target).to(target.device)
-    return HeadDrafter(own, toys.TREES[tree], name)
-
-
 def decoded(target: Target, sources: dict[str, Drafter], sampling: Sampling) -> dict[str, list[Generation]]:
     prompts = [toys.prompt(seed, length) for seed, length in enumerate(LENGTHS)]
     settings = [Settings(10 + 3 * seed, sampling, seed=seed) for seed in range(len(prompts))]
@@ -118,15 +112,13 @@ def graphs() -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "static"),
-    [
-        ("mistral", True), ("llama", False), ("llama", True), ("gemma2", False), ("gpt2", True),
-    ],
-)  # fmt: skip
+    [("mistral", True), ("llama", False), ("llama", True), ("gemma2", False), ("gpt2", True)],
+)
 def test_compiled_decoding_writes_the_same(name: str, static: bool) -> None:
     target = toys.target(name, DOUBLE)
     sources: dict[str, Drafter] = {
         "plain": Plain(target.device),
-        "eagle": head("eagle", target, "dynamic"),
+        "eagle": toys.drafter("eagle", target, "dynamic"),
         "lookahead": model_free.make("lookahead", target),
     }
     if name == "llama":  # it verifies in a pass of its own, uncompiled
@@ -205,9 +197,8 @@ def test_a_compiled_evaluation_passes_the_gate_and_says_so(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step, "compiled", as_it_is)
-    made = evaluate(
-        small(runs, tmp_path, engine={"compile": True, "compile_drafts": False}, batch_size=[1, 2], hf=False)
-    )
+    engine = {"compile": True, "compile_drafts": False}
+    made = evaluate(small(runs, tmp_path, engine=engine, batch_size=[1, 2], hf=False))
     assert graphs() > 0
     assert made.passed
     assert sorted(made.gates) == ["eagle", "eagle x2", "plain", "plain x2"]
@@ -219,7 +210,7 @@ def test_inductor_writes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "BACKEND", "inductor")
     monkeypatch.setattr(step, "compiled", as_it_is)
     target = toys.target("llama", DOUBLE)
-    sources: dict[str, Drafter] = {"plain": Plain(target.device), "eagle": head("eagle", target, "dynamic")}
+    sources: dict[str, Drafter] = {"plain": Plain(target.device), "eagle": toys.drafter("eagle", target, "dynamic")}
     before = decoded(target, sources, GREEDY)
     target.compile()
     after = decoded(target, sources, GREEDY)

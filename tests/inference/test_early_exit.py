@@ -1,6 +1,7 @@
 """Self-speculation by early exit: the same logits as the full pass, nothing run twice, and the law kept."""
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,29 +9,29 @@ import torch
 from torch import Tensor, nn
 
 from heads.common.typed import build
-from inference.decode import Generation, Settings, speculate
+from inference.decode import Settings, speculate
 from inference.drafters.contrib.early_exit import EarlyExit
 from inference.drafters.contrib.layer_skip import FORMAT, LayerSkip, SkipFile, save_skips
 from inference.drafters.policy import TreeConfig
-from inference.protocol import Context, Drafter, Proposal
+from inference.protocol import Commit, Context, Drafter, Proposal
 from inference.target import probe
 from inference.target.target import Target
 from inference.verification import tree as trees
 from inference.verification.rng import Generator, Rng
 from inference.verification.sample import GREEDY, Sampling, distribution
 from inference.verification.tree import DraftTree
-from tests import toys
+from tests import assistants, toys
 from tests.enumeration import EXACT, distance, law, verify
+from tests.inference.test_mirror import mirror
 
 TOKENS = 24
 NEAR = {"gemma2": 1e-5}  # its attention takes the softmax in fp32 whatever the model's dtype
 EXITS = (1, 2)
-TREES = toys.TREES | {"independent": TreeConfig("independent", 0, 0, 0, [], [3, 2, 2])}
 
 
 def drafter(target: Target, exit_layer: int, tree: str) -> EarlyExit:
-    values = {"exit_layer": exit_layer, "tree": TREES[tree]}
-    config = build(EarlyExit.Config, values, "drafter.early_exit", {"tree": TREES[tree]})
+    values = {"exit_layer": exit_layer, "tree": toys.TREES[tree]}
+    config = build(EarlyExit.Config, values, "drafter.early_exit", {"tree": toys.TREES[tree]})
     return EarlyExit(config, target, "early exit")
 
 
@@ -69,12 +70,6 @@ def test_going_on_from_the_exit_is_the_full_pass(name: str, tree: str, exit_laye
         proposal(toys.target(name, torch.float64), exit_layer, tree, Sampling(1.0, 0, 1.0))
 
 
-def test_siblings_of_one_token_are_one_row_that_their_children_see() -> None:
-    made = proposal(toys.target("llama", torch.float64), 1, "independent", Sampling(0.1, 0, 1.0))
-    nodes = list(zip(made.tree.parent.tolist(), made.tree.token.tolist(), strict=True))
-    assert len(set(nodes)) < len(nodes), "no sibling was sampled twice: nothing was tested"
-
-
 def exit_logits(target: Target, exit_layer: int, path: list[int]) -> Tensor:
     """Read the exit's logits after a text naively: a full pass, its layer's output, the final norm, the lm_head."""
     states = target.model(input_ids=torch.tensor([path]), output_hidden_states=True).hidden_states[exit_layer]
@@ -99,22 +94,17 @@ def test_q_is_the_law_that_was_drawn_from() -> None:
     made = proposal(target, 1, "sampled", sampling)
     assert made.q is not None
     for path in trees.paths(made.tree):
-        for depth, node in enumerate(path[:-1]):
-            text = toys.prompt(3, 12) + made.tree.token[path[1 : depth + 1]].tolist()
-            law = distribution(exit_logits(target, 1, text), sampling)
-            torch.testing.assert_close(made.q[node], law, rtol=1e-9, atol=1e-9)
+        text = toys.prompt(3, 12) + made.tree.token[path[1:-1]].tolist()
+        law = distribution(exit_logits(target, 1, text), sampling)
+        torch.testing.assert_close(made.q[path[-2]], law, rtol=1e-9, atol=1e-9)
 
 
-def decode(name: str, exit_layer: int, tree: str, seed: int, sampling: Sampling = GREEDY) -> Generation:
-    target = toys.target(name)
-    return speculate(target, drafter(target, exit_layer, tree), toys.prompt(seed), Settings(TOKENS, sampling, seed=5))
+@pytest.mark.parametrize("exit_layer", EXITS)
+def test_no_row_runs_through_a_layer_twice(exit_layer: int) -> None:
+    """Count per layer how often its MLP runs and on how many rows, after the prefill."""
+    target, runs, rows = toys.target(), Counter[int](), Counter[int]()
 
-
-def executed(target: Target, exit_layer: int) -> tuple[Generation, list[int], list[int]]:
-    """Decode, and count per layer how often its MLP ran and on how many rows, after the prefill."""
-    runs, rows = Counter[int](), Counter[int]()
-
-    def count(layer: int) -> object:
+    def count(layer: int) -> Callable[..., None]:
         def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
             runs[layer] += 1
             rows[layer] += args[0].shape[1]
@@ -122,23 +112,14 @@ def executed(target: Target, exit_layer: int) -> tuple[Generation, list[int], li
         return hook
 
     source = drafter(target, exit_layer, "chain")
-    layers = target.decoder_layers
-    handles = [layer.mlp.register_forward_pre_hook(count(i)) for i, layer in enumerate(layers)]
-    try:
-        made = speculate(target, source, toys.prompt(0), Settings(TOKENS, GREEDY))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return made, [runs[i] - 1 for i in range(len(layers))], [rows[i] - 7 for i in range(len(layers))]
-
-
-@pytest.mark.parametrize("exit_layer", EXITS)
-def test_no_row_runs_through_a_layer_twice(exit_layer: int) -> None:
-    made, runs, rows = executed(toys.target(), exit_layer)
-    nodes = sum(step.drafted + 1 for step in made.steps)
-    assert rows == [nodes] * 3  # each node once through each layer, whoever asked for it
+    handles = [layer.mlp.register_forward_pre_hook(count(i)) for i, layer in enumerate(target.decoder_layers)]
+    made = speculate(target, source, toys.prompt(0), Settings(TOKENS, GREEDY))
+    for handle in handles:
+        handle.remove()
+    nodes, steps = sum(step.drafted + 1 for step in made.steps), len(made.steps)
+    assert [rows[i] - 7 for i in range(3)] == [nodes] * 3  # each node once through each layer, whoever asked for it
     # One pass a node through the first layers, then one through the others for all nodes of the step.
-    assert runs == [nodes] * exit_layer + [len(made.steps)] * (3 - exit_layer)
+    assert [runs[i] - 1 for i in range(3)] == [nodes] * exit_layer + [steps] * (3 - exit_layer)
 
 
 def test_a_layer_is_restored_when_a_pass_fails() -> None:
@@ -149,13 +130,10 @@ def test_a_layer_is_restored_when_a_pass_fails() -> None:
     assert all("forward" not in vars(layer) for layer in target.decoder_layers)
 
 
-@pytest.mark.parametrize(("exit_layer", "said"), [(0, "give 1 or more"), (3, "give 1 to 2")])
-def test_an_exit_out_of_range_is_named(exit_layer: int, said: str) -> None:
-    with pytest.raises(ValueError, match=rf"drafter\.early_exit\.exit_layer is {exit_layer}.*{said}"):
-        drafter(toys.target(), exit_layer, "chain")
-
-
-def test_a_target_that_cannot_be_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exit_out_of_range_and_a_target_that_cannot_be_split_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for exit_layer, said in ((0, "give 1 or more"), (3, "give 1 to 2")):
+        with pytest.raises(ValueError, match=rf"drafter\.early_exit\.exit_layer is {exit_layer}.*{said}"):
+            drafter(toys.target(), exit_layer, "chain")
     monkeypatch.setattr(probe, "splits", lambda *_: False)
     with pytest.raises(ValueError, match="cannot be run in two parts"):
         drafter(toys.target(), 1, "chain")
@@ -188,9 +166,10 @@ def one_pass(target: Target, source: Drafter, depths: set[int]) -> dict[tuple[in
     prefix = len(PROMPT) - 1
 
     def program(rng: Rng) -> tuple[int, ...]:
-        cache = target.cache()
-        target.prefill(torch.tensor(PROMPT[:-1]), cache)
-        made = source.propose(Context(PROMPT, SAMPLING, rng, HORIZON - 1, cache))
+        cache, state = target.cache(), source.start(PROMPT[:-1])
+        out = target.prefill(torch.tensor(PROMPT[:-1]), cache)
+        state.update(Commit(torch.tensor(PROMPT[1:]), out, None))
+        made = state.propose(Context(PROMPT, SAMPLING, rng, HORIZON - 1, cache))
         score, entered = target.score, made.entered
         out = score(made.tree, cache) if entered is None else target.parts.score_from(entered, made.tree, cache)
         assert out.logits is not None
@@ -205,8 +184,23 @@ def one_pass(target: Target, source: Drafter, depths: set[int]) -> dict[tuple[in
     return law(program)
 
 
+def assistant(target: Target, folder: Path, shape: str) -> Drafter:
+    path = assistants.save(assistants.noisy(target.model, 0.05), toys.tokenizer(), folder)
+    if shape == "mirror":
+        return mirror(path, target, 0, tree=assistants.chain(2))
+    kind, confidence = ("sampled", 0.0) if shape == "tli" else ("chain", 0.6)
+    tree = TreeConfig(kind, 2, 0, 0, [], [2, 1])
+    match = "tli" if shape == "tli" else "same"
+    return assistants.assistant(path, target, match=match, tree=tree, confidence=confidence, dtype="float64")
+
+
 @pytest.mark.parametrize(
-    ("make", "shape"), [(early_exit, "chain"), (early_exit, "tree"), (layer_skip, "0"), (layer_skip, "0.3")]
+    ("make", "shape"),
+    [
+        *((early_exit, shape) for shape in ("chain", "tree")),
+        *((layer_skip, shape) for shape in ("0", "0.3")),
+        *((assistant, shape) for shape in ("doubting", "tli", "mirror")),
+    ],
 )
 def test_emitted_law_is_the_targets(tmp_path: Path, make: object, shape: str) -> None:
     target = toys.target("llama", torch.float64)

@@ -1,6 +1,7 @@
 """Test 5 of the design: the law of the emitted tokens is the target's, for every rule, by exact enumeration."""
 
 import functools
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -8,10 +9,10 @@ import torch
 from torch import Tensor
 
 from inference.verification import rules
-from inference.verification.rng import Rng
+from inference.verification.rng import Coupled, Rng
 from inference.verification.rules import Frame
 from inference.verification.sample import Sampling, distribution
-from inference.verification.tree import DraftTree
+from inference.verification.tree import DraftTree, paths
 from inference.verification.verify import RULES
 from tests.enumeration import (
     EXACT,
@@ -35,10 +36,9 @@ from tests.enumeration import (
 
 ANY = ("match", "point_mass")
 FITTING = {
-    "chain": (*ANY, "token", "block", "recursive", "recursive_replacement", "traversal", "traversal_replacement"),
+    "chain": (*ANY, "token", "block", "recursive", "traversal"),
     **dict.fromkeys(("static", "uneven", "dynamic"), ANY),
     **dict.fromkeys(("sampled", "single", "siblings", "ragged"), (*ANY, "recursive", "traversal")),
-    **dict.fromkeys(("independent", "independent ragged"), (*ANY, "recursive_replacement", "traversal_replacement")),
 }
 CASES = [(tree, rule) for tree, fitting in FITTING.items() for rule in fitting]
 # Each rule on the one shape that asks most of it; `slow` runs every shape under everything.
@@ -49,8 +49,6 @@ CORE = [
     ("static", "point_mass"),
     ("sampled", "recursive"),
     ("sampled", "traversal"),
-    ("independent", "recursive_replacement"),
-    ("independent", "traversal_replacement"),
 ]
 LAWS = [("close", sampling) for sampling in SAMPLINGS] + [(family, "T1") for family in FAMILIES if family != "close"]
 
@@ -82,7 +80,7 @@ def error(tree: str, rule: str, family: str, sampling: str, seed: int = 0) -> fl
 
 def test_every_lossless_rule_is_enumerated() -> None:
     lossless = {name for name, rule in RULES.items() if not rule.lossy}
-    assert {rule for _, rule in CASES} == {rule for _, rule in CORE} == lossless - {"coupled"}  # test_coupled.py
+    assert {rule for _, rule in CASES} == {rule for _, rule in CORE} == lossless - {"coupled"}  # below
 
 
 @pytest.mark.parametrize(("family", "sampling"), LAWS)
@@ -106,12 +104,10 @@ def test_emitted_law_is_the_targets_everywhere(tree: str, rule: str, family: str
         assert error(tree, rule, family, sampling, seed) < EXACT
 
 
-@pytest.mark.parametrize("tree", ["chain", "sampled", "ragged", "independent"])
+@pytest.mark.parametrize("tree", ["chain", "sampled"])
 def test_draft_that_equals_the_target_is_always_accepted(tree: str) -> None:
     depth = 2
     for rule in FITTING[tree][2:]:
-        if tree == "ragged":  # the first child has no children
-            continue
         assert passed(tree, rule, "equal").tokens == pytest.approx(depth + 1)
 
 
@@ -122,11 +118,6 @@ ORDER = [
     (("sampled", "match"), ("sampled", "recursive")),
     (("sampled", "recursive"), ("sampled", "traversal")),
     (("ragged", "recursive"), ("ragged", "traversal")),
-    (("independent", "recursive_replacement"), ("independent", "traversal_replacement")),
-    (("independent", "recursive_replacement"), ("sampled", "recursive")),
-    (("independent", "traversal_replacement"), ("sampled", "traversal")),
-    (("chain", "block"), ("independent", "traversal_replacement")),
-    (("chain", "traversal_replacement"), ("chain", "block")),
 ]
 
 
@@ -193,6 +184,20 @@ def test_block_verification_is_its_papers(family: str) -> None:
     assert distance(ours.law, literal.law) < 1e-10  # of whole texts, their lengths included
 
 
+def test_coupled_outputs_are_the_targets_whatever_is_drafted() -> None:
+    """Exact: with each position's token fixed by the noise, every tree over the vocabulary leads to that text."""
+    p = torch.softmax(torch.randn(7, 3, generator=torch.Generator().manual_seed(0)), -1)
+    parent = torch.tensor([-1, 0, 0, 1, 1, 2, 2])
+    for tokens in itertools.product(range(3), repeat=4):
+        tree = DraftTree(torch.tensor([0, tokens[0], tokens[1], tokens[2], tokens[3], tokens[2], tokens[3]]), parent)
+        laws = p[[0, 1, 1, 2, 2, 2, 2]]  # a law a depth, so that the text does not depend on the path
+        for seed in range(4):
+            rng = Coupled(seed, torch.device("cpu"), range(3))
+            path, token = verify(tree, laws, None, rng, "coupled")
+            text = [int(tree.token[node]) for node in path[1:]] + [token]
+            assert text == [rng.sample(laws[[0, 1, 3]][[i]], i + 1)[0] for i in range(len(text))]
+
+
 def typical_acceptance(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found:
     return rules.typical(tree, p, rng)
 
@@ -200,12 +205,7 @@ def typical_acceptance(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -
 def one_sample_per_path(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found:
     """Resample the target for every root-leaf path and keep the longest match (Medusa's and REST's nucleus mode)."""
     best: Found = ([0], rng.sample(p[:1])[0])
-    for leaf in range(1, len(tree.parent)):
-        path, node = [], leaf
-        while node >= 0:
-            path.append(node)
-            node = int(tree.parent[node])
-        path = path[::-1]
+    for path in paths(tree):
         matched = [0]
         for node in path[1:]:
             if rng.sample(p[matched[-1]][None])[0] != int(tree.token[node]):
@@ -230,7 +230,9 @@ def pruned_by_own_value(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) 
 
 def wrong_replacement(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found:
     """Test siblings drawn without replacement as if they had been drawn with it."""
-    return RULES["recursive_replacement"].walk(tree, p, q, rng)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rules, "without", lambda probs, _: probs)
+        return RULES["recursive"].walk(tree, p, q, rng)
 
 
 def stopping_block(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found:
@@ -242,7 +244,7 @@ def stopping_block(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Fo
 def stale_residual(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found:
     """Traversal that tries the next sibling against the law from before the rejection."""
 
-    def reject(frame: Frame, x: int, replacement: bool) -> None:
+    def reject(frame: Frame, x: int) -> None:
         assert frame.draft is not None
         left = frame.draft.clone()
         left[x] = 0
@@ -257,9 +259,9 @@ def stale_alpha(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found
     """Traversal that keeps a node's probability when what hangs below it was rejected."""
     reject = rules._reject
 
-    def stale(frame: Frame, x: int, replacement: bool) -> None:
+    def stale(frame: Frame, x: int) -> None:
         alpha = frame.alpha
-        reject(frame, x, replacement)
+        reject(frame, x)
         frame.alpha = alpha
 
     with pytest.MonkeyPatch.context() as patch:

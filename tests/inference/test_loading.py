@@ -4,8 +4,6 @@ import functools
 import json
 import logging
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, Gemma3TextConfig, MistralConfig, PreTrainedConfig
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
-from eval.inputs.drafters import model_of
 from heads.common.target_config import read_target_config, text_tower
 from heads.formats.published.export import Served, export
 from heads.formats.store import QUANTISED, load_head, save_head
 from inference.decode import Settings, autoregress, speculate
-from inference.drafters.head import HeadDrafter
 from inference.target import loading
 from inference.target.checkpoint import RENAMED, check_files, stored_names, tensor_files
 from inference.target.embeddings_only import EmbeddingsOnly
@@ -32,7 +28,6 @@ from tests import assistants, toys
 from tests.families import EXPERTS
 from tests.inference.test_decode import Oracle
 
-ROOT = Path(__file__).parents[2]
 TREE = {"kind": "dynamic", "depth": 4, "top_k": 3, "nodes": 9, "paths": [], "widths": []}
 
 
@@ -43,16 +38,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 
 # The first is the one that `make setup` installs; the others are tested where their libraries are.
-def test_transformers_draws_no_bar_over_weights(capfd: pytest.CaptureFixture[str]) -> None:
-    loggers = [logging.getLogger(f"transformers.{name}") for name in loading.LISTING]
-    before = [logger.level for logger in loggers]
-    with loading._quiet():
-        list(transformers.logging.tqdm(range(3), desc="Loading weights"))
-    assert [logger.level for logger in loggers] == before
-    assert capfd.readouterr().err == ""
-    assert transformers.logging.is_progress_bar_enabled()
-
-
 @pytest.fixture(scope="module", params=["int8", "torchao_int8", "bnb_int8", "bnb_nf4"])
 def quantised(request: pytest.FixtureRequest, plain: Target) -> Target:
     if request.param != "int8":
@@ -65,6 +50,7 @@ def test_linear_layers_are_quantised_and_what_heads_read_is_not(plain: Target, q
     assert plain.quantized is None
     assert quantised.quantized is not None
     assert quantised.takes_trees
+    assert quantised.spec == plain.spec, "a head of the target is one of its quantised form"
     assert torch.equal(quantised.embeddings.head_weight(), plain.embeddings.head_weight())
     assert torch.equal(quantised.embeddings.embed(token), plain.embeddings.embed(token))
     found, expected = (each.features(token, torch.zeros_like(token), ()).last_hidden for each in (quantised, plain))
@@ -75,25 +61,14 @@ def test_no_row_of_a_pass_decides_how_another_is_rounded() -> None:
     assert loading.METHODS["bnb_int8"].config(torch.bfloat16).llm_int8_threshold == 0
 
 
-@pytest.mark.parametrize("tree", ["chain", "dynamic"])
-def test_speculation_equals_plain_decoding_of_the_same_weights(quantised: Target, tree: str) -> None:
-    head = toys.head("eagle", quantised)
-    for seed in range(2):
-        expected = autoregress(quantised, toys.prompt(seed), Settings(20, GREEDY)).tokens
-        made = speculate(
-            quantised, HeadDrafter(head, toys.TREES[tree], "eagle"), toys.prompt(seed), Settings(20, GREEDY)
-        )
-        assert toys.lively(expected)
-        assert made.tokens == expected
-        made = speculate(quantised, Oracle(expected, 3), toys.prompt(seed), Settings(20, GREEDY))
-        assert made.tokens == expected
-        assert made.tau == 19 / 5
-
-
-def test_a_head_of_the_target_is_one_of_its_quantised_form(plain: Target, quantised: Target, tmp_path: Path) -> None:
-    assert quantised.spec == plain.spec
-    save_head(tmp_path / "head", toys.head("eagle", plain), plain.spec, TREE)
-    load_head(tmp_path / "head", quantised.embeddings, quantised.spec)
+def test_speculation_equals_plain_decoding_of_the_same_weights(quantised: Target) -> None:
+    drafter = toys.drafter("eagle", quantised, "dynamic")
+    expected = autoregress(quantised, toys.prompt(0), Settings(20, GREEDY)).tokens
+    assert toys.lively(expected)
+    assert speculate(quantised, drafter, toys.prompt(0), Settings(20, GREEDY)).tokens == expected
+    made = speculate(quantised, Oracle(expected, 3), toys.prompt(0), Settings(20, GREEDY))
+    assert made.tokens == expected
+    assert made.tau == 19 / 5
 
 
 def test_a_checkpoint_that_is_quantised_loads_as_it_is(
@@ -113,10 +88,9 @@ def test_a_checkpoint_that_is_quantised_loads_as_it_is(
     assert "cannot be told" in caplog.text
 
 
-@pytest.mark.parametrize("configured", [True, False])
-@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4"])
+@pytest.mark.parametrize(("configured", "algorithm"), [(True, "FP8"), (False, "NVFP4")])
 def test_a_quantisation_that_transformers_skips_is_named(
-    plain: Target, tmp_path: Path, algorithm: str, configured: bool
+    plain: Target, tmp_path: Path, configured: bool, algorithm: str
 ) -> None:
     """ModelOpt describes it in config.json, or in older versions in a file of its own."""
     assistants.save(plain.model, toys.tokenizer(), tmp_path)
@@ -167,26 +141,6 @@ def test_refusals_are_one_line(plain: Target, tmp_path: Path, monkeypatch: pytes
     refused(r"model\.path=.*no causal LM with tokenizer loads from there \(.*AWQ.*pip install", str(own), None)
     monkeypatch.setattr(loading, "find_spec", lambda _: None)
     refused(r"needs optimum-quanto, which is not installed: pip install optimum-quanto")
-
-
-def test_the_run_says_how_it_was_quantised_unless_the_user_does(tmp_path: Path, plain: Target) -> None:
-    save_head(tmp_path / "head", toys.head("eagle", plain), plain.spec, TREE)
-    (tmp_path / "config.yaml").write_text(f"model: {{path: {plain.name}, quantize: int8}}")
-    nothing: dict[str, Any] = {"quantize": None}
-    assert model_of(str(tmp_path), nothing).quantize == "int8"
-    assert model_of(str(tmp_path), {"quantize": "none"}).quantize == "none"
-    (tmp_path / "config.yaml").write_text(f"model: {{path: {plain.name}}}")
-    assert model_of(str(tmp_path), nothing).quantize is None
-
-
-def test_the_command_on_the_embedded_target() -> None:
-    words = ["model.quantize=int8", "model.dtype=float32", "model.device=cpu", "prompt='def main():'"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "inference" / "run.py"), *words, "max_new_tokens=8"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "8 tokens in 7 target passes" in done.stdout
 
 
 def test_scores_that_a_target_caps_are_capped_whatever_attention_transformers_would_take(
@@ -259,14 +213,12 @@ def say(folder: Path, **values: object) -> None:
     ("values", "told"),
     [
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000 in its config.json, at most 2000 are made"),
-        ({"num_hidden_layers": float("nan")}, "num_hidden_layers is nan"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0 in its config.json"),
         ({"num_hidden_layers": "5"}, "num_hidden_layers"),
-        ({"num_labels": 10**9}, "num_labels is 1000000000"),
         ({"vocab_size": -1}, "vocab_size is -1"),
         ({"hidden_size": [64]}, "hidden_size"),
         ({"max_position_embeddings": 10**30}, "max_position_embeddings is 1000000000000000000000000000000"),
-        ({"hidden_size": 10**6, "num_hidden_layers": 1000}, "parameters, and its files have"),
+        ({"hidden_size": 10**5}, "parameters, and its files have"),
         ({"hidden_act": "os.system"}, "os.system"),
     ],
 )
@@ -281,20 +233,19 @@ def test_quantised_weights_may_take_less_than_a_byte_each(folder: Path) -> None:
     check_files(str(folder), config)
 
 
-@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
-@pytest.mark.parametrize("value", ["org/kernel", "flash_attention_2", {"": "org/kernel"}])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attn_implementation", "org/kernel"),
+        ("_attn_implementation", "flash_attention_2"),
+        ("experts_implementation", {"": "org/kernel"}),
+    ],
+)
 def test_an_attention_from_the_hub_is_code(folder: Path, key: str, value: object) -> None:
     say(folder, **{key: value})
     assert "names code to run by the key " + key in refusal(folder)
     with pytest.raises(ValueError, match="names code"):
         read_target_config(str(folder), trust_remote_code=False)
-
-
-def test_weights_that_are_missing_are_not_made_up(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    del weights["model.layers.1.self_attn.q_proj.weight"], weights["model.norm.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    assert "its files hold no model.layers.1.self_attn.q_proj.weight, nor 1 others" in refusal(folder)
 
 
 def test_a_library_that_panics_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,55 +261,34 @@ def test_a_library_that_panics_is_one_line(folder: Path, monkeypatch: pytest.Mon
         loading.load_tokenizer(str(folder), trust_remote_code=False)
 
 
-@pytest.mark.parametrize(
-    ("key", "step"),
-    [
-        ("normalizer", {"type": "Replace", "pattern": {"Regex": "."}, "content": "a" * 10}),
-        ("decoder", {"type": "Replace", "pattern": {"Regex": "."}, "content": "a" * 10}),
-        ("post_processor", {"special_tokens": {"X": {"id": "X", "ids": [1] * 200, "tokens": ["X"] * 200}}}),
-    ],
-)
-def test_a_tokenizer_is_no_bomb(folder: Path, key: str, step: dict[str, object]) -> None:
-    content = json.loads((folder / "tokenizer.json").read_text())
-    content[key] = {"type": "Sequence", f"{key}s": [step] * 9}
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    assert f"the {key} of its tokenizer.json makes more than 1000 of a single character" in refusal(folder)
-
-
-@pytest.mark.parametrize("charsmap", ["EAAAAP//////////////////////", "AAAAAA==", "AQ=="])
-def test_a_damaged_map_of_characters_ends_its_reader_and_not_this_process(folder: Path, charsmap: str) -> None:
-    content = json.loads((folder / "tokenizer.json").read_text())
-    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": charsmap}
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    assert "the Precompiled step of its tokenizer.json is damaged" in refusal(folder)
-
-
-def test_weights_that_are_no_numbers_are_named(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    weights["model.layers.1.self_attn.q_proj.weight"].fill_(float("nan"))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    assert "model.layers.1.self_attn.q_proj.weight holds what is no finite number" in refusal(folder)
-
-
 @pytest.mark.parametrize("damage", [b"", b"\x08\x00\x00", b"\xff" * 8 + b"{}"])
 def test_weights_that_are_damaged_are_one_line(folder: Path, damage: bytes) -> None:
     (folder / "model.safetensors").write_bytes(damage)
     assert "no causal LM with tokenizer loads from there" in refusal(folder)
 
 
-def test_weights_of_other_shapes_are_named_as_that(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    name = "model.layers.1.self_attn.q_proj.weight"
-    save_file(weights | {name: weights[name][:7].clone()}, folder / "model.safetensors", metadata={"format": "pt"})
-    assert "its weights have other shapes than its config.json says" in refusal(folder)
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
-@pytest.mark.parametrize("kind", [torch.int64, torch.bool, torch.uint8])
-def test_weights_of_whole_numbers_are_no_weights(folder: Path, kind: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (None, f"its files hold no {Q_PROJ}, nor 1 others"),  # which are not made up
+        (lambda weight: torch.full_like(weight, torch.nan), f"{Q_PROJ} holds what is no finite number"),
+        (lambda weight: weight[:7].clone(), "its weights have other shapes than its config.json says"),
+        (lambda weight: weight.to(torch.int64), f"{Q_PROJ} is of type"),
+        (lambda weight: weight.to(torch.bool), f"{Q_PROJ} is of type"),
+    ],
+)
+def test_weights_that_are_none_of_the_target_are_named(folder: Path, change: Any, told: str) -> None:
     weights = load_file(folder / "model.safetensors")
-    name = "model.layers.1.self_attn.q_proj.weight"
-    save_file(weights | {name: weights[name].to(kind)}, folder / "model.safetensors", metadata={"format": "pt"})
-    assert f"{name} is of type" in refusal(folder)
+    weight = weights.pop(Q_PROJ)
+    if change is None:
+        del weights["model.norm.weight"]
+    else:
+        weights[Q_PROJ] = change(weight)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert told in refusal(folder)
 
 
 def test_an_adapter_in_the_folder_is_not_loaded_unasked(folder: Path) -> None:
@@ -456,39 +386,26 @@ def test_the_text_tower_alone_gives_the_checkpoints_logits(family: str, tower: A
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe", "gemma3", "mistral3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_head_drafts_for_the_tower_and_is_exported_for_the_class_that_serves_it(
     family: str, tower: Any, tmp_path: Path
 ) -> None:
-    path = tower(family)
+    """A recurrent one (of Qwen3.5) verifies chains."""
+    path, recurrent = tower(family), family == "qwen3_5"
     target = Target.load(str(path), "float32", "cpu")
-    assert target.takes_trees
-    assert target.packing is not None or family == "gemma3"
+    assert target.takes_trees is not recurrent
+    assert target.packing is not None or recurrent or family == "gemma3"
     if family != "gemma3":  # whose embedding computes with a buffer
         assert EmbeddingsOnly.load(str(path), "float32", "cpu", False).spec == target.spec
     whole: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
-    head = toys.head("eagle3", target)
+    drafter = toys.drafter("eagle3", target, "chain" if recurrent else "dynamic")
     prompt, settings = toys.prompt(2), Settings(40, GREEDY)
     plain = whole.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0, len(prompt) :].tolist()
     assert len({*plain}) > 4, "the text does not vary"
-    (generation,) = speculate(target, HeadDrafter(head, toys.TREES["dynamic"], "eagle3"), [prompt], settings)
-    assert generation.tokens == plain
-
-    save_head(tmp_path / "head", head, target.spec, {})
+    assert speculate(target, drafter, prompt, settings).tokens == plain
+    save_head(tmp_path / "head", drafter.head, target.spec, {})
     load_head(tmp_path / "head", target.embeddings, target.spec)
-    export(head, "vllm", Served("me/toy", target.config.to_dict(), torch.float32, 3), tmp_path / "vllm")
-    written = json.loads((tmp_path / "vllm" / "config.json").read_text())
-    assert written["speculators_config"]["verifier"]["architectures"] == [type(whole).__name__]
-
-
-@pytest.mark.slow
-def test_a_head_drafts_chains_for_a_recurrent_tower(tower: Any) -> None:
-    path = tower("qwen3_5")
-    target = Target.load(str(path), "float32", "cpu")
-    whole: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
-    prompt, settings = toys.prompt(2), Settings(40, GREEDY)
-    plain = whole.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0, len(prompt) :].tolist()
-    assert len({*plain}) > 4, "the text does not vary"
-    drafter = HeadDrafter(toys.head("eagle3", target), toys.TREES["chain"], "eagle3")
-    (generation,) = speculate(target, drafter, [prompt], settings)
-    assert generation.tokens == plain
+    if not recurrent:
+        export(drafter.head, "vllm", Served("me/toy", target.config.to_dict(), torch.float32, 3), tmp_path / "vllm")
+        written = json.loads((tmp_path / "vllm" / "config.json").read_text())
+        assert written["speculators_config"]["verifier"]["architectures"] == [type(whole).__name__]

@@ -6,49 +6,17 @@ from typing import Any
 import pytest
 import torch
 
-from inference.drafters.lookahead import Lookahead, merge, window
+from inference.drafters.lookahead import Lookahead
 from inference.target.target import Target
-from inference.verification.tree import LookAhead
 from tests import toys
-from tests.inference.model_free import Recorder, accepted, decode, make, plain
+from tests.inference.model_free import Recorder, accepted, decode, logits, make, plain
 
 TOKENS = 24
-
-
-def logits(target: Target, text: list[int]) -> torch.Tensor:
-    """Return the logits after a text, by a pass over it alone."""
-    out = target.prefill(torch.tensor(text), target.cache()).logits
-    assert out is not None
-    return out[0, -1]
 
 
 def column(levels: list[list[int]], last: int, i: int) -> list[int]:
     """Return what the token of a level in a column has before it from the root on, itself included."""
     return levels[0][1 : i + 1] + [level[i] for level in levels[1 : last + 1]]
-
-
-@pytest.mark.parametrize(
-    ("name", "width", "levels"), [("llama", 1, 2), ("mistral", 2, 2), ("gpt2", 4, 3), ("llama", 3, 4)]
-)
-def test_riders_equal_literal_sequences(name: str, width: int, levels: int) -> None:
-    target = toys.target(name, torch.float64)
-    chance = random.Random(0)
-    text, root = toys.prompt(3, 12), 5
-    guesses = [chance.choices(range(toys.VOCAB), k=width) for _ in range(levels)]
-    tree = merge(root, [(7, 8, 9), (7, 8, 3), (1,)], target.device)
-    riding = window(levels, width, len(tree.token), target.device)
-    token = [token for level in guesses for token in level][1:]
-    cache = target.cache()
-    target.prefill(torch.tensor(text), cache)
-    out = target.score(tree, cache, LookAhead(torch.tensor(token), *riding)).logits
-    assert out is not None
-    found = iter(out[0, len(tree.token) :])
-    for level in range(levels):
-        for i in range(width):
-            if (level, i) != (0, 0):
-                expected = logits(target, [*text, root, *column(guesses, level, i)])
-                torch.testing.assert_close(next(found), expected, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(out[0, 0], logits(target, [*text, root]), rtol=1e-9, atol=1e-9)
 
 
 def literal(
@@ -132,13 +100,3 @@ def test_the_pool_keeps_the_latest_of_a_token() -> None:
         state.collect(ngram)
     assert list(state.pool[1]) == [(2, 3), (6, 7)]
     assert list(state.pool[2]) == [(0, 0)]
-
-
-def test_the_pool_belongs_to_one_request() -> None:
-    source = make("lookahead", toys.target(), from_prompt=False)
-    recorder: Any = Recorder(source)
-    decode(toys.target(), recorder, toys.prompt(0), TOKENS)
-    assert recorder.state.pool
-    state = source.start([1, 2])
-    assert state.pool == {}
-    assert state.passes == 0

@@ -12,7 +12,6 @@ from heads.common.typed import build, typed
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.contrib.early_exit import EarlyExit
 from inference.drafters.contrib.layer_skip import LayerSkip
-from inference.drafters.head import HeadDrafter
 from inference.drafters.hybrid import Hybrid, HybridState, Record
 from inference.drafters.mtp import MtpDrafter
 from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, Verified
@@ -24,7 +23,6 @@ from inference.verification.tree import DraftTree, agreed
 from inference.verification.verify import decide
 from tests import toys
 from tests.enumeration import EXACT, HORIZON, VOCAB, Tables, distance, law
-from tests.inference import model_free
 from tests.inference.model_free import CONF, NAMES, Recorder, decode, make, plain
 
 TOKENS = 36
@@ -33,7 +31,6 @@ SOURCES: dict[str, dict[str, Any]] = {
     "prompt_lookup": {},
     "prompt_lookup_hf": {},
     "suffix": {"depth": 12},
-    "suffix tree": {"depth": 12, "mode": "tree", "offset": 3.0},
     "recycling": {},
     "lookahead": {},
     "lookahead small": {"window": 1, "ngram": 3, "guesses": 2, "from_prompt": False},
@@ -58,21 +55,12 @@ def test_every_yaml_is_a_source() -> None:
         assert (CONF / f"{name}.yaml").read_text(encoding="utf-8").startswith(f"# @package drafter.{name}\n")
         made = make(name, toys.target())
         assert isinstance(made, Drafter)
-        assert made.name == name
-        assert made.tree
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "given", "tree"),
-    [
-        ("early_exit", EarlyExit, {}, "chain-4"), ("mtp", MtpDrafter, {}, "chain-3"),
-        ("layer_skip", LayerSkip, {"skips": "x"}, None),
-    ],
-)  # fmt: skip
-def test_the_yaml_of_a_source_fits_its_types(name: str, kind: Any, given: dict[str, str], tree: str | None) -> None:
-    values: Any = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
-    config: Any = typed(kind.Config, values | given)
-    assert config.depth is None if tree is None else config.tree.label == tree
+        assert (made.name, bool(made.tree)) == (name, True)
+    for name, kind, label in (("early_exit", EarlyExit, "chain-4"), ("mtp", MtpDrafter, "chain-3")):
+        values: Any = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
+        assert typed(kind.Config, values).tree.label == label
+    skips: Any = OmegaConf.to_container(OmegaConf.load(CONF / "layer_skip.yaml"))
+    assert typed(LayerSkip.Config, skips | {"skips": "x"}).depth is None
 
 
 @pytest.mark.parametrize("room", [0, 1, 2, 5])
@@ -124,7 +112,6 @@ def test_emitted_law_is_the_targets(name: str, temperature: float) -> None:
         ("prompt_lookup", {"ngram_min": 4}, "ngram_max is 3: give at least ngram_min, 4"),
         ("prompt_lookup", {"tokens": 0}, "tokens is 0: give 1 or more"),
         ("prompt_lookup", {"match": "best"}, "match is 'best': choose first, last"),
-        ("suffix", {"mode": "graph"}, "mode is 'graph': choose path, tree"),
         ("suffix", {"depth": 1}, "depth is 1: give 2 or more"),
         ("suffix", {"tokens": 0}, "tokens is 0: give 1 or more"),
         ("suffix", {"factor": -1.0}, "factor is -1.0: give 0 or more"),
@@ -249,12 +236,10 @@ class Watched(Hybrid):
         return self.state
 
 
-@pytest.mark.parametrize("mode", ["path", "tree"])
-def test_the_output_is_the_targets_and_both_sources_draft(mode: str) -> None:
+def test_the_output_is_the_targets_and_both_sources_draft() -> None:
     target = toys.target()
-    own: Any = toys.head("eagle", target)
-    head = HeadDrafter(own, toys.TREES["dynamic"], "eagle")
-    source = Watched(Hybrid.Config(0.3, 0.3, {}), head, model_free.make("suffix", target, mode=mode), "hybrid")
+    head, lookup = toys.drafter("eagle", target, "dynamic"), make("suffix", target)
+    source = Watched(Hybrid.Config(0.3, 0.3, {}), head, lookup, "hybrid")
     used = set()
     for seed in range(2):
         prompt = toys.prompt(seed) * 3

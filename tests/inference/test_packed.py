@@ -31,7 +31,6 @@ from inference.target.attention import (
     varlen_options,
     within,
 )
-from inference.target.target import Target
 from inference.verification.tree import DraftTree
 from tests import toys
 
@@ -127,35 +126,23 @@ def test_groups_are_copied_where_no_kernel_takes_them(
     assert set(calls) == {(2, True) if grouped else (8, False)}
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "masked", "takes"),
-    [
-        ("cuda", torch.bfloat16, False, True),
-        ("cuda", torch.bfloat16, True, False),
-        ("cuda", torch.float32, False, False),
-        ("cpu", torch.float32, True, True),
-    ],
-)
-def test_cudas_kernels_take_groups_in_16_bits_without_a_mask(
-    device: str, dtype: torch.dtype, masked: bool, takes: bool
-) -> None:
+def test_cudas_kernels_take_groups_in_16_bits_without_a_mask() -> None:
     """With the rest torch would write out the scores of all heads. A tensor without values stands for the device."""
     with FakeTensorMode():
-        query = torch.empty(1, 8, 30, 16, dtype=dtype, device=device)
-    assert packed.takes_groups(query, masked=masked) == takes
+        half = torch.empty(1, 8, 30, 16, dtype=torch.bfloat16, device="cuda")
+        assert packed.takes_groups(half, masked=False)
+        assert not packed.takes_groups(half, masked=True)
+        assert not packed.takes_groups(half.float(), masked=False)
+        assert packed.takes_groups(half.cpu(), masked=True)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_memory_grows_with_the_length_not_its_square(name: str) -> None:
-    target: Target = toys.target(name)
     for length in (64, 128):
-        document = torch.arange(length)[None] // (length // 2)
         with Largest() as noted:
-            target.features(torch.zeros(1, length, dtype=torch.long), document, ())
-        with Largest() as masked:
-            rows.visible(document)
+            document = torch.arange(length)[None] // (length // 2)
+            toys.target(name).features(torch.zeros(1, length, dtype=torch.long), document, ())
         assert noted.most <= length * 4 * 32, "a hidden state or the MLP's, but no mask"
-        assert masked.most == length * length
 
 
 OFFERED = {"with groups": frozenset({*NEEDED, "enable_gqa"}), "without": frozenset(NEEDED)}
@@ -164,7 +151,6 @@ OFFERED = {"with groups": frozenset({*NEEDED, "enable_gqa"}), "without": frozens
 @pytest.mark.parametrize(
     ("device", "dtype", "widths", "options", "expected"),
     [
-        ("cuda", torch.bfloat16, (128, 128), "without", VARLEN),
         ("cuda", torch.float16, (256, 256), "with groups", VARLEN),
         ("cuda", torch.bfloat16, (128, 128), None, FLEX),
         ("cuda", torch.bfloat16, (20, 20), "without", FLEX),
@@ -172,9 +158,7 @@ OFFERED = {"with groups": frozenset({*NEEDED, "enable_gqa"}), "without": frozens
         ("cuda", torch.bfloat16, (288, 288), "without", EACH),
         ("cuda", torch.float32, (128, 128), "without", FLEX),
         ("cuda", torch.float32, (8, 8), "without", EACH),
-        ("cuda", torch.float64, (64, 64), "without", EACH),
         ("cpu", torch.bfloat16, (128, 128), "without", EACH),
-        ("cpu", torch.float32, (128, 128), "without", EACH),
     ],
 )
 def test_the_kernel_follows_from_device_dtype_and_widths(
@@ -185,12 +169,6 @@ def test_the_kernel_follows_from_device_dtype_and_widths(
     with FakeTensorMode():
         query, value = (torch.empty(1, 4, 32, width, dtype=dtype, device=device) for width in widths)
     assert route(query, value, OFFERED[options] if options else frozenset()) == expected
-
-
-def test_a_mode_that_counts_operations_leaves_no_kernel_to_compile() -> None:
-    with FakeTensorMode():
-        query = torch.empty(1, 4, 32, 64, device="cuda")
-        assert route(query, query, frozenset()) == EACH
 
 
 @pytest.mark.parametrize(
@@ -245,8 +223,7 @@ def random(*shape: int) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("window", [None, 1, 5])
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize(("heads", "window"), [((4, 4), None), ((4, 2), 1), ((6, 1), 5)])
 @pytest.mark.parametrize("kernel", [*OFFERED, FLEX])
 def test_a_kernel_gives_what_the_loop_does(
     kernel: str, heads: tuple[int, int], window: int | None, on_cpu: None, monkeypatch: pytest.MonkeyPatch
@@ -265,8 +242,9 @@ def test_a_kernel_gives_what_the_loop_does(
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("kernel", [VARLEN, FLEX])
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize(
+    ("name", "kernel"), [(name, FLEX if i % 2 else VARLEN) for i, name in enumerate(PACKED)] + [("mistral", FLEX)]
+)
 def test_a_target_has_the_features_of_the_loop(
     name: str, kernel: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,36 +286,17 @@ def test_borders_and_masks_are_made_once_a_pass_and_a_window_that_sees_all_is_no
     assert borders[0].tolist() == [0, window, 2 * window, 3 * window, 4 * window]
 
 
-BATCH, HEADS, GROUPS, QUERIES, KEYS, WIDTH = 2, 8, 2, 3, 300, 64
-
-
-def tensors() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    chance = torch.Generator().manual_seed(0)
-    query = torch.randn(BATCH, HEADS, QUERIES, WIDTH, generator=chance, dtype=torch.float64)
-    key, value = torch.randn(2, BATCH, GROUPS, KEYS, WIDTH, generator=chance, dtype=torch.float64)
-    return query, key, value, torch.rand(BATCH, 1, QUERIES, KEYS, generator=chance) < 0.5
-
-
-@pytest.mark.parametrize("form", ["boolean", "additive", "none", "one query"])
-def test_every_query_head_attends_to_its_groups_keys(form: str) -> None:
-    query, key, value, seen = tensors()
-    mask: Tensor | None = seen
-    if form == "additive":
-        mask = torch.zeros(seen.shape, dtype=query.dtype).masked_fill(~seen, float("-inf"))
-    if form == "none":
-        mask = None
-    if form == "one query":
-        query, mask = query[:, :, :1], seen[:, :, :1]
-    repeated = (tensor.repeat_interleave(HEADS // GROUPS, 1) for tensor in (key, value))
-    expected = scaled_dot_product_attention(query, *repeated, mask, scale=0.3)
-    torch.testing.assert_close(grouped_attention(query, key, value, mask, 0.3), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_no_key_is_copied() -> None:
-    query, key, value, mask = tensors()
-    with Largest() as largest:
-        grouped_attention(query, key, value, mask)
-    assert largest.most < key.numel()
+def test_every_query_head_attends_to_its_groups_keys_without_a_copy_of_them() -> None:
+    query, key, value = random(2, 8, 3, 64), random(2, 2, 300, 64), random(2, 2, 300, 64)
+    seen = torch.rand(2, 1, 3, 300) < 0.5
+    additive = torch.zeros(seen.shape, dtype=query.dtype).masked_fill(~seen, float("-inf"))
+    both = key.repeat_interleave(4, 1), value.repeat_interleave(4, 1)
+    for some, mask in ((query, seen), (query, additive), (query, None), (query[:, :, :1], seen[:, :, :1])):
+        expected = scaled_dot_product_attention(some, *both, mask, scale=0.3)
+        with Largest() as largest:
+            found = grouped_attention(some, key, value, mask, 0.3)
+        assert largest.most < key.numel()
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])

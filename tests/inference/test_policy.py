@@ -20,8 +20,8 @@ from inference.protocol import Context, Proposal, Roots
 from inference.session import Settings
 from inference.step import SlotRoots, Slots
 from inference.verification import tree as trees
-from inference.verification.rng import Coupled, Drafting, Generator, key_of, noise_at
-from inference.verification.sample import GREEDY, Sampling
+from inference.verification.rng import Coupled, Drafting, key_of, noise_at
+from inference.verification.sample import Sampling
 from inference.verification.tree import DraftTree
 
 VOCAB, SEED, DEEPEST, SHARP = 7, 3, 5, 2.0
@@ -34,7 +34,7 @@ TREES = {
     "deep": TreeConfig("chain", 9, 0, 0, [], []),
     "static": TreeConfig("static", 0, 0, 0, [[2], [0], [0, 1], [0, 0], [2, 3], [0, 1, 0], [2, 3, 1], [2, 3, 1, 0]], []),
     "sampled": TreeConfig("sampled", 0, 0, 0, [], [3, 2, 1]),
-    "wide": TreeConfig("independent", 0, 0, 0, [], [1, VOCAB + 2]),
+    "wide": TreeConfig("sampled", 0, 0, 0, [], [1, VOCAB + 2]),
     "dynamic": TreeConfig("dynamic", 4, 3, 9, [], []),
     "few": TreeConfig("dynamic", 5, 3, 4, [], []),
     "all": TreeConfig("dynamic", 3, 2, 30, [], []),
@@ -57,7 +57,9 @@ class Table:
 
     max_depth = DEEPEST
 
-    def __init__(self, pruned: bool) -> None:
+    def __init__(self, pruned: bool, sharpness: float = 2.0) -> None:
+        self.sharpness, self.calls = sharpness, list[int]()
+        self.lineages: list[tuple[int, ...]] = []  # of the known paths, the numbers of the drafted rows on them
         self.generator, self.rows, self.known = torch.Generator().manual_seed(1), dict[Path, Tensor](), list[Path]()
         self.vocab = DraftVocabulary(5, VOCAB) if pruned else None
         if self.vocab is not None:
@@ -66,12 +68,13 @@ class Table:
     def logits(self, path: Path) -> Tensor:
         if path not in self.rows:
             width = VOCAB if self.vocab is None else len(self.vocab.ids)
-            self.rows[path] = 2 * torch.randn(width, generator=self.generator, dtype=DOUBLE)
+            self.rows[path] = self.sharpness * torch.randn(width, generator=self.generator, dtype=DOUBLE)
         return self.rows[path]
 
     def level(self, paths: list[list[Path]]) -> Level:
         index = torch.arange(len(self.known), len(self.known) + len(paths) * len(paths[0])).view(len(paths), -1, 1)
         self.known += [path for row in paths for path in row]
+        self.lineages += [()] * (len(self.known) - len(self.lineages))
         return Level(torch.stack([torch.stack([self.logits(path) for path in row]) for row in paths]), index.double())
 
     def expand(self, state: Any, level: Level, nodes: Nodes) -> Level:
@@ -79,8 +82,16 @@ class Table:
             [(*self.known[int(level.hidden[b, parent, 0])], token) for token, parent in zip(*row, strict=True)]
             for b, row in enumerate(zip(nodes.token.tolist(), nodes.parent.tolist(), strict=True))
         ]
+        self.calls.append(nodes.token.shape[1])
         assert all(len(path) == nodes.depth + 1 for row in paths for path in row), "a path begins with its root"
-        return self.level(paths)
+        made, rows = self.level(paths), nodes.mask.shape[2]
+        for b, parents in enumerate(nodes.parent.tolist()):  # a drafted row sees those on its own path alone
+            for i, parent in enumerate(parents):
+                above = self.lineages[int(level.hidden[b, parent, 0])]
+                lineage = (*above, rows - len(parents) + i)
+                self.lineages[int(made.hidden[b, i, 0])] = lineage
+                assert nodes.mask[b, i].nonzero()[:, 0].tolist() == list(lineage)
+        return made
 
 
 class Ranking(NamedTuple):
@@ -203,15 +214,8 @@ def test_a_ranked_tree_is_the_oracles_alone_and_in_batches(name: str, way: str, 
     ):
         check(proposal.tree, ranking, config, context.room)
     for allow_host_sync in (True, False):
-        tree, above, _ = ranked(
-            head,
-            None,
-            head.level(roots),
-            config,
-            on_device(given, way),
-            torch.tensor(ROOMS),
-            allow_host_sync=allow_host_sync,
-        )
+        level, room = head.level(roots), torch.tensor(ROOMS)
+        tree, above, _ = ranked(head, None, level, config, on_device(given, way), room, allow_host_sync=allow_host_sync)
         for b, (ranking, context) in enumerate(zip(rankings, given, strict=True)):
             one = DraftTree(tree.token[b], tree.parent[b])
             check(one, ranking, config, context.room)
@@ -245,7 +249,6 @@ def test_a_sampled_tree_has_its_shape_and_the_probs_that_it_was_sampled_from(nam
         assert paths(proposal.tree) == paths(single.tree)
         ranking, wanted = Ranking(head, context.token, context.sampling, False), shape(config)
         found, depth = paths(proposal.tree), min(context.room, DEEPEST)
-        assert proposal.replacement == (config.kind == "independent")
         assert proposal.q is not None
         for node, path in enumerate(found):
             below = [other[-1] for other in found if other[:-1] == path and other != path]
@@ -254,56 +257,28 @@ def test_a_sampled_tree_has_its_shape_and_the_probs_that_it_was_sampled_from(nam
             if width:
                 torch.testing.assert_close(proposal.q[node], law)
                 assert bool((law[below] > 0).all())
-            distinct = width if proposal.replacement else min(width, int((law > 0).sum()))
-            if config.kind != "independent" or len(set(found)) == len(found):
-                assert len(below) == distinct
+            assert len(below) == min(width, int((law > 0).sum()))
 
 
-class TableHead:
-    """The law of a node's children is a row of a table, by depth and the node's token."""
-
-    max_depth = 5
-    vocab = None
-
-    def __init__(self, seed: int, sharpness: float) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.table = sharpness * torch.randn(self.max_depth, VOCAB, VOCAB, generator=generator)
-        self.calls: list[int] = []
-
-    def root(self, token: int) -> Level:
-        return Level(self.table[0, token][None, None], torch.zeros(1, 1, 1))
-
-    def expand(self, state: Any, level: Level, nodes: Nodes) -> Level:
-        self.calls.append(nodes.token.shape[1])
-        return Level(self.table[nodes.depth, nodes.token], torch.zeros(*nodes.token.shape, 1))
-
-
-def grown(head: TableHead, root: int, depth: int, nodes: int) -> set[tuple[int, ...]]:
-    config = TreeConfig("best_first", depth, 0, nodes, [], [])
-    context = Context([root], GREEDY, Generator(0, torch.device("cpu")), 9)
-    tree = grow(head, None, head.root(root), config, [context])[0].tree
-    token, embeddings = (
-        tree.token.tolist(),
-        {path[: i + 1] for path in map(tuple, trees.paths(tree)) for i in range(len(path))},
-    )
-    return {tuple(token[node] for node in path) for path in embeddings if len(path) > 1}
+def grown(head: Table, depth: int, nodes: int) -> list[Path]:
+    config, context = TreeConfig("best_first", depth, 0, nodes, [], []), next(contexts("greedy"))
+    return paths(grow(head, None, head.level([[(1,)]]), config, [context._replace(room=9)])[0].tree)
 
 
 def test_it_takes_one_call_a_level_and_only_where_a_better_node_may_be() -> None:
-    sure, unsure = TableHead(0, 6.0), TableHead(0, 0.1)
-    assert max(map(len, grown(sure, 0, 5, 8))) == 6  # five tokens and the root
+    sure, unsure = Table(False, 8.0), Table(False, 0.1)
+    assert max(map(len, grown(sure, 5, 8))) == 6  # five tokens and the root
     assert len(sure.calls) == 4
-    assert max(map(len, grown(unsure, 0, 5, 5))) == 2
+    assert max(map(len, grown(unsure, 5, 5))) == 2
     assert unsure.calls == [4]  # their children might have been better than the fifth
-    assert grown(unsure, 0, 5, 1)
+    assert grown(unsure, 5, 1)
     assert unsure.calls == [4]
 
 
 def test_what_a_larger_budget_drafts_holds_every_smaller_tree() -> None:
-    head, context = TableHead(1, 1.5), Context([0], GREEDY, Generator(0, torch.device("cpu")), 9)
-    everything, score = candidates(head, None, head.root(0), TreeConfig("best_first", 5, 0, 40, [], []), context)
+    head, context = Table(False), next(contexts("greedy"))
+    level, budget = head.level([[(1,)]]), TreeConfig("best_first", 5, 0, 40, [], [])
+    everything, score = candidates(head, None, level, budget, context)
     for nodes in (3, 8, 20):
-        config = TreeConfig("best_first", 5, 0, nodes, [], [])
-        alone = grow(head, None, head.root(0), config, [context])[0].tree
-        cut, _ = trees.best_n(everything, score, nodes)
-        assert sorted(cut.token.tolist()) == sorted(alone.token.tolist())
+        [alone] = grow(head, None, level, replace(budget, nodes=nodes), [context])
+        assert sorted(paths(trees.best_n(everything, score, nodes)[0])) == sorted(paths(alone.tree))

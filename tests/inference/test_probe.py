@@ -36,12 +36,6 @@ LONGROPE: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3Config",
         DENSE | {"original_max_position_embeddings": SWITCH, "rope_scaling": {"type": "longrope", **LONG}},
     ),
-    "phimoe": (
-        "PhimoeConfig",
-        DENSE
-        | {"num_local_experts": 2, "num_experts_per_tok": 2, "original_max_position_embeddings": SWITCH}
-        | {"rope_scaling": {"type": "longrope", "short_mscale": 1.0, "long_mscale": 1.6, **LONG}},
-    ),
     "llama": ("LlamaConfig", SIZES | {"rope_scaling": {"rope_type": "longrope", "factor": 4.0, **LONG}}),
 }
 LLAMA4 = SIZES | EXPERTS | {"intermediate_size_mlp": 48}
@@ -49,7 +43,6 @@ RECURRENT = "it keeps a recurrent state"
 BEFORE = Version(transformers.__version__) < Version("5.24")
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama4 chunked": ("Llama4TextConfig", LLAMA4 | {"attention_chunk_size": 8}, "kind chunked_attention"),
-    "llama4 without rope": ("Llama4TextConfig", LLAMA4 | {"no_rope_layers": [1, 0]}, "kind chunked_attention"),
     "mamba": ("MambaConfig", SMALL | {"state_size": 4}, "does not run mamba models"),
     "jamba": (
         "JambaConfig",

@@ -11,7 +11,7 @@ from inference.protocol import Context
 from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY
 from tests import toys
-from tests.inference.model_free import accepted, decode, make, plain
+from tests.inference.model_free import make
 
 RNG = Generator(0, torch.device("cpu"))
 
@@ -38,7 +38,7 @@ def texts(seed: int) -> list[list[int]]:
 def test_candidates_equal_transformers() -> None:
     """Longest n-gram first, its first occurrence, nothing from an end token on, and nothing where no room is left."""
     eos, several = frozenset({5, 6}), 0
-    for seed in range(50):
+    for seed in range(30):
         source = make("prompt_lookup_hf", toys.target(), tokens=4)
         source.eos = eos
         grown = texts(seed)
@@ -51,7 +51,7 @@ def test_candidates_equal_transformers() -> None:
                 # transformers drafts past the answer's end and cuts what was accepted there
                 assert proposed(state, text, room) == candidates[:room]
                 several += len(candidates) > 1
-    assert several > 400
+    assert several > 240
 
 
 def test_defaults_are_those_of_transformers() -> None:
@@ -75,7 +75,7 @@ def scanned(text: list[int], config: PromptLookup.Config) -> list[int]:
 @pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 3), (2, 4), (5, 5)])
 def test_the_index_finds_what_a_scan_finds(least: int, most: int, match: str) -> None:
     found = 0
-    for seed in range(30):
+    for seed in range(20):
         source = make("prompt_lookup", toys.target(), ngram_min=least, ngram_max=most, match=match)
         grown = texts(seed)
         state = source.start(grown[0])
@@ -83,34 +83,10 @@ def test_the_index_finds_what_a_scan_finds(least: int, most: int, match: str) ->
             expected = scanned(text, source.config)
             assert proposed(state, text) == expected
             found += bool(expected)
-    assert found > 20
-
-
-@pytest.mark.parametrize("name", ["prompt_lookup", "prompt_lookup_hf", "prompt_lookup_vllm"])
-def test_acceptance_predicted_from_text_is_observed(name: str) -> None:
-    total = 0
-    for seed in range(3):
-        source = make(name, toys.target(), ngram_min=1)
-        begin = toys.prompt(seed, 9)
-        prompt = begin + plain(toys.target(), begin, 12) + begin[:4]
-        text = prompt + plain(toys.target(), prompt, 40)
-        counts, at = [], len(prompt) + 1
-        while at < len(text):
-            draft = scanned(text[:at], source.config)[: len(text) - at - 1]
-            count = next((i for i, token in enumerate(draft) if token != text[at + i]), len(draft))
-            counts.append(count)
-            at += count + 1
-        assert accepted(decode(toys.target(), source, prompt, 40)) == counts
-        total += sum(counts)
-    assert total > 0
+    assert found > 12
 
 
 def test_a_match_of_the_whole_text_is_no_match() -> None:
     state = make("prompt_lookup", toys.target(), ngram_max=5).start([7])
     assert proposed(state, [7]) == []
     assert proposed(state, [7, 7]) == [7]
-
-
-def test_the_index_grows_linearly() -> None:
-    state = make("prompt_lookup", toys.target()).start(random.Random(0).choices(range(1000), k=5000))
-    assert len(state.after) <= 3 * 5000

@@ -21,7 +21,7 @@ from inference.session import Session
 from inference.target.target import Target
 from inference.tree_config import Schedule, Scheduled, TreeConfig, scheduled
 from inference.verification import tree as trees
-from inference.verification.sample import GREEDY, Sampling
+from inference.verification.sample import GREEDY
 from tests import toys
 from tests.inference.test_step import WAYS, facts, reads
 
@@ -34,8 +34,7 @@ Taken = list[TreeConfig | None]
 
 
 def drafter(name: str, target: Target, schedule: Schedule) -> HeadDrafter:
-    own: Any = toys.head(name, target)
-    return HeadDrafter(own, CHAIN, name, schedule)
+    return HeadDrafter(toys.drafter(name, target, "chain").head, CHAIN, name, schedule)
 
 
 def decoded(
@@ -74,13 +73,14 @@ def reference(target: Target, source: HeadDrafter, prompt: list[int], settings: 
     return session.generation
 
 
-@pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize(
-    "case",
+    ("case", "static"),
     [
-        "eagle:greedy", "medusa:penalised", "eagle3 injected:coupled",
-        *(pytest.param(case, marks=pytest.mark.slow)
-          for case in ("eagle3:coupled", "mtp:greedy", "block:penalised", "hydra:coupled")),
+        ("eagle:greedy", False),
+        ("medusa:penalised", True),
+        ("eagle3 injected:coupled", True),
+        *(pytest.param(case, static, marks=pytest.mark.slow)
+          for case in ("eagle3:coupled", "mtp:greedy", "block:penalised", "hydra:coupled") for static in (False, True)),
     ],
 )  # fmt: skip
 def test_drafts_after_a_pause_are_those_of_a_head_that_never_paused(case: str, static: bool) -> None:
@@ -101,7 +101,7 @@ def test_drafts_after_a_pause_are_those_of_a_head_that_never_paused(case: str, s
     assert any(toys.lively(one.tokens) for one in made)
 
 
-@pytest.mark.parametrize(("static", "bytes_"), [(False, 0), (True, 0), (False, 1 << 20)])
+@pytest.mark.parametrize(("static", "bytes_"), [(True, 0), (False, 1 << 20)])
 def test_rows_that_waited_are_taken_in_as_many_as_a_ring_takes_at_once(
     static: bool, bytes_: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,20 +144,6 @@ def test_a_paused_step_reads_once_and_moves_no_buffer(monkeypatch: pytest.Monkey
             batch.step()
     assert noted == ["tolist"] * (SPARE + 5)
     assert addresses() == before
-
-
-def test_what_is_sampled_otherwise_keeps_to_the_schedule() -> None:
-    target = toys.target("llama", DOUBLE)
-    source = drafter("eagle", target, SWITCHING)
-    requests = [
-        (toys.prompt(i, 4 + i), Settings(8 + 9 * i, GREEDY if i != 1 else Sampling(0.9, 0, 1.0), seed=i))
-        for i in range(4)
-    ]
-    made, taken = decoded(target, source, requests, 2, static=False)
-    for i in (0, 2, 3):
-        assert facts(made[i]) == facts(reference(target, source, *requests[i], taken[i]))
-    for one, its in zip(made, taken, strict=True):
-        assert all(step.drafted == 0 for step, tree in zip(one.steps, its, strict=True) if tree is None)
 
 
 def test_a_head_that_never_drafts_decodes_as_the_baseline_does() -> None:
@@ -208,12 +194,10 @@ def test_a_saved_schedule_is_drafted_by_unless_a_tree_is_given(folder: Path) -> 
         ([3], r"schedule.lines\[0\] is 3, expected a mapping"),
         ([], r"schedule has the batch sizes \[\]: give them in ascending order, from 1 on"),
         ([{"batch_size": 2, "tree": None}], r"batch sizes \[2\]"),
-        ([{"batch_size": 1, "tree": None}, {"batch_size": 1, "tree": None}], r"batch sizes \[1, 1\]"),
         ([{"batch_size": size, "tree": None} for size in (1, 4, 2)], r"batch sizes \[1, 4, 2\]"),
         ([{"batch_size": 1, "tree": {"kind": "bush"}}], r"schedule.lines\[0\].tree.depth, .* are missing"),
         ([{"batch_size": 0, "tree": None}], r"schedule.lines\[0\].batch_size is 0: give 1 or more"),
         ([{"batch_size": 1, "tree": asdict(CHAIN) | {"depth": 0}}], "tree.depth is 0"),
-        ([{"batch_size": 1}], r"schedule.lines\[0\].tree is missing"),
     ],
 )
 def test_a_bad_schedule_is_refused_in_a_line(folder: Path, lines: Any, named: str) -> None:
@@ -221,7 +205,6 @@ def test_a_bad_schedule_is_refused_in_a_line(folder: Path, lines: Any, named: st
     (folder / "config.json").write_text(json.dumps({**content, "schedule": lines}), encoding="utf-8")
     with pytest.raises(ValueError, match=named) as error:
         load_drafter(folder, {}, toys.target(), "eagle")
-    assert "\n" not in str(error.value)
     assert str(error.value).startswith(str(folder))
 
 

@@ -18,8 +18,7 @@ from eval.measures.cost_model import (
 )
 from inference.batch import Batch
 from inference.decode import Settings, speculate
-from inference.drafters.head import HeadDrafter
-from inference.drafters.policy import TreeConfig
+from inference.drafters.policy import BY_CONFIDENCE, TreeConfig
 from inference.verification.sample import GREEDY
 from tests import toys
 
@@ -60,7 +59,7 @@ def test_a_batch_is_as_wide_as_its_widest_and_empties_at_the_end() -> None:
 
 def test_passes_are_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     target = toys.target()
-    source = HeadDrafter(toys.head("eagle", target), toys.TREES["dynamic"], "eagle")
+    source = toys.drafter("eagle", target, "dynamic")
     prompts = [toys.prompt(seed) for seed in range(5)]
     settings = [Settings(5 + 4 * (seed % 3), GREEDY) for seed in range(5)]
     alone = [speculate(target, source, prompt, each).steps for prompt, each in zip(prompts, settings, strict=True)]
@@ -79,9 +78,11 @@ def test_passes_are_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None
     assert {len(each) for each in real} > {3, 1}
 
 
-def test_a_batch_size_between_two_is_interpolated() -> None:
+def test_what_lies_between_measured_sizes_is_interpolated() -> None:
     both = {1: costs(TREE), 5: costs(TREE, 5, factor=3.0)}
     assert [at(both, size, lambda one: one.plain) for size in (1, 2, 3, 5)] == [10, 15, 20, 30]
+    known = {1: 2.0, 3: 6.0, 7: 8.0}
+    assert [between(known, where) for where in (0, 1, 2, 3, 5, 7, 9)] == [2, 2, 4, 6, 7, 8, 8]
 
 
 def test_a_batch_stops_to_pay_where_no_larger_one_does() -> None:
@@ -92,33 +93,20 @@ def test_a_batch_stops_to_pay_where_no_larger_one_does() -> None:
 
 
 def test_items_are_cycled_to_a_count() -> None:
-    assert cycled([1, 2, 3], 7) == [1, 2, 3, 1, 2, 3, 1]
-    assert cycled([1, 2, 3], 2) == [1, 2, 3]
-
-
-def test_the_most_that_a_tree_drafts() -> None:
-    static = TreeConfig("static", 0, 0, 0, [[0], [1], [0, 0]], [])
-    assert [drafted(one) for one in (TREE, static, TreeConfig("chain", 4, 0, 0, [], []))] == [4, 3, 4]
+    assert (cycled([1, 2, 3], 7), cycled([1, 2, 3], 2)) == ([1, 2, 3, 1, 2, 3, 1], [1, 2, 3])
 
 
 def test_a_chains_path_leaves_no_gaps() -> None:
     chain, tree = TreeConfig("chain", 4, 0, 0, [], []), TreeConfig("static", 0, 0, 0, [[0], [1], [0, 0]], [])
+    assert [drafted(one) for one in (TREE, tree, chain)] == [4, 3, 4], "the most that a tree drafts"
     texts = [Replayed([ReplayedStep(4, 2)], 3)]
     settled = [predict(texts, each, {1: costs(each)}, 1).seconds["settle"] for each in (chain, tree)]
     assert settled == [2.0, 3.0]
 
 
-def test_what_lies_between_measured_sizes_is_interpolated() -> None:
-    known = {1: 2.0, 3: 6.0, 7: 8.0}
-    assert [between(known, where) for where in (0, 1, 2, 3, 5, 7, 9)] == [2, 2, 4, 6, 7, 8, 8]
-
-
 def test_a_budget_costs_a_dynamic_tree_nothing() -> None:
-    def key(kind: str, nodes: int) -> str:
-        return draft_key(TreeConfig(kind, 3, 2, nodes, [], []))
-
-    assert key("dynamic", 4) == key("dynamic", 9)
-    assert key("best_first", 4) != key("best_first", 9)
+    kinds = [[draft_key(TreeConfig(kind, 3, 2, nodes, [], [])) for nodes in (4, 9)] for kind in BY_CONFIDENCE]
+    assert [len({*keys}) for keys in kinds] == [1, 2]
 
 
 def test_dips_are_levelled_and_what_rises_stays() -> None:

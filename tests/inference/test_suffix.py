@@ -10,7 +10,6 @@ import torch
 from inference.drafters.suffix import Suffix
 from inference.drafters.suffix_tree import Locus, Node, SuffixTree
 from inference.protocol import Context
-from inference.verification import tree as trees
 from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY
 from tests import toys
@@ -76,17 +75,6 @@ def test_counts_equal_brute_force_while_texts_come_and_go(vocabulary: int) -> No
         assert tree.nodes == 0
 
 
-@pytest.mark.parametrize("name", ["random", "repeated", "one token"])
-def test_memory_grows_linearly(name: str) -> None:
-    chance = random.Random(0)
-    once = chance.choices(range(1000), k=300)
-    text = {"random": chance.choices(range(1000), k=1200), "repeated": once * 4, "one token": [7] * 1200}[name]
-    tree = SuffixTree(24)
-    tree.start()
-    tree.extend(text)
-    assert tree.nodes <= 2.1 * len(text)
-
-
 def literal(source: Suffix, texts: list[list[int]], text: list[int], room: int) -> tuple[list[int], float]:
     """Return the path that the method's description gives, from counts of all substrings, and its score."""
     config = source.config
@@ -144,17 +132,6 @@ def test_drafts_equal_the_method_read_literally(values: dict[str, Any]) -> None:
                 from_past += own[1] < other[1] - 1e-9
             past.append(text[begin:])
     assert from_past > 0
-
-
-def test_a_tree_takes_the_likeliest_continuations() -> None:
-    """Of six times 1, 2 followed thrice, then 4 twice, and 3 twice; the sixth is the end of the text."""
-    source = make("suffix", toys.target(), mode="tree", offset=2.0, depth=6)
-    text = [1, 2, 4, 9, 1, 3, 5, 1, 2, 4, 8, 1, 3, 6, 1, 2, 7, 1]
-    proposal = source.start(text[:-1]).propose(Context(text, GREEDY, RNG, 99))
-    tree = proposal.tree
-    sequences = {tuple(tree.token[path][1:].tolist()) for path in trees.paths(tree)}
-    assert sequences == {(2, 4), (3,)}
-    assert proposal.expected == pytest.approx((3 + 2 + 2) / 6)
 
 
 def test_forgetting_within_a_request_leaves_the_request_its_own_text() -> None:

@@ -276,10 +276,8 @@ RECORD = parse(
 )
 BROKEN = ("{% for %}", "{{ 1|nothing }}", "{% break %}", "{% for a in [1] %}" * 30 + "{% endfor %}" * 30)
 FAILING = (
-    "{{ 1 / 0 }}", "{{ 10.0 ** 1000 }}", "{% for a in range(10 ** 9) %}{% endfor %}",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ messages.__class__.__mro__ }}", "{{ foo.bar }}",
-    "{{ 1 + 'a' }}", "{% for a, b in [1] %}{% endfor %}", "{% include 'x' %}", "{{ strftime_now(3) }}",
-    "{{ namespace()|tojson }}", "{{ [1, 'a']|sort }}", "{{ '%d'|format('a') }}",
+    "{{ 1 / 0 }}", "{% for a in range(10 ** 9) %}{% endfor %}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{{ messages.__class__.__mro__ }}", "{{ 1 + 'a' }}", "{% for a, b in [1] %}{% endfor %}", "{% include 'x' %}",
     "{{ raise_exception('no \x1b[2J\n way') }}", "{{ raise_exception('a' * 99999) }}",
 )  # fmt: skip
 
@@ -305,8 +303,7 @@ def test_what_a_template_raises_is_one_line(template: str) -> None:
     assert isinstance(caught.value, RenderError) == (template in FAILING)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "dtype"), [("llama", "float32"), ("qwen3", "bfloat16"), ("gpt2", "float32")])
 def test_the_ends_are_the_whole_targets(tmp_path: Path, name: str, dtype: str) -> None:
     path = assistants.save(toys.target(name).model, toys.tokenizer(), tmp_path / "target")
     whole, bare = Target.load(str(path), dtype, "cpu"), EmbeddingsOnly.load(str(path), dtype, "cpu", False)
@@ -319,6 +316,9 @@ def test_the_ends_are_the_whole_targets(tmp_path: Path, name: str, dtype: str) -
     count = whole.spec.num_layers
     assert torch.equal(bare.norm(state), final_norm(whole.base, count)(state))
     assert bare.tokenizer("w3 w5")["input_ids"] == whole.tokenizer("w3 w5")["input_ids"]
+    held = {id(p): p.numel() for part in (bare.embeddings, bare.norm) for p in part.parameters() if not p.is_meta}
+    ends = whole.embeddings.embedding, whole.embeddings.lm_head, final_norm(whole.base, count)
+    assert sum(held.values()) == sum(p.numel() for p in {id(p): p for part in ends for p in part.parameters()}.values())
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_neox", "kimi_linear", "nemotron_h", "granitemoehybrid", "qwen3_moe"])
@@ -345,7 +345,7 @@ def test_a_parameter_that_cannot_be_read_by_itself_is_named_in_words(tmp_path: P
         EmbeddingsOnly.load(str(path), "float32", "cpu", False)
 
 
-@pytest.mark.parametrize("name", toys.ARCHITECTURES)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 def test_the_final_norm_makes_the_last_state(name: str) -> None:
     target, token = toys.target(name), torch.tensor([toys.prompt(0)])
     made = target.features(token, torch.zeros_like(token), (2,))
@@ -356,19 +356,9 @@ def test_the_final_norm_makes_the_last_state(name: str) -> None:
 
 def test_of_several_norms_beside_the_layers_the_final_one_is_the_last() -> None:
     base = torch.nn.Module()
-    base.before, base.layers, base.norm = (
-        torch.nn.LayerNorm(4),
-        torch.nn.ModuleList([torch.nn.Linear(4, 4)]),
-        torch.nn.LayerNorm(4),
-    )
+    base.before, base.layers = torch.nn.LayerNorm(4), torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+    base.norm = torch.nn.LayerNorm(4)
     assert final_norm(base, 1) is base.norm
-
-
-def test_the_layers_stay_on_disk(tmp_path: Path) -> None:
-    path = assistants.save(toys.target().model, toys.tokenizer(), tmp_path / "target")
-    bare = EmbeddingsOnly.load(str(path), "float32", "cpu", False)
-    held = {id(p): p.numel() for part in (bare.embeddings, bare.norm) for p in part.parameters() if not p.is_meta}
-    assert sum(held.values()) == 2 * toys.VOCAB * 32 + 32
 
 
 @pytest.mark.parametrize(

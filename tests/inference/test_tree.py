@@ -5,18 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
-from heads.base import Level, Nodes
-from heads.common.resolvers import ROOT
 from heads.common.typed import typed
-from inference.drafters.policy import TreeConfig, grow
-from inference.protocol import Context
+from inference.drafters.policy import TreeConfig
 from inference.verification import tree as trees
-from inference.verification.rng import Generator
-from inference.verification.sample import Sampling
 from inference.verification.tree import DraftTree
-from tests import toys
 
 #     0
 #    / \
@@ -66,15 +59,6 @@ def test_best_n_is_a_tree_even_with_ties() -> None:
     assert kept.parent.tolist() == [-1, 0, 1, 1]
 
 
-@pytest.mark.parametrize(("name", "nodes", "depth"), [("medusa63", 63, 4), ("eagle25", 25, 5)])
-def test_published_lists(name: str, nodes: int, depth: int) -> None:
-    loaded = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "tree" / f"{name}.yaml"))
-    assert isinstance(loaded, dict)
-    shape = typed(TreeConfig, {str(k): v for k, v in loaded.items()}).shape()
-    assert len(shape) == nodes
-    assert max(map(len, shape)) == depth
-
-
 @pytest.mark.parametrize(
     ("kind", "change", "told"),
     [
@@ -83,16 +67,14 @@ def test_published_lists(name: str, nodes: int, depth: int) -> None:
         ("dynamic", {"depth": 2, "top_k": 2}, "tree.nodes is 0"),
         ("best_first", {"depth": 3}, "tree.nodes is 0"),
         ("sampled", {"widths": [10**6, 10**6]}, "tree.widths is"),
-        ("sampled", {"widths": [200, 200]}, "more than 16384 nodes"),
+        ("sampled", {"widths": [200, 200]}, "tree.widths makes more than 16384 nodes"),
         ("sampled", {"widths": [0]}, "from 1 to"),
         ("chain", {"depth": 10**9}, "tree.depth is"),
         ("dynamic", {"depth": 3, "nodes": 9, "top_k": 10**9}, "tree.top_k is"),
         ("dynamic", {"depth": -3, "nodes": 9, "top_k": 2}, "tree.depth is"),
-        ("static", {"paths": [[-1]]}, "tree.paths holds a path"),
-        ("static", {"paths": [[]]}, "tree.paths holds a path"),
-        ("static", {"paths": [[16_385]]}, "tree.paths holds a path"),
-        ("static", {"paths": [[rank] for rank in range(16_385)]}, "holds 16385 nodes"),
-        ("chain", {"depth": 2000}, "tree.depth is"),
+        ("static", {"paths": [[-1]]}, "tree.paths is"),
+        ("static", {"paths": [[]]}, "tree.paths is"),
+        ("static", {"paths": [[rank] for rank in range(16_385)]}, "tree.paths makes more than 16384 nodes"),
         ("static", {"paths": [[0] * 100_000]}, "tree.paths is 100000 deep"),
         ("static", {"paths": [[0] * 1000]}, "tree.paths holds .0, 0, .* without its parent"),
         ("sampled", {"widths": [1] * 100_000}, "tree.widths is 100000 deep"),
@@ -105,44 +87,6 @@ def test_a_tree_that_nobody_can_build_is_refused(kind: str, change: dict[str, An
         typed(TreeConfig, whole | change)
     assert len(str(error.value)) < 500
     assert process_time() - before < 10  # OmegaConf alone would take half a minute
-
-
-class Watching:
-    """A head of random logits that checks the mask of every call: a drafted row sees those on its own path alone.
-
-    Which rows these are it tells from the paths' tokens, so nothing of it comes of the tree that is being grown.
-    """
-
-    max_depth = 4
-    vocab = None
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(0)
-        self.rows: list[tuple[int, ...]] = []
-        self.level: list[tuple[int, ...]] = [()]
-
-    def answer(self) -> Level:
-        logits = torch.randn(len(self.level), toys.VOCAB, generator=self.generator)
-        return Level(logits[None], logits[None, :, :0])
-
-    def expand(self, state: Any, level: Level, nodes: Nodes) -> Level:
-        drafted = zip(nodes.token[0].tolist(), nodes.parent[0].tolist(), strict=True)
-        self.level = [(*self.level[above], each) for each, above in drafted]
-        self.rows += self.level
-        assert {len(path) for path in self.level} == {nodes.depth}
-        assert nodes.mask[0].tolist() == [[row == path[: len(row)] for row in self.rows] for path in self.level]
-        return self.answer()
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", toys.TREES)
-def test_a_drafted_row_sees_its_own_path_and_no_sibling(name: str, temperature: float) -> None:
-    head = Watching()
-    context = Context([3, 5], Sampling(temperature, 0, 1.0), Generator(0, torch.device("cpu")), 4)
-    grown = grow(head, None, head.answer(), toys.TREES[name], [context])[0].tree
-    assert len(head.rows) > (0 if name == "chain" else 3)
-    below = {tuple(grown.token[path[1:]].tolist()) for path in trees.paths(grown)}
-    assert len(below) == len(trees.paths(grown))  # so paths are told apart by their tokens
 
 
 def test_a_chain_is_a_tree_of_one_path() -> None:

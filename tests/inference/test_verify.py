@@ -4,8 +4,6 @@ import pytest
 import torch
 
 from inference.decode import Settings, autoregress, speculate
-from inference.drafters.head import HeadDrafter
-from inference.drafters.policy import TreeConfig
 from inference.verification import rules, verify
 from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY, Sampling
@@ -19,32 +17,25 @@ T1 = Sampling(1.0, 0, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("rule", "tree", "drawn", "replacement", "named"),
+    ("rule", "tree", "drawn", "named"),
     [
-        ("token", TREE, True, False, "verifies chains"),
-        ("block", TREE, True, False, "tree=chain"),
-        ("block", CHAIN, False, False, "sampled from known probs"),
-        ("traversal", TREE, False, False, "chosen without sampling"),
-        ("recursive", TREE, True, True, "with replacement"),
-        ("traversal", TREE, True, True, "with replacement"),
-        ("recursive_replacement", TREE, True, False, "without replacement"),
-        ("traversal_replacement", TREE, True, False, "without replacement"),
+        ("token", TREE, True, "verifies chains"),
+        ("block", TREE, True, "tree=chain"),
+        ("block", CHAIN, False, "sampled from known probs"),
+        ("traversal", TREE, False, "chosen without sampling"),
     ],
 )
-def test_a_wrong_pairing_is_refused(rule: str, tree: DraftTree, drawn: bool, replacement: bool, named: str) -> None:
-    with pytest.raises(ValueError, match=named) as error:
-        fitting(rule, is_chain(tree.parent.tolist()), drawn, replacement, greedy=False)
-    assert f"rule={rule}" in str(error.value)
-    assert "\n" not in str(error.value)
+def test_a_wrong_pairing_is_refused(rule: str, tree: DraftTree, drawn: bool, named: str) -> None:
+    with pytest.raises(ValueError, match=rf"^rule={rule} .*{named}"):
+        fitting(rule, is_chain(tree.parent.tolist()), drawn, greedy=False)
 
 
 @pytest.mark.parametrize(
     ("rule", "lossy", "named"), [("best", False, "traversal"), ("typical", False, "lossy=true"), ("best", True, "auto")]
 )
 def test_an_unknown_or_unallowed_rule_is_named(rule: str, lossy: bool, named: str) -> None:
-    with pytest.raises(ValueError, match=named) as error:
+    with pytest.raises(ValueError, match=named):
         Settings(4, GREEDY, rule=rule, lossy=lossy)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -52,21 +43,16 @@ def test_an_unknown_or_unallowed_rule_is_named(rule: str, lossy: bool, named: st
     [
         ("chain", 1.0, "block"),
         ("sampled", 1.0, "traversal"),
-        ("independent", 1.0, "traversal_replacement"),
         ("dynamic", 1.0, "point_mass"),
         ("static", 1.0, "point_mass"),
         ("sampled", 0.0, "greedy"),
     ],
 )
 def test_a_step_names_the_rule_that_was_used(kind: str, temperature: float, rule: str) -> None:
-    made = speculate(toys.target(), drafter(kind), toys.prompt(0), Settings(12, Sampling(temperature, 0, 1.0)))
+    drafter, settings = toys.drafter("eagle", toys.target(), kind), Settings(12, Sampling(temperature, 0, 1.0))
+    made = speculate(toys.target(), drafter, toys.prompt(0), settings)
     assert {step.rule for step in made.steps if step.drafted} == {rule}
     assert {step.rule for step in made.steps if not step.drafted} <= {"none"}
-
-
-def drafter(kind: str) -> HeadDrafter:
-    tree = TreeConfig("independent", 0, 0, 0, [], [3, 2, 1]) if kind == "independent" else toys.TREES[kind]
-    return HeadDrafter(toys.head("eagle", toys.target()), tree, "eagle")
 
 
 @pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.lossy])
@@ -74,7 +60,9 @@ def test_a_lossy_rule_says_so_and_leaves_the_greedy_text(rule: str, monkeypatch:
     monkeypatch.setattr(rules, "THRESHOLD", 0.02)  # the toy target is sure of itself
     monkeypatch.setattr(rules, "EPSILON", 0.02)
     target, prompt = toys.target(), toys.prompt(0)
-    made = speculate(target, drafter("dynamic"), prompt, Settings(16, GREEDY, rule=rule, lossy=True))
+    made = speculate(
+        target, toys.drafter("eagle", target, "dynamic"), prompt, Settings(16, GREEDY, rule=rule, lossy=True)
+    )
     assert {step.rule for step in made.steps if step.drafted} == {f"{rule} (lossy)"}
     assert made.tokens != autoregress(target, prompt, Settings(16, GREEDY)).tokens
 
@@ -134,5 +122,5 @@ def test_rules_whose_text_is_the_targets_samples() -> None:
 def test_a_path_without_a_residual_is_sure_or_lost(alpha: float, left: float) -> None:
     """Rounding alone rejects where p and q are equal; a root that is sure must stay so."""
     frame = rules.Frame(0, alpha, [], torch.tensor([0.5, 0.5]), torch.tensor([0.5, 0.5]))
-    rules._reject(frame, torch.tensor([0]), False)
+    rules._reject(frame, torch.tensor([0]))
     assert (frame.alpha, frame.target.tolist(), frame.draft.tolist()) == (left, [0.5, 0.5], [0.0, 1.0])

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 
@@ -191,13 +191,12 @@ def load_skips(path: Path, target: Target) -> SkipFile:
     """Read the file of a search; refuse a missing or damaged one, and another target's."""
     remedy = "search again with eval/search_skips.py"
     try:
-        content: Any = parse_json(regular(path).read_bytes())
-        skip_file = typed(SkipFile, content) if isinstance(content, dict) else None
+        skip_file = typed(SkipFile, parse_json(regular(path).read_bytes()))
     except OSError:
         raise ValueError(f"{path}: no such file; {remedy}") from None
     except ValueError as error:
         raise ValueError(f"{path}: damaged ({error}); {remedy}") from None
-    if skip_file is None or skip_file.format != FORMAT:
+    if skip_file.format != FORMAT:
         raise ValueError(f"{path}: not a file of skipped sub-layers that this version reads; {remedy}")
     if skip_file.target.fingerprint != target.spec.fingerprint:
         raise ValueError(

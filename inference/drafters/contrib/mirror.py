@@ -40,11 +40,9 @@ class Mirror(Drafter):
         assistant: Assistant.Config
 
         def __post_init__(self) -> None:
-            model = self.assistant
-            if (model.tree.kind, model.schedule, model.confidence) != ("chain", "constant", 0):
+            if (self.assistant.tree.kind, self.assistant.confidence) != ("chain", 0):
                 raise ValueError(
-                    "drafter.mirror.assistant: it drafts chains of one length; set tree.kind=chain, schedule=constant "
-                    "and confidence=0"
+                    "drafter.mirror.assistant: it drafts chains of one length; set tree.kind=chain and confidence=0"
                 )
 
     def __init__(self, config: Config, target: Target, name: str) -> None:

@@ -300,7 +300,7 @@ class StreamsState(DrafterState):
         proposal = Proposal(trees.root(context.token[-1], self.device))
         if self.drafted is not None:
             proposal = grow(self.drafted, None, self.drafted.level(1, 1), self.config, [context])[0]
-        return proposal._replace(look_ahead=self.look_ahead(proposal.tree, context.ahead))
+        return proposal._replace(look_ahead=self.look_ahead(proposal.tree, context.room))
 
     def look_ahead(self, tree: DraftTree, room: int) -> LookAhead | None:
         """Return the streams of all nodes, but for those that would draft deeper than can be committed."""
