@@ -263,6 +263,12 @@ BUGS = [
         ["tests/train/test_decisions.py"],
     ),
     Bug(
+        "heads/formats/lora.py",
+        "alpha / rank, dict",
+        "1.0, dict",
+        ["tests/train/test_publish_adapter.py"],
+    ),
+    Bug(
         "eval/measures/metrics.py",
         "[(1 - LEVEL) / 2, (1 + LEVEL) / 2]",
         "[(1 - LEVEL), LEVEL]",

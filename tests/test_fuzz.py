@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from eval.inputs.drafters import model_of
 from eval.inputs.workloads import read_workload
 from eval.report.write import read_report, report_of
 from heads.common.typed import typed
+from heads.formats import lora
 from heads.formats.published import load_published
 from heads.formats.store import load_head, save_head, save_tree
 from inference.drafters.head import saved_trees
@@ -171,7 +173,17 @@ def heads_of(root: Path) -> dict[str, Reader]:
     sharded = publish(root / "sharded", held, said, "one.safetensors")
     index = sharded / "model.safetensors.index.json"
     shards = {"weight_map": dict.fromkeys(held, "one.safetensors")}
+    matrices = [{"fc.weight": torch.full((4, 4), value)} for value in (0.0, 1.0)]
+    adapted = [root / "adapter config", root / "adapter"]
+    for folder, (name, data) in product(adapted, lora.adapter_files("me/base", *matrices, 2).items()):
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_bytes(data)
+    adapter = (adapted[0] / lora.CONFIG).read_bytes()
     return {
+        "adapter config": Reader(
+            adapted[0] / lora.CONFIG, json.loads(adapter), encoded, partial(lora.read_adapter, adapted[0])
+        ),
+        "adapter": with_header(adapted[1] / lora.WEIGHTS, partial(lora.read_adapter, adapted[1])),
         "head config": Reader(config, json.loads(config.read_bytes()), encoded, partial(head, root / "config")),
         "header": with_header(root / "header" / "model.safetensors", partial(head, root / "header")),
         "published config": Reader(

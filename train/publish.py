@@ -61,8 +61,8 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
         return out
     check_connected(config.repo)
     trial: Trial | str = begin(run, config) if config.reverify else "reverify=false"
-    if isinstance(trial, Trial) and config.format:  # an exported head is tried before it is uploaded
-        remedy = "; nothing was uploaded, publish without format, or with dtype=float32"
+    if isinstance(trial, Trial) and (config.format or config.base):  # an exported head is tried before it is uploaded
+        remedy = "; nothing was uploaded, publish without format and base, or with dtype=float32"
         trial.check(out, f"{out}: the written head drafts otherwise than it was trained", remedy)
     stopped = f"{config.repo} has the whole commit or nothing of it; the same command publishes again"
     with keeping(lambda: stopped), repository(config.repo, config.private, config.tag, api) as repo:

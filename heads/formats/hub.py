@@ -12,12 +12,14 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from torch import nn
 
-from heads.base import Embeddings
+from heads import HEADS
+from heads.base import Embeddings, HeadConfig
 from heads.common.connection import TRANSPORT, check_reachable
 from heads.common.errors import one_line
 from heads.common.files import last_good
 from heads.common.resolvers import ROOT
 from heads.common.typed import typed
+from heads.formats import lora
 from heads.formats.published import format_of, is_published, load_published
 from heads.formats.published.files import SAFE, further_files
 from heads.formats.store import (
@@ -25,6 +27,8 @@ from heads.formats.store import (
     INDEX,
     SCHEDULE,
     TargetSpec,
+    assert_same_target,
+    head_config,
     load_head,
     read_config,
 )  # fmt: skip
@@ -52,9 +56,9 @@ def resolve_head(run_or_repo: str) -> Path:
 
 
 def _downloaded_head(repo: str) -> Path:
-    """Return the folder of a repository's head; refuse another model before it is downloaded."""
-    folder = downloaded(repo, [CONFIG, *SAFE, INDEX, "config.yaml"])
-    if further := further_files(folder):
+    """Return the folder of a repository's head, or adapter of one; refuse another model before it is downloaded."""
+    folder = downloaded(repo, [CONFIG, *SAFE, INDEX, *lora.FILES, "config.yaml"])
+    if not (folder / lora.CONFIG).is_file() and (further := further_files(folder)):
         if (folder / INDEX).is_file():
             format_of(folder)
         downloaded(repo, further)
@@ -72,8 +76,41 @@ def downloaded(repo: str, patterns: Sequence[str]) -> Path:
 
 
 def load_found(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Module:
-    """Load a head of ours or another project's on the CPU, in its saved dtype: by `load_head` or `load_published`."""
+    """Load a head of ours or another project's on the CPU, in its saved dtype: by `load_head` or `load_published`.
+
+    Of an adapter it is the head that it names, with the adapter merged, in fp32.
+    """
+    if (folder / lora.CONFIG).is_file():
+        return _adapted(folder, embeddings, spec)
     return load_published(folder, embeddings) if is_published(folder) else load_head(folder, embeddings, spec)
+
+
+def _adapted(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Module:
+    """Load the head that an adapter names and merge the adapter into it."""
+    content = read_config(folder)
+    assert_same_target(folder, typed(TargetSpec, content["target"]), spec)
+    adapter = lora.read_adapter(folder)
+    return lora.merge(base_head(adapter.base, head_config(folder, content), embeddings, spec), adapter, folder)
+
+
+def base_head(name: str, config: HeadConfig, embeddings: Embeddings, spec: TargetSpec) -> nn.Module:
+    """Return the head that an adapter of this configuration is for, in fp32, from the Hub and from nowhere else.
+
+    Raises:
+        ValueError: the name is none of the Hub, or of a head of another configuration, or of an adapter.
+    """
+    if not REPO.fullmatch(name):
+        raise ValueError(f"base={name[:80]}: no name of the Hub, OWNER/NAME, where the base of an adapter lies")
+    folder = _downloaded_head(name)
+    if (folder / lora.CONFIG).is_file():
+        raise ValueError(f"base={name}: an adapter itself; publish the whole head, without base")
+    loaded: Any = load_found(folder, embeddings, sibling_spec(folder, spec, "is adapted for"))
+    if type(loaded.config) is not type(config) or replace(loaded.config, name=config.name) != config:
+        raise ValueError(f"base={name}: a head of another configuration than the one adapted; name the one it began as")
+    kind: Any = HEADS[config.name]
+    head: nn.Module = kind(config, embeddings)
+    head.load_state_dict(loaded.state_dict())
+    return head
 
 
 def made_for(folder: Path) -> TargetSpec | None:

@@ -23,7 +23,7 @@ EVERYTHING = {
 VALUES: dict[str, Any] = {
     "repo": REPO, "private": True, "license": "mit", "dry_run": False, "out": None, "reverify": True, "format": None,
     "target": None, "gguf": None, "dtype": "bfloat16", "draft_tokens": 3, "verify_prompts": 4, "verify_tokens": 16,
-    "tag": None,
+    "tag": None, "base": None,
 }  # fmt: skip
 SETTINGS = """\
 name: tiny-medusa

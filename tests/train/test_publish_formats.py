@@ -86,7 +86,7 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_no_folder(tmp_path: Path
         ({}, {"form": "vllm", "target": "/nowhere"}, "model.path=/nowhere"),
         ({"kv_injection": True}, {"form": "vllm"}, "kv_injection=true"),
         ({}, {"form": "medusa"}, "kind eagle3, which can take the form of vllm, sglang, gguf, trtllm, speculators"),
-        ({}, {"form": "gguf"}, "format=gguf and gguf=FILE go together"),
+        ({}, {"form": "gguf"}, "format=gguf takes the tokenizer of the target's own GGUF file: give gguf=FILE"),
     ]
     for options, changes, named in cases:
         made = run(tmp_path, target, "eagle3", EAGLE3 | options)
@@ -117,7 +117,10 @@ def test_another_targets_gguf_is_refused_before_the_head_is_written(
     for name, listed in (("own", tokens), ("other", tokens[::-1])):
         write_gguf(tmp_path / name, listed)
     out = publish(config(made, "gguf", gguf=str(tmp_path / "own")), HfApi())
-    assert (out / "head.gguf").is_file()
+    written = (out / "head.gguf").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "gguf_file", lambda _: tmp_path / "own")  # a target that is one itself
+        assert (publish(config(made, "gguf"), HfApi()) / "head.gguf").read_bytes() == written
     monkeypatch.setattr(folder, "export", lambda *_: pytest.fail("the head was written"))
     with pytest.raises(ValueError, match="most of its tokens are not those"):
         publish(config(made, "gguf", gguf=str(tmp_path / "other")), HfApi())

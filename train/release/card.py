@@ -75,7 +75,7 @@ def view(
         "hub": hub, "path": base if hub else f"path/to/{base}",  # of the target in command lines
         "served": served, "refused": refused, "overrides": mimo.overrides(served),
         "forms": [form for form, kinds in FORMATS.items() if kind in kinds and form != config.format],
-        "decodes": config.format is None and bool(custom_generate.files(head)),
+        "decodes": config.format is None and config.base is None and bool(custom_generate.files(head)),
         "warning": misleading(config.repo, kind), "drawbacks": drawbacks(mine), "mine": mine,
         "results": grid(table.titles, cells) if cells else "",
         "wide": any(not result.row["tree"].startswith("chain") for result in mine),

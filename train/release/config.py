@@ -28,6 +28,7 @@ class PublishConfig:
     verify_tokens: NewTokens
     tag: str | None
     format: str | None
+    base: str | None
     target: str | None
     gguf: str | None
     dtype: Annotated[str, OneOf(tuple(DTYPES))]
@@ -44,9 +45,12 @@ class PublishConfig:
                 )
         elif self.format is not None:
             assert_known(self.format)
-        if (self.format == "gguf") != (self.gguf is not None):
+        if self.base is not None and (self.format is not None or not REPO.fullmatch(self.base)):
             raise ValueError(
-                "format=gguf and gguf=FILE go together: the head's file has the tokenizer of its target's GGUF file"
+                f"base is {self.base!r}: give OWNER/NAME, the head on the Hub that this run adapted, and no format: "
+                "engines read whole heads"
             )
+        if self.gguf is not None and self.format != "gguf":
+            raise ValueError("gguf=FILE is the target's own GGUF file, of format=gguf: give that too")
         if self.tag is not None and not re.fullmatch(r"\w[\w.-]*", self.tag):
             raise ValueError(f"tag is {self.tag!r}: give letters, digits, '.', '_' and '-', such as v1, or null")

@@ -21,11 +21,12 @@ from eval.live.extras import METRICS
 from eval.measures.serving import CONFIG as SCHEDULE
 from eval.report.write import read_report
 from heads.common.files import last_good, replacing
+from heads.common.gguf import gguf_file
 from heads.common.resolvers import ROOT
 from heads.common.target_config import read_target_values
 from heads.common.untrusted import parse_json, parse_yaml, parsed_file
-from heads.formats import custom_generate
-from heads.formats.hub import on_hub, target_path
+from heads.formats import custom_generate, lora
+from heads.formats.hub import base_head, on_hub, target_path
 from heads.formats.published import gguf
 from heads.formats.published.export import Served, export, refusals
 from heads.formats.store import CONFIG, WEIGHTS, load_head, read_config, read_tensors
@@ -44,7 +45,8 @@ log = logging.getLogger(__name__)
 
 TOKENIZER = "tokenizer_reference.json"
 COPIED = ("config.yaml", "report.json", "report.md", "report.html", SCHEDULE)
-TENSORS = (WEIGHTS, gguf.FILE)
+GGUF = "gguf"
+TENSORS = (WEIGHTS, gguf.FILE, *lora.FILES)
 # Patterns; those of plots are of earlier versions' cards.
 FILES = (CONFIG, *TENSORS, TOKENIZER, "README.md", *COPIED, "plots/*", f"{custom_generate.FOLDER}/*")
 TOKEN = re.compile(r"\bhf_(?:(?:jwt|oauth)_[\w.-]{20,}|[A-Za-z0-9]{20,})")
@@ -118,28 +120,52 @@ def _read(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
 
 @contextmanager
 def exported(head: Path, config: PublishConfig) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Provide a head's folder in the configured format within the block; else its own.
+    """Provide a head's folder in the configured format, or as the adapter of its base, within the block; else its own.
 
     With it come an exported head's `refusals`. Refuse another target, and a format that cannot hold this head.
     """
-    if config.format is None:
+    if config.format is None and config.base is None:
         yield head, {}
         return
     with tempfile.TemporaryDirectory() as temporary:
-        folder, spec, tokenizer = Path(temporary) / "head", read_config(head)["target"], None
+        folder = Path(temporary) / "head"
+        if config.format is None:
+            _write_adapter(head, config, folder)
+            yield folder, {}
+            return
+        spec, tokenizer = read_config(head)["target"], None
         path = config.target or target_path(spec["name"])
         target = _load(path, spec.get("adapter"))
         assert_plain(target.embeddings, path)
         name = next(filter(on_hub, (spec["name"], path)), Path(path).name)
         served = Served(name, target.config.to_dict(), DTYPES[config.dtype], config.draft_tokens)
         trained = load_head(head, target.embeddings, target.spec)
-        if config.gguf is not None:
+        if config.format == GGUF:
+            file = gguf_file(path) if config.gguf is None else Path(config.gguf).expanduser()
+            if file is None:
+                raise ValueError("format=gguf takes the tokenizer of the target's own GGUF file: give gguf=FILE")
             vocabulary = target.embeddings.vocab_size, target.tokenizer.get_vocab()
-            tokenizer = gguf.tokenizer_of(Path(config.gguf).expanduser(), *vocabulary)
+            tokenizer = gguf.tokenizer_of(file, *vocabulary)
         export(trained, config.format, served, folder)
         if tokenizer is not None:
             gguf.write(folder, tokenizer)
         yield folder, refusals(trained, served)
+
+
+def _write_adapter(head: Path, config: PublishConfig, folder: Path) -> None:
+    """Write a run's head as the adapter of its base on the Hub; refuse a run that adapted none by LoRA."""
+    base, spec = str(config.base), read_config(head)["target"]
+    peft = _read(head.parent / ORIGIN, parse_json).get("peft")
+    rank = peft.get("rank") if isinstance(peft, dict) else None
+    if not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"base={base}: {head.parent} has not adapted a head by peft=lora; publish it without base")
+    target = _load(config.target or target_path(spec["name"]), spec.get("adapter"))
+    trained: Any = load_head(head, target.embeddings, target.spec)
+    before = base_head(base, trained.config, target.embeddings, target.spec)
+    files = lora.adapter_files(base, before.state_dict(), trained.state_dict(), rank)
+    folder.mkdir()
+    for name, data in {**files, CONFIG: (head / CONFIG).read_bytes()}.items():
+        (folder / name).write_bytes(data)
 
 
 def copy_with_head(run: Path, out: Path, config: PublishConfig) -> None:

@@ -1,0 +1,113 @@
+"""A head adapted by LoRA as its adapter: low-rank factors in peft's layout, and the Hub's name of the head they adapt.
+
+Beside them lies the head's own config.json. Reading takes no peft: the names in the file say which weights are adapted,
+and no pattern of the adapter's configuration is matched.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from heads.common.untrusted import parsed_file, shown
+from heads.formats.weights import read_weights
+
+CONFIG, WEIGHTS = FILES = ("adapter_config.json", "adapter_model.safetensors")
+PREFIX, DOWN, UP = "base_model.model.", "lora_A.weight", "lora_B.weight"
+# What else peft knows, and is not read: keys that change what the factors mean.
+FURTHER = ("use_rslora", "use_dora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias")
+REMEDY = "download it again, or publish it again"
+LARGEST = 1 << 20  # of r and lora_alpha
+ROUNDED = 1e-4  # of a weight's change, at most, that its factors leave out: fp32 rounds
+
+
+class Adapter(NamedTuple):
+    """An adapter: the Hub's name of the head that it adapts, and what it adds to weights "O I".
+
+    That is `scale` times the product of the factors "O R" and "R I", by the weights' names.
+    """
+
+    base: str
+    scale: float
+    factors: dict[str, tuple[Tensor, Tensor]]
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """Return the adapter in a folder.
+
+    Raises:
+        ValueError: it is damaged, or more than low-rank factors.
+    """
+    path = folder / CONFIG
+    config = parsed_file(path, REMEDY)
+    config = config if isinstance(config, dict) else {}
+    base, rank, alpha = (config.get(key, 0) for key in ("base_model_name_or_path", "r", "lora_alpha"))
+    if config.get("peft_type") != "LORA" or not isinstance(base, str) or {type(rank), type(alpha)} != {int} or not rank:
+        raise ValueError(f"{path}: not a head's adapter, which has peft_type LORA, whole r and lora_alpha, and a base")
+    if odd := next((key for key in FURTHER if config.get(key)), None):
+        raise ValueError(f"{path}: {odd} is {shown(config[odd])}; of adapters, plain low-rank factors alone are read")
+    if max(abs(rank), abs(alpha)) > LARGEST:
+        raise ValueError(f"{path}: r is {shown(rank)} and lora_alpha {shown(alpha)}, which no adapter has; {REMEDY}")
+    return Adapter(base, alpha / rank, dict(_factors(folder / WEIGHTS)))
+
+
+def _factors(path: Path) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    tensors = read_weights(path)
+    for name in [name.removesuffix(DOWN) for name in tensors if name.endswith(DOWN)]:
+        down, up = tensors.pop(name + DOWN).float(), tensors.pop(name + UP, torch.empty(0)).float()
+        if down.ndim != 2 or up.ndim != 2 or up.shape[1] != down.shape[0]:
+            raise ValueError(f"{path}: {shown(name)} has not two factors of one rank; {REMEDY}")
+        yield f"{name.removeprefix(PREFIX)}weight", (up, down)
+    if tensors:
+        raise ValueError(f"{path}: {shown(next(iter(tensors)))} is no factor of a weight; {REMEDY}")
+
+
+def merge(head: nn.Module, adapter: Adapter, folder: Path) -> nn.Module:
+    """Return the head in fp32 with an adapter's products added; refuse those of weights that it lacks, or too large."""
+    weights = head.float().state_dict()
+    for name, (up, down) in adapter.factors.items():
+        if name not in weights or weights[name].shape != (len(up), down.shape[1]):
+            raise ValueError(f"{folder}: adapts {shown(name)}, which {adapter.base} has not in that shape; {REMEDY}")
+        weights[name] += adapter.scale * up @ down
+        if not bool(weights[name].isfinite().all()):
+            raise ValueError(f"{folder}: {shown(name)} holds values that are not finite once adapted; {REMEDY}")
+    return head
+
+
+def adapter_files(base: str, before: Mapping[str, Tensor], after: Mapping[str, Tensor], rank: int) -> dict[str, bytes]:
+    """Return an adapter's files, which make a head's weights `after` of those `before`, in fp32.
+
+    The factors are those of each change's singular value decomposition: their product is that of the trained ones.
+
+    Raises:
+        ValueError: the weights differ by more than matrices of this rank.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name in sorted(before.keys() | after.keys()):
+        if name not in before or name not in after or before[name].shape != after[name].shape:
+            raise ValueError(f"base={base}: another kind of head than the run's: only one has {name} in that shape")
+        change = after[name].double() - before[name].double()
+        if not bool(change.any()):
+            continue
+        if change.ndim != 2 or not name.endswith(".weight"):
+            raise ValueError(f"base={base}: {name} differs from the run's, and is no matrix that LoRA adapts")
+        left, sizes, right = torch.svd_lowrank(change, min(rank, *change.shape), niter=4)
+        sizes, lacking = sizes.sqrt(), rank - len(sizes)  # of a narrower matrix: peft wants one rank of all
+        up, down = pad(left * sizes, (0, lacking)), pad(right * sizes, (0, lacking)).T
+        if float((change - up @ down).norm()) > ROUNDED * float(change.norm()):
+            raise ValueError(
+                f"base={base}: {name} differs from the run's by more than rank {rank}: not what it adapted"
+            )
+        stem = PREFIX + name.removesuffix("weight")
+        tensors |= {stem + DOWN: down.float().contiguous(), stem + UP: up.float().contiguous()}
+    if not tensors:
+        raise ValueError(f"base={base}: the run's head has the same weights: there is nothing to publish")
+    layers = sorted({name.removeprefix(PREFIX).rsplit(".", 2)[0] for name in tensors})
+    config: dict[str, Any] = {"peft_type": "LORA", "base_model_name_or_path": base, "r": rank, "lora_alpha": rank}
+    config |= {"target_modules": layers, "lora_dropout": 0.0, "bias": "none", "inference_mode": True}
+    return {CONFIG: json.dumps(config, indent=2).encode() + b"\n", WEIGHTS: save(tensors, {"format": "pt"})}
