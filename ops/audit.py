@@ -131,8 +131,8 @@ def run(audit: Audit) -> list[Finding]:
             continue
         try:
             findings.append(function(audit))
-        except (EndedError, KeyboardInterrupt):
-            asker.ended = asker.ended or "interrupted"
+        except (EndedError, KeyboardInterrupt) as error:
+            asker.ended = str(error) or "interrupted"
             findings.append(Finding(check, "not_run", asker.ended))
         if asker.crash is not None:
             question, in_flight = asker.crash

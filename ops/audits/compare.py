@@ -16,6 +16,11 @@ from ops.served import Question, Reply, Token
 
 Status = Literal["passed", "failed", "undecided", "not_offered", "not_run"]
 Kind = Literal["fault", "near_tie", "unexplained"]
+VERBS: dict[Kind, str] = {
+    "fault": "differ",
+    "near_tie": "differ at a near tie",
+    "unexplained": "differ, and nothing says how nearly",
+}
 ALONE = ("crash", "leak")  # faults that one difference of many tells
 EXPLAINED = 2  # answers of the baseline with logprobs for a question in doubt
 COPIED = 24  # characters that a leaked answer shares with another request's
@@ -166,12 +171,11 @@ def judged(
         if difference is not None and difference.kind == "fault":
             telling = difference.fault != "leak" or in_flight > 1  # else it may be what a cache held
             look = (telling and difference.fault) or fault or difference.fault
-            asked = (before or {}).get(question.id, ())
-            difference = difference._replace(fault=look, before=asked, in_flight=in_flight)
+            earlier = (before or {}).get(question.id, ())
+            difference = difference._replace(fault=look, before=earlier, in_flight=in_flight)
         differences += [] if difference is None else [difference]
     counts = Counter(difference.kind for difference in differences)
-    said = {"fault": "differ", "near_tie": "differ at a near tie", "unexplained": "differ, and nothing says how nearly"}
-    parts = [f"{counts[kind]} {words}" for kind, words in said.items() if counts[kind]]
+    parts = [f"{counts[kind]} {words}" for kind, words in VERBS.items() if counts[kind]]
     summary = "; ".join([f"{len(answered) - len(differences)} of {len(answered)} answers are the baseline's", *parts])
     status: Status = "failed" if counts["fault"] else "undecided" if counts["unexplained"] else "passed"
     return Finding(check, status, summary, differences, {"answers": len(answered)})

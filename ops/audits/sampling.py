@@ -137,8 +137,8 @@ def _seeded(audit: Audit, **fields: Any) -> list[Question]:
 def seeds(audit: Audit) -> Finding:
     """Ask twice with the same seed at temperature 1: the answers begin alike as often as the baseline's do."""
     questions = _seeded(audit)
-    asked = [{side: [audit.asker.one(side, each) for _ in range(2)] for side in SIDES} for each in questions]
-    ours, theirs = ([_alike(*replies[side]) for replies in asked] for side in SIDES)
+    pairs = [{side: [audit.asker.one(side, question) for _ in range(2)] for side in SIDES} for question in questions]
+    ours, theirs = ([_alike(*pair[side]) for pair in pairs] for side in SIDES)
     if not any(theirs):
         return Finding("seeds", "not_offered", "the baseline takes no seed")
     summary = (
@@ -147,7 +147,7 @@ def seeds(audit: Audit) -> Finding:
     if fewer(ours, theirs) > audit.config.alpha / 10:
         return Finding("seeds", "passed", summary)
     number = ours.index(False)
-    one, other = asked[number][AUDITED]
+    one, other = pairs[number][AUDITED]
     error = one.error or other.error
     look, note = ("error", f"it fails: {error}") if error else ("seed", "the same seed, asked again")
     return Finding("seeds", "failed", summary, [breach(questions[number], other.content, one.content, look, note)])
@@ -190,7 +190,7 @@ def choices(audit: Audit) -> Finding:
         elif p_value([*seconds.values()], level, np.random.default_rng(audit.config.seed)) <= level:
             wrong = [(*trials[0], "choices", "the second choices are not the baseline's")]
     differences = [
-        breach(question, *("\n".join(reply.content for reply in side) for side in (ours, theirs)), fault, note)
+        breach(question, "\n".join(r.content for r in ours), "\n".join(r.content for r in theirs), fault, note)
         for question, ours, theirs, fault, note in wrong[:3]
     ]
     summary = f"two choices to each of {len(trials)} requests: {wrong[0][-1] if wrong else 'they hold'}"

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import EvalResult, ModelCardData
-from huggingface_hub.utils import yaml_dump
 from jinja2 import Environment, StrictUndefined
 
 from eval.live.extras import METRICS, records
@@ -93,7 +93,8 @@ def card(shown: dict[str, Any]) -> str:
     """Return README.md, with its YAML metadata."""
     environment = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
     quoted = partial(json.dumps, ensure_ascii=False)  # as Python and a YAML reader write a text, in one line
-    environment.filters |= {"shell": shlex.quote, "quoted": quoted, "yaml": yaml_dump, "block": fenced, "code": code}
+    to_yaml = partial(yaml.safe_dump, allow_unicode=True)
+    environment.filters |= {"shell": shlex.quote, "quoted": quoted, "yaml": to_yaml, "block": fenced, "code": code}
     template = environment.from_string(Path(__file__).with_name("README.jinja").read_text(encoding="utf-8"))
     return re.sub(r"\n{3,}", "\n\n", template.render(shown, metadata=metadata(shown).to_yaml()))
 
