@@ -21,13 +21,13 @@ from tests.inference.test_run import tokenizer
 
 
 def test_training_curves_are_means_and_skip_what_a_killed_run_was_writing(tmp_path: Path) -> None:
-    records = [{"step": i, "loss": float(i), "accuracy": [i / 1000]} for i in range(1, 1001)]
+    records = [{"step": i, "loss": float(i)} for i in range(1, 1001)]
     (tmp_path / "head").mkdir()
     text = "\n".join(map(json.dumps, [*records, {"step": 1000, "tau": 2.0, "tau_ci": [1.5, 2.5]}])) + '\n{"step": 10'
     (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
     (found,) = extras.training({"eagle": tmp_path / "head", "published": tmp_path}).values()
     assert len(found["steps"]) == extras.POINTS
-    assert found["steps"][0] == {"step": 5, "loss": 3.0, "accuracy": [0.003]}
+    assert found["steps"][0] == {"step": 5, "loss": 3.0}
     assert found["tau"] == [{"step": 1000, "tau": 2.0, "low": 1.5, "high": 2.5}]
 
 

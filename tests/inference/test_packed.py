@@ -138,10 +138,11 @@ def test_cudas_kernels_take_groups_in_16_bits_without_a_mask() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_memory_grows_with_the_length_not_its_square(name: str) -> None:
+    target = toys.target(name)
     for length in (64, 128):
         with Largest() as noted:
             document = torch.arange(length)[None] // (length // 2)
-            toys.target(name).features(torch.zeros(1, length, dtype=torch.long), document, ())
+            target.features(torch.zeros(1, length, dtype=torch.long), document, ())
         assert noted.most <= length * 4 * 32, "a hidden state or the MLP's, but no mask"
 
 

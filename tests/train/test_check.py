@@ -218,7 +218,6 @@ def test_the_memory_of_a_machine_ends_at_that_of_a_container(
         (["workload=gone"], "workload gone is neither a file or folder here"),
         (["workload=chats.jsonl"], "chats.jsonl: prompt 0: the chat has no user message; remove it"),
         (["data.prompts=chats.jsonl"], "chats.jsonl: prompt 0: the chat has no user message; remove it"),
-        (["compare=[a/report.json]"], "compare names the report a/report.json, which is read and not measured"),
     ],
 )
 def test_a_plan_refuses_what_its_training_would(

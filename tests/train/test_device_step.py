@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
-from heads.base import Draft, Features
+from heads.base import Draft, Features, HeadModule
 from heads.modules.vocab import DraftLmHead, GradientSum
 from tests.train.test_objective import CONFIG
 from train.objective import LossContext, chunk_rows, chunked, labels, loss_weights, objective
@@ -82,18 +82,21 @@ def test_narrow_products_are_summed_in_fp32_on_a_device() -> None:
     assert count.total == 2 * 2 * 7 * 3 * 4
 
 
-class Plain(nn.Module):
+class Plain(HeadModule):
     """A head that is an lm_head of its own over a target's vocabulary."""
 
+    max_depth = 5
+
     def __init__(self, vocab: int, width: int) -> None:
-        super().__init__()
         config = LlamaConfig(hidden_size=width, vocab_size=vocab, num_hidden_layers=1, num_attention_heads=1)
-        self.own, self.vocab = (embeddings_of(config, torch.float32),), None
-        self.embeddings = self.own[0]
+        super().__init__(None, embeddings_of(config, torch.float32))
+        self.vocab = None
         self.lm_head = DraftLmHead(self.embeddings, "own", None)
 
     def compute_logits(self, state: Tensor, _depth: int) -> Tensor:
         return self.lm_head(state)
+
+    unroll = extend = expand = compute_logits
 
 
 class Allocations(TorchDispatchMode):

@@ -64,7 +64,8 @@ def test_gloo_takes_the_interface_of_nccl(nccl: str, gloo: str | None, monkeypat
     names = ["lo", "docker0", "eth0", "ens3", "eth1"]
     monkeypatch.setattr(processes.socket, "if_nameindex", lambda: list(enumerate(names, 1)))
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", nccl)
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # else what the call sets would stay
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     processes.follow_nccl()
     assert os.environ.get("GLOO_SOCKET_IFNAME") == gloo
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "given")
