@@ -109,8 +109,10 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
         ("llama8b", 8.03, 8.03),
         ("qwen3_8b", 8.19, 8.19),
         ("qwen3_30b_a3b", 30.53, 3.35),
-        ("qwen3_0.6b", 0.596, 0.596),
-        ("smollm2_135m", 0.1345, 0.1345),
+        ("qwen3_0_6b", 0.596, 0.596),
+        ("smollm2", 0.1345, 0.1345),
+        ("smollm2_360m", 0.3618, 0.3618),
+        ("llama32_1b", 1.2358, 1.2358),
     ],
 )
 def test_a_preset_plans_without_network(model: str, billions: float, active: float) -> None:
