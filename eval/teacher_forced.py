@@ -18,7 +18,7 @@ from torch import Tensor
 from eval.inputs.workloads import Text
 from eval.measures.cost_model import ReplayedStep
 from eval.measures.metrics import SpecDecodingStats, counted
-from heads.base import Draft, Features
+from heads.base import DepthOutput, Features
 from heads.modules.vocab import scatter_logits
 from inference.drafters.head import HeadState
 from inference.drafters.policy import BY_CONFIDENCE, TreeConfig, candidates
@@ -99,7 +99,7 @@ def rank_text(
     return RankedText(text, rank[: text.generated - 1].tolist(), grown)
 
 
-def unrolled(head: Any, features: Features, depth: int) -> list[Draft]:
+def unrolled(head: Any, features: Features, depth: int) -> list[DepthOutput]:
     """Return a head's drafts from all positions down to a depth."""
     return head.unroll(features, head.max_depth if head.max_depth <= FIXED else depth)[:depth]
 

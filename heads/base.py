@@ -83,7 +83,7 @@ class DraftVocabulary(nn.Module):
         return full
 
 
-class Level(NamedTuple):
+class LevelOutput(NamedTuple):
     """A head's output for one level of B draft trees: logits of each node's children, and what their expansion reads.
 
     The logits are over the head's own vocabulary of W tokens; `hidden` is the state of each node (D is the head's own
@@ -95,14 +95,14 @@ class Level(NamedTuple):
     hidden: Float[Tensor, "B N D"]
     root: tuple[Tensor, ...] = ()
 
-    def each(self, function: Callable[..., Tensor], *others: "Level") -> "Level":
+    def each(self, function: Callable[..., Tensor], *others: "LevelOutput") -> "LevelOutput":
         """Return a level of `function` of this one's tensors and the others'."""
         levels = self, *others
         logits, hidden = (function(*(level[i] for level in levels)) for i in range(2))
-        return Level(logits, hidden, tuple(map(function, *(level.root for level in levels))))
+        return LevelOutput(logits, hidden, tuple(map(function, *(level.root for level in levels))))
 
 
-class Draft(NamedTuple):
+class DepthOutput(NamedTuple):
     """One depth of `unroll`, for every row: the inputs of `compute_logits`, which takes a few rows at a time.
 
     `feature` is the target's feature as the head predicts it, `confidence` the logit of a draft's acceptance; None from
@@ -137,8 +137,8 @@ class Nodes(NamedTuple):
     depth: int
 
 
-class LayerShape(NamedTuple):
-    """The shape of the target's decoder layer, the default for what a head's configuration leaves null."""
+class LayerDims(NamedTuple):
+    """The dimensions of the target's decoder layer, the default for what a head's configuration leaves null."""
 
     num_heads: int
     num_kv_heads: int
@@ -153,7 +153,7 @@ class Embeddings(Protocol):
     hidden_size: int
     vocab_size: int
     num_layers: int
-    layer: LayerShape
+    layer: LayerDims
     config: Any  # the target's (text) configuration, as transformers has it
 
     def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
@@ -164,7 +164,7 @@ class Embeddings(Protocol):
         """Return the target's logits of final-normed hidden states, of the tokens `ids` alone if given."""
         ...
 
-    def head_weight(self) -> Float[Tensor, "V D"]:
+    def lm_head_weight(self) -> Float[Tensor, "V D"]:
         """Return the lm_head's weight, from which a head may start its own."""
         ...
 
@@ -189,7 +189,7 @@ class DraftHead(Protocol):
         """The target's embedding and lm_head."""
         ...
 
-    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
+    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[DepthOutput]:
         """Training: draft depths 1 … `depths` from all rows at once, as `extend` and `expand` would one by one.
 
         A row's depths follow its `features.path` where there is one, else the text (`rows.drafted_token`).
@@ -201,7 +201,7 @@ class DraftHead(Protocol):
         """Return the logits of a depth's states, over the head's own vocabulary."""
         ...
 
-    def extend(self, state: Any, new: NewRows) -> tuple[Any, Level]:
+    def extend(self, state: Any, new: NewRows) -> tuple[Any, LevelOutput]:
         """Decoding: commit verified rows of B sequences and score under their roots, as SGLang's draft_extend does.
 
         `state` is that of an earlier call, which this one changes; None or an empty cache for new sequences.
@@ -211,7 +211,7 @@ class DraftHead(Protocol):
         """
         ...
 
-    def expand(self, state: Any, level: Level, nodes: Nodes) -> Level:
+    def expand(self, state: Any, level: LevelOutput, nodes: Nodes) -> LevelOutput:
         """Decoding: score one more tree level of B sequences, all its nodes at once, an EAGLE-2 expansion step.
 
         The state, of the committed rows, stays as it is; `level` is the previous one, the root's at first.
@@ -264,15 +264,15 @@ class HeadModule(nn.Module):
             )
 
 
-def shape_of(config: Any) -> LayerShape:
-    """Return the shape of a decoder layer from a model's (text) configuration; refuse layers without attention."""
+def layer_dims_of(config: Any) -> LayerDims:
+    """Return the dimensions of a decoder layer from a model's (text) configuration; refuse layers without attention."""
     heads: int | None = getattr(config, "num_attention_heads", None)
     if heads is None:
         raise ValueError(
             f"headstart does not run {config.model_type} models (they have no attention, whose entries count a cache's "
             "tokens): choose another target"
         )
-    return LayerShape(
+    return LayerDims(
         heads,
         getattr(config, "num_key_value_heads", None) or heads,
         getattr(config, "head_dim", None) or config.hidden_size // heads,
@@ -280,17 +280,17 @@ def shape_of(config: Any) -> LayerShape:
     )
 
 
-def layer_shape(config: Any, embeddings: Embeddings) -> LayerShape:
-    """Return the shape in a head's configuration, the target's where a value is null; refuse odd and uneven ones."""
-    shape = LayerShape(*(getattr(config, name) or getattr(embeddings.layer, name) for name in LayerShape._fields))
-    if shape.num_heads % shape.num_kv_heads:
+def resolve_layer_dims(config: Any, embeddings: Embeddings) -> LayerDims:
+    """Return the layer dimensions in a head's configuration, the target's where a value is null; refuse odd and uneven ones."""
+    dims = LayerDims(*(getattr(config, name) or getattr(embeddings.layer, name) for name in LayerDims._fields))
+    if dims.num_heads % dims.num_kv_heads:
         raise ValueError(
-            f"head.num_heads is {shape.num_heads} and head.num_kv_heads {shape.num_kv_heads}, where null takes the "
+            f"head.num_heads is {dims.num_heads} and head.num_kv_heads {dims.num_kv_heads}, where null takes the "
             "target's own: give num_heads as a multiple of num_kv_heads"
         )
-    if shape.head_dim % 2:
-        raise ValueError(f"head.head_dim is {shape.head_dim}: give an even number, since rotary positions turn pairs")
-    return shape
+    if dims.head_dim % 2:
+        raise ValueError(f"head.head_dim is {dims.head_dim}: give an even number, since rotary positions turn pairs")
+    return dims
 
 
 def parameter_count(head: nn.Module) -> int:
@@ -306,7 +306,7 @@ def frozen_count(head: nn.Module) -> int:
 def embedding_of(embeddings: Embeddings, token: Int[Tensor, "*n"] | None = None) -> Float[Tensor, "*n D"]:
     """Return the target's embedding of these tokens, without them the whole table, to copy or to compare with."""
     chosen = torch.arange(embeddings.vocab_size) if token is None else token
-    return embeddings.embed(chosen.to(embeddings.head_weight().device)).detach()
+    return embeddings.embed(chosen.to(embeddings.lm_head_weight().device)).detach()
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:

@@ -24,7 +24,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heads import rows
-from heads.base import Draft, Embeddings, Features, HeadModule, LayerConfig, Level, NewRows, Nodes, embedding_of
+from heads.base import (
+    DepthOutput,
+    Embeddings,
+    Features,
+    HeadModule,
+    LayerConfig,
+    LevelOutput,
+    NewRows,
+    Nodes,
+    embedding_of,
+)
 from heads.common.ranges import Count, Parts, Width
 from heads.modules.attention import KeyValue, attend_rows
 from heads.modules.dflash2 import ConvDecoderLayer, Selector
@@ -200,7 +210,7 @@ class Block(HeadModule):
         context = state[..., width:] if state.shape[-1] > width else None
         return self.corrected(state[..., :width], context, depth)
 
-    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
+    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[DepthOutput]:
         """Draft a block from every anchor; all of them go through the layers side by side."""
         self.check_depths(depths)
         slots = slots_after(features.document, anchors, self.size, self.config.length, causal=self.config.causal)
@@ -213,7 +223,7 @@ class Block(HeadModule):
 
         for layer, pair in zip(self.layers, context, strict=True):
             x = layer(x, LayerInputs(slots.position.flatten(1), max_position, partial(attend, pair)))
-        states, drafts = self.norm(x).unflatten(1, (-1, self.size))[:, :, self.idle :], list[Draft]()
+        states, drafts = self.norm(x).unflatten(1, (-1, self.size))[:, :, self.idle :], list[DepthOutput]()
         memory: Tensor | None = None
         for depth, state in enumerate(states.unbind(2), 1):
             token = rows.drafted_token(features.token, depth, features.path).gather(1, slots.anchor)
@@ -224,15 +234,15 @@ class Block(HeadModule):
             drafts.append(self._draft(rows.scatter_rows(full, slots.anchor, features.token.shape[1])))
         return drafts
 
-    def _draft(self, state: Float[Tensor, "B T X"]) -> Draft:
+    def _draft(self, state: Float[Tensor, "B T X"]) -> DepthOutput:
         """Return one depth's draft of its states at the rows that they were drafted from."""
         width = self.embeddings.hidden_size
         confidence = None
         if self.confidence is not None:
             confidence = self.confidence(state[..., : self.confidence.in_features])[..., 0]
-        return Draft(state, None, confidence, None if state.shape[-1] == width else state[..., :width])
+        return DepthOutput(state, None, confidence, None if state.shape[-1] == width else state[..., :width])
 
-    def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, Level]:
+    def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, LevelOutput]:
         """Commit verified rows, and draft the blocks behind the last ones."""
         token = new.token
         cache = KVCache(len(token), self.config.length, token.device) if state is None else state
@@ -250,16 +260,16 @@ class Block(HeadModule):
             states = self.domino.begin(states, self.embeddings.embed(root))
         return cache, self._level(states, root, 1)
 
-    def expand(self, state: KVCache, level: Level, nodes: Nodes) -> Level:
+    def expand(self, state: KVCache, level: LevelOutput, nodes: Nodes) -> LevelOutput:
         """Score the next depth from its slot; of the path the last token matters, or all of them to `domino`."""
         hidden = level.hidden
         if self.domino is not None:
             hidden = self.domino.grow(rows.gather_parents(hidden, nodes.parent), self.embeddings.embed(nodes.token))
         return self._level(hidden, nodes.token, nodes.depth + 1)
 
-    def _level(self, slots: Float[Tensor, "B K D"], token: Int[Tensor, "B N"], depth: int) -> Level:
+    def _level(self, slots: Float[Tensor, "B K D"], token: Int[Tensor, "B N"], depth: int) -> LevelOutput:
         if self.domino is not None:
-            return Level(self.corrected(*self.domino.split(slots, depth), depth), slots)
+            return LevelOutput(self.corrected(*self.domino.split(slots, depth), depth), slots)
         slot = slots[:, depth - 1 : depth]
         logits = self.corrected(slot, self.context_of(slot, token), depth)
-        return Level(logits.expand(-1, token.shape[1], -1), slots)
+        return LevelOutput(logits.expand(-1, token.shape[1], -1), slots)

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.base import Draft, Embeddings, Features, HeadModule, LayerConfig, Level, NewRows, Nodes
+from heads.base import DepthOutput, Embeddings, Features, HeadModule, LayerConfig, LevelOutput, NewRows, Nodes
 from heads.common.ranges import Count, Parts
 from heads.medusa import ResidualBlock
 from heads.modules.autoregressive import Recurrent
@@ -110,7 +110,7 @@ class Hydra(HeadModule):
         """Return a head's input with one more token."""
         return torch.cat([before, self.embeddings.embed(token).to(before.dtype)], -1)
 
-    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
+    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[DepthOutput]:
         """Draft from all rows, or from `anchors`, at every depth."""
         self.check_depths(depths)
         x = features.last_hidden
@@ -120,10 +120,10 @@ class Hydra(HeadModule):
         for depth, branch in enumerate(self.branches, 1):
             token = drafted_token(features.token, depth, features.path)
             x = self.joined(x, gather_rows(token, anchors))
-            drafts.append(Draft(scatter_rows(branch(x), anchors, token.shape[1])))
+            drafts.append(DepthOutput(scatter_rows(branch(x), anchors, token.shape[1])))
         return drafts
 
-    def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache | None, Level]:
+    def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache | None, LevelOutput]:
         """Commit verified rows and score depth 1 from the last one."""
         summary, token = new.features.last_hidden, new.token
         if self.prefix is not None:
@@ -132,9 +132,9 @@ class Hydra(HeadModule):
             summary, _ = self.prefix.commit(state, summary, new, position)
         return state, self._level(self.joined(last_rows(summary, new.counts), last_rows(token, new.counts)), 1)
 
-    def expand(self, state: KVCache | None, level: Level, nodes: Nodes) -> Level:
+    def expand(self, state: KVCache | None, level: LevelOutput, nodes: Nodes) -> LevelOutput:
         """Score the next depth from the inputs of the parents' head and the nodes' tokens."""
         return self._level(self.joined(gather_parents(level.hidden, nodes.parent), nodes.token), nodes.depth + 1)
 
-    def _level(self, x: Float[Tensor, "B N X"], depth: int) -> Level:
-        return Level(self.compute_logits(self.branches[depth - 1](x), depth), x)
+    def _level(self, x: Float[Tensor, "B N X"], depth: int) -> LevelOutput:
+        return LevelOutput(self.compute_logits(self.branches[depth - 1](x), depth), x)

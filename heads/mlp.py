@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.base import Draft, Embeddings, Features, HeadModule, Level, NewRows, Nodes
+from heads.base import DepthOutput, Embeddings, Features, HeadModule, LevelOutput, NewRows, Nodes
 from heads.common.ranges import Count, Parts, Width
 from heads.modules.vocab import VocabularyLinear, draft_vocabulary
 from heads.rows import drafted_token, gather_parents, gather_rows, last_rows, scatter_rows
@@ -86,25 +86,25 @@ class Mlp(HeadModule):
         """Return the logits of a depth's states."""
         return self.head[0 if self.config.tied else depth - 1](state)
 
-    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
+    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[DepthOutput]:
         """Draft from all rows, or from `anchors`, at every depth."""
         self.check_depths(depths)
         state, drafts = self.initial_states(gather_rows(features.last_hidden, anchors)), []
         for depth in range(1, depths + 1):
             token = drafted_token(features.token, depth, features.path)
             state = self.step(state, gather_rows(token, anchors), depth)
-            drafts.append(Draft(scatter_rows(state, anchors, token.shape[1])))
+            drafts.append(DepthOutput(scatter_rows(state, anchors, token.shape[1])))
         return drafts
 
-    def extend(self, state: None, new: NewRows) -> tuple[None, Level]:
+    def extend(self, state: None, new: NewRows) -> tuple[None, LevelOutput]:
         """Score depth 1 from the last row; the speculator keeps nothing of a sequence."""
         last, root = (last_rows(x, new.counts) for x in (new.features.last_hidden, new.token))
         return None, self._level(self.initial_states(last), root, 1)
 
-    def expand(self, state: None, level: Level, nodes: Nodes) -> Level:
+    def expand(self, state: None, level: LevelOutput, nodes: Nodes) -> LevelOutput:
         """Score the next depth: every node's token is mixed into its parent's state."""
         return self._level(gather_parents(level.hidden, nodes.parent), nodes.token, nodes.depth + 1)
 
-    def _level(self, before: Tensor, token: Tensor, depth: int) -> Level:
+    def _level(self, before: Tensor, token: Tensor, depth: int) -> LevelOutput:
         hidden = self.step(before, token, depth)
-        return Level(self.compute_logits(hidden, depth), hidden)
+        return LevelOutput(self.compute_logits(hidden, depth), hidden)

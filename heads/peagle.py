@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from heads import rows
-from heads.base import Draft, Embeddings, Features, Level, NewRows, Nodes, embedding_of
+from heads.base import DepthOutput, Embeddings, Features, LevelOutput, NewRows, Nodes, embedding_of
 from heads.common.ranges import Parts
 from heads.eagle3 import Eagle3, FusedConfig
 from heads.modules.attention import KeyValue, attend_rows, pattern
@@ -68,7 +68,7 @@ class PEagle(Eagle3):
         state = self.fusion(self.mask_hidden[None, None]).expand(*token.shape, -1)
         return self.advance(token, state, inputs)[1]
 
-    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
+    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[DepthOutput]:
         """Draft depth 1 from all rows, and the depths behind it from the slots of every anchor."""
         self.check_depths(depths)
         position, length = rows.positions(features.document), self.config.length
@@ -81,7 +81,7 @@ class PEagle(Eagle3):
 
         token, start = rows.next_token(features.token), self.initial_states(features)
         inputs = [LayerInputs(position, max_position, attend_true)] * self.num_attention_layers
-        drafts = [Draft(self.advance(token, start, inputs)[1])]
+        drafts = [DepthOutput(self.advance(token, start, inputs)[1])]
         if depths == 1:
             return drafts
         slots = slots_after(features.document, anchors, depths - 1, length, causal=True)
@@ -91,9 +91,9 @@ class PEagle(Eagle3):
 
         pre_logits = self.slots(self.by_layer(slots.position.flatten(1), max_position, attend))
         states = pre_logits.unflatten(1, (-1, depths - 1)).unbind(2)
-        return drafts + [Draft(rows.scatter_rows(state, slots.anchor, position.shape[1])) for state in states]
+        return drafts + [DepthOutput(rows.scatter_rows(state, slots.anchor, position.shape[1])) for state in states]
 
-    def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, Level]:
+    def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, LevelOutput]:
         """Commit verified rows with their true features, and draft all depths behind the last ones."""
         token = new.token
         cache = KVCache(len(token), self.config.length, token.device) if state is None else state
@@ -106,9 +106,9 @@ class PEagle(Eagle3):
             states = torch.cat([states, drafted], 1)
         return cache, self._level(states, 1, 1)
 
-    def expand(self, state: KVCache, level: Level, nodes: Nodes) -> Level:
+    def expand(self, state: KVCache, level: LevelOutput, nodes: Nodes) -> LevelOutput:
         """Score the next depth from its slot, whatever was drafted before it."""
         return self._level(level.hidden, nodes.token.shape[1], nodes.depth + 1)
 
-    def _level(self, states: Float[Tensor, "B K D"], nodes: int, depth: int) -> Level:
-        return Level(self.compute_logits(states[:, depth - 1 : depth], depth).expand(-1, nodes, -1), states)
+    def _level(self, states: Float[Tensor, "B K D"], nodes: int, depth: int) -> LevelOutput:
+        return LevelOutput(self.compute_logits(states[:, depth - 1 : depth], depth).expand(-1, nodes, -1), states)

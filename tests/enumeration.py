@@ -19,7 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from heads.base import Level, Nodes
+from heads.base import LevelOutput, Nodes
 from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Context, Proposal
 from inference.verification.rng import Rng
@@ -170,13 +170,13 @@ class Tables:
             self.rows[path] = self.family(self.generator)
         return self.rows[path]
 
-    def level(self, paths: list[tuple[int, ...]]) -> Level:
+    def level(self, paths: list[tuple[int, ...]]) -> LevelOutput:
         start = len(self.known)
         self.known += paths
         index = torch.arange(start, len(self.known), dtype=torch.float64)[:, None]
-        return Level(torch.stack([self.logits(path)[1] for path in paths])[None], index[None])
+        return LevelOutput(torch.stack([self.logits(path)[1] for path in paths])[None], index[None])
 
-    def expand(self, state: None, level: Level, nodes: Nodes) -> Level:
+    def expand(self, state: None, level: LevelOutput, nodes: Nodes) -> LevelOutput:
         above = [self.known[int(i)] for i in level.hidden[0, nodes.parent[0], 0]]
         return self.level([(*path, t) for path, t in zip(above, nodes.token[0].tolist(), strict=True)])
 

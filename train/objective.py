@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from heads import rows
-from heads.base import Draft, DraftHead, Features, to_device
+from heads.base import DepthOutput, DraftHead, Features, to_device
 from heads.modules.argmax import argmax
 from heads.modules.vocab import SummedGradient
 from inference.verification.rng import BITS, key_of, keyed
@@ -97,7 +97,7 @@ TEACHER_ROWS = 512  # whose logits exist over the whole vocabulary at once, wher
 
 def objective(
     head: DraftHead,
-    drafts: list[Draft],
+    drafts: list[DepthOutput],
     features: Features,
     weight: Float[Tensor, "d B T"],
     config: ObjectiveConfig,
@@ -265,7 +265,7 @@ class LossContext(NamedTuple):
         return (log_p, best) if vocab is None else (log_p[:, vocab.ids], vocab.index_of(best))
 
     def rows(self, d: int, fields: Sequence[Tensor | None], pick: DepthRows, probs: TeacherProbs) -> LossInputs:
-        """Return the losses' input for the picked rows of depth `d` + 1, whose `fields` are those of their `Draft`."""
+        """Return the losses' input for the picked rows of depth `d` + 1, whose `fields` are those of `DepthOutput`."""
         state, feature, confidence, _ = fields
         assert state is not None
         logits = self.head.compute_logits(state, d + 1)
@@ -315,7 +315,7 @@ class LossContext(NamedTuple):
         return torch.stack([loss for loss, _ in depths]).sum(), torch.stack([sums for _, sums in depths], 1)
 
 
-FIELDS = len(Draft._fields)
+FIELDS = len(DepthOutput._fields)
 
 
 class _Chunked(torch.autograd.Function):

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from heads import rows
-from heads.base import Draft, Features, HeadModule, Level, NewRows, Nodes
+from heads.base import DepthOutput, Features, HeadModule, LevelOutput, NewRows, Nodes
 from heads.modules.attention import KeyValue, attend_rows, pattern
 from heads.modules.kv_cache import SPARE, KVCache
 from heads.modules.layers import LayerInputs, grouped_attention
@@ -53,7 +53,7 @@ class Recurrent(nn.Module):
         """Return the states that follow `state` once `token` is chosen, and the inputs of `compute_logits`."""
         raise NotImplementedError
 
-    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
+    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[DepthOutput]:
         """Draft from all rows, or from `anchors`; depths beyond the first feed the states back.
 
         Other rows are the context of these alone: of them the last layer computes keys and values, at depth 1.
@@ -101,7 +101,7 @@ class Recurrent(nn.Module):
             state, pre_logits = self.advance(token, entering, inputs)
             scored = rows.scatter_rows(pre_logits, anchors, length)
             predicted = scored if state is pre_logits else rows.scatter_rows(state, anchors, length)
-            drafts.append(Draft(scored, predicted if self.predicts else None))
+            drafts.append(DepthOutput(scored, predicted if self.predicts else None))
         return drafts
 
     def commit(
@@ -154,7 +154,7 @@ class RecurrentHead(HeadModule, Recurrent):
         """Return the logits of states that `advance` gives for them."""
         return self.lm_head(state)
 
-    def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, Level]:
+    def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, LevelOutput]:
         """Commit verified rows with their true states and score under the roots."""
         start, token, count = self.initial_states(new.features), new.token, new.counts
         cache = KVCache(len(token), self.config.length, token.device) if state is None else state
@@ -162,7 +162,7 @@ class RecurrentHead(HeadModule, Recurrent):
         context = self.inject(start, position, cache.longest)
         if not context:
             hidden, pre_logits = self.commit(cache, start, new, position)
-            return cache, Level(
+            return cache, LevelOutput(
                 self.compute_logits(rows.last_rows(pre_logits, count), 1), rows.last_rows(hidden, count)
             )
         for layer, pair in enumerate(context):
@@ -176,7 +176,7 @@ class RecurrentHead(HeadModule, Recurrent):
             root=tuple(row for layer in range(len(context)) for row in cache.drafted(layer, len(token), 1))
         )
 
-    def expand(self, state: KVCache, level: Level, nodes: Nodes) -> Level:
+    def expand(self, state: KVCache, level: LevelOutput, nodes: Nodes) -> LevelOutput:
         """Score the next tree level: every node enters with its parent's state."""
         if self.injected:  # the root's row is drafted too, and seen by all
             seen = nodes.mask.new_ones(*nodes.mask.shape[:2], 1)
@@ -185,7 +185,7 @@ class RecurrentHead(HeadModule, Recurrent):
             state.draft(layer, level.root[2 * layer], level.root[2 * layer + 1], 0)
         return self._draft(state, nodes, rows.gather_parents(level.hidden, nodes.parent))
 
-    def _draft(self, cache: KVCache, nodes: Nodes, above: Float[Tensor, "B N D"]) -> Level:
+    def _draft(self, cache: KVCache, nodes: Nodes, above: Float[Tensor, "B N D"]) -> LevelOutput:
         """Score drafted rows, which enter with the states `above`."""
         token, mask = nodes.token, nodes.mask
         last = cache.length[: len(token)] - 1
@@ -198,4 +198,4 @@ class RecurrentHead(HeadModule, Recurrent):
 
         inputs = self.by_layer(position, cache.longest + mask.shape[2], attend)
         hidden, pre_logits = self.advance(token, above, inputs)
-        return Level(self.compute_logits(pre_logits, 1), hidden)
+        return LevelOutput(self.compute_logits(pre_logits, 1), hidden)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from heads.base import Embeddings, LayerShape, layer_shape
+from heads.base import Embeddings, LayerDims, resolve_layer_dims
 from heads.common.rope import Rope, Rotary
 from heads.rows import gather_rows
 
@@ -42,7 +42,7 @@ class LayerSpec(NamedTuple):
     """
 
     width: int
-    shape: LayerShape
+    shape: LayerDims
     rope: Rope
     eps: float
     qk_norm: bool = False
@@ -52,7 +52,9 @@ class LayerSpec(NamedTuple):
     def of(cls, config: Any, embeddings: Embeddings) -> "LayerSpec":
         """Return those in a head's configuration; refuse odd and uneven ones."""
         options = (getattr(config, name, False) for name in ("qk_norm", "kv_injection"))
-        return cls(embeddings.hidden_size, layer_shape(config, embeddings), Rope.of(config), config.norm_eps, *options)
+        return cls(
+            embeddings.hidden_size, resolve_layer_dims(config, embeddings), Rope.of(config), config.norm_eps, *options
+        )
 
 
 class Recomputing(nn.Module):

@@ -148,7 +148,7 @@ class DraftLmHead(SummedGradient):
         """Initialise from the target's lm_head, for the tokens that the vocabulary holds now."""
         if self.weight is None or self.weight.is_meta:  # a meta tensor has no values to start from
             return
-        weight, vocab = self._embeddings[0].head_weight().detach(), self._vocab[0]
+        weight, vocab = self._embeddings[0].lm_head_weight().detach(), self._vocab[0]
         weight = (weight if vocab is None else weight[vocab.ids.to(weight.device)]).float()
         if self.down is None:
             self.weight.copy_(weight)

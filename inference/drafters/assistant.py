@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from heads.base import Level, Nodes
+from heads.base import LevelOutput, Nodes
 from heads.common.ranges import Fraction, OneOf
 from inference.drafters import runner
 from inference.drafters.policy import TreeConfig, grow
@@ -118,7 +118,7 @@ class AssistantState(DrafterState):
         self.eos = drafter.eos
         self.runner = DraftModelRunner(drafter.model)
         self.text = self.vocabulary.prompt(prompt)
-        self.level: Level | None = None
+        self.level: LevelOutput | None = None
 
     @torch.inference_mode()
     def update(self, commit: Commit) -> None:
@@ -160,11 +160,11 @@ class AssistantState(DrafterState):
         answers = self.vocabulary.to_target(self.runner.branch(number, above)).split(1)
         return list(zip(self.runner.level, answers, strict=True))
 
-    def expand(self, state: Any, level: Level, nodes: Nodes) -> Level:
+    def expand(self, state: Any, level: LevelOutput, nodes: Nodes) -> LevelOutput:
         """Score one more tree level, as `DraftHead.expand` says; the keys and values live in the runner's cache."""
         return self.answer(self.runner.expand(self.vocabulary.to_assistant(nodes.token[0]), nodes.parent[0]))
 
-    def answer(self, logits: Tensor) -> Level:
+    def answer(self, logits: Tensor) -> LevelOutput:
         """Return the assistant's logits "N A" as a level in the target's vocabulary and on its device."""
         logits = self.vocabulary.to_target(logits).to(self.device)
-        return Level(logits[None], logits[None, :, :0])
+        return LevelOutput(logits[None], logits[None, :, :0])

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from heads.base import DraftHead, Features, Level, NewRows
+from heads.base import DraftHead, Features, LevelOutput, NewRows
 from heads.common.typed import typed
 from heads.formats.hub import load_found, schedule_of, sibling_spec, tree_of
 from heads.modules.kv_cache import SPARE, KVCache
@@ -70,7 +70,7 @@ class HeadState(DrafterState):
     def __init__(self, head: DraftHead, policy: TreeConfig) -> None:
         self.head, self.policy = head, policy
         self.state: Any = None
-        self.level: Level | None = None
+        self.level: LevelOutput | None = None
 
     @torch.inference_mode()
     def update(self, commit: Commit) -> None:
@@ -128,7 +128,7 @@ class HeadBatch:
         self.capacity = 0
         self.states: list[BatchedState | None] = []  # by slot
         self.cache: KVCache | None = None
-        self.buffers: Level | None = None
+        self.buffers: LevelOutput | None = None
         self.deferred: DeferredRows | None = None
         modules: Any = head
         self.attentions = [module for module in modules.modules() if isinstance(module, Attention)]
@@ -155,7 +155,7 @@ class HeadBatch:
             self.hold(longest)
             self.extend(*rows)
 
-    def level(self, count: int) -> Level:
+    def level(self, count: int) -> LevelOutput:
         """Return the roots' level of the first sequences."""
         assert self.buffers is not None, "draft before a prompt"
         return self.buffers.each(lambda buffer: buffer[:count])

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from heads.base import DraftVocabulary, Level, Nodes
+from heads.base import DraftVocabulary, LevelOutput, Nodes
 from heads.modules.vocab import scatter_logits
 from heads.rows import gather_parents
 from inference.limits import check_size
@@ -55,7 +55,7 @@ class Expander(Protocol):
             """The tokens that logits are of, None for all."""
             ...
 
-    def expand(self, state: Any, level: Level, nodes: Nodes) -> Level:
+    def expand(self, state: Any, level: LevelOutput, nodes: Nodes) -> LevelOutput:
         """Score one more tree level; see `DraftHead.expand`."""
         ...
 
@@ -99,7 +99,7 @@ class TreeBuilder:
     under noise, is of the whole vocabulary (`full`), since probs and noise are.
     """
 
-    def __init__(self, head: Expander, state: Any, level: Level, roots: Roots, *, full: bool = False) -> None:
+    def __init__(self, head: Expander, state: Any, level: LevelOutput, roots: Roots, *, full: bool = False) -> None:
         self.head, self.state, self.level, self.roots = head, state, level, roots
         count, device = len(roots.token), roots.token.device
         self.ids = None if head.vocab is None or full or roots.noisy else head.vocab.ids  # of what `logits` are of
@@ -171,7 +171,9 @@ class TreeBuilder:
         return len(self.sizes) - 1
 
 
-def grow(head: Expander, state: Any, level: Level, config: TreeConfig, contexts: Sequence[Context]) -> list[Proposal]:
+def grow(
+    head: Expander, state: Any, level: LevelOutput, config: TreeConfig, contexts: Sequence[Context]
+) -> list[Proposal]:
     """Grow a tree for each of B sequences from their roots' level.
 
     Args:
@@ -200,7 +202,7 @@ def grow(head: Expander, state: Any, level: Level, config: TreeConfig, contexts:
 def ranked(
     head: Expander,
     state: Any,
-    level: Level,
+    level: LevelOutput,
     config: TreeConfig,
     roots: Roots,
     room: Int[Tensor, "B"],
@@ -254,7 +256,7 @@ def _parents(paths: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return (-1, *(index[path[:-1]] for path in paths))
 
 
-def _roots(head: Expander, level: Level, contexts: Sequence[Context]) -> ContextRoots:
+def _roots(head: Expander, level: LevelOutput, contexts: Sequence[Context]) -> ContextRoots:
     size = level.logits.shape[-1] if head.vocab is None else head.vocab.full_size
     return ContextRoots(contexts, size, level.logits.device)
 
@@ -326,7 +328,7 @@ def _padded(tokens: Int[Tensor, "B K C"], width: int) -> Int[Tensor, "B K W"]:
 
 
 def _filled(
-    head: Expander, state: Any, level: Level, config: TreeConfig, contexts: Sequence[Context], depth: int
+    head: Expander, state: Any, level: LevelOutput, config: TreeConfig, contexts: Sequence[Context], depth: int
 ) -> list[Proposal]:
     """Grow a fixed shape for each sequence, with its children by rank, or sampled where its context says so."""
     samples = [
@@ -355,7 +357,7 @@ def _filled(
 
 
 def candidates(
-    head: Expander, state: Any, level: Level, config: TreeConfig, context: Context
+    head: Expander, state: Any, level: LevelOutput, config: TreeConfig, context: Context
 ) -> tuple[DraftTree, Float[Tensor, "N"]]:
     """Return all that a dynamic or best_first tree drafts before it is cut to its budget, with the scores it is cut by.
 
@@ -370,7 +372,7 @@ def candidates(
 def _by_confidence(
     head: Expander,
     state: Any,
-    level: Level,
+    level: LevelOutput,
     config: TreeConfig,
     roots: Roots,
     depth: int,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from heads.base import shape_of
+from heads.base import layer_dims_of
 from heads.common.target_config import logit_factor
 from heads.formats.store import TargetSpec
 
@@ -27,7 +27,7 @@ class TargetEmbeddings(nn.Module):
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = self.lm_head.weight.shape[0]
         self.num_layers: int = config.num_hidden_layers
-        self.layer = shape_of(config)
+        self.layer = layer_dims_of(config)
         self._some: tuple[Tensor, nn.Linear] | None = None  # the last of `_all_rows` that were asked for
         self._all_rows: Any = WeakTensorKeyDictionary()  # by the ids of their tokens, as long as these live
 
@@ -103,7 +103,7 @@ class TargetEmbeddings(nn.Module):
         """Return the lm_head's rows that are kept, by which compiled drafts may read them."""
         return [] if self._some is None else [self._some[1].weight]
 
-    def head_weight(self) -> Float[Tensor, "V D"]:
+    def lm_head_weight(self) -> Float[Tensor, "V D"]:
         """Return the lm_head's weight."""
         return self.lm_head.weight
 

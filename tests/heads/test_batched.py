@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from heads import HEADS
-from heads.base import DraftHead, Features, Level, NewRows, Nodes
+from heads.base import DraftHead, Features, LevelOutput, NewRows, Nodes
 from heads.formats.store import CONFIG, load_head, save_head
 from heads.modules.kv_cache import SPARE, KVCache
 from heads.rows import next_token
@@ -48,7 +48,7 @@ def joined(parts: list[tuple[Features, torch.Tensor]]) -> tuple[Features, torch.
     return Features(*features), tokens
 
 
-def tree(head: DraftHead, state: Any, level: Level) -> torch.Tensor:
+def tree(head: DraftHead, state: Any, level: LevelOutput) -> torch.Tensor:
     """Return the logits of a tree's two levels, its second of another shape than its first."""
     count = len(level.logits)
     token = torch.tensor([[3, 5]]).expand(count, -1)

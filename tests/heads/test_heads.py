@@ -10,7 +10,7 @@ from transformers import GraniteConfig, GraniteModel, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from heads import HEADS, rows
-from heads.base import DraftHead, Features, LayerShape
+from heads.base import DraftHead, Features, LayerDims
 from heads.common.rope import Rope, Rotary
 from heads.mlp import EPS, ShiftedNorm
 from heads.modules.dflash2 import Selector
@@ -169,7 +169,7 @@ def test_block_is_the_llama_layer(scaling: dict[str, Any] | None) -> None:
     torch.manual_seed(0)
     theirs = LlamaDecoderLayer(config, 0).double()
     rope = Rope(500.0, scaling)
-    ours = DecoderLayer(LayerSpec(32, LayerShape(4, 2, 8, 48), rope, config.rms_norm_eps)).double()
+    ours = DecoderLayer(LayerSpec(32, LayerDims(4, 2, 8, 48), rope, config.rms_norm_eps)).double()
     ours.load_state_dict(theirs.state_dict())
     x, position = torch.randn(2, 9, 32, dtype=torch.float64), 20 * torch.arange(9).expand(2, 9)
     seen = torch.ones(2, 9, 9, dtype=torch.bool).tril()

@@ -39,7 +39,7 @@ def test_a_pruned_lm_head_starts_as_the_targets_rows(kind: str) -> None:
 
 def test_a_low_rank_lm_head_starts_as_near_as_can_be() -> None:
     embeddings, hidden = toys.target().embeddings, torch.randn(5, 32)
-    weight = embeddings.head_weight()
+    weight = embeddings.lm_head_weight()
     full = DraftLmHead(embeddings, "own", None, rank=32)
     torch.testing.assert_close(full(hidden), embeddings.logits(hidden), rtol=1e-4, atol=1e-4)
     low = DraftLmHead(embeddings, "own", None, rank=7)

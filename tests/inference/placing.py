@@ -37,7 +37,7 @@ def compared(ours: Target, alone: Target) -> dict[str, float | bool]:
         "last": error(found.last_hidden, expected.last_hidden),
         "spec": ours.spec == alone.spec,
         "trees": ours.takes_trees,
-        "ends": ours.embeddings.head_weight().equal(alone.embeddings.head_weight())
+        "ends": ours.embeddings.lm_head_weight().equal(alone.embeddings.lm_head_weight())
         and ours.embeddings.embed(token).equal(alone.embeddings.embed(token)),
         "layer": all(layer[name].equal(value) for name, value in alone.decoder_layers[-1].named_parameters()),
         "answer": answers[0] == answers[1],

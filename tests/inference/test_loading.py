@@ -51,7 +51,7 @@ def test_linear_layers_are_quantised_and_what_heads_read_is_not(plain: Target, q
     assert quantised.quantized is not None
     assert quantised.takes_trees
     assert quantised.spec == plain.spec, "a head of the target is one of its quantised form"
-    assert torch.equal(quantised.embeddings.head_weight(), plain.embeddings.head_weight())
+    assert torch.equal(quantised.embeddings.lm_head_weight(), plain.embeddings.lm_head_weight())
     assert torch.equal(quantised.embeddings.embed(token), plain.embeddings.embed(token))
     found, expected = (each.features(token, torch.zeros_like(token), ()).last_hidden for each in (quantised, plain))
     assert 1e-4 < float((found - expected).abs().mean()) < 0.5

@@ -57,7 +57,7 @@ def save(folder: Path, naming: str, sharded: bool = False) -> Path:
     if naming == "behind":  # published checkpoints repeat the shared ends
         embeddings = {
             "embed_tokens": target.embeddings.embedding.weight,
-            "shared_head.head": target.embeddings.head_weight(),
+            "shared_head.head": target.embeddings.lm_head_weight(),
         }
         extra |= {f"model.layers.3.{name}.weight": tensor.clone() for name, tensor in embeddings.items()}
     main = load_file(folder / "model.safetensors")

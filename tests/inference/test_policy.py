@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.base import DraftVocabulary, Level, Nodes
+from heads.base import DraftVocabulary, LevelOutput, Nodes
 from inference.drafters.policy import TreeConfig, candidates, grow, ranked
 from inference.protocol import Context, Proposal, Roots
 from inference.session import Settings
@@ -71,13 +71,15 @@ class Table:
             self.rows[path] = self.sharpness * torch.randn(width, generator=self.generator, dtype=DOUBLE)
         return self.rows[path]
 
-    def level(self, paths: list[list[Path]]) -> Level:
+    def level(self, paths: list[list[Path]]) -> LevelOutput:
         index = torch.arange(len(self.known), len(self.known) + len(paths) * len(paths[0])).view(len(paths), -1, 1)
         self.known += [path for row in paths for path in row]
         self.lineages += [()] * (len(self.known) - len(self.lineages))
-        return Level(torch.stack([torch.stack([self.logits(path) for path in row]) for row in paths]), index.double())
+        return LevelOutput(
+            torch.stack([torch.stack([self.logits(path) for path in row]) for row in paths]), index.double()
+        )
 
-    def expand(self, state: Any, level: Level, nodes: Nodes) -> Level:
+    def expand(self, state: Any, level: LevelOutput, nodes: Nodes) -> LevelOutput:
         paths = [
             [(*self.known[int(level.hidden[b, parent, 0])], token) for token, parent in zip(*row, strict=True)]
             for b, row in enumerate(zip(nodes.token.tolist(), nodes.parent.tolist(), strict=True))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.base import Features, LayerShape
+from heads.base import Features, LayerDims
 from heads.modules.attention import BLOCK, Pattern
 from heads.modules.layers import Recomputing
 from tests import toys
@@ -21,7 +21,7 @@ from train.step import Flops, Loss
 
 Counter: Any = Flops  # a dispatch mode is a context of an untyped kind
 SHAPE = TargetShape(
-    LayerShape(8, 2, 16, 512), 512, 10, 128, 1000, 2 * 128 * 1000, 10_000_000, 4_000_000, True, True, None,
+    LayerDims(8, 2, 16, 512), 512, 10, 128, 1000, 2 * 128 * 1000, 10_000_000, 4_000_000, True, True, None,
 )  # fmt: skip
 COST = HeadCost(1000, 1000, 0, 200, 100, (0, 1, 2), 0, 0, 0)
 MARGIN = 1.3  # of a plan over what is measured

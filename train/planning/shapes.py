@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from heads import HEADS
-from heads.base import HeadModule, LayerShape, shape_of
+from heads.base import HeadModule, LayerDims, layer_dims_of
 from heads.block import Block
 from heads.common.target_config import UNFIT, experts_of, read_target_config, reason
 from heads.medusa import Medusa
@@ -53,7 +53,7 @@ SCALES = 0.06  # bytes a weight of less than 8 bits takes in the scales of its g
 class TargetShape:
     """The sizes of a target; parameters are counted in numbers, not bytes."""
 
-    layer: LayerShape  # of a decoder layer, which is also the default of a head's
+    layer: LayerDims  # of a decoder layer, which is also the default of a head's
     feed: int  # inner width of the MLP that a token passes through, summed over its experts
     layers: int
     width: int  # of hidden states
@@ -180,7 +180,7 @@ def _shape(model: ModelConfig) -> TargetShape:
     inner = {name: p.numel() for name, p in built.named_parameters() if id(p) not in embeddings}
     experts = sum(count for name, count in inner.items() if ".experts." in name)
     available, chosen = experts_of(text) or (1, 0)
-    layer = shape_of(text)
+    layer = layer_dims_of(text)
     expert = getattr(text, "moe_intermediate_size", None) or layer.intermediate_size
     packs = recurrence(text, torch.nn.ModuleList()) is not None or packing(built) is not None
     return TargetShape(

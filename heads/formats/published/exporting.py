@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from heads.base import Embeddings, layer_shape
+from heads.base import Embeddings, resolve_layer_dims
 from heads.formats.published.plan import KNOWN, OFFSETS
 
 
@@ -74,7 +74,7 @@ class Export(NamedTuple):
         """Return one of the head's lm_heads as one matrix, that of the target's where the head has none."""
         tensors = self.tensors
         if f"{name}.weight" not in tensors:
-            weight, ids = self.embeddings.head_weight().detach(), tensors.get("vocab.ids")
+            weight, ids = self.embeddings.lm_head_weight().detach(), tensors.get("vocab.ids")
             return weight if ids is None else weight[ids.to(weight.device)]
         weight, down = tensors[f"{name}.weight"], tensors.get(f"{name}.down.weight")
         return weight if down is None else (weight.double() @ down.double()).to(weight.dtype)
@@ -125,7 +125,7 @@ class Export(NamedTuple):
     def decoder(self) -> dict[str, Any]:
         """Return the decoder layers' keys of config.json, as in a Llama's."""
         config, embeddings = self.config, self.embeddings
-        shape = layer_shape(config, embeddings)
+        shape = resolve_layer_dims(config, embeddings)
         context = self.served.config.get("max_position_embeddings")
         return {
             "hidden_size": embeddings.hidden_size,

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from heads.base import Embeddings, LayerShape, embedding_of, layer_shape
+from heads.base import Embeddings, LayerDims, embedding_of, resolve_layer_dims
 from heads.common.rope import SAID, Rope, positions_of
 from heads.formats.published.exporting import Export, Foreign
 from heads.formats.published.plan import EMBEDDING, EPS, PLAIN, Plan, Source, check_width, decoder
@@ -105,10 +105,10 @@ def authors(source: Export) -> Foreign:
         "torch_dtype": source.dtype,
     }
     if options.prefix:
-        values = (*layer_shape(options, source.embeddings), *Rope.of(options), options.norm_eps)
+        values = (*resolve_layer_dims(options, source.embeddings), *Rope.of(options), options.norm_eps)
         rope = positions_of(served) or PLAIN
         target = (*source.embeddings.layer, *rope, served.get("rms_norm_eps", options.norm_eps))
-        names = (*LayerShape._fields, "rope_theta", "rope_scaling", "partial_rotary_factor", "norm_eps")
+        names = (*LayerDims._fields, "rope_theta", "rope_scaling", "partial_rotary_factor", "norm_eps")
         for name, mine, theirs in zip(names, values, target, strict=True):
             if mine != theirs:
                 raise source.refusal(f"{name}={mine}", f"and the authors' code takes {theirs}, the target's own")

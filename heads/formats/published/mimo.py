@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from heads.base import Embeddings, layer_shape
+from heads.base import Embeddings, resolve_layer_dims
 from heads.common.rope import positions_of
 from heads.formats.mtp_layouts import COUNT, LAYOUTS, swapped
 from heads.formats.published.exporting import EngineClass, Export, Foreign
@@ -80,7 +80,7 @@ def _check_sizes(source: Export, config: dict[str, Any]) -> None:
         )  # fmt: skip
     if source.form != "vllm":
         return
-    target, shape = source.served.config, layer_shape(source.config, source.embeddings)
+    target, shape = source.served.config, resolve_layer_dims(source.config, source.embeddings)
     rope = positions_of(target)
     if rope is not None and rope.share != 1:
         raise source.refusal(

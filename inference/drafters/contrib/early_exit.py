@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from heads.base import Level, Nodes
+from heads.base import LevelOutput, Nodes
 from heads.common.ranges import Count
 from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Context, Drafter, DrafterState, Proposal
@@ -86,13 +86,13 @@ class Drafting:
         """How many rows were drafted."""
         return len(self.position) - self.prefix
 
-    def begin(self, root: int) -> Level:
+    def begin(self, root: int) -> LevelOutput:
         """Run the root."""
         token = torch.tensor([root], device=self.device)
         seen = torch.ones(1, 1, dtype=torch.bool, device=self.device)
         return self.run(token, [-1], token.new_tensor([self.prefix]), seen)
 
-    def expand(self, state: None, level: Level, nodes: Nodes) -> Level:
+    def expand(self, state: None, level: LevelOutput, nodes: Nodes) -> LevelOutput:
         """Run the next tree level of one sequence; every node sees the root besides what its mask says."""
         (token,), mask = nodes.token, nodes.mask[0]
         above = [self.level[index] for index in nodes.parent[0].tolist()]
@@ -121,7 +121,7 @@ class Drafting:
 
     def run(
         self, token: Int[Tensor, "N"], above: list[int], position: Int[Tensor, "N"], seen: Bool[Tensor, "N M"]
-    ) -> Level:
+    ) -> LevelOutput:
         """Run rows, given the numbers of their parents' rows, and which of the M drafted rows so far each sees."""
         first = self.count
         keys = zip(above, token.tolist(), strict=True)
@@ -133,4 +133,4 @@ class Drafting:
         self.position = torch.cat([self.position, position])
         self.hidden.append(hidden)
         self.level = range(first, first + len(token))
-        return Level(logits[None], hidden[None])
+        return LevelOutput(logits[None], hidden[None])

@@ -128,7 +128,7 @@ def play(right: list[bool], sure: list[float], depth: int, stop: float) -> tuple
 def drafting_cost(parts: Parts, skips: Skips) -> float:
     """Return a drafted token's cost in target passes: the share of the weights, lm_head included, that it reads."""
     sizes = parts.sizes()
-    lm_head = parts.target.embeddings.head_weight().numel()
+    lm_head = parts.target.embeddings.lm_head_weight().numel()
     total = lm_head + sum(attention + mlp for attention, mlp in sizes)
     saved = sum(sizes[i][0] for i in skips.attention) + sum(sizes[i][1] for i in skips.mlp)
     return (total - saved) / total

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from heads import rows
-from heads.base import Level, Nodes
+from heads.base import LevelOutput, Nodes
 from heads.common.files import last_good
 from heads.common.ranges import Count
 from heads.common.typed import typed
@@ -328,11 +328,11 @@ class Drafted:
         self.logits = logits
         self.max_depth = len(logits)
 
-    def level(self, depth: int, nodes: int) -> Level:
+    def level(self, depth: int, nodes: int) -> LevelOutput:
         """Return the logits of the tokens at `depth`, the same under every node."""
         logits = self.logits[depth - 1].expand(1, nodes, -1)
-        return Level(logits, logits[..., :0])
+        return LevelOutput(logits, logits[..., :0])
 
-    def expand(self, state: None, level: Level, nodes: Nodes) -> Level:
+    def expand(self, state: None, level: LevelOutput, nodes: Nodes) -> LevelOutput:
         """Score the next depth: streams know nothing of the tokens that are drafted before."""
         return self.level(nodes.depth + 1, nodes.token.shape[1])
