@@ -37,7 +37,7 @@ from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification import tree as trees
-from inference.verification.rng import Generator
+from inference.verification.rng import SeededRng
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree
 
@@ -137,7 +137,7 @@ def drafting(drafter: HeadDrafter, target: Target, length: int) -> Callable[[], 
     position = cache.begin(length, 1)
     cache.append(0, keys, values, position)
     commit = Commit(torch.tensor([1, 2]), TargetOutput(rows.new_zeros(1, 2, 0, width), rows, None), None)
-    context = Context([0] * (length + 2), GREEDY, Generator(0, target.device), ROOM)
+    context = Context([0] * (length + 2), GREEDY, SeededRng(0, target.device), ROOM)
 
     state = drafter.start([])
 

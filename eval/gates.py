@@ -1,9 +1,9 @@
 """The losslessness checks of an evaluation: greedy tokens, sampled tokens and timed tokens.
 
 Above temperature 0, under coupled noise (arXiv 2408.07978), a token depends on the text before it and the seed alone,
-so every drafter must emit the tokens of autoregressive decoding, one for one: that covers the engine. The rule's own
-coins and residuals are covered by sampling: many steps after fixed prefixes, in the engine that decodes the drafts,
-whose first tokens must follow the target's probs there. As many samples of a rule that is known to be broken, which
+so every drafter must emit the tokens of autoregressive decoding, one for one: that covers the engine. A rule's uniform
+numbers and residuals are covered by sampling: many steps after fixed prefixes, in the engine that decodes the drafts.
+Their first tokens must follow the target's probs there. As many samples of a rule that is known to be broken, which
 samples from p again after a rejection, must fail that test.
 """
 
@@ -44,7 +44,7 @@ from inference.step import fits
 from inference.target.cache import TargetCache
 from inference.target.target import Target
 from inference.verification import tree as trees
-from inference.verification.rng import Coupled, Generator, Rng, hashed
+from inference.verification.rng import CoupledRng, Rng, SeededRng, hashed
 from inference.verification.sample import distribution
 from inference.verification.tree import children
 from inference.verification.verify import COUPLED, decide, is_lossy
@@ -145,28 +145,28 @@ def sampled_gates(setup: Setup, tv: float, tests: int, sizes: Sequence[int] = (1
 def coupled_check(
     target: Target, plain: Sequence[Generation], drafted: Sequence[Generation], prompts: Sequence[Prompt], how: Settings
 ) -> Gate:
-    """Compare runs under coupled noise; a near tie is one in the race of the tokens, probs over noise."""
+    """Compare runs under coupled noise; a near tie is one of probs over noise."""
 
     def compared(ours: Generation, theirs: Generation, prompt: Prompt) -> tuple[Divergence | None, bool]:
         parted = divergence(ours, theirs, prompt.id)
         if parted is None:
             return None, False
         both = parted.plain is not None and parted.drafted is not None
-        gap = race_gap(target, prompt.token, ours.tokens[: parted.position], how) if both else None
+        gap = coupled_gap(target, prompt.token, ours.tokens[: parted.position], how) if both else None
         return replace(parted, gap=gap), gap is not None and gap < EPSILON[target.dtype]
 
     return gate_of(compared(*runs) for runs in zip(plain, drafted, prompts, strict=True))
 
 
 @torch.inference_mode()
-def race_gap(target: Target, prompt: list[int], answer: list[int], how: Settings) -> float:
-    """Return the margin, in logits, of the winner of the coupled race after a text over the second."""
+def coupled_gap(target: Target, prompt: list[int], answer: list[int], how: Settings) -> float:
+    """Return the gap, in logits, between the two best tokens after a text under coupled noise."""
     session = _session(target, Plain(target.device), prompt, answer, how)
     out = target.prefill(torch.tensor(session.context, device=target.device), session.cache)
     assert out.logits is not None
     logits = session.processed(out.logits[0, -1:], trees.root(session.context[-1], target.device))
-    noise = Coupled(how.seed, target.device, session.context)
-    first, second = noise.race(distribution(logits, how.sampling))[0].double().topk(2).values.tolist()
+    noise = CoupledRng(how.seed, target.device, session.context)
+    first, second = noise.exponential_scores(distribution(logits, how.sampling))[0].double().topk(2).values.tolist()
     return float(how.sampling.temperature * torch.log(torch.tensor(first / second))) if second > 0 else float("inf")
 
 
@@ -204,7 +204,7 @@ def chi_square_test(
         return None, "no draws: at no prompt was anything drafted where the target has a choice"
     count = losslessness.samples_for([prefix.cells for prefix in prefixes], tv, alpha)
     freedom = sum(prefix.cells.freedom for prefix in prefixes)
-    rng = Generator(hashed(f"{settings.seed} control"), target.device)
+    rng = SeededRng(hashed(f"{settings.seed} control"), target.device)
     total = control = 0.0
     for number, prefix in enumerate(progress(prefixes, f"sampling tokens, {drafter.name}")):
         seeds = f"{settings.seed} distribution {number}"  # its own: of numbers in common the statistics would be alike
@@ -333,12 +333,12 @@ def _decided(prefix: Prefix, settings: Settings, seeds: str, count: int) -> list
     room = session.limit - len(session.generation.tokens) - 1
     cached: dict[tuple[int, ...], Tensor] = {(): prefix.logits[0]}
     sampled: list[int] = []
-    rng: Rng = Generator(hashed(seeds), device)
+    rng: Rng = SeededRng(hashed(seeds), device)
     proposal, logits = prefix.proposal, prefix.logits
     for i in range(count):
         tick()
         if settings.rule == COUPLED:  # its noise depends on the seed, so every sample has a seed of its own
-            rng = Coupled(hashed(f"{seeds} {i}"), device, range(start))
+            rng = CoupledRng(hashed(f"{seeds} {i}"), device, range(start))
         if proposal.q is not None:
             proposal = session.state.propose(Context(session.context, sampling, rng, room, session.cache))
             logits = _looked_up(session, proposal, cached)
@@ -363,7 +363,7 @@ def _looked_up(session: Session, proposal: Proposal, cached: dict[tuple[int, ...
     return torch.stack(logits)
 
 
-def resampled(probs: Float[Tensor, "V"], rng: Generator, count: int) -> list[int]:
+def resampled(probs: Float[Tensor, "V"], rng: SeededRng, count: int) -> list[int]:
     """Return first tokens under a broken rule: after a rejection it samples from p instead of the residual.
 
     The draft is the target's argmax, whatever the drafter proposes: there the broken rule is furthest from p.

@@ -25,7 +25,7 @@ from inference.drafters.policy import BY_CONFIDENCE, TreeConfig, candidates
 from inference.protocol import Commit, Context
 from inference.target.model import TargetOutput
 from inference.target.target import Target
-from inference.verification.rng import TINY, Generator
+from inference.verification.rng import TINY, SeededRng
 from inference.verification.sample import GREEDY, Sampling, distribution
 from inference.verification.tree import DraftTree
 
@@ -85,7 +85,7 @@ def rank_text(
         output = TargetOutput(features.hidden[:, done:root], features.last_hidden[:, done:root], None)
         drafting.update(Commit(token[done + 1 : root + 1], output, None))
         done = root
-        context = Context(text.token[: root + 1], sampling, Generator(0, target.device), depth)
+        context = Context(text.token[: root + 1], sampling, SeededRng(0, target.device), depth)
         for tree in largest:
             assert drafting.level is not None
             tokens = text.token[root + 1 : root + 1 + depth]

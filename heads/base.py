@@ -281,7 +281,7 @@ def layer_dims_of(config: Any) -> LayerDims:
 
 
 def resolve_layer_dims(config: Any, embeddings: Embeddings) -> LayerDims:
-    """Return the layer dimensions in a head's configuration, the target's where a value is null; refuse odd and uneven ones."""
+    """Return a head's layer dimensions, the target's where its configuration is null; refuse odd and uneven ones."""
     dims = LayerDims(*(getattr(config, name) or getattr(embeddings.layer, name) for name in LayerDims._fields))
     if dims.num_heads % dims.num_kv_heads:
         raise ValueError(

@@ -16,7 +16,7 @@ from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification import tree as trees
-from inference.verification.rng import Coupled, Drafting, Rng
+from inference.verification.rng import CoupledRng, DraftRng, Rng
 from inference.verification.sample import Sampling, penalize
 from inference.verification.tree import DraftTree
 from inference.verification.verify import COUPLED, check_rule, decide
@@ -162,10 +162,10 @@ class Session:
         self.limit = min(settings.max_new_tokens, target.context - len(prompt))
         self.cache = target.cache(len(prompt) + self.limit + TREE) if cache is None else cache
         self.context = list(prompt)
-        self.rng = Coupled(settings.seed, target.device, self.context)  # of verification
+        self.rng = CoupledRng(settings.seed, target.device, self.context)  # of verification
         self.drafting: Rng = self.rng
         if settings.rule != COUPLED:
-            self.drafting = Drafting(settings.seed, target.device, self.context)
+            self.drafting = DraftRng(settings.seed, target.device, self.context)
         self._seen: Tensor | None = None
         self._noted = 0  # tokens of the context that `_seen` holds
         self.generation = Generation()

@@ -29,7 +29,7 @@ from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification import device, verify
 from inference.verification.device import Accepted
-from inference.verification.rng import COINS, DRAFTS, Samples, key_of, keyed, noise_at, uniform
+from inference.verification.rng import ACCEPT_KEY, DRAFT_KEY, Samples, exponential_noise, hash_key, seed_key, uniform
 from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import DraftTree
 
@@ -68,14 +68,14 @@ class SlotRoots(Roots):
         random = settings.sampling.temperature > 0
         self.noisy = random and settings.rule == verify.COUPLED
         if random and not self.noisy:
-            self.samples = Samples(keyed(keyed(slots.key, DRAFTS), slots.length + 1))
+            self.samples = Samples(hash_key(hash_key(slots.key, DRAFT_KEY), slots.length + 1))
 
     def penalized(self, logits: Float[Tensor, "B N W"], seen: Bool[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
         """Penalise all sequences' logits alike."""
         return penalize(logits, seen, self.sampling)
 
     def gumbel_scores(self, logits: Float[Tensor, "B N V"], depth: int) -> Float[Tensor, "B N V"]:
-        """Race the probs against the noise of the positions `depth` below the roots."""
+        """Return the log of the probs over the noise of the positions `depth` below the roots."""
         assert self.noise is not None
         return (distribution(logits, self.sampling) / self.noise[:, depth - 1 : depth]).log()
 
@@ -162,7 +162,7 @@ class DeviceStep:
         check_size(self.target, self.drafts.nodes, sessions[0].drafter.name)
         texts = [session.seen() for session in sessions]
         slots = self.buffers(0 if texts[0] is None else len(texts[0]))
-        values = [[s.context[-1], s.cache.length, *s.left, 1, key_of(s.settings.seed)] for s in sessions]
+        values = [[s.context[-1], s.cache.length, *s.left, 1, seed_key(s.settings.seed)] for s in sessions]
         values += [[0, 1, 0, 0, 0, 0]] * (len(slots.root) - len(values))  # idle: of no entry at all came NaN
         for buffer, column in zip(slots[:6], torch.tensor(values, device=self.target.device).T, strict=True):
             buffer.copy_(column)
@@ -305,11 +305,14 @@ class DeviceStep:
         assert drafted.q is not None
         assert on_device is not None
         draft = device.Sampled(self.drafts.sampled, tree.token, present, drafted.q)
-        p, coins = distribution(scores, settings.sampling), keyed(keyed(slots.key, COINS), slots.length + 1)
-        point = uniform(coins[:, None], torch.arange(p.shape[1], device=p.device))
-        last, probs = on_device(draft, p, point, not self.static)
+        p, accept_keys = (
+            distribution(scores, settings.sampling),
+            hash_key(hash_key(slots.key, ACCEPT_KEY), slots.length + 1),
+        )
+        uniforms = uniform(accept_keys[:, None], torch.arange(p.shape[1], device=p.device))
+        last, probs = on_device(draft, p, uniforms, not self.static)
         position = slots.length + 1 + drafted.depth.gather(1, last[:, None])[:, 0]
-        token = (probs / noise_at(slots.key, position, p.shape[-1])).argmax(-1)
+        token = (probs / exponential_noise(slots.key, position, p.shape[-1])).argmax(-1)
         return device.accepted(tree, drafted.ancestor_mask, last, token, self.drafts.deepest)
 
     def noise(self, slots: Slots, settings: Settings) -> Float[Tensor, "B P V"] | None:
@@ -317,7 +320,7 @@ class DeviceStep:
         if settings.sampling.temperature == 0 or settings.rule != verify.COUPLED or not self.drafts.deepest:
             return None
         position = slots.length[:, None] + 1 + torch.arange(self.drafts.deepest + 1, device=slots.root.device)
-        return noise_at(slots.key[:, None].expand_as(position), position, self.target.embeddings.vocab_size)
+        return exponential_noise(slots.key[:, None].expand_as(position), position, self.target.embeddings.vocab_size)
 
     def evaluate(
         self, slots: Slots, drafted: Drafted, kv_length: int, settings: Settings, phase_timer: PhaseTimer | None
@@ -375,7 +378,7 @@ class DeviceStep:
         """Return the target's tokens after nodes at a depth: the winners under the noise of the next positions."""
         probs = distribution(scores[torch.arange(len(node), device=node.device), node], sampling)
         if drafted.noise is None:
-            return (probs / noise_at(slots.key, slots.length + 1 + depth, probs.shape[-1])).argmax(-1)
+            return (probs / exponential_noise(slots.key, slots.length + 1 + depth, probs.shape[-1])).argmax(-1)
         return (probs / drafted.noise[:, depth]).argmax(-1)
 
     def accept(

@@ -63,7 +63,7 @@ class Replay:
     def sample(self, law: Tensor, depth: int = 1) -> list[int]:
         return [self.choose(row) for row in law.tolist()]
 
-    def distinct(self, law: Tensor, count: int, depth: int = 1) -> Tensor:
+    def sample_distinct(self, law: Tensor, count: int, depth: int = 1) -> Tensor:
         """Draw without replacement, one after another."""
         rows = []
         for row in law.tolist():

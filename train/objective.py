@@ -23,7 +23,7 @@ from heads import rows
 from heads.base import DepthOutput, DraftHead, Features, to_device
 from heads.modules.argmax import argmax
 from heads.modules.vocab import SummedGradient
-from inference.verification.rng import BITS, key_of, keyed
+from inference.verification.rng import BITS, hash_key, seed_key
 from train.losses import LOSSES, NOT_OF_LOGITS, READ_P, LossInputs, ObjectiveConfig, TeacherProbs
 
 ANCHORS, NOISE = range(2)  # the keys of a row's numbers, by what they are for
@@ -32,7 +32,7 @@ VALUES = {"cpu": 2**15, "cuda": 2**22}  # hashed at a time: few enough for a CPU
 
 def row_keys(seed: int, step: int, index: Int[Tensor, "B"]) -> Int[Tensor, "B"]:
     """Return the keys of a step's rows, from which all that is sampled of them follows."""
-    keys: Tensor = keyed(keyed(key_of(seed), step), index)
+    keys: Tensor = hash_key(hash_key(seed_key(seed), step), index)
     return keys
 
 
@@ -44,7 +44,7 @@ def sample_anchors(
     if count is None or count >= length:
         return None
     row = torch.arange(length, device=has_loss.device)
-    order = keyed(keyed(keys, ANCHORS)[:, None], row)  # a permutation of 32 bits: no two rows have the same
+    order = hash_key(hash_key(keys, ANCHORS)[:, None], row)  # a permutation of 32 bits: no two rows have the same
     return (order + (has_loss.long() << BITS)).topk(count).indices.sort().values
 
 
@@ -68,7 +68,7 @@ def noisy(features: Features, noise: float, keys: Int[Tensor, "B"]) -> Features:
     length, layers = features.hidden.shape[1:3]
     scale, device = noise * 512 / length, features.last_hidden.device
     position, layer = (torch.arange(size, device=device) for size in (length, 1 + layers))
-    key = keyed(keyed(keyed(keys, NOISE)[:, None], position)[:, :, None], layer)
+    key = hash_key(hash_key(hash_key(keys, NOISE)[:, None], position)[:, :, None], layer)
     last, hidden = (
         _jittered(features.last_hidden, key[:, :, 0], scale),
         _jittered(features.hidden, key[:, :, 1:], scale),
@@ -82,7 +82,7 @@ def _jittered(x: Float[Tensor, "*n D"], key: Int[Tensor, "*n"], scale: float) ->
     unit = torch.arange(x.shape[-1], device=x.device)
     size = max(1, VALUES.get(x.device.type, VALUES["cuda"]) // x.shape[-1])
     for some, keys in zip(out.flatten(0, -2).split(size), key.flatten().split(size), strict=True):
-        some.add_(keyed(keys[:, None], unit).float().mul_(scale / 2**BITS).sub_(scale / 2))
+        some.add_(hash_key(keys[:, None], unit).float().mul_(scale / 2**BITS).sub_(scale / 2))
     return out
 
 

@@ -46,7 +46,7 @@ from inference.target.config import ModelConfig
 from inference.target.loading import configuration
 from inference.target.placement import REPLICATE
 from inference.target.target import Target
-from inference.verification.rng import keyed
+from inference.verification.rng import hash_key
 from train.acceptance import AcceptanceEvaluator
 from train.build import among_processes, batches_for, prepare_out, provenance, values_of
 from train.checkpoints import resume
@@ -99,7 +99,7 @@ def anchors(batch: Batch, every: int, streams: int, keys: Int[Tensor, "B"]) -> A
     """Return every so many of each row's trained tokens that have a trained one ahead, from a random one on."""
     trained = trainable(batch.document, batch.loss_mask, streams).movedim(0, -1) & batch.loss_mask.bool()[:, :, None]
     chosen = []
-    for is_trained, key in zip(trained.any(-1), keyed(keys, ANCHORS).tolist(), strict=True):
+    for is_trained, key in zip(trained.any(-1), hash_key(keys, ANCHORS).tolist(), strict=True):
         chosen.append(is_trained.nonzero()[key % every :: every, 0])
     count = max(1, *map(len, chosen))
     row = torch.stack([torch.cat([anchor, anchor.new_zeros(count - len(anchor))]) for anchor in chosen])

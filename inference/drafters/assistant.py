@@ -54,7 +54,7 @@ class Chain:
         if self.seen is not None:
             logits = penalize(logits, self.seen, self.sampling)
         self.q.append(distribution(logits, self.sampling))
-        self.token.append(int(self.rng.distinct(self.q[-1], 1, len(self.q))))
+        self.token.append(int(self.rng.sample_distinct(self.q[-1], 1, len(self.q))))
         if self.seen is not None:
             self.seen[:, self.token[-1]] = True
         return len(self.token) < self.depth and self.token[-1] not in end

@@ -31,7 +31,7 @@ from inference.protocol import Context, Proposal, Roots, inverse_temperature_of
 from inference.target.target import Target
 from inference.tree_config import BY_CONFIDENCE, TreeConfig, expanded, most_nodes
 from inference.verification import tree as trees
-from inference.verification.rng import Coupled
+from inference.verification.rng import CoupledRng
 from inference.verification.sample import distribution, penalize
 from inference.verification.tree import DraftTree
 
@@ -66,7 +66,7 @@ class ContextRoots(Roots):
     def __init__(self, contexts: Sequence[Context], vocab_size: int, device: torch.device) -> None:
         self.contexts = contexts
         self.token = torch.tensor([context.token[-1:] for context in contexts], device=device)
-        self.noisy = any(c.sampling.temperature > 0 and isinstance(c.rng, Coupled) for c in contexts)
+        self.noisy = any(c.sampling.temperature > 0 and isinstance(c.rng, CoupledRng) for c in contexts)
         scales = [inverse_temperature_of(context.sampling) for context in contexts]
         alike = len(set(scales)) == 1
         self.inverse_temperature = scales[0] if alike else torch.tensor(scales, device=device)[:, None, None]
@@ -82,13 +82,13 @@ class ContextRoots(Roots):
         return torch.stack([penalize(one, before, context.sampling) for one, before, context in sequences])
 
     def gumbel_scores(self, logits: Float[Tensor, "B N V"], depth: int) -> Float[Tensor, "B N V"]:
-        """Race the probs of coupled sequences; others are ranked by their logits."""
-        return torch.stack([self._raced(*pair, depth) for pair in zip(logits, self.contexts, strict=True)])
+        """Rank coupled sequences by their probs over the noise; others are ranked by their logits."""
+        return torch.stack([self._gumbel_scores(*pair, depth) for pair in zip(logits, self.contexts, strict=True)])
 
-    def _raced(self, logits: Float[Tensor, "N V"], context: Context, depth: int) -> Float[Tensor, "N V"]:
-        if context.sampling.temperature == 0 or not isinstance(context.rng, Coupled):
+    def _gumbel_scores(self, logits: Float[Tensor, "N V"], context: Context, depth: int) -> Float[Tensor, "N V"]:
+        if context.sampling.temperature == 0 or not isinstance(context.rng, CoupledRng):
             return logits
-        return context.rng.race(distribution(logits, context.sampling), depth).log()
+        return context.rng.exponential_scores(distribution(logits, context.sampling), depth).log()
 
 
 class TreeBuilder:
@@ -232,7 +232,7 @@ def ranked(
         assert samples is not None
         assert roots.sampling is not None
         q.append(distribution(growth.logits(), roots.sampling))
-        return _padded(samples.distinct(q[-1], width), width)
+        return _padded(samples.sample_distinct(q[-1], width), width)
 
     fill = partial(_ranks, growth) if samples is None else sample
     paths = _paths(config, head.max_depth)
@@ -332,7 +332,7 @@ def _filled(
 ) -> list[Proposal]:
     """Grow a fixed shape for each sequence, with its children by rank, or sampled where its context says so."""
     samples = [
-        config.kind != "static" and context.sampling.temperature > 0 and not isinstance(context.rng, Coupled)
+        config.kind != "static" and context.sampling.temperature > 0 and not isinstance(context.rng, CoupledRng)
         for context in contexts
     ]
     growth = TreeBuilder(head, state, level, _roots(head, level, contexts), full=any(samples))
@@ -344,7 +344,7 @@ def _filled(
         children = nodes.new_full((*nodes.shape, width), -1) if all(samples) else _ranks(growth, width)
         for b in (b for b, sampled in enumerate(samples) if sampled and contexts[b].room > growth.depth):
             probs[b].append(distribution(growth.logits()[b], contexts[b].sampling))
-            tokens = contexts[b].rng.distinct(probs[b][-1], width, growth.depth + 1)
+            tokens = contexts[b].rng.sample_distinct(probs[b][-1], width, growth.depth + 1)
             children[b, :, : tokens.shape[-1]] = tokens
         return children
 

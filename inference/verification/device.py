@@ -132,38 +132,38 @@ def accepted(
 
 @dataclass
 class AcceptDraws:
-    """Coins "B N" by number: each sequence tosses its next one where it is asked to."""
+    """Uniform numbers "B N": each sequence uses its next one where it tests a node."""
 
-    point: Float[Tensor, "B N"]
-    coins_used: Int[Tensor, "B"]
+    uniforms: Float[Tensor, "B N"]
+    used_uniforms: Int[Tensor, "B"]
 
-    def sample(self, probability: Float[Tensor, "B"], tossing: Bool[Tensor, "B"]) -> Bool[Tensor, "B"]:
-        """Return true with the given probability where it tosses, else false."""
-        point = self.point.gather(1, self.coins_used[:, None])[:, 0]
-        self.coins_used = self.coins_used + tossing
-        return tossing & (point < probability)
+    def sample(self, probability: Float[Tensor, "B"], tested: Bool[Tensor, "B"]) -> Bool[Tensor, "B"]:
+        """Return true with the given probability where a node is tested, else false."""
+        uniforms = self.uniforms.gather(1, self.used_uniforms[:, None])[:, 0]
+        self.used_uniforms = self.used_uniforms + tested
+        return tested & (uniforms < probability)
 
 
 def recursive(
-    draft: Sampled, p: Float[Tensor, "B N V"], point: Float[Tensor, "B N"], allow_host_sync: bool = False
+    draft: Sampled, p: Float[Tensor, "B N V"], uniforms: Float[Tensor, "B N"], allow_host_sync: bool = False
 ) -> Chosen:
     """Recursive rejection, as `rules.recursive`: siblings in sampled order, each against what rejections have left.
 
     Args:
         p: the target's probs after each node.
-        point: uniform numbers, as many as there are nodes.
+        uniforms: uniform numbers, as many as there are nodes.
         allow_host_sync: whether the host may read, to leave out what no sequence comes to.
     """
-    draws, rows = AcceptDraws(point, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
-    last, target, left = torch.zeros_like(draws.coins_used), p[:, 0], draft.q[:, 0]
+    draws, rows = AcceptDraws(uniforms, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
+    last, target, left = torch.zeros_like(draws.used_uniforms), p[:, 0], draft.q[:, 0]
     tokens, more = draft.token.clamp_min(0), _followed(draft.parents)
     for node, parent in enumerate(draft.parents[1:], 1):
         token = tokens[:, node, None]
-        tossing = (last == parent) & draft.present[:, node]
-        if allow_host_sync and not tossing.any():
+        tested = (last == parent) & draft.present[:, node]
+        if allow_host_sync and not tested.any():
             continue
-        stands = draws.sample(_ratio(target, left, token), tossing)
-        rejected, stand = (tossing & ~stands)[:, None], stands[:, None]
+        stands = draws.sample(_ratio(target, left, token), tested)
+        rejected, stand = (tested & ~stands)[:, None], stands[:, None]
         target = torch.where(stand, p[:, node], torch.where(rejected, residual(target, left), target))
         if more[node]:
             left = torch.where(rejected, without(left, token), left)
@@ -196,11 +196,11 @@ class Frame:
 
 
 def traversal(
-    draft: Sampled, p: Float[Tensor, "B N V"], point: Float[Tensor, "B N"], allow_host_sync: bool = False
+    draft: Sampled, p: Float[Tensor, "B N V"], uniforms: Float[Tensor, "B N"], allow_host_sync: bool = False
 ) -> Chosen:
     """Traversal verification, as `rules.traversal`: from the leaves up; arguments as of `recursive`."""
-    draws, rows = AcceptDraws(point, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
-    last, probs = torch.zeros_like(draws.coins_used), p[:, 0]
+    draws, rows = AcceptDraws(uniforms, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
+    last, probs = torch.zeros_like(draws.used_uniforms), p[:, 0]
     tokens, more = draft.token.clamp_min(0), _followed(draft.parents)
     undecided = draft.present[:, 0]
     frames: list[Frame] = []

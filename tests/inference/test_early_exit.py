@@ -17,7 +17,7 @@ from inference.protocol import Commit, Context, Drafter, Proposal
 from inference.target import probe
 from inference.target.target import Target
 from inference.verification import tree as trees
-from inference.verification.rng import Generator, Rng
+from inference.verification.rng import Rng, SeededRng
 from inference.verification.sample import GREEDY, Sampling, distribution
 from inference.verification.tree import DraftTree
 from tests import assistants, toys
@@ -40,7 +40,7 @@ def proposal(target: Target, exit_layer: int, tree: str, sampling: Sampling = GR
     prompt = toys.prompt(3, 12)
     cache = target.cache()
     target.prefill(torch.tensor(prompt[:-1]), cache)
-    context = Context(prompt, sampling, Generator(0, target.device), room, cache)
+    context = Context(prompt, sampling, SeededRng(0, target.device), room, cache)
     made = drafter(target, exit_layer, tree).propose(context)
     assert made.entered is not None
     found = target.parts.score_from(made.entered, made.tree, cache)

@@ -15,7 +15,7 @@ from inference.drafters.head import HeadBatch
 from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Context
 from inference.verification import tree as trees
-from inference.verification.rng import Generator
+from inference.verification.rng import SeededRng
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree, LookAhead
 from tests import drafting, toys
@@ -99,7 +99,7 @@ def predicted(head: Any, tree: TreeConfig, seed: int) -> list[int]:
     while root < length + TOKENS - 1:
         rows = Features(*(part[:, :root] for part in features[:4]))
         state, level = drafting.extend(head, None, rows, torch.tensor(token[1 : root + 1]))
-        context = Context(token[: root + 1], GREEDY, Generator(0, target.device), length + TOKENS - root - 2)
+        context = Context(token[: root + 1], GREEDY, SeededRng(0, target.device), length + TOKENS - root - 2)
         drafted = grow(head, state, level, tree, [context])[0].tree
         counts.append(trees.agreed(drafted, token[root + 1 :]))
         root += counts[-1] + 1

@@ -20,7 +20,7 @@ from inference.protocol import Context, Proposal, Roots
 from inference.session import Settings
 from inference.step import SlotRoots, Slots
 from inference.verification import tree as trees
-from inference.verification.rng import Coupled, Drafting, key_of, noise_at
+from inference.verification.rng import CoupledRng, DraftRng, exponential_noise, seed_key
 from inference.verification.sample import Sampling
 from inference.verification.tree import DraftTree
 
@@ -127,7 +127,7 @@ class Ranking(NamedTuple):
         scores = self.penalised(path)
         if self.coupled:
             position = torch.tensor([len(self.prompt) + len(path) - 1])
-            scores = (self.probs(path) / noise_at(torch.tensor([key_of(SEED)]), position, VOCAB)[0]).log()
+            scores = (self.probs(path) / exponential_noise(torch.tensor([seed_key(SEED)]), position, VOCAB)[0]).log()
         compared = (scores * (SHARP if self.sampling.temperature == 0 else 1.0)).log_softmax(-1).tolist()
         return sorted(((value, token) for token, value in enumerate(compared) if value > -torch.inf), reverse=True)
 
@@ -183,7 +183,7 @@ def paths(tree: DraftTree) -> list[Path]:
 
 def contexts(way: str) -> Iterator[Context]:
     for prompt, room in zip(PROMPTS, ROOMS, strict=True):
-        kind, sampling = Drafting if way == "sampled" else Coupled, SAMPLINGS[way]
+        kind, sampling = DraftRng if way == "sampled" else CoupledRng, SAMPLINGS[way]
         if way == "sampled":  # each sequence in its own way
             sampling = replace(sampling, temperature=0.3 * room)
         yield Context(prompt, sampling, kind(SEED, torch.device("cpu"), prompt), room)
@@ -228,13 +228,13 @@ def test_a_ranked_tree_is_the_oracles_alone_and_in_batches(name: str, way: str, 
 def on_device(given: list[Context], way: str) -> Roots:
     """Return the roots as the batch's step has them."""
     position = torch.tensor([len(context.token) for context in given])[:, None] + torch.arange(DEEPEST + 9)
-    noise = noise_at(torch.full(position.shape, key_of(SEED)), position, VOCAB) if way == "coupled" else None
+    noise = exponential_noise(torch.full(position.shape, seed_key(SEED)), position, VOCAB) if way == "coupled" else None
     seen = torch.zeros(len(given), VOCAB if SAMPLINGS[way].repetition_penalty != 1 else 0, dtype=torch.bool)
     for row, context in zip(seen, given, strict=True):
         if len(row):
             row[context.token] = True
     root, none = torch.tensor([context.token[-1] for context in given]), torch.zeros(len(given), dtype=torch.long)
-    slots = Slots(root, position[:, 0] - 1, torch.tensor(ROOMS), none, none + 1, none + key_of(SEED), seen)
+    slots = Slots(root, position[:, 0] - 1, torch.tensor(ROOMS), none, none + 1, none + seed_key(SEED), seen)
     return SlotRoots(slots, Settings(9, SAMPLINGS[way], rule="coupled" if way == "coupled" else "auto"), noise)
 
 

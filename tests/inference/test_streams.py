@@ -26,7 +26,7 @@ from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Commit, Context, Proposal
 from inference.target.target import Target
 from inference.verification import tree as trees
-from inference.verification.rng import Generator
+from inference.verification.rng import SeededRng
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree
 from tests import toys
@@ -184,7 +184,7 @@ def test_every_tree_and_its_acceptance_follow_from_the_finished_text() -> None:
         while root < end - 1:
             room = end - root - 2
             drafted = Drafted(laws[root - 1][: max(room, 1)])
-            context = Context(token[: root + 1], GREEDY, Generator(0, target.device), room)
+            context = Context(token[: root + 1], GREEDY, SeededRng(0, target.device), room)
             tree = grow(drafted, None, drafted.level(1, 1), config, [context])[0].tree
             assert root not in proposed or all(a.equal(b) for a, b in zip(tree, proposed[root], strict=True))
             counts.append(trees.agreed(tree, token[root + 1 :]))

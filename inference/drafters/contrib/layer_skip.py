@@ -247,7 +247,7 @@ class LayerSkip(Drafter, DrafterState):
             seen = torch.ones(1, prefix + len(q) + 1, dtype=torch.bool, device=device)
             logits = self.parts.skim(self.skips, chain[-1:], position, seen, cache)
             q.append(distribution(logits, context.sampling))
-            token = context.rng.distinct(q[-1], 1, len(q))[0]
+            token = context.rng.sample_distinct(q[-1], 1, len(q))[0]
             chain = torch.cat([chain, token])
             if float(logits.float().softmax(-1)[0, token]) < self.stop:
                 break
