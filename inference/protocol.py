@@ -97,13 +97,13 @@ class Roots(Protocol):
     """The roots of B trees, and how the tokens that may follow them are ranked."""
 
     token: Int[Tensor, "B 1"]  # the roots' tokens
-    seen: Bool[Tensor, "B 1 V"] | None  # which tokens stand in each prefix, where a penalty asks for it
+    seen_tokens: Bool[Tensor, "B 1 V"] | None  # which tokens stand in each prefix, where a penalty asks for it
     noisy: bool  # whether tokens are ranked under coupled noise
     sampling: Sampling | None = None  # how all sequences are sampled, if they are alike
     samples: Samples | None = None  # what the children of a fixed shape are sampled by, where they are
     inverse_temperature: float | Float[Tensor, "B 1 1"] = 1.0  # one for all or each sequence's
 
-    def penalized(self, logits: Float[Tensor, "B N W"], seen: Bool[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
+    def penalized(self, logits: Float[Tensor, "B N W"], seen_tokens: Bool[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
         """Return logits with those of seen tokens pulled down."""
         ...
 

@@ -166,8 +166,8 @@ class Session:
         self.drafting: Rng = self.rng
         if settings.rule != COUPLED:
             self.drafting = DraftRng(settings.seed, target.device, self.context)
-        self._seen: Tensor | None = None
-        self._noted = 0  # tokens of the context that `_seen` holds
+        self._seen_tokens: Tensor | None = None
+        self._noted = 0  # tokens of the context that `_seen_tokens` holds
         self.generation = Generation()
         self.draft_s = 0.0
         self.prefix = 0  # committed cache entries before the pass at hand
@@ -265,8 +265,8 @@ class Session:
         committed_at = self.clock()
         if not self.generation.finish:
             rows = TargetOutput(out.hidden[:, index], out.last_hidden[:, index], None)
-            seen = Verified(drafted, path, logits, None if proposal.look_ahead is None else look_ahead)
-            self.update(Commit(following, rows, seen), out.last_hidden[0, : len(drafted.token)])
+            verified = Verified(drafted, path, logits, None if proposal.look_ahead is None else look_ahead)
+            self.update(Commit(following, rows, verified), out.last_hidden[0, : len(drafted.token)])
         draft_s, other_s = self.draft_s + self.clock() - committed_at, committed_at - begin
         accepted = min(len(path) - 1, committed)
         # For reports: no part of the step's time.
@@ -288,9 +288,9 @@ class Session:
 
     def processed(self, logits: Tensor, drafted: DraftTree) -> Tensor:
         """Return the logits "N V" after each node as its own prefix has them: penalised, and no end before its time."""
-        seen = self.seen()
-        if seen is not None:
-            logits = penalize(logits, trees.seen_tokens(drafted, seen), self.settings.sampling)
+        seen_tokens = self.seen_tokens()
+        if seen_tokens is not None:
+            logits = penalize(logits, trees.seen_tokens(drafted, seen_tokens), self.settings.sampling)
         _, lacking = self.left
         if lacking > 0 and self.target.eos:
             logits = logits.clone()
@@ -312,16 +312,18 @@ class Session:
         count = len(self.generation.tokens)
         return self.limit - count - 1, self.settings.min_new_tokens - count
 
-    def seen(self) -> Tensor | None:
+    def seen_tokens(self) -> Tensor | None:
         """Return which tokens stand in the context, where a penalty asks for it."""
         if self.settings.sampling.repetition_penalty == 1:
             return None
-        if self._seen is None:
-            self._seen = torch.zeros(self.target.embeddings.vocab_size, dtype=torch.bool, device=self.target.device)
+        if self._seen_tokens is None:
+            self._seen_tokens = torch.zeros(
+                self.target.embeddings.vocab_size, dtype=torch.bool, device=self.target.device
+            )
         if new := self.context[self._noted :]:
-            self._seen[new] = True
+            self._seen_tokens[new] = True
             self._noted = len(self.context)
-        return self._seen
+        return self._seen_tokens
 
     def emit(self, tokens: list[int], sources: list[str], gaps: list[float]) -> int:
         """Append tokens up to the first end of the answer; return how many were taken."""

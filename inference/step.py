@@ -44,7 +44,7 @@ class Slots(NamedTuple):
         min_tokens_left: tokens before which no end of the answer may come.
         active: 1 of a sequence, 0 of an idle slot.
         key: of all randomness.
-        seen: which tokens stand in the text, where a penalty asks for it; else of no tokens.
+        seen_tokens: which tokens stand in the text, where a penalty asks for it; else of no tokens.
     """
 
     root: Int[Tensor, "B"]
@@ -53,7 +53,7 @@ class Slots(NamedTuple):
     min_tokens_left: Int[Tensor, "B"]
     active: Int[Tensor, "B"]
     key: Int[Tensor, "B"]
-    seen: Bool[Tensor, "B V"]
+    seen_tokens: Bool[Tensor, "B V"]
 
 
 class SlotRoots(Roots):
@@ -63,16 +63,16 @@ class SlotRoots(Roots):
 
     def __init__(self, slots: Slots, settings: Settings, noise: Float[Tensor, "B P V"] | None) -> None:
         self.token, self.sampling, self.noise = slots.root[:, None], settings.sampling, noise
-        self.seen = slots.seen[:, None] if slots.seen.shape[1] else None
+        self.seen_tokens = slots.seen_tokens[:, None] if slots.seen_tokens.shape[1] else None
         self.inverse_temperature = inverse_temperature_of(settings.sampling)
         random = settings.sampling.temperature > 0
         self.noisy = random and settings.rule == verify.COUPLED
         if random and not self.noisy:
             self.samples = Samples(hash_key(hash_key(slots.key, DRAFT_KEY), slots.length + 1))
 
-    def penalized(self, logits: Float[Tensor, "B N W"], seen: Bool[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
+    def penalized(self, logits: Float[Tensor, "B N W"], seen_tokens: Bool[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
         """Penalise all sequences' logits alike."""
-        return penalize(logits, seen, self.sampling)
+        return penalize(logits, seen_tokens, self.sampling)
 
     def gumbel_scores(self, logits: Float[Tensor, "B N V"], depth: int) -> Float[Tensor, "B N V"]:
         """Return the log of the probs over the noise of the positions `depth` below the roots."""
@@ -160,15 +160,15 @@ class DeviceStep:
     def enter(self, sessions: Sequence[Session]) -> None:
         """Write the state of sequences to the slots: others came or left, or these were decoded in another way."""
         check_size(self.target, self.drafts.nodes, sessions[0].drafter.name)
-        texts = [session.seen() for session in sessions]
-        slots = self.buffers(0 if texts[0] is None else len(texts[0]))
+        seen_by_slot = [session.seen_tokens() for session in sessions]
+        slots = self.buffers(0 if seen_by_slot[0] is None else len(seen_by_slot[0]))
         values = [[s.context[-1], s.cache.length, *s.left, 1, seed_key(s.settings.seed)] for s in sessions]
         values += [[0, 1, 0, 0, 0, 0]] * (len(slots.root) - len(values))  # idle: of no entry at all came NaN
         for buffer, column in zip(slots[:6], torch.tensor(values, device=self.target.device).T, strict=True):
             buffer.copy_(column)
-        for slot, seen_tokens in enumerate(texts):
+        for slot, seen_tokens in enumerate(seen_by_slot):
             if seen_tokens is not None:
-                slots.seen[slot] = seen_tokens
+                slots.seen_tokens[slot] = seen_tokens
         self.masks_end = bool(self.target.eos) and any(session.settings.min_new_tokens for session in sessions)
         self.drafts.catch_up([session.cache.length for session in sessions])
         self.current = list(sessions)
@@ -176,13 +176,13 @@ class DeviceStep:
     def buffers(self, vocab: int) -> Slots:
         """Return the slots, which note `vocab` seen tokens, and have what ends an answer at hand."""
         on = self.target.device
-        if self.slots is None or self.slots.seen.shape[1] != vocab:
+        if self.slots is None or self.slots.seen_tokens.shape[1] != vocab:
             with torch.inference_mode(False):  # compiled stages write to no inference tensor
                 root, length, room, min_tokens_left, active, key = torch.zeros(
                     6, self.cache.storage.size, dtype=torch.long, device=on
                 )
-                seen = torch.zeros(self.cache.storage.size, vocab, dtype=torch.bool, device=on)
-                self.slots = Slots(root, length, room, min_tokens_left, active, key, seen)
+                seen_tokens = torch.zeros(self.cache.storage.size, vocab, dtype=torch.bool, device=on)
+                self.slots = Slots(root, length, room, min_tokens_left, active, key, seen_tokens)
         if self.ends is None:
             self.ends = torch.zeros(self.target.embeddings.vocab_size, dtype=torch.bool, device=on)
             self.ends[sorted(self.target.eos)] = True
@@ -340,26 +340,26 @@ class DeviceStep:
         position = (slots.length[:, None] + depth).clamp_max(self.target.context - 1)
         token, layers = tree.token.clamp_min(0), self.drafts.feature_layers
         if count == 1 and not self.static and self.target.compiled is None:
-            seen = None
+            attn_mask = None
             if size > 1:
-                seen = torch.cat([ancestor_mask.new_ones(1, size, kv_length), ancestor_mask], 2)
-            return self.target.run(token, position, seen, self.cache.active[0], layers)
+                attn_mask = torch.cat([ancestor_mask.new_ones(1, size, kv_length), ancestor_mask], 2)
+            return self.target.run(token, position, attn_mask, self.cache.active[0], layers)
         end = kv_length if self.static else kv_length + size
         columns = slots.length[:, None] + torch.arange(size, device=token.device)
-        seen, column = _layout(slots.length, ancestor_mask, depth, end)
+        attn_mask, column = _layout(slots.length, ancestor_mask, depth, end)
         rows = self.cache.storage.over(columns, end, steady=self.static)
-        return self.target.run(token, position, seen, rows, layers, column)
+        return self.target.run(token, position, attn_mask, rows, layers, column)
 
     def processed(
         self, slots: Slots, drafted: Drafted, out: TargetOutput, sampling: Sampling
     ) -> Float[Tensor, "B N V"]:
         """Return the logits as each node's own prefix has them: penalised, and no end before its time."""
         logits = self.target.embeddings.logits(out.last_hidden)
-        if slots.seen.shape[1]:
+        if slots.seen_tokens.shape[1]:
             # The root is seen in any case.
             path = torch.where(drafted.ancestor_mask, drafted.tree.token[:, None], slots.root[:, None, None])
-            seen = slots.seen[:, None].expand(-1, logits.shape[1], -1).scatter(2, path.clamp_min(0), True)
-            logits = penalize(logits, seen, sampling)
+            seen_tokens = slots.seen_tokens[:, None].expand(-1, logits.shape[1], -1).scatter(2, path.clamp_min(0), True)
+            logits = penalize(logits, seen_tokens, sampling)
         if self.masks_end:
             assert self.ends is not None
             early = (drafted.depth < slots.min_tokens_left[:, None])[..., None]
@@ -457,8 +457,8 @@ class DeviceStep:
         slots.length.add_(accepted.committed)
         slots.room.sub_(accepted.committed)
         slots.min_tokens_left.sub_(accepted.committed)
-        if slots.seen.shape[1]:
-            slots.seen.scatter_(1, torch.where(step <= last, token, slots.root[:, None]), True)
+        if slots.seen_tokens.shape[1]:
+            slots.seen_tokens.scatter_(1, torch.where(step <= last, token, slots.root[:, None]), True)
         if self.drafts.nodes == 1:  # of the baseline
             return None
         return Features(token, out.hidden[row, path], out.last_hidden[row, path], torch.zeros_like(token))
@@ -497,5 +497,5 @@ def _layout(
     column = torch.arange(end, device=length.device) - length[:, None]  # counted from the root's
     node, within = column.clamp(0, size - 1), (column >= 0) & (column < size)
     on_path = ancestor_mask.expand(len(length), -1, -1).gather(2, node[:, None].expand(-1, size, -1))
-    seen = (column < 0)[:, None] | (within[:, None] & on_path)
-    return seen, length[:, None] + torch.where(within, depth.gather(1, node), column)
+    attn_mask = (column < 0)[:, None] | (within[:, None] & on_path)
+    return attn_mask, length[:, None] + torch.where(within, depth.gather(1, node), column)

@@ -120,13 +120,13 @@ class Recurrent(nn.Module):
                 [pre_logits for _, pre_logits in pieces], 1
             )
         # A whole prompt takes no mask of its length squared.
-        sees = None if cache.fresh else cache.sees(position, position[:, -1])[:, None]
+        attn_mask = None if cache.fresh else cache.attn_mask(position, position[:, -1])[:, None]
 
         def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             both = cache.append(i, key, value, position)
-            if sees is None:
+            if attn_mask is None:
                 return attend_rows(query, (key, value), [], pattern(position, self.config.length))
-            return grouped_attention(query, *both, sees)
+            return grouped_attention(query, *both, attn_mask)
 
         hidden, pre_logits = self.advance(token, start, self.by_layer(position, cache.longest, attend))
         cache.length[: len(token)] += token.shape[1] if count is None else count
@@ -179,8 +179,8 @@ class RecurrentHead(HeadModule, Recurrent):
     def expand(self, state: KVCache, level: LevelOutput, nodes: Nodes) -> LevelOutput:
         """Score the next tree level: every node enters with its parent's state."""
         if self.injected:  # the root's row is drafted too, and seen by all
-            seen = nodes.mask.new_ones(*nodes.mask.shape[:2], 1)
-            nodes = nodes._replace(mask=torch.cat([seen, nodes.mask], -1))
+            visible = nodes.mask.new_ones(*nodes.mask.shape[:2], 1)
+            nodes = nodes._replace(mask=torch.cat([visible, nodes.mask], -1))
         for layer in range(len(level.root) // 2):
             state.draft(layer, level.root[2 * layer], level.root[2 * layer + 1], 0)
         return self._draft(state, nodes, rows.gather_parents(level.hidden, nodes.parent))
@@ -190,11 +190,11 @@ class RecurrentHead(HeadModule, Recurrent):
         token, mask = nodes.token, nodes.mask
         last = cache.length[: len(token)] - 1
         position = (last + nodes.depth)[:, None].expand(-1, token.shape[1])
-        sees = torch.cat([cache.sees(position, last), mask], -1)[:, None]
+        attn_mask = torch.cat([cache.attn_mask(position, last), mask], -1)[:, None]
         earlier = mask.shape[2] - token.shape[1]
 
         def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return grouped_attention(query, *cache.draft(i, key, value, earlier), sees)
+            return grouped_attention(query, *cache.draft(i, key, value, earlier), attn_mask)
 
         inputs = self.by_layer(position, cache.longest + mask.shape[2], attend)
         hidden, pre_logits = self.advance(token, above, inputs)

@@ -68,12 +68,12 @@ class KVCache:
         self.longest += count
         return self.length[:sequences, None] + torch.arange(count, device=self.length.device)
 
-    def sees(self, query: Int[Tensor, "B T"], last: Int[Tensor, "B"]) -> Bool[Tensor, "B T S"]:
+    def attn_mask(self, query: Int[Tensor, "B T"], last: Int[Tensor, "B"]) -> Bool[Tensor, "B T S"]:
         """Return which of the S columns queries see, where the newest row that was written is at position `last`."""
         column = torch.arange(self.columns, device=query.device)
         position = (last[:, None] - (last[:, None] - column) % self.ring)[:, None]  # below 0 where nothing is
-        seen = (position >= 0) & (position <= query[..., None])
-        return seen if self.window is None else seen & (query[..., None] - position < self.window)
+        mask = (position >= 0) & (position <= query[..., None])
+        return mask if self.window is None else mask & (query[..., None] - position < self.window)
 
     def append(
         self, layer: int, key: Float[Tensor, "B G T E"], value: Float[Tensor, "B G T F"], position: Int[Tensor, "B T"]

@@ -51,9 +51,9 @@ def slots_after_roots(
     position = length[:, None] + torch.arange(size, device=length.device)
     block = torch.ones(size, size, dtype=torch.bool, device=length.device)
     block = (block.tril() if causal else block).expand(sequences, -1, -1)
-    sees = torch.cat([cache.sees(position, length - 1), block], -1)[:, None]
+    attn_mask = torch.cat([cache.attn_mask(position, length - 1), block], -1)[:, None]
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return grouped_attention(query, *cache.draft(layer, key, value, 0), sees)
+        return grouped_attention(query, *cache.draft(layer, key, value, 0), attn_mask)
 
     return position, attend

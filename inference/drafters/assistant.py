@@ -43,20 +43,20 @@ class Chain:
         self.token: list[int] = []
         self.q: list[Tensor] = []
         self.nodes: list[int] = []
-        self.seen: Tensor | None = None  # the tokens in the text, where a penalty asks for them
+        self.seen_tokens: Tensor | None = None  # the tokens in the text, where a penalty asks for them
         if context.sampling.repetition_penalty != 1:
-            self.seen = torch.zeros_like(logits, dtype=torch.bool)
-            self.seen[:, [*context.token, *outcome]] = True
+            self.seen_tokens = torch.zeros_like(logits, dtype=torch.bool)
+            self.seen_tokens[:, [*context.token, *outcome]] = True
 
     def sample(self, end: frozenset[int]) -> bool:
         """Sample one more token; whether another may follow it."""
         logits = self.answers[-1]
-        if self.seen is not None:
-            logits = penalize(logits, self.seen, self.sampling)
+        if self.seen_tokens is not None:
+            logits = penalize(logits, self.seen_tokens, self.sampling)
         self.q.append(distribution(logits, self.sampling))
         self.token.append(int(self.rng.sample_distinct(self.q[-1], 1, len(self.q))))
-        if self.seen is not None:
-            self.seen[:, self.token[-1]] = True
+        if self.seen_tokens is not None:
+            self.seen_tokens[:, self.token[-1]] = True
         return len(self.token) < self.depth and self.token[-1] not in end
 
     def reached(self, node: int, answer: Float[Tensor, "1 V"]) -> None:

@@ -70,15 +70,15 @@ class ContextRoots(Roots):
         scales = [inverse_temperature_of(context.sampling) for context in contexts]
         alike = len(set(scales)) == 1
         self.inverse_temperature = scales[0] if alike else torch.tensor(scales, device=device)[:, None, None]
-        self.seen = None
+        self.seen_tokens = None
         if any(context.sampling.repetition_penalty != 1 for context in contexts):
-            self.seen = torch.zeros(len(contexts), 1, vocab_size, dtype=torch.bool, device=device)
-            for seen, context in zip(self.seen, contexts, strict=True):
-                seen[:, context.token] = True
+            self.seen_tokens = torch.zeros(len(contexts), 1, vocab_size, dtype=torch.bool, device=device)
+            for seen_tokens, context in zip(self.seen_tokens, contexts, strict=True):
+                seen_tokens[:, context.token] = True
 
-    def penalized(self, logits: Float[Tensor, "B N W"], seen: Bool[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
+    def penalized(self, logits: Float[Tensor, "B N W"], seen_tokens: Bool[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
         """Penalise each sequence's logits by its own sampling."""
-        sequences = zip(logits, seen, self.contexts, strict=True)
+        sequences = zip(logits, seen_tokens, self.contexts, strict=True)
         return torch.stack([penalize(one, before, context.sampling) for one, before, context in sequences])
 
     def gumbel_scores(self, logits: Float[Tensor, "B N V"], depth: int) -> Float[Tensor, "B N V"]:
@@ -103,7 +103,7 @@ class TreeBuilder:
         self.head, self.state, self.level, self.roots = head, state, level, roots
         count, device = len(roots.token), roots.token.device
         self.ids = None if head.vocab is None or full or roots.noisy else head.vocab.ids  # of what `logits` are of
-        self.token, self.seen = [roots.token], roots.seen  # seen: what stands in the prefix of the level's nodes
+        self.token, self.seen_tokens = [roots.token], roots.seen_tokens  # the tokens before each node of the level
         self.parent = [torch.full((count, 1), -1, device=device)]
         self.nodes = torch.zeros(count, 1, dtype=torch.long, device=device)  # tree indices of the level's nodes
         self.expanded = [self.nodes[0]]  # the same of all levels
@@ -113,9 +113,9 @@ class TreeBuilder:
     def logits(self) -> Float[Tensor, "B N W"]:
         """Return the level's logits, penalised."""
         logits = self.level.logits if self.ids is not None else scatter_logits(self.head.vocab, self.level.logits)
-        if self.seen is None:
+        if self.seen_tokens is None:
             return logits
-        return self.roots.penalized(logits, self.seen if self.ids is None else self.seen[..., self.ids])
+        return self.roots.penalized(logits, self.seen_tokens if self.ids is None else self.seen_tokens[..., self.ids])
 
     def scores(self) -> Float[Tensor, "B N W"]:
         """Return what the level's tokens are ranked by: their logits, or the probs with their noise if coupled."""
@@ -145,8 +145,8 @@ class TreeBuilder:
         self.level = self.head.expand(self.state, self.level, Nodes(token, parent, self.ancestors, self.depth))
         self.nodes = nodes
         self.expanded.append(nodes[0])
-        if self.seen is not None:
-            self.seen = gather_parents(self.seen, parent).scatter(2, token[..., None], True)
+        if self.seen_tokens is not None:
+            self.seen_tokens = gather_parents(self.seen_tokens, parent).scatter(2, token[..., None], True)
 
     def whole(self) -> DraftTree:
         """Return the trees as grown so far, side by side "B N"."""

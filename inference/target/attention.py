@@ -115,8 +115,8 @@ class Documents:
     def mask(self, window: int | None, device: torch.device) -> Any:
         """Return flex_attention's mask of the documents under a window."""
         if (window, device) not in self._masks:
-            seen = pattern(self.position.to(device), window)
-            self._masks[window, device] = seen.mask(self.position.shape[1], 0)
+            attn_pattern = pattern(self.position.to(device), window)
+            self._masks[window, device] = attn_pattern.mask(self.position.shape[1], 0)
         return self._masks[window, device]
 
 
@@ -230,8 +230,8 @@ def within(
     for begin in range(0, length, BLOCK):
         end, least = min(begin + BLOCK, length), max(0, begin - window + 1)
         back = torch.arange(begin, end, device=query.device)[:, None] - torch.arange(least, end, device=query.device)
-        seen = (back >= 0) & (back < window)
-        parts.append(attend(query[:, :, begin:end], key[:, :, least:end], value[:, :, least:end], attn_mask=seen))
+        attn_mask = (back >= 0) & (back < window)
+        parts.append(attend(query[:, :, begin:end], key[:, :, least:end], value[:, :, least:end], attn_mask=attn_mask))
     return torch.cat(parts, 2)
 
 

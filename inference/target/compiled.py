@@ -60,23 +60,23 @@ class Compiled:
         self,
         token: Tensor,
         position: Tensor,
-        seen: Tensor | None,
+        attn_mask: Tensor | None,
         rows: BatchPass,
         column: Tensor | None,
         layers: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
         """Run a pass as `Target.run` does; return the outputs of the feature `layers` and the last hidden states."""
         batch, count = token.shape
-        if seen is None:
-            seen = torch.ones(batch, count, rows.end, dtype=torch.bool, device=token.device)
+        if attn_mask is None:
+            attn_mask = torch.ones(batch, count, rows.end, dtype=torch.bool, device=token.device)
         if rows.steady:
             with self.compiling(), self.compiled_layers():
                 return self.target.forward(
-                    token, position, self.target.attention_mask(seen, position, column), rows, layers
+                    token, position, self.target.attention_mask(attn_mask, position, column), rows, layers
                 )
         if self.static:
-            token, position, seen, rows, column = padded(token, position, seen, rows, column)
-        mask = self.target.attention_mask(seen, position, column)
+            token, position, attn_mask, rows, column = padded(token, position, attn_mask, rows, column)
+        mask = self.target.attention_mask(attn_mask, position, column)
         if self.static:
             torch.compiler.cudagraph_mark_step_begin()
         else:
@@ -150,21 +150,21 @@ def _tensors(mask: Any) -> list[Tensor]:
 
 
 def padded(
-    token: Tensor, position: Tensor, seen: Tensor, rows: BatchPass, column: Tensor | None
+    token: Tensor, position: Tensor, attn_mask: Tensor, rows: BatchPass, column: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, BatchPass, Tensor | None]:
     """Return a pass with its nodes padded to a power of two, its rows to a stride, its sequences to all slots.
 
     Padding writes behind the pass's own rows, and to slots without a sequence: both are written to again before anyone
     sees them. It sees the first row, since a row that saw nothing would be NaN.
     """
-    batch, count, end = seen.shape
+    batch, count, end = attn_mask.shape
     width, slots = 1 << (count - 1).bit_length(), len(rows.keys[0])
     more, idle, reach = width - count, slots - batch, round_up_kv_length(end + width - count)
-    seen = pad(seen, (0, reach - end, 0, more, 0, idle))
-    seen[:, count:, 0] = True
-    seen[batch:, :, 0] = True
+    attn_mask = pad(attn_mask, (0, reach - end, 0, more, 0, idle))
+    attn_mask[:, count:, 0] = True
+    attn_mask[batch:, :, 0] = True
     behind = rows.columns[:, -1:] + torch.arange(1, more + 1, device=token.device)
     unused = torch.arange(width, device=token.device).expand(idle, -1)
     rows = rows._replace(columns=torch.cat([torch.cat([rows.columns, behind], 1), unused]), end=reach)
     token, position = (pad(tensor, (0, more, 0, idle)) for tensor in (token, position))
-    return token, position, seen, rows, None if column is None else pad(column, (0, reach - end, 0, idle))
+    return token, position, attn_mask, rows, None if column is None else pad(column, (0, reach - end, 0, idle))

@@ -245,8 +245,8 @@ class TargetModel:
             with by_documents(self.packing, spans, position):
                 out = self.run(token, position, None, None, layers)
         else:  # a document a row has the causal pattern, which needs no mask
-            seen = None if len(spans) == len(token) else rows.visible(document)
-            out = self.run(token, position, seen, None, layers)
+            attn_mask = None if len(spans) == len(token) else rows.visible(document)
+            out = self.run(token, position, attn_mask, None, layers)
         return Features(token, out.hidden, out.last_hidden, document)
 
     def _unpacked(self, token: Tensor, document: Tensor, layers: tuple[int, ...], spans: list[Span]) -> Features:
@@ -292,15 +292,15 @@ class TargetModel:
         if len(token) > 1:  # a root alone is never taken back: the baseline pays for no copy
             cache.snapshot()
         if len(token) == 1:
-            position, seen = torch.tensor([[prefix]], device=self.device), None
+            position, attn_mask = torch.tensor([[prefix]], device=self.device), None
         else:
-            position, seen = self._layout(drafted, prefix, look_ahead)
+            position, attn_mask = self._layout(drafted, prefix, look_ahead)
         stack = None if look_ahead is None else look_ahead.stack
         if self.compiled is None or stack is not None:
-            out = self.run(token[None], position, seen, cache, layers, stack=stack)
+            out = self.run(token[None], position, attn_mask, cache, layers, stack=stack)
         else:
             columns = torch.arange(prefix, prefix + len(token), device=self.device)
-            out = self.run(token[None], position, seen, cache.over(columns[None], prefix + len(token)), layers)
+            out = self.run(token[None], position, attn_mask, cache.over(columns[None], prefix + len(token)), layers)
             cache.set_length(prefix + len(token))
         return out._replace(logits=self.embeddings.logits(out.last_hidden))
 
@@ -325,17 +325,17 @@ class TargetModel:
         width, end = max(counts), max(prefixes) + max(counts)
         token = torch.zeros(len(drafted), width, dtype=torch.long, device=self.device)
         position = torch.zeros_like(token)
-        seen = torch.zeros(len(drafted), width, end, dtype=torch.bool, device=self.device)
+        attn_mask = torch.zeros(len(drafted), width, end, dtype=torch.bool, device=self.device)
         column = torch.arange(end, device=self.device).repeat(len(drafted), 1)
         for row, ((nodes, look_ahead), prefix, count) in enumerate(zip(drafted, prefixes, counts, strict=True)):
             where, visible = tree.layout(nodes, prefix, look_ahead)
             token[row, :count] = tokens[row]
             position[row, :count] = where
-            seen[row, :count, : prefix + count] = visible
-            seen[row, count:, :prefix] = True
+            attn_mask[row, :count, : prefix + count] = visible
+            attn_mask[row, count:, :prefix] = True
             column[row, prefix : prefix + count] = where
         written = torch.tensor(prefixes, device=self.device)[:, None] + torch.arange(width, device=self.device)
-        out = self.run(token, position, seen, cache.storage.over(written, end), layers, column)
+        out = self.run(token, position, attn_mask, cache.storage.over(written, end), layers, column)
         for sequence, prefix, count in zip(cache.active, prefixes, counts, strict=True):
             sequence.set_length(prefix + count)
         logits = self.embeddings.logits(out.last_hidden)
@@ -348,9 +348,9 @@ class TargetModel:
 
     def _layout(self, drafted: DraftTree, prefix: int, look_ahead: LookAhead | None) -> tuple[Tensor, Tensor | None]:
         """Return positions and mask of a pass; no mask for a chain where the attention takes none of ours."""
-        position, seen = tree.layout(drafted, prefix, look_ahead)
+        position, attn_mask = tree.layout(drafted, prefix, look_ahead)
         if self.takes_trees:
-            return position[None], seen[None]
+            return position[None], attn_mask[None]
         if look_ahead is not None or drafted.parent.tolist() != list(range(-1, len(drafted.parent) - 1)):
             raise ValueError(f"{self.name}: {self.incompatibility}; draft with tree=chain")
         return position[None], None
@@ -359,7 +359,7 @@ class TargetModel:
         self,
         token: Int[Tensor, "B T"],
         position: Int[Tensor, "B T"],
-        seen: Bool[Tensor, "B T S"] | None,
+        attn_mask: Bool[Tensor, "B T S"] | None,
         cache: TargetCache | BatchPass | None,
         layers: tuple[int, ...] = (),
         column: Int[Tensor, "B S"] | None = None,
@@ -368,7 +368,7 @@ class TargetModel:
         """Run the decoder stack without the lm_head.
 
         Args:
-            seen: which of the cached rows and of these, S in all, each row attends to; None for the causal pattern.
+            attn_mask: which of the S rows, cached ones and these, each row attends to; None for the causal pattern.
             cache: the rows are appended to it.
             layers: the decoder layers whose outputs are wanted; a `stack` of its own gives none.
             column: the positions of all S rows; None for 0, 1, 2, … of the cached ones, and then these rows'.
@@ -376,8 +376,8 @@ class TargetModel:
         """
         layers = layers if stack is None else ()
         if self.compiled is not None and stack is None and isinstance(cache, BatchPass):
-            return TargetOutput(*self.compiled(token, position, seen, cache, column, layers), None)
-        mask = None if seen is None else self.attention_mask(seen, position, column)
+            return TargetOutput(*self.compiled(token, position, attn_mask, cache, column, layers), None)
+        mask = None if attn_mask is None else self.attention_mask(attn_mask, position, column)
         return TargetOutput(*self.forward(token, position, mask, cache, layers, stack), None)
 
     def forward(
@@ -405,23 +405,24 @@ class TargetModel:
             return last.new_zeros((*last.shape[:2], 0, last.shape[2])), last
         return torch.stack([outputs[i].to(self.device) for i in layers], 2), last
 
-    def attention_mask(self, seen: Tensor, position: Tensor, column: Tensor | None) -> Any:
+    def attention_mask(self, attn_mask: Tensor, position: Tensor, column: Tensor | None) -> Any:
         """Return transformers' form of a mask: additive and 4-d, one for each kind of layer if the kinds differ."""
         window: int | None = getattr(self.config, "sliding_window", None)
         kinds = set(getattr(self.config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
         if "sliding_attention" not in kinds or window is None:
-            return self._additive(seen)
+            return self._additive(attn_mask)
         if column is None:
-            cached = torch.arange(seen.shape[2] - seen.shape[1], device=self.device).expand(len(position), -1)
+            cached = torch.arange(attn_mask.shape[2] - attn_mask.shape[1], device=self.device).expand(len(position), -1)
             column = torch.cat([cached, position], 1)
         near = position[:, :, None] - column[:, None] < window
         if kinds == {"sliding_attention"}:
-            return self._additive(seen & near)
-        return {"full_attention": self._additive(seen), "sliding_attention": self._additive(seen & near)}
+            return self._additive(attn_mask & near)
+        return {"full_attention": self._additive(attn_mask), "sliding_attention": self._additive(attn_mask & near)}
 
-    def _additive(self, seen: Tensor) -> Tensor:
+    def _additive(self, attn_mask: Tensor) -> Tensor:
         shut = torch.finfo(self.dtype).min
-        return torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, shut)[:, None]
+        zeros = torch.zeros(attn_mask.shape, dtype=self.dtype, device=self.device)
+        return zeros.masked_fill_(~attn_mask, shut)[:, None]
 
 
 _said: set[tuple[str, int]] = set()  # by `note_unknown`: targets and how many tokens

@@ -145,8 +145,8 @@ def splits(target: TargetModel, parts: Parts, layers: int) -> bool:
     whole, split = target.cache(), target.cache()
     target.prefill(prompt, whole)
     target.prefill(prompt, split)
-    position, seen = tree.layout(chain, PROMPT)
-    hidden, _ = parts.enter(layers, chain.token, position, seen, split)
+    position, attn_mask = tree.layout(chain, PROMPT)
+    hidden, _ = parts.enter(layers, chain.token, position, attn_mask, split)
     return _close(
         parts.score_from(Entered(layers, hidden), chain, split).last_hidden, target.score(chain, whole).last_hidden
     )

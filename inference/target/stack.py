@@ -57,14 +57,14 @@ class Parts:
         layers: int,
         token: Int[Tensor, "N"],
         position: Int[Tensor, "N"],
-        seen: Bool[Tensor, "N S"],
+        attn_mask: Bool[Tensor, "N S"],
         cache: TargetCache,
         earlier: Int[Tensor, "P"] | None = None,
     ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N V"]]:
         """Run rows through the first `layers` layers, fewer than all, whose cache they are appended to.
 
-        `seen` says which of those layers' cached rows, and of these, each row attends to. `earlier` are the positions
-        of the cached rows; None for 0, 1, 2, …
+        `attn_mask` says which of the cached rows and of these each row attends to. `earlier` are the positions of the
+        cached rows; None for 0, 1, 2, …
 
         Returns:
             The states after these layers, and their logits through the final norm and the lm_head.
@@ -78,7 +78,7 @@ class Parts:
         answers: dict[nn.Module, Answer] = dict.fromkeys(self.layers[layers:], lambda hidden: hidden)
         with self._answering(answers | {self.layers[layers]: note}):
             column = None if earlier is None else torch.cat([earlier, position])[None]
-            out = self.target.run(token[None], position[None], seen[None], cache, column=column)
+            out = self.target.run(token[None], position[None], attn_mask[None], cache, column=column)
         return left[0][0], self.target.embeddings.logits(out.last_hidden[0])
 
     @torch.inference_mode()
@@ -90,10 +90,10 @@ class Parts:
         Feature layers below `entered.layers` are not run, so their outputs are not those of the full pass.
         """
         prefix = cache.length - len(drafted.token)
-        position, seen = tree.layout(drafted, prefix)
+        position, attn_mask = tree.layout(drafted, prefix)
         answers: dict[nn.Module, Answer] = dict.fromkeys(self.layers[: entered.layers], lambda hidden: hidden)
         with self._answering(answers | {self.layers[0]: lambda _: entered.hidden[None]}):
-            out = self.target.run(drafted.token[None], position[None], seen[None], cache, layers)
+            out = self.target.run(drafted.token[None], position[None], attn_mask[None], cache, layers)
         return out._replace(logits=self.target.embeddings.logits(out.last_hidden))
 
     @torch.inference_mode()
@@ -102,7 +102,7 @@ class Parts:
         skipped: Skips,
         token: Int[Tensor, "N"],
         position: Int[Tensor, "N"],
-        seen: Bool[Tensor, "N S"],
+        attn_mask: Bool[Tensor, "N S"],
         cache: TargetCache,
     ) -> Float[Tensor, "N V"]:
         """Return the logits of rows that run through all layers but without the skipped sub-layers.
@@ -112,7 +112,7 @@ class Parts:
         left_out = [_sublayers(self.layers[i])[0] for i in skipped.attention]
         left_out += [_sublayers(self.layers[i])[1] for i in skipped.mlp]
         with self._answering(dict.fromkeys(left_out, torch.zeros_like)):
-            out = self.target.run(token[None], position[None], seen[None], cache)
+            out = self.target.run(token[None], position[None], attn_mask[None], cache)
         return self.target.embeddings.logits(out.last_hidden[0])
 
     def sizes(self) -> list[tuple[int, int]]:

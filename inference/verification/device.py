@@ -42,24 +42,28 @@ class Chosen(NamedTuple):
 
 
 def present(
-    tree: DraftTree, above: Bool[Tensor, "#B N N"], depth: Int[Tensor, "B N"], room: Int[Tensor, "B"]
+    tree: DraftTree, ancestor_mask: Bool[Tensor, "#B N N"], depth: Int[Tensor, "B N"], room: Int[Tensor, "B"]
 ) -> Bool[Tensor, "B N"]:
     """Return the mask of real nodes: not padding (token -1), not below padding, not deeper than `room`."""
-    return ~(above & (tree.token < 0)[:, None]).any(-1) & (depth <= room[:, None])
+    return ~(ancestor_mask & (tree.token < 0)[:, None]).any(-1) & (depth <= room[:, None])
 
 
 def follow(
-    tree: DraftTree, above: Bool[Tensor, "#B N N"], present: Bool[Tensor, "B N"], best: Int[Tensor, "B N"], deepest: int
+    tree: DraftTree,
+    ancestor_mask: Bool[Tensor, "#B N N"],
+    present: Bool[Tensor, "B N"],
+    best: Int[Tensor, "B N"],
+    deepest: int,
 ) -> Accepted:
     """Follow the target's best token at each node while it was drafted; siblings are different tokens.
 
-    `above` are each node's ancestors, itself included, `present` the nodes that are drafted, `best` the target's own
-    tokens after them, and `deepest` is the depth of the deepest node.
+    `ancestor_mask` marks each node's ancestors, itself included, `present` the nodes that are drafted. `best` are the
+    target's own tokens after them, and `deepest` is the depth of the deepest node.
     """
     right = (tree.token == best.gather(1, tree.parent.clamp_min(0))) | (tree.parent < 0)
-    alive = ~(above & ~right[:, None]).any(-1) & present
-    last = torch.where(alive, above.sum(-1) - 1, -1).argmax(1)
-    return accepted(tree, above, last, best.gather(1, last[:, None])[:, 0], deepest)
+    alive = ~(ancestor_mask & ~right[:, None]).any(-1) & present
+    last = torch.where(alive, ancestor_mask.sum(-1) - 1, -1).argmax(1)
+    return accepted(tree, ancestor_mask, last, best.gather(1, last[:, None])[:, 0], deepest)
 
 
 def follow_on_host(
@@ -92,7 +96,7 @@ def follow_on_host(
 
 def walk(
     tree: DraftTree,
-    above: Bool[Tensor, "#B N N"],
+    ancestor_mask: Bool[Tensor, "#B N N"],
     present: Bool[Tensor, "B N"],
     choose: Callable[[Int[Tensor, "B"], int], Int[Tensor, "B"]],
     deepest: int,
@@ -113,20 +117,24 @@ def walk(
         if allow_host_sync and not bool(walks.any()):
             break
         node = torch.where(walks, child.int().argmax(1), node)
-    return accepted(tree, above, node, token, deepest)
+    return accepted(tree, ancestor_mask, node, token, deepest)
 
 
 def accepted(
-    tree: DraftTree, above: Bool[Tensor, "#B N N"], last: Int[Tensor, "B"], token: Int[Tensor, "B"], deepest: int
+    tree: DraftTree,
+    ancestor_mask: Bool[Tensor, "#B N N"],
+    last: Int[Tensor, "B"],
+    token: Int[Tensor, "B"],
+    deepest: int,
 ) -> Accepted:
     """Return the paths to the last accepted nodes, and their tokens with the `token` that comes next."""
     size, last = tree.token.shape[-1], last[:, None]
-    line = above.expand(len(last), -1, -1).take_along_dim(last[..., None], 1)[:, 0]
-    node = torch.arange(size, device=line.device)
-    path = torch.where(line, node, size).sort(1).values[:, : deepest + 1]  # parents come before children
-    path, count = torch.where(path < size, path, last), line.sum(1)
+    on_path = ancestor_mask.expand(len(last), -1, -1).take_along_dim(last[..., None], 1)[:, 0]
+    node = torch.arange(size, device=on_path.device)
+    path = torch.where(on_path, node, size).sort(1).values[:, : deepest + 1]  # parents come before children
+    path, count = torch.where(path < size, path, last), on_path.sum(1)
     after = tree.token.gather(1, torch.cat([path[:, 1:], last], 1))
-    ends = torch.arange(deepest + 1, device=line.device) == count[:, None] - 1
+    ends = torch.arange(deepest + 1, device=on_path.device) == count[:, None] - 1
     return Accepted(path, count, torch.where(ends, token[:, None], after))
 
 

@@ -64,9 +64,9 @@ def drafted(config: TreeConfig, q: Tensor, seed: int) -> Sampled:
         children = samples.sample_distinct(q[:, [row]], len(below))[:, 0]
         token[:, below] = torch.nn.functional.pad(children, (0, len(below) - children.shape[1]), value=-1)
     tree = DraftTree(token, torch.tensor(parents).expand_as(token))
-    above = ancestors(tree)
+    ancestor_mask = ancestors(tree)
     room = torch.randint(5, (B,), generator=torch.Generator().manual_seed(seed))
-    present = device.present(tree, above, above.sum(-1) - 1, room)
+    present = device.present(tree, ancestor_mask, ancestor_mask.sum(-1) - 1, room)
     return Sampled(parents, token, present, q[:, : len(inner)])
 
 
@@ -193,11 +193,11 @@ def test_one_tree_is_followed_on_the_host_as_many_are_on_the_device() -> None:
         absent = torch.rand(size, generator=generator) < (0.2 if case % 3 == 0 else 0)
         tree = DraftTree(torch.tensor([token]).masked_fill(absent, -1), torch.tensor([parent]))
         tree.token[:, 0] = 1
-        above = ancestors(tree)
-        depth, room = above.sum(-1) - 1, torch.tensor([case % 5])
+        ancestor_mask = ancestors(tree)
+        depth, room = ancestor_mask.sum(-1) - 1, torch.tensor([case % 5])
         best, deepest = torch.randint(4, (1, size), generator=generator), int(depth.max())
-        present = device.present(tree, above, depth, room)
-        accepted = device.follow(tree, above, present, best, deepest)
+        present = device.present(tree, ancestor_mask, depth, room)
+        accepted = device.follow(tree, ancestor_mask, present, best, deepest)
         ranks = device.ranks(tree).gather(1, accepted.path)
         one, its_ranks, count = device.follow_on_host(tree, best, room, deepest)
         assert torch.equal(one.path, accepted.path)

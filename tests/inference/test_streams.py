@@ -160,7 +160,7 @@ def test_the_law_in_training_is_the_law_in_decoding(name: str, layers: int | Non
             continue
         size = len(proposal.tree.token)
         for depth, node in enumerate(verified.path):
-            mine = (look_ahead.seen[:, :size] == trees.ancestors(proposal.tree)[node]).all(-1)  # they see what it sees
+            mine = (look_ahead.attn_mask[:, :size] == trees.ancestors(proposal.tree)[node]).all(-1)
             expected = laws[0, 9 + root + depth][: int(mine.sum())]
             torch.testing.assert_close(verified.look_ahead[mine], expected, rtol=near, atol=near)
             compared += int(mine.sum())
@@ -210,10 +210,10 @@ def test_streams_that_no_tree_would_read_do_not_ride() -> None:
     drafter = source(TreeConfig("chain", 2, 0, 0, [], [])).start([1])
     look_ahead = drafter.look_ahead(trees.root(1, torch.device("cpu")), 9)
     assert look_ahead.offset.tolist() == [1, 2]
-    assert look_ahead.seen.tolist() == [[True, True, False], [True, True, True]]
+    assert look_ahead.attn_mask.tolist() == [[True, True, False], [True, True, True]]
     tree = DraftTree(torch.tensor([1, 2]), torch.tensor([-1, 0]))
     assert drafter.look_ahead(tree, 3).offset.tolist() == [1, 2, 2]  # (1, 2) would draft at depth 4
-    assert drafter.look_ahead(tree, 3).seen[2].tolist() == [True, True, False, False, True]
+    assert drafter.look_ahead(tree, 3).attn_mask[2].tolist() == [True, True, False, False, True]
 
 
 def test_the_gradient_reaches_the_streams_alone() -> None:

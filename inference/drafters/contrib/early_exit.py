@@ -89,8 +89,8 @@ class Drafting:
     def begin(self, root: int) -> LevelOutput:
         """Run the root."""
         token = torch.tensor([root], device=self.device)
-        seen = torch.ones(1, 1, dtype=torch.bool, device=self.device)
-        return self.run(token, [-1], token.new_tensor([self.prefix]), seen)
+        attn_mask = torch.ones(1, 1, dtype=torch.bool, device=self.device)
+        return self.run(token, [-1], token.new_tensor([self.prefix]), attn_mask)
 
     def expand(self, state: None, level: LevelOutput, nodes: Nodes) -> LevelOutput:
         """Run the next tree level of one sequence; every node sees the root besides what its mask says."""
@@ -111,24 +111,25 @@ class Drafting:
             rows.append(row)
         if leaves:
             ancestors = trees.ancestors(tree)[leaves]
-            seen = ancestors.new_zeros(len(leaves), self.count + len(leaves))
+            attn_mask = ancestors.new_zeros(len(leaves), self.count + len(leaves))
             leaf, ancestor = ancestors.nonzero(as_tuple=True)
-            seen[leaf, torch.tensor(rows, device=seen.device)[ancestor]] = True  # siblings of one token share a row
+            # Siblings of one token share a row.
+            attn_mask[leaf, torch.tensor(rows, device=attn_mask.device)[ancestor]] = True
             above = [rows[parent] for parent in tree.parent[leaves].tolist()]
-            self.run(tree.token[leaves], above, self.prefix + ancestors.sum(-1) - 1, seen)
+            self.run(tree.token[leaves], above, self.prefix + ancestors.sum(-1) - 1, attn_mask)
         self.cache.keep(self.prefix, rows, self.layers)
         return Entered(self.layers, torch.cat(self.hidden)[rows])
 
     def run(
-        self, token: Int[Tensor, "N"], above: list[int], position: Int[Tensor, "N"], seen: Bool[Tensor, "N M"]
+        self, token: Int[Tensor, "N"], above: list[int], position: Int[Tensor, "N"], attn_mask: Bool[Tensor, "N M"]
     ) -> LevelOutput:
         """Run rows, given the numbers of their parents' rows, and which of the M drafted rows so far each sees."""
         first = self.count
         keys = zip(above, token.tolist(), strict=True)
         self.number.update((key, first + i) for i, key in enumerate(keys))
-        committed = seen.new_ones(len(seen), self.prefix)
+        committed = attn_mask.new_ones(len(attn_mask), self.prefix)
         hidden, logits = self.parts.enter(
-            self.layers, token, position, torch.cat([committed, seen], 1), self.cache, self.position
+            self.layers, token, position, torch.cat([committed, attn_mask], 1), self.cache, self.position
         )
         self.position = torch.cat([self.position, position])
         self.hidden.append(hidden)

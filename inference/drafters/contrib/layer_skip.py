@@ -94,9 +94,9 @@ def forecast(parts: Parts, skips: Skips, text: Text) -> tuple[list[bool], list[f
     device = parts.target.device
     position = torch.arange(text.prompt - 1, size - 1, device=device)
     before = torch.arange(size, device=device) < position[:, None]
-    seen = torch.cat([before, torch.eye(len(position), dtype=torch.bool, device=device)], 1)
+    attn_mask = torch.cat([before, torch.eye(len(position), dtype=torch.bool, device=device)], 1)
     token = torch.tensor(text.token, device=device)
-    probs = parts.skim(skips, token[position], position, seen, text.cache).float().softmax(-1)
+    probs = parts.skim(skips, token[position], position, attn_mask, text.cache).float().softmax(-1)
     text.cache.keep(size, [])
     sure, drafted = probs.max(-1)
     return (drafted == token[position + 1]).tolist(), sure.tolist()
@@ -244,8 +244,8 @@ class LayerSkip(Drafter, DrafterState):
         q: list[torch.Tensor] = []
         while len(q) < min(self.depth, context.room):
             position = torch.tensor([prefix + len(q)], device=device)
-            seen = torch.ones(1, prefix + len(q) + 1, dtype=torch.bool, device=device)
-            logits = self.parts.skim(self.skips, chain[-1:], position, seen, cache)
+            attn_mask = torch.ones(1, prefix + len(q) + 1, dtype=torch.bool, device=device)
+            logits = self.parts.skim(self.skips, chain[-1:], position, attn_mask, cache)
             q.append(distribution(logits, context.sampling))
             token = context.rng.sample_distinct(q[-1], 1, len(q))[0]
             chain = torch.cat([chain, token])

@@ -110,11 +110,11 @@ class Streams(nn.Module):
             is depth d, so its teacher is the target's distribution at row t+d. No gradient reaches the teachers.
         """
         target, streams, width = self._frozen[0], self.config.streams, token.shape[1]
-        position, seen, source, stream = beside(document, anchor, streams)
+        position, attn_mask, source, stream = beside(document, anchor, streams)
         # A stream behind the context has no teacher, and learned positions end there.
         position = position.clamp_max(target.context - 1)
         tokens = torch.cat([token, token.gather(1, source)], 1)
-        states = target.run(tokens, position, seen, None, stack=self.stack(source, stream)).last_hidden
+        states = target.run(tokens, position, attn_mask, None, stack=self.stack(source, stream)).last_hidden
         draft = target.embeddings.logits(states[:, width:]).unflatten(1, (-1, streams))
         with torch.no_grad():
             last = states[:, :width].detach()
@@ -314,9 +314,9 @@ class StreamsState(DrafterState):
         if not len(stream):
             return None
         among = earlier_streams(size, self.depth, node.device)[fits][:, fits]
-        seen = torch.cat([ancestors[self.node], among], 1)
+        attn_mask = torch.cat([ancestors[self.node], among], 1)
         stack = self.streams.stack(self.node[None], stream)
-        return LookAhead(tree.token[self.node], offset[fits], seen, stack)
+        return LookAhead(tree.token[self.node], offset[fits], attn_mask, stack)
 
 
 class Drafted:
