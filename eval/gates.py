@@ -40,7 +40,7 @@ from inference.decode import Generation, Settings, reference
 from inference.drafters.plain import Plain
 from inference.protocol import Commit, Context, Drafter, Proposal
 from inference.session import Session
-from inference.step import fits
+from inference.step import supports
 from inference.target.cache import TargetCache
 from inference.target.target import Target
 from inference.verification import tree as trees
@@ -256,10 +256,10 @@ def _prefix(target: Target, drafter: Drafter, prompt: list[int], answer: list[in
 def _scored(session: Session, proposal: Proposal) -> Float[Tensor, "N V"]:
     """Return the target's processed logits after each node, and drop the nodes' KV entries again."""
     session.cache.snapshot()
-    if proposal.entered is None:
+    if proposal.first_layers is None:
         out = session.target.score(proposal.tree, session.cache, proposal.look_ahead)
     else:
-        out = session.target.parts.score_from(proposal.entered, proposal.tree, session.cache)
+        out = session.target.parts.score_from(proposal.first_layers, proposal.tree, session.cache)
     session.cache.keep(len(session.context) - 1, [])
     assert out.logits is not None
     return session.processed(out.logits[0, : len(proposal.tree.token)], proposal.tree)
@@ -267,7 +267,7 @@ def _scored(session: Session, proposal: Proposal) -> Float[Tensor, "N V"]:
 
 def _batched(session: Session) -> bool:
     """Whether the drafts of a session's source are verified for whole batches on the device, by rules of their own."""
-    return fits(session.target, [session]) and session.drafter.clones(1)[1] is not None
+    return supports(session.target, [session]) and session.drafter.clones(1)[1] is not None
 
 
 def _samples(prefix: Prefix, settings: Settings, seeds: str, count: int) -> list[int]:
@@ -298,7 +298,7 @@ def _stepped(prefix: Prefix, settings: Settings, seeds: str, count: int, size: i
         return []
     batch.reserve(entries(target, *room))
     for slot in range(size):
-        one = _session(target, batch.free.pop(), prompt, answer, settings, batch.cache.enter(slot))
+        one = _session(target, batch.free.pop(), prompt, answer, settings, batch.cache.allocate(slot))
         _enter(one)
         batch.slots.append(Running(slot, one, 0.0))
     assert batch.drafts is not None

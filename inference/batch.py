@@ -11,22 +11,22 @@ from heads.common.progress import tick
 from inference.limits import check_memory, check_size, free_memory
 from inference.protocol import DraftBatch, Drafter, Proposal, vacant
 from inference.service import Service
-from inference.session import TREE, Generation, Session, Settings
-from inference.step import DeviceStep, fits
+from inference.session import TREE_ENTRIES, Generation, Session, Settings
+from inference.step import DeviceStep, supports
 from inference.target.cache import round_up_kv_length
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from inference.verification.verify import AUTO, COUPLED, is_lossy
 
 T = TypeVar("T")
-KEPT = 8  # batches, with their graphs and caches, that wait for more requests: one for each drafter
+MAX_IDLE_BATCHES = 8  # batches, with their graphs and caches, that wait for more requests: one for each drafter
 TRIAL = Settings(3, GREEDY, min_new_tokens=3)  # of a drafter that is to take another's place
 
 
 class Running(NamedTuple):
-    """A sequence in the batch: its request's number, its session, and when it came."""
+    """A sequence in the batch: its request's index, its session, and when it came."""
 
-    number: int
+    request_index: int
     session: Session
     began: float
 
@@ -68,7 +68,7 @@ class Batch:
         """The sequences being decoded, by slot."""
         return [sequence for sequence in self.slots if sequence is not None]
 
-    def admit(self, number: int, prompt: list[int], settings: Settings) -> Generation:
+    def admit(self, request_index: int, prompt: list[int], settings: Settings) -> Generation:
         """Prefill a request's prompt beside the others; return what will hold its answer."""
         if self.service is not None and settings.rule not in (AUTO, COUPLED) and not is_lossy(settings.rule):
             raise ValueError(
@@ -79,14 +79,14 @@ class Batch:
         began = time.perf_counter()
         self.reserve(entries(self.target, prompt, settings))
         slot = vacant(self.slots)
-        session = Session(self.target, self.free.pop(), prompt, settings, self.cache.enter(slot))
+        session = Session(self.target, self.free.pop(), prompt, settings, self.cache.allocate(slot))
         session.prefill()
-        self.slots[slot : slot + 1] = [Running(number, session, began)]
+        self.slots[slot : slot + 1] = [Running(request_index, session, began)]
         return session.generation
 
     def reserve(self, capacity: int) -> None:
         """Have room for texts of so many tokens and a tree behind each, so that nothing grows while one is decoded."""
-        tree = TREE if self.drafts is None else max(TREE, self.drafts.nodes)
+        tree = TREE_ENTRIES if self.drafts is None else max(TREE_ENTRIES, self.drafts.nodes)
         self.capacity = max(self.capacity, capacity)
         self.cache.storage.reserve(self.capacity + tree if self.capacity else 0)
         if self.drafts is not None:
@@ -103,7 +103,7 @@ class Batch:
 
     def fill_vacant(self) -> None:
         """Let the last sequences take the slots that nobody was admitted to."""
-        for source, slot in filled(self.slots):
+        for source, slot in vacancy_moves(self.slots):
             self.cache.move(source, slot)
             if self.drafts is not None:
                 self.drafts.move(source, slot, self.cache.active[slot].length)
@@ -153,14 +153,14 @@ class Batch:
         self.fill_vacant()
         sessions = [sequence.session for sequence in self.running]
         if self.device_step is not None:
-            if fits(self.target, sessions):
+            if supports(self.target, sessions):
                 self.device_step.step(sessions)
                 return
             self.device_step.current = []
         proposals = self.propose(sessions)
-        # A draft whose nodes have entered already, or whose look-ahead tokens run through other layers, shares no pass.
+        # A draft that has run through the first layers, or whose look-ahead tokens run through others, shares no pass.
         unshared = any(
-            draft.entered is not None or (draft.look_ahead and draft.look_ahead.stack) for draft in proposals
+            draft.first_layers is not None or (draft.look_ahead and draft.look_ahead.stack) for draft in proposals
         )
         switch = self.target.switch
         divided = switch is not None and not switch.shared([session.prefix for session in sessions])
@@ -189,7 +189,7 @@ class Batch:
         return proposals
 
 
-def filled(slots: list[T | None]) -> Iterator[tuple[int, int]]:
+def vacancy_moves(slots: list[T | None]) -> Iterator[tuple[int, int]]:
     """Fill vacant slots with the last sequences; yield from which slot to which each moves."""
     while None in slots:
         last, slot = slots.pop(), vacant(slots)
@@ -233,7 +233,7 @@ def release(target: Target, drafter: Drafter | Service, batch: Batch) -> None:
     if batch.device_step is None or batch.device_step.graphs is None or not batch.device_step.graphs.captured:
         return
     target.idle[drafter] = batch
-    while target.idle and (len(target.idle) > KEPT or crowded(target.idle.values())):
+    while target.idle and (len(target.idle) > MAX_IDLE_BATCHES or crowded(target.idle.values())):
         del target.idle[next(iter(target.idle))]
 
 

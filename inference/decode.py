@@ -109,19 +109,19 @@ def _several(
     reported = [0] * len(requests)
     while waiting or batch.running:
         if waiting and batch.free:
-            number, (prompt, settings) = waiting.popleft()
-            generations[number] = batch.admit(number, prompt, settings)
+            request_index, (prompt, settings) = waiting.popleft()
+            generations[request_index] = batch.admit(request_index, prompt, settings)
         else:
             batch.step()
         if on_tokens is not None:
             for sequence in batch.running:
-                begin, generation = reported[sequence.number], sequence.session.generation
+                begin, generation = reported[sequence.request_index], sequence.session.generation
                 if len(generation.tokens) > begin:  # those beside a newcomer have nothing new
-                    on_tokens(sequence.number, generation.tokens[begin:], generation.sources[begin:])
-                    reported[sequence.number] = len(generation.tokens)
+                    on_tokens(sequence.request_index, generation.tokens[begin:], generation.sources[begin:])
+                    reported[sequence.request_index] = len(generation.tokens)
         batch.release()
     release(target, drafter, batch)
-    return [generations[number] for number in range(len(requests))]
+    return [generations[request_index] for request_index in range(len(requests))]
 
 
 def autoregress(target: Target, prompt: list[int], settings: Settings, on_tokens: OnTokens | None = None) -> Generation:

@@ -10,7 +10,7 @@ from torch import Tensor
 from heads.base import DraftHead, Features
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
-from inference.target.stack import Entered
+from inference.target.stack import FirstLayersOutput
 from inference.tree_config import TreeConfig
 from inference.verification.rng import Rng, Samples
 from inference.verification.sample import Sampling
@@ -24,7 +24,7 @@ class Context(NamedTuple):
 
     No node or look-ahead token may lie deeper than `room`: there the target's context or the answer ends. `cache` holds
     the target's entries before the last token. Only a source that drafts with the target itself writes to it: entries
-    behind the committed ones, which it drops again, or hands on as `Proposal.entered`.
+    behind the committed ones, which it drops again, or hands on as `Proposal.first_layers`.
     """
 
     token: list[int]
@@ -37,15 +37,15 @@ class Context(NamedTuple):
 class Proposal(NamedTuple):
     """A tree rooted at the last token; the probs q its children were sampled from, if they were; look-ahead tokens.
 
-    Siblings are in the order in which they were sampled, without replacement. `entered` says that all nodes have run
-    through the target's first layers; then there are no look-ahead tokens. `expected` is how many drafted tokens the
+    Siblings are in the order in which they were sampled, without replacement. `first_layers` is given if all nodes have
+    run through the target's first layers; then there are no look-ahead tokens. `expected` is how many drafted tokens the
     source expects to be accepted, 0 of one that does not know (see `Drafter.scores`).
     """
 
     tree: DraftTree
     q: Float[Tensor, "N V"] | None = None
     look_ahead: LookAhead | None = None
-    entered: Entered | None = None
+    first_layers: FirstLayersOutput | None = None
     expected: float = 0.0
 
 
@@ -135,7 +135,7 @@ class DraftBatch(Protocol):
         chain: whether the step's trees are chains, so that an accepted path is their beginning.
         sampled: the parents of the nodes of the shape whose children are sampled in the step where roots say so, the
             root's -1; None where all trees are filled by rank.
-        form: what tells the step's trees from those of other steps.
+        tree_key: what tells the step's trees from those of other steps.
     """
 
     feature_layers: tuple[int, ...] = ()
@@ -143,7 +143,7 @@ class DraftBatch(Protocol):
     nodes: int = 1
     chain: bool = True
     sampled: tuple[int, ...] | None = None
-    form: int = 0
+    tree_key: int = 0
 
     @property
     def nbytes(self) -> int:

@@ -21,7 +21,7 @@ from inference.verification.sample import Sampling, penalize
 from inference.verification.tree import DraftTree
 from inference.verification.verify import COUPLED, check_rule, decide
 
-TREE = 64  # entries of the cache behind a text, for trees of sources that do not say how many they need
+TREE_ENTRIES = 64  # entries of the cache behind a text, for trees of sources that do not say how many they need
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Session:
         self.layers = drafter.feature_layers
         self.state: DrafterState  # the drafter's for this sequence, from the prefill on
         self.limit = min(settings.max_new_tokens, target.context - len(prompt))
-        self.cache = target.cache(len(prompt) + self.limit + TREE) if cache is None else cache
+        self.cache = target.cache(len(prompt) + self.limit + TREE_ENTRIES) if cache is None else cache
         self.context = list(prompt)
         self.rng = CoupledRng(settings.seed, target.device, self.context)  # of verification
         self.drafting: Rng = self.rng
@@ -232,10 +232,10 @@ class Session:
         begin = self.clock()
         if self.target.switch is not None and self.target.switch.recomputes(self.prefix):
             out = self.renew()
-        elif proposal.entered is None:
+        elif proposal.first_layers is None:
             out = self.target.score(proposal.tree, self.cache, proposal.look_ahead, self.layers)
         else:
-            out = self.target.parts.score_from(proposal.entered, proposal.tree, self.cache, self.layers)
+            out = self.target.parts.score_from(proposal.first_layers, proposal.tree, self.cache, self.layers)
         self.commit(proposal, out, self.clock() - begin)
 
     def renew(self) -> TargetOutput:

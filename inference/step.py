@@ -3,7 +3,7 @@
 What a step decides stays on the device, in buffers of all slots that are written in place, and its shapes follow from
 the tree's policy and the sizes at hand alone. The host reads one small tensor a step: how many tokens each sequence
 commits, and which. `Session` with the rules of inference/verification/rules.py is the reference that this is tested
-against, and the way of the sources and settings that `fits` does not name. Both read the same counter-based numbers.
+against, and it decodes what `supports` refuses. Both read the same counter-based random numbers.
 """
 
 import struct
@@ -80,7 +80,7 @@ class SlotRoots(Roots):
         return (distribution(logits, self.sampling) / self.noise[:, depth - 1 : depth]).log()
 
 
-def fits(target: Target, sessions: Sequence[Session]) -> bool:
+def supports(target: Target, sessions: Sequence[Session]) -> bool:
     """Return whether sequences are decoded by steps on the device: all sampled alike, by a lossless rule.
 
     The target must take a batch's masks, its positions must mean the same at every length, and no pass is kept. What
@@ -122,17 +122,17 @@ class GraphKey(NamedTuple):
     """What tells the shapes and branches of a step's stages from those of others.
 
     Attributes:
-        held: columns of its cache that the head reads.
+        head_kv_length: entries of its KV cache that the head reads.
         sampling, rule, gaps: of the settings.
-        masks_end: whether an answer may not end yet.
+        masks_eos: whether an answer may not end yet.
         policy: which tree is drafted.
     """
 
-    held: int
+    head_kv_length: int
     sampling: Sampling
     rule: str
     gaps: bool
-    masks_end: bool
+    masks_eos: bool
     policy: int
 
 
@@ -144,20 +144,20 @@ class DeviceStep:
             all slots take part, and the host reads what was committed when everything is done. Else it reads first,
             and no more is computed than was committed.
         graphs: what captures the stages, None: they run as they are.
-        forms: of the compiled stages.
+        compiled_stages: what calls the compiled stages.
     """
 
     def __init__(self, target: Target, cache: BatchCache, drafts: DraftBatch) -> None:
         self.target, self.cache, self.drafts = target, cache, drafts
         self.static = target.device.type == "cuda"
         self.graphs = Graphs(target.device) if target.captures else None
-        self.forms = StageCache()
+        self.compiled_stages = StageCache()
         self.slots: Slots | None = None
-        self.ends: Tensor | None = None  # which tokens "V" end an answer
-        self.masks_end = False  # whether an answer of these may not end at once
+        self.eos_mask: Tensor | None = None  # which tokens "V" end an answer
+        self.masks_eos = False  # whether an answer of these may not end at once
         self.current: list[Session] = []  # whose state the slots hold
 
-    def enter(self, sessions: Sequence[Session]) -> None:
+    def load_slots(self, sessions: Sequence[Session]) -> None:
         """Write the state of sequences to the slots: others came or left, or these were decoded in another way."""
         check_size(self.target, self.drafts.nodes, sessions[0].drafter.name)
         seen_by_slot = [session.seen_tokens() for session in sessions]
@@ -169,7 +169,7 @@ class DeviceStep:
         for slot, seen_tokens in enumerate(seen_by_slot):
             if seen_tokens is not None:
                 slots.seen_tokens[slot] = seen_tokens
-        self.masks_end = bool(self.target.eos) and any(session.settings.min_new_tokens for session in sessions)
+        self.masks_eos = bool(self.target.eos) and any(session.settings.min_new_tokens for session in sessions)
         self.drafts.catch_up([session.cache.length for session in sessions])
         self.current = list(sessions)
 
@@ -183,16 +183,16 @@ class DeviceStep:
                 )
                 seen_tokens = torch.zeros(self.cache.storage.size, vocab, dtype=torch.bool, device=on)
                 self.slots = Slots(root, length, room, min_tokens_left, active, key, seen_tokens)
-        if self.ends is None:
-            self.ends = torch.zeros(self.target.embeddings.vocab_size, dtype=torch.bool, device=on)
-            self.ends[sorted(self.target.eos)] = True
+        if self.eos_mask is None:
+            self.eos_mask = torch.zeros(self.target.embeddings.vocab_size, dtype=torch.bool, device=on)
+            self.eos_mask[sorted(self.target.eos)] = True
         return self.slots
 
     @torch.inference_mode()
     def step(self, sessions: Sequence[Session]) -> None:
         """Decode one step of sequences, in the order of their slots."""
         if len(sessions) != len(self.current) or any(a is not b for a, b in zip(sessions, self.current, strict=True)):
-            self.enter(sessions)
+            self.load_slots(sessions)
         assert self.slots is not None
         phase_timer, settings = PhaseTimer(self.target.device), sessions[0].settings
         greedy = settings.sampling.temperature == 0
@@ -206,7 +206,7 @@ class DeviceStep:
             self.graphs.keep([*self.slots, *self.cache.storage.blocks, *self.drafts.tensors()])
         if self.compiles:
             buffers = [*self.cache.storage.blocks, *self.drafts.tensors(), *self.target.embeddings.kept_rows()]
-            self.forms.keep([*self.slots, *buffers])
+            self.compiled_stages.keep([*self.slots, *buffers])
         kv_length = self.kv_length(longest)
         result, out, accepted = self.run(slots, kv_length, settings, phase_timer)
         rows = result.tolist()  # the one place where the host waits for the device
@@ -216,8 +216,8 @@ class DeviceStep:
         emitting = time.perf_counter() - begin
         if not self.static and not all(session.generation.finish for session in sessions):
             phase_timer.mark(None)  # what the host did since is counted by its own clock
-            most = accepted.path.shape[1] if self.compiles else max(row[0] for row in rows)
-            self.commit(slots, out, accepted, most, self.form(kv_length, settings), phase_timer)
+            max_committed = accepted.path.shape[1] if self.compiles else max(row[0] for row in rows)
+            self.commit(slots, out, accepted, max_committed, self.graph_key(kv_length, settings), phase_timer)
         seconds = phase_timer.seconds()
         seconds["other"] += emitting  # meanwhile a device waits
         for session, step in zip(sessions, steps, strict=True):
@@ -241,36 +241,42 @@ class DeviceStep:
         """Whether the stages are captured in graphs, whose shapes must stay the same."""
         return self.static and self.graphs is not None
 
-    def form(self, kv_length: int, settings: Settings) -> GraphKey:
+    def graph_key(self, kv_length: int, settings: Settings) -> GraphKey:
         """Return what tells the shapes and branches of a step's stages from those of others."""
-        # Of compiled shapes there are few: a head reads all columns that its rows may come to.
-        held = round_up_kv_length(self.cache.storage.capacity) if self.compiles and not self.static else kv_length
-        return GraphKey(held, settings.sampling, settings.rule, settings.gaps, self.masks_end, self.drafts.form)
+        # Compiled shapes are few: the head reads all entries that a sequence may come to have.
+        head_kv_length = (
+            round_up_kv_length(self.cache.storage.capacity) if self.compiles and not self.static else kv_length
+        )
+        return GraphKey(
+            head_kv_length, settings.sampling, settings.rule, settings.gaps, self.masks_eos, self.drafts.tree_key
+        )
 
-    def launch(self, form: GraphKey, stage: Stage, *args: Any) -> Any:
-        """Run a stage of a step of this form."""
+    def launch(self, graph_key: GraphKey, stage: Stage, *args: Any) -> Any:
+        """Run a stage of a step under its graph key."""
         run = stage
         if self.compiles and stage in (DeviceStep.draft, DeviceStep.extend, DeviceStep.advance_and_extend):
-            run = partial(self.forms, (stage, *form), compiled(stage, self.target.device.type))
+            run = partial(self.compiled_stages, (stage, *graph_key), compiled(stage, self.target.device.type))
         if not self.captures:
             return run(self, *args)
         assert self.graphs is not None
-        return self.graphs((stage, *form), run, self, *args)
+        return self.graphs((stage, *graph_key), run, self, *args)
 
     def run(
         self, slots: Slots, kv_length: int, settings: Settings, phase_timer: PhaseTimer
     ) -> tuple[Int[Tensor, "B X"], TargetOutput, Accepted]:
         """Run a step on the device; return what the host reads, and what is left to commit."""
-        form = self.form(kv_length, settings)
-        drafted = self.launch(form, DeviceStep.draft, self.slots if self.compiles else slots, form.held, settings)
+        graph_key = self.graph_key(kv_length, settings)
+        drafted = self.launch(
+            graph_key, DeviceStep.draft, self.slots if self.compiles else slots, graph_key.head_kv_length, settings
+        )
         if self.compiles:
             drafted = drafted.first(len(slots.root))
         phase_timer.mark("draft")
         inner = None if self.captures else phase_timer  # no graph holds the time that passes in it
-        out, result, accepted = self.launch(form, DeviceStep.evaluate, slots, drafted, kv_length, settings, inner)
+        out, result, accepted = self.launch(graph_key, DeviceStep.evaluate, slots, drafted, kv_length, settings, inner)
         phase_timer.mark("verify" if self.captures else "other")
         if self.static:
-            self.commit(slots, out, accepted, accepted.path.shape[1], form, phase_timer)
+            self.commit(slots, out, accepted, accepted.path.shape[1], graph_key, phase_timer)
         return result, out, accepted
 
     def draft(self, slots: Slots, kv_length: int, settings: Settings) -> Drafted:
@@ -295,7 +301,7 @@ class DeviceStep:
         slots: Slots,
         drafted: Drafted,
         present: Bool[Tensor, "B N"],
-        scores: Float[Tensor, "B N V"],
+        logits: Float[Tensor, "B N V"],
         settings: Settings,
     ) -> Accepted:
         """Verify sampled drafts by the rule for them; the next token is sampled by the noise of its position."""
@@ -306,7 +312,7 @@ class DeviceStep:
         assert on_device is not None
         draft = device.Sampled(self.drafts.sampled, tree.token, present, drafted.q)
         p, accept_keys = (
-            distribution(scores, settings.sampling),
+            distribution(logits, settings.sampling),
             hash_key(hash_key(slots.key, ACCEPT_KEY), slots.length + 1),
         )
         uniforms = uniform(accept_keys[:, None], torch.arange(p.shape[1], device=p.device))
@@ -327,10 +333,10 @@ class DeviceStep:
     ) -> tuple[TargetOutput, Int[Tensor, "B X"], Accepted]:
         """Run the target over the trees and choose what is accepted: one stage, for scores are too large to keep."""
         out = self.forward(slots, drafted, kv_length)
-        scores = self.processed(slots, drafted, out, settings.sampling)
+        logits = self.processed(slots, drafted, out, settings.sampling)
         if phase_timer is not None:
             phase_timer.mark("verify")
-        return out, *self.accept(slots, drafted, scores, settings)
+        return out, *self.accept(slots, drafted, logits, settings)
 
     def forward(self, slots: Slots, drafted: Drafted, kv_length: int) -> TargetOutput:
         """Run the target over the trees, whose entries come behind each sequence's own."""
@@ -360,58 +366,58 @@ class DeviceStep:
             path = torch.where(drafted.ancestor_mask, drafted.tree.token[:, None], slots.root[:, None, None])
             seen_tokens = slots.seen_tokens[:, None].expand(-1, logits.shape[1], -1).scatter(2, path.clamp_min(0), True)
             logits = penalize(logits, seen_tokens, sampling)
-        if self.masks_end:
-            assert self.ends is not None
+        if self.masks_eos:
+            assert self.eos_mask is not None
             early = (drafted.depth < slots.min_tokens_left[:, None])[..., None]
-            logits = logits.masked_fill(early & self.ends, float("-inf"))
+            logits = logits.masked_fill(early & self.eos_mask, float("-inf"))
         return logits
 
     def choose(
         self,
         slots: Slots,
         drafted: Drafted,
-        scores: Float[Tensor, "B N V"],
+        logits: Float[Tensor, "B N V"],
         sampling: Sampling,
         node: Int[Tensor, "B"],
         depth: int,
     ) -> Int[Tensor, "B"]:
         """Return the target's tokens after nodes at a depth: the winners under the noise of the next positions."""
-        probs = distribution(scores[torch.arange(len(node), device=node.device), node], sampling)
+        probs = distribution(logits[torch.arange(len(node), device=node.device), node], sampling)
         if drafted.noise is None:
             return (probs / exponential_noise(slots.key, slots.length + 1 + depth, probs.shape[-1])).argmax(-1)
         return (probs / drafted.noise[:, depth]).argmax(-1)
 
     def accept(
-        self, slots: Slots, drafted: Drafted, scores: Float[Tensor, "B N V"], settings: Settings
+        self, slots: Slots, drafted: Drafted, logits: Float[Tensor, "B N V"], settings: Settings
     ) -> tuple[Int[Tensor, "B X"], Accepted]:
         """Return what the host reads of a step, and the accepted paths."""
         tree, ancestor_mask, depths, _, q = drafted
         greedy = settings.sampling.temperature == 0
 
-        choose = partial(self.choose, slots, drafted, scores, settings.sampling)
+        choose = partial(self.choose, slots, drafted, logits, settings.sampling)
         if not self.drafts.deepest:  # nothing to accept
             root = torch.zeros_like(tree.token)
-            token = argmax(scores) if greedy else choose(root[:, 0], 0)[:, None]
+            token = argmax(logits) if greedy else choose(root[:, 0], 0)[:, None]
             accepted = Accepted(root, slots.active, token)
             results = [slots.active[:, None], root, token, root]
         else:
             if greedy and not self.static and len(tree.token) == 1:
-                accepted, ranks, count = device.follow_on_host(tree, argmax(scores), slots.room, self.drafts.deepest)
+                accepted, ranks, count = device.follow_on_host(tree, argmax(logits), slots.room, self.drafts.deepest)
             else:
                 present = device.present(tree, ancestor_mask, depths, slots.room)
                 if greedy:
-                    accepted = device.follow(tree, ancestor_mask, present, argmax(scores), self.drafts.deepest)
+                    accepted = device.follow(tree, ancestor_mask, present, argmax(logits), self.drafts.deepest)
                 elif q is None or verify.RULES[self.rule(settings)].on_device is None:  # a rule that reads no q
                     accepted = device.walk(
                         tree, ancestor_mask, present, choose, self.drafts.deepest, allow_host_sync=not self.static
                     )
                 else:
-                    accepted = self.verified(slots, drafted, present, scores, settings)
+                    accepted = self.verified(slots, drafted, present, logits, settings)
                 accepted = accepted._replace(committed=accepted.committed * slots.active)
                 ranks, count = device.ranks(tree).gather(1, accepted.path), present.sum(1) - 1
             results = [accepted.committed[:, None], count[:, None], accepted.token, ranks]
         if settings.gaps:
-            best_two = scores.take_along_dim(accepted.path[..., None], 1).float().topk(2).values
+            best_two = logits.take_along_dim(accepted.path[..., None], 1).float().topk(2).values
             results.append((best_two[..., 0] - best_two[..., 1]).view(torch.int32).long())
         return torch.cat(results, 1), accepted
 
@@ -420,34 +426,34 @@ class DeviceStep:
         slots: Slots,
         out: TargetOutput,
         accepted: Accepted,
-        most: int,
-        form: GraphKey,
+        max_committed: int,
+        graph_key: GraphKey,
         phase_timer: PhaseTimer,
     ) -> None:
         """Move the slots on by what was accepted, and hand the drafts their rows.
 
-        `most` is at least how many tokens any sequence commits.
+        `max_committed` is at least how many tokens any sequence commits.
         """
         count = accepted.committed
         if self.compiles and not self.static and len(count) == self.cache.storage.size:  # no slot stands idle
             assert self.slots is not None
-            self.launch(form, DeviceStep.advance_and_extend, self.slots, out.hidden, out.last_hidden, accepted)
+            self.launch(graph_key, DeviceStep.advance_and_extend, self.slots, out.hidden, out.last_hidden, accepted)
             phase_timer.mark("draft")
             return
-        features = self.launch(form, DeviceStep.advance, slots, out, accepted, most)
+        features = self.launch(graph_key, DeviceStep.advance, slots, out, accepted, max_committed)
         phase_timer.mark("other")
         if features is None:
             return
         if (idle := self.cache.storage.size - len(count)) and self.compiles:
             features = Features(*(pad(rows, (0, 0) * (rows.ndim - 1) + (0, idle)) for rows in features[:4]))
             count = pad(count, (0, idle))
-        self.launch(form, DeviceStep.extend, features, count)
+        self.launch(graph_key, DeviceStep.extend, features, count)
         phase_timer.mark("draft")
 
-    def advance(self, slots: Slots, out: TargetOutput, accepted: Accepted, most: int) -> Features | None:
+    def advance(self, slots: Slots, out: TargetOutput, accepted: Accepted, max_committed: int) -> Features | None:
         """Compact the cache to the accepted paths and move the slots on; return the rows that drafts learn of."""
-        step = torch.arange(most, device=accepted.path.device)
-        path, token = accepted.path[:, :most], accepted.token[:, :most]
+        step = torch.arange(max_committed, device=accepted.path.device)
+        path, token = accepted.path[:, :max_committed], accepted.token[:, :max_committed]
         row = torch.arange(len(path), device=step.device)[:, None]
         if not self.drafts.chain:
             first = slots.length[:, None]

@@ -100,7 +100,7 @@ class BatchedState(DrafterState):
     def update(self, commit: Commit) -> None:
         """Enter the batch with a prompt's rows, or keep other rows for the next draft."""
         if commit.verified is None:
-            self.batch.enter(self, commit)
+            self.batch.start_sequence(self, commit)
         else:
             self.commit = commit
 
@@ -138,7 +138,7 @@ class HeadBatch:
         """Choose the tree for so many sequences."""
         self.policy = self.schedule.at(running)
         self.deepest = 0 if self.policy is None else min(self.policy.deepest, self.head.max_depth)
-        self.chain, self.form = self.policy is None or self.policy.kind == "chain", id(self.policy)
+        self.chain, self.tree_key = self.policy is None or self.policy.kind == "chain", id(self.policy)
         self.sampled = None if self.policy is None else sampled_shape(self.policy, self.head.max_depth)
 
     def begin(self, running: int, longest: int) -> None:
@@ -161,7 +161,7 @@ class HeadBatch:
         return self.buffers.each(lambda buffer: buffer[:count])
 
     @torch.inference_mode()
-    def enter(self, state: BatchedState, commit: Commit) -> None:
+    def start_sequence(self, state: BatchedState, commit: Commit) -> None:
         """Take a sequence into the first vacant slot."""
         token, slot = commit.token[None], vacant(self.states)
         if self.cache is None and self.head.has_kv_cache:

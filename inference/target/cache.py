@@ -273,7 +273,7 @@ class BatchCache:
         self.storage, self.make = storage, make
         self.active: list[TargetCache] = []
 
-    def enter(self, slot: int | None = None) -> TargetCache:
+    def allocate(self, slot: int | None = None) -> TargetCache:
         """Return the empty cache of a sequence in a slot, by default in one more."""
         slot = len(self.active) if slot is None else slot
         assert slot < self.storage.size

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from inference.target.attention import FULL, SLIDING
 from inference.target.model import TargetModel, TargetOutput
-from inference.target.stack import Entered, Parts
+from inference.target.stack import FirstLayersOutput, Parts
 from inference.verification import tree
 from inference.verification.tree import DraftTree
 
@@ -146,9 +146,10 @@ def splits(target: TargetModel, parts: Parts, layers: int) -> bool:
     target.prefill(prompt, whole)
     target.prefill(prompt, split)
     position, attn_mask = tree.layout(chain, PROMPT)
-    hidden, _ = parts.enter(layers, chain.token, position, attn_mask, split)
+    hidden, _ = parts.run_first_layers(layers, chain.token, position, attn_mask, split)
     return _close(
-        parts.score_from(Entered(layers, hidden), chain, split).last_hidden, target.score(chain, whole).last_hidden
+        parts.score_from(FirstLayersOutput(layers, hidden), chain, split).last_hidden,
+        target.score(chain, whole).last_hidden,
     )
 
 
@@ -190,7 +191,7 @@ def _batch_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> 
     layers = tuple(range(len(target.decoder_layers)))
     cache, prompts = target.batch_cache(2), (prompt[:PROMPT], torch.cat([prompt[:1], prompt]))
     for sequence in prompts:
-        target.prefill(sequence, cache.enter())
+        target.prefill(sequence, cache.allocate())
     path = _outer_paths(drafted)[-1]
     for sequence, out in zip(prompts, target.score_all([(drafted, None)] * 2, cache, layers), strict=True):
         alone = target.prefill(torch.cat([sequence, drafted.token[path]]), target.cache(), layers)

@@ -21,7 +21,7 @@ from inference.verification.tree import DraftTree
 Answer = Callable[[Tensor], Tensor]
 
 
-class Entered(NamedTuple):
+class FirstLayersOutput(NamedTuple):
     """A tree whose nodes have run through the first `layers` decoder layers.
 
     The cache of those layers ends with the nodes' rows, in their order; `hidden` are the states that they left with.
@@ -52,7 +52,7 @@ class Parts:
         self.forms = self._forms([*self.layers, *(child for layer in self.layers for child in layer.children())])
 
     @torch.inference_mode()
-    def enter(
+    def run_first_layers(
         self,
         layers: int,
         token: Int[Tensor, "N"],
@@ -83,16 +83,16 @@ class Parts:
 
     @torch.inference_mode()
     def score_from(
-        self, entered: Entered, drafted: DraftTree, cache: TargetCache, layers: tuple[int, ...] = ()
+        self, first_layers: FirstLayersOutput, drafted: DraftTree, cache: TargetCache, layers: tuple[int, ...] = ()
     ) -> TargetOutput:
         """Verify a tree as `Target.score` does, running the remaining layers alone.
 
-        Feature layers below `entered.layers` are not run, so their outputs are not those of the full pass.
+        Feature layers below `first_layers.layers` are not run, so their outputs are not those of the full pass.
         """
         prefix = cache.length - len(drafted.token)
         position, attn_mask = tree.layout(drafted, prefix)
-        answers: dict[nn.Module, Answer] = dict.fromkeys(self.layers[: entered.layers], lambda hidden: hidden)
-        with self._answering(answers | {self.layers[0]: lambda _: entered.hidden[None]}):
+        answers: dict[nn.Module, Answer] = dict.fromkeys(self.layers[: first_layers.layers], lambda hidden: hidden)
+        with self._answering(answers | {self.layers[0]: lambda _: first_layers.hidden[None]}):
             out = self.target.run(drafted.token[None], position[None], attn_mask[None], cache, layers)
         return out._replace(logits=self.target.embeddings.logits(out.last_hidden))
 

@@ -185,7 +185,7 @@ def recursive(
 class Frame:
     """A node on the path that traversal verification looks at, for B sequences; see `rules.Frame`."""
 
-    entered: Bool[Tensor, "B"]  # which sequences come to it, or would if they had not accepted a path before
+    reached: Bool[Tensor, "B"]  # which sequences come to it, or would if they had not accepted a path before
     alpha: Float[Tensor, "B"]  # probability that the path up to here is accepted, given what was rejected below it
     target: Float[Tensor, "B V"]  # what is left of p after rejections
     left: Float[Tensor, "B V"] | None  # what is left of q; of a node without children nothing
@@ -220,17 +220,17 @@ def traversal(
             top = frames[-1]
             assert top.left is not None
             alpha = (top.alpha * _ratio(top.target, top.left, token)).clamp_max(1)
-            entered = draft.present[:, node] & top.entered & (alpha > 0)
-            frames.append(Frame(entered, alpha, p[:, node], left))
+            reached = draft.present[:, node] & top.reached & (alpha > 0)
+            frames.append(Frame(reached, alpha, p[:, node], left))
         else:
             frame = frames.pop()
-            stands = draws.sample(frame.alpha, frame.entered & undecided)
+            stands = draws.sample(frame.alpha, frame.reached & undecided)
             if not allow_host_sync or stands.any():
                 probs = torch.where(stands[:, None], frame.target, probs)
             last, undecided = last.masked_fill(stands, node), undecided & ~stands
             if not frames or (allow_host_sync and not undecided.any()):
                 break
-            rejected = frames[-1].entered & draft.present[:, node] & undecided  # what was not even entered is too
+            rejected = frames[-1].reached & draft.present[:, node] & undecided  # also where it was not reached
             if not allow_host_sync or rejected.any():
                 frames[-1].reject(token, rejected, more[node])
     return Chosen(last, probs)

@@ -116,7 +116,7 @@ def step_of(target: Target, drafter: HeadDrafter, size: int) -> DeviceStep:
     batch.hold(PROMPT)  # the rows of a prompt are not a step's, and need not run here
     _, batch.buffers = batch.head.extend(batch.cache, NewRows(Features(token, hidden, last, token), token))
     for _ in range(size):
-        cache.enter()
+        cache.allocate()
         batch.states.append(BatchedState(batch))
     step = DeviceStep(target, cache, batch)
     step.static = True
@@ -131,7 +131,7 @@ def counted(step: DeviceStep, sampling: str) -> dict[str, int]:
     seen = torch.empty(size, vocab, dtype=torch.bool, device=NAME)
     slots = Slots(*torch.empty(6, size, dtype=torch.long, device=NAME), seen)
     settings = Settings(40, how, rule=rule, gaps=True)
-    step.ends, step.masks_end = torch.empty(step.target.embeddings.vocab_size, dtype=torch.bool, device=NAME), True
+    step.eos_mask, step.masks_eos = torch.empty(step.target.embeddings.vocab_size, dtype=torch.bool, device=NAME), True
     with tables_made(), torch.inference_mode():
         step.run(slots, step.kv_length(PROMPT), settings, PhaseTimer(step.target.device))
     watch, parts = Watch(), Counting(step.target.device)

@@ -308,11 +308,11 @@ def test_graphs_of_a_steps_stages_serve_all_that_come_and_go(cases: list[str]) -
 
 
 def test_a_form_is_met_anew_where_its_buffers_moved() -> None:
-    forms, buffer = StageCache(), torch.zeros(3)
+    stages, buffer = StageCache(), torch.zeros(3)
     for tensor, known in ((buffer, False), (buffer, True), (torch.zeros(3), False)):
-        forms.keep([tensor])
-        assert ("form" in forms.known) == known
-        assert forms("form", lambda x: x + 1, 2) == 3
+        stages.keep([tensor])
+        assert ("key" in stages.known) == known
+        assert stages("key", lambda x: x + 1, 2) == 3
 
 
 class Uncaptured(Graphs):

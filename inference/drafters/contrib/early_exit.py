@@ -17,7 +17,7 @@ from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Context, Drafter, DrafterState, Proposal
 from inference.target import probe
 from inference.target.cache import TargetCache
-from inference.target.stack import Entered, Parts
+from inference.target.stack import FirstLayersOutput, Parts
 from inference.target.target import Target
 from inference.verification import tree as trees
 from inference.verification.tree import DraftTree
@@ -61,7 +61,7 @@ class EarlyExit(Drafter, DrafterState):
         drafting = Drafting(self.parts, self.config.exit_layer, context.cache)
         level = drafting.begin(context.token[-1])
         [proposal] = grow(drafting, None, level, self.config.tree, [context])
-        return proposal._replace(entered=drafting.finish(proposal.tree))
+        return proposal._replace(first_layers=drafting.finish(proposal.tree))
 
 
 class Drafting:
@@ -99,7 +99,7 @@ class Drafting:
         position = torch.full_like(token, self.prefix + nodes.depth)
         return self.run(token, above, position, torch.cat([mask.new_ones(len(mask), 1), mask], 1))
 
-    def finish(self, tree: DraftTree) -> Entered:
+    def finish(self, tree: DraftTree) -> FirstLayersOutput:
         """Run the tree's nodes that were not expanded, and leave the rows of its nodes alone, in their order."""
         rows: list[int] = []
         leaves: list[int] = []
@@ -118,7 +118,7 @@ class Drafting:
             above = [rows[parent] for parent in tree.parent[leaves].tolist()]
             self.run(tree.token[leaves], above, self.prefix + ancestors.sum(-1) - 1, attn_mask)
         self.cache.keep(self.prefix, rows, self.layers)
-        return Entered(self.layers, torch.cat(self.hidden)[rows])
+        return FirstLayersOutput(self.layers, torch.cat(self.hidden)[rows])
 
     def run(
         self, token: Int[Tensor, "N"], above: list[int], position: Int[Tensor, "N"], attn_mask: Bool[Tensor, "N M"]
@@ -128,7 +128,7 @@ class Drafting:
         keys = zip(above, token.tolist(), strict=True)
         self.number.update((key, first + i) for i, key in enumerate(keys))
         committed = attn_mask.new_ones(len(attn_mask), self.prefix)
-        hidden, logits = self.parts.enter(
+        hidden, logits = self.parts.run_first_layers(
             self.layers, token, position, torch.cat([committed, attn_mask], 1), self.cache, self.position
         )
         self.position = torch.cat([self.position, position])
