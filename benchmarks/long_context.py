@@ -32,7 +32,7 @@ from heads.modules.kv_cache import KVCache
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
-from inference.session import Session, Settings
+from inference.request import Request, RequestParams
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.target.target import Target
@@ -106,12 +106,12 @@ def alone(target: Target, cache: TargetCache, rows: int) -> float:
 def step(target: Target, cache: TargetCache, draft: DraftTree) -> tuple[float, float]:
     """Return the seconds of one step of the engine behind the cache, and those outside the target's pass."""
     length = cache.length
-    session = Session(target, Planted(draft), [0] * (length + 1), Settings(ROOM, GREEDY), cache)
-    session.state = session.drafter.start(session.context)
-    session.generation.tokens.append(0)
-    session.step()
+    request = Request(target, Planted(draft), [0] * (length + 1), RequestParams(ROOM, GREEDY), cache)
+    request.state = request.drafter.start(request.context)
+    request.generation.tokens.append(0)
+    request.step()
     cache.keep(length, [])
-    done = session.generation.steps[-1]
+    done = request.generation.steps[-1]
     return done.verify_s + done.other_s, done.other_s
 
 

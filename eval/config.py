@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from eval.measures.results import LIVE, TEACHER_FORCED, TIERS
 from heads.common.ranges import Count, NewTokens, Number, OneOf, Within
 from heads.common.typed import from_yaml
-from inference.session import RequestConfig
+from inference.request import RequestConfig
 from inference.target.config import DTYPES
 from inference.verification.verify import is_lossy
 

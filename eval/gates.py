@@ -36,10 +36,10 @@ from eval.measures.losslessness import (
 )
 from heads.common.progress import progress, tick
 from inference.batch import Running, acquire, entries, release
-from inference.decode import Generation, Settings, reference
-from inference.drafters.plain import Plain
+from inference.decode import Generation, RequestParams, reference
+from inference.drafters.plain import Baseline
 from inference.protocol import Commit, Context, Drafter, Proposal
-from inference.session import Session
+from inference.request import Request
 from inference.step import supports
 from inference.target.cache import TargetCache
 from inference.target.target import Target
@@ -63,7 +63,7 @@ def check(
     if not drafters and sizes == [1]:
         return {}, []
     setup, ids = Setup(target, drafters, prompts, config.settings(0.0, gaps=True)), [prompt.id for prompt in prompts]
-    plain = Plain(target.device)
+    plain = Baseline(target.device)
     alone = [
         reference(target, plain, prompt.token, setup.settings) for prompt in progress(prompts, "the baseline alone")
     ]
@@ -99,7 +99,7 @@ TOGETHER = 16  # sequences that stand at a prefix in one step of the engine, whe
 class Prefix(NamedTuple):
     """A text to sample after: its session, a draft, and the target's logits at the draft and probs at the root."""
 
-    session: Session
+    request: Request
     proposal: Proposal
     logits: Float[Tensor, "N V"]
     probs: Float[Tensor, "V"]
@@ -128,7 +128,7 @@ def sampled_gates(setup: Setup, tv: float, tests: int, sizes: Sequence[int] = (1
     all_sizes = tuple(sorted({1, *sizes}))
     runs = {size: decoded_once(setup._replace(settings=coupled), size) for size in all_sizes}
     plain = [
-        reference(target, Plain(target.device), prompt.token, coupled)
+        reference(target, Baseline(target.device), prompt.token, coupled)
         for prompt in progress(prompts, "the baseline, sampled")
     ]
     verdicts = []
@@ -143,7 +143,11 @@ def sampled_gates(setup: Setup, tv: float, tests: int, sizes: Sequence[int] = (1
 
 
 def coupled_check(
-    target: Target, plain: Sequence[Generation], drafted: Sequence[Generation], prompts: Sequence[Prompt], how: Settings
+    target: Target,
+    plain: Sequence[Generation],
+    drafted: Sequence[Generation],
+    prompts: Sequence[Prompt],
+    how: RequestParams,
 ) -> Gate:
     """Compare runs under coupled noise; a near tie is one of probs over noise."""
 
@@ -159,13 +163,13 @@ def coupled_check(
 
 
 @torch.inference_mode()
-def coupled_gap(target: Target, prompt: list[int], answer: list[int], how: Settings) -> float:
+def coupled_gap(target: Target, prompt: list[int], answer: list[int], how: RequestParams) -> float:
     """Return the gap, in logits, between the two best tokens after a text under coupled noise."""
-    session = _session(target, Plain(target.device), prompt, answer, how)
-    out = target.prefill(torch.tensor(session.context, device=target.device), session.cache)
+    request = _session(target, Baseline(target.device), prompt, answer, how)
+    out = target.prefill(torch.tensor(request.context, device=target.device), request.cache)
     assert out.logits is not None
-    logits = session.processed(out.logits[0, -1:], trees.root(session.context[-1], target.device))
-    noise = CoupledRng(how.seed, target.device, session.context)
+    logits = request.processed(out.logits[0, -1:], trees.root(request.context[-1], target.device))
+    noise = CoupledRng(how.seed, target.device, request.context)
     first, second = noise.exponential_scores(distribution(logits, how.sampling))[0].double().topk(2).values.tolist()
     return float(how.sampling.temperature * torch.log(torch.tensor(first / second))) if second > 0 else float("inf")
 
@@ -191,7 +195,7 @@ def chi_square_test(
     target: Target,
     drafter: Drafter,
     candidates: Sequence[tuple[list[int], list[int]]],
-    settings: Settings,
+    settings: RequestParams,
     tv: float,
     alpha: float,
 ) -> tuple[ChiSquareTest | None, str]:
@@ -220,59 +224,59 @@ def _session(
     drafter: Drafter,
     prompt: list[int],
     answer: list[int],
-    how: Settings,
+    how: RequestParams,
     cache: TargetCache | None = None,
-) -> Session:
+) -> Request:
     """Return a session with the tokens of a prompt and of its answer so far, and an empty KV cache or a given one."""
-    session = Session(target, drafter, prompt, how, cache)
-    session.context.extend(answer)
-    session.generation.tokens.extend(answer)
-    return session
+    request = Request(target, drafter, prompt, how, cache)
+    request.context.extend(answer)
+    request.generation.tokens.extend(answer)
+    return request
 
 
-def _enter(session: Session) -> None:
+def _enter(request: Request) -> None:
     """Prefill all of a session's text but its last token, the root of the first draft."""
-    text, drafter = session.context, session.drafter
-    session.state = drafter.start(text[:-1])
-    token = torch.tensor(text, device=session.target.device)
-    out = session.target.prefill(token[:-1], session.cache, drafter.feature_layers)
-    session.state.update(Commit(token[1:], out, None))
+    text, drafter = request.context, request.drafter
+    request.state = drafter.start(text[:-1])
+    token = torch.tensor(text, device=request.target.device)
+    out = request.target.prefill(token[:-1], request.cache, drafter.feature_layers)
+    request.state.update(Commit(token[1:], out, None))
 
 
-def _prefix(target: Target, drafter: Drafter, prompt: list[int], answer: list[int], settings: Settings) -> Prefix:
+def _prefix(target: Target, drafter: Drafter, prompt: list[int], answer: list[int], settings: RequestParams) -> Prefix:
     """Prefill a text, draft after it, and let the target score the draft in one tree pass."""
-    session = _session(target, drafter, prompt, answer, settings)
-    _enter(session)
-    root = trees.root(session.context[-1], target.device)
-    expected = distribution(_scored(session, Proposal(root)), settings.sampling)[0]
-    proposal = session.draft()
-    if proposal.q is not None and drafter.redraws and not _batched(session):  # deep nodes only cost time
-        session.limit = min(session.limit, len(answer) + 1 + DEPTH)
-        proposal = session.draft()
-    logits = _scored(session, proposal)
-    return Prefix(session, proposal, logits, expected, losslessness.cells(expected))
+    request = _session(target, drafter, prompt, answer, settings)
+    _enter(request)
+    root = trees.root(request.context[-1], target.device)
+    expected = distribution(_scored(request, Proposal(root)), settings.sampling)[0]
+    proposal = request.draft()
+    if proposal.q is not None and drafter.redraws and not _batched(request):  # deep nodes only cost time
+        request.limit = min(request.limit, len(answer) + 1 + DEPTH)
+        proposal = request.draft()
+    logits = _scored(request, proposal)
+    return Prefix(request, proposal, logits, expected, losslessness.cells(expected))
 
 
-def _scored(session: Session, proposal: Proposal) -> Float[Tensor, "N V"]:
+def _scored(request: Request, proposal: Proposal) -> Float[Tensor, "N V"]:
     """Return the target's processed logits after each node, and drop the nodes' KV entries again."""
-    session.cache.snapshot()
+    request.cache.snapshot()
     if proposal.first_layers is None:
-        out = session.target.score(proposal.tree, session.cache, proposal.look_ahead)
+        out = request.target.score(proposal.tree, request.cache, proposal.look_ahead)
     else:
-        out = session.target.parts.score_from(proposal.first_layers, proposal.tree, session.cache)
-    session.cache.keep(len(session.context) - 1, [])
+        out = request.target.parts.score_from(proposal.first_layers, proposal.tree, request.cache)
+    request.cache.keep(len(request.context) - 1, [])
     assert out.logits is not None
-    return session.processed(out.logits[0, : len(proposal.tree.token)], proposal.tree)
+    return request.processed(out.logits[0, : len(proposal.tree.token)], proposal.tree)
 
 
-def _batched(session: Session) -> bool:
+def _batched(request: Request) -> bool:
     """Whether the drafts of a session's source are verified for whole batches on the device, by rules of their own."""
-    return supports(session.target, [session]) and session.drafter.clones(1)[1] is not None
+    return supports(request.target, [request]) and request.drafter.clones(1)[1] is not None
 
 
-def _samples(prefix: Prefix, settings: Settings, seeds: str, count: int) -> list[int]:
+def _samples(prefix: Prefix, settings: RequestParams, seeds: str, count: int) -> list[int]:
     """Return first tokens as the engine emits them by the rule in use; `seeds` is the key of all randomness."""
-    if not _batched(prefix.session):
+    if not _batched(prefix.request):
         return _decided(prefix, settings, seeds, count)
     with suppress(torch.OutOfMemoryError):  # the allocator may refuse the whole batch
         if sampled := _stepped(prefix, settings, seeds, count, TOGETHER):
@@ -280,18 +284,18 @@ def _samples(prefix: Prefix, settings: Settings, seeds: str, count: int) -> list
     return _stepped(prefix, settings, seeds, count, 1)
 
 
-def _stepped(prefix: Prefix, settings: Settings, seeds: str, count: int, size: int) -> list[int]:
+def _stepped(prefix: Prefix, settings: RequestParams, seeds: str, count: int, size: int) -> list[int]:
     """Return first tokens as the steps of a batch emit them, of `size` sequences that stand at the prefix.
 
     Before each step they are back there, and have new seeds. Of several at once there are none where memory is short,
     or if nothing is drafted, as a schedule may have it.
     """
-    session = prefix.session
-    target, text, answer = session.target, session.context, session.generation.tokens
+    request = prefix.request
+    target, text, answer = request.target, request.context, request.generation.tokens
     prompt = text[: len(text) - len(answer)]
     room = text, replace(settings, max_new_tokens=1, min_new_tokens=0)
     try:
-        batch = acquire(target, session.drafter, size, [room])
+        batch = acquire(target, request.drafter, size, [room])
     except ValueError:  # as one is refused for which memory is short; an error of a step is none of these
         if size == 1:
             raise
@@ -306,31 +310,31 @@ def _stepped(prefix: Prefix, settings: Settings, seeds: str, count: int, size: i
     before = [buffer.clone() for buffer in buffers]
     sampled: list[int] = []
     while len(sampled) < count:
-        for slot, one in enumerate(sequence.session for sequence in batch.running):
+        for slot, one in enumerate(sequence.request for sequence in batch.running):
             how = replace(settings, seed=hashed(f"{seeds} {len(sampled) + slot}"))
             again = _session(target, one.drafter, prompt, answer, how, one.cache)
             again.state = one.state
             again.cache.set_length(len(text) - 1)
             batch.slots[slot] = Running(slot, again, 0.0)
         batch.step()
-        stepped = [sequence.session.generation for sequence in batch.running]
+        stepped = [sequence.request.generation for sequence in batch.running]
         if size > 1 and not any(generation.steps[-1].drafted for generation in stepped):
             break
         sampled += [generation.tokens[len(answer)] for generation in stepped]
         for buffer, old in zip(buffers, before, strict=True):
             buffer.copy_(old)
     for sequence in batch.running:
-        sequence.session.generation.finish = "length"
+        sequence.request.generation.finish = "length"
     batch.release()
-    release(target, session.drafter, batch)
+    release(target, request.drafter, batch)
     return sampled[:count]
 
 
-def _decided(prefix: Prefix, settings: Settings, seeds: str, count: int) -> list[int]:
+def _decided(prefix: Prefix, settings: RequestParams, seeds: str, count: int) -> list[int]:
     """Return first tokens as a session decides them on the host."""
-    session, sampling = prefix.session, settings.sampling
-    device, start = session.target.device, len(session.context)
-    room = session.limit - len(session.generation.tokens) - 1
+    request, sampling = prefix.request, settings.sampling
+    device, start = request.target.device, len(request.context)
+    max_draft_depth = request.limit - len(request.generation.tokens) - 1
     cached: dict[tuple[int, ...], Tensor] = {(): prefix.logits[0]}
     sampled: list[int] = []
     rng: Rng = SeededRng(hashed(seeds), device)
@@ -340,14 +344,14 @@ def _decided(prefix: Prefix, settings: Settings, seeds: str, count: int) -> list
         if settings.rule == COUPLED:  # its noise depends on the seed, so every sample has a seed of its own
             rng = CoupledRng(hashed(f"{seeds} {i}"), device, range(start))
         if proposal.q is not None:
-            proposal = session.state.propose(Context(session.context, sampling, rng, room, session.cache))
-            logits = _looked_up(session, proposal, cached)
+            proposal = request.state.propose(Context(request.context, sampling, rng, max_draft_depth, request.cache))
+            logits = _looked_up(request, proposal, cached)
         path, token, _ = decide(proposal.tree, logits, proposal.q, sampling, rng, settings.rule)
         sampled.append(int(proposal.tree.token[path[1]]) if len(path) > 1 else token)
     return sampled
 
 
-def _looked_up(session: Session, proposal: Proposal, cached: dict[tuple[int, ...], Tensor]) -> Float[Tensor, "N V"]:
+def _looked_up(request: Request, proposal: Proposal, cached: dict[tuple[int, ...], Tensor]) -> Float[Tensor, "N V"]:
     """Return the logits at a draft's nodes; the target runs only where a child of the root is not cached.
 
     Deeper nodes get the root's logits: they cannot change the first token.
@@ -355,7 +359,7 @@ def _looked_up(session: Session, proposal: Proposal, cached: dict[tuple[int, ...
     tree = proposal.tree
     below = [(int(token),) for token in tree.token[children(tree)[0]]]
     if any(path not in cached for path in below):
-        scored = _scored(session, proposal)
+        scored = _scored(request, proposal)
         cached.update(zip(below, scored[children(tree)[0]], strict=True))
     logits = [cached[()]] * len(tree.token)
     for node, path in zip(children(tree)[0], below, strict=True):

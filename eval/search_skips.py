@@ -17,7 +17,7 @@ from eval.inputs.workloads import load_workload
 from heads.common.command import command
 from heads.common.progress import progress
 from heads.common.typed import typed
-from inference.decode import Generation, Settings, autoregress, speculate
+from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters.contrib.layer_skip import (
     FORMAT,
     LayerSkip,
@@ -54,7 +54,7 @@ def find(job: JobConfig) -> Path:
     check_alone(model.where, "this search")
     target = Target.of(model)
     prompts = [prompt.token for prompt in load_workload(workload, target, job.prompts)]
-    settings = Settings(job.max_new_tokens, GREEDY)
+    settings = RequestParams(job.max_new_tokens, GREEDY)
     plain = [autoregress(target, prompt, settings) for prompt in progress(prompts, "the baseline")]
     texts = [record(target, prompt, run.tokens) for prompt, run in zip(prompts, plain, strict=True)]
     skips, rating = search(target.parts, texts, job.search)

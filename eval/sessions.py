@@ -24,7 +24,7 @@ from eval.measures.results import TEACHER_FORCED, DrafterInfo, Request, ResultRo
 from eval.teacher_forced import Overlap, RankedText, expected, overlap, passes_along, rank_text
 from eval.tuning.grid import acceptance
 from heads.common.progress import progress
-from inference.decode import Generation, Settings, autoregress
+from inference.decode import Generation, RequestParams, autoregress
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import BY_CONFIDENCE, TreeConfig
 from inference.protocol import Drafter
@@ -46,7 +46,7 @@ class Material:
 
 
 def answered(
-    workload: Workload[Prompt], target: Target, settings: Settings, runs: Sequence[Sequence[Generation]]
+    workload: Workload[Prompt], target: Target, settings: RequestParams, runs: Sequence[Sequence[Generation]]
 ) -> Material:
     """Return the texts of autoregressive decoding, given the repeats of each prompt."""
     texts = [

@@ -35,7 +35,7 @@ from heads.formats.published import is_published
 from heads.formats.store import SCHEDULE, read_config, save_tree
 from inference.batch import Batch
 from inference.drafters.head import HeadDrafter, load_for, saved_tree
-from inference.drafters.plain import Plain
+from inference.drafters.plain import Baseline
 from inference.drafters.policy import TreeConfig
 from inference.protocol import Drafter
 from inference.target.target import Target
@@ -185,7 +185,7 @@ def tune(config: TuneConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
     config = replace(config, tuner=grid)
     settings, sizes, (run,) = config.settings(0.0), sorted(set(config.batch_sizes())), config.runs()
     # Fails now, not after minutes, if the target takes no batch.
-    Batch(target, [Plain(target.device)] * sizes[-1])
+    Batch(target, [Baseline(target.device)] * sizes[-1])
     folder = resolve_head(run)
     if is_published(folder):
         raise ValueError(

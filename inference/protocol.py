@@ -22,15 +22,15 @@ GREEDY_INVERSE_TEMPERATURE = 2.0  # chosen by benchmarks/ranking.py (docs/engine
 class Context(NamedTuple):
     """What a proposal may read: the tokens so far, how the target is sampled, the randomness, and the depth left.
 
-    No node or look-ahead token may lie deeper than `room`: there the target's context or the answer ends. `cache` holds
-    the target's entries before the last token. Only a source that drafts with the target itself writes to it: entries
-    behind the committed ones, which it drops again, or hands on as `Proposal.first_layers`.
+    No node or look-ahead token may be deeper than `max_draft_depth`: there the target's context or the answer ends.
+    `cache` holds the target's entries before the last token. Only a source that drafts with the target itself writes to
+    it: entries behind the committed ones, which it drops again, or hands on as `Proposal.first_layers`.
     """
 
     token: list[int]
     sampling: Sampling
     rng: Rng
-    room: int
+    max_draft_depth: int
     cache: TargetCache | None = None
 
 
@@ -38,8 +38,8 @@ class Proposal(NamedTuple):
     """A tree rooted at the last token; the probs q its children were sampled from, if they were; look-ahead tokens.
 
     Siblings are in the order in which they were sampled, without replacement. `first_layers` is given if all nodes have
-    run through the target's first layers; then there are no look-ahead tokens. `expected` is how many drafted tokens the
-    source expects to be accepted, 0 of one that does not know (see `Drafter.scores`).
+    run through the target's first layers; then there are no look-ahead tokens. `expected` is how many drafted tokens
+    the source expects to be accepted, 0 of one that does not know (see `Drafter.scores`).
     """
 
     tree: DraftTree
@@ -164,14 +164,14 @@ class DraftBatch(Protocol):
         ...
 
     def ranked(
-        self, roots: Roots, room: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+        self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], Float[Tensor, "B M V"] | None]:
         """Return trees "B N" for sequences that are ranked alike, their ancestors, and q if children were sampled.
 
         The M rows of q are those of the nodes with children.
 
         Args:
-            room: below it no node is drafted if another can be.
+            max_draft_depth: below it no node is drafted if another can be.
             longest: how many rows the longest sequence has, or may have.
             allow_host_sync: whether the host may read from the device meanwhile.
         """

@@ -2,7 +2,7 @@
 
 What a step decides stays on the device, in buffers of all slots that are written in place, and its shapes follow from
 the tree's policy and the sizes at hand alone. The host reads one small tensor a step: how many tokens each sequence
-commits, and which. `Session` with the rules of inference/verification/rules.py is the reference that this is tested
+commits, and which. `Request` with the rules of inference/verification/rules.py is the reference that this is tested
 against, and it decodes what `supports` refuses. Both read the same counter-based random numbers.
 """
 
@@ -23,7 +23,7 @@ from inference.graphs import Graphs, Stage, StageCache, compiled
 from inference.limits import check_size
 from inference.phase_timer import PhaseTimer
 from inference.protocol import DraftBatch, Roots, inverse_temperature_of
-from inference.session import Session, Settings, Step
+from inference.request import Request, RequestParams, Step
 from inference.target.cache import BatchCache, round_up_kv_length
 from inference.target.model import TargetOutput
 from inference.target.target import Target
@@ -40,7 +40,7 @@ class Slots(NamedTuple):
     Attributes:
         root: the last committed token, which the target has not seen.
         length: entries in the target's cache.
-        room: drafted tokens that may still be accepted.
+        max_draft_depth: drafted tokens that may still be accepted.
         min_tokens_left: tokens before which no end of the answer may come.
         active: 1 of a sequence, 0 of an idle slot.
         key: of all randomness.
@@ -49,7 +49,7 @@ class Slots(NamedTuple):
 
     root: Int[Tensor, "B"]
     length: Int[Tensor, "B"]
-    room: Int[Tensor, "B"]
+    max_draft_depth: Int[Tensor, "B"]
     min_tokens_left: Int[Tensor, "B"]
     active: Int[Tensor, "B"]
     key: Int[Tensor, "B"]
@@ -61,7 +61,7 @@ class SlotRoots(Roots):
 
     sampling: Sampling
 
-    def __init__(self, slots: Slots, settings: Settings, noise: Float[Tensor, "B P V"] | None) -> None:
+    def __init__(self, slots: Slots, settings: RequestParams, noise: Float[Tensor, "B P V"] | None) -> None:
         self.token, self.sampling, self.noise = slots.root[:, None], settings.sampling, noise
         self.seen_tokens = slots.seen_tokens[:, None] if slots.seen_tokens.shape[1] else None
         self.inverse_temperature = inverse_temperature_of(settings.sampling)
@@ -80,14 +80,14 @@ class SlotRoots(Roots):
         return (distribution(logits, self.sampling) / self.noise[:, depth - 1 : depth]).log()
 
 
-def supports(target: Target, sessions: Sequence[Session]) -> bool:
+def supports(target: Target, requests: Sequence[Request]) -> bool:
     """Return whether sequences are decoded by steps on the device: all sampled alike, by a lossless rule.
 
     The target must take a batch's masks, its positions must mean the same at every length, and no pass is kept. What
     does not fit decodes the same tokens by itself.
     """
-    one, *others = [session.settings for session in sessions]
-    if not target.takes_trees or target.switch is not None or any(session.settings.passes for session in sessions):
+    one, *others = [request.settings for request in requests]
+    if not target.takes_trees or target.switch is not None or any(request.settings.passes for request in requests):
         return False
     if any((other.sampling, other.rule, other.gaps) != (one.sampling, one.rule, one.gaps) for other in others):
         return False
@@ -155,51 +155,51 @@ class DeviceStep:
         self.slots: Slots | None = None
         self.eos_mask: Tensor | None = None  # which tokens "V" end an answer
         self.masks_eos = False  # whether an answer of these may not end at once
-        self.current: list[Session] = []  # whose state the slots hold
+        self.current: list[Request] = []  # whose state the slots hold
 
-    def load_slots(self, sessions: Sequence[Session]) -> None:
+    def load_slots(self, requests: Sequence[Request]) -> None:
         """Write the state of sequences to the slots: others came or left, or these were decoded in another way."""
-        check_size(self.target, self.drafts.nodes, sessions[0].drafter.name)
-        seen_by_slot = [session.seen_tokens() for session in sessions]
+        check_size(self.target, self.drafts.nodes, requests[0].drafter.name)
+        seen_by_slot = [request.seen_tokens() for request in requests]
         slots = self.buffers(0 if seen_by_slot[0] is None else len(seen_by_slot[0]))
-        values = [[s.context[-1], s.cache.length, *s.left, 1, seed_key(s.settings.seed)] for s in sessions]
+        values = [[s.context[-1], s.cache.length, *s.left, 1, seed_key(s.settings.seed)] for s in requests]
         values += [[0, 1, 0, 0, 0, 0]] * (len(slots.root) - len(values))  # idle: of no entry at all came NaN
         for buffer, column in zip(slots[:6], torch.tensor(values, device=self.target.device).T, strict=True):
             buffer.copy_(column)
         for slot, seen_tokens in enumerate(seen_by_slot):
             if seen_tokens is not None:
                 slots.seen_tokens[slot] = seen_tokens
-        self.masks_eos = bool(self.target.eos) and any(session.settings.min_new_tokens for session in sessions)
-        self.drafts.catch_up([session.cache.length for session in sessions])
-        self.current = list(sessions)
+        self.masks_eos = bool(self.target.eos) and any(request.settings.min_new_tokens for request in requests)
+        self.drafts.catch_up([request.cache.length for request in requests])
+        self.current = list(requests)
 
     def buffers(self, vocab: int) -> Slots:
         """Return the slots, which note `vocab` seen tokens, and have what ends an answer at hand."""
         on = self.target.device
         if self.slots is None or self.slots.seen_tokens.shape[1] != vocab:
             with torch.inference_mode(False):  # compiled stages write to no inference tensor
-                root, length, room, min_tokens_left, active, key = torch.zeros(
+                root, length, max_draft_depth, min_tokens_left, active, key = torch.zeros(
                     6, self.cache.storage.size, dtype=torch.long, device=on
                 )
                 seen_tokens = torch.zeros(self.cache.storage.size, vocab, dtype=torch.bool, device=on)
-                self.slots = Slots(root, length, room, min_tokens_left, active, key, seen_tokens)
+                self.slots = Slots(root, length, max_draft_depth, min_tokens_left, active, key, seen_tokens)
         if self.eos_mask is None:
             self.eos_mask = torch.zeros(self.target.embeddings.vocab_size, dtype=torch.bool, device=on)
             self.eos_mask[sorted(self.target.eos)] = True
         return self.slots
 
     @torch.inference_mode()
-    def step(self, sessions: Sequence[Session]) -> None:
+    def step(self, requests: Sequence[Request]) -> None:
         """Decode one step of sequences, in the order of their slots."""
-        if len(sessions) != len(self.current) or any(a is not b for a, b in zip(sessions, self.current, strict=True)):
-            self.load_slots(sessions)
+        if len(requests) != len(self.current) or any(a is not b for a, b in zip(requests, self.current, strict=True)):
+            self.load_slots(requests)
         assert self.slots is not None
-        phase_timer, settings = PhaseTimer(self.target.device), sessions[0].settings
+        phase_timer, settings = PhaseTimer(self.target.device), requests[0].settings
         greedy = settings.sampling.temperature == 0
         phase_timer.mark(None)
-        slots = self.slots if self.static else Slots(*(buffer[: len(sessions)] for buffer in self.slots))
-        longest = max(session.cache.length for session in sessions)
-        self.drafts.begin(len(sessions), longest)
+        slots = self.slots if self.static else Slots(*(buffer[: len(requests)] for buffer in self.slots))
+        longest = max(request.cache.length for request in requests)
+        self.drafts.begin(len(requests), longest)
         rule = self.rule(settings)
         if self.captures:
             assert self.graphs is not None
@@ -212,17 +212,17 @@ class DeviceStep:
         rows = result.tolist()  # the one place where the host waits for the device
         begin = time.perf_counter()
         shown = verify.GREEDY_WALK if greedy else rule
-        steps = [self.emit(session, row, shown) for session, row in zip(sessions, rows, strict=False)]
+        steps = [self.emit(request, row, shown) for request, row in zip(requests, rows, strict=False)]
         emitting = time.perf_counter() - begin
-        if not self.static and not all(session.generation.finish for session in sessions):
+        if not self.static and not all(request.generation.finish for request in requests):
             phase_timer.mark(None)  # what the host did since is counted by its own clock
             max_committed = accepted.path.shape[1] if self.compiles else max(row[0] for row in rows)
             self.commit(slots, out, accepted, max_committed, self.graph_key(kv_length, settings), phase_timer)
         seconds = phase_timer.seconds()
         seconds["other"] += emitting  # meanwhile a device waits
-        for session, step in zip(sessions, steps, strict=True):
-            draft, verified, other = (seconds[name] / len(sessions) for name in ("draft", "verify", "other"))
-            session.record_step(step._replace(draft_s=draft, verify_s=verified, other_s=other))
+        for request, step in zip(requests, steps, strict=True):
+            draft, verified, other = (seconds[name] / len(requests) for name in ("draft", "verify", "other"))
+            request.record_step(step._replace(draft_s=draft, verify_s=verified, other_s=other))
 
     def kv_length(self, longest: int) -> int:
         """Return how many entries attention reads, in static shapes; else how many there are before a tree."""
@@ -241,7 +241,7 @@ class DeviceStep:
         """Whether the stages are captured in graphs, whose shapes must stay the same."""
         return self.static and self.graphs is not None
 
-    def graph_key(self, kv_length: int, settings: Settings) -> GraphKey:
+    def graph_key(self, kv_length: int, settings: RequestParams) -> GraphKey:
         """Return what tells the shapes and branches of a step's stages from those of others."""
         # Compiled shapes are few: the head reads all entries that a sequence may come to have.
         head_kv_length = (
@@ -262,7 +262,7 @@ class DeviceStep:
         return self.graphs((stage, *graph_key), run, self, *args)
 
     def run(
-        self, slots: Slots, kv_length: int, settings: Settings, phase_timer: PhaseTimer
+        self, slots: Slots, kv_length: int, settings: RequestParams, phase_timer: PhaseTimer
     ) -> tuple[Int[Tensor, "B X"], TargetOutput, Accepted]:
         """Run a step on the device; return what the host reads, and what is left to commit."""
         graph_key = self.graph_key(kv_length, settings)
@@ -279,15 +279,15 @@ class DeviceStep:
             self.commit(slots, out, accepted, accepted.path.shape[1], graph_key, phase_timer)
         return result, out, accepted
 
-    def draft(self, slots: Slots, kv_length: int, settings: Settings) -> Drafted:
+    def draft(self, slots: Slots, kv_length: int, settings: RequestParams) -> Drafted:
         """Draft a tree for each sequence."""
         noise, allow_host_sync = self.noise(slots, settings), not (self.static or self.compiles)
         tree, ancestor_mask, q = self.drafts.ranked(
-            SlotRoots(slots, settings, noise), slots.room, kv_length, allow_host_sync=allow_host_sync
+            SlotRoots(slots, settings, noise), slots.max_draft_depth, kv_length, allow_host_sync=allow_host_sync
         )
         return Drafted(tree, ancestor_mask, (ancestor_mask.sum(-1) - 1).expand_as(tree.token), noise, q)
 
-    def rule(self, settings: Settings) -> str:
+    def rule(self, settings: RequestParams) -> str:
         """Return the key of the rule that drafts are verified by."""
         greedy, drafts = settings.sampling.temperature == 0, self.drafts
         if not drafts.deepest:
@@ -302,7 +302,7 @@ class DeviceStep:
         drafted: Drafted,
         present: Bool[Tensor, "B N"],
         logits: Float[Tensor, "B N V"],
-        settings: Settings,
+        settings: RequestParams,
     ) -> Accepted:
         """Verify sampled drafts by the rule for them; the next token is sampled by the noise of its position."""
         on_device = verify.RULES[self.rule(settings)].on_device
@@ -321,7 +321,7 @@ class DeviceStep:
         token = (probs / exponential_noise(slots.key, position, p.shape[-1])).argmax(-1)
         return device.accepted(tree, drafted.ancestor_mask, last, token, self.drafts.deepest)
 
-    def noise(self, slots: Slots, settings: Settings) -> Float[Tensor, "B P V"] | None:
+    def noise(self, slots: Slots, settings: RequestParams) -> Float[Tensor, "B P V"] | None:
         """Return the noise of the positions below the roots, if drafts are coupled."""
         if settings.sampling.temperature == 0 or settings.rule != verify.COUPLED or not self.drafts.deepest:
             return None
@@ -329,7 +329,7 @@ class DeviceStep:
         return exponential_noise(slots.key[:, None].expand_as(position), position, self.target.embeddings.vocab_size)
 
     def evaluate(
-        self, slots: Slots, drafted: Drafted, kv_length: int, settings: Settings, phase_timer: PhaseTimer | None
+        self, slots: Slots, drafted: Drafted, kv_length: int, settings: RequestParams, phase_timer: PhaseTimer | None
     ) -> tuple[TargetOutput, Int[Tensor, "B X"], Accepted]:
         """Run the target over the trees and choose what is accepted: one stage, for scores are too large to keep."""
         out = self.forward(slots, drafted, kv_length)
@@ -388,7 +388,7 @@ class DeviceStep:
         return (probs / drafted.noise[:, depth]).argmax(-1)
 
     def accept(
-        self, slots: Slots, drafted: Drafted, logits: Float[Tensor, "B N V"], settings: Settings
+        self, slots: Slots, drafted: Drafted, logits: Float[Tensor, "B N V"], settings: RequestParams
     ) -> tuple[Int[Tensor, "B X"], Accepted]:
         """Return what the host reads of a step, and the accepted paths."""
         tree, ancestor_mask, depths, _, q = drafted
@@ -402,9 +402,11 @@ class DeviceStep:
             results = [slots.active[:, None], root, token, root]
         else:
             if greedy and not self.static and len(tree.token) == 1:
-                accepted, ranks, count = device.follow_on_host(tree, argmax(logits), slots.room, self.drafts.deepest)
+                accepted, ranks, count = device.follow_on_host(
+                    tree, argmax(logits), slots.max_draft_depth, self.drafts.deepest
+                )
             else:
-                present = device.present(tree, ancestor_mask, depths, slots.room)
+                present = device.present(tree, ancestor_mask, depths, slots.max_draft_depth)
                 if greedy:
                     accepted = device.follow(tree, ancestor_mask, present, argmax(logits), self.drafts.deepest)
                 elif q is None or verify.RULES[self.rule(settings)].on_device is None:  # a rule that reads no q
@@ -461,7 +463,7 @@ class DeviceStep:
         last = (accepted.committed[:, None] - 1).clamp_min(0)
         slots.root.copy_(token.gather(1, last)[:, 0])
         slots.length.add_(accepted.committed)
-        slots.room.sub_(accepted.committed)
+        slots.max_draft_depth.sub_(accepted.committed)
         slots.min_tokens_left.sub_(accepted.committed)
         if slots.seen_tokens.shape[1]:
             slots.seen_tokens.scatter_(1, torch.where(step <= last, token, slots.root[:, None]), True)
@@ -479,14 +481,14 @@ class DeviceStep:
         """Hand the drafts the accepted rows."""
         self.drafts.commit(features, count)
 
-    def emit(self, session: Session, row: list[int], rule: str) -> Step:
+    def emit(self, request: Request, row: list[int], rule: str) -> Step:
         """Emit what a sequence has committed by a rule; return its step, without seconds."""
         (count, drafted), rest = row[:2], row[2:]
         size = self.drafts.deepest + 1
         token, ranks, bits = rest[:count], rest[size : 2 * size], rest[2 * size :][:count]
         gaps = list(struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits))) if bits else []
-        session.cache.set_length(len(session.context) - 1 + count)  # of which the last one is the next root
-        committed = session.emit(token, ["draft"] * (count - 1) + ["bonus"], gaps)
+        request.cache.set_length(len(request.context) - 1 + count)  # of which the last one is the next root
+        committed = request.emit(token, ["draft"] * (count - 1) + ["bonus"], gaps)
         accepted = min(count - 1, committed)
         rule = rule if drafted else verify.NOTHING
         return Step(drafted, accepted, committed, 0.0, 0.0, 0.0, rule, tuple(ranks[1 : accepted + 1]))

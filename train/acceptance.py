@@ -15,7 +15,7 @@ from eval.teacher_forced import ranks, unrolled
 from heads.base import Features
 from heads.common.progress import progress
 from heads.modules.vocab import scatter_logits
-from inference.decode import Settings, speculate
+from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.protocol import Drafter
@@ -35,7 +35,7 @@ class AcceptanceEvaluator:
         self.target, self.prompts = target, [prompts[i] for i in sorted(sampled)]
         self.tree, self.name, self.seed, self.drafter = tree, name, trainer.seed, drafter
         self.groups = metrics.clustered(self.prompts)
-        self.settings = Settings(trainer.eval_tokens, GREEDY)
+        self.settings = RequestParams(trainer.eval_tokens, GREEDY)
         self.texts: list[tuple[Features, int]] | None = None
         # What τ depends on beside the head: values of other measurements do not compare with those here.
         self.conditions = {

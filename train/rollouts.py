@@ -22,10 +22,10 @@ from torch.nn.utils.rnn import pad_sequence
 from data.batches import Batch, Batches
 from data.features.source import MicroBatch
 from heads.base import Features, to_device
-from inference.decode import Settings, speculate
+from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
-from inference.session import Pass
+from inference.request import Pass
 from inference.target.target import Target
 from inference.verification.sample import Sampling
 from train.losses import OnPolicyConfig
@@ -123,7 +123,9 @@ class Rollouts:
         draw = random.Random(f"{self.batches.seed}/{step}/{self.batches.rank}")
         prompts = self.prompts(batches, draw)
         sampling = Sampling(self.config.temperature, 0, 1.0)
-        settings = [Settings(self.config.tokens, sampling, seed=draw.getrandbits(31), passes=True) for _ in prompts]
+        settings = [
+            RequestParams(self.config.tokens, sampling, seed=draw.getrandbits(31), passes=True) for _ in prompts
+        ]
         drafter = HeadDrafter(self.decoding(weights), self.tree, "on_policy")
         together = len(prompts) if self.target.takes_trees else 1
         answers = speculate(self.target, drafter, prompts, settings, batch_size=together)

@@ -23,7 +23,7 @@ from eval.config import Selection, listed
 from eval.measures import metrics
 from eval.measures.results import Measurement
 from inference.chat_template import RenderError
-from inference.decode import Settings, autoregress
+from inference.decode import RequestParams, autoregress
 from inference.target.target import Target
 from inference.target.tokenizer import text_ids, tokenize
 
@@ -57,13 +57,13 @@ class RecordedText(NamedTuple):
     text: Text
 
 
-def write(target: Target, prompts: Sequence[list[int]], settings: Settings) -> list[Text]:
+def write(target: Target, prompts: Sequence[list[int]], settings: RequestParams) -> list[Text]:
     """Let the target answer by itself; answers of one token, which no step adds to, are left out."""
     texts = [of_answer(target, prompt, autoregress(target, prompt, settings).tokens, settings) for prompt in prompts]
     return [text for text in texts if text.generated > 1]
 
 
-def of_answer(target: Target, prompt: list[int], answer: list[int], settings: Settings) -> Text:
+def of_answer(target: Target, prompt: list[int], answer: list[int], settings: RequestParams) -> Text:
     """Return the text of a prompt and its answer."""
     return Text(prompt + answer, len(prompt), min(settings.max_new_tokens, target.context - len(prompt)))
 

@@ -35,8 +35,8 @@ from eval.measures.results import (
 )
 from heads.common.progress import progress
 from inference.batch import Batch, acquire, release
-from inference.decode import Generation, Settings, autoregress, speculate
-from inference.drafters.plain import Plain
+from inference.decode import Generation, RequestParams, autoregress, speculate
+from inference.drafters.plain import Baseline
 from inference.protocol import Drafter
 from inference.target.target import Target
 
@@ -53,11 +53,11 @@ class Setup(NamedTuple):
     target: Target
     drafters: Mapping[str, Drafter]
     prompts: Sequence[Prompt]
-    settings: Settings
+    settings: RequestParams
 
     def sources(self) -> dict[str, Drafter]:
         """Return the baseline and the drafters."""
-        return {PLAIN: Plain(self.target.device), **self.drafters}
+        return {PLAIN: Baseline(self.target.device), **self.drafters}
 
     def resets(self) -> list[Callable[[], None]]:
         """Return what lets every drafter begin with nothing."""
@@ -164,7 +164,7 @@ def rows(
     """
     middle = medians(runs)
     requests = {name: [timed(run) for run in runs_of] for name, runs_of in middle.items()}
-    sources: dict[str, Drafter] = {PLAIN: Plain(torch.device("cpu")), **drafters}
+    sources: dict[str, Drafter] = {PLAIN: Baseline(torch.device("cpu")), **drafters}
     measured = []
     for subset in measurement.parts(len(requests[PLAIN])):
         for name in (name for name in requests if name != HF):
@@ -203,7 +203,7 @@ def timed(run: Generation) -> Request:
 
 
 @torch.inference_mode()
-def hf_generate(target: Target, prompt: list[int], settings: Settings) -> Generation:
+def hf_generate(target: Target, prompt: list[int], settings: RequestParams) -> Generation:
     """Run HF's own greedy `generate` on the target's model under a repetition penalty, timed as our engine is.
 
     `generate` does not report the end of its prefill. A second call that stops after one token does the prefill and
@@ -281,7 +281,7 @@ def serve(
     batch: Batch,
     prompts: Sequence[list[int]],
     when: Sequence[float],
-    settings: Settings,
+    settings: RequestParams,
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Served]:

@@ -24,9 +24,9 @@ from eval.measures.machine import synchronize
 from heads.base import DraftHead, Features
 from heads.common.progress import Bar
 from inference.batch import Batch, batch_of
-from inference.decode import Settings, Step
+from inference.decode import RequestParams, Step
 from inference.drafters.head import BatchedState, HeadBatch, HeadDrafter, HeadState
-from inference.drafters.plain import Plain
+from inference.drafters.plain import Baseline
 from inference.drafters.policy import TreeConfig
 from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, Roots
 from inference.target.target import Target
@@ -113,15 +113,15 @@ class PlaybackState(DrafterState):
 
     def propose(self, context: Context) -> Proposal:
         """Time one of the head's trees, and return one of the size to be measured."""
-        source, target, room = self.source, self.source.target, max(context.room, 0)
+        source, target, max_draft_depth = self.source, self.source.target, max(context.max_draft_depth, 0)
         if self.head is not None:
             policy = next(source.next_tree)
             start = source.clock()
-            self.head.grow(policy, context._replace(room=policy.deepest))
+            self.head.grow(policy, context._replace(max_draft_depth=policy.deepest))
             source.draft[draft_key(policy)].append(source.clock() - start)
-        following = self.text.token[len(context.token) :][:room]
-        # A chain of this size may exceed the room.
-        size = source.size if room and target.takes_trees else min(source.size, room)
+        following = self.text.token[len(context.token) :][:max_draft_depth]
+        # A chain of this size may be deeper than is allowed.
+        size = source.size if max_draft_depth and target.takes_trees else min(source.size, max_draft_depth)
         accepted = min(next(source.next_accepted), size)
         return Proposal(planted(context.token[-1], following[:accepted], size, target))
 
@@ -156,17 +156,17 @@ class PlaybackBatch(HeadBatch):
         self.deepest = source.size if self.chain else min(source.size, max(self.accepted, 1))
 
     def ranked(
-        self, roots: Roots, room: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+        self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], None]:
         """Time the head's trees, and return the planted ones; an idle slot's is the first sequence's."""
         source = self.source
         assert self.policy is not None
         start = source.clock()
-        super().ranked(roots, room, longest, allow_host_sync=allow_host_sync)
+        super().ranked(roots, max_draft_depth, longest, allow_host_sync=allow_host_sync)
         source.draft[draft_key(self.policy)].append(source.clock() - start)
         states = [state for state in self.states if isinstance(state, BatchedPlayback)]
         drafts = [state.planted(self.accepted, source.size, self.chain, source.target) for state in states]
-        drafts += drafts[:1] * (len(room) - len(drafts))
+        drafts += drafts[:1] * (len(max_draft_depth) - len(drafts))
         tree = DraftTree(*(torch.stack(rows) for rows in zip(*drafts, strict=True)))
         return tree, trees.ancestors(tree), None
 
@@ -212,7 +212,7 @@ def measure(
     measured: Sequence[TreeConfig],
     sizes: Sequence[int],
     samples: int,
-    settings: Settings,
+    settings: RequestParams,
     batch: int = 1,
 ) -> Costs:
     """Measure the costs on recorded texts, alternating a few passes of the autoregressive baseline and of playback.
@@ -232,7 +232,7 @@ def measure(
     keys = {draft_key(tree) for tree in measured}
     label = f"timing passes and drafts, batch size {batch}"
     with target.uncaptured(), Bar(samples, label) as bar:  # a graph holds no time of its parts
-        baseline = decode(batch_of(target, Plain(target.device), batch), texts, settings, lambda: None)
+        baseline = decode(batch_of(target, Baseline(target.device), batch), texts, settings, lambda: None)
         played = decode(batch_of(target, player, batch), texts, settings, player.begin)
         for _ in sizes:  # the first passes of every size cost more than later ones
             next(baseline)
@@ -245,7 +245,7 @@ def measure(
                 plain.append(sum(step.draft_s + step.verify_s + step.other_s for step in steps))
             for steps in itertools.islice(played, STRETCH):
                 size, bent = max(step.drafted for step in steps), any(step.accepted > 1 for step in steps)
-                if player.batch is not None:  # whatever room each has
+                if player.batch is not None:  # whatever depth each may have
                     size, bent = player.size, not player.batch.chain
                 verify[size].append(sum(step.verify_s for step in steps))
                 other[bent][size].append(sum(step.other_s for step in steps))
@@ -267,7 +267,9 @@ def measure(
     )
 
 
-def decode(batch: Batch, texts: Sequence[Text], settings: Settings, begin: Callable[[], None]) -> Iterator[list[Step]]:
+def decode(
+    batch: Batch, texts: Sequence[Text], settings: RequestParams, begin: Callable[[], None]
+) -> Iterator[list[Step]]:
     """Decode the texts in a batch again and again; yield the steps of every pass, before which `begin` is called."""
     waiting = enumerate(itertools.cycle(texts))
     while True:
@@ -275,10 +277,10 @@ def decode(batch: Batch, texts: Sequence[Text], settings: Settings, begin: Calla
             number, text = next(waiting)
             batch.admit(number, text.prompt, settings)
         begin()
-        sessions = [sequence.session for sequence in batch.running]
+        requests = [sequence.request for sequence in batch.running]
         batch.step()
         batch.release()
-        yield [session.generation.steps[-1] for session in sessions]
+        yield [request.generation.steps[-1] for request in requests]
 
 
 def averages(samples: Mapping[K, Sequence[float]]) -> dict[K, float]:

@@ -110,7 +110,7 @@ class AssistantState(DrafterState):
     It is an `Expander`, so that every tree policy grows from it.
     """
 
-    max_depth = 1 << 20  # the room in its context limits it, step by step
+    max_depth = 1 << 20  # its context limits it, step by step
     vocab = None
 
     def __init__(self, drafter: Assistant, prompt: list[int]) -> None:
@@ -132,13 +132,13 @@ class AssistantState(DrafterState):
     @torch.inference_mode()
     def propose(self, context: Context) -> Proposal:
         """Grow the tree; where the text is over the assistant's own context, draft nothing."""
-        room = min(context.room, self.runner.model.context - len(self.text))
+        max_draft_depth = min(context.max_draft_depth, self.runner.model.context - len(self.text))
         token, tree = context.token[-1], self.config.tree
-        if self.level is None or room < 1:
+        if self.level is None or max_draft_depth < 1:
             return Proposal(root(token, self.device))
         if tree.kind == "chain":
-            return self.chain(self.level.logits[0], context, min(room, tree.depth))
-        return grow(self, None, self.level, tree, [context._replace(room=room)])[0]
+            return self.chain(self.level.logits[0], context, min(max_draft_depth, tree.depth))
+        return grow(self, None, self.level, tree, [context._replace(max_draft_depth=max_draft_depth)])[0]
 
     def chain(self, logits: Float[Tensor, "1 V"], context: Context, depth: int) -> Proposal:
         """Sample one token after another, up to an end of the answer or to one that the assistant doubts.

@@ -38,7 +38,7 @@ class HeadDrafter(Drafter):
     """A head, and the policy by which its trees grow; with a schedule, one for each number of sequences.
 
     Attributes:
-        policy: with a schedule, that of a sequence that is decoded by its session alone.
+        policy: with a schedule, that of a sequence that is decoded outside a batch.
         batch: which drafts for its sequences; None where each is drafted for by itself.
     """
 
@@ -233,14 +233,20 @@ class HeadBatch:
         return grow(self.head, self.cache, self.level(len(contexts)), self.policy, contexts)
 
     def ranked(
-        self, roots: Roots, room: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+        self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], Float[Tensor, "B M V"] | None]:
         """Grow a tree for each sequence by rank, or by sampling where the roots say so."""
         if self.policy is None:
             return *alone(roots.token), None
         self.hold(longest)
         return ranked(
-            self.head, self.cache, self.level(len(room)), self.policy, roots, room, allow_host_sync=allow_host_sync
+            self.head,
+            self.cache,
+            self.level(len(max_draft_depth)),
+            self.policy,
+            roots,
+            max_draft_depth,
+            allow_host_sync=allow_host_sync,
         )
 
     def catch_up(self, lengths: Sequence[int]) -> None:

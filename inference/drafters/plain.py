@@ -10,7 +10,7 @@ from inference.protocol import Context, DraftBatch, Drafter, DrafterState, Propo
 from inference.verification.tree import DraftTree, root
 
 
-class Plain(Drafter, DrafterState, DraftBatch):
+class Baseline(Drafter, DrafterState, DraftBatch):
     """The baseline; neither a sequence nor a batch has a state, and all of a device are equal: they share a batch."""
 
     name, tree = "plain", "root"
@@ -19,12 +19,12 @@ class Plain(Drafter, DrafterState, DraftBatch):
         self.device = device
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (type(self) is type(other) is Plain and self.device == other.device)
+        return self is other or (type(self) is type(other) is Baseline and self.device == other.device)
 
     def __hash__(self) -> int:
         return hash(self.device)
 
-    def start(self, prompt: list[int]) -> "Plain":
+    def start(self, prompt: list[int]) -> "Baseline":
         """Return the state of any sequence: none."""
         return self
 
@@ -41,7 +41,7 @@ class Plain(Drafter, DrafterState, DraftBatch):
         return [self.propose(context) for context in contexts]
 
     def ranked(
-        self, roots: Roots, room: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+        self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> tuple[DraftTree, Bool[Tensor, "1 1 1"], None]:
         """Return the roots alone."""
         return *alone(roots.token), None

@@ -153,17 +153,20 @@ class TreeBuilder:
         return DraftTree(torch.cat(self.token, 1), torch.cat(self.parent, 1))
 
     def trees(self, contexts: Sequence[Context]) -> list[DraftTree]:
-        """Return each sequence's tree as grown so far, without what lies deeper than its room."""
+        """Return each sequence's tree as grown so far, without nodes deeper than its `max_draft_depth`."""
         grown = zip(*self.whole(), contexts, strict=True)
-        return [DraftTree(token[: self.size(c.room)], parent[: self.size(c.room)]) for token, parent, c in grown]
+        return [
+            DraftTree(token[: self.size(c.max_draft_depth)], parent[: self.size(c.max_draft_depth)])
+            for token, parent, c in grown
+        ]
 
     def depths(self) -> Int[Tensor, "N"]:
         """Return the depth of every node so far."""
         return torch.cat([level.new_full(level.shape[1:], depth) for depth, level in enumerate(self.token)])
 
-    def size(self, room: int) -> int:
+    def size(self, max_draft_depth: int) -> int:
         """Return how many nodes lie within a depth."""
-        return self.sizes[min(max(room, 0), self.deepest)]
+        return self.sizes[min(max(max_draft_depth, 0), self.deepest)]
 
     @property
     def deepest(self) -> int:
@@ -184,12 +187,12 @@ def grow(
     Returns:
         The trees, and q where their children were sampled.
     """
-    depth = min(max(context.room for context in contexts), head.max_depth)
+    depth = min(max(context.max_draft_depth for context in contexts), head.max_depth)
     if depth < 1:
         return [Proposal(trees.root(context.token[-1], level.logits.device)) for context in contexts]
     if config.kind in BY_CONFIDENCE:
         growth, scores = _by_confidence(head, state, level, config, _roots(head, level, contexts), depth)
-        if all(context.room >= growth.deepest for context in contexts):
+        if all(context.max_draft_depth >= growth.deepest for context in contexts):
             best = trees.best_n(growth.whole(), scores, config.nodes)
             return [Proposal(DraftTree(*tree)) for tree in zip(*best[0], strict=True)]
         return [
@@ -205,23 +208,23 @@ def ranked(
     level: LevelOutput,
     config: TreeConfig,
     roots: Roots,
-    room: Int[Tensor, "B"],
+    max_draft_depth: Int[Tensor, "B"],
     *,
     allow_host_sync: bool,
 ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], Float[Tensor, "B M V"] | None]:
     """Return the trees "B N" of B sequences that rank alike, their nodes' ancestors, and q if children were sampled.
 
-    Nodes deeper than `room` are included only where there are not enough others. A token of -1 is padding, of a level
-    with fewer candidates. The M rows of q are those of the nodes with children. `room` says how deep each sequence's
-    nodes may be, `allow_host_sync` whether the host may read, to leave out what need not be computed; else a best_first
-    tree expands all nodes.
+    `max_draft_depth` is each sequence's limit; deeper nodes are included only where there are not enough others. A
+    token of -1 is padding, of a level with fewer candidates. The M rows of q are those of the nodes with children.
+    `allow_host_sync` says that the host may read, to leave out what need not be computed; else a best_first tree
+    expands all nodes.
     """
     if config.kind in BY_CONFIDENCE:
         growth, scores = _by_confidence(
             head, state, level, config, roots, head.max_depth, allow_host_sync=allow_host_sync
         )
-        if not allow_host_sync or bool((room < growth.deepest).any()):
-            scores = scores.masked_fill(growth.depths() > room[:, None], float("-inf"))
+        if not allow_host_sync or bool((max_draft_depth < growth.deepest).any()):
+            scores = scores.masked_fill(growth.depths() > max_draft_depth[:, None], float("-inf"))
         tree = trees.best_n(growth.whole(), scores, config.nodes)[0]
         return tree, trees.ancestors(tree), None
     samples = None if config.kind == "static" else roots.samples
@@ -342,7 +345,7 @@ def _filled(
     def fill(width: int) -> Int[Tensor, "B K C"]:
         nodes = growth.nodes
         children = nodes.new_full((*nodes.shape, width), -1) if all(samples) else _ranks(growth, width)
-        for b in (b for b, sampled in enumerate(samples) if sampled and contexts[b].room > growth.depth):
+        for b in (b for b, sampled in enumerate(samples) if sampled and contexts[b].max_draft_depth > growth.depth):
             probs[b].append(distribution(growth.logits()[b], contexts[b].sampling))
             tokens = contexts[b].rng.sample_distinct(probs[b][-1], width, growth.depth + 1)
             children[b, :, : tokens.shape[-1]] = tokens
@@ -364,7 +367,7 @@ def candidates(
     The scores are the nodes' cumulative log-probabilities as nodes are compared (`inverse_temperature_of`), 0 at the
     root.
     """
-    depth = min(context.room, head.max_depth)
+    depth = min(context.max_draft_depth, head.max_depth)
     growth, scores = _by_confidence(head, state, level, config, _roots(head, level, [context]), depth)
     return growth.trees([context])[0], scores[0]
 

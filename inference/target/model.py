@@ -61,11 +61,11 @@ class LongropeSwitch(NamedTuple):
         """Whether the pass behind so many cached rows computes them again."""
         return self.recomputed and prefix == self.length
 
-    def room(self, prefix: int, room: int) -> int:
-        """Return how much deeper than its root a pass behind `prefix` rows may reach, of `room` that there is."""
+    def max_draft_depth(self, prefix: int, max_draft_depth: int) -> int:
+        """Return how deep a tree behind `prefix` rows may be, at most `max_draft_depth`."""
         if self.recomputes(prefix):
             return 0
-        return min(room, self.length - 1 - prefix) if prefix < self.length else room
+        return min(max_draft_depth, self.length - 1 - prefix) if prefix < self.length else max_draft_depth
 
     def shared(self, prefixes: Sequence[int]) -> bool:
         """Whether sequences with so many cached rows may share a pass: all before the switch, or all behind it."""

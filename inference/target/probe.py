@@ -97,7 +97,7 @@ def _check_finite(target: TargetModel) -> None:
 def _length(target: TargetModel, sizes: Iterable[int]) -> int:
     """Return the length of the prompt: beyond the windows that can be run, within what one pass may hold."""
     room = target.context - len(PARENTS) - 1
-    if target.switch is not None:  # a session keeps its passes on one side of it
+    if target.switch is not None:  # a request keeps its passes on one side of it
         room = min(room, target.switch.length - DEPTH - 2)
     return max(1, min(PROMPT + max((size for size in sizes if size <= LONGEST), default=0), room))
 

@@ -42,10 +42,10 @@ class Chosen(NamedTuple):
 
 
 def present(
-    tree: DraftTree, ancestor_mask: Bool[Tensor, "#B N N"], depth: Int[Tensor, "B N"], room: Int[Tensor, "B"]
+    tree: DraftTree, ancestor_mask: Bool[Tensor, "#B N N"], depth: Int[Tensor, "B N"], max_draft_depth: Int[Tensor, "B"]
 ) -> Bool[Tensor, "B N"]:
-    """Return the mask of real nodes: not padding (token -1), not below padding, not deeper than `room`."""
-    return ~(ancestor_mask & (tree.token < 0)[:, None]).any(-1) & (depth <= room[:, None])
+    """Return the mask of real nodes: not padding (token -1), not below padding, not deeper than `max_draft_depth`."""
+    return ~(ancestor_mask & (tree.token < 0)[:, None]).any(-1) & (depth <= max_draft_depth[:, None])
 
 
 def follow(
@@ -67,14 +67,14 @@ def follow(
 
 
 def follow_on_host(
-    tree: DraftTree, best: Int[Tensor, "1 N"], room: Int[Tensor, "1"], deepest: int
+    tree: DraftTree, best: Int[Tensor, "1 N"], max_draft_depth: Int[Tensor, "1"], deepest: int
 ) -> tuple[Accepted, Int[Tensor, "1 P"], Int[Tensor, "1"]]:
     """Return what `follow` gives one tree, the ranks of its path's nodes, and how many nodes are drafted.
 
     For one tree on a CPU this walk in Python takes a third of the time of the sixty small operations in its place.
     """
     (tokens,), (parents,), (following,) = torch.stack([tree.token, tree.parent, best]).tolist()
-    most, depth, child = int(room), [0], dict[tuple[int, int], int]()
+    most, depth, child = int(max_draft_depth), [0], dict[tuple[int, int], int]()
     for node, (token, parent) in enumerate(zip(tokens[1:], parents[1:], strict=True), 1):
         reached = depth[parent] + 1 if token >= 0 else most + 1  # what hangs below none is none
         depth.append(reached)

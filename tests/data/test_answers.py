@@ -17,7 +17,7 @@ from data.text.template import encode, render
 from heads.common.resolvers import ROOT
 from heads.eagle import Eagle
 from heads.formats.store import save_head
-from inference.drafters.plain import Plain
+from inference.drafters.plain import Baseline
 from inference.target.target import Target
 from inference.verification.sample import Sampling
 from tests import toys
@@ -176,7 +176,7 @@ def test_no_end_token_and_two_drafters_are_refused(monkeypatch: pytest.MonkeyPat
     ):
         with pytest.raises(ValueError, match=message):
             drafter_of(options, run, NO_TREE, target)
-    assert isinstance(drafter_of({"plain": {}}, None, NO_TREE, target), Plain)
+    assert isinstance(drafter_of({"plain": {}}, None, NO_TREE, target), Baseline)
 
 
 def test_what_was_written_is_trained_on_whole_and_in_place(tmp_path: Path, config: Callable[..., DataConfig]) -> None:

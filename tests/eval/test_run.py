@@ -26,7 +26,7 @@ from heads.common.typed import typed
 from heads.formats.hub import kind_of, sibling_spec
 from heads.formats.store import TargetSpec, save_head
 from inference.api import loaded
-from inference.decode import Generation, Settings
+from inference.decode import Generation, RequestParams
 from inference.drafters.registry import SOURCES
 from inference.target.config import model_config
 from tests import toys
@@ -127,7 +127,7 @@ def test_the_gate_runs_with_the_rule_and_the_rows_name_it(
     asked = []
     speculate = interleaved.speculate
 
-    def noted(*args: Any, settings: Settings) -> Generation:
+    def noted(*args: Any, settings: RequestParams) -> Generation:
         asked.append((settings.rule, settings.sampling))
         return speculate(*args, settings=settings)
 

@@ -28,9 +28,9 @@ from eval.measures.losslessness import (
     worst,
 )
 from inference import step
-from inference.decode import Generation, Settings, autoregress
+from inference.decode import Generation, RequestParams, autoregress
 from inference.drafters.head import HeadDrafter
-from inference.drafters.plain import Plain
+from inference.drafters.plain import Baseline
 from inference.drafters.prompt_lookup import PromptLookup
 from inference.protocol import Drafter
 from inference.tree_config import Schedule, Scheduled
@@ -41,7 +41,7 @@ from inference.verification.verify import COUPLED, Verdict, decide
 from tests import toys
 
 PROMPTS = [Prompt(f"p{i}", toys.prompt(i, 12), "") for i in range(3)]
-HOT = Settings(10, Sampling(1.0, 0, 1.0))
+HOT = RequestParams(10, Sampling(1.0, 0, 1.0))
 TV = 0.2
 
 
@@ -249,7 +249,7 @@ def test_merged_verdicts_are_the_worst_of_each_prompt() -> None:
 
 def test_a_source_that_drafts_nothing_is_not_drawn() -> None:
     target = toys.target()
-    (found,) = sampled_gates(Setup(target, {"nothing": Plain(target.device)}, PROMPTS, HOT), TV, 1)
+    (found,) = sampled_gates(Setup(target, {"nothing": Baseline(target.device)}, PROMPTS, HOT), TV, 1)
     assert found.distribution is None
     assert found.passed
     assert str(found).startswith("nothing at T=1: 3 of 3 prompts equal under coupled noise; no draws: ")

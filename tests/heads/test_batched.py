@@ -13,7 +13,7 @@ from heads.base import DraftHead, Features, LevelOutput, NewRows, Nodes
 from heads.formats.store import CONFIG, load_head, save_head
 from heads.modules.kv_cache import SPARE, KVCache
 from heads.rows import next_token
-from inference.decode import Settings, autoregress, speculate
+from inference.decode import RequestParams, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.verification.sample import GREEDY
 from tests import drafting, toys
@@ -186,9 +186,9 @@ def test_a_text_longer_than_the_head_was_built_for_is_decoded_as_ever() -> None:
     made: Any = toys.head("eagle", target)
     assert made.config.length == 12
     prompt = toys.prompt(0, 100)
-    expected = autoregress(target, prompt, Settings(60, GREEDY)).tokens
+    expected = autoregress(target, prompt, RequestParams(60, GREEDY)).tokens
     recorder: Any = Recorder(HeadDrafter(made, toys.TREES["dynamic"], "eagle"))
-    assert speculate(target, recorder, prompt, Settings(60, GREEDY)).tokens == expected
+    assert speculate(target, recorder, prompt, RequestParams(60, GREEDY)).tokens == expected
     cache = recorder.state.state
     assert int(cache.length) > 150
     assert cache.ring == 12 + SPARE

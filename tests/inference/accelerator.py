@@ -27,7 +27,7 @@ from inference.drafters import policy
 from inference.drafters.head import BatchedState, HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.phase_timer import PhaseTimer
-from inference.session import Settings
+from inference.request import RequestParams
 from inference.step import DeviceStep, Slots
 from inference.target.cache import Pool
 from inference.target.target import Target
@@ -130,7 +130,7 @@ def counted(step: DeviceStep, sampling: str) -> dict[str, int]:
     vocab = step.target.embeddings.vocab_size if how.repetition_penalty != 1 else 0
     seen = torch.empty(size, vocab, dtype=torch.bool, device=NAME)
     slots = Slots(*torch.empty(6, size, dtype=torch.long, device=NAME), seen)
-    settings = Settings(40, how, rule=rule, gaps=True)
+    settings = RequestParams(40, how, rule=rule, gaps=True)
     step.eos_mask, step.masks_eos = torch.empty(step.target.embeddings.vocab_size, dtype=torch.bool, device=NAME), True
     with tables_made(), torch.inference_mode():
         step.run(slots, step.kv_length(PROMPT), settings, PhaseTimer(step.target.device))

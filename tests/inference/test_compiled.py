@@ -16,8 +16,8 @@ import transformers
 
 from eval.run import evaluate
 from inference import step
-from inference.decode import Generation, Settings, speculate
-from inference.drafters.plain import Plain
+from inference.decode import Generation, RequestParams, speculate
+from inference.drafters.plain import Baseline
 from inference.protocol import Drafter
 from inference.target import attention, compiled
 from inference.target.cache import BatchLayer, BatchPass, Pool
@@ -92,7 +92,7 @@ def test_layers_of_experts_run_as_they_are(caplog: pytest.LogCaptureFixture) -> 
 
 def decoded(target: Target, sources: dict[str, Drafter], sampling: Sampling) -> dict[str, list[Generation]]:
     prompts = [toys.prompt(seed, length) for seed, length in enumerate(LENGTHS)]
-    settings = [Settings(10 + 3 * seed, sampling, seed=seed) for seed in range(len(prompts))]
+    settings = [RequestParams(10 + 3 * seed, sampling, seed=seed) for seed in range(len(prompts))]
     made = {
         name: [speculate(target, each, *one) for one in zip(prompts, settings, strict=True)]
         for name, each in sources.items()
@@ -117,7 +117,7 @@ def graphs() -> int:
 def test_compiled_decoding_writes_the_same(name: str, static: bool) -> None:
     target = toys.target(name, DOUBLE)
     sources: dict[str, Drafter] = {
-        "plain": Plain(target.device),
+        "plain": Baseline(target.device),
         "eagle": toys.drafter("eagle", target, "dynamic"),
         "lookahead": model_free.make("lookahead", target),
     }
@@ -189,7 +189,7 @@ def test_what_cannot_be_compiled_is_said_in_one_line(monkeypatch: pytest.MonkeyP
     target = toys.target("llama", DOUBLE)
     monkeypatch.setattr(target, "compiled", Compiled(target))
     with pytest.raises(ValueError, match=r"llama: torch.compile fails on its passes .*no C\+\+ compiler.*false$"):
-        speculate(target, Plain(target.device), toys.prompt(1), Settings(4, GREEDY))
+        speculate(target, Baseline(target.device), toys.prompt(1), RequestParams(4, GREEDY))
 
 
 @pytest.mark.slow
@@ -210,7 +210,7 @@ def test_inductor_writes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "BACKEND", "inductor")
     monkeypatch.setattr(step, "compiled", as_it_is)
     target = toys.target("llama", DOUBLE)
-    sources: dict[str, Drafter] = {"plain": Plain(target.device), "eagle": toys.drafter("eagle", target, "dynamic")}
+    sources: dict[str, Drafter] = {"plain": Baseline(target.device), "eagle": toys.drafter("eagle", target, "dynamic")}
     before = decoded(target, sources, GREEDY)
     target.compile()
     after = decoded(target, sources, GREEDY)

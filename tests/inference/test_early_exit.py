@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.common.typed import build
-from inference.decode import Settings, speculate
+from inference.decode import RequestParams, speculate
 from inference.drafters.contrib.early_exit import EarlyExit
 from inference.drafters.contrib.layer_skip import FORMAT, LayerSkip, SkipFile, save_skips
 from inference.drafters.policy import TreeConfig
@@ -113,7 +113,7 @@ def test_no_row_runs_through_a_layer_twice(exit_layer: int) -> None:
 
     source = drafter(target, exit_layer, "chain")
     handles = [layer.mlp.register_forward_pre_hook(count(i)) for i, layer in enumerate(target.decoder_layers)]
-    made = speculate(target, source, toys.prompt(0), Settings(TOKENS, GREEDY))
+    made = speculate(target, source, toys.prompt(0), RequestParams(TOKENS, GREEDY))
     for handle in handles:
         handle.remove()
     nodes, steps = sum(step.drafted + 1 for step in made.steps), len(made.steps)

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 
 from heads.common.target_config import cache_argument
 from heads.common.typed import build
-from inference.decode import Settings, autoregress
+from inference.decode import RequestParams, autoregress
 from inference.drafters.contrib.layer_skip import (
     FORMAT,
     LayerSkip,
@@ -192,7 +192,7 @@ SETTINGS = SearchSettings(depth=3, stop=0.0, evaluations=24, seed=0)
 
 def texts(target: Target) -> list[Text]:
     return [
-        record(target, toys.prompt(seed), autoregress(target, toys.prompt(seed), Settings(TOKENS, GREEDY)).tokens)
+        record(target, toys.prompt(seed), autoregress(target, toys.prompt(seed), RequestParams(TOKENS, GREEDY)).tokens)
         for seed in range(2)
     ]
 

@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from heads.common.typed import build, typed
-from inference.decode import Settings, autoregress, speculate
+from inference.decode import RequestParams, autoregress, speculate
 from inference.drafters.contrib.early_exit import EarlyExit
 from inference.drafters.contrib.layer_skip import LayerSkip
 from inference.drafters.hybrid import Hybrid, HybridState, Record
@@ -243,8 +243,10 @@ def test_the_output_is_the_targets_and_both_sources_draft() -> None:
     used = set()
     for seed in range(2):
         prompt = toys.prompt(seed) * 3
-        made = speculate(target, source, prompt, Settings(40, GREEDY), lambda *_: used.add(source.state.took_lookup))
-        assert made.tokens == autoregress(target, prompt, Settings(40, GREEDY)).tokens
+        made = speculate(
+            target, source, prompt, RequestParams(40, GREEDY), lambda *_: used.add(source.state.took_lookup)
+        )
+        assert made.tokens == autoregress(target, prompt, RequestParams(40, GREEDY)).tokens
     assert used == {False, True}
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from heads import HEADS
 from heads.base import Features
-from inference.decode import Generation, Settings, autoregress, speculate
+from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters import head as drafters
 from inference.drafters.head import HeadBatch
 from inference.drafters.policy import TreeConfig, grow
@@ -33,14 +33,14 @@ EXACT = {"gemma2": 1e-5}  # its attention takes the softmax in fp32 whatever the
 @functools.cache
 def decode(head: str, tree: str, seed: int) -> Generation:
     target = toys.target()
-    return speculate(target, toys.drafter(head, target, tree), toys.prompt(seed), Settings(TOKENS, GREEDY))
+    return speculate(target, toys.drafter(head, target, tree), toys.prompt(seed), RequestParams(TOKENS, GREEDY))
 
 
 @functools.cache
 def text(seed: int) -> tuple[list[int], int]:
     """Return a prompt with the target's greedy continuation, and the prompt's length."""
     prompt = toys.prompt(seed)
-    return prompt + autoregress(toys.target(), prompt, Settings(TOKENS, GREEDY)).tokens, len(prompt)
+    return prompt + autoregress(toys.target(), prompt, RequestParams(TOKENS, GREEDY)).tokens, len(prompt)
 
 
 @pytest.mark.parametrize("name", toys.ARCHITECTURES)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from eval.inputs.drafters import model_of
-from inference.decode import Settings, autoregress
+from inference.decode import RequestParams, autoregress
 from inference.target import placed as placing_of
 from inference.target import placement
 from inference.target.config import model_config
@@ -82,7 +82,7 @@ def test_a_streamed_target_is_the_target(folder: str, where: Placement) -> None:
     assert placed.spec == plain.spec
     assert placed.embeddings.lm_head_weight().equal(plain.embeddings.lm_head_weight())
     assert dict(whole(placed.decoder_layers[0]))["mlp.up_proj.weight"].equal(plain.decoder_layers[0].mlp.up_proj.weight)
-    written = [autoregress(each, toys.prompt(1), Settings(12, GREEDY)).tokens for each in (placed, plain)]
+    written = [autoregress(each, toys.prompt(1), RequestParams(12, GREEDY)).tokens for each in (placed, plain)]
     assert written[0] == written[1]
     assert toys.lively(written[0])
 

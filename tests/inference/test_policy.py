@@ -17,7 +17,7 @@ from torch import Tensor
 from heads.base import DraftVocabulary, LevelOutput, Nodes
 from inference.drafters.policy import TreeConfig, candidates, grow, ranked
 from inference.protocol import Context, Proposal, Roots
-from inference.session import Settings
+from inference.request import RequestParams
 from inference.step import SlotRoots, Slots
 from inference.verification import tree as trees
 from inference.verification.rng import CoupledRng, DraftRng, exponential_noise, seed_key
@@ -210,17 +210,17 @@ def test_a_ranked_tree_is_the_oracles_alone_and_in_batches(name: str, way: str, 
     for context, ranking, root in zip(given, rankings, roots, strict=True):
         [alone] = grow(head, None, head.level([root]), config, [context])
         assert alone.q is None
-        check(alone.tree, ranking, config, context.room)
+        check(alone.tree, ranking, config, context.max_draft_depth)
     for proposal, ranking, context in zip(
         grow(head, None, head.level(roots), config, given), rankings, given, strict=True
     ):
-        check(proposal.tree, ranking, config, context.room)
+        check(proposal.tree, ranking, config, context.max_draft_depth)
     for allow_host_sync in (True, False):
         level, room = head.level(roots), torch.tensor(ROOMS)
         tree, above, _ = ranked(head, None, level, config, on_device(given, way), room, allow_host_sync=allow_host_sync)
         for b, (ranking, context) in enumerate(zip(rankings, given, strict=True)):
             one = DraftTree(tree.token[b], tree.parent[b])
-            check(one, ranking, config, context.room)
+            check(one, ranking, config, context.max_draft_depth)
             lineage = above.expand(len(given), -1, -1)[b].sum(-1).tolist()
             assert lineage == [len(path) for path in paths(one)]
 
@@ -235,7 +235,7 @@ def on_device(given: list[Context], way: str) -> Roots:
             row[context.token] = True
     root, none = torch.tensor([context.token[-1] for context in given]), torch.zeros(len(given), dtype=torch.long)
     slots = Slots(root, position[:, 0] - 1, torch.tensor(ROOMS), none, none + 1, none + seed_key(SEED), seen)
-    return SlotRoots(slots, Settings(9, SAMPLINGS[way], rule="coupled" if way == "coupled" else "auto"), noise)
+    return SlotRoots(slots, RequestParams(9, SAMPLINGS[way], rule="coupled" if way == "coupled" else "auto"), noise)
 
 
 @pytest.mark.parametrize("pruned", [False, True])
@@ -250,7 +250,7 @@ def test_a_sampled_tree_has_its_shape_and_the_probs_that_it_was_sampled_from(nam
     for context, proposal, single in zip(given, batch, alone, strict=True):
         assert paths(proposal.tree) == paths(single.tree)
         ranking, wanted = Ranking(head, context.token, context.sampling, False), shape(config)
-        found, depth = paths(proposal.tree), min(context.room, DEEPEST)
+        found, depth = paths(proposal.tree), min(context.max_draft_depth, DEEPEST)
         assert proposal.q is not None
         for node, path in enumerate(found):
             below = [other[-1] for other in found if other[:-1] == path and other != path]
@@ -264,7 +264,7 @@ def test_a_sampled_tree_has_its_shape_and_the_probs_that_it_was_sampled_from(nam
 
 def grown(head: Table, depth: int, nodes: int) -> list[Path]:
     config, context = TreeConfig("best_first", depth, 0, nodes, [], []), next(contexts("greedy"))
-    return paths(grow(head, None, head.level([[(1,)]]), config, [context._replace(room=9)])[0].tree)
+    return paths(grow(head, None, head.level([[(1,)]]), config, [context._replace(max_draft_depth=9)])[0].tree)
 
 
 def test_it_takes_one_call_a_level_and_only_where_a_better_node_may_be() -> None:

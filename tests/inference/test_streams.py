@@ -13,7 +13,7 @@ from torch import Tensor
 from heads.common.target_config import cache_argument
 from heads.common.typed import build
 from heads.formats.store import read_tensors
-from inference.decode import Generation, Settings, autoregress, speculate
+from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters.contrib.streams import (
     Drafted,
     Streams,
@@ -63,7 +63,7 @@ def source(tree: TreeConfig, dtype: torch.dtype = torch.float32) -> Any:
 def text(seed: int) -> tuple[list[int], int]:
     """Return a prompt with the target's greedy continuation, and the prompt's length."""
     prompt = toys.prompt(seed)
-    return prompt + autoregress(toys.target(dtype=DOUBLE), prompt, Settings(TOKENS, GREEDY)).tokens, len(prompt)
+    return prompt + autoregress(toys.target(dtype=DOUBLE), prompt, RequestParams(TOKENS, GREEDY)).tokens, len(prompt)
 
 
 @pytest.mark.parametrize(("name", "layers"), LAYERS)
@@ -134,7 +134,7 @@ def watched(target: Target, streams: Streams, seed: int) -> tuple[Seen, Generati
     """Return each pass's root, what it proposed, its room, and what became of it."""
     config = StreamsDrafter.Config("", toys.TREES["dynamic"])
     drafter = Recorder(StreamsDrafter(config, target, "streams", streams))
-    run = speculate(target, drafter, toys.prompt(seed), Settings(TOKENS, GREEDY))
+    run = speculate(target, drafter, toys.prompt(seed), RequestParams(TOKENS, GREEDY))
     commits = [commit for commit in drafter.commits if commit.verified is not None]
     passes = zip(drafter.asked, drafter.proposed, commits, strict=False)  # the last pass is not reported
     return [(len(text) - 1, proposal, room, commit) for (text, room), proposal, commit in passes], run
@@ -203,7 +203,7 @@ def test_nothing_lies_deeper_than_can_be_committed() -> None:
         assert proposal.look_ahead is None or int(proposal.look_ahead.offset.max()) < max(room, 1)
     assert {proposal.look_ahead is None for _, proposal, room, _ in seen if room < 2} <= {True}
     filled = toys.prompt(0, target.context - 5)
-    assert len(speculate(target, source(toys.TREES["dynamic"]), filled, Settings(TOKENS, GREEDY)).tokens) == 5
+    assert len(speculate(target, source(toys.TREES["dynamic"]), filled, RequestParams(TOKENS, GREEDY)).tokens) == 5
 
 
 def test_streams_that_no_tree_would_read_do_not_ride() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inference.decode import Settings, autoregress, speculate
+from inference.decode import RequestParams, autoregress, speculate
 from inference.verification import rules, verify
 from inference.verification.rng import SeededRng
 from inference.verification.sample import GREEDY, Sampling
@@ -35,7 +35,7 @@ def test_a_wrong_pairing_is_refused(rule: str, tree: DraftTree, drawn: bool, nam
 )
 def test_an_unknown_or_unallowed_rule_is_named(rule: str, lossy: bool, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        Settings(4, GREEDY, rule=rule, lossy=lossy)
+        RequestParams(4, GREEDY, rule=rule, lossy=lossy)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_an_unknown_or_unallowed_rule_is_named(rule: str, lossy: bool, named: st
     ],
 )
 def test_a_step_names_the_rule_that_was_used(kind: str, temperature: float, rule: str) -> None:
-    drafter, settings = toys.drafter("eagle", toys.target(), kind), Settings(12, Sampling(temperature, 0, 1.0))
+    drafter, settings = toys.drafter("eagle", toys.target(), kind), RequestParams(12, Sampling(temperature, 0, 1.0))
     made = speculate(toys.target(), drafter, toys.prompt(0), settings)
     assert {step.rule for step in made.steps if step.drafted} == {rule}
     assert {step.rule for step in made.steps if not step.drafted} <= {"none"}
@@ -61,10 +61,10 @@ def test_a_lossy_rule_says_so_and_leaves_the_greedy_text(rule: str, monkeypatch:
     monkeypatch.setattr(rules, "EPSILON", 0.02)
     target, prompt = toys.target(), toys.prompt(0)
     made = speculate(
-        target, toys.drafter("eagle", target, "dynamic"), prompt, Settings(16, GREEDY, rule=rule, lossy=True)
+        target, toys.drafter("eagle", target, "dynamic"), prompt, RequestParams(16, GREEDY, rule=rule, lossy=True)
     )
     assert {step.rule for step in made.steps if step.drafted} == {f"{rule} (lossy)"}
-    assert made.tokens != autoregress(target, prompt, Settings(16, GREEDY)).tokens
+    assert made.tokens != autoregress(target, prompt, RequestParams(16, GREEDY)).tokens
 
 
 def test_typical_acceptance_takes_the_entropy_in_nats() -> None:

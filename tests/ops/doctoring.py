@@ -23,7 +23,7 @@ from heads import HEADS
 from heads.common.typed import typed
 from heads.formats.published.export import Served, export
 from heads.formats.store import save_head
-from inference.decode import Settings, speculate
+from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
@@ -71,7 +71,7 @@ def prompts(folder: Path) -> Path:
 
 
 def answers(target: Target) -> list[Text]:
-    return write(target, [toys.prompt(i) for i in range(PROMPTS)], Settings(TOKENS, GREEDY))
+    return write(target, [toys.prompt(i) for i in range(PROMPTS)], RequestParams(TOKENS, GREEDY))
 
 
 def made(kind: str, target: Target, **options: Any) -> Any:
@@ -132,7 +132,7 @@ def published(kind: str, form: str | None, head: Any, target: Target, folder: Pa
     (folder / "tokenizer_reference.json").write_text(json.dumps(reference))
     made = speculate(
         target, HeadDrafter(head, typed(TreeConfig, TREE), kind), [toys.prompt(i) for i in range(PROMPTS)],
-        Settings(TOKENS, GREEDY),
+        RequestParams(TOKENS, GREEDY),
     )  # fmt: skip
     tau = metrics.acceptance(made).tau or 1.0
     row = replace(ROW, drafter=kind, tree="chain-3", workload="prompts.jsonl", tau=tau, tau_ci=(tau - 0.1, tau + 0.1))

@@ -16,7 +16,7 @@ from data.batches import Batches, Packed
 from data.features.store import MUST_AGREE, FeatureStore, StoreSpec
 from data.text.cache import cache_key
 from heads.formats.store import TargetSpec, assert_same_target
-from inference.decode import Settings
+from inference.decode import RequestParams
 from inference.step import DeviceStep, supports
 from inference.tree_config import TreeConfig
 from inference.verification.sample import Sampling
@@ -121,11 +121,11 @@ def test_what_is_not_sampled_alike_shares_no_step_and_no_graph() -> None:
     """Whichever of the two comes first; what a sequence keeps for itself shares a step."""
     target: Any = SimpleNamespace(takes_trees=True, switch=None)
     step: Any = SimpleNamespace(compiles=False, static=True, masks_eos=False, drafts=SimpleNamespace(tree_key=1))
-    one = Settings(9, Sampling(0.8, 5, 0.9, 0.1, 1.2))
+    one = RequestParams(9, Sampling(0.8, 5, 0.9, 0.1, 1.2))
 
-    def alike(other: Settings) -> bool:
+    def alike(other: RequestParams) -> bool:
         pairs = [[SimpleNamespace(settings=each) for each in pair] for pair in ((one, other), (other, one))]
-        first, second = (supports(target, sessions) for sessions in pairs)
+        first, second = (supports(target, requests) for requests in pairs)
         assert first == second
         return first
 

@@ -56,7 +56,7 @@ class EarlyExit(Drafter, DrafterState):
     def propose(self, context: Context) -> Proposal:
         """Grow the tree, and let its leaves enter too."""
         assert context.cache is not None
-        if context.room < 1:
+        if context.max_draft_depth < 1:
             return Proposal(trees.root(context.token[-1], self.parts.target.device))
         drafting = Drafting(self.parts, self.config.exit_layer, context.cache)
         level = drafting.begin(context.token[-1])

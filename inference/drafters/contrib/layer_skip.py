@@ -242,7 +242,7 @@ class LayerSkip(Drafter, DrafterState):
         prefix, device = cache.length, self.parts.target.device
         chain = torch.tensor(context.token[-1:], device=device)
         q: list[torch.Tensor] = []
-        while len(q) < min(self.depth, context.room):
+        while len(q) < min(self.depth, context.max_draft_depth):
             position = torch.tensor([prefix + len(q)], device=device)
             attn_mask = torch.ones(1, prefix + len(q) + 1, dtype=torch.bool, device=device)
             logits = self.parts.skim(self.skips, chain[-1:], position, attn_mask, cache)

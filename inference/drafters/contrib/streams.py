@@ -300,16 +300,16 @@ class StreamsState(DrafterState):
         proposal = Proposal(trees.root(context.token[-1], self.device))
         if self.drafted is not None:
             proposal = grow(self.drafted, None, self.drafted.level(1, 1), self.config, [context])[0]
-        return proposal._replace(look_ahead=self.look_ahead(proposal.tree, context.room))
+        return proposal._replace(look_ahead=self.look_ahead(proposal.tree, context.max_draft_depth))
 
-    def look_ahead(self, tree: DraftTree, room: int) -> LookAhead | None:
+    def look_ahead(self, tree: DraftTree, max_draft_depth: int) -> LookAhead | None:
         """Return the streams of all nodes, but for those that would draft deeper than can be committed."""
         size = len(tree.token)
         ancestors = trees.ancestors(tree)
         node = torch.arange(size, device=tree.token.device).repeat_interleave(self.depth)
         stream = torch.arange(1, self.depth + 1, device=node.device).repeat(size)
         offset = ancestors.sum(-1)[node] - 1 + stream
-        fits = offset < room  # what a stream drafts stands one position further than the stream
+        fits = offset < max_draft_depth  # what a stream drafts stands one position further than the stream
         self.node, stream = node[fits], stream[fits]
         if not len(stream):
             return None

@@ -25,7 +25,7 @@ TREE_ENTRIES = 64  # entries of the cache behind a text, for trees of sources th
 
 
 @dataclass(frozen=True)
-class Settings:
+class RequestParams:
     """The request settings of one prompt.
 
     Attributes:
@@ -82,9 +82,9 @@ class RequestConfig:
         """Return the sampling settings at a temperature."""
         return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
 
-    def settings(self, temperature: float, gaps: bool = False, stop: Sequence[str] = ()) -> Settings:
+    def settings(self, temperature: float, gaps: bool = False, stop: Sequence[str] = ()) -> RequestParams:
         """Return the request settings at a temperature."""
-        return Settings(
+        return RequestParams(
             self.max_new_tokens,
             self.sampling(temperature),
             stop=tuple(stop),
@@ -149,11 +149,16 @@ class Generation:
         return (len(self.tokens) - 1) / len(self.steps) if self.steps else 0.0
 
 
-class Session:
+class Request:
     """One sequence being decoded: `prefill`, then `draft` and `commit` around each target pass until it finishes."""
 
     def __init__(
-        self, target: Target, drafter: Drafter, prompt: list[int], settings: Settings, cache: TargetCache | None = None
+        self,
+        target: Target,
+        drafter: Drafter,
+        prompt: list[int],
+        settings: RequestParams,
+        cache: TargetCache | None = None,
     ) -> None:
         check_prompt(target, prompt)
         self.target, self.drafter, self.settings = target, drafter, settings
@@ -208,11 +213,11 @@ class Session:
 
     def begin(self) -> Context:
         """Begin a step; return what its proposal may read."""
-        room, _ = self.left
+        max_draft_depth, _ = self.left
         self.prefix = self.cache.length
         if self.target.switch is not None:
-            room = self.target.switch.room(self.prefix, room)
-        return Context(self.context, self.settings.sampling, self.drafting, room, self.cache)
+            max_draft_depth = self.target.switch.max_draft_depth(self.prefix, max_draft_depth)
+        return Context(self.context, self.settings.sampling, self.drafting, max_draft_depth, self.cache)
 
     def draft(self) -> Proposal:
         """Let the drafter propose what the next target pass scores."""
