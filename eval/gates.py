@@ -35,7 +35,7 @@ from eval.measures.losslessness import (
     worst,
 )
 from heads.common.progress import progress, tick
-from inference.batch import Running, acquire, entries, release
+from inference.batch import Running, acquire, needed_entries, release
 from inference.decode import Generation, RequestParams, reference
 from inference.drafters.plain import Baseline
 from inference.protocol import Commit, Context, Drafter, Proposal
@@ -201,7 +201,7 @@ def chi_square_test(
 ) -> tuple[ChiSquareTest | None, str]:
     """Sample next tokens after a few prefixes, and test them against the target's probs there; or say why not."""
     usable = [prefix for text in candidates if (prefix := _prefix(target, drafter, *text, settings)).usable(tv)]
-    if any(prefix.proposal.q is not None for prefix in usable) and not drafter.redraws:
+    if any(prefix.proposal.q is not None for prefix in usable) and not drafter.can_redraft:
         return None, "no draws: its drafts are drawn by a model with a state of its own"
     prefixes = sorted(usable, key=Prefix.drafted, reverse=True)[:PREFIXES]
     if not prefixes:
@@ -250,7 +250,7 @@ def _prefix(target: Target, drafter: Drafter, prompt: list[int], answer: list[in
     root = trees.root(request.context[-1], target.device)
     expected = distribution(_scored(request, Proposal(root)), settings.sampling)[0]
     proposal = request.draft()
-    if proposal.q is not None and drafter.redraws and not _batched(request):  # deep nodes only cost time
+    if proposal.q is not None and drafter.can_redraft and not _batched(request):  # deep nodes only cost time
         request.limit = min(request.limit, len(answer) + 1 + DEPTH)
         proposal = request.draft()
     logits = _scored(request, proposal)
@@ -300,7 +300,7 @@ def _stepped(prefix: Prefix, settings: RequestParams, seeds: str, count: int, si
         if size == 1:
             raise
         return []
-    batch.reserve(entries(target, *room))
+    batch.reserve(needed_entries(target, *room))
     for slot in range(size):
         one = _session(target, batch.free.pop(), prompt, answer, settings, batch.cache.allocate(slot))
         _enter(one)

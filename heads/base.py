@@ -124,7 +124,7 @@ class NewRows(NamedTuple):
     counts: Int[Tensor, "B"] | None = None  # how many each sequence has, at least one; None for T, as in a first call
 
 
-class Nodes(NamedTuple):
+class LevelNodes(NamedTuple):
     """The N new nodes of one depth of B trees; `mask` says which of a tree's M drafted nodes so far each sees.
 
     These stand in order of expansion, the new ones last. A node sees its drafted ancestors and itself; the root is a
@@ -211,7 +211,7 @@ class DraftHead(Protocol):
         """
         ...
 
-    def expand(self, state: Any, level: LevelOutput, nodes: Nodes) -> LevelOutput:
+    def expand(self, state: Any, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Decoding: score one more tree level of B sequences, all its nodes at once, an EAGLE-2 expansion step.
 
         The state, of the committed rows, stays as it is; `level` is the previous one, the root's at first.

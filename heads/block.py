@@ -30,9 +30,9 @@ from heads.base import (
     Features,
     HeadModule,
     LayerConfig,
+    LevelNodes,
     LevelOutput,
     NewRows,
-    Nodes,
     embedding_of,
 )
 from heads.common.ranges import Count, Parts, Width
@@ -260,7 +260,7 @@ class Block(HeadModule):
             states = self.domino.begin(states, self.embeddings.embed(root))
         return cache, self._level(states, root, 1)
 
-    def expand(self, state: KVCache, level: LevelOutput, nodes: Nodes) -> LevelOutput:
+    def expand(self, state: KVCache, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Score the next depth from its slot; of the path the last token matters, or all of them to `domino`."""
         hidden = level.hidden
         if self.domino is not None:

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.base import DepthOutput, Embeddings, Features, HeadModule, LayerConfig, LevelOutput, NewRows, Nodes
+from heads.base import DepthOutput, Embeddings, Features, HeadModule, LayerConfig, LevelNodes, LevelOutput, NewRows
 from heads.common.ranges import Count, Parts
 from heads.medusa import ResidualBlock
 from heads.modules.autoregressive import Recurrent
@@ -132,7 +132,7 @@ class Hydra(HeadModule):
             summary, _ = self.prefix.commit(state, summary, new, position)
         return state, self._level(self.joined(last_rows(summary, new.counts), last_rows(token, new.counts)), 1)
 
-    def expand(self, state: KVCache | None, level: LevelOutput, nodes: Nodes) -> LevelOutput:
+    def expand(self, state: KVCache | None, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Score the next depth from the inputs of the parents' head and the nodes' tokens."""
         return self._level(self.joined(gather_parents(level.hidden, nodes.parent), nodes.token), nodes.depth + 1)
 

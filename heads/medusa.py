@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.base import DepthOutput, Embeddings, Features, HeadModule, LevelOutput, NewRows, Nodes
+from heads.base import DepthOutput, Embeddings, Features, HeadModule, LevelNodes, LevelOutput, NewRows
 from heads.common.ranges import Count, Parts
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
 from heads.rows import gather_rows, last_rows, scatter_rows
@@ -70,7 +70,7 @@ class Medusa(HeadModule):
         root = last_rows(new.features.last_hidden, new.counts)
         return None, LevelOutput(self.compute_logits(self.blocks[0](root), 1), root)
 
-    def expand(self, state: None, level: LevelOutput, nodes: Nodes) -> LevelOutput:
+    def expand(self, state: None, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Score the next depth from the root's feature: the nodes' own tokens are not read."""
         root = level.hidden[:, :1]
         logits = self.compute_logits(self.blocks[nodes.depth](root), nodes.depth + 1)

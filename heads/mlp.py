@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.base import DepthOutput, Embeddings, Features, HeadModule, LevelOutput, NewRows, Nodes
+from heads.base import DepthOutput, Embeddings, Features, HeadModule, LevelNodes, LevelOutput, NewRows
 from heads.common.ranges import Count, Parts, Width
 from heads.modules.vocab import VocabularyLinear, draft_vocabulary
 from heads.rows import drafted_token, gather_parents, gather_rows, last_rows, scatter_rows
@@ -101,7 +101,7 @@ class Mlp(HeadModule):
         last, root = (last_rows(x, new.counts) for x in (new.features.last_hidden, new.token))
         return None, self._level(self.initial_states(last), root, 1)
 
-    def expand(self, state: None, level: LevelOutput, nodes: Nodes) -> LevelOutput:
+    def expand(self, state: None, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Score the next depth: every node's token is mixed into its parent's state."""
         return self._level(gather_parents(level.hidden, nodes.parent), nodes.token, nodes.depth + 1)
 

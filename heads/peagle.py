@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from heads import rows
-from heads.base import DepthOutput, Embeddings, Features, LevelOutput, NewRows, Nodes, embedding_of
+from heads.base import DepthOutput, Embeddings, Features, LevelNodes, LevelOutput, NewRows, embedding_of
 from heads.common.ranges import Parts
 from heads.eagle3 import Eagle3, FusedConfig
 from heads.modules.attention import KeyValue, attend_rows, pattern
@@ -106,7 +106,7 @@ class PEagle(Eagle3):
             states = torch.cat([states, drafted], 1)
         return cache, self._level(states, 1, 1)
 
-    def expand(self, state: KVCache, level: LevelOutput, nodes: Nodes) -> LevelOutput:
+    def expand(self, state: KVCache, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Score the next depth from its slot, whatever was drafted before it."""
         return self._level(level.hidden, nodes.token.shape[1], nodes.depth + 1)
 

@@ -35,8 +35,8 @@ class Batch:
     """The sequences being decoded, by their slots of the cache.
 
     Attributes:
-        drafter: the draft source that `drafts` and the sequences' own are of, where a service may replace it.
-        service: which it follows; None: it stays.
+        drafter: the drafter whose clones `drafts` and the sequences use; a service may replace it.
+        service: the service whose drafter it uses; None for a fixed drafter.
     """
 
     drafter: Drafter
@@ -77,7 +77,7 @@ class Batch:
             )
         self.follow()
         began = time.perf_counter()
-        self.reserve(entries(self.target, prompt, settings))
+        self.reserve(needed_entries(self.target, prompt, settings))
         slot = vacant(self.slots)
         request = Request(self.target, self.free.pop(), prompt, settings, self.cache.allocate(slot))
         request.prefill()
@@ -86,7 +86,7 @@ class Batch:
 
     def reserve(self, capacity: int) -> None:
         """Have room for texts of so many tokens and a tree behind each, so that nothing grows while one is decoded."""
-        tree = TREE_ENTRIES if self.drafts is None else max(TREE_ENTRIES, self.drafts.nodes)
+        tree = TREE_ENTRIES if self.drafts is None else max(TREE_ENTRIES, self.drafts.max_nodes)
         self.capacity = max(self.capacity, capacity)
         self.cache.storage.reserve(self.capacity + tree if self.capacity else 0)
         if self.drafts is not None:
@@ -136,8 +136,8 @@ class Batch:
         trial.step()
         clones, drafts = drafter.clones(self.cache.storage.size)
         if drafts is not None:
-            check_size(self.target, drafts.nodes, drafter.name)
-            drafts.reserve(round_up_kv_length(self.cache.storage.capacity + drafts.nodes))
+            check_size(self.target, drafts.max_nodes, drafter.name)
+            drafts.reserve(round_up_kv_length(self.cache.storage.capacity + drafts.max_nodes))
         requests = [sequence.request for sequence in self.running]
         states = [request.state_of(clone) for request, clone in zip(requests, clones, strict=False)]
         for request, clone, state in zip(requests, clones, states, strict=False):
@@ -202,9 +202,11 @@ def batch_of(
     target: Target, drafter: Drafter | Service, size: int, requests: Sequence[tuple[list[int], RequestParams]] = ()
 ) -> Batch:
     """Return a batch of `size` slots, each with a clone of the drafter, and room for the longest of some requests."""
-    service, source = (drafter, drafter.working) if isinstance(drafter, Service) else (None, drafter)
-    batch = Batch(target, *source.clones(size), max((entries(target, *request) for request in requests), default=0))
-    batch.drafter, batch.service = source, service
+    service, base = (drafter, drafter.working) if isinstance(drafter, Service) else (None, drafter)
+    batch = Batch(
+        target, *base.clones(size), max((needed_entries(target, *request) for request in requests), default=0)
+    )
+    batch.drafter, batch.service = base, service
     return batch
 
 
@@ -243,6 +245,6 @@ def crowded(batches: Iterable[Batch]) -> bool:
     return any(nbytes > free_memory(device) for device, nbytes in taken.items())
 
 
-def entries(target: Target, prompt: list[int], settings: RequestParams) -> int:
+def needed_entries(target: Target, prompt: list[int], settings: RequestParams) -> int:
     """Return how many entries of the cache a request's text needs."""
     return min(len(prompt) + settings.max_new_tokens, target.context)

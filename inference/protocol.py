@@ -1,4 +1,4 @@
-"""Draft sources: a `Drafter` is the model, a `DrafterState` drafts for one sequence; and what both exchange."""
+"""The protocol of a drafter: `Drafter` is the model, `DrafterState` drafts for one sequence; and their records."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -23,7 +23,8 @@ class Context(NamedTuple):
     """What a proposal may read: the tokens so far, how the target is sampled, the randomness, and the depth left.
 
     No node or look-ahead token may be deeper than `max_draft_depth`: there the target's context or the answer ends.
-    `cache` holds the target's entries before the last token. Only a source that drafts with the target itself writes to
+    `cache` holds the target's entries before the last token. Only a drafter that drafts with the target itself writes
+    to
     it: entries behind the committed ones, which it drops again, or hands on as `Proposal.first_layers`.
     """
 
@@ -39,7 +40,7 @@ class Proposal(NamedTuple):
 
     Siblings are in the order in which they were sampled, without replacement. `first_layers` is given if all nodes have
     run through the target's first layers; then there are no look-ahead tokens. `expected` is how many drafted tokens
-    the source expects to be accepted, 0 of one that does not know (see `Drafter.scores`).
+    the drafter expects to be accepted, 0 if it does not know (see `Drafter.expects_acceptance`).
     """
 
     tree: DraftTree
@@ -131,7 +132,7 @@ class DraftBatch(Protocol):
     Attributes:
         feature_layers: the target layers whose outputs `commit` reads.
         deepest: the depth of the deepest node of a tree in the step at hand; 0 where nothing is drafted.
-        nodes: the most nodes of a tree in any step, the root included.
+        max_nodes: the most nodes of a tree in any step, the root included.
         chain: whether the step's trees are chains, so that an accepted path is their beginning.
         sampled: the parents of the nodes of the shape whose children are sampled in the step where roots say so, the
             root's -1; None where all trees are filled by rank.
@@ -140,7 +141,7 @@ class DraftBatch(Protocol):
 
     feature_layers: tuple[int, ...] = ()
     deepest: int = 0
-    nodes: int = 1
+    max_nodes: int = 1
     chain: bool = True
     sampled: tuple[int, ...] | None = None
     tree_key: int = 0
@@ -151,7 +152,7 @@ class DraftBatch(Protocol):
         return 0
 
     def begin(self, running: int, longest: int) -> None:
-        """Choose the tree of a step of so many sequences, which `ranked` and what follows keep to.
+        """Choose the tree of a step of so many sequences, which `draft_trees` and what follows keep to.
 
         Args:
             running: the first sequences.
@@ -163,7 +164,7 @@ class DraftBatch(Protocol):
         """Draft for all, each sampled in its own way."""
         ...
 
-    def ranked(
+    def draft_trees(
         self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], Float[Tensor, "B M V"] | None]:
         """Return trees "B N" for sequences that are ranked alike, their ancestors, and q if children were sampled.
@@ -200,14 +201,14 @@ class DraftBatch(Protocol):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """A draft source: weights, configuration, and what it remembers of earlier sequences.
+    """A drafter: weights, configuration, and what it remembers of earlier sequences.
 
     Attributes:
         name: what reports and errors call it.
         tree: the shape of its proposals, for reports.
         feature_layers: the target layers whose outputs its commits must hold.
-        scores: whether its proposals say how many tokens are expected to be accepted.
-        redraws: whether a state may propose again from where it stands, each time with fresh randomness.
+        expects_acceptance: whether its proposals say how many tokens are expected to be accepted.
+        can_redraft: whether a state may propose again from where it stands, each time with fresh randomness.
         head: the trained head that drafts alone, whose acceptance teacher forcing can measure.
         policy: by which trees grow from that head.
     """
@@ -215,13 +216,13 @@ class Drafter(Protocol):
     name: str
     tree: str
     feature_layers: tuple[int, ...] = ()
-    scores: bool = False
-    redraws: bool = False
+    expects_acceptance: bool = False
+    can_redraft: bool = False
     head: DraftHead | None = None
     policy: TreeConfig | None = None
 
     def start(self, prompt: list[int]) -> DrafterState:
-        """Begin a sequence; a source with a memory may now remember the text of the one before."""
+        """Begin a sequence; a drafter with a memory may now remember the text of the one before."""
         ...
 
     def reset(self) -> None:
@@ -229,11 +230,11 @@ class Drafter(Protocol):
         return
 
     def clone(self) -> "Drafter":
-        """Return a source with the same weights and a memory of its own, for sequences side by side."""
+        """Return a drafter with the same weights and a memory of its own, for sequences side by side."""
         return self
 
     def clones(self, size: int) -> tuple[Sequence["Drafter"], DraftBatch | None]:
-        """Return sources for `size` sequences side by side, and what drafts for all at once, by default nothing."""
+        """Return drafters for `size` sequences of a batch, and what drafts for all at once, by default nothing."""
         return [self, *(self.clone() for _ in range(size - 1))], None
 
 

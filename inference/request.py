@@ -21,7 +21,7 @@ from inference.verification.sample import Sampling, penalize
 from inference.verification.tree import DraftTree
 from inference.verification.verify import COUPLED, check_rule, decide
 
-TREE_ENTRIES = 64  # entries of the cache behind a text, for trees of sources that do not say how many they need
+TREE_ENTRIES = 64  # entries of the cache behind a text, for trees of drafters that do not say how many they need
 
 
 @dataclass(frozen=True)
@@ -190,9 +190,9 @@ class Request:
         token = torch.tensor(self.context, device=self.target.device)
         out = self.target.prefill(token, self.cache, self.layers)
         root = trees.root(self.context[-1], self.target.device)
-        scores = self.processed(_logits(out), root)
-        first = decide(root, scores, None, self.settings.sampling, self.rng).token
-        self.emit([first], ["prefill"], self.gaps(scores))
+        processed_logits = self.processed(_logits(out), root)
+        first = decide(root, processed_logits, None, self.settings.sampling, self.rng).token
+        self.emit([first], ["prefill"], self.gaps(processed_logits))
         following = torch.cat([token[1:], token.new_tensor([first])])
         self.update(Commit(following, out, None), out.last_hidden[0])
         self.generation.prefill_s = self.clock() - start
@@ -261,12 +261,14 @@ class Request:
         drafted = proposal.tree
         logits, look_ahead = _logits(out).tensor_split([len(drafted.token)])
         sampling, rule_name = self.settings.sampling, self.settings.rule
-        scores = self.processed(logits, drafted)
-        path, bonus, rule = decide(drafted, scores, proposal.q, sampling, self.rng, rule_name)
+        processed_logits = self.processed(logits, drafted)
+        path, bonus, rule = decide(drafted, processed_logits, proposal.q, sampling, self.rng, rule_name)
         self.cache.keep(self.prefix, path)
         index = torch.tensor(path, device=self.target.device)
         following = torch.cat([drafted.token[index[1:]], index.new_tensor([bonus])])
-        committed = self.emit(following.tolist(), ["draft"] * (len(path) - 1) + ["bonus"], self.gaps(scores[index]))
+        committed = self.emit(
+            following.tolist(), ["draft"] * (len(path) - 1) + ["bonus"], self.gaps(processed_logits[index])
+        )
         committed_at = self.clock()
         if not self.generation.finish:
             rows = TargetOutput(out.hidden[:, index], out.last_hidden[:, index], None)

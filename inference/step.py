@@ -159,7 +159,7 @@ class DeviceStep:
 
     def load_slots(self, requests: Sequence[Request]) -> None:
         """Write the state of sequences to the slots: others came or left, or these were decoded in another way."""
-        check_size(self.target, self.drafts.nodes, requests[0].drafter.name)
+        check_size(self.target, self.drafts.max_nodes, requests[0].drafter.name)
         seen_by_slot = [request.seen_tokens() for request in requests]
         slots = self.buffers(0 if seen_by_slot[0] is None else len(seen_by_slot[0]))
         values = [[s.context[-1], s.cache.length, *s.left, 1, seed_key(s.settings.seed)] for s in requests]
@@ -228,7 +228,7 @@ class DeviceStep:
         """Return how many entries attention reads, in static shapes; else how many there are before a tree."""
         if not self.static:
             return longest
-        end, capacity = longest + self.drafts.nodes, self.cache.storage.capacity
+        end, capacity = longest + self.drafts.max_nodes, self.cache.storage.capacity
         return end if end > capacity else min(round_up_kv_length(end), capacity)
 
     @property
@@ -282,7 +282,7 @@ class DeviceStep:
     def draft(self, slots: Slots, kv_length: int, settings: RequestParams) -> Drafted:
         """Draft a tree for each sequence."""
         noise, allow_host_sync = self.noise(slots, settings), not (self.static or self.compiles)
-        tree, ancestor_mask, q = self.drafts.ranked(
+        tree, ancestor_mask, q = self.drafts.draft_trees(
             SlotRoots(slots, settings, noise), slots.max_draft_depth, kv_length, allow_host_sync=allow_host_sync
         )
         return Drafted(tree, ancestor_mask, (ancestor_mask.sum(-1) - 1).expand_as(tree.token), noise, q)
@@ -467,7 +467,7 @@ class DeviceStep:
         slots.min_tokens_left.sub_(accepted.committed)
         if slots.seen_tokens.shape[1]:
             slots.seen_tokens.scatter_(1, torch.where(step <= last, token, slots.root[:, None]), True)
-        if self.drafts.nodes == 1:  # of the baseline
+        if self.drafts.max_nodes == 1:  # of the baseline
             return None
         return Features(token, out.hidden[row, path], out.last_hidden[row, path], torch.zeros_like(token))
 

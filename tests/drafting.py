@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from heads.base import Features, LevelOutput, NewRows, Nodes
+from heads.base import Features, LevelNodes, LevelOutput, NewRows
 from heads.modules.vocab import scatter_logits
 
 
@@ -16,7 +16,7 @@ def extend(head: Any, state: Any, features: Features, token: Tensor) -> tuple[An
 
 def expand(head: Any, state: Any, level: LevelOutput, token: Tensor, parent: Tensor, mask: Tensor) -> LevelOutput:
     """Expand nodes (N,) of one depth, which is that of the path that the first of them sees."""
-    made: LevelOutput = head.expand(state, level, Nodes(token[None], parent[None], mask[None], int(mask[0].sum())))
+    made: LevelOutput = head.expand(state, level, LevelNodes(token[None], parent[None], mask[None], int(mask[0].sum())))
     return made
 
 

@@ -19,7 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from heads.base import LevelOutput, Nodes
+from heads.base import LevelNodes, LevelOutput
 from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Context, Proposal
 from inference.verification.rng import Rng
@@ -176,7 +176,7 @@ class Tables:
         index = torch.arange(start, len(self.known), dtype=torch.float64)[:, None]
         return LevelOutput(torch.stack([self.logits(path)[1] for path in paths])[None], index[None])
 
-    def expand(self, state: None, level: LevelOutput, nodes: Nodes) -> LevelOutput:
+    def expand(self, state: None, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         above = [self.known[int(i)] for i in level.hidden[0, nodes.parent[0], 0]]
         return self.level([(*path, t) for path, t in zip(above, nodes.token[0].tolist(), strict=True)])
 

@@ -123,7 +123,7 @@ def load_drafters(config: DraftersConfig, target: Target) -> Drafters:
         elif name == "hybrid":
             settings = build(Hybrid.Config, dict(options), "drafter.hybrid")
             lookup = make("hybrid.lookup", settings.lookup, target)
-            if not lookup.scores:
+            if not lookup.expects_acceptance:
                 raise ValueError(
                     "drafter.hybrid.lookup.source: only a source that scores its drafts will do, such as suffix"
                 )

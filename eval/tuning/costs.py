@@ -146,7 +146,7 @@ class PlaybackBatch(HeadBatch):
         # One line a tree, so that there is room for the largest.
         super().__init__(head, Schedule([Scheduled(1 + i, tree) for i, tree in enumerate(source.measured)]), size)
         self.source, self.accepted = source, 0
-        self.nodes = max(self.nodes, 1 + source.largest)
+        self.max_nodes = max(self.max_nodes, 1 + source.largest)
 
     def begin(self, running: int, longest: int) -> None:
         """Choose the head's tree, and the depth of the planted ones."""
@@ -155,14 +155,14 @@ class PlaybackBatch(HeadBatch):
         self.accepted = min(next(source.next_accepted), source.size)
         self.deepest = source.size if self.chain else min(source.size, max(self.accepted, 1))
 
-    def ranked(
+    def draft_trees(
         self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], None]:
         """Time the head's trees, and return the planted ones; an idle slot's is the first sequence's."""
         source = self.source
         assert self.policy is not None
         start = source.clock()
-        super().ranked(roots, max_draft_depth, longest, allow_host_sync=allow_host_sync)
+        super().draft_trees(roots, max_draft_depth, longest, allow_host_sync=allow_host_sync)
         source.draft[draft_key(self.policy)].append(source.clock() - start)
         states = [state for state in self.states if isinstance(state, BatchedPlayback)]
         drafts = [state.planted(self.accepted, source.size, self.chain, source.target) for state in states]

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from heads import rows
-from heads.base import DepthOutput, Features, HeadModule, LevelOutput, NewRows, Nodes
+from heads.base import DepthOutput, Features, HeadModule, LevelNodes, LevelOutput, NewRows
 from heads.modules.attention import KeyValue, attend_rows, pattern
 from heads.modules.kv_cache import SPARE, KVCache
 from heads.modules.layers import LayerInputs, grouped_attention
@@ -171,12 +171,12 @@ class RecurrentHead(HeadModule, Recurrent):
         above, root = rows.last_rows(start, count), rows.last_rows(token, count)
         alone = torch.ones(len(token), 1, 1, dtype=torch.bool, device=token.device)
         # The root's row is drafted, like any other.
-        level = self._draft(cache, Nodes(root, torch.zeros_like(root), alone, 0), above)
+        level = self._draft(cache, LevelNodes(root, torch.zeros_like(root), alone, 0), above)
         return cache, level._replace(
             root=tuple(row for layer in range(len(context)) for row in cache.drafted(layer, len(token), 1))
         )
 
-    def expand(self, state: KVCache, level: LevelOutput, nodes: Nodes) -> LevelOutput:
+    def expand(self, state: KVCache, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Score the next tree level: every node enters with its parent's state."""
         if self.injected:  # the root's row is drafted too, and seen by all
             visible = nodes.mask.new_ones(*nodes.mask.shape[:2], 1)
@@ -185,7 +185,7 @@ class RecurrentHead(HeadModule, Recurrent):
             state.draft(layer, level.root[2 * layer], level.root[2 * layer + 1], 0)
         return self._draft(state, nodes, rows.gather_parents(level.hidden, nodes.parent))
 
-    def _draft(self, cache: KVCache, nodes: Nodes, above: Float[Tensor, "B N D"]) -> LevelOutput:
+    def _draft(self, cache: KVCache, nodes: LevelNodes, above: Float[Tensor, "B N D"]) -> LevelOutput:
         """Score drafted rows, which enter with the states `above`."""
         token, mask = nodes.token, nodes.mask
         last = cache.length[: len(token)] - 1

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from heads.base import LevelOutput, Nodes
+from heads.base import LevelNodes, LevelOutput
 from heads.common.ranges import Fraction, OneOf
 from inference.drafters import runner
 from inference.drafters.policy import TreeConfig, grow
@@ -67,7 +67,7 @@ class Chain:
 
 
 class Assistant(Drafter):
-    """Another causal LM as a draft source."""
+    """Another causal LM as a drafter."""
 
     @dataclass(frozen=True)
     class Config(DraftModelConfig):
@@ -160,7 +160,7 @@ class AssistantState(DrafterState):
         answers = self.vocabulary.to_target(self.runner.branch(number, above)).split(1)
         return list(zip(self.runner.level, answers, strict=True))
 
-    def expand(self, state: Any, level: LevelOutput, nodes: Nodes) -> LevelOutput:
+    def expand(self, state: Any, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Score one more tree level, as `DraftHead.expand` says; the keys and values live in the runner's cache."""
         return self.answer(self.runner.expand(self.vocabulary.to_assistant(nodes.token[0]), nodes.parent[0]))
 

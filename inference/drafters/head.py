@@ -1,4 +1,4 @@
-"""A trained draft head as a draft source."""
+"""A trained draft head as a drafter."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,8 @@ from inference.drafters.policy import (
     check_tree,
     expanded,
     grow,
+    grow_batch,
     most_nodes,
-    ranked,
     sampled_shape,
     verifiable,
 )
@@ -42,7 +42,7 @@ class HeadDrafter(Drafter):
         batch: which drafts for its sequences; None where each is drafted for by itself.
     """
 
-    redraws = True
+    can_redraft = True
     head: DraftHead
     policy: TreeConfig
     batch: "HeadBatch | None" = None
@@ -58,7 +58,7 @@ class HeadDrafter(Drafter):
         return HeadState(self.head, self.policy) if self.batch is None else BatchedState(self.batch)
 
     def clones(self, size: int) -> tuple[Sequence[Drafter], "HeadBatch"]:
-        """Return a source whose sequences lie side by side in one KV cache, and what drafts for all of them at once."""
+        """Return a drafter whose sequences share one KV cache, and what drafts for all of them at once."""
         clone = copy.copy(self)
         clone.batch = HeadBatch(self.head, self.schedule, size)
         return [clone] * size, clone.batch
@@ -124,7 +124,7 @@ class HeadBatch:
     def __init__(self, head: DraftHead, schedule: Schedule, size: int) -> None:
         self.head, self.schedule, self.size = head, schedule, size
         self.feature_layers = head.feature_layers
-        self.nodes = max(map(most_nodes, schedule.trees), default=1)
+        self.max_nodes = max(map(most_nodes, schedule.trees), default=1)
         self.capacity = 0
         self.states: list[BatchedState | None] = []  # by slot
         self.cache: KVCache | None = None
@@ -232,14 +232,14 @@ class HeadBatch:
         self.hold(max(lengths))
         return grow(self.head, self.cache, self.level(len(contexts)), self.policy, contexts)
 
-    def ranked(
+    def draft_trees(
         self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], Float[Tensor, "B M V"] | None]:
         """Grow a tree for each sequence by rank, or by sampling where the roots say so."""
         if self.policy is None:
             return *alone(roots.token), None
         self.hold(longest)
-        return ranked(
+        return grow_batch(
             self.head,
             self.cache,
             self.level(len(max_draft_depth)),

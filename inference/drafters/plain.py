@@ -40,7 +40,7 @@ class Baseline(Drafter, DrafterState, DraftBatch):
         """Return the roots alone."""
         return [self.propose(context) for context in contexts]
 
-    def ranked(
+    def draft_trees(
         self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> tuple[DraftTree, Bool[Tensor, "1 1 1"], None]:
         """Return the roots alone."""

@@ -6,11 +6,11 @@
     best_first  the most probable nodes of all, within a budget (OPT-Tree, arXiv 2406.17276; see `_best_first`).
     sampled  a fixed number of children a depth, sampled without replacement; their probs q go on to verification.
 
-Nodes of different parents are compared by probabilities that greedy decoding sharpens (`inverse_temperature_of`).
-At temperature 0 a sampled shape is filled by rank. Above it a chain is sampled: one sampled child with p/q verification
-is accepted more often than one greedy child. No shape depends on a sampled token: that would change q. With coupled
-noise (arXiv 2408.07978) every shape is filled by rank, of the logits with the noise of their position added.
-For a batch on its device (`ranked`) the same trees grow as for one sequence after another (`grow`), token for token.
+Nodes of different parents are compared by probabilities that greedy decoding sharpens (`inverse_temperature_of`). At
+temperature 0 a sampled shape is filled by rank. Above it a chain is sampled: one sampled child with p/q verification is
+accepted more often than one greedy child. No shape depends on a sampled token: that would change q. With coupled noise
+(arXiv 2408.07978) every shape is filled by rank, of the logits with the noise of their position added. For a batch on
+its device (`grow_batch`) the same trees grow as for one sequence after another (`grow`), token for token.
 """
 
 import logging
@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from heads.base import DraftVocabulary, LevelOutput, Nodes
+from heads.base import DraftVocabulary, LevelNodes, LevelOutput
 from heads.modules.vocab import scatter_logits
 from heads.rows import gather_parents
 from inference.limits import check_size
@@ -36,8 +36,18 @@ from inference.verification.sample import distribution, penalize
 from inference.verification.tree import DraftTree
 
 __all__ = [
-    "BY_CONFIDENCE", "Expander", "TreeBuilder", "TreeConfig", "candidates", "check_tree", "expanded", "grow",
-    "most_nodes", "ranked", "sampled_shape", "verifiable",
+    "BY_CONFIDENCE",
+    "Expander",
+    "TreeBuilder",
+    "TreeConfig",
+    "candidates",
+    "check_tree",
+    "expanded",
+    "grow",
+    "grow_batch",
+    "most_nodes",
+    "sampled_shape",
+    "verifiable",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -55,7 +65,7 @@ class Expander(Protocol):
             """The tokens that logits are of, None for all."""
             ...
 
-    def expand(self, state: Any, level: LevelOutput, nodes: Nodes) -> LevelOutput:
+    def expand(self, state: Any, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Score one more tree level; see `DraftHead.expand`."""
         ...
 
@@ -142,7 +152,7 @@ class TreeBuilder:
         itself = torch.eye(token.shape[1], dtype=torch.bool, device=token.device).expand(len(token), -1, -1)
         self.ancestors = torch.cat([gather_parents(self.ancestors, parent), itself], -1)
         self.depth += 1
-        self.level = self.head.expand(self.state, self.level, Nodes(token, parent, self.ancestors, self.depth))
+        self.level = self.head.expand(self.state, self.level, LevelNodes(token, parent, self.ancestors, self.depth))
         self.nodes = nodes
         self.expanded.append(nodes[0])
         if self.seen_tokens is not None:
@@ -202,7 +212,7 @@ def grow(
     return _filled(head, state, level, config, contexts, depth)
 
 
-def ranked(
+def grow_batch(
     head: Expander,
     state: Any,
     level: LevelOutput,

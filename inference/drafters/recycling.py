@@ -68,7 +68,7 @@ class Recycling(Drafter):
         self.candidates.clear()
 
     def clone(self) -> "Recycling":
-        """Return a source with a copy of the candidates."""
+        """Return a drafter with a copy of the candidates."""
         other = copy.copy(self)
         other.candidates = dict(self.candidates)
         return other

@@ -31,7 +31,7 @@ class Suffix(Drafter):
     not report it.
     """
 
-    scores = True
+    expects_acceptance = True
 
     @dataclass(frozen=True)
     class Config:
@@ -65,7 +65,7 @@ class Suffix(Drafter):
             self.current.reset()
 
     def clone(self) -> "Suffix":
-        """Return a source with a copy of the past's tree."""
+        """Return a drafter with a copy of the past's tree."""
         self._remember()
         other = copy.copy(self)
         other.past = self.past.copy()

@@ -78,14 +78,14 @@ class SeededRng:
 class CoupledRng:
     """Noise that depends on the seed, the absolute position and the token, and on nothing else (arXiv 2408.07978).
 
-    The target's token at a position is then a function of the text before it and the seed, whatever was drafted, and a
-    draft that adds the same noise to its own probs matches it often. argmax(log p + Gumbel) is argmax(p / Exp).
+    The target's token at a position is then a function of the tokens before it and the seed, whatever was drafted, and
+    a draft that adds the same noise to its own probs matches it often. argmax(log p + Gumbel) is argmax(p / Exp).
     Verification reads it under every rule; where the rule is not `coupled`, drafts have a `DraftRng` of their own.
     """
 
-    def __init__(self, seed: int, device: torch.device, text: Sized) -> None:
-        """Take the seed, the device of the probs, and the text before a draft, the root its last token."""
-        self.seed, self.device, self.text = seed, device, text
+    def __init__(self, seed: int, device: torch.device, prefix: Sized) -> None:
+        """Take the seed, the device of the probs, and the tokens before a draft, whose last one is the root."""
+        self.seed, self.device, self.prefix = seed, device, prefix
         self.cached: dict[int, Tensor] = {}
         self.key, self.start, self.used_uniforms = hash_key(seed_key(seed), ACCEPT_KEY), -1, 0
 
@@ -100,8 +100,8 @@ class CoupledRng:
 
     def accept(self, probability: float) -> bool:
         """Return true with the given probability: the uniform numbers of a root are counted."""
-        if self.start != len(self.text):
-            self.start, self.used_uniforms = len(self.text), 0
+        if self.start != len(self.prefix):
+            self.start, self.used_uniforms = len(self.prefix), 0
         self.used_uniforms += 1
         return bool(uniform(hash_key(self.key, self.start), self.used_uniforms - 1) < probability)
 
@@ -111,7 +111,7 @@ class CoupledRng:
 
     def exponential_scores(self, probs: Float[Tensor, "N V"], depth: int = 1) -> Float[Tensor, "N V"]:
         """Return the probs divided by the noise of the position `depth` below the root."""
-        start = len(self.text)
+        start = len(self.prefix)
         self.cached = {position: noise for position, noise in self.cached.items() if position >= start}
         position = start + depth - 1
         if position not in self.cached:
@@ -127,9 +127,9 @@ class DraftRng:
     of its q. It has no state but that number, so `Samples` takes those of a whole batch at once.
     """
 
-    def __init__(self, seed: int, device: torch.device, text: Sized) -> None:
-        """Take the seed, the device of the probs, and the text before a draft, the root its last token."""
-        self.seed, self.device, self.text = seed, device, text
+    def __init__(self, seed: int, device: torch.device, prefix: Sized) -> None:
+        """Take the seed, the device of the probs, and the tokens before a draft, whose last one is the root."""
+        self.seed, self.device, self.prefix = seed, device, prefix
         self.start, self.root = -1, 0
         self.at_root: Samples
 
@@ -152,8 +152,8 @@ class DraftRng:
 
     def samples(self) -> "Samples":
         """Return the samples of the root at hand, of which some may have been taken."""
-        if self.start != len(self.text):
-            self.start = len(self.text)
+        if self.start != len(self.prefix):
+            self.start = len(self.prefix)
             self.root = hash_key(hash_key(seed_key(self.seed), DRAFT_KEY), self.start)
             self.at_root = Samples(torch.tensor([self.root], device=self.device))
         return self.at_root

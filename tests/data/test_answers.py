@@ -172,7 +172,7 @@ def test_no_end_token_and_two_drafters_are_refused(monkeypatch: pytest.MonkeyPat
         (DRAFTERS, None, "one source drafts the answers"),
         ({"head": {}}, None, "drafter=head needs run="),
         ({"suffix": SUFFIX}, "outputs/x", "give one of the two"),
-        ({"nonesuch": {}}, None, "no source is called 'nonesuch'"),
+        ({"nonesuch": {}}, None, "no drafter is called 'nonesuch'"),
     ):
         with pytest.raises(ValueError, match=message):
             drafter_of(options, run, NO_TREE, target)

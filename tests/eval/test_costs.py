@@ -26,7 +26,7 @@ from eval.measures.cost_model import (
 from eval.tuning import costs as costing
 from eval.tuning.costs import PlaybackBatch, measure, planted, typical
 from eval.tuning.grid import acceptance, best_static, levelled
-from heads.base import NewRows, Nodes
+from heads.base import LevelNodes, NewRows
 from inference.batch import Batch
 from inference.decode import RequestParams
 from inference.drafters.head import HeadDrafter
@@ -246,15 +246,15 @@ def test_the_played_back_text_is_what_plain_decoding_writes(monkeypatch: pytest.
         prefill(request)
 
     shapes: list[torch.Size] = []
-    ranked = PlaybackBatch.ranked
+    draft_trees = PlaybackBatch.draft_trees
 
     def noted(self: PlaybackBatch, *args: Any, **named: Any) -> Any:
-        tree, above, q = ranked(self, *args, **named)
+        tree, above, q = draft_trees(self, *args, **named)
         shapes.append(tree.token.shape)
         return tree, above, q
 
     monkeypatch.setattr(costing, "decode", kept)
-    monkeypatch.setattr(PlaybackBatch, "ranked", noted)
+    monkeypatch.setattr(PlaybackBatch, "draft_trees", noted)
     monkeypatch.setattr(Request, "prefill", begun)
     target = toys.target()
     texts = write(target, [toys.prompt(seed) for seed in range(2)], SETTINGS)
@@ -298,7 +298,7 @@ def test_the_head_drafts_for_all_sequences_at_once(monkeypatch: pytest.MonkeyPat
         now[0] += 10 if new.counts is not None else 0  # a prompt has none
         return extend(self, state, new)
 
-    def expanded(self: Any, state: Any, level: Any, nodes: Nodes) -> Any:
+    def expanded(self: Any, state: Any, level: Any, nodes: LevelNodes) -> Any:
         now[0] += 1
         batches.add(len(nodes.token))
         return expand(self, state, level, nodes)

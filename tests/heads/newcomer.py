@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from heads.base import DepthOutput, Embeddings, Features, LevelOutput, NewRows, Nodes
+from heads.base import DepthOutput, Embeddings, Features, LevelNodes, LevelOutput, NewRows
 from heads.common.ranges import Parts
 from heads.rows import drafted_token, gather_parents, last_rows
 
@@ -58,7 +58,7 @@ class Newcomer(nn.Module):
         del state
         return None, self._level(last_rows(new.features.last_hidden, new.counts), last_rows(new.token, new.counts))
 
-    def expand(self, state: None, level: LevelOutput, nodes: Nodes) -> LevelOutput:
+    def expand(self, state: None, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Score the next depth."""
         del state
         return self._level(gather_parents(level.hidden, nodes.parent), nodes.token)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from heads import HEADS
-from heads.base import DraftHead, Features, LevelOutput, NewRows, Nodes
+from heads.base import DraftHead, Features, LevelNodes, LevelOutput, NewRows
 from heads.formats.store import CONFIG, load_head, save_head
 from heads.modules.kv_cache import SPARE, KVCache
 from heads.rows import next_token
@@ -53,10 +53,10 @@ def tree(head: DraftHead, state: Any, level: LevelOutput) -> torch.Tensor:
     count = len(level.logits)
     token = torch.tensor([[3, 5]]).expand(count, -1)
     above, eye = torch.zeros(count, 2, dtype=torch.long), torch.eye(2, dtype=torch.bool).expand(count, -1, -1)
-    first = head.expand(state, level, Nodes(token, above, eye, 1))
+    first = head.expand(state, level, LevelNodes(token, above, eye, 1))
     parent, ones = torch.tensor([[1, 0, 1]]).expand(count, -1), torch.eye(3, dtype=torch.bool).expand(count, -1, -1)
     mask = torch.cat([eye[:, parent[0]], ones], 2)
-    second = head.expand(state, first, Nodes((token[:, :1] + torch.arange(3)) % toys.VOCAB, parent, mask, 2))
+    second = head.expand(state, first, LevelNodes((token[:, :1] + torch.arange(3)) % toys.VOCAB, parent, mask, 2))
     return torch.cat([first.logits, second.logits], 1)
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.base import DraftVocabulary, LevelOutput, Nodes
-from inference.drafters.policy import TreeConfig, candidates, grow, ranked
+from heads.base import DraftVocabulary, LevelNodes, LevelOutput
+from inference.drafters.policy import TreeConfig, candidates, grow, grow_batch
 from inference.protocol import Context, Proposal, Roots
 from inference.request import RequestParams
 from inference.step import SlotRoots, Slots
@@ -79,7 +79,7 @@ class Table:
             torch.stack([torch.stack([self.logits(path) for path in row]) for row in paths]), index.double()
         )
 
-    def expand(self, state: Any, level: LevelOutput, nodes: Nodes) -> LevelOutput:
+    def expand(self, state: Any, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         paths = [
             [(*self.known[int(level.hidden[b, parent, 0])], token) for token, parent in zip(*row, strict=True)]
             for b, row in enumerate(zip(nodes.token.tolist(), nodes.parent.tolist(), strict=True))
@@ -217,7 +217,9 @@ def test_a_ranked_tree_is_the_oracles_alone_and_in_batches(name: str, way: str, 
         check(proposal.tree, ranking, config, context.max_draft_depth)
     for allow_host_sync in (True, False):
         level, room = head.level(roots), torch.tensor(ROOMS)
-        tree, above, _ = ranked(head, None, level, config, on_device(given, way), room, allow_host_sync=allow_host_sync)
+        tree, above, _ = grow_batch(
+            head, None, level, config, on_device(given, way), room, allow_host_sync=allow_host_sync
+        )
         for b, (ranking, context) in enumerate(zip(rankings, given, strict=True)):
             one = DraftTree(tree.token[b], tree.parent[b])
             check(one, ranking, config, context.max_draft_depth)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from heads.base import LevelOutput, Nodes
+from heads.base import LevelNodes, LevelOutput
 from heads.common.ranges import Count
 from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Context, Drafter, DrafterState, Proposal
@@ -92,7 +92,7 @@ class Drafting:
         attn_mask = torch.ones(1, 1, dtype=torch.bool, device=self.device)
         return self.run(token, [-1], token.new_tensor([self.prefix]), attn_mask)
 
-    def expand(self, state: None, level: LevelOutput, nodes: Nodes) -> LevelOutput:
+    def expand(self, state: None, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Run the next tree level of one sequence; every node sees the root besides what its mask says."""
         (token,), mask = nodes.token, nodes.mask[0]
         above = [self.level[index] for index in nodes.parent[0].tolist()]

@@ -69,7 +69,7 @@ class Mirror(Drafter):
         self.verified = self.prepared = 0
 
     def clone(self) -> "Mirror":
-        """Return a source with the same assistant and counts of its own."""
+        """Return a drafter with the same assistant and counts of its own."""
         self._finish()
         return copy.copy(self)
 

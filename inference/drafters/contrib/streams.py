@@ -1,4 +1,4 @@
-"""Speculative streams (Bhendawade et al., arXiv 2402.11131) beside a frozen target: the module, and the draft source.
+"""Speculative streams (Bhendawade et al., arXiv 2402.11131) beside a frozen target: the module, and the drafter.
 
 Behind a node of a pass stand its streams, one position further each. Where the top `layers` decoder layers begin,
 stream j takes on the node's hidden state plus a learned embedding of j. In these layers low-rank adapters (LoRA, arXiv
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from heads import rows
-from heads.base import LevelOutput, Nodes
+from heads.base import LevelNodes, LevelOutput
 from heads.common.files import last_good
 from heads.common.ranges import Count
 from heads.common.typed import typed
@@ -333,6 +333,6 @@ class Drafted:
         logits = self.logits[depth - 1].expand(1, nodes, -1)
         return LevelOutput(logits, logits[..., :0])
 
-    def expand(self, state: None, level: LevelOutput, nodes: Nodes) -> LevelOutput:
+    def expand(self, state: None, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Score the next depth: streams know nothing of the tokens that are drafted before."""
         return self.level(nodes.depth + 1, nodes.token.shape[1])
