@@ -103,10 +103,10 @@ class Batch:
 
     def fill_vacant(self) -> None:
         """Let the last sequences take the slots that nobody was admitted to."""
-        for source, slot in vacancy_moves(self.slots):
-            self.cache.move(source, slot)
+        for from_slot, slot in vacancy_moves(self.slots):
+            self.cache.move(from_slot, slot)
             if self.drafts is not None:
-                self.drafts.move(source, slot, self.cache.active[slot].length)
+                self.drafts.move(from_slot, slot, self.cache.active[slot].length)
         del self.cache.active[len(self.slots) :]
 
     def follow(self) -> None:

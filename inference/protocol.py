@@ -178,7 +178,7 @@ class DraftBatch(Protocol):
         """
         ...
 
-    def move(self, source: int, slot: int, length: int) -> None:
+    def move(self, from_slot: int, slot: int, length: int) -> None:
         """Move the last sequence, which has so many rows, to a vacant slot."""
         return
 

@@ -106,12 +106,12 @@ class KVCache:
         key, value = self._first(layer, sequences, self.columns + count)
         return key[:, :, self.columns :].clone(), value[:, :, self.columns :].clone()
 
-    def move(self, source: int, slot: int) -> None:
+    def move(self, from_slot: int, slot: int) -> None:
         """Move a sequence into another slot."""
-        self.length[slot] = self.length[source]
+        self.length[slot] = self.length[from_slot]
         for pair in self.layers:
             for buffer in pair:
-                buffer[slot, :, : self.columns] = buffer[source, :, : self.columns]
+                buffer[slot, :, : self.columns] = buffer[from_slot, :, : self.columns]
 
     def _first(self, layer: int, sequences: int, end: int) -> KeyValue:
         key, value = self.layers[layer]

@@ -57,7 +57,7 @@ class DeferredRows:
         """Drop a slot's rows: another sequence takes it."""
         self.count[slot] = 0
 
-    def move(self, source: int, slot: int) -> None:
+    def move(self, from_slot: int, slot: int) -> None:
         """Move a sequence's rows into another slot."""
         for buffer in (self.count, *self.rows):
-            buffer[slot] = buffer[source]
+            buffer[slot] = buffer[from_slot]

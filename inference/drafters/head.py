@@ -208,17 +208,17 @@ class HeadBatch:
             self.states.pop()
 
     @torch.inference_mode()
-    def move(self, source: int, slot: int, length: int) -> None:
+    def move(self, from_slot: int, slot: int, length: int) -> None:
         """Move the last sequence, which has so many rows, to a vacant slot."""
         assert self.buffers is not None
-        self.states[slot] = self.states[source]
-        self.vacate(source)
+        self.states[slot] = self.states[from_slot]
+        self.vacate(from_slot)
         if self.cache is not None:  # what moves are all rows that there are
             self.hold(max(self.cache.longest, length))
-            self.cache.move(source, slot)
+            self.cache.move(from_slot, slot)
         if self.deferred is not None:
-            self.deferred.move(source, slot)
-        self.buffers.each(lambda buffer: buffer[slot : slot + 1].copy_(buffer[source : source + 1]))
+            self.deferred.move(from_slot, slot)
+        self.buffers.each(lambda buffer: buffer[slot : slot + 1].copy_(buffer[from_slot : from_slot + 1]))
 
     @torch.inference_mode()
     def propose_all(self, contexts: Sequence[Context]) -> list[Proposal]:

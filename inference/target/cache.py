@@ -165,10 +165,10 @@ class Storage:
             at, begin, end = (index.to(block.device) for index in (slot, source, goal))
             block[:, at, :, end] = block[:, at, :, begin]
 
-    def move(self, source: int, slot: int, count: int) -> None:
+    def move(self, from_slot: int, slot: int, count: int) -> None:
         """Copy the first entries of a sequence to another slot."""
         for block in self.blocks:
-            block[:, slot, :, :count] = block[:, source, :, :count]
+            block[:, slot, :, :count] = block[:, from_slot, :, :count]
 
     def _add(self, layout: Layout) -> None:
         """Allocate these layers' buffers."""
@@ -280,10 +280,10 @@ class BatchCache:
         self.active[slot : slot + 1] = [self.make(self.storage, slot)]
         return self.active[slot]
 
-    def move(self, source: int, slot: int) -> None:
+    def move(self, from_slot: int, slot: int) -> None:
         """Move a sequence to a slot whose own has left."""
-        self.active[source].move(slot)
-        self.active[slot] = self.active[source]
+        self.active[from_slot].move(slot)
+        self.active[slot] = self.active[from_slot]
 
 
 class Pool:

@@ -191,7 +191,7 @@ def test_buffers_stay_where_they_are(head: str, tree: str, monkeypatch: pytest.M
     step: Any = batch.device_step
 
     def addresses() -> list[int]:
-        kept = [*step.slots, step.ends, *batch.cache.storage.blocks, *step.drafts.tensors()]
+        kept = [*step.slots, step.eos_mask, *batch.cache.storage.blocks, *step.drafts.tensors()]
         return [tensor.data_ptr() for tensor in kept]
 
     batch.step()
