@@ -43,7 +43,7 @@ class KVCache:
         self.reserved = min(capacity, self.ring) + tree
         self.layers: list[KeyValue] = []
 
-    def alone(self, slot: int) -> "KVCache":
+    def for_new_sequence(self, slot: int) -> "KVCache":
         """Return the cache of a new sequence in a slot of this one, whose buffers it writes to."""
         one = copy(self)
         one.first, one.longest, one.length = slot, 0, self.length[slot : slot + 1].zero_()

@@ -17,7 +17,7 @@ from heads.formats.hub import load_found, schedule_of, sibling_spec, tree_of
 from heads.modules.kv_cache import SPARE, KVCache
 from heads.modules.layers import Attention
 from inference.drafters.deferred import DeferredRows
-from inference.drafters.plain import alone
+from inference.drafters.plain import root_trees
 from inference.drafters.policy import (
     TreeConfig,
     check_tree,
@@ -145,7 +145,7 @@ class HeadBatch:
         """Choose a step's tree; commit what was deferred before it is needed, or before it is too much."""
         self.choose(running)
         if self.deferred is not None:
-            if self.policy is not None or self.deferred.waiting == self.deferred.most:
+            if self.policy is not None or self.deferred.waiting == self.deferred.max_rows:
                 self.commit_deferred(longest)
             self.deferred.waiting += self.policy is None
 
@@ -169,7 +169,7 @@ class HeadBatch:
         if self.deferred is None and self.schedule.pauses:
             self.deferred = DeferredRows(self.size, token, commit.features, self.capacity)
         features = Features(token, *commit.features[:2], torch.zeros_like(token))
-        cache = None if self.cache is None else self.cache.alone(slot)
+        cache = None if self.cache is None else self.cache.for_new_sequence(slot)
         _, level = self.head.extend(cache, NewRows(features, token))
         if self.buffers is None:
             with torch.inference_mode(False):  # compiled stages write to no inference tensor
@@ -237,7 +237,7 @@ class HeadBatch:
     ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], Float[Tensor, "B M V"] | None]:
         """Grow a tree for each sequence by rank, or by sampling where the roots say so."""
         if self.policy is None:
-            return *alone(roots.token), None
+            return *root_trees(roots.token), None
         self.hold(longest)
         return grow_batch(
             self.head,

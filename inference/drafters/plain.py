@@ -33,20 +33,20 @@ class Baseline(Drafter, DrafterState, DraftBatch):
         return [self] * size, self
 
     def propose(self, context: Context) -> Proposal:
-        """Return the root alone."""
+        """Return the root only."""
         return Proposal(root(context.token[-1], self.device))
 
     def propose_all(self, contexts: Sequence[Context]) -> list[Proposal]:
-        """Return the roots alone."""
+        """Return the roots only."""
         return [self.propose(context) for context in contexts]
 
     def draft_trees(
         self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> tuple[DraftTree, Bool[Tensor, "1 1 1"], None]:
-        """Return the roots alone."""
-        return *alone(roots.token), None
+        """Return the roots only."""
+        return *root_trees(roots.token), None
 
 
-def alone(token: Int[Tensor, "B 1"]) -> tuple[DraftTree, Bool[Tensor, "1 1 1"]]:
-    """Return the trees of roots alone, and their nodes' ancestors."""
+def root_trees(token: Int[Tensor, "B 1"]) -> tuple[DraftTree, Bool[Tensor, "1 1 1"]]:
+    """Return trees of one node, the root, and its ancestors."""
     return DraftTree(token, torch.full_like(token, -1)), token.new_ones(1, 1, 1, dtype=torch.bool)
