@@ -73,7 +73,7 @@ def test_ragged_commits_and_trees_are_those_of_each_sequence_alone(name: str) ->
         alone.append(head.extend(None, NewRows(*rows.take(length, length))))
     cache: Any = None if alone[0][0] is None else KVCache(3, alone[0][0].window, alone[0][0].length.device)
     for slot, (rows, length) in enumerate(zip(shared, prompts, strict=True)):
-        head.extend(cache and cache.alone(slot), NewRows(*rows.take(length, length)))
+        head.extend(cache and cache.for_new_sequence(slot), NewRows(*rows.take(length, length)))
     if cache is not None:
         cache.longest = max(prompts)
     chance = torch.Generator().manual_seed(1)
@@ -104,8 +104,8 @@ def test_a_moved_sequence_drafts_on(name: str) -> None:
     state, level = head.extend(None, NewRows(*rows.take(9, 9)))
     cache = KVCache(3, state.window, state.length.device)
     for slot in range(3):
-        head.extend(cache.alone(slot), NewRows(*Rows(head, slot + 5).take(20, 20)))
-    head.extend(cache.alone(2), NewRows(*Rows(head, 0).take(9, 9)))
+        head.extend(cache.for_new_sequence(slot), NewRows(*Rows(head, slot + 5).take(20, 20)))
+    head.extend(cache.for_new_sequence(2), NewRows(*Rows(head, 0).take(9, 9)))
     cache.longest = 20
     cache.move(2, 0)
     expected = tree(head, state, level)
