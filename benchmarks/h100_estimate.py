@@ -119,7 +119,7 @@ def training_table(kernels: list[Kernel], tokens: int) -> list[str]:
 def training(overrides: list[str]) -> None:
     """Count and print a training step."""
     run = composed([*SETTINGS, *overrides])
-    job = training_kernels.Job(run, configuration(run.model).get_text_config(), plan(run).rows)
+    job = training_kernels.Job(run, configuration(run.model).get_text_config(), plan(run).micro_batch_size)
     head, _ = planned_head(run, job.config)
     step, update = training_kernels.head_kernels(job)
     target = training_kernels.target_kernels(configuration(run.model), job, head.feature_layers, run.data.length)

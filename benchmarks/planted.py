@@ -102,8 +102,8 @@ BUGS = [
     ),
     Bug(
         "data/batches.py",
-        "count = -(-self.rows_per_step // self.world)  # rows",
-        "count = self.rows_per_step // self.world  # rows",
+        "count = -(-self.sequences_per_step // self.world)  # of",
+        "count = self.sequences_per_step // self.world  # rows",
         ["tests/data/test_batches.py"],
     ),
     Bug(

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from data.batches import Batches, check_known, fingerprint, pack, token_counts
 from data.features.coding import compute
 from data.features.extraction import spec_of
-from data.features.served import EngineFeatures, VllmServers
+from data.features.served import ServedFeatures, VllmServers
 from data.features.source import FeatureRequest, FeaturesConfig, FeatureSource, LiveFeatures
 from data.features.store import FeatureStore
 from data.features.stored import StoredFeatures
@@ -70,7 +70,8 @@ def source_for(
     """Return the source of a run's features.
 
     Raises:
-        ValueError: the store is of something else, lacks rows that may not be computed, or layers that the head reads.
+        ValueError: the store is of something else, lacks sequences that may not be computed, or layers that the head
+            reads.
     """
     if config.mode == "live":
         assert isinstance(target, Target)
@@ -80,7 +81,7 @@ def source_for(
         norm, spec = norm_of(target), target.spec
         servers = VllmServers(config, LayerIds.of(config.vllm_layers, form.layers, spec.num_layers), spec.hidden_size)
         servers.check(next(pieces(batches.packed, 0)), norm, target.embeddings)  # the longest one is packed first
-        return EngineFeatures(servers, batches, form, norm, target.device, config.prefetch)
+        return ServedFeatures(servers, batches, form, norm, target.device, config.prefetch)
     folder = config.folder
     here = spec_of(target, batches.packed, form.layers, config)
     store = FeatureStore(folder)
@@ -89,12 +90,12 @@ def source_for(
     if config.on_missing == "compute":
         assert isinstance(target, Target)
         for why in store.damaged.values():
-            log.warning("%s; its rows are computed", why)
+            log.warning("%s; its sequences are computed", why)
         recomputed = partial(compute, target, spec=store.spec)
     elif missing := store.missing():
         why = next(iter(store.damaged.values()), f"row {missing[0]} is the first")
         raise ValueError(
-            f"{folder}: {len(missing)} of {store.spec.rows} rows are in no shard ({why}); go on with the "
+            f"{folder}: {len(missing)} of {store.spec.rows} sequences are in no shard ({why}); go on with the "
             "extraction, or give features.on_missing=compute"
         )
     return StoredFeatures(store, batches, form, target.device, config.prefetch, recomputed)
@@ -105,7 +106,7 @@ def origin_of(source: FeatureSource) -> dict[str, Any]:
 
     Of servers, the names by which they serve the target.
     """
-    if isinstance(source, EngineFeatures):
+    if isinstance(source, ServedFeatures):
         return {"features": dict(zip(source.servers.urls, source.servers.models, strict=True))}
     if not isinstance(source, StoredFeatures):
         return {}
@@ -173,7 +174,7 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
         filled = float((packed.document >= 0).float().mean())
         Console().print(
             f"{run.name}: {started}{parameter_count(head):,} trained parameters{frozen}, {len(data.samples):,} "
-            f"samples, {len(packed.token):,} rows of {run.data.length} tokens ({filled:.0%} filled)",
+            f"samples, {len(packed.token):,} sequences of {run.data.length} tokens ({filled:.0%} filled)",
             highlight=False,
         )
         placed = None if alone_on_cpu(run) else in_words(run)
@@ -212,9 +213,18 @@ def loop_of(
 
 
 def batches_for(run: Any, packed: Any, accelerator: Accelerator) -> Batches:
-    """Return the run's batches, the trainer's token budgets converted to rows."""
-    rows, micro = (tokens // run.data.length for tokens in (run.trainer.batch_tokens, run.trainer.micro_tokens))
-    return Batches(packed, rows, micro, run.trainer.seed, accelerator.process_index, accelerator.num_processes)
+    """Return the run's batches, the trainer's token budgets converted to sequences."""
+    sequences_per_step, micro_batch_size = (
+        tokens // run.data.length for tokens in (run.trainer.batch_tokens, run.trainer.micro_tokens)
+    )
+    return Batches(
+        packed,
+        sequences_per_step,
+        micro_batch_size,
+        run.trainer.seed,
+        accelerator.process_index,
+        accelerator.num_processes,
+    )
 
 
 def identity(

@@ -194,8 +194,8 @@ class RunConfig:
     eval: EvalSettings
 
     @property
-    def rows(self) -> int:
-        """Rows of a step, over all processes."""
+    def sequences_per_step(self) -> int:
+        """Packed sequences of a step, over all processes."""
         return self.trainer.batch_tokens // self.data.length
 
 

@@ -133,7 +133,7 @@ class Rollouts:
             rollout_rows(prompt, answer.passes, self.depths, self.config.nodes)
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
-        size, width = self.batches.micro_rows, self.batches.packed.token.shape[1]
+        size, width = self.batches.micro_batch_size, self.batches.packed.token.shape[1]
         groups = [[*chain(*sequences[first : first + size])] for first in range(0, len(sequences), size)]
         read = sum(map(len, prompts)) + sum(taken.drafted + 1 for answer in answers for taken in answer.steps)
         return [_micro_batch(group, self.target.device, width) for group in groups], read

@@ -335,7 +335,7 @@ def solved(
     weight, count, width = linear.weight, linear.in_features, target.embeddings.hidden_size
     top = (target.embeddings.num_layers - 2, target.embeddings.num_layers - 1)
     sums: Any = weight.new_zeros(count, count + width, dtype=torch.float64)  # of inputs by inputs and labels
-    steps = math.ceil(TOKENS_PER_INPUT * count / (batches.rows_per_step * batches.packed.token.shape[1]))
+    steps = math.ceil(TOKENS_PER_INPUT * count / (batches.sequences_per_step * batches.packed.token.shape[1]))
     try:
         for batch in (batch for step in progress(range(steps), "fitting the head's start") for batch in batches(step)):
             tick()

@@ -236,7 +236,7 @@ def job(run: StreamsRunConfig, accelerator: Accelerator, lock: RunLock) -> None:
         prepare_out(run, values_of(run), lock, settings, data, origin, KIND)
         Console().print(
             f"{run.name}: {parameter_count(streams):,} trained parameters, {len(data.samples):,} samples, "
-            f"{len(packed.token):,} rows of {run.data.length} tokens",
+            f"{len(packed.token):,} sequences of {run.data.length} tokens",
             highlight=False,
         )
 

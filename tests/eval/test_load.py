@@ -68,13 +68,13 @@ class Paced(Batch):
         """Give each answer a token."""
         self.clock.now += 1
         for row in self.running:
-            made = self.made[row.number]
+            made = self.made[row.request_index]
             made.tokens.append(7)
             made.finish = "length" if len(made.tokens) == 3 else ""
 
     def release(self) -> None:
         """Let finished answers go."""
-        for row in [row for row in self.running if self.made[row.number].finish]:
+        for row in [row for row in self.running if self.made[row.request_index].finish]:
             self.slots.remove(row)
             self.free.append(Baseline(torch.device("cpu")))
 

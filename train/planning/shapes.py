@@ -61,7 +61,7 @@ class TargetShape:
     embeddings: int  # parameters of embedding and lm_head, counted once where they are tied
     inner: int  # all other parameters, those of the layers and norms
     active: int  # those of `inner` that a token passes through
-    packs: bool  # whether attention runs document by document, without a mask of a row's length squared
+    packs: bool  # whether attention runs document by document, without a mask of a sequence's length squared
     apart: bool  # whether its embedding and lm_head are weights alone, which load without the layers
     beyond: str | None  # what it does beside reading its embedding and lm_head, as `beyond_tables`
 
@@ -71,9 +71,9 @@ class TargetShape:
         return self.embeddings + self.inner
 
     def flops(self, tokens: int, length: int) -> int:
-        """Return the floating-point operations of a forward pass over rows of `length` tokens, without the lm_head.
+        """Return the operations of a forward pass over sequences of `length` tokens, without the lm_head.
 
-        Attention counts every query with every key of its row, as if that were one document: the most it can be.
+        Attention counts every query with every key of its sequence, as if that were one document: the most it can be.
         """
         attention = 4 * tokens * length * self.layer.num_heads * self.layer.head_dim * self.layers
         return 2 * self.active * tokens + attention
@@ -254,13 +254,15 @@ def head_of(run: RunConfig, config: Any) -> tuple[Any, int]:
     return _heads[key]
 
 
-def head_cost(run: RunConfig, config: Any, rows: int, device: str, *, bf16: bool, accumulates: bool) -> HeadCost:
-    """Return the cost of a micro-batch of `rows` rows on a type of device.
+def head_cost(
+    run: RunConfig, config: Any, micro_batch_size: int, device: str, *, bf16: bool, accumulates: bool
+) -> HeadCost:
+    """Return the cost of a micro-batch on a type of device.
 
     Args:
         run: the run.
         config: the target's (text) configuration.
-        rows: of `run.data.length` tokens each.
+        micro_batch_size: packed sequences of `run.data.length` tokens.
         device: cpu or cuda.
         bf16: whether products are in bf16 (autocast).
         accumulates: whether a step has further micro-batches.
@@ -269,10 +271,10 @@ def head_cost(run: RunConfig, config: Any, rows: int, device: str, *, bf16: bool
         ValueError: the head does not fit the target, or its depths the objective's.
     """
     head, whole = head_of(run, config)
-    depths, anchors, tokens = run.objective.depths, run.objective.anchors, rows * run.data.length
+    depths, anchors, tokens = run.objective.depths, run.objective.anchors, micro_batch_size * run.data.length
     if isinstance(head, HeadModule) and (head.max_depth < depths or not isinstance(head, Recurrent)):
         head.check_depths(depths)
-    drafted = tokens if anchors is None else min(tokens, rows * anchors)
+    drafted = tokens if anchors is None else min(tokens, micro_batch_size * anchors)
     batch = Batch(head, tokens, drafted, depths, device, 2 if bf16 else 4, run.trainer.recompute)
     saved, operations = _unrolled(batch, run)
     trained = [p.numel() for p in head.parameters() if p.requires_grad]
