@@ -48,7 +48,7 @@ BUGS = [
     ),
     Bug(
         "heads/modules/kv_cache.py",
-        "self.length[slot] = self.length[source]",
+        "self.length[slot] = self.length[from_slot]",
         "pass",
         ["tests/heads/test_batched.py", "tests/inference/test_batch.py"],
     ),
@@ -180,8 +180,8 @@ BUGS = [
     ),
     Bug(
         "data/text/masks.py",
-        "end = max(i for i, on in enumerate(mask[:max_tokens]) if on) + 1",
-        "end = max(i for i, on in enumerate(mask[:max_tokens]) if on)",
+        "else trained[-1] + 1",
+        "else trained[-1]",
         ["tests/data/test_masks.py", "tests/data/test_masks_options.py", "tests/data/test_prompts.py"],
     ),
     Bug(

@@ -351,10 +351,10 @@ class DeviceStep:
                 attn_mask = torch.cat([ancestor_mask.new_ones(1, size, kv_length), ancestor_mask], 2)
             return self.target.run(token, position, attn_mask, self.cache.active[0], layers)
         end = kv_length if self.static else kv_length + size
-        columns = slots.length[:, None] + torch.arange(size, device=token.device)
-        attn_mask, column = _layout(slots.length, ancestor_mask, depth, end)
-        rows = self.cache.storage.over(columns, end, steady=self.static)
-        return self.target.run(token, position, attn_mask, rows, layers, column)
+        write_index = slots.length[:, None] + torch.arange(size, device=token.device)
+        attn_mask, key_position = _layout(slots.length, ancestor_mask, depth, end)
+        batch_pass = self.cache.storage.over(write_index, end, steady=self.static)
+        return self.target.run(token, position, attn_mask, batch_pass, layers, key_position)
 
     def processed(
         self, slots: Slots, drafted: Drafted, out: TargetOutput, sampling: Sampling
@@ -502,8 +502,8 @@ def _layout(
     A tree's entries stand behind the sequence's own; behind them nothing is seen.
     """
     size = depth.shape[1]
-    column = torch.arange(end, device=length.device) - length[:, None]  # counted from the root's
-    node, within = column.clamp(0, size - 1), (column >= 0) & (column < size)
+    offset = torch.arange(end, device=length.device) - length[:, None]  # counted from the root's
+    node, within = offset.clamp(0, size - 1), (offset >= 0) & (offset < size)
     on_path = ancestor_mask.expand(len(length), -1, -1).gather(2, node[:, None].expand(-1, size, -1))
-    attn_mask = (column < 0)[:, None] | (within[:, None] & on_path)
-    return attn_mask, length[:, None] + torch.where(within, depth.gather(1, node), column)
+    attn_mask = (offset < 0)[:, None] | (within[:, None] & on_path)
+    return attn_mask, length[:, None] + torch.where(within, depth.gather(1, node), offset)

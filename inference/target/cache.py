@@ -36,8 +36,8 @@ STATE = ("conv_states", "recurrent_states", "has_previous_state")  # what a pass
 LEAST = 2048  # positions of a fixed storage: each time that it grows, the passes that write to it are captured again
 
 
-class Form(NamedTuple):
-    """The form of one layer's keys or values: which layers' entries may share a tensor."""
+class KVSpec(NamedTuple):
+    """The shape and dtype of one layer's keys or values; layers of equal spec share a tensor."""
 
     groups: int
     width: int
@@ -45,8 +45,8 @@ class Form(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, states: Float[Tensor, "B G T E"]) -> "Form":
-        """Return the form of keys or values."""
+    def of(cls, states: Float[Tensor, "B G T E"]) -> "KVSpec":
+        """Return the spec of keys or values."""
         return cls(states.shape[1], states.shape[3], states.dtype, states.device)
 
     @property
@@ -55,43 +55,44 @@ class Form(NamedTuple):
         return self.groups * self.width * self.dtype.itemsize
 
 
-Layout = dict[int, tuple[Form, Form]]  # of every layer with a cache, its keys' and values', as a first pass shows them
+# The specs of each layer's keys and values, for the layers that a first pass caches.
+Layout = dict[int, tuple[KVSpec, KVSpec]]
 
 
 class BatchLayer(DynamicLayer):
-    """One layer's buffers "B G C E", for one pass over several sequences, each with its own columns to write."""
+    """One layer's buffers "B G C E", for one pass over several sequences, each with its own entries to write."""
 
-    def __init__(self, keys: Tensor, values: Tensor, columns: Int[Tensor, "B N"], end: int) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, write_index: Int[Tensor, "B N"], end: int) -> None:
         init: Any = super().__init__
         init()
-        self.both, self.columns, self.end = (keys, values), columns, end
+        self.both, self.write_index, self.end = (keys, values), write_index, end
         self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write each sequence's entries at its columns and return all entries up to the end."""
-        count = len(self.columns)
-        columns = self.columns.to(key_states.device)  # layers may lie on several
-        row = torch.arange(count, device=columns.device)[:, None]
+        """Write each sequence's entries at its indices and return all entries up to the end."""
+        count = len(self.write_index)
+        write_index = self.write_index.to(key_states.device)  # layers may lie on several
+        row = torch.arange(count, device=write_index.device)[:, None]
         for buffer, states in zip(self.both, (key_states, value_states), strict=True):
-            buffer[row, :, columns] = states.transpose(1, 2)
+            buffer[row, :, write_index] = states.transpose(1, 2)
         return self.both[0][:count, :, : self.end], self.both[1][:count, :, : self.end]
 
     def get_seq_length(self) -> int:
-        """Return the entries before the pass, which transformers asks for; the columns say where they really end."""
-        return self.end - self.columns.shape[1]
+        """Return the entries before the pass, which transformers asks for; `write_index` says where they really end."""
+        return self.end - self.write_index.shape[1]
 
 
 class BatchPass(NamedTuple):
-    """One pass over the first sequences of a batch: all buffers, the columns to write, and where the entries end.
+    """One pass over the first sequences of a batch: all buffers, the entries to write, and where the entries end.
 
     It is `steady` if it is one of many of the same shapes, which a graph holds.
     """
 
     keys: list[Tensor]
     values: list[Tensor]
-    columns: Int[Tensor, "B N"]
+    write_index: Int[Tensor, "B N"]
     end: int
     steady: bool = False
 
@@ -99,7 +100,7 @@ class BatchPass(NamedTuple):
     def hf(self) -> Cache:
         """What transformers takes for a cache."""
         return Cache(
-            layers=[BatchLayer(*both, self.columns, self.end) for both in zip(self.keys, self.values, strict=True)]
+            layers=[BatchLayer(*both, self.write_index, self.end) for both in zip(self.keys, self.values, strict=True)]
         )
 
 
@@ -109,7 +110,7 @@ def round_up_kv_length(end: int) -> int:
 
 
 class Storage:
-    """Keys and values of all layers for `size` sequences, a tensor "L B G C E" for those of one form.
+    """Keys and values of all layers for `size` sequences, a tensor "L B G C E" for those of one spec.
 
     Attributes:
         layers: each layer's keys and values, views "B G C E".
@@ -126,8 +127,8 @@ class Storage:
     def nbytes(self) -> Counter[torch.device]:
         """Bytes of all layers' keys and values by device, whether they are allocated yet or not."""
         total = Counter[torch.device]()
-        for form in (form for pair in self.layout.values() for form in pair):
-            total[form.device] += form.nbytes * self.size * self.capacity
+        for spec in (spec for pair in self.layout.values() for spec in pair):
+            total[spec.device] += spec.nbytes * self.size * self.capacity
         return total
 
     def reserve(self, capacity: int) -> None:
@@ -146,18 +147,18 @@ class Storage:
         if end > self.capacity:
             self.reserve(2 * end)
         if layer not in self.layers:
-            self.layout.setdefault(layer, (Form.of(keys), Form.of(values)))
-            self._add({i: forms for i, forms in self.layout.items() if i not in self.layers})
+            self.layout.setdefault(layer, (KVSpec.of(keys), KVSpec.of(values)))
+            self._add({i: specs for i, specs in self.layout.items() if i not in self.layers})
         return self.layers[layer]
 
-    def over(self, columns: Int[Tensor, "B N"], end: int, *, steady: bool = False) -> BatchPass:
+    def over(self, write_index: Int[Tensor, "B N"], end: int, *, steady: bool = False) -> BatchPass:
         """Return a pass over the first sequences; entries behind the others count after `TargetCache.set_length`."""
         # Nodes of a fixed storage's passes may be padded to twice as many, and their ends to a stride; not of graphs.
-        room = round_up_kv_length(end + columns.shape[1]) if self.fixed and not steady else end
+        room = round_up_kv_length(end + write_index.shape[1]) if self.fixed and not steady else end
         if room > self.capacity:
             self.reserve(2 * room)
         layers = self.layers.values()
-        return BatchPass([keys for keys, _ in layers], [values for _, values in layers], columns, end, steady)
+        return BatchPass([keys for keys, _ in layers], [values for _, values in layers], write_index, end, steady)
 
     def compact(self, slot: Int[Tensor, "B 1"], source: Int[Tensor, "B P"], goal: Int[Tensor, "B P"]) -> None:
         """Copy each sequence's entries at `source` to `goal`, in all layers; all are read before any is written."""
@@ -172,13 +173,13 @@ class Storage:
 
     def _add(self, layout: Layout) -> None:
         """Allocate these layers' buffers."""
-        forms = [form for pair in layout.values() for form in pair]
-        buffers: dict[Form, Iterator[Tensor]] = {}
-        for form in dict.fromkeys(forms):
+        specs = [spec for pair in layout.values() for spec in pair]
+        buffers: dict[KVSpec, Iterator[Tensor]] = {}
+        for spec in dict.fromkeys(specs):
             # Zeros: what was never written is masked, but a NaN there would come through all the same.
-            shape = forms.count(form), self.size, form.groups, self.capacity, form.width
-            self.blocks.append(torch.zeros(shape, dtype=form.dtype, device=form.device))
-            buffers[form] = iter(self.blocks[-1])
+            shape = specs.count(spec), self.size, spec.groups, self.capacity, spec.width
+            self.blocks.append(torch.zeros(shape, dtype=spec.dtype, device=spec.device))
+            buffers[spec] = iter(self.blocks[-1])
         self.layers |= {layer: (next(buffers[keys]), next(buffers[values])) for layer, (keys, values) in layout.items()}
         if self.fixed:
             for buffer in (buffer for pair in self.layers.values() for buffer in pair):
@@ -247,9 +248,9 @@ class TargetCache:
             assert isinstance(layer, SequenceLayer)
             layer.length = length
 
-    def over(self, columns: Int[Tensor, "B N"], end: int) -> BatchPass:
+    def over(self, write_index: Int[Tensor, "B N"], end: int) -> BatchPass:
         """Return a pass over this sequence alone; entries that it writes behind the others count after `set_length`."""
-        whole = self.storage.over(columns, end)
+        whole = self.storage.over(write_index, end)
         if self.storage.size == 1:
             return whole
         slot = slice(self.slot, self.slot + 1)

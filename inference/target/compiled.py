@@ -61,30 +61,34 @@ class Compiled:
         token: Tensor,
         position: Tensor,
         attn_mask: Tensor | None,
-        rows: BatchPass,
-        column: Tensor | None,
+        batch_pass: BatchPass,
+        key_position: Tensor | None,
         layers: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
         """Run a pass as `Target.run` does; return the outputs of the feature `layers` and the last hidden states."""
         batch, count = token.shape
         if attn_mask is None:
-            attn_mask = torch.ones(batch, count, rows.end, dtype=torch.bool, device=token.device)
-        if rows.steady:
+            attn_mask = torch.ones(batch, count, batch_pass.end, dtype=torch.bool, device=token.device)
+        if batch_pass.steady:
             with self.compiling(), self.compiled_layers():
                 return self.target.forward(
-                    token, position, self.target.attention_mask(attn_mask, position, column), rows, layers
+                    token, position, self.target.attention_mask(attn_mask, position, key_position), batch_pass, layers
                 )
         if self.static:
-            token, position, attn_mask, rows, column = padded(token, position, attn_mask, rows, column)
-        mask = self.target.attention_mask(attn_mask, position, column)
+            token, position, attn_mask, batch_pass, key_position = padded(
+                token, position, attn_mask, batch_pass, key_position
+            )
+        mask = self.target.attention_mask(attn_mask, position, key_position)
         if self.static:
             torch.compiler.cudagraph_mark_step_begin()
         else:
-            for tensor in (token, position, rows.columns, *_tensors(mask)):
+            for tensor in (token, position, batch_pass.write_index, *_tensors(mask)):
                 for dim in range(tensor.dim()):
                     torch._dynamo.maybe_mark_dynamic(tensor, dim)
         with self.compiling():
-            hidden, last = self.compiled(token, position, mask, rows.keys, rows.values, rows.columns, layers)
+            hidden, last = self.compiled(
+                token, position, mask, batch_pass.keys, batch_pass.values, batch_pass.write_index, layers
+            )
         if not self.static:
             return hidden, last
         return hidden[:batch, :count].clone(), last[:batch, :count].clone()  # the next pass writes over them
@@ -120,12 +124,12 @@ class Compiled:
         mask: Any,
         keys: list[Tensor],
         values: list[Tensor],
-        columns: Tensor,
+        write_index: Tensor,
         layers: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
         """Run a pass, as a function of tensors alone: what is compiled."""
         end = _tensors(mask)[0].shape[-1]
-        return self.target.forward(token, position, mask, BatchPass(keys, values, columns, end), layers)
+        return self.target.forward(token, position, mask, BatchPass(keys, values, write_index, end), layers)
 
 
 def compiled_forwards(layers: Iterable[nn.Module]) -> Callable[[], AbstractContextManager[None]]:
@@ -150,7 +154,7 @@ def _tensors(mask: Any) -> list[Tensor]:
 
 
 def padded(
-    token: Tensor, position: Tensor, attn_mask: Tensor, rows: BatchPass, column: Tensor | None
+    token: Tensor, position: Tensor, attn_mask: Tensor, batch_pass: BatchPass, key_position: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, BatchPass, Tensor | None]:
     """Return a pass with its nodes padded to a power of two, its rows to a stride, its sequences to all slots.
 
@@ -158,13 +162,21 @@ def padded(
     sees them. It sees the first row, since a row that saw nothing would be NaN.
     """
     batch, count, end = attn_mask.shape
-    width, slots = 1 << (count - 1).bit_length(), len(rows.keys[0])
+    width, slots = 1 << (count - 1).bit_length(), len(batch_pass.keys[0])
     more, idle, reach = width - count, slots - batch, round_up_kv_length(end + width - count)
     attn_mask = pad(attn_mask, (0, reach - end, 0, more, 0, idle))
     attn_mask[:, count:, 0] = True
     attn_mask[batch:, :, 0] = True
-    behind = rows.columns[:, -1:] + torch.arange(1, more + 1, device=token.device)
+    behind = batch_pass.write_index[:, -1:] + torch.arange(1, more + 1, device=token.device)
     unused = torch.arange(width, device=token.device).expand(idle, -1)
-    rows = rows._replace(columns=torch.cat([torch.cat([rows.columns, behind], 1), unused]), end=reach)
+    batch_pass = batch_pass._replace(
+        write_index=torch.cat([torch.cat([batch_pass.write_index, behind], 1), unused]), end=reach
+    )
     token, position = (pad(tensor, (0, more, 0, idle)) for tensor in (token, position))
-    return token, position, attn_mask, rows, None if column is None else pad(column, (0, reach - end, 0, idle))
+    return (
+        token,
+        position,
+        attn_mask,
+        batch_pass,
+        None if key_position is None else pad(key_position, (0, reach - end, 0, idle)),
+    )

@@ -299,8 +299,8 @@ class TargetModel:
         if self.compiled is None or stack is not None:
             out = self.run(token[None], position, attn_mask, cache, layers, stack=stack)
         else:
-            columns = torch.arange(prefix, prefix + len(token), device=self.device)
-            out = self.run(token[None], position, attn_mask, cache.over(columns[None], prefix + len(token)), layers)
+            write_index = torch.arange(prefix, prefix + len(token), device=self.device)
+            out = self.run(token[None], position, attn_mask, cache.over(write_index[None], prefix + len(token)), layers)
             cache.set_length(prefix + len(token))
         return out._replace(logits=self.embeddings.logits(out.last_hidden))
 
@@ -326,16 +326,16 @@ class TargetModel:
         token = torch.zeros(len(drafted), width, dtype=torch.long, device=self.device)
         position = torch.zeros_like(token)
         attn_mask = torch.zeros(len(drafted), width, end, dtype=torch.bool, device=self.device)
-        column = torch.arange(end, device=self.device).repeat(len(drafted), 1)
+        key_position = torch.arange(end, device=self.device).repeat(len(drafted), 1)
         for row, ((nodes, look_ahead), prefix, count) in enumerate(zip(drafted, prefixes, counts, strict=True)):
             where, visible = tree.layout(nodes, prefix, look_ahead)
             token[row, :count] = tokens[row]
             position[row, :count] = where
             attn_mask[row, :count, : prefix + count] = visible
             attn_mask[row, count:, :prefix] = True
-            column[row, prefix : prefix + count] = where
+            key_position[row, prefix : prefix + count] = where
         written = torch.tensor(prefixes, device=self.device)[:, None] + torch.arange(width, device=self.device)
-        out = self.run(token, position, attn_mask, cache.storage.over(written, end), layers, column)
+        out = self.run(token, position, attn_mask, cache.storage.over(written, end), layers, key_position)
         for sequence, prefix, count in zip(cache.active, prefixes, counts, strict=True):
             sequence.set_length(prefix + count)
         logits = self.embeddings.logits(out.last_hidden)
@@ -362,7 +362,7 @@ class TargetModel:
         attn_mask: Bool[Tensor, "B T S"] | None,
         cache: TargetCache | BatchPass | None,
         layers: tuple[int, ...] = (),
-        column: Int[Tensor, "B S"] | None = None,
+        key_position: Int[Tensor, "B S"] | None = None,
         stack: Callable[..., Any] | None = None,
     ) -> TargetOutput:
         """Run the decoder stack without the lm_head.
@@ -371,13 +371,13 @@ class TargetModel:
             attn_mask: which of the S rows, cached ones and these, each row attends to; None for the causal pattern.
             cache: the rows are appended to it.
             layers: the decoder layers whose outputs are wanted; a `stack` of its own gives none.
-            column: the positions of all S rows; None for 0, 1, 2, … of the cached ones, and then these rows'.
+            key_position: the positions of all S rows; None for 0, 1, 2, … of the cached ones, and then these rows'.
             stack: what to run in place of the decoder stack.
         """
         layers = layers if stack is None else ()
         if self.compiled is not None and stack is None and isinstance(cache, BatchPass):
-            return TargetOutput(*self.compiled(token, position, attn_mask, cache, column, layers), None)
-        mask = None if attn_mask is None else self.attention_mask(attn_mask, position, column)
+            return TargetOutput(*self.compiled(token, position, attn_mask, cache, key_position, layers), None)
+        mask = None if attn_mask is None else self.attention_mask(attn_mask, position, key_position)
         return TargetOutput(*self.forward(token, position, mask, cache, layers, stack), None)
 
     def forward(
@@ -405,16 +405,16 @@ class TargetModel:
             return last.new_zeros((*last.shape[:2], 0, last.shape[2])), last
         return torch.stack([outputs[i].to(self.device) for i in layers], 2), last
 
-    def attention_mask(self, attn_mask: Tensor, position: Tensor, column: Tensor | None) -> Any:
+    def attention_mask(self, attn_mask: Tensor, position: Tensor, key_position: Tensor | None) -> Any:
         """Return transformers' form of a mask: additive and 4-d, one for each kind of layer if the kinds differ."""
         window: int | None = getattr(self.config, "sliding_window", None)
         kinds = set(getattr(self.config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
         if "sliding_attention" not in kinds or window is None:
             return self._additive(attn_mask)
-        if column is None:
+        if key_position is None:
             cached = torch.arange(attn_mask.shape[2] - attn_mask.shape[1], device=self.device).expand(len(position), -1)
-            column = torch.cat([cached, position], 1)
-        near = position[:, :, None] - column[:, None] < window
+            key_position = torch.cat([cached, position], 1)
+        near = position[:, :, None] - key_position[:, None] < window
         if kinds == {"sliding_attention"}:
             return self._additive(attn_mask & near)
         return {"full_attention": self._additive(attn_mask), "sliding_attention": self._additive(attn_mask & near)}

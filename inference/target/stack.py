@@ -18,7 +18,7 @@ from inference.target.model import TargetModel, TargetOutput, forwards_replaced
 from inference.verification import tree
 from inference.verification.tree import DraftTree
 
-Answer = Callable[[Tensor], Tensor]
+Stub = Callable[[Tensor], Tensor]
 
 
 class FirstLayersOutput(NamedTuple):
@@ -49,7 +49,9 @@ class Parts:
         target.check_masks("so parts of it cannot draft alone")
         self.target = target
         self.layers = target.decoder_layers
-        self.forms = self._forms([*self.layers, *(child for layer in self.layers for child in layer.children())])
+        self.num_outputs = self._count_outputs(
+            [*self.layers, *(child for layer in self.layers for child in layer.children())]
+        )
 
     @torch.inference_mode()
     def run_first_layers(
@@ -75,10 +77,10 @@ class Parts:
             left.append(hidden)
             return hidden
 
-        answers: dict[nn.Module, Answer] = dict.fromkeys(self.layers[layers:], lambda hidden: hidden)
-        with self._answering(answers | {self.layers[layers]: note}):
-            column = None if earlier is None else torch.cat([earlier, position])[None]
-            out = self.target.run(token[None], position[None], attn_mask[None], cache, column=column)
+        stubs: dict[nn.Module, Stub] = dict.fromkeys(self.layers[layers:], lambda hidden: hidden)
+        with self._replacing(stubs | {self.layers[layers]: note}):
+            key_position = None if earlier is None else torch.cat([earlier, position])[None]
+            out = self.target.run(token[None], position[None], attn_mask[None], cache, key_position=key_position)
         return left[0][0], self.target.embeddings.logits(out.last_hidden[0])
 
     @torch.inference_mode()
@@ -91,13 +93,13 @@ class Parts:
         """
         prefix = cache.length - len(drafted.token)
         position, attn_mask = tree.layout(drafted, prefix)
-        answers: dict[nn.Module, Answer] = dict.fromkeys(self.layers[: first_layers.layers], lambda hidden: hidden)
-        with self._answering(answers | {self.layers[0]: lambda _: first_layers.hidden[None]}):
+        stubs: dict[nn.Module, Stub] = dict.fromkeys(self.layers[: first_layers.layers], lambda hidden: hidden)
+        with self._replacing(stubs | {self.layers[0]: lambda _: first_layers.hidden[None]}):
             out = self.target.run(drafted.token[None], position[None], attn_mask[None], cache, layers)
         return out._replace(logits=self.target.embeddings.logits(out.last_hidden))
 
     @torch.inference_mode()
-    def skim(
+    def run_skipping(
         self,
         skipped: Skips,
         token: Int[Tensor, "N"],
@@ -111,7 +113,7 @@ class Parts:
         """
         left_out = [_sublayers(self.layers[i])[0] for i in skipped.attention]
         left_out += [_sublayers(self.layers[i])[1] for i in skipped.mlp]
-        with self._answering(dict.fromkeys(left_out, torch.zeros_like)):
+        with self._replacing(dict.fromkeys(left_out, torch.zeros_like)):
             out = self.target.run(token[None], position[None], attn_mask[None], cache)
         return self.target.embeddings.logits(out.last_hidden[0])
 
@@ -119,30 +121,32 @@ class Parts:
         """Return the parameters of each layer's attention and of its MLP; refuse layers without one of each."""
         return [(_size(attention), _size(mlp)) for attention, mlp in map(_sublayers, self.layers)]
 
-    def _answering(self, answers: dict[nn.Module, Answer]) -> AbstractContextManager[None]:
-        """Let modules answer for themselves during a pass, from their first input, instead of running."""
-        return forwards_replaced({module: _in_form(answer, self.forms[module]) for module, answer in answers.items()})
+    def _replacing(self, stubs: dict[nn.Module, Stub]) -> AbstractContextManager[None]:
+        """Replace modules' forward methods during a pass by functions of their first input."""
+        return forwards_replaced(
+            {module: _as_outputs(stub, self.num_outputs[module]) for module, stub in stubs.items()}
+        )
 
-    def _forms(self, modules: Iterable[nn.Module]) -> dict[nn.Module, int | None]:
-        """Return what each module gives in a plain pass: None for a tensor, else the length of its tuple."""
-        forms: dict[nn.Module, int | None] = {}
+    def _count_outputs(self, modules: Iterable[nn.Module]) -> dict[nn.Module, int | None]:
+        """Return the length of each module's output tuple, None for a tensor."""
+        num_outputs: dict[nn.Module, int | None] = {}
 
         def note(module: nn.Module, _args: Any, output: Any) -> None:
-            forms[module] = len(output) if isinstance(output, tuple) else None
+            num_outputs[module] = len(output) if isinstance(output, tuple) else None
 
         with ExitStack() as hooks:
             for module in modules:
                 hooks.enter_context(module.register_forward_hook(note))
             self.target.prefill(torch.zeros(1, dtype=torch.long, device=self.target.device), self.target.cache())
-        return forms
+        return num_outputs
 
 
-def _in_form(answer: Answer, form: int | None) -> Callable[..., Any]:
-    """Return a forward method that gives the answer where the module gives its hidden states."""
+def _as_outputs(stub: Stub, num_outputs: int | None) -> Callable[..., Any]:
+    """Return a forward method that returns the stub's result where the module returns its hidden states."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        hidden = answer(args[0] if args else kwargs["hidden_states"])
-        return hidden if form is None else (hidden, *[None] * (form - 1))
+        hidden = stub(args[0] if args else kwargs["hidden_states"])
+        return hidden if num_outputs is None else (hidden, *[None] * (num_outputs - 1))
 
     return forward
 

@@ -141,8 +141,8 @@ def test_padding_leaves_the_pass_as_it_is_and_sees_something() -> None:
     keys = [torch.zeros(3, 1, 512, 2)]
     rows = BatchPass(keys, keys, torch.tensor([[4, 5, 6], [7, 8, 9]]), 10)
     token, position = torch.arange(6).view(2, 3), torch.arange(6).view(2, 3) + 10
-    seen, column = torch.rand(2, 3, 10) > 0.5, torch.arange(20).view(2, 10)
-    wide = padded(token, position, seen, rows, column)
+    seen, key_position = torch.rand(2, 3, 10) > 0.5, torch.arange(20).view(2, 10)
+    wide = padded(token, position, seen, rows, key_position)
     assert [each.shape for each in wide[:3]] == [(3, 4), (3, 4), (3, 4, 256)]
     assert torch.equal(wide[0][:2, :3], token)
     assert torch.equal(wide[1][:2, :3], position)
@@ -150,11 +150,11 @@ def test_padding_leaves_the_pass_as_it_is_and_sees_something() -> None:
     assert not wide[2][:2, :3, 10:].any(), "no row of the pass sees padding"
     assert wide[2].any(-1)[:, 3].all()
     assert wide[2].any(-1)[2].all()
-    assert wide[3].columns.tolist() == [[4, 5, 6, 7], [7, 8, 9, 10], [0, 1, 2, 3]]
+    assert wide[3].write_index.tolist() == [[4, 5, 6, 7], [7, 8, 9, 10], [0, 1, 2, 3]]
     assert wide[3].end == 256
     assert wide[4] is not None
     assert wide[4].shape == (3, 256)
-    assert torch.equal(wide[4][:2, :10], column)
+    assert torch.equal(wide[4][:2, :10], key_position)
 
 
 def test_buffers_come_back_when_their_sequence_is_gone() -> None:

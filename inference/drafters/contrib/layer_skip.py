@@ -96,7 +96,7 @@ def forecast(parts: Parts, skips: Skips, text: Text) -> tuple[list[bool], list[f
     before = torch.arange(size, device=device) < position[:, None]
     attn_mask = torch.cat([before, torch.eye(len(position), dtype=torch.bool, device=device)], 1)
     token = torch.tensor(text.token, device=device)
-    probs = parts.skim(skips, token[position], position, attn_mask, text.cache).float().softmax(-1)
+    probs = parts.run_skipping(skips, token[position], position, attn_mask, text.cache).float().softmax(-1)
     text.cache.keep(size, [])
     sure, drafted = probs.max(-1)
     return (drafted == token[position + 1]).tolist(), sure.tolist()
@@ -245,7 +245,7 @@ class LayerSkip(Drafter, DrafterState):
         while len(q) < min(self.depth, context.max_draft_depth):
             position = torch.tensor([prefix + len(q)], device=device)
             attn_mask = torch.ones(1, prefix + len(q) + 1, dtype=torch.bool, device=device)
-            logits = self.parts.skim(self.skips, chain[-1:], position, attn_mask, cache)
+            logits = self.parts.run_skipping(self.skips, chain[-1:], position, attn_mask, cache)
             q.append(distribution(logits, context.sampling))
             token = context.rng.sample_distinct(q[-1], 1, len(q))[0]
             chain = torch.cat([chain, token])
