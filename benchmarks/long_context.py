@@ -67,7 +67,7 @@ def filled(target: Target, length: int) -> TargetCache:
     """Return a cache of random rows."""
     cache = target.cache()
     config: Any = target.config
-    shape = 1, config.num_key_value_heads, length, target.embeddings.layer.head_dim
+    shape = 1, config.num_key_value_heads, length, target.embeddings.layer_dims.head_dim
     chance = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(shape, generator=chance, dtype=target.dtype) for _ in range(2))
     for layer in range(config.num_hidden_layers):
@@ -128,7 +128,7 @@ def masked(target: Target, length: int, draft: DraftTree) -> float:
 def drafting(drafter: HeadDrafter, target: Target, length: int) -> Callable[[], float]:
     """Return what times a head's commit of two rows and its proposal, behind so many committed rows."""
     shape, width = (
-        (1, target.embeddings.layer.num_heads, length, target.embeddings.layer.head_dim),
+        (1, target.embeddings.layer_dims.num_heads, length, target.embeddings.layer_dims.head_dim),
         target.embeddings.hidden_size,
     )
     chance = torch.Generator().manual_seed(0)

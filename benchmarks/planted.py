@@ -42,7 +42,7 @@ BUGS = [
     ),
     Bug(
         "heads/modules/kv_cache.py",
-        "if position.shape[1] > self.ring:",
+        "if position.shape[1] > self.ring_size:",
         "if position.shape[1] > self.window:",
         ["tests/heads/test_batched.py"],
     ),

@@ -36,7 +36,7 @@ from heads import HEADS
 from heads.common.files import atomic_write
 from heads.common.resolvers import register_resolvers
 from heads.formats.published import load_published
-from heads.formats.published.export import Served, export
+from heads.formats.published.export import TargetFacts, export
 from inference.decode import RequestParams, speculate
 from inference.drafters.mtp import MtpDrafter
 from inference.drafters.plain import Baseline
@@ -160,7 +160,7 @@ class Toy:
         good, why = [], ""
         for form, engine in ENGINES.items():
             folder = self.folder / form
-            served = Served(f"me/{self.name}", self.target.model.config.to_dict(), torch.float32, 3)
+            served = TargetFacts(f"me/{self.name}", self.target.model.config.to_dict(), torch.float32, 3)
             try:
                 export(head, form, served, folder)
                 again: Any = load_published(folder, self.target.embeddings)

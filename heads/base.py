@@ -153,7 +153,7 @@ class Embeddings(Protocol):
     hidden_size: int
     vocab_size: int
     num_layers: int
-    layer: LayerDims
+    layer_dims: LayerDims
     config: Any  # the target's (text) configuration, as transformers has it
 
     def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
@@ -282,7 +282,7 @@ def layer_dims_of(config: Any) -> LayerDims:
 
 def resolve_layer_dims(config: Any, embeddings: Embeddings) -> LayerDims:
     """Return a head's layer dimensions, the target's where its configuration is null; refuse odd and uneven ones."""
-    dims = LayerDims(*(getattr(config, name) or getattr(embeddings.layer, name) for name in LayerDims._fields))
+    dims = LayerDims(*(getattr(config, name) or getattr(embeddings.layer_dims, name) for name in LayerDims._fields))
     if dims.num_heads % dims.num_kv_heads:
         raise ValueError(
             f"head.num_heads is {dims.num_heads} and head.num_kv_heads {dims.num_kv_heads}, where null takes the "

@@ -41,7 +41,7 @@ from heads.modules.dflash2 import ConvDecoderLayer, Selector
 from heads.modules.fusion import DFLASH_LAYERS, Fusion, chosen_layers
 from heads.modules.kv_cache import KVCache
 from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm
-from heads.modules.slots import slots_after, slots_after_roots
+from heads.modules.mask_blocks import mask_blocks_after, mask_blocks_after_roots
 from heads.modules.vocab import DraftLmHead, VocabularyLinear, draft_vocabulary
 from heads.rows import last_rows
 
@@ -213,7 +213,7 @@ class Block(HeadModule):
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[DepthOutput]:
         """Draft a block from every anchor; all of them go through the layers side by side."""
         self.check_depths(depths)
-        slots = slots_after(features.document, anchors, self.size, self.config.length, causal=self.config.causal)
+        slots = mask_blocks_after(features.document, anchors, self.size, self.config.length, causal=self.config.causal)
         position, max_position = rows.positions(features.document), features.token.shape[1] + self.size
         context = self.context(features.hidden, position, max_position)
         x = self.slots(rows.next_token(features.token).gather(1, slots.anchor)).flatten(1, 2)
@@ -250,7 +250,7 @@ class Block(HeadModule):
         for i, pair in enumerate(self.context(new.features.hidden, committed, cache.longest)):
             cache.append(i, *pair, committed)
         cache.length[: len(token)] += token.shape[1] if new.counts is None else new.counts
-        position, attend = slots_after_roots(cache, len(token), self.size, causal=self.config.causal)
+        position, attend = mask_blocks_after_roots(cache, len(token), self.size, causal=self.config.causal)
         root = last_rows(token, new.counts)
         x = self.slots(root).flatten(1, 2)
         for i, layer in enumerate(self.layers):

@@ -41,7 +41,7 @@ class WideDecoderLayer(nn.Module):
         self.hidden_norm = RMSNorm(spec.width, spec.eps)
         self.self_attn = Attention(spec, 2 * spec.width)
         self.post_attention_layernorm = RMSNorm(spec.width, spec.eps)
-        self.mlp = SwiGLU(spec.width, spec.shape.intermediate_size)
+        self.mlp = SwiGLU(spec.width, spec.dims.intermediate_size)
 
     def forward(
         self, embedding: Float[Tensor, "B T D"], state: Float[Tensor, "B T D"], inputs: LayerInputs

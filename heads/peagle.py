@@ -22,7 +22,7 @@ from heads.eagle3 import Eagle3, FusedConfig
 from heads.modules.attention import KeyValue, attend_rows, pattern
 from heads.modules.kv_cache import KVCache
 from heads.modules.layers import LayerInputs
-from heads.modules.slots import slots_after, slots_after_roots
+from heads.modules.mask_blocks import mask_blocks_after, mask_blocks_after_roots
 
 
 class PEagle(Eagle3):
@@ -84,7 +84,7 @@ class PEagle(Eagle3):
         drafts = [DepthOutput(self.advance(token, start, inputs)[1])]
         if depths == 1:
             return drafts
-        slots = slots_after(features.document, anchors, depths - 1, length, causal=True)
+        slots = mask_blocks_after(features.document, anchors, depths - 1, length, causal=True)
 
         def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return attend_rows(query, context[i], [(key, value)], slots.attn_pattern)
@@ -101,7 +101,7 @@ class PEagle(Eagle3):
         _, pre_logits = self.commit(cache, start, new, committed)
         slots, states = self.max_depth - 1, rows.last_rows(pre_logits, new.counts)
         if slots:
-            position, attend = slots_after_roots(cache, len(token), slots, causal=True)
+            position, attend = mask_blocks_after_roots(cache, len(token), slots, causal=True)
             drafted = self.slots(self.by_layer(position, cache.longest + slots, attend))
             states = torch.cat([states, drafted], 1)
         return cache, self._level(states, 1, 1)

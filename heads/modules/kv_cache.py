@@ -36,11 +36,11 @@ class KVCache:
 
     def __init__(self, size: int, window: int | None, device: torch.device, capacity: int = 0, tree: int = 0) -> None:
         self.size, self.window, self.first = size, window, 0
-        self.ring = UNBOUNDED if window is None else window + SPARE
+        self.ring_size = UNBOUNDED if window is None else window + SPARE
         with torch.inference_mode(False):  # a compiled step writes to no inference tensor
             self.length = torch.zeros(size, dtype=torch.long, device=device)
         self.longest, self.fresh = 0, True
-        self.reserved = min(capacity, self.ring) + tree
+        self.reserved = min(capacity, self.ring_size) + tree
         self.layers: list[KeyValue] = []
 
     def for_new_sequence(self, slot: int) -> "KVCache":
@@ -53,14 +53,14 @@ class KVCache:
         """Return the bytes of a head's keys and values that are reserved, whether they are allocated yet or not."""
         layers = [layer for layer in head.modules() if isinstance(layer, Attention)]
         entry = sum(
-            2 * layer.shape.num_kv_heads * layer.shape.head_dim * layer.k_proj.weight.itemsize for layer in layers
+            2 * layer.dims.num_kv_heads * layer.dims.head_dim * layer.k_proj.weight.itemsize for layer in layers
         )
         return entry * self.size * self.reserved
 
     @property
-    def columns(self) -> int:
+    def num_entries(self) -> int:
         """How many columns may hold verified rows."""
-        return min(self.longest, self.ring)
+        return min(self.longest, self.ring_size)
 
     def begin(self, count: int, sequences: int) -> Int[Tensor, "B T"]:
         """Make ready for `count` more rows of each of the first sequences; return their positions."""
@@ -70,8 +70,8 @@ class KVCache:
 
     def attn_mask(self, query: Int[Tensor, "B T"], last: Int[Tensor, "B"]) -> Bool[Tensor, "B T S"]:
         """Return which of the S columns queries see, where the newest row that was written is at position `last`."""
-        column = torch.arange(self.columns, device=query.device)
-        position = (last[:, None] - (last[:, None] - column) % self.ring)[:, None]  # below 0 where nothing is
+        entry = torch.arange(self.num_entries, device=query.device)
+        position = (last[:, None] - (last[:, None] - entry) % self.ring_size)[:, None]  # below 0 where nothing is
         mask = (position >= 0) & (position <= query[..., None])
         return mask if self.window is None else mask & (query[..., None] - position < self.window)
 
@@ -79,19 +79,23 @@ class KVCache:
         self, layer: int, key: Float[Tensor, "B G T E"], value: Float[Tensor, "B G T F"], position: Int[Tensor, "B T"]
     ) -> KeyValue:
         """Write rows at their positions; return the keys and values of all columns."""
-        if position.shape[1] > self.ring:  # a long prompt: no later row looks at the first ones
-            key, value, position = key[:, :, -self.ring :], value[:, :, -self.ring :], position[:, -self.ring :]
-        sequence, column = torch.arange(len(position), device=position.device)[:, None], position % self.ring
+        if position.shape[1] > self.ring_size:  # a long prompt: no later row looks at the first ones
+            key, value, position = (
+                key[:, :, -self.ring_size :],
+                value[:, :, -self.ring_size :],
+                position[:, -self.ring_size :],
+            )
+        sequence, entry = torch.arange(len(position), device=position.device)[:, None], position % self.ring_size
         sequence = sequence + self.first
-        for buffer, new in zip(self._fit(layer, key, value, self.columns), (key, value), strict=True):
-            buffer[sequence, :, column] = new.detach().transpose(1, 2)
-        return self._first(layer, len(position), self.columns)
+        for buffer, new in zip(self._fit(layer, key, value, self.num_entries), (key, value), strict=True):
+            buffer[sequence, :, entry] = new.detach().transpose(1, 2)
+        return self._first(layer, len(position), self.num_entries)
 
     def draft(
         self, layer: int, key: Float[Tensor, "B G N E"], value: Float[Tensor, "B G N F"], earlier: int
     ) -> KeyValue:
         """Write drafted rows behind `earlier` ones of the tree; return the keys and values of columns and tree."""
-        begin = self.columns + earlier
+        begin = self.num_entries + earlier
         end = begin + key.shape[2]
         for buffer, new in zip(self._fit(layer, key, value, end), (key, value), strict=True):
             buffer[self.first : self.first + len(new), :, begin:end] = new.detach()
@@ -103,15 +107,15 @@ class KVCache:
 
     def drafted(self, layer: int, sequences: int, count: int) -> KeyValue:
         """Return copies of the first drafted rows."""
-        key, value = self._first(layer, sequences, self.columns + count)
-        return key[:, :, self.columns :].clone(), value[:, :, self.columns :].clone()
+        key, value = self._first(layer, sequences, self.num_entries + count)
+        return key[:, :, self.num_entries :].clone(), value[:, :, self.num_entries :].clone()
 
     def move(self, from_slot: int, slot: int) -> None:
         """Move a sequence into another slot."""
         self.length[slot] = self.length[from_slot]
         for pair in self.layers:
             for buffer in pair:
-                buffer[slot, :, : self.columns] = buffer[from_slot, :, : self.columns]
+                buffer[slot, :, : self.num_entries] = buffer[from_slot, :, : self.num_entries]
 
     def _first(self, layer: int, sequences: int, end: int) -> KeyValue:
         key, value = self.layers[layer]
@@ -131,6 +135,6 @@ class KVCache:
 
     def _buffer(self, like: Tensor, end: int) -> Tensor:
         # Zeros: what was never written is masked, but a NaN there would come through all the same.
-        columns = self.reserved if end <= self.reserved else max(end, min(2 * end, self.ring) + SPARE)
+        num_entries = self.reserved if end <= self.reserved else max(end, min(2 * end, self.ring_size) + SPARE)
         with torch.inference_mode(False):
-            return like.new_zeros((self.size, like.shape[1], columns, like.shape[3]))
+            return like.new_zeros((self.size, like.shape[1], num_entries, like.shape[3]))

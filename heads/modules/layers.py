@@ -42,7 +42,7 @@ class LayerSpec(NamedTuple):
     """
 
     width: int
-    shape: LayerDims
+    dims: LayerDims
     rope: Rope
     eps: float
     qk_norm: bool = False
@@ -120,17 +120,17 @@ class Attention(Recomputing):
 
     def __init__(self, spec: LayerSpec, input_width: int) -> None:
         super().__init__()
-        self.shape = shape = spec.shape
-        self.rotary = Rotary(shape.head_dim, spec.rope)
-        self.q_proj = nn.Linear(input_width, shape.num_heads * shape.head_dim, bias=False)
-        self.k_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_dim, bias=False)
-        self.v_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_dim, bias=False)
-        self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, spec.width, bias=False)
-        self.q_norm = RMSNorm(shape.head_dim, spec.eps) if spec.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(shape.head_dim, spec.eps) if spec.qk_norm else nn.Identity()
+        self.dims = dims = spec.dims
+        self.rotary = Rotary(dims.head_dim, spec.rope)
+        self.q_proj = nn.Linear(input_width, dims.num_heads * dims.head_dim, bias=False)
+        self.k_proj = nn.Linear(input_width, dims.num_kv_heads * dims.head_dim, bias=False)
+        self.v_proj = nn.Linear(input_width, dims.num_kv_heads * dims.head_dim, bias=False)
+        self.o_proj = nn.Linear(dims.num_heads * dims.head_dim, spec.width, bias=False)
+        self.q_norm = RMSNorm(dims.head_dim, spec.eps) if spec.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(dims.head_dim, spec.eps) if spec.qk_norm else nn.Identity()
         if spec.injects:
-            self.k_inject = nn.Linear(spec.width, shape.num_kv_heads * shape.head_dim, bias=False)
-            self.v_inject = nn.Linear(spec.width, shape.num_kv_heads * shape.head_dim, bias=False)
+            self.k_inject = nn.Linear(spec.width, dims.num_kv_heads * dims.head_dim, bias=False)
+            self.v_inject = nn.Linear(spec.width, dims.num_kv_heads * dims.head_dim, bias=False)
 
     def forward(self, x: Float[Tensor, "B T X"], inputs: LayerInputs) -> Float[Tensor, "B N D"]:
         """Project, rotate, attend by `attend(query, key, value)` and project back."""
@@ -171,7 +171,7 @@ class Attention(Recomputing):
 
     def split(self, x: Float[Tensor, "B T X"]) -> Float[Tensor, "B H T E"]:
         """Return a projection's output, split into heads."""
-        return x.view(*x.shape[:2], -1, self.shape.head_dim).transpose(1, 2)
+        return x.view(*x.shape[:2], -1, self.dims.head_dim).transpose(1, 2)
 
 
 class SwiGLU(Recomputing):
@@ -200,7 +200,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(spec.width, spec.eps) if input_norm else nn.Identity()
         self.self_attn = Attention(spec, spec.width)
         self.post_attention_layernorm = RMSNorm(spec.width, spec.eps)
-        self.mlp = SwiGLU(spec.width, spec.shape.intermediate_size)
+        self.mlp = SwiGLU(spec.width, spec.dims.intermediate_size)
 
     def forward(self, x: Float[Tensor, "B T D"], inputs: LayerInputs) -> Float[Tensor, "B N D"]:
         """Apply the layer with the caller's attention pattern."""

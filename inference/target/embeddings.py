@@ -27,7 +27,7 @@ class TargetEmbeddings(nn.Module):
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = self.lm_head.weight.shape[0]
         self.num_layers: int = config.num_hidden_layers
-        self.layer = layer_dims_of(config)
+        self.layer_dims = layer_dims_of(config)
         self._some: tuple[Tensor, nn.Linear] | None = None  # the last of `_all_rows` that were asked for
         self._all_rows: Any = WeakTensorKeyDictionary()  # by the ids of their tokens, as long as these live
 

@@ -16,7 +16,7 @@ class TinyEnds:
     hidden_size = 4
     vocab_size = 11
     num_layers = 9
-    layer = LayerDims(2, 1, 2, 8)
+    layer_dims = LayerDims(2, 1, 2, 8)
     config = None
 
     def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:

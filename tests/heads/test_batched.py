@@ -191,7 +191,7 @@ def test_a_text_longer_than_the_head_was_built_for_is_decoded_as_ever() -> None:
     assert speculate(target, recorder, prompt, RequestParams(60, GREEDY)).tokens == expected
     cache = recorder.state.state
     assert int(cache.length) > 150
-    assert cache.ring == 12 + SPARE
+    assert cache.ring_size == 12 + SPARE
     assert all(buffer.shape[2] <= 12 + 2 * SPARE for pair in cache.layers for buffer in pair)
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForImageTextToText, Gemma3TextConfig, MistralC
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from heads.common.target_config import read_target_config, text_tower
-from heads.formats.published.export import Served, export
+from heads.formats.published.export import TargetFacts, export
 from heads.formats.store import QUANTISED, load_head, save_head
 from inference.decode import RequestParams, autoregress, speculate
 from inference.target import loading
@@ -406,6 +406,8 @@ def test_a_head_drafts_for_the_tower_and_is_exported_for_the_class_that_serves_i
     save_head(tmp_path / "head", drafter.head, target.spec, {})
     load_head(tmp_path / "head", target.embeddings, target.spec)
     if not recurrent:
-        export(drafter.head, "vllm", Served("me/toy", target.config.to_dict(), torch.float32, 3), tmp_path / "vllm")
+        export(
+            drafter.head, "vllm", TargetFacts("me/toy", target.config.to_dict(), torch.float32, 3), tmp_path / "vllm"
+        )
         written = json.loads((tmp_path / "vllm" / "config.json").read_text())
         assert written["speculators_config"]["verifier"]["architectures"] == [type(whole).__name__]

@@ -21,7 +21,7 @@ from eval.inputs.workloads import Text, write
 from eval.measures import metrics
 from heads import HEADS
 from heads.common.typed import typed
-from heads.formats.published.export import Served, export
+from heads.formats.published.export import TargetFacts, export
 from heads.formats.store import save_head
 from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
@@ -126,7 +126,7 @@ def published(kind: str, form: str | None, head: Any, target: Target, folder: Pa
         save_head(folder, head, target.spec, TREE)
     else:
         said = target.config.to_dict()
-        export(head, form, Served("me/target", said, torch.float32, 3), folder)
+        export(head, form, TargetFacts("me/target", said, torch.float32, 3), folder)
     tokenizer: Any = target.tokenizer
     reference = {"tokenizer_sha256": content_hash(path / "tokenizer.json"), TEMPLATE: template_sha256(tokenizer)}
     (folder / "tokenizer_reference.json").write_text(json.dumps(reference))

@@ -53,7 +53,7 @@ SCALES = 0.06  # bytes a weight of less than 8 bits takes in the scales of its g
 class TargetShape:
     """The sizes of a target; parameters are counted in numbers, not bytes."""
 
-    layer: LayerDims  # of a decoder layer, which is also the default of a head's
+    layer_dims: LayerDims  # of a decoder layer, which is also the default of a head's
     feed: int  # inner width of the MLP that a token passes through, summed over its experts
     layers: int
     width: int  # of hidden states
@@ -75,7 +75,7 @@ class TargetShape:
 
         Attention counts every query with every key of its sequence, as if that were one document: the most it can be.
         """
-        attention = 4 * tokens * length * self.layer.num_heads * self.layer.head_dim * self.layers
+        attention = 4 * tokens * length * self.layer_dims.num_heads * self.layer_dims.head_dim * self.layers
         return 2 * self.active * tokens + attention
 
     def working(self, tokens: int, length: int, item: int, features: int, group: int = 1) -> int:
@@ -86,7 +86,7 @@ class TargetShape:
         their product. Added are the kept states of the feature layers, and the mask of an attention that needs one. A
         value has `item` bytes, and a `group` of devices shares a layer's inner states.
         """
-        queries, keys = self.layer.num_heads * self.layer.head_dim, self.layer.num_kv_heads * self.layer.head_dim
+        queries, keys = self.layer_dims.num_heads * self.layer_dims.head_dim, self.layer_dims.num_kv_heads * self.layer_dims.head_dim
         attention = 2 * self.width + (6 * queries + 3 * keys) // group
         feed = 2 * self.width + 3 * self.feed // group
         norm = self.width * (2 + 8 // item)
@@ -330,9 +330,9 @@ def _unrolled(batch: Batch, run: RunConfig) -> tuple[float, float]:
         saved, operations = saved + count * size, operations + (8 if batch.recompute else 6) * count * weights
         for layer in submodule.modules():
             if isinstance(layer, (Attention, TargetLayer)):
-                shape = getattr(layer, "shape", head.embeddings.layer)
-                operations += 14 * keys * count * shape.num_heads * shape.head_dim
-                saved += _copied(batch) * 2 * shape.num_kv_heads * shape.head_dim * batch.item
+                dims = getattr(layer, "dims", head.embeddings.layer_dims)
+                operations += 14 * keys * count * dims.num_heads * dims.head_dim
+                saved += _copied(batch) * 2 * dims.num_kv_heads * dims.head_dim * batch.item
     return saved, operations
 
 
@@ -387,7 +387,7 @@ def per_row(module: nn.Module, item: int, chosen: int, *, recompute: bool) -> tu
     if isinstance(module, SwiGLU) and recompute:
         return 4 * module.gate_proj.in_features, weights
     if isinstance(module, Attention):  # its output as it is and as o_proj reads it, the sums of exponentials
-        saved += item * module.o_proj.in_features + 4 * module.shape.num_heads
+        saved += item * module.o_proj.in_features + 4 * module.dims.num_heads
         saved -= 2 * item * module.q_proj.in_features if recompute else 0  # queries, keys and values share it
     norm = item if recompute and isinstance(module, Recomputing) else 4 + item
     for parameter in module.parameters(recurse=False):

@@ -21,7 +21,7 @@ class EngineClass(NamedTuple):
     found: dict[str, str]  # the names by which each engine finds the class, as a regular expression
 
 
-class Served(NamedTuple):
+class TargetFacts(NamedTuple):
     """Facts of the target for an export, which the head does not hold."""
 
     name: str  # the target, its Hub id or the last part of its folder
@@ -33,9 +33,9 @@ class Served(NamedTuple):
 class Export(NamedTuple):
     """A head on its way into a format."""
 
-    form: str
+    format_name: str
     head: Any
-    served: Served
+    served: TargetFacts
 
     @property
     def config(self) -> Any:
@@ -59,7 +59,7 @@ class Export(NamedTuple):
 
     def refusal(self, what: str, why: str) -> ValueError:
         """Return the error for an option that the format cannot express."""
-        return ValueError(f"format={self.form}: the head has {what}, {why}")
+        return ValueError(f"format={self.format_name}: the head has {what}, {why}")
 
     def refuse(self, **expected: Any) -> None:
         """Refuse values of the head's configuration, if it has them, that have no other form in the format."""
@@ -144,7 +144,7 @@ class Export(NamedTuple):
         }
 
 
-class Foreign(NamedTuple):
+class ExportedHead(NamedTuple):
     """A head as another project lays it out: its config.json and its tensors."""
 
     config: dict[str, Any]

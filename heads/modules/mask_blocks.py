@@ -13,7 +13,7 @@ from heads.modules.kv_cache import KVCache
 from heads.modules.layers import grouped_attention
 
 
-class Slots(NamedTuple):
+class MaskBlocks(NamedTuple):
     """S slots behind each of n anchors."""
 
     anchor: Int[Tensor, "B n"]  # the rows that they stand behind
@@ -21,9 +21,9 @@ class Slots(NamedTuple):
     attn_pattern: Pattern  # the true rows up to the anchor, within the head's length, and slots of the same block
 
 
-def slots_after(
+def mask_blocks_after(
     document: Int[Tensor, "B T"], anchors: Int[Tensor, "B n"] | None, size: int, length: int | None, *, causal: bool
-) -> Slots:
+) -> MaskBlocks:
     """Return `size` slots behind each of these rows, None for every row: for the positions from the next one on.
 
     A slot looks `length` rows back, None for all, and if `causal` sees no later slots.
@@ -37,10 +37,10 @@ def slots_after(
     first = row - start
     if length is not None:
         first = torch.maximum(first, row + (at - start) - length + 1)
-    return Slots(anchor, at, Pattern(first.flatten(1), row.flatten(1), distinct=True, size=size, causal=causal))
+    return MaskBlocks(anchor, at, Pattern(first.flatten(1), row.flatten(1), distinct=True, size=size, causal=causal))
 
 
-def slots_after_roots(
+def mask_blocks_after_roots(
     cache: KVCache, sequences: int, size: int, *, causal: bool
 ) -> tuple[Int[Tensor, "B S"], Callable[..., Tensor]]:
     """Return the positions of `size` slots behind each newest row of a cache, and their attention by a layer's number.
