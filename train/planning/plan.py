@@ -318,7 +318,8 @@ def _target_stages(
         stages["target's pass"] = shape.working(tokens, length, item, read, group) + features
     if run.trainer.eval_prompts:  # one prompt and answer is decoded, by buffers that double when they are full
         reach = length + run.trainer.eval_tokens
-        cached = 2 * reach * shape.layers * 2 * shape.layer_dims.num_kv_heads * shape.layer_dims.head_dim * item // group
+        dims = shape.layer_dims
+        cached = 2 * reach * shape.layers * 2 * dims.num_kv_heads * dims.head_dim * item // group
         stages["measuring τ"] = item * cost.whole + cached + shape.working(reach, reach, item, read, group)
     return stages
 

@@ -86,7 +86,8 @@ class TargetShape:
         their product. Added are the kept states of the feature layers, and the mask of an attention that needs one. A
         value has `item` bytes, and a `group` of devices shares a layer's inner states.
         """
-        queries, keys = self.layer_dims.num_heads * self.layer_dims.head_dim, self.layer_dims.num_kv_heads * self.layer_dims.head_dim
+        dims = self.layer_dims
+        queries, keys = dims.num_heads * dims.head_dim, dims.num_kv_heads * dims.head_dim
         attention = 2 * self.width + (6 * queries + 3 * keys) // group
         feed = 2 * self.width + 3 * self.feed // group
         norm = self.width * (2 + 8 // item)
