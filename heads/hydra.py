@@ -1,9 +1,9 @@
 """Hydra (Ankner et al., arXiv 2402.05109): Medusa's heads, each reading the tokens that were drafted before it.
 
-Head d reads a summary of row t beside the embeddings of tokens t+1 … t+d, so a node's children depend on its path. Its
-first block maps that to the target's width, the others are Medusa's residual ones. The summary is the target's last
-feature; Hydra++ (`prefix`) computes it by a decoder layer over all rows' features. `tied` lets a head's later blocks be
-one module, as they are in the authors' checkpoints.
+Head d reads a summary of row t and the embeddings of tokens t+1 … t+d, so a node's children depend on its path. Its
+first block maps them to the target's width, the others are Medusa's residual blocks. The summary is the target's last
+feature; Hydra++ (`prefix`) computes it by a decoder layer over all rows' features. `tied` shares one module among a
+head's later blocks, as the authors' checkpoints do.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from heads.rows import drafted_token, gather_parents, gather_rows, last_rows, sc
 
 
 class EntryBlock(nn.Module):
-    """Rx + SiLU(Wx + b): the residual block of an input that is wider than the output."""
+    """Rx + SiLU(Wx + b): a residual block whose input is wider than its output."""
 
     def __init__(self, input_width: int, width: int) -> None:
         super().__init__()
@@ -38,14 +38,14 @@ class EntryBlock(nn.Module):
 
 
 class Branch(nn.Module):
-    """One head: the entry block, and residual blocks, `count` in all."""
+    """One head: an entry block and residual blocks, `count` in all."""
 
     def __init__(self, input_width: int, width: int, count: int, *, tied: bool) -> None:
         super().__init__()
         self.entry = EntryBlock(input_width, width)
         self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(min(count - 1, 1) if tied else count - 1))
         self.repeat = count - 1 if tied else 1
-        with torch.no_grad():  # start, as Medusa does, near the summary itself
+        with torch.no_grad():  # starts near the summary itself, as Medusa does
             self.entry.res_connection.weight[:, :width] = torch.eye(width)
 
     def forward(self, x: Float[Tensor, "*n X"]) -> Float[Tensor, "*n D"]:
@@ -124,7 +124,7 @@ class Hydra(HeadModule):
         return drafts
 
     def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache | None, LevelOutput]:
-        """Commit verified rows and score depth 1 from the last one."""
+        """Append verified rows and score depth 1 from the last one."""
         summary, token = new.features.last_hidden, new.token
         if self.prefix is not None:
             state = KVCache(len(token), self.config.length, token.device) if state is None else state

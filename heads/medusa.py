@@ -1,4 +1,4 @@
-"""Medusa (Cai et al., arXiv 2401.10774): K residual heads, head d predicting depth d from the target's last feature.
+"""Medusa (Cai et al., arXiv 2401.10774): K residual heads; head d predicts depth d from the target's last feature.
 
 Head d is `layers` blocks z + SiLU(Wz + b) with W zero at the start, so that training begins at the target's next-token
 distribution. Its lm_head is the target's, shared and frozen, or one of its own that starts as a copy and is trained.
@@ -30,7 +30,7 @@ class ResidualBlock(nn.Module):
 
 
 class Medusa(HeadModule):
-    """The Medusa heads. They read `Features.last_hidden` and no token, so a depth has the same children everywhere."""
+    """The Medusa heads; they read `Features.last_hidden` and no token, so all nodes of a depth have equal children."""
 
     @dataclass(frozen=True)
     class Config:
@@ -71,7 +71,7 @@ class Medusa(HeadModule):
         return None, LevelOutput(self.compute_logits(self.blocks[0](root), 1), root)
 
     def expand(self, state: None, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
-        """Score the next depth from the root's feature: the nodes' own tokens are not read."""
+        """Score the next depth from the root's feature; the nodes' tokens are not read."""
         root = level.hidden[:, :1]
         logits = self.compute_logits(self.blocks[nodes.depth](root), nodes.depth + 1)
         return LevelOutput(logits.expand(-1, nodes.token.shape[1], -1), root)

@@ -178,8 +178,8 @@ class FeatureStore:
             and len(sequences) == len(digests)
         ):
             raise ValueError(f"{file}: damaged, it does not list sequences with their digests and its bytes")
-        known = all(type(number) is int and 0 <= number < self.spec.rows for number in sequences)
-        if not known or len(set(sequences)) != len(sequences):
+        valid = all(type(number) is int and 0 <= number < self.spec.rows for number in sequences)
+        if not valid or len(set(sequences)) != len(sequences):
             raise ValueError(f"{file}: damaged, its sequences are not different ones of {self.spec.rows}")
         if not shard.is_file():
             raise ValueError(f"{shard}: is not there, though the index has it")

@@ -1,8 +1,7 @@
 """The decoder layer that all heads share: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Attention takes its pattern from the caller: a layer projects and rotates, then hands queries, keys and values to an
-`attend` function. Training, committing rows and expanding a tree differ in that function alone
-(heads/modules/autoregressive.py).
+The caller supplies the attention: a layer projects and rotates, then calls an `attend` function with queries, keys and
+values. Training, appending rows and expanding a tree differ only in that function (heads/modules/autoregressive.py).
 Shape letters: B batch, T rows or queries, N of them that are queries, S keys, H query heads, G key-value heads, E head
 width (F the values', where that differs), X input width, D model width.
 """
@@ -26,19 +25,19 @@ masked_kernel: Any = None
 
 
 class LayerInputs(NamedTuple):
-    """What a decoder layer reads beside the states of T rows."""
+    """A decoder layer's inputs besides the states of T rows."""
 
     position: Int[Tensor, "B T"]
     max_position: int  # an upper bound of the positions
     attend: Attend
-    queries: Int[Tensor, "B N"] | None = None  # the rows whose output is wanted; None for all, N = T
+    queries: Int[Tensor, "B N"] | None = None  # the rows whose output is needed; None for all, N = T
 
 
 class LayerSpec(NamedTuple):
-    """The numbers of a decoder layer.
+    """The dimensions and options of a decoder layer.
 
-    `qk_norm` adds Qwen3's norms of queries and keys, `injects` projections of keys and values for other states than the
-    input.
+    `qk_norm` adds Qwen3's norms of queries and keys, `injects` separate projections of keys and values for injected
+    states.
     """
 
     width: int
@@ -50,7 +49,7 @@ class LayerSpec(NamedTuple):
 
     @classmethod
     def of(cls, config: Any, embeddings: Embeddings) -> "LayerSpec":
-        """Return those in a head's configuration; refuse odd and uneven ones."""
+        """Return the spec of a head's configuration; refuse odd and uneven dimensions."""
         options = (getattr(config, name, False) for name in ("qk_norm", "kv_injection"))
         return cls(
             embeddings.hidden_size, resolve_layer_dims(config, embeddings), Rope.of(config), config.norm_eps, *options
@@ -58,14 +57,14 @@ class LayerSpec(NamedTuple):
 
 
 class Recomputing(nn.Module):
-    """A module whose `recompute` has the backward pass recompute its activations from its inputs."""
+    """A module with activation checkpointing: under `recompute` the backward pass recomputes its activations."""
 
     def __init__(self) -> None:
         super().__init__()
         self.recompute = False
 
     def checkpointed(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        """Call a function of tensors; under `recompute` its activations are freed until the backward pass."""
+        """Call a function of tensors; under `recompute` its activations are checkpointed."""
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(function, *inputs, use_reentrant=False)
         return function(*inputs)
@@ -96,9 +95,9 @@ def grouped_attention(
     mask: Shaped[Tensor, "#B 1 T S"] | None,
     scale: float | None = None,
 ) -> Float[Tensor, "B H T F"]:
-    """Attend where a boolean mask is true, or with an additive one, to all without one.
+    """Grouped-query attention where a boolean mask is true, or with an additive mask; None attends to all keys.
 
-    No key or value is copied, however many heads share it: on CUDA a kernel of ours reads them once
+    Keys and values are not repeated for the heads that share them: on CUDA our kernel reads them once
     (heads/modules/tree_attention.py), elsewhere the query heads of a group become queries of one head.
     """
     heads, groups = query.shape[1], key.shape[1]
@@ -140,7 +139,7 @@ class Attention(Recomputing):
 
     @staticmethod
     def apart(attend: Attend, *states: Tensor) -> Tensor:
-        """Attend; `compile_layers` keeps this out of what is compiled."""
+        """Call `attend`, outside of the compiled part (`compile_layers`)."""
         return attend(*states)
 
     def project(
@@ -150,7 +149,7 @@ class Attention(Recomputing):
         max_position: int,
         queries: Int[Tensor, "B N"] | None,
     ) -> tuple[Tensor, ...]:
-        """Return the queries of some rows, and all keys and values, rotated."""
+        """Return the rotated queries of some rows, and all keys and values."""
         query, key, value = self.q_proj(gather_rows(x, queries)), self.k_proj(x), self.v_proj(x)
         query, key, value = self.q_norm(self.split(query)), self.k_norm(self.split(key)), self.split(value)
         if queries is not None:
@@ -165,7 +164,7 @@ class Attention(Recomputing):
     def key_value(
         self, c: Float[Tensor, "B T C"], position: Int[Tensor, "B T"], max_position: int, *, inject: bool = False
     ) -> tuple[Float[Tensor, "B G T E"], Float[Tensor, "B G T E"]]:
-        """Return keys and values of other states than the input, by the input's projections or those to `inject`."""
+        """Return keys and values of injected states, by the input's projections or separate ones."""
         k_proj, v_proj = (self.k_inject, self.v_inject) if inject else (self.k_proj, self.v_proj)
         return self.rotary(self.k_norm(self.split(k_proj(c))), position, max_position), self.split(v_proj(c))
 
@@ -193,7 +192,7 @@ class SwiGLU(Recomputing):
 
 
 class DecoderLayer(nn.Module):
-    """A Llama decoder layer; `input_norm=False` leaves out the norm before attention, as EAGLE's first layer does."""
+    """A Llama decoder layer; `input_norm=False` drops the norm before attention, as in EAGLE's first layer."""
 
     def __init__(self, spec: LayerSpec, *, input_norm: bool = True) -> None:
         super().__init__()
@@ -211,8 +210,8 @@ class DecoderLayer(nn.Module):
 def compile_layers(head: nn.Module) -> bool:
     """Compile each decoder layer of a head, and return whether it has any.
 
-    One layer serves all depths that it is unrolled to, so that they are compiled once. Attention, which differs from
-    depth to depth and is a kernel of its own, stays between what is compiled.
+    One compiled layer serves all depths. Attention differs from depth to depth and is a kernel of its own, so it stays
+    outside of the compiled parts.
     """
     layers = [layer for layer in head.modules() if any(isinstance(child, Attention) for child in layer.children())]
     for layer in layers:
