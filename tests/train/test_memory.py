@@ -114,7 +114,7 @@ def test_on_a_gpu_the_attention_keeps_the_keys_of_all_steps_joined() -> None:
     """At depth d keys and values of d rows for each, where a CPU's blocks keep each row's once."""
     run, head, *_ = step_of("eagle3")
     blocks, fused = (cost_of(run, device=device) for device in ("cpu", "cuda"))
-    shape, depths = head.first.self_attn.shape, run.objective.depths
+    shape, depths = head.first.self_attn.dims, run.objective.depths
     row = 4 * 2 * (2 * 64) * shape.num_kv_heads * shape.head_dim  # bytes of keys and values of a step
     assert fused.activations - blocks.activations == depths * (depths + 1) // 2 * row
 
