@@ -1,8 +1,8 @@
-"""The target's decoder stack in parts: its first layers alone, the rest going on from them, or all but some sub-layers.
+"""Passes through parts of the target's decoder stack: first layers, remaining layers, or all but skipped sub-layers.
 
-No modeling code is copied. The base model runs as it is, with its own masks, positions and cache; for the time of a
-pass the modules that are left out hand on what comes in, or add nothing to it. A layer whose attention is left out
-gets no rows in the cache, so the layers' lengths differ until the caller evens them out.
+No modeling code is copied. The base model runs with its own masks, positions and cache; during a pass the skipped
+modules return their input, or zeros. A layer whose attention is skipped gets no entries in the cache, so the layers'
+lengths differ until the caller evens them out.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,9 +22,9 @@ Stub = Callable[[Tensor], Tensor]
 
 
 class FirstLayersOutput(NamedTuple):
-    """A tree whose nodes have run through the first `layers` decoder layers.
+    """The hidden states of a tree's nodes after the first `layers` decoder layers.
 
-    The cache of those layers ends with the nodes' rows, in their order; `hidden` are the states that they left with.
+    The cache of those layers ends with the nodes' entries, in order.
     """
 
     layers: int
@@ -32,7 +32,7 @@ class FirstLayersOutput(NamedTuple):
 
 
 class Skips(NamedTuple):
-    """The decoder layers whose attention, and those whose MLP, is left out."""
+    """The decoder layers whose attention is skipped, and those whose MLP is."""
 
     attention: tuple[int, ...]
     mlp: tuple[int, ...]
@@ -63,7 +63,7 @@ class Parts:
         cache: TargetCache,
         earlier: Int[Tensor, "P"] | None = None,
     ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N V"]]:
-        """Run rows through the first `layers` layers, fewer than all, whose cache they are appended to.
+        """Run rows through the first `layers` layers and append them to these layers' cache.
 
         `attn_mask` says which of the cached rows and of these each row attends to. `earlier` are the positions of the
         cached rows; None for 0, 1, 2, …
@@ -87,9 +87,9 @@ class Parts:
     def score_from(
         self, first_layers: FirstLayersOutput, drafted: DraftTree, cache: TargetCache, layers: tuple[int, ...] = ()
     ) -> TargetOutput:
-        """Verify a tree as `Target.score` does, running the remaining layers alone.
+        """Verify a tree as `Target.score` does, running only the remaining layers.
 
-        Feature layers below `first_layers.layers` are not run, so their outputs are not those of the full pass.
+        The outputs of feature layers below `first_layers.layers` are wrong: these layers do not run.
         """
         prefix = cache.length - len(drafted.token)
         position, attn_mask = tree.layout(drafted, prefix)
@@ -107,9 +107,9 @@ class Parts:
         attn_mask: Bool[Tensor, "N S"],
         cache: TargetCache,
     ) -> Float[Tensor, "N V"]:
-        """Return the logits of rows that run through all layers but without the skipped sub-layers.
+        """Return the logits of rows that run through all layers except the skipped sub-layers.
 
-        They are appended to the cache of the layers whose attention runs; the cached rows' positions are 0, 1, 2, …
+        The rows are appended to the cache of layers whose attention runs; cached positions are 0, 1, 2, …
         """
         left_out = [_sublayers(self.layers[i])[0] for i in skipped.attention]
         left_out += [_sublayers(self.layers[i])[1] for i in skipped.mlp]
@@ -118,7 +118,7 @@ class Parts:
         return self.target.embeddings.logits(out.last_hidden[0])
 
     def sizes(self) -> list[tuple[int, int]]:
-        """Return the parameters of each layer's attention and of its MLP; refuse layers without one of each."""
+        """Return the parameter counts of each layer's attention and MLP; refuse layers without one of each."""
         return [(_size(attention), _size(mlp)) for attention, mlp in map(_sublayers, self.layers)]
 
     def _replacing(self, stubs: dict[nn.Module, Stub]) -> AbstractContextManager[None]:
@@ -152,7 +152,7 @@ def _as_outputs(stub: Stub, num_outputs: int | None) -> Callable[..., Any]:
 
 
 def _sublayers(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """Return a decoder layer's attention, which knows the layer's index for its cache, and its MLP."""
+    """Return a decoder layer's attention (the module with a layer index) and its MLP."""
     heavy = [child for child in layer.children() if any(p.ndim > 1 for p in child.parameters())]
     attention = [child for child in heavy if hasattr(child, "layer_idx")]
     mlp = [child for child in heavy if not hasattr(child, "layer_idx")]
