@@ -51,7 +51,7 @@ def decoded(
             made[number] = batch.admit(number, *request)
         tree = source.schedule.at(len(batch.running) or 1)
         for running in batch.running:
-            taken[running.number].append(tree)
+            taken[running.request_index].append(tree)
         if batch.running:
             batch.step()
             batch.release()
