@@ -80,7 +80,7 @@ def check(
 
 
 def agreement(target: Target, runs: Runs) -> dict[str, dict[str, Any]]:
-    """Return how many of each drafter's timed greedy texts equal the baseline's, in the dtype that was timed."""
+    """Return how many of each drafter's timed greedy answers equal the baseline's, in the timed dtype."""
     middle = medians({name: runs_of for name, runs_of in runs.items() if name != HF})
     plain, dtype = middle.pop(PLAIN), str(target.dtype).removeprefix("torch.")
     equal = {
@@ -90,14 +90,14 @@ def agreement(target: Target, runs: Runs) -> dict[str, dict[str, Any]]:
     return {name: {"dtype": dtype, "checked": len(same), "identical": sum(same)} for name, same in equal.items()}
 
 
-PREFIXES = 2  # texts after which tokens are sampled
-CANDIDATES = 12  # texts considered for them
-DEPTH = 2  # of drafts that the host samples again for every token: deeper nodes cannot change the first one
-TOGETHER = 16  # sequences that stand at a prefix in one step of the engine, where there is memory for so many
+PREFIXES = 2  # prefixes after which tokens are sampled
+CANDIDATES = 12  # prompts considered for them
+DEPTH = 2  # the depth of drafts that the host resamples: deeper nodes cannot change the first token
+TOGETHER = 16  # sequences at a prefix in one step of the engine, if memory allows
 
 
 class Prefix(NamedTuple):
-    """A text to sample after: its session, a draft, and the target's logits at the draft and probs at the root."""
+    """A prefix to sample after: its request, a draft, the target's logits at the draft and probs at the root."""
 
     request: Request
     proposal: Proposal
@@ -106,12 +106,12 @@ class Prefix(NamedTuple):
     cells: Cells
 
     def usable(self, tv: float) -> bool:
-        """Whether there are a draft and a choice, and the broken rule is off by more than a total variation."""
+        """Whether there is a draft, and the broken rule is off by more than a total variation."""
         best = float(self.probs.max())
         return len(self.proposal.tree.token) > 1 and self.cells.freedom > 0 and best * (1 - best) > tv
 
     def drafted(self) -> float:
-        """Return the target's probability of the tokens drafted at depth 1."""
+        """Return the target's total probability of the tokens drafted at depth 1."""
         tree = self.proposal.tree
         return float(self.probs[tree.token[children(tree)[0]].unique()].sum())
 
@@ -175,17 +175,14 @@ def coupled_gap(target: Target, prompt: list[int], answer: list[int], how: Reque
 
 
 def texts(prompts: Sequence[Prompt], plain: Sequence[Generation]) -> list[tuple[list[int], list[int]]]:
-    """Return prompts with their answers up to the token of the smallest logit gap, those of the smallest gap first.
-
-    No two are equal.
-    """
+    """Return different prompts with their answers up to the smallest logit gap, the smallest gaps first."""
     prefixes: list[tuple[float, tuple[list[int], list[int]]]] = []
     for prompt, run in zip(prompts, plain, strict=True):
         gaps = run.gaps[1:]  # the first draft comes after one token of the answer
         if gaps:
             at = min(range(len(gaps)), key=gaps.__getitem__) + 1
             prefix = prompt.token, run.tokens[:at]
-            if prefix not in (other for _, other in prefixes):  # a log has the same question twice
+            if prefix not in (other for _, other in prefixes):  # a log may repeat a question
                 prefixes.append((run.gaps[at], prefix))
     return [prefix for _, prefix in sorted(prefixes, key=lambda prefix: prefix[0])[:CANDIDATES]]
 
@@ -199,7 +196,7 @@ def chi_square_test(
     tv: float,
     alpha: float,
 ) -> tuple[ChiSquareTest | None, str]:
-    """Sample next tokens after a few prefixes, and test them against the target's probs there; or say why not."""
+    """Sample next tokens after a few prefixes and test them against the target's probs; or return why not."""
     usable = [prefix for text in candidates if (prefix := _prefix(target, drafter, *text, settings)).usable(tv)]
     if any(prefix.proposal.q is not None for prefix in usable) and not drafter.can_redraft:
         return None, "no draws: its drafts are drawn by a model with a state of its own"
@@ -211,7 +208,9 @@ def chi_square_test(
     rng = SeededRng(hashed(f"{settings.seed} control"), target.device)
     total = control = 0.0
     for number, prefix in enumerate(progress(prefixes, f"sampling tokens, {drafter.name}")):
-        seeds = f"{settings.seed} distribution {number}"  # its own: of numbers in common the statistics would be alike
+        seeds = (
+            f"{settings.seed} distribution {number}"  # its own: common random numbers would correlate the statistics
+        )
         total += losslessness.statistic(prefix.cells, _samples(prefix, settings, seeds, count))
         control += losslessness.statistic(prefix.cells, resampled(prefix.probs, rng, count))
     p, control_p = losslessness.p_value(total, freedom), losslessness.p_value(control, freedom)
@@ -227,7 +226,7 @@ def _session(
     how: RequestParams,
     cache: TargetCache | None = None,
 ) -> Request:
-    """Return a session with the tokens of a prompt and of its answer so far, and an empty KV cache or a given one."""
+    """Return a request with a prompt's tokens and its answer so far, and an empty KV cache or a given one."""
     request = Request(target, drafter, prompt, how, cache)
     request.context.extend(answer)
     request.generation.tokens.extend(answer)
@@ -235,7 +234,7 @@ def _session(
 
 
 def _enter(request: Request) -> None:
-    """Prefill all of a session's text but its last token, the root of the first draft."""
+    """Prefill a request's tokens except the last, the root of the first draft."""
     text, drafter = request.context, request.drafter
     request.state = drafter.start(text[:-1])
     token = torch.tensor(text, device=request.target.device)
@@ -244,7 +243,7 @@ def _enter(request: Request) -> None:
 
 
 def _prefix(target: Target, drafter: Drafter, prompt: list[int], answer: list[int], settings: RequestParams) -> Prefix:
-    """Prefill a text, draft after it, and let the target score the draft in one tree pass."""
+    """Prefill a prefix, draft after it, and score the draft by the target in one tree pass."""
     request = _session(target, drafter, prompt, answer, settings)
     _enter(request)
     root = trees.root(request.context[-1], target.device)
@@ -258,7 +257,7 @@ def _prefix(target: Target, drafter: Drafter, prompt: list[int], answer: list[in
 
 
 def _scored(request: Request, proposal: Proposal) -> Float[Tensor, "N V"]:
-    """Return the target's processed logits after each node, and drop the nodes' KV entries again."""
+    """Return the target's processed logits after each node, and drop the nodes' KV entries."""
     request.cache.snapshot()
     if proposal.first_layers is None:
         out = request.target.score(proposal.tree, request.cache, proposal.look_ahead)
@@ -270,12 +269,12 @@ def _scored(request: Request, proposal: Proposal) -> Float[Tensor, "N V"]:
 
 
 def _batched(request: Request) -> bool:
-    """Whether the drafts of a session's source are verified for whole batches on the device, by rules of their own."""
+    """Whether a request's drafts are verified for whole batches on the device."""
     return supports(request.target, [request]) and request.drafter.clones(1)[1] is not None
 
 
 def _samples(prefix: Prefix, settings: RequestParams, seeds: str, count: int) -> list[int]:
-    """Return first tokens as the engine emits them by the rule in use; `seeds` is the key of all randomness."""
+    """Return first tokens from the engine by the rule in use; `seeds` is the key of all randomness."""
     if not _batched(prefix.request):
         return _decided(prefix, settings, seeds, count)
     with suppress(torch.OutOfMemoryError):  # the allocator may refuse the whole batch
@@ -285,10 +284,10 @@ def _samples(prefix: Prefix, settings: RequestParams, seeds: str, count: int) ->
 
 
 def _stepped(prefix: Prefix, settings: RequestParams, seeds: str, count: int, size: int) -> list[int]:
-    """Return first tokens as the steps of a batch emit them, of `size` sequences that stand at the prefix.
+    """Return first tokens from steps of a batch of `size` sequences at the prefix.
 
-    Before each step they are back there, and have new seeds. Of several at once there are none where memory is short,
-    or if nothing is drafted, as a schedule may have it.
+    Before each step they are reset to the prefix, with new seeds. Empty if memory is short for several sequences, or if
+    nothing is drafted at this size.
     """
     request = prefix.request
     target, text, answer = request.target, request.context, request.generation.tokens
@@ -331,7 +330,7 @@ def _stepped(prefix: Prefix, settings: RequestParams, seeds: str, count: int, si
 
 
 def _decided(prefix: Prefix, settings: RequestParams, seeds: str, count: int) -> list[int]:
-    """Return first tokens as a session decides them on the host."""
+    """Return first tokens decided on the host."""
     request, sampling = prefix.request, settings.sampling
     device, start = request.target.device, len(request.context)
     max_draft_depth = request.limit - len(request.generation.tokens) - 1
@@ -341,7 +340,7 @@ def _decided(prefix: Prefix, settings: RequestParams, seeds: str, count: int) ->
     proposal, logits = prefix.proposal, prefix.logits
     for i in range(count):
         tick()
-        if settings.rule == COUPLED:  # its noise depends on the seed, so every sample has a seed of its own
+        if settings.rule == COUPLED:  # coupled noise depends on the seed, so every sample has its own seed
             rng = CoupledRng(hashed(f"{seeds} {i}"), device, range(start))
         if proposal.q is not None:
             proposal = request.state.propose(Context(request.context, sampling, rng, max_draft_depth, request.cache))
@@ -352,7 +351,7 @@ def _decided(prefix: Prefix, settings: RequestParams, seeds: str, count: int) ->
 
 
 def _looked_up(request: Request, proposal: Proposal, cached: dict[tuple[int, ...], Tensor]) -> Float[Tensor, "N V"]:
-    """Return the logits at a draft's nodes; the target runs only where a child of the root is not cached.
+    """Return the logits at a draft's nodes; the target runs only if a child of the root is not cached.
 
     Deeper nodes get the root's logits: they cannot change the first token.
     """
@@ -368,9 +367,9 @@ def _looked_up(request: Request, proposal: Proposal, cached: dict[tuple[int, ...
 
 
 def resampled(probs: Float[Tensor, "V"], rng: SeededRng, count: int) -> list[int]:
-    """Return first tokens under a broken rule: after a rejection it samples from p instead of the residual.
+    """Return first tokens by a broken rule: after a rejection it samples from p instead of the residual.
 
-    The draft is the target's argmax, whatever the drafter proposes: there the broken rule is furthest from p.
+    The draft is the target's argmax, where the broken rule is furthest from p.
     """
     best = int(probs.argmax())
     accepted = [rng.accept(float(probs[best])) for _ in range(count)]
